@@ -1,0 +1,1 @@
+"""Logs and metrics. Imports nothing of ours, so that everything may import it."""

@@ -1,0 +1,157 @@
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wire.channel import (
+    AsyncLink,
+    ChannelKey,
+    Codec,
+    Inbox,
+    Link,
+    Waker,
+    cluster_key,
+    tcp_address,
+    wait,
+)
+from wire.errors import ConfigInvalid, MessageInvalid, MessageTooLarge, PeerLost
+from wire.ids import Epoch, RequestId
+from wire.messages import Cancel, FromEngine, NodeLoad, Ping, Pong, ToEngine
+
+PONG = Pong(epoch=Epoch(7), load=NodeLoad(num_pages=3))
+
+
+def receive(inbox: Inbox[ToEngine]):
+    for _ in range(50):
+        wait([inbox], 0.1)
+        if (envelope := inbox.receive()) is not None:
+            return envelope
+    raise AssertionError("nothing came in 5 s")
+
+
+async def send_when_connected(link: AsyncLink[FromEngine], message) -> None:
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                return link.send(message)
+            except PeerLost:
+                await asyncio.sleep(0)
+
+
+async def test_a_message_reaches_the_inbox_and_its_answer_comes_back():
+    inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
+    link: AsyncLink[FromEngine] = AsyncLink(inbox.address, FromEngine)
+    await send_when_connected(link, Ping())
+    envelope = receive(inbox)
+    inbox.send(envelope.peer, PONG)
+    async with asyncio.timeout(5):
+        assert (envelope.message, await link.receive()) == (Ping(), PONG)
+    link.close()
+    inbox.close()
+
+
+async def test_a_peer_that_knows_the_secret_is_heard_and_one_that_does_not_is_not():
+    key = ChannelKey.from_secret("the cluster's secret")
+    inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine, key)
+    strangers = [
+        AsyncLink(inbox.address, FromEngine, other)
+        for other in (None, ChannelKey.from_secret("a guess"))
+    ]
+    friend: AsyncLink[FromEngine] = AsyncLink(inbox.address, FromEngine, key)
+    await send_when_connected(friend, Ping())
+    assert receive(inbox).message == Ping()
+    for stranger in strangers:
+        with pytest.raises(PeerLost):
+            stranger.send(Ping())
+        stranger.close()
+    friend.close()
+    inbox.close()
+
+
+async def test_a_link_notices_that_its_inbox_is_gone():
+    inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
+    link: AsyncLink[FromEngine] = AsyncLink(inbox.address, FromEngine)
+    await send_when_connected(link, Ping())
+    receive(inbox)
+    inbox.close()
+    async with asyncio.timeout(5):
+        await link.wait_lost()
+    with pytest.raises(PeerLost):
+        link.send(Ping())
+    link.close()
+
+
+def test_an_answer_to_a_peer_that_never_was_is_an_error():
+    with Inbox("tcp://127.0.0.1:0", ToEngine) as inbox, pytest.raises(PeerLost):
+        inbox.send(b"nobody", PONG)
+
+
+def test_bytes_that_are_no_message_are_counted_and_passed_over():
+    inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
+    link: Link[FromEngine] = Link(inbox.address, FromEngine)
+    link.socket.setsockopt(0x11, 0)  # linger 0: the test never waits at close
+    link.socket.send(b"\xc1 not msgpack")
+    link.socket.send_multipart([b"two", b"frames"])
+    link.send(Ping())
+    assert receive(inbox).message == Ping()
+    assert inbox.num_invalid == 2
+    link.close()
+    inbox.close()
+
+
+def test_a_port_in_use_is_refused_with_what_to_do():
+    with Inbox("tcp://127.0.0.1:0", ToEngine) as inbox:
+        with pytest.raises(ConfigInvalid, match="choose another port"):
+            Inbox(inbox.address, ToEngine)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_decode_into_anything_but_a_message_or_a_refusal(frame):
+    codec: Codec[ToEngine] = Codec(ToEngine)
+    try:
+        assert isinstance(codec.decode(frame), ToEngine)
+    except MessageInvalid:
+        pass
+
+
+def test_a_message_of_the_other_direction_is_refused():
+    with pytest.raises(MessageInvalid):
+        Codec(ToEngine).decode(Codec(FromEngine).encode(PONG))
+
+
+def test_a_frame_over_the_limit_is_refused_at_both_ends():
+    small: Codec[ToEngine] = Codec(ToEngine, limit_bytes=10)
+    message = Cancel(request_id=RequestId("x" * 20))
+    with pytest.raises(MessageTooLarge):
+        small.encode(message)
+    with pytest.raises(MessageTooLarge):
+        small.decode(Codec(ToEngine).encode(message))
+
+
+def test_an_unknown_field_is_ignored_so_that_a_newer_peer_is_understood():
+    import msgspec
+
+    frame = msgspec.msgpack.encode({"type": "Cancel", "request_id": "a", "from_the_future": 1})
+    assert Codec(ToEngine).decode(frame) == Cancel(request_id=RequestId("a"))
+
+
+def test_a_wake_from_before_the_wait_ends_it():
+    waker = Waker()
+    waker.wake()
+    wait([], 60, waker)  # would hang the test for a minute if the wake were lost
+    waker.close()
+
+
+def test_an_ipv6_host_is_bracketed_once():
+    assert tcp_address("::1", 5) == tcp_address("[::1]", 5) == "tcp://[::1]:5"
+
+
+def test_a_public_address_without_a_secret_is_refused(monkeypatch):
+    monkeypatch.delenv("TANDEM_CLUSTER_KEY", raising=False)
+    assert cluster_key("127.0.0.1", is_insecure=False) is None
+    assert cluster_key("0.0.0.0", is_insecure=True) is None
+    with pytest.raises(ConfigInvalid, match="TANDEM_CLUSTER_KEY"):
+        cluster_key("0.0.0.0", is_insecure=False)
+    monkeypatch.setenv("TANDEM_CLUSTER_KEY", "s")
+    assert cluster_key("0.0.0.0", is_insecure=False) == ChannelKey.from_secret("s")

@@ -1,0 +1,407 @@
+"""One framed channel over ZMQ: typed messages, a size limit, liveness and close.
+
+```
+ Link (DEALER, connects) ──── one frame a message, msgpack ────▶ Inbox (ROUTER, binds)
+ AsyncLink: the same end for an asyncio process
+```
+
+Holds the sockets' options and nothing of what messages mean. Not thread-safe: a socket belongs to
+the thread that made it; `Waker` is how another thread interrupts `wait`.
+
+Liveness is ZMTP's own heartbeat (its I/O thread answers while our loop computes), so a busy peer is
+not a dead one; a dead, stopped or unreachable one is disconnected after `HEARTBEAT_TIMEOUT_S`.
+"""
+
+import asyncio
+import hashlib
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from wire.errors import ChannelClosed, ConfigInvalid, MessageInvalid, MessageTooLarge, PeerLost
+from wire.messages import Message
+
+HEARTBEAT_INTERVAL_S = 0.5
+HEARTBEAT_TIMEOUT_S = 2.0
+
+# A prompt of 1M ids is 5 MB of msgpack; nothing we send is larger.
+MAX_MESSAGE_BYTES = 16 << 20
+
+# Messages waiting for one peer. A step is one message: at 100 steps/s this is 80 s of a stalled peer,
+# after which it is treated as lost and its memory is given back.
+HIGH_WATER_MARK = 8192
+
+In = TypeVar("In", bound=Message)
+
+
+class Codec(Generic[In]):
+    """Encodes any message and decodes those of one direction.
+
+    Args:
+        incoming: A union of message structs; anything else is refused.
+    """
+
+    def __init__(self, incoming: Any, limit_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(incoming)
+        self._limit_bytes = limit_bytes
+
+    def encode(self, message: Message) -> bytes:
+        """Return the frame of `message`.
+
+        Raises:
+            MessageTooLarge: The frame passes the limit.
+        """
+        frame = self._encoder.encode(message)
+        if len(frame) > self._limit_bytes:
+            raise MessageTooLarge(len(frame), self._limit_bytes)
+        return frame
+
+    def decode(self, frame: bytes) -> In:
+        """Return the message in `frame`.
+
+        Raises:
+            MessageTooLarge: The frame passes the limit.
+            MessageInvalid: The bytes are no message of this direction.
+        """
+        if len(frame) > self._limit_bytes:
+            raise MessageTooLarge(len(frame), self._limit_bytes)
+        try:
+            return self._decoder.decode(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise MessageInvalid(f"not a message of this channel: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelKey:
+    """CURVE keys derived from the cluster's secret: who does not know it cannot speak or listen.
+
+    The server's public key never crosses the network, so knowing it proves knowing the secret.
+    """
+
+    server_public: bytes
+    server_secret: bytes
+
+    @classmethod
+    def from_secret(cls, secret: str) -> "ChannelKey":
+        """Derive the keys.
+
+        Raises:
+            ConfigInvalid: libzmq was built without CURVE.
+        """
+        if not zmq.has("curve"):
+            raise ConfigInvalid("TANDEM_CLUSTER_KEY is set but this libzmq was built without CURVE")
+        seed = hashlib.blake2b(secret.encode(), digest_size=32, person=b"tandem-curve").digest()
+        private = z85.encode(seed)
+        return cls(server_public=zmq.curve_public(private), server_secret=private)
+
+
+class Peer(bytes):
+    """Routing identity of a connected link, as an inbox sees it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope(Generic[In]):
+    """A received message and where an answer goes."""
+
+    peer: Peer
+    message: In
+
+
+def _configure(sock: zmq.Socket[Any], key: ChannelKey | None, *, is_server: bool) -> None:
+    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    sock.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    sock.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_INTERVAL_S * 1000))
+    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT_TIMEOUT_S * 1000))
+    sock.setsockopt(zmq.HEARTBEAT_TTL, int(HEARTBEAT_TIMEOUT_S * 1000))
+    sock.setsockopt(zmq.IPV6, 1)
+    if is_server:
+        # An answer to a peer that went away is an error we can see, not a silent drop.
+        sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        sock.setsockopt(zmq.ROUTER_HANDOVER, 0)
+    else:
+        # Only a completed connection takes messages: none wait for a peer that may never come.
+        sock.setsockopt(zmq.IMMEDIATE, 1)
+        sock.setsockopt(zmq.RECONNECT_IVL, 100)
+        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        sock.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
+    if key is None:
+        return
+    if is_server:
+        sock.setsockopt(zmq.CURVE_SERVER, 1)
+        sock.setsockopt(zmq.CURVE_SECRETKEY, key.server_secret)
+    else:
+        public, private = zmq.curve_keypair()
+        sock.setsockopt(zmq.CURVE_SERVERKEY, key.server_public)
+        sock.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        sock.setsockopt(zmq.CURVE_SECRETKEY, private)
+
+
+def tcp_address(host: str, port: int | str) -> str:
+    """Return the ZMQ address of a host and port; an IPv6 host is bracketed."""
+    bare = host.strip("[]")
+    return f"tcp://[{bare}]:{port}" if ":" in bare else f"tcp://{bare}:{port}"
+
+
+class Inbox(Generic[In]):
+    """The bound end: receives from many links, answers each.
+
+    Args:
+        address: Such as `tcp://127.0.0.1:0` (port 0 is any free one) or `ipc:///path`.
+        incoming: Union of the messages that may come in.
+        key: Requires peers to know the cluster's secret.
+
+    Raises:
+        ConfigInvalid: The address is in use or not ours.
+    """
+
+    def __init__(self, address: str, incoming: Any, key: ChannelKey | None = None) -> None:
+        self._codec: Codec[In] = Codec(incoming)
+        self._context = zmq.Context()
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        _configure(self.socket, key, is_server=True)
+        try:
+            self.socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigInvalid(
+                f"cannot listen on {address}: {error.strerror}; choose another port or address"
+            ) from error
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.num_invalid = 0
+
+    @property
+    def port(self) -> int:
+        """The TCP port that was bound."""
+        return int(self.address.rpartition(":")[2])
+
+    def receive(self) -> Envelope[In] | None:
+        """Return the next message, or None when there is none now.
+
+        Bytes that are no message are counted in `num_invalid` and passed over: a peer that sends
+        them harms itself only.
+        """
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            if len(frames) == 2:
+                try:
+                    return Envelope(Peer(frames[0]), self._codec.decode(frames[1]))
+                except MessageInvalid:
+                    pass
+            self.num_invalid += 1
+
+    def send(self, peer: Peer, message: Message) -> None:
+        """Send to one link. Never blocks.
+
+        Raises:
+            PeerLost: The link is gone, or so far behind that it counts as gone.
+        """
+        try:
+            self.socket.send_multipart([peer, self._codec.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise PeerLost(f"link {peer.hex()} is gone: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Close the socket and forget unsent messages. Safe to call twice."""
+        self.socket.close(linger=0)
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Link(Generic[In]):
+    """The connecting end, for a plain loop."""
+
+    def __init__(self, address: str, incoming: Any, key: ChannelKey | None = None) -> None:
+        self._codec: Codec[In] = Codec(incoming)
+        self._context = zmq.Context()
+        self.address = address
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        _configure(self.socket, key, is_server=False)
+        self.socket.connect(address)
+
+    def receive(self) -> In | None:
+        """Return the next message, or None when there is none now. Invalid bytes are passed over."""
+        while True:
+            try:
+                frame = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            try:
+                return self._codec.decode(frame)
+            except MessageInvalid:
+                continue
+
+    def send(self, message: Message) -> None:
+        """Send. Never blocks.
+
+        Raises:
+            PeerLost: There is no connection now.
+        """
+        try:
+            self.socket.send(self._codec.encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise PeerLost(f"no connection to {self.address}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Close the socket and forget unsent messages. Safe to call twice."""
+        self.socket.close(linger=0)
+        self._context.destroy(linger=0)
+
+
+class AsyncLink(Generic[In]):
+    """The connecting end, for an asyncio process."""
+
+    def __init__(self, address: str, incoming: Any, key: ChannelKey | None = None) -> None:
+        self._codec: Codec[In] = Codec(incoming)
+        self._context = zmq.asyncio.Context()
+        self.address = address
+        self._socket = self._context.socket(zmq.DEALER)
+        _configure(self._socket, key, is_server=False)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(address)
+
+    async def receive(self) -> In:
+        """Return the next message. Invalid bytes are passed over.
+
+        Raises:
+            ChannelClosed: `close` was called.
+        """
+        while True:
+            try:
+                frame = await self._socket.recv()
+            except (zmq.ZMQError, asyncio.CancelledError) as error:
+                if self._socket.closed:
+                    raise ChannelClosed(f"link to {self.address} was closed") from error
+                raise
+            try:
+                return self._codec.decode(frame)
+            except MessageInvalid:
+                continue
+
+    def send(self, message: Message) -> None:
+        """Send. Never waits.
+
+        Raises:
+            PeerLost: There is no connection now.
+        """
+        if self._socket.closed:
+            raise PeerLost(f"link to {self.address} was closed")
+        sending = self._socket.send(self._codec.encode(message), zmq.NOBLOCK)
+        # pyzmq tries at once; what is not done now would wait for a connection that may never come.
+        if not sending.done() or sending.cancelled():
+            sending.cancel()
+            raise PeerLost(f"no connection to {self.address}")
+        if error := sending.exception():
+            raise PeerLost(f"no connection to {self.address}: {error}") from error
+
+    async def wait_lost(self) -> None:
+        """Return when a connection that stood was lost: reset, closed, or silent too long."""
+        while True:
+            event = parse_monitor_message(await self._monitor.recv_multipart())
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                return
+
+    def close(self) -> None:
+        """Close the socket and forget unsent messages. Safe to call twice."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close(linger=0)
+            self._context.destroy(linger=0)
+
+
+class Waker:
+    """Interrupts `wait` from another thread. Many wakes before one `clear` count once."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable."""
+        return self._reader.fileno()
+
+    def wake(self) -> None:
+        """Make a `wait` that is under way, or the next one, return. Any thread may call it."""
+        try:
+            self._writer.send(b"\0")
+        except (BlockingIOError, OSError):
+            return  # full: it is awake already; closed: nobody waits
+
+    def clear(self) -> None:
+        """Forget earlier wakes. Call after `wait`, before looking at what was queued."""
+        try:
+            while self._reader.recv(4096):
+                pass
+        except (BlockingIOError, OSError):
+            return
+
+    def close(self) -> None:
+        """Close both ends."""
+        self._reader.close()
+        self._writer.close()
+
+
+def wait(
+    ends: Sequence[Inbox[Any] | Link[Any]], timeout_s: float, waker: Waker | None = None
+) -> None:
+    """Block until an end has something to receive, the waker rings, or the time is up."""
+    poller = zmq.Poller()
+    for end in ends:
+        poller.register(end.socket, zmq.POLLIN)
+    if waker is not None:
+        poller.register(waker.fileno(), zmq.POLLIN)
+    poller.poll(max(0, int(timeout_s * 1000)))
+    if waker is not None:
+        waker.clear()
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether `host` can only be reached from this machine."""
+    bare = host.strip("[]")
+    return bare == "localhost" or bare.startswith("127.") or bare == "::1"
+
+
+def cluster_key(host: str, *, is_insecure: bool) -> ChannelKey | None:
+    """Return the cluster's key from `TANDEM_CLUSTER_KEY`, or None for a plain channel.
+
+    Called by `__main__` modules only.
+
+    Raises:
+        ConfigInvalid: `host` can be reached from elsewhere, there is no secret and `is_insecure`
+            was not asked for.
+    """
+    secret = os.environ.get("TANDEM_CLUSTER_KEY", "")
+    if secret:
+        return ChannelKey.from_secret(secret)
+    if is_loopback(host) or is_insecure:
+        return None
+    raise ConfigInvalid(
+        f"--host {host} can be reached from other machines: set TANDEM_CLUSTER_KEY to one secret on "
+        "every node and router, or pass --insecure to trust the network"
+    )

@@ -1,0 +1,217 @@
+"""Errors named by phase and fault, with what HTTP and the router need to know of them.
+
+Each class carries its facts as attributes and makes its own sentence. `ErrorInfo` is the form that
+crosses a process border; `error_from_info` gives back an exception of the same class.
+"""
+
+import msgspec
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """An error as it travels between processes."""
+
+    code: str
+    message: str
+    status: int = 500
+    is_retryable: bool = False
+
+
+class TandemError(Exception):
+    """Base of every error we raise on purpose.
+
+    Attributes:
+        code: Stable machine-readable name.
+        status: The HTTP status this becomes at the edge.
+        is_retryable: Whether the same request may succeed if sent again.
+        is_public: Whether the message may leave the building. Others become a generic sentence.
+    """
+
+    code = "internal_error"
+    status = 500
+    is_retryable = False
+    is_public = True
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def info(self) -> ErrorInfo:
+        """Return the travelling form."""
+        return ErrorInfo(
+            code=self.code,
+            message=self.message,
+            status=self.status,
+            is_retryable=self.is_retryable,
+        )
+
+
+class InvalidRequest(TandemError):
+    """The client asked for something that cannot be: its fault, and no retry helps."""
+
+    code = "invalid_request"
+    status = 400
+
+
+class Unauthorized(TandemError):
+    """The API key is missing or wrong."""
+
+    code = "unauthorized"
+    status = 401
+
+
+class ModelNotFound(TandemError):
+    """The `model` of an OpenAI request is not the one served."""
+
+    code = "model_not_found"
+    status = 404
+
+    def __init__(self, asked: str, served: str) -> None:
+        super().__init__(f"model {asked!r} is not served here; this cluster serves {served!r}")
+        self.asked, self.served = asked, served
+
+
+class BodyTooLarge(TandemError):
+    """The HTTP body passes the limit."""
+
+    code = "body_too_large"
+    status = 413
+
+
+class Overloaded(TandemError):
+    """The cluster has no room now."""
+
+    code = "overloaded"
+    status = 429
+    is_retryable = True
+
+
+class OutOfPages(TandemError):
+    """A request can never fit into this node's pool."""
+
+    code = "out_of_pages"
+    status = 400
+
+    def __init__(self, needed: int, total: int) -> None:
+        super().__init__(
+            f"the request needs {needed} pages of KV and the node has {total}; "
+            "shorten the prompt or max_new_tokens, or raise --max-total-tokens"
+        )
+        self.needed, self.total = needed, total
+
+
+class Aborted(TandemError):
+    """The request was cancelled, by its client or an operator."""
+
+    code = "aborted"
+    status = 499
+
+
+class NoNodeAvailable(TandemError):
+    """No pair of nodes can serve now; the router keeps trying to reach them."""
+
+    code = "no_node_available"
+    status = 503
+    is_retryable = True
+
+
+class PeerLost(TandemError):
+    """The far side of a link died, was cut off or restarted."""
+
+    code = "peer_lost"
+    status = 503
+    is_retryable = True
+
+
+class TransferTimeout(TandemError):
+    """The other half of an attempt did not come in time."""
+
+    code = "transfer_timeout"
+    status = 504
+    is_retryable = True
+
+
+class TransferRefused(TandemError):
+    """A write outside a live grant, or a link that the far side does not know."""
+
+    code = "transfer_refused"
+    status = 500
+    is_retryable = True
+
+
+class KVCorrupted(TandemError):
+    """Pages arrived with other bytes than were computed."""
+
+    code = "kv_corrupted"
+    status = 500
+    is_retryable = True
+
+
+class LayoutMismatch(TandemError):
+    """A prefill and a decode node hold different models or KV layouts: configuration."""
+
+    code = "layout_mismatch"
+    status = 503
+
+    def __init__(self, prefill: str, decode: str) -> None:
+        super().__init__(
+            f"prefill serves {prefill} and decode serves {decode}; "
+            "start both with the same model, dtype and KV layout"
+        )
+        self.prefill, self.decode = prefill, decode
+
+
+class EngineFailed(TandemError):
+    """The engine raised while it ran this request: our fault."""
+
+    code = "engine_failed"
+    status = 500
+    is_retryable = True
+
+
+class MessageInvalid(TandemError):
+    """Bytes from a peer are not one of our messages."""
+
+    code = "message_invalid"
+    is_public = False
+
+
+class MessageTooLarge(MessageInvalid):
+    """A message passes the channel's limit."""
+
+    code = "message_too_large"
+
+    def __init__(self, size_bytes: int, limit_bytes: int) -> None:
+        super().__init__(f"message of {size_bytes} bytes passes the limit of {limit_bytes}")
+        self.size_bytes, self.limit_bytes = size_bytes, limit_bytes
+
+
+class ChannelClosed(TandemError):
+    """The channel was closed on this side."""
+
+    code = "channel_closed"
+    is_public = False
+
+
+class ConfigInvalid(TandemError):
+    """A flag, a path or an address that cannot work; the sentence says what to do."""
+
+    code = "config_invalid"
+
+
+def _subclasses(base: type[TandemError]) -> dict[str, type[TandemError]]:
+    found = {base.code: base}
+    for sub in base.__subclasses__():
+        found |= _subclasses(sub)
+    return found
+
+
+def error_from_info(info: ErrorInfo) -> TandemError:
+    """Rebuild the exception that `info` describes; an unknown code becomes a `TandemError`.
+
+    Status and retryability are the sender's, so that a newer peer's error keeps its meaning.
+    """
+    cls = _subclasses(TandemError).get(info.code, TandemError)
+    error = cls.__new__(cls)
+    TandemError.__init__(error, info.message)
+    error.code, error.status, error.is_retryable = info.code, info.status, info.is_retryable
+    return error

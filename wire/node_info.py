@@ -1,0 +1,47 @@
+"""What a node says of itself at `GET /server_info`: enough for a router to use it."""
+
+import msgspec
+
+from wire.messages import NodeLoad
+
+ROLES = ("prefill", "decode", "colocated")
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The model a node serves.
+
+    Attributes:
+        name: As clients name it (`--served-model-name`).
+        fingerprint: Equal on two nodes exactly when their KV is interchangeable.
+        context_length: Prompt plus generated tokens, at most.
+        vocab_size: Ids are below this.
+        tokenizer_hash: Of the files at `GET /tokenizer`; empty when the model has no tokenizer.
+    """
+
+    name: str
+    fingerprint: str
+    context_length: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    tokenizer_hash: str = ""
+
+
+class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One node. Ports are on the host its URL names.
+
+    Attributes:
+        epoch: Of the engine process; changes when it restarts.
+        engine_port: Where its engine's inbox listens for edge workers.
+        bootstrap_port: Where a prefill listens for grants; None on other roles.
+        max_prompt_tokens: The longest prompt its pool can ever hold.
+    """
+
+    role: str
+    version: str
+    epoch: int
+    engine_port: int
+    model: ModelInfo
+    bootstrap_port: int | None = None
+    is_healthy: bool = True
+    max_prompt_tokens: int = 0
+    load: NodeLoad = NodeLoad()
