@@ -59,6 +59,6 @@ def configure(
 
 
 def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
-    """Return a logger whose lines carry `logger=name`."""
-    logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(logger=name)
+    """Return a logger whose lines carry `module=name`."""
+    logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(module=name)
     return logger

@@ -282,6 +282,7 @@ class AsyncLink(Generic[In]):
         self._socket = self._context.socket(zmq.DEALER)
         _configure(self._socket, key, is_server=False)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._is_lost = False
         self._socket.connect(address)
 
     async def receive(self) -> In:
@@ -306,11 +307,13 @@ class AsyncLink(Generic[In]):
         """Send. Never waits.
 
         Raises:
-            PeerLost: There is no connection now.
+            PeerLost: There is no connection now, or `wait_lost` has returned.
         """
-        if self._socket.closed:
-            raise PeerLost(f"link to {self.address} was closed")
-        sending = self._socket.send(self._codec.encode(message), zmq.NOBLOCK)
+        if self._is_lost or self._socket.closed:
+            raise PeerLost(f"link to {self.address} was lost or closed")
+        sending = asyncio.ensure_future(
+            self._socket.send(self._codec.encode(message), zmq.NOBLOCK)
+        )
         # pyzmq tries at once; what is not done now would wait for a connection that may never come.
         if not sending.done() or sending.cancelled():
             sending.cancel()
@@ -319,10 +322,15 @@ class AsyncLink(Generic[In]):
             raise PeerLost(f"no connection to {self.address}: {error}") from error
 
     async def wait_lost(self) -> None:
-        """Return when a connection that stood was lost: reset, closed, or silent too long."""
+        """Return when a connection that stood was lost: reset, closed, or silent too long.
+
+        From then on `send` refuses, although ZMQ would reconnect: whoever answers there next is
+        another life of the peer, and its owner makes a new link.
+        """
         while True:
             event = parse_monitor_message(await self._monitor.recv_multipart())
             if event["event"] == zmq.EVENT_DISCONNECTED:
+                self._is_lost = True
                 return
 
     def close(self) -> None:

@@ -1,0 +1,217 @@
+"""Attention over paged KV, as a function that transformers' models call.
+
+Registered under `NAME` with `AttentionInterface` and, returning no mask, with
+`AttentionMaskInterface`. This is the reference in plain torch: it gathers a request's pages and
+calls scaled_dot_product_attention. Grouped heads are never expanded for decoding rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+NAME = "tandem_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpan:
+    """Rows of one request with more than one query token.
+
+    Attributes:
+        start: First row in the batch.
+        num_rows: Query tokens.
+        kv_len: Keys, the queries' own included.
+        page_ids: Pages that hold the keys. Shape (ceil(kv_len / page_size),).
+    """
+
+    start: int
+    num_rows: int
+    kv_len: int
+    page_ids: torch.Tensor
+
+
+@dataclass(slots=True)
+class PagedBatch:
+    """Where the rows of one forward read and write KV.
+
+    Attributes:
+        kv: The pool. Shape (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim).
+        write_pages, write_offsets: Where each row's KV goes. Shape (num_rows,).
+        prompts: Requests with several rows.
+        decode_rows: Rows that are one request each. Shape (num_decodes,).
+        page_table: Their pages, padded with 0. Shape (num_decodes, max_pages).
+        kv_lens: Their number of keys. Shape (num_decodes,).
+    """
+
+    kv: torch.Tensor
+    write_pages: torch.Tensor
+    write_offsets: torch.Tensor
+    prompts: Sequence[PromptSpan]
+    decode_rows: torch.Tensor
+    page_table: torch.Tensor
+    kv_lens: torch.Tensor
+    _masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self.kv.shape[4]
+
+    def prompt_mask(self, span: PromptSpan, window: int | None) -> torch.Tensor:
+        """Return which keys each query of a prompt may see. Shape (num_rows, kv_len)."""
+        found = self._masks.get((span.start, window))
+        if found is None:
+            keys = torch.arange(span.kv_len, device=self.kv.device)
+            queries = keys[span.kv_len - span.num_rows :].unsqueeze(1)
+            found = self._masks[span.start, window] = _visible(queries, keys, window)
+        return found
+
+    def decode_mask(self, window: int | None) -> torch.Tensor:
+        """Return which keys each decoding row may see. Shape (num_decodes, 1, padded keys)."""
+        found = self._masks.get((-1, window))
+        if found is None:
+            keys = torch.arange(self.page_table.shape[1] * self.page_size, device=self.kv.device)
+            queries = (self.kv_lens - 1).unsqueeze(1)
+            found = self._masks[-1, window] = _visible(queries, keys, window).unsqueeze(1)
+        return found
+
+
+def _visible(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+    visible = keys <= queries
+    return visible if window is None else visible & (keys > queries - window)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    paged_batch: PagedBatch,
+    **_unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write this layer's K and V into the pool and attend over it.
+
+    Args:
+        module: The attention module; `layer_idx` names the layer.
+        query: Shape (1, num_heads, num_rows, head_dim), after rotary embedding.
+        key, value: Shape (1, num_kv_heads, num_rows, head_dim).
+        attention_mask: Always None: masks come from the batch.
+        scaling: Of the scores; 1/sqrt(head_dim) when None.
+        sliding_window: Keys a query sees, itself included; all when None.
+        softcap: Scores are bounded to ± this by tanh, as in Gemma 2.
+
+    Returns:
+        The output, shape (1, num_rows, num_heads, head_dim), and no weights.
+    """
+    del attention_mask
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    batch = paged_batch
+    keys, values = batch.kv[:, layer, 0], batch.kv[:, layer, 1]  # (pages, kv heads, tokens, dim)
+    keys[batch.write_pages, :, batch.write_offsets] = key[0].transpose(0, 1)
+    values[batch.write_pages, :, batch.write_offsets] = value[0].transpose(0, 1)
+    out = torch.empty_like(query[0].transpose(0, 1))  # (num_rows, num_heads, head_dim)
+    for span in batch.prompts:
+        rows = slice(span.start, span.start + span.num_rows)
+        result = _attend(
+            query[:, :, rows],
+            _gather(keys, span.page_ids)[:, : span.kv_len].unsqueeze(0),
+            _gather(values, span.page_ids)[:, : span.kv_len].unsqueeze(0),
+            batch.prompt_mask(span, sliding_window),
+            scaling,
+            softcap,
+        )
+        out[rows] = result[0].transpose(0, 1)
+    if len(batch.decode_rows):
+        out[batch.decode_rows] = _attend_decodes(
+            query[0][:, batch.decode_rows], keys, values, batch, scaling, sliding_window, softcap
+        )
+    return out.unsqueeze(0), None
+
+
+def _attend_decodes(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: PagedBatch,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attend with one query for each request.
+
+    A KV head is the batch, a request is a head and the query heads of a group are its rows: so
+    grouped KV is read once and never expanded.
+
+    Args:
+        query: Shape (num_heads, num_decodes, head_dim).
+
+    Returns:
+        Shape (num_decodes, num_heads, head_dim).
+    """
+    num_heads, num_decodes, head_dim = query.shape
+    num_kv_heads = keys.shape[1]
+    grouped = query.view(num_kv_heads, -1, num_decodes, head_dim).transpose(1, 2)
+    result = _attend(  # (kv heads, decodes, group, dim)
+        grouped,
+        _gather(keys, batch.page_table),
+        _gather(values, batch.page_table),
+        batch.decode_mask(window),
+        scaling,
+        softcap,
+    )
+    return result.permute(1, 0, 2, 3).reshape(num_decodes, num_heads, head_dim)
+
+
+def _gather(pool: torch.Tensor, page_ids: torch.Tensor) -> torch.Tensor:
+    """Copy pages into runs of tokens.
+
+    Args:
+        pool: Shape (num_pages, num_kv_heads, page_size, head_dim).
+        page_ids: Shape (..., pages).
+
+    Returns:
+        Shape (num_kv_heads, ..., pages * page_size, head_dim).
+    """
+    return pool.transpose(0, 1)[:, page_ids].flatten(-3, -2)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    is_grouped = query.shape[1] != key.shape[1]
+    if softcap is None:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=is_grouped
+        )
+    if is_grouped:
+        group = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = torch.tanh(query @ key.transpose(-1, -2) * scale / softcap) * softcap
+    weights = scores.masked_fill(~mask, float("-inf")).float().softmax(dim=-1).to(query.dtype)
+    return weights @ value
+
+
+def _no_mask(*_args: Any, **_kwargs: Any) -> None:
+    """Tell transformers that no mask is to be built."""
+
+
+def register() -> str:
+    """Make the attention known to transformers; return the name to load models with."""
+    AttentionInterface.register(NAME, paged_attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    return NAME

