@@ -5,6 +5,7 @@ a request holds goes back through exactly one of `_end` (here), `release` (prefi
 `reclaim` (decode, once no write can arrive).
 """
 
+import secrets
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -126,7 +127,7 @@ class Engine:
             max_tokens=min(len(prompt) + max(1, new_tokens), self.max_tokens),
             is_prompt_only=is_prompt_only,
             token_ids=list(prompt),
-            seed=request.sampling.seed or 0,
+            seed=secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed,
         )
 
     def reserve(self, active: ActiveRequest) -> bool:

@@ -23,6 +23,7 @@ def uniform(seed: int, index: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=key, counter=index)).random())
 
 
+@torch.inference_mode()
 def sample(
     logits: torch.Tensor, requests: Sequence[ActiveRequest], eos_token_ids: frozenset[int]
 ) -> list[int]:

@@ -120,13 +120,14 @@ class Ping(Message, frozen=True, kw_only=True):
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Why a generation ended, as far as the engine decides it.
+    """Why a node's part of a generation ended, as far as the engine decides it.
 
     Attributes:
+        reason: `handed_off` ends prefill's part only: every page landed and decode goes on.
         matched: The stop id that ended it, for `stop`.
     """
 
-    reason: Literal["stop", "length", "abort"]
+    reason: Literal["stop", "length", "abort", "handed_off"]
     matched: int | None = None
 
 

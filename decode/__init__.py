@@ -1,0 +1,1 @@
+"""The decode node: takes over prompts whose KV landed in its memory, and generates."""

@@ -1,0 +1,8 @@
+"""`python -m decode`, the same as `tandem decode`."""
+
+import sys
+
+from decode.command import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

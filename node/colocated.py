@@ -1,0 +1,107 @@
+"""`tandem serve`: both roles in one engine. The colocated baseline, and the oracle of parity tests.
+
+Run as `python -m node.colocated` by the HTTP process.
+"""
+
+import sys
+
+from typing_extensions import override
+
+from engine.core import Engine
+from engine.request import ActiveRequest
+from node.engine_host import Parts, RoleHost, main
+from node.load import engine_load, token_usage
+from node.loop import Answers, Start, Ticket
+from wire.errors import InvalidRequest, TandemError
+from wire.messages import NodeLoad, StartColocated
+
+
+class ColocatedRole:
+    """Prompts and generation in one engine, no transfer."""
+
+    def __init__(self, engine: Engine, answers: Answers) -> None:
+        self._engine = engine
+        self._answers = answers
+        self._by_ticket: dict[Ticket, ActiveRequest] = {}
+        self._by_request: dict[ActiveRequest, Ticket] = {}
+        self._num_aborted = 0
+        self._logged = NodeLoad()
+
+    @property
+    def has_work(self) -> bool:
+        """See `Role.has_work`."""
+        return self._engine.has_work
+
+    def tickets(self) -> list[Ticket]:
+        """See `Role.tickets`."""
+        return list(self._by_ticket)
+
+    def start(self, ticket: Ticket, message: Start) -> None:
+        """See `Role.start`."""
+        if not isinstance(message, StartColocated):
+            raise InvalidRequest("this node serves alone: it takes no half of a request")
+        active = self._engine.submit(message.request)
+        self._by_ticket[ticket], self._by_request[active] = active, ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """See `Role.cancel`."""
+        active = self._by_ticket.pop(ticket, None)
+        if active is not None:
+            del self._by_request[active]
+            self._num_aborted += 1
+            self._engine.cancel(active)
+
+    def poll(self) -> None:
+        """Nothing happens beside this loop."""
+
+    def step(self) -> None:
+        """See `Role.step`."""
+        for token in self._engine.step().tokens:
+            ticket = self._by_request[token.request]
+            self._answers.token(
+                ticket, token.index, [token.token], token.finish, token.request.num_cached
+            )
+            if token.finish is not None:
+                del self._by_ticket[ticket], self._by_request[token.request]
+
+    def fail_all(self, error: TandemError) -> None:
+        """See `Role.fail_all`."""
+        for ticket, active in list(self._by_ticket.items()):
+            self._engine.cancel(active)
+            self._answers.fail(ticket, error)
+        self._by_ticket.clear()
+        self._by_request.clear()
+
+    def flush_cache(self) -> None:
+        """See `Role.flush_cache`."""
+        self._engine.cache.flush()
+
+    def load(self) -> NodeLoad:
+        """See `Role.load`."""
+        return engine_load(
+            self._engine, num_failed=self._answers.num_failed, num_aborted=self._num_aborted
+        )
+
+    def log_line(self, elapsed_s: float) -> str | None:
+        """See `Role.log_line`."""
+        now, before = self.load(), self._logged
+        self._logged = now
+        num_generated = now.generated_tokens - before.generated_tokens
+        if not num_generated:
+            return None
+        return (
+            f"Decode batch, #running-req: {now.num_running}, "
+            f"#token: {now.pages_held * now.page_size}, token usage: {token_usage(now):.2f}, "
+            f"gen throughput (token/s): {num_generated / elapsed_s:.2f}, "
+            f"#queue-req: {now.num_waiting}"
+        )
+
+
+class _Host(RoleHost):
+    @override
+    def role(self, parts: Parts) -> ColocatedRole:
+        return ColocatedRole(parts.engine, parts.answers)
+
+
+if __name__ == "__main__":
+    sys.exit(main(_Host()))

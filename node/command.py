@@ -1,0 +1,71 @@
+"""From a node's command line to its exit status."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from node.checkpoint import resolve_model
+from node.config import NodeConfig, NodeRole
+from node.flags import MEANINGLESS, build_parser, read_config
+from node.server import serve
+from telemetry import log as logs
+from wire.channel import cluster_key
+from wire.errors import TandemError
+
+log = logs.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCommand:
+    """What differs between `prefill`, `decode` and `serve`.
+
+    Attributes:
+        engine_module: Run as `python -m engine_module`.
+    """
+
+    role: NodeRole
+    engine_module: str
+    default_port: int
+    summary: str
+    prog: str = ""
+
+
+def run(command: NodeCommand, argv: Sequence[str]) -> int:
+    """Run a node until it is told to stop.
+
+    Returns:
+        0 after a stop that was asked for, 1 after a failure, 2 for flags that cannot work.
+    """
+    prog = command.prog or f"tandem {command.role}"
+    parser = build_parser(prog, command.role, command.summary, command.default_port)
+    try:
+        config, args = read_config(parser, command.role, argv)
+        logs.configure(config.log_level, config.log_format, role=config.role)
+        for flag in dict.fromkeys(args.meaningless or []):
+            log.warning("flag.meaningless", flag=flag, reason=MEANINGLESS[flag])
+        key = cluster_key(config.host, is_insecure=config.is_insecure)
+        config = _with_model(config, args.model, args.cache_dir or default_cache_dir())
+        return uvloop.run(serve(config, command.engine_module, key))
+    except TandemError as error:
+        sys.stderr.write(f"{prog}: error: {error.message}\n")
+        return 2
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return 0
+
+
+def default_cache_dir() -> Path:
+    """Return where converted models and tokenizers are kept unless told otherwise."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "tandem"
+
+
+def _with_model(config: NodeConfig, model: str | None, cache_dir: Path) -> NodeConfig:
+    directory = resolve_model(model, cache_dir / "models")
+    engine = msgspec.structs.replace(config.engine, model_dir=str(directory))
+    return msgspec.structs.replace(config, engine=engine)

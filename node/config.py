@@ -1,0 +1,80 @@
+"""What a node is told before it starts: checked in `__main__`, frozen, passed down."""
+
+from typing import Literal
+
+import msgspec
+
+from engine.config import EngineConfig
+from wire.errors import ConfigInvalid
+
+NodeRole = Literal["prefill", "decode", "colocated"]
+
+
+class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How KV moves.
+
+    Attributes:
+        backend: A transport's name, or `auto` for the best that both ends offer.
+        bootstrap_port: Where a prefill listens for grants. 8998: SGLang's default.
+        grant_timeout_s: How long one half of a request waits for the other. 30 s: longer than any
+            healthy queue for pages, shorter than clients wait.
+        landed_timeout_s: How long decode waits for the pages of a grant, prefill's queue included.
+        is_verified: Whether pages are hashed on both sides.
+    """
+
+    backend: str = "auto"
+    bootstrap_port: int = 8998
+    grant_timeout_s: float = 30.0
+    landed_timeout_s: float = 300.0
+    is_verified: bool = True
+
+
+class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One node: an HTTP process and the engine process under it.
+
+    Attributes:
+        engine_port: Where edge workers reach the engine; 0 takes any free port, which
+            `/server_info` tells them.
+        max_body_bytes: Of an HTTP request. 32 MiB: four times a prompt of 1M tokens as text.
+    """
+
+    role: NodeRole
+    served_model_name: str
+    engine: EngineConfig
+    transfer: TransferConfig = TransferConfig()
+    host: str = "127.0.0.1"
+    port: int = 7000
+    engine_port: int = 0
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 32 << 20
+    is_incremental_output: bool = False
+    log_level: str = "info"
+    log_format: Literal["auto", "console", "json"] = "auto"
+    is_insecure: bool = False
+
+
+def check(config: NodeConfig) -> NodeConfig:
+    """Return `config` if it can work.
+
+    Raises:
+        ConfigInvalid: Naming the flag and what to give.
+    """
+    engine = config.engine
+    for flag, value, least in (
+        ("--page-size", engine.page_size, 1),
+        ("--chunked-prefill-size", engine.chunked_prefill_size, 1),
+        ("--max-running-requests", engine.max_running_requests, 1),
+        ("--max-total-tokens", engine.max_total_tokens, 0),
+        ("--context-length", engine.context_length, 0),
+        ("--port", config.port, 0),
+        ("--bootstrap-port", config.transfer.bootstrap_port, 0),
+    ):
+        if value < least:
+            raise ConfigInvalid(f"{flag} is {value}: give at least {least}")
+    if max(config.port, config.transfer.bootstrap_port, config.engine_port) > 65535:
+        raise ConfigInvalid("ports are at most 65535")
+    if not 0 < engine.mem_fraction_static <= 1:
+        raise ConfigInvalid(
+            f"--mem-fraction-static is {engine.mem_fraction_static}: give over 0, up to 1"
+        )
+    return config

@@ -1,0 +1,71 @@
+"""The engine process as its parent sees it: started, ready or failed, watched, stopped."""
+
+import asyncio
+import sys
+
+import msgspec
+
+from node.config import NodeConfig
+from node.engine_report import Failed, Ready
+from telemetry.log import get_logger
+from wire.errors import EngineFailed, error_from_info
+
+log = get_logger(__name__)
+
+
+class EngineProcess:
+    """One engine process.
+
+    Args:
+        module: Run as `python -m module`; such as `prefill.engine`.
+    """
+
+    def __init__(self, module: str, config: NodeConfig) -> None:
+        self._module = module
+        self._config = config
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> Ready:
+        """Start the process and wait until it serves.
+
+        Raises:
+            TandemError: What the engine said when it could not start.
+        """
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            self._module,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")
+        line = await self._process.stdout.readline()
+        if not line:
+            status = await self._process.wait()
+            raise EngineFailed(f"the engine process ended with status {status} before it was ready")
+        told = msgspec.json.decode(line, type=Ready | Failed)
+        if isinstance(told, Failed):
+            await self._process.wait()
+            raise error_from_info(told.error)
+        return told
+
+    async def wait(self) -> int:
+        """Wait until the process ends; return its exit status."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """End the process: by closing its standard input, and by force after `timeout_s`."""
+        if self._process is None or self._process.returncode is not None:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._process.wait()
+        except TimeoutError:
+            log.warning("engine.killed", reason=f"it did not stop within {timeout_s:g} s")
+            self._process.kill()
+            await self._process.wait()

@@ -1,0 +1,249 @@
+"""The flags of a node, with the names that users of SGLang and vLLM know.
+
+argparse, not a library above it: one flag has up to three names, three commands share them all, and
+`--prefill URL PORT` takes several values. Reads arguments only; the environment is read in `command`.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.config import EngineConfig
+from node.checkpoint import model_name
+from node.config import NodeConfig, NodeRole, TransferConfig, check
+
+# Known elsewhere, without meaning here: accepted, said once. Value: why.
+MEANINGLESS = {
+    "--enable-chunked-prefill": "prompts are always computed in chunks",
+    "--enable-torch-compile": "the engine runs eager",
+    "--enforce-eager": "the engine always runs eager",
+    "--disable-cuda-graph": "the engine records no CUDA graphs",
+    "--enable-p2p-check": "the transport checks its own link",
+    "--enable-metrics": "metrics are always at /metrics",
+    "--disaggregation-ib-device": "no transport of this build uses RDMA",
+    "--tokenizer-worker-num": "the router's edge workers tokenize",
+    "--detokenizer-worker-num": "the router's edge workers detokenize",
+    "--stream-interval": "tokens are sent as they come",
+}
+
+
+def build_parser(
+    prog: str, role: NodeRole, summary: str, default_port: int
+) -> argparse.ArgumentParser:
+    """Return the parser of one node command."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=summary,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_model_flags(parser.add_argument_group("model"))
+    _add_server_flags(parser.add_argument_group("server"), default_port)
+    _add_engine_flags(parser.add_argument_group("engine"))
+    if role != "colocated":
+        _add_transfer_flags(parser.add_argument_group("transfer"))
+    for flag in MEANINGLESS:
+        parser.add_argument(
+            flag, nargs="*", action=_Meaningless, dest="meaningless", help=argparse.SUPPRESS
+        )
+    return parser
+
+
+class _Meaningless(argparse.Action):
+    """Collects the names of flags that were given and mean nothing here."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        del parser, values
+        namespace.meaningless = [*(namespace.meaningless or []), option_string]
+
+
+def _add_model_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--model",
+        "--model-path",
+        default=None,
+        metavar="PATH",
+        help="a transformers directory or a GGUF file; nothing for the embedded SmolLM2-135M-Instruct",
+    )
+    add("--served-model-name", default=None, metavar="NAME", help="how clients name the model")
+    add(
+        "--load-format",
+        choices=["auto", "dummy"],
+        default="auto",
+        help="dummy: seeded random weights from config.json alone",
+    )
+    add(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16", "half"],
+        default="auto",
+        help="of weights and KV; auto takes the checkpoint's",
+    )
+    add("--context-length", "--max-model-len", type=int, default=0, help="0: the model's own")
+    add("--random-seed", "--seed", type=int, default=0, help="of --load-format dummy")
+    add("--trust-remote-code", action="store_true", help="run modelling code from the checkpoint")
+    add(
+        "--cache-dir",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="where converted models are kept (default: $XDG_CACHE_HOME/tandem)",
+    )
+
+
+def _add_server_flags(group: argparse._ArgumentGroup, default_port: int) -> None:
+    add = group.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=int, default=default_port, help="of HTTP")
+    add("--engine-port", type=int, default=0, help="of the token plane; 0: any free port")
+    add("--api-key", action="append", default=[], metavar="KEY", help="required of HTTP clients")
+    add("--log-level", default="info", choices=["debug", "info", "warning", "error"], help=" ")
+    add("--log-format", default="auto", choices=["auto", "console", "json"], help=" ")
+    add(
+        "--incremental-streaming-output",
+        action="store_true",
+        help="/generate streams what is new instead of all so far",
+    )
+    add(
+        "--insecure",
+        action="store_true",
+        help="listen beyond loopback without TANDEM_CLUSTER_KEY, trusting the network",
+    )
+
+
+def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    defaults = EngineConfig(model_dir="")
+    add("--device", default="cpu", help="cpu, or cuda:N")
+    add("--page-size", "--block-size", type=int, default=defaults.page_size, help="tokens a page")
+    add(
+        "--max-total-tokens",
+        type=int,
+        default=0,
+        help="tokens the KV pool holds; 0: 1 GiB of them on the CPU, else --mem-fraction-static",
+    )
+    add(
+        "--mem-fraction-static",
+        "--gpu-memory-utilization",
+        type=float,
+        default=defaults.mem_fraction_static,
+        help="share of GPU memory for weights and KV",
+    )
+    add(
+        "--max-running-requests",
+        "--max-num-seqs",
+        type=int,
+        default=defaults.max_running_requests,
+        help="requests in one batch",
+    )
+    add(
+        "--max-waiting-requests",
+        type=int,
+        default=defaults.max_waiting_requests,
+        help="requests in line; one more is refused with 429",
+    )
+    add(
+        "--chunked-prefill-size",
+        type=int,
+        default=defaults.chunked_prefill_size,
+        help="prompt tokens in one forward",
+    )
+    add("--num-threads", type=int, default=0, help="of torch on the CPU; 0: torch's choice")
+    add("--disable-prefix-cache", "--disable-radix-cache", action="store_true", help=" ")
+    add("--tensor-parallel-size", "--tp", "--tp-size", type=int, default=1, choices=[1], help=" ")
+
+
+def _add_transfer_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    defaults = TransferConfig()
+    add(
+        "--transfer-backend",
+        "--disaggregation-transfer-backend",
+        default=defaults.backend,
+        help="how KV moves: auto, shm (one host), tcp",
+    )
+    add(
+        "--bootstrap-port",
+        "--disaggregation-bootstrap-port",
+        type=int,
+        default=defaults.bootstrap_port,
+        help="where prefill takes grants; on decode: the port taken when a request names none",
+    )
+    add(
+        "--grant-timeout",
+        type=float,
+        default=defaults.grant_timeout_s,
+        metavar="SECONDS",
+        help="how long one half of a request waits for the other",
+    )
+    add("--no-kv-checksum", action="store_true", help="do not hash pages on both sides")
+    add(
+        "--disaggregation-mode",
+        choices=["prefill", "decode"],
+        default=None,
+        help=argparse.SUPPRESS,
+    )
+
+
+def read_config(
+    parser: argparse.ArgumentParser, role: NodeRole, argv: Sequence[str]
+) -> tuple[NodeConfig, argparse.Namespace]:
+    """Read the command line.
+
+    Returns:
+        The config, its `engine.model_dir` still what the user gave, and the raw flags.
+
+    Raises:
+        ConfigInvalid: A value cannot work; the sentence says what to give.
+        SystemExit: argparse's own answer to a wrong flag (2) and to --help (0).
+    """
+    args = parser.parse_args(argv)
+    if getattr(args, "disaggregation_mode", None) not in (None, role):
+        parser.error(f"--disaggregation-mode {args.disaggregation_mode} given to a {role} node")
+    engine = EngineConfig(
+        model_dir=args.model or "",
+        dtype="float16" if args.dtype == "half" else args.dtype,
+        load_format=args.load_format,
+        device=args.device,
+        trust_remote_code=args.trust_remote_code,
+        random_seed=args.random_seed,
+        page_size=args.page_size,
+        max_total_tokens=args.max_total_tokens,
+        mem_fraction_static=args.mem_fraction_static,
+        max_running_requests=args.max_running_requests,
+        max_waiting_requests=args.max_waiting_requests,
+        chunked_prefill_size=args.chunked_prefill_size,
+        context_length=args.context_length,
+        num_threads=args.num_threads,
+        is_prefix_cache_enabled=not args.disable_prefix_cache,
+    )
+    config = NodeConfig(
+        role=role,
+        served_model_name=args.served_model_name or model_name(args.model),
+        engine=engine,
+        transfer=TransferConfig() if role == "colocated" else _transfer(args),
+        host=args.host.strip("[]"),
+        port=args.port,
+        engine_port=args.engine_port,
+        api_keys=tuple(args.api_key),
+        is_incremental_output=args.incremental_streaming_output,
+        log_level=args.log_level,
+        log_format=args.log_format,
+        is_insecure=args.insecure,
+    )
+    return check(config), args
+
+
+def _transfer(args: argparse.Namespace) -> TransferConfig:
+    return TransferConfig(
+        backend=args.transfer_backend,
+        bootstrap_port=args.bootstrap_port,
+        grant_timeout_s=args.grant_timeout,
+        is_verified=not args.no_kv_checksum,
+    )

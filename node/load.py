@@ -1,0 +1,40 @@
+"""What every role says of its engine's load, and the parts of log lines that roles share."""
+
+from engine.core import Engine
+from wire.messages import NodeLoad
+
+
+def engine_load(
+    engine: Engine,
+    *,
+    num_waiting: int = 0,
+    num_transferring: int = 0,
+    pushed_bytes: int = 0,
+    num_failed: int = 0,
+    num_aborted: int = 0,
+) -> NodeLoad:
+    """Return the load of a node whose role adds these to what its engine counts."""
+    pages = engine.counts()
+    return NodeLoad(
+        num_running=engine.num_running,
+        num_waiting=engine.num_waiting + num_waiting,
+        num_transferring=num_transferring,
+        num_pages=pages.total,
+        pages_free=pages.free,
+        pages_cached=pages.cached,
+        pages_held=pages.held,
+        pages_granted=pages.granted,
+        pages_quarantined=pages.quarantined,
+        page_size=engine.cache.page_size,
+        prompt_tokens=engine.num_prompt_tokens,
+        cached_tokens=engine.num_cached_tokens,
+        generated_tokens=engine.num_generated_tokens,
+        pushed_bytes=pushed_bytes,
+        num_failed=num_failed,
+        num_aborted=num_aborted,
+    )
+
+
+def token_usage(load: NodeLoad) -> float:
+    """Return the share of pages that are neither free nor cached."""
+    return 1 - (load.pages_free + load.pages_cached) / load.num_pages

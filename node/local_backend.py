@@ -1,0 +1,156 @@
+"""A node's own engine as the frontend's `Backend`.
+
+On prefill and decode a request is one half, and carries where the other is (`Bootstrap`): so routers
+made for SGLang's disaggregation can drive our nodes. On a colocated node it is the whole.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+
+import msgspec
+
+from frontend.backend import Bootstrap, Health, ServedModel
+from frontend.engine_client import EngineClient
+from frontend.tokenizer import Tokenizer
+from node.config import NodeConfig
+from node.engine_report import Ready
+from node.metrics import load_metrics, render
+from wire.errors import InvalidRequest, NoNodeAvailable
+from wire.ids import Room
+from wire.messages import (
+    Finish,
+    GenerateRequest,
+    NodeLoad,
+    StartColocated,
+    StartDecode,
+    StartPrefill,
+    TokenDelta,
+)
+from wire.node_info import ModelInfo, NodeInfo
+
+
+class LocalBackend:
+    """Serves one node's engine, from before it is ready until it ends."""
+
+    def __init__(self, config: NodeConfig, version: str) -> None:
+        self._config = config
+        self._version = version
+        self._ready: Ready | None = None
+        self._client: EngineClient | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._tokenizer_hash = ""
+        self._detail = "the engine is loading the model"
+        self._metrics = load_metrics(self._load, config.role)
+
+    def attach(
+        self, ready: Ready, client: EngineClient, tokenizer: Tokenizer | None, tokenizer_hash: str
+    ) -> None:
+        """The engine serves: take requests from now on."""
+        self._ready, self._client = ready, client
+        self._tokenizer, self._tokenizer_hash = tokenizer, tokenizer_hash
+
+    def detach(self, detail: str) -> None:
+        """The engine is gone: refuse requests, saying `detail`."""
+        self._client = None
+        self._detail = detail
+
+    def model(self) -> ServedModel:
+        """See `Backend.model`."""
+        if self._ready is None:
+            raise NoNodeAvailable(f"not serving yet: {self._detail}")
+        return ServedModel(
+            name=self._config.served_model_name,
+            context_length=self._ready.context_length,
+            max_prompt_tokens=self._ready.max_prompt_tokens,
+            vocab_size=self._ready.vocab_size,
+            eos_token_ids=frozenset(self._ready.eos_token_ids),
+            tokenizer=self._tokenizer,
+        )
+
+    async def generate(
+        self, request: GenerateRequest, bootstrap: Bootstrap | None = None
+    ) -> AsyncIterator[TokenDelta]:
+        """See `Backend.generate`."""
+        if self._client is None:
+            raise NoNodeAvailable(f"not serving: {self._detail}")
+        with self._client.generate(self._start(request, bootstrap)) as stream:
+            async for delta in stream:
+                # Prefill's part ends when its pages landed; its own client sees one token, as
+                # with SGLang.
+                if delta.finish is not None and delta.finish.reason == "handed_off":
+                    finish = Finish(reason="length")
+                    yield msgspec.structs.replace(delta, finish=finish)
+                else:
+                    yield delta
+
+    def _start(
+        self, request: GenerateRequest, bootstrap: Bootstrap | None
+    ) -> StartPrefill | StartDecode | StartColocated:
+        role = self._config.role
+        if role == "colocated":
+            return StartColocated(request=request)
+        if bootstrap is None:
+            raise InvalidRequest(
+                f"this is a {role} node and runs half of a request: send it to the router, or give "
+                "bootstrap_host, bootstrap_port and bootstrap_room"
+            )
+        room = Room(bootstrap.room)
+        if role == "prefill":
+            return StartPrefill(request=request, room=room)
+        port = bootstrap.port or self._config.transfer.bootstrap_port
+        return StartDecode(
+            request=request, room=room, bootstrap_host=bootstrap.host, bootstrap_port=port
+        )
+
+    async def abort(self, request_id: str) -> bool:
+        """See `Backend.abort`."""
+        return self._client is not None and self._client.abort(request_id)
+
+    async def flush_cache(self) -> None:
+        """See `Backend.flush_cache`."""
+        if self._client is None:
+            raise NoNodeAvailable(f"not serving: {self._detail}")
+        self._client.flush_cache()
+
+    def health(self) -> Health:
+        """See `Backend.health`."""
+        if self._client is None:
+            return Health(is_serving=False, detail=self._detail)
+        if not self._client.is_up:
+            return Health(is_serving=False, detail="the engine does not answer")
+        return Health(is_serving=True, detail="serving")
+
+    def server_info(self) -> Mapping[str, object]:
+        """Return a `NodeInfo` as JSON-like values.
+
+        Raises:
+            NoNodeAvailable: The engine is not ready.
+        """
+        ready, model = self._ready, self.model()
+        assert ready is not None
+        info = NodeInfo(
+            role=self._config.role,
+            version=self._version,
+            epoch=ready.epoch,
+            engine_port=ready.engine_port,
+            bootstrap_port=ready.bootstrap_port,
+            is_healthy=self.health().is_serving,
+            max_prompt_tokens=ready.max_prompt_tokens,
+            load=self._load(),
+            model=ModelInfo(
+                name=model.name,
+                fingerprint=ready.fingerprint,
+                context_length=model.context_length,
+                vocab_size=model.vocab_size,
+                eos_token_ids=ready.eos_token_ids,
+                tokenizer_hash=self._tokenizer_hash,
+            ),
+        )
+        built: dict[str, object] = msgspec.to_builtins(info)
+        return built
+
+    def metrics(self) -> str:
+        """See `Backend.metrics`."""
+        return render(self._metrics)
+
+    def _load(self) -> NodeLoad:
+        return NodeLoad() if self._client is None else self._client.load

@@ -1,0 +1,248 @@
+"""The engine process's loop: drain the inbox, let the role act, step, answer.
+
+Plain and single-threaded. Whatever a role does beside it (transfers) rings the waker. The loop knows
+who asked for what (`Ticket`) and that an edge worker that falls silent is lost; what a request goes
+through is the role's.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from telemetry.log import get_logger
+from wire.channel import HEARTBEAT_TIMEOUT_S, Inbox, Peer, Waker, wait
+from wire.errors import EngineFailed, PeerLost, TandemError
+from wire.ids import Epoch, RequestId
+from wire.messages import (
+    Cancel,
+    Finish,
+    FlushCache,
+    NodeLoad,
+    Ping,
+    Pong,
+    RequestFailed,
+    StartColocated,
+    StartDecode,
+    StartPrefill,
+    ToEngine,
+    TokenBatch,
+    TokenDelta,
+)
+
+log = get_logger(__name__)
+
+Start = StartPrefill | StartDecode | StartColocated
+
+# An idle loop looks around this often: lost edge workers are noticed without any message.
+IDLE_WAIT_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One attempt of one edge worker's request."""
+
+    peer: Peer
+    request_id: RequestId
+    attempt: int
+
+
+class Answers:
+    """What goes back to edge workers: tokens of a step in one message each, failures at once."""
+
+    def __init__(self, inbox: Inbox[ToEngine], epoch: Epoch) -> None:
+        self._inbox = inbox
+        self._epoch = epoch
+        self._deltas: dict[Peer, list[TokenDelta]] = defaultdict(list)
+        self.num_failed = 0
+
+    def token(
+        self,
+        ticket: Ticket,
+        index: int,
+        token_ids: list[int],
+        finish: Finish | None = None,
+        cached_tokens: int = 0,
+    ) -> None:
+        """Queue tokens for the end of this pass."""
+        self._deltas[ticket.peer].append(
+            TokenDelta(
+                request_id=ticket.request_id,
+                attempt=ticket.attempt,
+                index=index,
+                token_ids=token_ids,
+                finish=finish,
+                cached_tokens=cached_tokens,
+            )
+        )
+
+    def fail(self, ticket: Ticket, error: TandemError) -> None:
+        """Tell that an attempt ended without its tokens."""
+        self.num_failed += 1
+        self._send(
+            ticket.peer,
+            RequestFailed(
+                epoch=self._epoch,
+                request_id=ticket.request_id,
+                attempt=ticket.attempt,
+                error=error.info(),
+            ),
+        )
+
+    def pong(self, peer: Peer, load: NodeLoad) -> None:
+        """Answer a ping."""
+        self._send(peer, Pong(epoch=self._epoch, load=load))
+
+    def flush(self) -> None:
+        """Send what was queued."""
+        for peer, deltas in self._deltas.items():
+            self._send(peer, TokenBatch(epoch=self._epoch, deltas=deltas))
+        self._deltas.clear()
+
+    def _send(self, peer: Peer, message: TokenBatch | RequestFailed | Pong) -> None:
+        try:
+            self._inbox.send(peer, message)
+        except PeerLost:
+            # Its requests are cancelled when its silence is noticed: one place for that.
+            log.debug("edge.unreachable", peer=peer.hex())
+
+
+class Role(Protocol):
+    """What a node does with requests."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to compute."""
+        ...
+
+    def start(self, ticket: Ticket, message: Start) -> None:
+        """Take a request.
+
+        Raises:
+            TandemError: It is refused; nothing of it is left.
+        """
+        ...
+
+    def tickets(self) -> list[Ticket]:
+        """Return the requests whose edge workers still want them."""
+        ...
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Stop a request at whatever stage it is; unknown ones are no error."""
+        ...
+
+    def poll(self) -> None:
+        """Act on what happened beside the loop."""
+        ...
+
+    def step(self) -> None:
+        """Run one forward and hand out what it produced."""
+        ...
+
+    def fail_all(self, error: TandemError) -> None:
+        """End every request that computes with `error`."""
+        ...
+
+    def flush_cache(self) -> None:
+        """Drop cached pages without a reader."""
+        ...
+
+    def load(self) -> NodeLoad:
+        """Return the node's load."""
+        ...
+
+    def log_line(self, elapsed_s: float) -> str | None:
+        """Return a line for operators if there was work since the last one."""
+        ...
+
+
+class EngineLoop:
+    """Runs a role until told to stop.
+
+    Args:
+        log_interval_s: Between two lines of `Role.log_line`.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        inbox: Inbox[ToEngine],
+        answers: Answers,
+        waker: Waker,
+        clock: Callable[[], float] = time.monotonic,
+        log_interval_s: float = 5.0,
+    ) -> None:
+        self._role = role
+        self._inbox = inbox
+        self._answers = answers
+        self._waker = waker
+        self._clock = clock
+        self._log_interval_s = log_interval_s
+        self._logged_at = clock()
+        self._last_heard: dict[Peer, float] = {}
+        self._is_stopping = False
+
+    def stop(self) -> None:
+        """End `run` after the pass under way. Any thread may call it."""
+        self._is_stopping = True
+        self._waker.wake()
+
+    def run(self) -> None:
+        """Loop until `stop`."""
+        while not self._is_stopping:
+            self.run_once(0.0 if self._role.has_work else IDLE_WAIT_S)
+
+    def run_once(self, timeout_s: float) -> None:
+        """Make one pass, waiting at most `timeout_s` for something to do."""
+        wait([self._inbox], timeout_s, self._waker)
+        while (envelope := self._inbox.receive()) is not None:
+            self._last_heard[envelope.peer] = self._clock()
+            self._handle(envelope.peer, envelope.message)
+        self._drop_silent_edges()
+        try:
+            self._role.poll()
+            if self._role.has_work:
+                self._role.step()
+        except Exception:  # noqa: BLE001 - the top of the loop: one bad batch must not end the node
+            log.exception("engine.step_failed")
+            self._role.fail_all(EngineFailed("the engine failed while it ran this request"))
+        self._answers.flush()
+        self._log()
+
+    def _handle(self, peer: Peer, message: ToEngine) -> None:
+        if isinstance(message, Ping):
+            self._answers.pong(peer, self._role.load())
+        elif isinstance(message, FlushCache):
+            self._role.flush_cache()
+            self._answers.pong(peer, self._role.load())
+        elif isinstance(message, Cancel):
+            self._role.cancel(Ticket(peer, message.request_id, message.attempt))
+        else:
+            self._start(Ticket(peer, message.request.request_id, message.attempt), message)
+
+    def _start(self, ticket: Ticket, message: Start) -> None:
+        try:
+            self._role.start(ticket, message)
+        except TandemError as error:
+            log.info("request.refused", request_id=ticket.request_id, reason=error.message)
+            self._answers.fail(ticket, error)
+
+    def _drop_silent_edges(self) -> None:
+        # Judged right after the inbox was drained: a step longer than the limit silences nobody.
+        limit = self._clock() - HEARTBEAT_TIMEOUT_S
+        for peer in [p for p, heard in self._last_heard.items() if heard < limit]:
+            del self._last_heard[peer]
+            tickets = [ticket for ticket in self._role.tickets() if ticket.peer == peer]
+            if tickets:
+                log.info("edge.lost", peer=peer.hex(), num_requests=len(tickets))
+            for ticket in tickets:
+                self._role.cancel(ticket)
+
+    def _log(self) -> None:
+        elapsed_s = self._clock() - self._logged_at
+        if elapsed_s >= self._log_interval_s:
+            self._logged_at = self._clock()
+            line = self._role.log_line(elapsed_s)
+            if line is not None:
+                log.info(line)

@@ -1,0 +1,17 @@
+"""The `prefill` command."""
+
+from collections.abc import Sequence
+
+from node.command import NodeCommand, run
+
+COMMAND = NodeCommand(
+    role="prefill",
+    engine_module="prefill.engine",
+    default_port=7000,
+    summary="Serve prompts: compute their KV and push it into decode nodes' memory.",
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return the exit status."""
+    return run(COMMAND, argv)

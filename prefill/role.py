@@ -1,0 +1,212 @@
+"""What a prefill node does with a request.
+
+```
+ start ──▶ waiting for the grant ──Granted──▶ computing, pushing each chunk while the next computes
+                                                  └─ last chunk: first token to the client ──▶ landing
+ landing ──PushDone──▶ handed off; the pages go back
+ any stage: cancel, or Released by the transfer ──▶ the pages go back once no push reads them
+```
+"""
+
+from dataclasses import dataclass
+
+from engine.core import CompletePages, Engine, Token
+from engine.request import ActiveRequest
+from kvtransfer.sender import Granted, PrefillAgent, PushDone, Released
+from node.load import engine_load, token_usage
+from node.loop import Answers, Start, Ticket
+from telemetry.log import get_logger
+from wire.errors import InvalidRequest, Overloaded, TandemError
+from wire.ids import Room
+from wire.messages import Finish, GenerateRequest, NodeLoad, StartPrefill
+
+log = get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Half:
+    """Prefill's half of one attempt.
+
+    Attributes:
+        is_wanted: Whether the client still listens; a cancelled half only waits for its pages.
+        active: None until the grant came.
+    """
+
+    ticket: Ticket
+    room: Room
+    request: GenerateRequest
+    is_wanted: bool = True
+    active: ActiveRequest | None = None
+
+
+class PrefillRole:
+    """Computes prompts and hands them off.
+
+    Args:
+        max_waiting: Requests that wait for a grant or for pages; beyond it they are refused.
+    """
+
+    def __init__(
+        self, engine: Engine, agent: PrefillAgent, answers: Answers, max_waiting: int
+    ) -> None:
+        self._engine = engine
+        self._agent = agent
+        self._answers = answers
+        self._max_waiting = max_waiting
+        self._by_room: dict[Room, _Half] = {}
+        self._by_ticket: dict[Ticket, _Half] = {}
+        self._by_active: dict[ActiveRequest, _Half] = {}
+        self._num_aborted = 0
+        self._logged = NodeLoad()
+
+    @property
+    def has_work(self) -> bool:
+        """See `Role.has_work`."""
+        return self._engine.has_work
+
+    def tickets(self) -> list[Ticket]:
+        """See `Role.tickets`."""
+        return list(self._by_ticket)
+
+    def start(self, ticket: Ticket, message: Start) -> None:
+        """See `Role.start`."""
+        if not isinstance(message, StartPrefill):
+            raise InvalidRequest("this is a prefill node: it takes the prompt's half of a request")
+        if message.room in self._by_room:
+            raise InvalidRequest(f"room {message.room} is in use")
+        num_waiting = len(self._by_room) - self._engine.num_running
+        if num_waiting >= self._max_waiting:
+            raise Overloaded(f"{num_waiting} requests are waiting; try again later")
+        self._engine.check(message.request, is_prompt_only=True)
+        half = _Half(ticket, message.room, message.request)
+        self._by_room[half.room] = self._by_ticket[ticket] = half
+        self._agent.expect(half.room)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """See `Role.cancel`."""
+        half = self._by_ticket.pop(ticket, None)
+        if half is not None:
+            self._num_aborted += 1
+            self._abandon(half, None)
+
+    def poll(self) -> None:
+        """See `Role.poll`."""
+        for event in self._agent.events():
+            half = self._by_room.get(event.room)
+            if half is None:
+                continue
+            if isinstance(event, Granted):
+                self._granted(half)
+            elif isinstance(event, PushDone):
+                self._handed_off(half)
+            else:
+                self._released(half, event)
+
+    def step(self) -> None:
+        """See `Role.step`."""
+        result = self._engine.step()
+        for pages in result.pages:
+            self._push(pages)
+        for token in result.tokens:
+            self._first_token(token)
+
+    def fail_all(self, error: TandemError) -> None:
+        """See `Role.fail_all`."""
+        for half in list(self._by_active.values()):
+            self._fail(half, error)
+            self._abandon(half, error)
+
+    def flush_cache(self) -> None:
+        """See `Role.flush_cache`."""
+        self._engine.cache.flush()
+
+    def load(self) -> NodeLoad:
+        """See `Role.load`."""
+        num_pending = len(self._by_room) - len(self._by_active)
+        return engine_load(
+            self._engine,
+            num_waiting=num_pending,
+            num_transferring=len(self._by_active)
+            - self._engine.num_running
+            - self._engine.num_waiting,
+            pushed_bytes=self._agent.statistics().pushed_bytes,
+            num_failed=self._answers.num_failed,
+            num_aborted=self._num_aborted,
+        )
+
+    def log_line(self, elapsed_s: float) -> str | None:
+        """See `Role.log_line`."""
+        now, before = self.load(), self._logged
+        self._logged = now
+        num_new = now.prompt_tokens - before.prompt_tokens
+        if not num_new:
+            return None
+        return (
+            f"Prefill batch, #new-seq: {now.generated_tokens - before.generated_tokens}, "
+            f"#new-token: {num_new}, #cached-token: {now.cached_tokens - before.cached_tokens}, "
+            f"token usage: {token_usage(now):.2f}, #running-req: {now.num_running}, "
+            f"#queue-req: {self._engine.num_waiting}, "
+            f"#bootstrap-req: {now.num_waiting - self._engine.num_waiting}, "
+            f"#inflight-req: {now.num_transferring}, "
+            f"input throughput (token/s): {num_new / elapsed_s:.2f}"
+        )
+
+    def _granted(self, half: _Half) -> None:
+        if not half.is_wanted:
+            return
+        try:
+            half.active = self._engine.submit(half.request, is_prompt_only=True)
+        except TandemError as error:
+            self._fail(half, error)
+            self._abandon(half, error)
+        else:
+            self._by_active[half.active] = half
+
+    def _push(self, pages: CompletePages) -> None:
+        if pages.page_ids:
+            half = self._by_active[pages.request]
+            self._agent.push(half.room, pages.page_ids, pages.first_page)
+
+    def _first_token(self, token: Token) -> None:
+        half = self._by_active[token.request]
+        self._answers.token(
+            half.ticket, token.index, [token.token], token.finish, token.request.num_cached
+        )
+        self._agent.finish(half.room, token.token, token.request.seed, token.request.num_cached)
+
+    def _handed_off(self, half: _Half) -> None:
+        assert half.active is not None
+        index = half.active.next_index
+        self._forget(half)
+        if half.is_wanted:
+            self._answers.token(half.ticket, index, [], Finish(reason="handed_off"))
+
+    def _released(self, half: _Half, event: Released) -> None:
+        if event.error is not None and half.is_wanted:
+            self._fail(half, event.error)
+        if half.active is not None:
+            self._engine.cancel(half.active)
+        self._forget(half)
+
+    def _fail(self, half: _Half, error: TandemError) -> None:
+        """Tell the client; the pages stay until no push reads them."""
+        self._by_ticket.pop(half.ticket, None)
+        half.is_wanted = False
+        self._answers.fail(half.ticket, error)
+
+    def _abandon(self, half: _Half, error: TandemError | None) -> None:
+        """Stop computing and pushing. The agent answers with `Released`, or with `PushDone` if the
+        last page landed first.
+        """
+        half.is_wanted = False
+        if half.active is not None:
+            self._engine.cancel(half.active)
+        self._agent.abort(half.room, error)
+
+    def _forget(self, half: _Half) -> None:
+        """The half is over: give its pages back."""
+        del self._by_room[half.room]
+        self._by_ticket.pop(half.ticket, None)
+        if half.active is not None:
+            del self._by_active[half.active]
+            self._engine.release(half.active)

@@ -1,0 +1,227 @@
+"""The engine against transformers' own `generate`, and the return of every page."""
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.config import EngineConfig
+from engine.core import Engine
+from engine.model import load_model
+from engine.request import Stage
+from engine.runner import ModelRunner, make_pool
+from tests.tiny_models import CONFIGS, CONTEXT_LENGTH, VOCAB_SIZE
+from wire.errors import InvalidRequest, OutOfPages, Overloaded
+from wire.ids import RequestId
+from wire.messages import Finish, GenerateRequest, SamplingParams
+
+PAGE = 8
+
+
+def make_engine(path, num_pages=200, **settings) -> Engine:
+    config = EngineConfig(
+        model_dir=str(path),
+        dtype="float32",
+        page_size=PAGE,
+        **{"chunked_prefill_size": 32, **settings},
+    )
+    model, shape = load_model(config)
+    pool = make_pool(shape, num_pages, PAGE, "cpu")
+    return Engine(ModelRunner(model, pool), shape, config, num_pages)
+
+
+def ask(prompt, request_id="r", num_prior=0, **sampling) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=RequestId(request_id),
+        prompt_ids=list(prompt),
+        num_prior_tokens=num_prior,
+        sampling=SamplingParams(**{"temperature": 0, "ignore_eos": True, **sampling}),
+    )
+
+
+def run(engine: Engine) -> dict[str, list[int]]:
+    out: dict[str, list[int]] = {}
+    while engine.has_work:
+        for token in engine.step().tokens:
+            out.setdefault(token.request.request.request_id, []).append(token.token)
+        engine.cache.check_integrity()
+    return out
+
+
+def prompts(num: int) -> list[list[int]]:
+    rng = random.Random(5)
+    lengths = [1, PAGE - 1, PAGE, PAGE + 1, 31, 32, 33, 70, 100]
+    return [
+        [rng.randrange(3, VOCAB_SIZE) for _ in range(lengths[i % len(lengths)])] for i in range(num)
+    ]
+
+
+def transformers_greedy(path, prompt, num_new) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_new,
+        min_new_tokens=num_new,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("kind", sorted(CONFIGS))
+def test_greedy_tokens_are_those_of_transformers(kind, tiny_model):
+    path = tiny_model(kind)
+    engine = make_engine(path)
+    asked = prompts(9)
+    for i, prompt in enumerate(asked):
+        engine.submit(ask(prompt, str(i), max_new_tokens=12))
+    out = run(engine)
+    for i, prompt in enumerate(asked):
+        assert out[str(i)] == transformers_greedy(path, prompt, 12), f"prompt {i} of {kind}"
+
+
+def test_a_cached_prefix_changes_no_token_and_is_reported(tiny_model):
+    engine = make_engine(tiny_model("llama"))
+    prompt = prompts(9)[8]
+    engine.submit(ask(prompt, "first", max_new_tokens=8))
+    first = run(engine)["first"]
+    again = engine.submit(ask(prompt, "again", max_new_tokens=8))
+    assert run(engine)["again"] == first
+    assert again.num_cached == 96
+
+
+@pytest.mark.parametrize("num_sent", [1, 5, 11])
+def test_a_continuation_draws_what_the_first_attempt_would_have_drawn(tiny_model, num_sent):
+    engine = make_engine(tiny_model("qwen2"))
+    prompt = prompts(9)[7]
+    settings = {"temperature": 0.8, "top_p": 0.95, "seed": 11, "max_new_tokens": 12}
+    settings["frequency_penalty"] = 0.2
+    engine.submit(ask(prompt, "whole", **settings))
+    whole = run(engine)["whole"]
+    engine.submit(ask(prompt + whole[:num_sent], "rest", num_prior=num_sent, **settings))
+    assert run(engine)["rest"] == whole[num_sent:]
+
+
+def test_a_hand_off_continues_with_the_tokens_of_one_engine(tiny_model):
+    colocated, prefill, decode = (make_engine(tiny_model("qwen3")) for _ in range(3))
+    prompt = prompts(9)[8]
+    request = ask(prompt, max_new_tokens=10, temperature=0.7, seed=3)
+    colocated.submit(request)
+    whole = run(colocated)["r"]
+
+    half = prefill.submit(request, is_prompt_only=True)
+    complete: list[int] = []
+    while prefill.has_work:
+        result = prefill.step()
+        for pages in result.pages:
+            assert pages.first_page == len(complete)
+            complete += pages.page_ids
+    rest = decode.check(request)
+    assert decode.reserve(rest)
+    source, target = prefill._runner.kv, decode._runner.kv
+    target[rest.granted_pages] = source[complete]
+    prefill.release(half)
+    decode.land(rest, half.token_ids[-1], half.seed)
+    assert [half.token_ids[-1], *run(decode)["r"]] == whole
+    for engine in (prefill, decode):
+        counts = engine.counts()
+        assert counts.free + counts.cached == counts.total
+
+
+def test_only_what_decode_lacks_is_granted(tiny_model):
+    decode = make_engine(tiny_model("llama"))
+    prompt = prompts(9)[8]
+    decode.submit(ask(prompt, max_new_tokens=2))
+    run(decode)
+    active = decode.check(ask(prompt, max_new_tokens=2))
+    assert decode.reserve(active)
+    assert active.num_computed == 96
+    assert len(active.granted_pages) == 1
+
+
+def test_a_withdrawn_grant_frees_everything_but_the_granted_pages(tiny_model):
+    decode = make_engine(tiny_model("llama"), num_pages=20)
+    active = decode.check(ask(prompts(9)[8], max_new_tokens=20))
+    assert decode.reserve(active)
+    decode.quarantine(active)
+    assert (decode.counts().quarantined, decode.counts().held) == (13, 0)
+    decode.reclaim(active)
+    assert decode.counts().free == 20
+
+
+def test_a_pool_that_is_full_makes_the_next_request_wait_and_nobody_starves(tiny_model):
+    engine = make_engine(tiny_model("llama"), num_pages=8, is_prefix_cache_enabled=False)
+    for i in range(5):
+        engine.submit(ask(range(3, 35), str(i), max_new_tokens=16))
+    assert {name: len(tokens) for name, tokens in run(engine).items()} == {
+        str(i): 16 for i in range(5)
+    }
+    assert engine.counts().free == 8
+
+
+@pytest.mark.parametrize("num_steps", range(6))
+def test_a_cancel_at_any_step_returns_every_page(tiny_model, num_steps):
+    engine = make_engine(tiny_model("llama"))
+    active = engine.submit(ask(prompts(9)[8], max_new_tokens=5))
+    for _ in range(num_steps):
+        engine.step()
+    engine.cancel(active)
+    engine.cancel(active)
+    assert active.stage is Stage.ENDED
+    counts = engine.counts()
+    assert counts.free + counts.cached == counts.total
+    assert not engine.has_work
+
+
+def test_a_cancelled_prompt_keeps_its_pages_until_no_push_reads_them(tiny_model):
+    engine = make_engine(tiny_model("llama"), is_prefix_cache_enabled=False)
+    half = engine.submit(ask(prompts(9)[8]), is_prompt_only=True)
+    engine.step()
+    engine.cancel(half)
+    assert engine.counts().held == 13
+    engine.release(half)
+    assert engine.counts().held == 0
+
+
+def test_the_context_ends_a_generation(tiny_model):
+    engine = make_engine(tiny_model("llama"))
+    engine.submit(ask([5] * (CONTEXT_LENGTH - 3), max_new_tokens=1000))
+    assert len(run(engine)["r"]) == 3
+
+
+def test_a_stop_id_ends_a_generation_and_is_named(tiny_model):
+    engine = make_engine(tiny_model("llama"))
+    engine.submit(ask([5, 6, 7], max_new_tokens=6))
+    tokens = run(engine)["r"]
+    engine.submit(ask([5, 6, 7], max_new_tokens=6, stop_token_ids=[tokens[2]]))
+    finish = None
+    while engine.has_work:
+        for token in engine.step().tokens:
+            finish = token.finish
+    assert finish == Finish(reason="stop", matched=tokens[2])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [
+        ([], InvalidRequest),
+        ([VOCAB_SIZE], InvalidRequest),
+        ([-1], InvalidRequest),
+        ([5] * CONTEXT_LENGTH, InvalidRequest),
+        ([5] * 160, OutOfPages),
+    ],
+)
+def test_a_prompt_that_can_never_run_is_refused(tiny_model, prompt, error):
+    engine = make_engine(tiny_model("llama"), num_pages=20)
+    with pytest.raises(error):
+        engine.submit(ask(prompt))
+
+
+def test_a_full_line_is_answered_with_overload(tiny_model):
+    engine = make_engine(tiny_model("llama"), max_waiting_requests=1)
+    engine.submit(ask([5]))
+    with pytest.raises(Overloaded):
+        engine.submit(ask([5]))

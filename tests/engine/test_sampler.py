@@ -1,0 +1,101 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.request import ActiveRequest
+from engine.sampler import sample, uniform
+from wire.ids import RequestId
+from wire.messages import GenerateRequest, SamplingParams
+
+NO_EOS: frozenset[int] = frozenset()
+LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.5, 2.5])
+
+
+def active(prompt=(1,), output=(), seed=0, **sampling) -> ActiveRequest:
+    params = SamplingParams(**sampling)
+    request = GenerateRequest(
+        request_id=RequestId("r"), prompt_ids=list(prompt), sampling=params, num_prior_tokens=0
+    )
+    return ActiveRequest(request, max_tokens=100, token_ids=[*prompt, *output], seed=seed)
+
+
+def draws(num: int, logits=LOGITS, **sampling) -> list[int]:
+    requests = [active(seed=seed, **sampling) for seed in range(num)]
+    return sample(logits.repeat(num, 1), requests, NO_EOS)
+
+
+def test_temperature_zero_takes_the_largest():
+    assert sample(LOGITS[None], [active(temperature=0)], NO_EOS) == [1]
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 2**40))
+def test_the_random_number_depends_on_seed_and_index_alone(seed, index):
+    assert 0 <= uniform(seed, index) < 1
+    assert uniform(seed, index) == uniform(seed, index)
+    assert uniform(seed, index) != uniform(seed, index + 1)
+
+
+def test_a_draw_does_not_depend_on_the_rest_of_the_batch():
+    requests = [active(seed=seed, temperature=0.9, top_p=0.9) for seed in range(20)]
+    logits = torch.randn(20, 50, generator=torch.Generator().manual_seed(1))
+    together = sample(logits.clone(), requests, NO_EOS)
+    alone = [sample(logits[i : i + 1].clone(), [r], NO_EOS)[0] for i, r in enumerate(requests)]
+    assert together == alone
+
+
+def test_draws_follow_the_distribution():
+    counts = torch.bincount(torch.tensor(draws(4000)), minlength=5) / 4000
+    assert torch.allclose(counts, LOGITS.softmax(0), atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "possible"),
+    [
+        ({"top_k": 1}, {1}),
+        ({"top_k": 2}, {1, 4}),
+        ({"top_p": 0.01}, {1}),
+        ({"top_p": 0.7}, {1, 4}),
+        ({"min_p": 0.5}, {1, 4}),
+        ({"min_p": 1.0}, {1}),
+        ({"logit_bias": {3: 100.0}}, {3}),
+        ({"top_k": 2, "top_p": 0.5}, {1}),
+    ],
+)
+def test_what_is_cut_off_is_never_drawn_and_the_rest_is(sampling, possible):
+    assert set(draws(300, **sampling)) == possible
+
+
+def test_a_repetition_penalty_counts_the_prompt():
+    chosen = sample(
+        LOGITS[None].clone(),
+        [active(prompt=(1,), temperature=0, repetition_penalty=2.0)],
+        NO_EOS,
+    )
+    assert chosen == [4]
+
+
+def test_frequency_and_presence_count_the_output_only():
+    request = active(prompt=(1, 1, 1), output=(1,), temperature=0, frequency_penalty=0.4)
+    assert sample(LOGITS[None].clone(), [request], NO_EOS) == [1]
+    request = active(prompt=(4,), output=(1, 1), temperature=0, frequency_penalty=0.4)
+    assert sample(LOGITS[None].clone(), [request], NO_EOS) == [4]
+    request = active(prompt=(4,), output=(1,), temperature=0, presence_penalty=0.6)
+    assert sample(LOGITS[None].clone(), [request], NO_EOS) == [4]
+
+
+def test_no_end_is_chosen_before_the_minimum():
+    request = active(temperature=0, min_new_tokens=1, stop_token_ids=[4])
+    assert sample(LOGITS[None].clone(), [request], frozenset({1})) == [2]
+    request = active(output=(0,), temperature=0, min_new_tokens=1)
+    assert sample(LOGITS[None].clone(), [request], frozenset({1})) == [1]
+
+
+def test_tokens_of_an_earlier_attempt_count_as_output():
+    params = SamplingParams(temperature=0, presence_penalty=0.6)
+    request = GenerateRequest(
+        request_id=RequestId("r"), prompt_ids=[0, 1], sampling=params, num_prior_tokens=1
+    )
+    resumed = ActiveRequest(request, max_tokens=9, token_ids=[0, 1])
+    assert resumed.next_index == 1
+    assert sample(LOGITS[None].clone(), [resumed], NO_EOS) == [4]
