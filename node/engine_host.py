@@ -83,7 +83,9 @@ class RoleHost:
 
 def main(host: RoleHost) -> int:
     """Run an engine process to its end; return its exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; Ctrl-C reaches the whole group
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the parent decides; Ctrl-C reaches the whole group
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=NodeConfig)
     logs.configure(config.log_level, config.log_format, role=config.role)
     try:
@@ -171,5 +173,3 @@ def _stop_at_eof(loop: EngineLoop) -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     loop.stop()
-
-

