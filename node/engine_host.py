@@ -21,11 +21,12 @@ import torch
 from engine.core import Engine
 from engine.model import ModelShape, load_model
 from engine.runner import ModelRunner, make_pool, pool_pages
+from kvtransfer.layout import KVLayout
 from node.config import NodeConfig
 from node.engine_report import Failed, Ready
 from node.loop import Answers, EngineLoop, Role
 from telemetry import log as logs
-from wire.channel import Inbox, Waker, cluster_key, tcp_address
+from wire.channel import ChannelKey, Inbox, Waker, cluster_key, tcp_address
 from wire.errors import ConfigInvalid, TandemError
 from wire.ids import Epoch, new_epoch
 from wire.messages import ToEngine
@@ -42,9 +43,17 @@ class PoolPlan:
     page_size: int
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes of the whole pool."""
-        return self.num_pages * self.page_size * self.shape.kv_bytes_per_token
+    def layout(self) -> KVLayout:
+        """The pool as transfer sees it."""
+        return KVLayout(
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            num_layers=self.shape.num_layers,
+            num_kv_heads=self.shape.num_kv_heads,
+            head_dim=self.shape.head_dim,
+            dtype=self.shape.dtype_name,
+            itemsize=self.shape.dtype.itemsize,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,7 @@ class Parts:
     engine: Engine
     answers: Answers
     waker: Waker
+    key: ChannelKey | None
 
 
 class RoleHost:
@@ -104,7 +114,7 @@ def _serve(config: NodeConfig, host: RoleHost) -> None:
     engine = build_engine(config, host)
     inbox: Inbox[ToEngine] = Inbox(tcp_address(config.host, config.engine_port), ToEngine, key)
     answers = Answers(inbox, epoch)
-    role = host.role(Parts(config, epoch, engine, answers, waker))
+    role = host.role(Parts(config, epoch, engine, answers, waker, key))
     loop = EngineLoop(role, inbox, answers, waker)
     threading.Thread(target=_stop_at_eof, args=(loop,), name="parent-watch", daemon=True).start()
     signal.signal(signal.SIGTERM, lambda _number, _frame: loop.stop())
@@ -148,7 +158,7 @@ def build_engine(config: NodeConfig, host: RoleHost) -> Engine:
         fingerprint=shape.fingerprint,
         num_pages=plan.num_pages,
         max_total_tokens=plan.num_pages * plan.page_size,
-        pool_bytes=plan.size_bytes,
+        pool_bytes=plan.layout.pool_bytes,
     )
     return Engine(ModelRunner(model, kv), shape, settings, plan.num_pages)
 

@@ -4,7 +4,7 @@ On prefill and decode a request is one half, and carries where the other is (`Bo
 made for SGLang's disaggregation can drive our nodes. On a colocated node it is the whole.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 
 import msgspec
 
@@ -17,7 +17,6 @@ from node.metrics import load_metrics, render
 from wire.errors import InvalidRequest, NoNodeAvailable
 from wire.ids import Room
 from wire.messages import (
-    Finish,
     GenerateRequest,
     NodeLoad,
     StartColocated,
@@ -68,19 +67,13 @@ class LocalBackend:
 
     async def generate(
         self, request: GenerateRequest, bootstrap: Bootstrap | None = None
-    ) -> AsyncIterator[TokenDelta]:
+    ) -> AsyncGenerator[TokenDelta, None]:
         """See `Backend.generate`."""
         if self._client is None:
             raise NoNodeAvailable(f"not serving: {self._detail}")
         with self._client.generate(self._start(request, bootstrap)) as stream:
             async for delta in stream:
-                # Prefill's part ends when its pages landed; its own client sees one token, as
-                # with SGLang.
-                if delta.finish is not None and delta.finish.reason == "handed_off":
-                    finish = Finish(reason="length")
-                    yield msgspec.structs.replace(delta, finish=finish)
-                else:
-                    yield delta
+                yield delta
 
     def _start(
         self, request: GenerateRequest, bootstrap: Bootstrap | None

@@ -5,26 +5,46 @@ import sys
 from typing_extensions import override
 
 from kvtransfer.region import MemoryRegion
-from kvtransfer.sender import PrefillAgent
+from kvtransfer.sender import PrefillAgent, SenderTimeouts
+from kvtransfer.transports.base import TransportConfig
+from kvtransfer.transports.registry import transports
 from node.engine_host import Parts, PoolPlan, RoleHost, main
 from prefill.role import PrefillRole
+from wire.channel import tcp_address
 
 
 class _Host(RoleHost):
-    def __init__(self) -> None:
-        self._region: MemoryRegion | None = None
-        self._plan: PoolPlan | None = None
-        self._agent: PrefillAgent | None = None
+    _plan: PoolPlan
+    _region: MemoryRegion | None = None
+    _agent: PrefillAgent | None = None
 
     @override
     def memory(self, plan: PoolPlan) -> memoryview:
         self._plan = plan
-        self._region = MemoryRegion.private(plan.size_bytes)
+        self._region = MemoryRegion.private(plan.layout.pool_bytes)
         return self._region.buffer
 
     @override
     def role(self, parts: Parts) -> PrefillRole:
-        raise NotImplementedError
+        assert self._region is not None
+        config = parts.config
+        self._agent = PrefillAgent(
+            tcp_address(config.host, config.transfer.bootstrap_port),
+            self._plan.layout,
+            self._region,
+            epoch=parts.epoch,
+            fingerprint=parts.engine.shape.fingerprint,
+            transports=transports(config.transfer.backend, TransportConfig(host=config.host)),
+            waker=parts.waker,
+            key=parts.key,
+            timeouts=SenderTimeouts(
+                grant_s=config.transfer.grant_timeout_s,
+                early_grant_s=config.transfer.grant_timeout_s,
+            ),
+            has_checksums=config.transfer.is_verified,
+        )
+        limit = config.engine.max_waiting_requests
+        return PrefillRole(parts.engine, self._agent, parts.answers, limit)
 
     @override
     def bootstrap_port(self) -> int | None:

@@ -1,0 +1,154 @@
+"""Real processes for tests: nodes and routers as a person starts them, on free loopback ports."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from tandem.up import free_ports
+
+START_TIMEOUT_S = 120
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Process:
+    """One `tandem` process with its own log."""
+
+    def __init__(self, *argv: str, env: dict[str, str] | None = None) -> None:
+        self.argv = argv
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in stop
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "tandem", *argv],
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env={**os.environ, **(env or {})},
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def output(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def wait(self, timeout_s: float = 30) -> int:
+        return self._popen.wait(timeout_s)
+
+    def is_running(self) -> bool:
+        return self._popen.poll() is None
+
+    def signal(self, number: int) -> None:
+        self._popen.send_signal(number)
+
+    def stop(self) -> int:
+        """Stop as Ctrl-C does; return the exit status."""
+        if self.is_running():
+            self.signal(signal.SIGINT)
+        try:
+            status = self.wait(20)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            status = self.wait()
+        self.log.close()
+        return status
+
+
+def get_json(url: str) -> tuple[int, object]:
+    """GET; return status and JSON (or text) of the answer, whatever the status."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            status, body = response.status, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            status, body = error.code, error.read()
+    try:
+        return status, json.loads(body)
+    except ValueError:
+        return status, body.decode()
+
+
+def wait_healthy(url: str, *processes: Process) -> None:
+    """Wait until `url` is healthy; fail with the logs when a process ends or time is up."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if get_json(f"{url}/health")[0] == 200:
+                return
+        ended = [process for process in processes if not process.is_running()]
+        if ended:
+            break
+        time.sleep(0.1)
+    logs = "\n".join(f"--- {' '.join(p.argv)}\n{p.output()}" for p in processes)
+    raise AssertionError(f"{url} did not become healthy:\n{logs}")
+
+
+class Cluster:
+    """Prefills, decodes and a router, started with the three commands."""
+
+    def __init__(
+        self, *node_flags: str, prefills: int = 1, decodes: int = 1, router_flags: tuple = ()
+    ) -> None:
+        ports = iter(free_ports(2 * prefills + decodes + 1))
+        self.processes: list[Process] = []
+        self.prefill_urls, self.decode_urls = [], []
+        bootstrap_ports = []
+        for _ in range(prefills):
+            port, bootstrap_port = next(ports), str(next(ports))
+            self.prefill_urls.append(f"http://127.0.0.1:{port}")
+            bootstrap_ports.append(bootstrap_port)
+            argv = ["prefill", "--port", str(port), "--bootstrap-port", bootstrap_port]
+            self.processes.append(Process(*argv, *node_flags))
+        for _ in range(decodes):
+            port = next(ports)
+            self.decode_urls.append(f"http://127.0.0.1:{port}")
+            self.processes.append(Process("decode", "--port", str(port), *node_flags))
+        port = next(ports)
+        self.url = f"http://127.0.0.1:{port}"
+        self.router = Process(
+            *("lb", "--prefill", *self.prefill_urls),
+            *("--prefill-bootstrap-ports", *bootstrap_ports),
+            *("--decode", *self.decode_urls, "--port", str(port), *router_flags),
+        )
+        self.processes.append(self.router)
+
+    def loads(self) -> list[dict]:
+        """Return the load of every node."""
+        urls = self.prefill_urls + self.decode_urls
+        return [get_json(f"{url}/server_info")[1]["load"] for url in urls]
+
+    def stop(self) -> list[int]:
+        """Stop the router, then the nodes; return their exit statuses."""
+        return [process.stop() for process in reversed(self.processes)]
+
+
+@contextlib.contextmanager
+def running_cluster(*node_flags: str, **settings) -> Iterator[Cluster]:
+    """Start a cluster, wait until it serves, stop it at the end."""
+    cluster = Cluster(*node_flags, **settings)
+    try:
+        wait_healthy(cluster.url, *cluster.processes)
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@contextlib.contextmanager
+def running_serve(*flags: str) -> Iterator[str]:
+    """Start `tandem serve`, yield its URL, stop it at the end."""
+    port = free_ports(1)[0]
+    process = Process("serve", "--port", str(port), *flags)
+    try:
+        wait_healthy(f"http://127.0.0.1:{port}", process)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.stop()
