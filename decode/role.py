@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from engine.core import Engine, Token
 from engine.request import ActiveRequest, Stage
-from kvtransfer.receiver import DecodeAgent, Failed, Landed, Lost
+from kvtransfer.events import Failed, Landed, Lost
+from kvtransfer.receiver import DecodeAgent
 from node.load import engine_load, token_usage
 from node.loop import Answers, Start, Ticket
 from wire.errors import InvalidRequest, Overloaded, TandemError

@@ -74,9 +74,9 @@ class RoleHost:
     `memory` is called once, before `role`.
     """
 
-    def memory(self, plan: PoolPlan) -> memoryview | None:
+    def memory(self, config: NodeConfig, plan: PoolPlan) -> memoryview | None:
         """Return the memory of the pool; None leaves it to torch."""
-        del plan
+        del config, plan
         return None
 
     def role(self, parts: Parts) -> Role:
@@ -150,7 +150,7 @@ def build_engine(config: NodeConfig, host: RoleHost) -> Engine:
     plan = PoolPlan(shape, _num_pages(config, shape), settings.page_size)
     if plan.num_pages < 1:
         raise ConfigInvalid("the KV pool holds no page: raise --max-total-tokens")
-    buffer = host.memory(plan)
+    buffer = host.memory(config, plan)
     kv = make_pool(shape, plan.num_pages, plan.page_size, settings.device, buffer)
     log.info(
         "engine.loaded",

@@ -4,10 +4,12 @@ import sys
 
 from typing_extensions import override
 
+from kvtransfer.bootstrap import SenderEnd
 from kvtransfer.region import MemoryRegion
 from kvtransfer.sender import PrefillAgent, SenderTimeouts
 from kvtransfer.transports.base import TransportConfig
 from kvtransfer.transports.registry import transports
+from node.config import NodeConfig
 from node.engine_host import Parts, PoolPlan, RoleHost, main
 from prefill.role import PrefillRole
 from wire.channel import tcp_address
@@ -19,7 +21,7 @@ class _Host(RoleHost):
     _agent: PrefillAgent | None = None
 
     @override
-    def memory(self, plan: PoolPlan) -> memoryview:
+    def memory(self, config: NodeConfig, plan: PoolPlan) -> memoryview:
         self._plan = plan
         self._region = MemoryRegion.private(plan.layout.pool_bytes)
         return self._region.buffer
@@ -28,13 +30,16 @@ class _Host(RoleHost):
     def role(self, parts: Parts) -> PrefillRole:
         assert self._region is not None
         config = parts.config
-        self._agent = PrefillAgent(
-            tcp_address(config.host, config.transfer.bootstrap_port),
+        end = SenderEnd(
+            parts.epoch,
+            parts.engine.shape.fingerprint,
             self._plan.layout,
             self._region,
-            epoch=parts.epoch,
-            fingerprint=parts.engine.shape.fingerprint,
-            transports=transports(config.transfer.backend, TransportConfig(host=config.host)),
+            transports(config.transfer.backend, TransportConfig(host=config.host)),
+        )
+        self._agent = PrefillAgent(
+            tcp_address(config.host, config.transfer.bootstrap_port),
+            end,
             waker=parts.waker,
             key=parts.key,
             timeouts=SenderTimeouts(

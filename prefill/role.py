@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from engine.core import CompletePages, Engine, Token
 from engine.request import ActiveRequest
-from kvtransfer.sender import Granted, PrefillAgent, PushDone, Released
+from kvtransfer.events import Granted, PushDone, Released
+from kvtransfer.sender import PrefillAgent
 from node.load import engine_load, token_usage
 from node.loop import Answers, Start, Ticket
 from telemetry.log import get_logger

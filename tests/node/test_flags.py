@@ -30,9 +30,9 @@ def test_familiar_flags_set_what_they_name(argv, field, value):
 
 def test_the_flags_of_sglangs_disaggregation_are_understood():
     config, args = read(
-        *"--model-path /m --served-model-name n --disaggregation-mode prefill".split(),
-        *"--disaggregation-transfer-backend tcp --disaggregation-bootstrap-port 5".split(),
-        *"--disaggregation-ib-device mlx5_0 --enable-metrics --tp 1".split(),
+        *["--model-path", "/m", "--served-model-name", "n", "--disaggregation-mode", "prefill"],
+        *["--disaggregation-transfer-backend", "tcp", "--disaggregation-bootstrap-port", "5"],
+        *["--disaggregation-ib-device", "mlx5_0", "--enable-metrics", "--tp", "1"],
     )
     assert (config.transfer.backend, config.transfer.bootstrap_port) == ("tcp", 5)
     assert config.served_model_name == "n"

@@ -1,0 +1,271 @@
+"""Both roles in one process, over real links: the KV that arrives is the KV that was computed."""
+
+from collections import defaultdict
+
+import pytest
+import xxhash
+
+from decode.role import DecodeRole
+from engine.config import EngineConfig
+from engine.core import Engine
+from engine.model import load_model
+from engine.runner import ModelRunner, make_pool
+from kvtransfer.bootstrap import SenderEnd
+from kvtransfer.receiver import DecodeAgent
+from kvtransfer.region import MemoryRegion
+from kvtransfer.sender import PrefillAgent
+from kvtransfer.transports.base import TransportConfig
+from kvtransfer.transports.registry import transports
+from node.engine_host import PoolPlan
+from node.loop import Ticket
+from prefill.role import PrefillRole
+from wire.channel import Peer, Waker, wait
+from wire.errors import InvalidRequest
+from wire.ids import RequestId, new_epoch, new_room
+from wire.messages import GenerateRequest, SamplingParams, StartDecode, StartPrefill
+
+PAGE = 8
+NUM_PAGES = 60
+
+
+class CollectedAnswers:
+    """Answers kept instead of sent."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.finishes: dict[str, list[str]] = defaultdict(list)
+        self.errors: dict[str, Exception] = {}
+        self.num_failed = 0
+
+    def token(self, ticket, index, token_ids, finish=None, cached_tokens=0):
+        assert index <= len(self.tokens[ticket.request_id])
+        self.tokens[ticket.request_id][index:] = token_ids
+        if finish is not None:
+            self.finishes[ticket.request_id].append(finish.reason)
+
+    def fail(self, ticket, error):
+        self.errors[ticket.request_id] = error
+
+
+class Pair:
+    """A prefill and a decode role with their engines, agents and pools."""
+
+    def __init__(self, path, transport: str, decode_page: int = PAGE) -> None:
+        self.waker = Waker()
+        self.prefill_answers, self.decode_answers = CollectedAnswers(), CollectedAnswers()
+        self.colocated = self._engine(path, PAGE)[0]
+        self.prefill_engine, plan, source = self._engine(path, PAGE, MemoryRegion.private)
+        self.decode_engine, decode_plan, target = self._engine(
+            path, decode_page, MemoryRegion.shared
+        )
+        self.source, self.target = source, target
+        allowed = transports(transport, TransportConfig())
+        print_ = self.prefill_engine.shape.fingerprint
+        self.sender = PrefillAgent(
+            "tcp://127.0.0.1:0",
+            SenderEnd(new_epoch(), print_, plan.layout, source, allowed),
+            waker=self.waker,
+        )
+        self.receiver = DecodeAgent(
+            epoch=new_epoch(),
+            fingerprint=print_,
+            layout=decode_plan.layout,
+            region=target,
+            transports=allowed,
+            waker=self.waker,
+        )
+        self.prefill = PrefillRole(self.prefill_engine, self.sender, self.prefill_answers, 100)
+        self.decode = DecodeRole(self.decode_engine, self.receiver, self.decode_answers, 50, 100)
+
+    def _engine(self, path, page_size, make_region=None):
+        config = EngineConfig(
+            model_dir=str(path), dtype="float32", page_size=page_size, chunked_prefill_size=24
+        )
+        model, shape = load_model(config)
+        plan = PoolPlan(shape, NUM_PAGES * PAGE // page_size, page_size)
+        region = make_region(plan.layout.pool_bytes) if make_region else None
+        pool = make_pool(shape, plan.num_pages, page_size, "cpu", region and region.buffer)
+        return Engine(ModelRunner(model, pool), shape, config, plan.num_pages), plan, region
+
+    def ticket(self, name: str) -> Ticket:
+        return Ticket(Peer(b"edge"), RequestId(name), 0)
+
+    def start(self, name: str, prompt, decode_first: bool = True, **sampling) -> GenerateRequest:
+        request = GenerateRequest(
+            request_id=RequestId(name),
+            prompt_ids=prompt,
+            sampling=SamplingParams(**{"temperature": 0, "ignore_eos": True, **sampling}),
+        )
+        room = new_room()
+        halves = [
+            lambda: self.decode.start(
+                self.ticket(name),
+                StartDecode(
+                    request=request,
+                    room=room,
+                    bootstrap_host="127.0.0.1",
+                    bootstrap_port=self.sender.port,
+                ),
+            ),
+            lambda: self.prefill.start(self.ticket(name), StartPrefill(request=request, room=room)),
+        ]
+        for half in halves if decode_first else reversed(halves):
+            half()
+        return request
+
+    def run_until(self, is_done) -> None:
+        for _ in range(3000):
+            busy = False
+            for role in (self.prefill, self.decode):
+                role.poll()
+                if role.has_work:
+                    role.step()
+                    busy = True
+            if is_done():
+                return
+            if not busy:
+                wait([], 0.01, self.waker)
+        raise AssertionError((self.sender.statistics(), self.receiver.statistics()))
+
+    def all_pages_are_back(self) -> bool:
+        for engine in (self.prefill_engine, self.decode_engine):
+            engine.cache.check_integrity()
+            counts = engine.counts()
+            if counts.free + counts.cached != counts.total:
+                return False
+        return True
+
+    def close(self) -> None:
+        self.receiver.close()
+        self.sender.close()
+        self.waker.close()
+        self.source.close()
+        self.target.close()
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def pair(request, tiny_model):
+    made = Pair(tiny_model("qwen3"), request.param)
+    yield made
+    made.close()
+
+
+def page_hashes(region: MemoryRegion, page_bytes: int, page_ids) -> list[int]:
+    return [
+        xxhash.xxh3_64_intdigest(region.buffer[page * page_bytes : (page + 1) * page_bytes])
+        for page in page_ids
+    ]
+
+
+def prompt_of(length: int) -> list[int]:
+    return [3 + (i * 7) % 300 for i in range(length)]
+
+
+def test_the_pages_that_arrive_are_the_pages_that_were_computed(pair):
+    prompt = prompt_of(61)
+    pair.start("a", prompt, max_new_tokens=40)
+    halves = list(pair.prefill._by_room.values())
+    seen: dict[str, list[int]] = {}
+
+    def landed() -> bool:
+        if (active := halves[0].active) is not None and active.page_ids:
+            seen["source"] = list(active.page_ids)
+        if pair.decode._by_active:
+            seen["target"] = list(next(iter(pair.decode._by_active)).page_ids)
+        return "target" in seen
+
+    pair.run_until(landed)
+    page_bytes = pair.source.size_bytes // NUM_PAGES
+    whole_pages = len(prompt) // PAGE
+    # The last page is only compared as far as the prompt fills it: decode has written behind it.
+    sent = page_hashes(pair.source, page_bytes, seen["source"][:whole_pages])
+    came = page_hashes(pair.target, page_bytes, seen["target"][:whole_pages])
+    assert sent == came
+    assert len(set(sent)) == whole_pages
+    pair.run_until(pair.all_pages_are_back)
+
+
+@pytest.mark.parametrize("decode_first", [True, False])
+def test_the_halves_find_each_other_in_either_order(pair, decode_first):
+    request = pair.start(
+        "a", prompt_of(30), decode_first, max_new_tokens=6, temperature=0.8, seed=4
+    )
+    pair.colocated.submit(request)
+    expected = []
+    while pair.colocated.has_work:
+        expected += [token.token for token in pair.colocated.step().tokens]
+    pair.run_until(lambda: pair.decode_answers.finishes["a"])
+    pair.run_until(pair.all_pages_are_back)
+    assert pair.decode_answers.tokens["a"] == expected
+    assert pair.prefill_answers.tokens["a"] == expected[:1]
+    assert pair.prefill_answers.finishes["a"] == ["handed_off"]
+
+
+def test_a_second_turn_pushes_only_what_decode_lacks(pair):
+    prompt = prompt_of(48)
+    pair.start("a", prompt, max_new_tokens=9)
+    pair.run_until(pair.all_pages_are_back)
+    before = pair.sender.statistics().pushed_bytes
+    turn = prompt + pair.decode_answers.tokens["a"] + [9, 9]
+    pair.start("b", turn, max_new_tokens=2)
+    pair.run_until(lambda: pair.decode_answers.finishes["b"])
+    pair.run_until(pair.all_pages_are_back)
+    # 48 prompt tokens and the 8 whose KV decode computed are 7 whole pages; 1 page is new.
+    assert pair.sender.statistics().pushed_bytes - before == pair.source.size_bytes // NUM_PAGES
+
+
+@pytest.mark.parametrize("num_passes", [0, 1, 2, 3, 5, 8])
+@pytest.mark.parametrize("who", ["prefill", "decode", "both"])
+def test_a_cancel_at_any_time_returns_every_page(pair, num_passes, who):
+    pair.start("a", prompt_of(100), max_new_tokens=8)
+    passes = iter(range(num_passes))
+    pair.run_until(lambda: next(passes, None) is None)
+    if who in ("prefill", "both"):
+        pair.prefill.cancel(pair.ticket("a"))
+    if who in ("decode", "both"):
+        pair.decode.cancel(pair.ticket("a"))
+    pair.run_until(pair.all_pages_are_back)
+    if who == "prefill" and not pair.decode_answers.finishes["a"]:
+        assert "a" in pair.decode_answers.errors
+    pair.start("b", prompt_of(20), max_new_tokens=3)
+    pair.run_until(lambda: pair.decode_answers.finishes["b"])
+
+
+def test_a_first_token_that_ends_the_answer_ends_both_halves(pair):
+    pair.start("a", prompt_of(10), max_new_tokens=1)
+    pair.run_until(pair.all_pages_are_back)
+    assert pair.decode_answers.finishes["a"] == ["length"]
+    assert pair.prefill_answers.finishes["a"][0] == "length"
+
+
+def test_many_requests_on_a_small_pool_wait_their_turn(pair):
+    for i in range(20):
+        pair.start(str(i), prompt_of(60 + i), max_new_tokens=10)
+    names = [str(i) for i in range(20)]
+    pair.run_until(lambda: all(pair.decode_answers.finishes[name] for name in names))
+    pair.run_until(pair.all_pages_are_back)
+
+
+def test_other_page_sizes_at_the_two_ends_change_no_token(tiny_model):
+    pair = Pair(tiny_model("qwen3"), "tcp", decode_page=16)
+    try:
+        request = pair.start("a", prompt_of(61), max_new_tokens=6)
+        pair.colocated.submit(request)
+        expected = []
+        while pair.colocated.has_work:
+            expected += [token.token for token in pair.colocated.step().tokens]
+        pair.run_until(lambda: pair.decode_answers.finishes["a"])
+        assert pair.decode_answers.tokens["a"] == expected
+    finally:
+        pair.close()
+
+
+def test_a_half_at_the_wrong_node_is_refused(pair):
+    request = GenerateRequest(request_id=RequestId("a"), prompt_ids=[5], sampling=SamplingParams())
+    with pytest.raises(InvalidRequest):
+        pair.decode.start(pair.ticket("a"), StartPrefill(request=request, room=new_room()))
+    with pytest.raises(InvalidRequest):
+        pair.prefill.start(
+            pair.ticket("a"),
+            StartDecode(request=request, room=new_room(), bootstrap_host="h", bootstrap_port=1),
+        )

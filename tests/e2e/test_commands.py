@@ -1,0 +1,229 @@
+"""The commands as people type them, right and wrong."""
+
+import json
+import signal
+import socket
+import urllib.request
+
+import pytest
+
+from tandem.up import free_ports
+from tests.e2e.cluster import Cluster, Process, get_json, running_cluster, wait_healthy
+
+POOL = ("--max-total-tokens", "2048", "--num-threads", "1")
+
+
+def post(url: str, **body) -> dict | list:
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.loads(response.read())
+
+
+def refused(*argv: str, env=None) -> str:
+    """Run a command that is to fail; return what it says."""
+    process = Process(*argv, env=env)
+    status = process.wait(60)
+    said = process.output()
+    process.log.close()
+    assert status != 0, said
+    assert "Traceback" not in said, said
+    return said
+
+
+@pytest.mark.slow
+def test_one_command_starts_a_cluster_that_answers_and_ctrl_c_ends_it(tiny_model):
+    port = free_ports(1)[0]
+    model = ("--model", str(tiny_model("llama")))
+    up = Process("up", "--port", str(port), *model, "--load-format", "dummy", *POOL)
+    wait_healthy(f"http://127.0.0.1:{port}", up)
+    answer = post(f"http://127.0.0.1:{port}/generate", input_ids=[5, 6], max_new_tokens=3)
+    assert len(answer["output_ids"]) == 3
+    up.signal(signal.SIGINT)
+    assert up.wait(20) == 0
+    said = up.output()
+    up.log.close()
+    assert "Tandem serves at" in said
+    assert "curl" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_two_of_each_share_the_work_and_every_process_ends_with_0(tiny_model):
+    flags = ("--model", str(tiny_model("llama")), "--log-level", "warning", *POOL)
+    cluster = Cluster(*flags, prefills=2, decodes=2, router_flags=("--detokenizers", "2"))
+    try:
+        wait_healthy(cluster.url, *cluster.processes)
+        prompts = [[5 + i, 6, 7] for i in range(24)]
+        answers = post(
+            f"{cluster.url}/generate",
+            input_ids=prompts,
+            sampling_params={"max_new_tokens": 4, "ignore_eos": True},
+        )
+        assert [len(answer["output_ids"]) for answer in answers] == [4] * 24
+        assert all(load["generated_tokens"] > 0 for load in cluster.loads())
+    finally:
+        assert cluster.stop() == [0] * 5
+
+
+@pytest.mark.slow
+def test_a_prefill_and_a_decode_of_different_models_are_refused_by_name(tiny_model):
+    prefill_port, bootstrap_port, decode_port, router_port = free_ports(4)
+    prefill = Process(
+        *("prefill", "--model", str(tiny_model("llama")), "--port", str(prefill_port)),
+        *("--bootstrap-port", str(bootstrap_port), *POOL),
+    )
+    decode = Process(
+        "decode", "--model", str(tiny_model("qwen2")), "--port", str(decode_port), *POOL
+    )
+    nodes = [f"http://127.0.0.1:{port}" for port in (prefill_port, decode_port)]
+    router = Process("lb", "--prefill", nodes[0], "--decode", nodes[1], "--port", str(router_port))
+    try:
+        for node in nodes:
+            wait_healthy(node, prefill, decode)
+        prints = [get_json(f"{node}/server_info")[1]["model"]["fingerprint"] for node in nodes]
+        # The halves, driven as SGLang's router would: the handshake refuses.
+        body = {"input_ids": [5], "bootstrap_host": "127.0.0.1", "bootstrap_room": 7}
+        request = urllib.request.Request(
+            f"{nodes[1]}/generate",
+            json.dumps({**body, "bootstrap_port": bootstrap_port}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            urllib.request.urlopen(request, timeout=30)
+        with raised.value as answer:
+            said = answer.read().decode()
+        assert all(fingerprint in said for fingerprint in prints), said
+        # The router does not pair them, and says why.
+        for _ in range(200):
+            status, health = get_json_or_nothing(f"http://127.0.0.1:{router_port}/health")
+            if status == 503 and all(fingerprint in str(health) for fingerprint in prints):
+                break
+        else:
+            raise AssertionError(health)
+    finally:
+        for process in (router, prefill, decode):
+            process.stop()
+
+
+def get_json_or_nothing(url: str):
+    try:
+        return get_json(url)
+    except OSError as error:
+        return 0, str(error)
+
+
+@pytest.mark.slow
+def test_a_router_without_nodes_keeps_trying_and_says_so(tiny_model):
+    flags = ("--model", str(tiny_model("llama")), "--log-level", "warning", *POOL)
+    prefill_port, bootstrap_port, decode_port, port = free_ports(4)
+    router = Process(
+        *("lb", "--prefill", f"http://127.0.0.1:{prefill_port}", str(bootstrap_port)),
+        *("--decode", f"http://127.0.0.1:{decode_port}", "--port", str(port)),
+    )
+    nodes: list[Process] = []
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(2000):
+            status, health = get_json_or_nothing(f"{url}/health")
+            if status == 503:
+                break
+        assert status == 503
+        assert str(prefill_port) in str(health)
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            post(f"{url}/generate", input_ids=[5])
+        with raised.value as answer:
+            assert answer.code == 503
+        nodes.append(
+            Process(
+                *("prefill", "--port", str(prefill_port)),
+                *("--bootstrap-port", str(bootstrap_port), *flags),
+            )
+        )
+        nodes.append(Process("decode", "--port", str(decode_port), *flags))
+        wait_healthy(url, router, *nodes)
+        assert post(f"{url}/generate", input_ids=[5], max_new_tokens=1)["output_ids"]
+    finally:
+        for process in (router, *nodes):
+            process.stop()
+
+
+@pytest.mark.slow
+def test_a_decode_node_under_sglangs_protocol_answers_with_every_token(tiny_model):
+    flags = ("--model", str(tiny_model("llama")), "--log-level", "warning", *POOL)
+    with running_cluster(*flags) as cluster:
+        sampling = {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True}
+        whole = post(f"{cluster.url}/generate", input_ids=[9, 8, 7], sampling_params=sampling)
+        bootstrap_port = cluster.processes[0].argv[4]
+        body = {
+            "input_ids": [9, 8, 7],
+            "sampling_params": sampling,
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": int(bootstrap_port),
+            "bootstrap_room": 12345,
+        }
+        import concurrent.futures
+
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            urls = (cluster.prefill_urls[0], cluster.decode_urls[0])
+            halves = list(pool.map(lambda url: post(f"{url}/generate", **body), urls))
+        assert halves[1]["output_ids"] == whole["output_ids"]
+        assert halves[0]["output_ids"] == whole["output_ids"][:1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["prefill", "decode", "serve"])
+def test_a_model_that_is_not_there_is_refused_with_what_to_give(command):
+    assert "models are not downloaded" in refused(command, "--model", "/no/such/model")
+
+
+@pytest.mark.slow
+def test_a_directory_with_broken_weights_is_refused(tiny_model, tmp_path):
+    for file in tiny_model("llama").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
+    port = str(free_ports(1)[0])
+    assert "cannot load the model" in refused("serve", "--port", port, "--model", str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["--port", "--bootstrap-port"])
+def test_a_port_in_use_is_refused_with_what_to_do(tiny_model, flag):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        others = {"--port": "--bootstrap-port", "--bootstrap-port": "--port"}
+        other_port = str(free_ports(1)[0])
+        argv = (flag, port, others[flag], other_port, "--model", str(tiny_model("llama")), *POOL)
+        said = refused("prefill", *argv)
+        assert port in said
+        assert "choose another port" in said
+
+
+@pytest.mark.slow
+def test_a_router_port_in_use_is_refused_with_what_to_do():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        nodes = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2")
+        assert port in refused("lb", *nodes, "--port", port)
+
+
+@pytest.mark.slow
+def test_listening_to_the_world_without_a_secret_is_refused(tiny_model):
+    said = refused(
+        *("decode", "--host", "0.0.0.0", "--model", str(tiny_model("llama"))),
+        env={"TANDEM_CLUSTER_KEY": ""},
+    )
+    assert "TANDEM_CLUSTER_KEY" in said
+
+
+def test_an_unknown_command_is_answered_with_the_known_ones():
+    assert "prefill" in refused("prefil")
+
+
+def test_a_mistyped_flag_is_refused():
+    assert "--modle" in refused("prefill", "--modle", "x")
