@@ -3,7 +3,7 @@
 The frontend is given a `Backend` and knows nothing of nodes; a backend knows nothing of text.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,11 +65,13 @@ class Backend(Protocol):
 
     def generate(
         self, request: GenerateRequest, bootstrap: Bootstrap | None = None
-    ) -> AsyncIterator[TokenDelta]:
+    ) -> AsyncGenerator[TokenDelta, None]:
         """Yield the tokens of one request, each index once and in order.
 
-        The last delta has `finish`. Closing the iterator early (`aclose`, or cancelling the task
-        that awaits it) cancels the request at every node within 1 s.
+        The last delta has `finish`, and the id that ended a `stop` is its last. What came while
+        the caller was away comes as one delta, so that a slow client costs ids and not events.
+        Closing the generator early (`aclose`, or cancelling the task that awaits it) cancels the
+        request at every node within 1 s.
 
         Raises:
             TandemError: Before the first delta or between two; nothing of the request is left.

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 
-from node.server import package_version
+from telemetry.version import package_version
 
 USAGE = """\
 usage: tandem COMMAND [FLAGS]

@@ -44,5 +44,7 @@ CONFIGS = {
 def make_tiny_model(kind: str, directory: Path) -> Path:
     """Write config and seeded random float32 weights of one architecture; return the directory."""
     torch.manual_seed(sorted(CONFIGS).index(kind))
-    AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.float32).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.float32).save_pretrained(
+        directory
+    )
     return directory

@@ -311,9 +311,7 @@ class AsyncLink(Generic[In]):
         """
         if self._is_lost or self._socket.closed:
             raise PeerLost(f"link to {self.address} was lost or closed")
-        sending = asyncio.ensure_future(
-            self._socket.send(self._codec.encode(message), zmq.NOBLOCK)
-        )
+        sending = asyncio.ensure_future(self._socket.send(self._codec.encode(message), zmq.NOBLOCK))
         # pyzmq tries at once; what is not done now would wait for a connection that may never come.
         if not sending.done() or sending.cancelled():
             sending.cancel()

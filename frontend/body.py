@@ -1,0 +1,103 @@
+"""Bodies of HTTP requests: bytes to a checked model, or one short sentence on what is wrong.
+
+Holds the base of every body and the translation of pydantic's errors. What each API's body has is
+in `frontend/native_body.py` and `frontend/openai_body.py`.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from wire.errors import InvalidRequest
+
+BodyT = TypeVar("BodyT", bound="Body")
+
+# How people say what pydantic's error types say.
+_SENTENCES = {
+    "missing": "is missing",
+    "bool_type": "must be true or false",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "string_type": "must be a string",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "too_short": "must have at least {min_length} entries",
+    "too_long": "must have at most {max_length} entries",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+}
+
+
+class Body(BaseModel):
+    """Base of bodies: strict types, unknown fields ignored, null the same as absent."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
+
+
+def read_json(data: bytes) -> dict[str, Any]:
+    """Return the JSON object in `data`. NaN and infinities are read, to be refused by name.
+
+    Raises:
+        InvalidRequest: It is empty, not JSON or no object.
+    """
+    if not data.strip():
+        raise InvalidRequest("the body is empty; send a JSON object")
+    try:
+        value = pydantic_core.from_json(data)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return value
+
+
+def validate(body_class: type[BodyT], data: Mapping[str, object], prefix: str = "") -> BodyT:
+    """Return `data` as a body.
+
+    Args:
+        prefix: Put before the field's name in an error, such as `sampling_params`.
+
+    Raises:
+        InvalidRequest: A field is wrong; the sentence names it.
+    """
+    try:
+        return body_class.model_validate(data)
+    except ValidationError as error:
+        raise InvalidRequest(_sentence(error, prefix)) from error
+
+
+def _sentence(error: ValidationError, prefix: str) -> str:
+    """Name the first wrong field and what it must be."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in (prefix, *first["loc"]) if part != "")
+    template = _SENTENCES.get(first["type"])
+    said = template.format(**first.get("ctx", {})) if template else first["msg"]
+    return f"{field}: {said.removeprefix('Value error, ')}" if field else said
+
+
+def refuse(data: Mapping[str, object], names: tuple[str, ...]) -> None:
+    """Refuse fields that ask for what is not there yet; false, zero and empty ask for nothing.
+
+    Raises:
+        InvalidRequest: One of `names` is set.
+    """
+    for name in names:
+        if data.get(name):
+            raise InvalidRequest(f"{name}: not supported yet")

@@ -1,0 +1,157 @@
+"""Text from token ids as they come: the pieces joined equal the text decoded at once.
+
+```
+ byte-level vocabularies     ids → bytes of each token → UTF-8, incomplete characters held back
+ all others (sentencepiece)  ids → the tokenizer's decoder on a short window, byte runs held back
+```
+
+`tokenizers.decoders.DecodeStream` is not used: it raises where a stream begins inside a character,
+holds a real U+FFFD back for ever, and does not know of the end. A table of bytes and Python's own
+incremental decoder are right there, and take half its time.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import Protocol
+
+import tokenizers
+from typing_extensions import override
+
+from frontend.byte_level import token_bytes
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Detokenizer(Protocol):
+    """The text of one generation. Made by `Detokenizers.start`."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take the next ids; return the text that is now certain, maybe none."""
+        ...
+
+    def finish(self) -> str:
+        """Return the text held back, with U+FFFD for what never became a character."""
+        ...
+
+
+class NoText:
+    """The detokenizer of a model without a tokenizer: ids have no text."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Return nothing."""
+        return ""
+
+    def finish(self) -> str:
+        """Return nothing."""
+        return ""
+
+
+class Detokenizers:
+    """Makes detokenizers for one tokenizer, and holds the tables they share.
+
+    Tables are filled as ids are met: a vocabulary has 50,000 to 250,000, a model uses few.
+
+    Args:
+        backend: The tokenizer; its vocabulary and decoder do not change.
+        special_ids: Ids that `skip_special_tokens` leaves out.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, special_ids: AbstractSet[int]) -> None:
+        self._backend = backend
+        self._skipped: dict[bool, AbstractSet[int]] = {False: frozenset(), True: special_ids}
+        decoder = json.loads(backend.to_str())["decoder"]
+        self._is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
+        self._tables = {skip: _TokenBytes(backend, ids) for skip, ids in self._skipped.items()}
+
+    @override
+    def __repr__(self) -> str:
+        kind = "byte-level" if self._is_byte_level else "windowed"
+        return f"Detokenizers({kind}, {len(self._tables[True])} ids met)"
+
+    def start(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """Return the detokenizer of a new generation."""
+        if self._is_byte_level:
+            return ByteLevelDetokenizer(self._tables[skip_special_tokens])
+        return WindowDetokenizer(self._backend, self._skipped[skip_special_tokens])
+
+
+class _TokenBytes(dict[int, bytes]):
+    """The bytes of each id met so far; ids without text have none."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, skipped: AbstractSet[int]) -> None:
+        super().__init__()
+        self._backend = backend
+        self._skipped = skipped
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._skipped else self._backend.id_to_token(token_id)
+        self[token_id] = found = b"" if token is None else token_bytes(token)
+        return found
+
+
+class ByteLevelDetokenizer:
+    """Joins the bytes of tokens and holds back an incomplete character at the end."""
+
+    def __init__(self, table: _TokenBytes) -> None:
+        self._table = table
+        # "replace" marks maximal ill-formed runs as Unicode recommends, and as tokenizers does.
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take the next ids; return the text that is now certain."""
+        table = self._table
+        if len(token_ids) == 1:
+            return self._decode(table[token_ids[0]])
+        return self._decode(b"".join([table[token_id] for token_id in token_ids]))
+
+    def finish(self) -> str:
+        """Return U+FFFD for a character that stayed incomplete, or nothing."""
+        return self._decode(b"", True)
+
+
+class WindowDetokenizer:
+    """Decodes the tail of the ids with the tokenizer's own decoder, twice: with and without news.
+
+    The window begins with the token before the news, because what a decoder does to the first
+    token (drop a leading space) must happen to neither or both. It ends at a token that is no
+    byte: a run of byte tokens becomes text as a whole, as characters or as U+FFFD.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, skipped: AbstractSet[int]) -> None:
+        self._backend = backend
+        self._skipped = skipped
+        self._context: list[int] = []
+        self._news: list[int] = []
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take the next ids; return the text that is now certain."""
+        last = None
+        for token_id in token_ids:
+            token = None if token_id in self._skipped else self._backend.id_to_token(token_id)
+            if token is not None:
+                self._news.append(token_id)
+                last = token
+        if last is None or _BYTE_TOKEN.fullmatch(last):
+            return ""
+        return self._take(is_final=False)
+
+    def finish(self) -> str:
+        """Return what was held back."""
+        return self._take(is_final=True)
+
+    def _take(self, *, is_final: bool) -> str:
+        before = self._decode(self._context)
+        after = self._decode(self._context + self._news)
+        # Decoders that are no plain join (one that ends in a byte-level step) may still wait.
+        if not is_final and after.endswith(_REPLACEMENT):
+            return ""
+        if self._news:
+            self._context, self._news = self._news[-1:], []
+        return after[len(before) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._backend.decode(token_ids, skip_special_tokens=False)

@@ -1,0 +1,130 @@
+"""What the routes of one app share: the backend, the options, the metrics, who is running."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from typing import TypeVar
+
+from aiohttp import web
+from typing_extensions import override
+
+from frontend.backend import Backend
+from frontend.generation import Answer, Generation, Piece, run
+from frontend.metrics import FrontendMetrics
+from frontend.options import FrontendOptions
+from wire.errors import InvalidRequest
+from wire.ids import RequestId
+
+T = TypeVar("T")
+
+
+class Edge:
+    """Runs generations for the routes, times them, and ends them by their id."""
+
+    def __init__(self, backend: Backend, options: FrontendOptions) -> None:
+        self.backend = backend
+        self.options = options
+        self.metrics = FrontendMetrics()
+        self._running: set[RequestId] = set()
+
+    @override
+    def __repr__(self) -> str:
+        return f"Edge({len(self._running)} running)"
+
+    async def run(self, generation: Generation) -> AsyncGenerator[Piece, None]:
+        """Yield the pieces of a generation. Close it when leaving early: that cancels.
+
+        Raises:
+            InvalidRequest: A generation with this id is running.
+            TandemError: As the backend raises it.
+        """
+        started = time.perf_counter()
+        num_tokens = 0
+        with self._entered(generation):
+            pieces = run(self.backend, generation)
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    if not num_tokens and piece.token_ids:
+                        self.metrics.time_to_first_token.observe(time.perf_counter() - started)
+                    num_tokens += len(piece.token_ids)
+                    if piece.ending is not None:
+                        self.metrics.output_tokens.inc(num_tokens)
+                        self.metrics.duration.observe(time.perf_counter() - started)
+                    yield piece
+
+    async def answer(self, generation: Generation) -> Answer:
+        """Return the whole of a generation.
+
+        Raises:
+            TandemError: As `run`.
+        """
+        answer = Answer.empty()
+        async with aclosing(self.run(generation)) as pieces:
+            async for piece in pieces:
+                answer.add(piece)
+        return answer
+
+    async def answers(self, generations: Sequence[Generation]) -> list[Answer]:
+        """Return the whole of several generations that run side by side.
+
+        Raises:
+            TandemError: One of them failed; the others are cancelled.
+        """
+        return await side_by_side([self.answer(generation) for generation in generations])
+
+    async def abort(self, request_id: str) -> bool:
+        """End the generations a client named `request_id`; False if none of them is known."""
+        ids = {request_id, *(id_ for id_ in self._running if _is_part(id_, request_id))}
+        return any([await self.backend.abort(id_) for id_ in ids])
+
+    async def abort_all(self) -> bool:
+        """End every generation of this app; False if there is none."""
+        return any([await self.backend.abort(id_) for id_ in tuple(self._running)])
+
+    @contextmanager
+    def _entered(self, generation: Generation) -> Iterator[None]:
+        request_id = generation.request.request_id
+        if request_id in self._running:
+            raise InvalidRequest(f"rid: a request with id {request_id!r} is running")
+        self._running.add(request_id)
+        self.metrics.running.inc()
+        self.metrics.prompt_tokens.inc(len(generation.request.prompt_ids))
+        try:
+            yield
+        finally:
+            self.metrics.running.dec()
+            self._running.discard(request_id)
+
+
+EDGE = web.AppKey("edge", Edge)
+
+
+def part_id(request_id: str, index: int) -> RequestId:
+    """Return the id of one generation of a request that has several."""
+    return RequestId(f"{request_id}_{index}")
+
+
+def _is_part(part: str, request_id: str) -> bool:
+    return part.startswith(f"{request_id}_") and part[len(request_id) + 1 :].isdigit()
+
+
+async def side_by_side(work: Sequence[Coroutine[None, None, T]]) -> list[T]:
+    """Run all of `work` at once and return its results in order.
+
+    Raises:
+        Exception: The first that one of them raised, alone; the others are cancelled.
+    """
+    if len(work) == 1:
+        return [await work[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(part) for part in work]
+    except BaseExceptionGroup as errors:
+        raise _first(errors) from errors
+    return [task.result() for task in tasks]
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = errors.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

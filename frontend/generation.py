@@ -1,0 +1,225 @@
+"""One generation at the edge: from the backend's token deltas to pieces of text.
+
+```
+ TokenDelta ──▶ Transcript: stop token hidden → detokenizer → stop strings ──▶ Piece
+```
+
+What is common to both APIs, without HTTP.
+"""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+from typing_extensions import override
+
+from frontend.backend import Backend, Bootstrap, ServedModel
+from frontend.detokenizer import Detokenizer, NoText
+from frontend.sampling import SamplingBody, TextRules, engine_params, seeds
+from frontend.stops import StopStrings
+from frontend.tokenizer import Tokenizer
+from wire.errors import Aborted, EngineFailed, ErrorInfo
+from wire.ids import RequestId
+from wire.messages import Finish, GenerateRequest, TokenDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One generation to run.
+
+    Attributes:
+        tokenizer: None when the model has none: the text stays empty.
+        bootstrap: Where its other half is, when a router of SGLang's kind chose the pair.
+    """
+
+    request: GenerateRequest
+    rules: TextRules
+    tokenizer: Tokenizer | None
+    bootstrap: Bootstrap | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One checked prompt, and who asks.
+
+    Attributes:
+        request_ids: One for each generation of it.
+    """
+
+    token_ids: list[int]
+    request_ids: Sequence[RequestId]
+    bootstrap: Bootstrap | None = None
+    priority: int = 0
+
+
+def generations_of(model: ServedModel, prompt: Prompt, sampling: SamplingBody) -> list[Generation]:
+    """Return the generations of one prompt, each with a seed of its own.
+
+    Raises:
+        InvalidRequest: The parameters do not fit the model.
+    """
+    chosen = seeds(
+        sampling.seed, len(prompt.request_ids), is_left_open=prompt.bootstrap is not None
+    )
+    params = engine_params(sampling, model, len(prompt.token_ids))
+    rules = sampling.text_rules()
+    return [
+        Generation(
+            request=GenerateRequest(
+                request_id=request_id,
+                prompt_ids=prompt.token_ids,
+                sampling=msgspec.structs.replace(params, seed=seed),
+                priority=prompt.priority,
+            ),
+            rules=rules,
+            tokenizer=model.tokenizer,
+            bootstrap=prompt.bootstrap,
+        )
+        for request_id, seed in zip(prompt.request_ids, chosen, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a generation ended, as the client is told.
+
+    Attributes:
+        matched: The stop token or stop string, for `stop`.
+        error: What went wrong, for `abort`.
+    """
+
+    reason: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    error: ErrorInfo | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one delta became. The last piece of a generation has an `ending`."""
+
+    text: str
+    token_ids: list[int]
+    cached_tokens: int = 0
+    ending: Ending | None = None
+
+
+def failed(error: ErrorInfo) -> Ending:
+    """Return the ending of a generation that an error cut short."""
+    return Ending("abort", error=error)
+
+
+def _ending(finish: Finish) -> Ending:
+    if finish.reason == "abort":
+        return failed(Aborted("the request was aborted").info())
+    if finish.reason == "stop":
+        return Ending("stop", finish.matched)
+    # A prefill half that was handed off made the one token it was asked for.
+    return Ending("length")
+
+
+class Transcript:
+    """Turns the deltas of one generation into pieces.
+
+    Its text does not depend on how tokens were grouped into deltas: with stop strings tokens are
+    read one by one, and those after the match are dropped.
+    """
+
+    def __init__(self, rules: TextRules, detokenizer: Detokenizer) -> None:
+        self._rules = rules
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(rules.stops, rules.keeps_stop)
+        self._num_tokens = 0
+
+    @override
+    def __repr__(self) -> str:
+        return f"Transcript({self._num_tokens} tokens, {self._stops!r})"
+
+    def take(self, delta: TokenDelta) -> Piece:
+        """Return the next piece; nothing may be taken after one with an ending."""
+        ids, finish = delta.token_ids, delta.finish
+        text, num_read = self._read(self._visible(ids, finish))
+        ending = None
+        if self._stops.matched is not None:
+            ids = ids[:num_read]
+        elif finish is not None:
+            text += self._stops.push(self._detokenizer.finish()) + self._stops.finish()
+            ending = _ending(finish)
+        if self._stops.matched is not None:
+            ending = Ending("stop", self._stops.matched)
+        self._num_tokens += len(ids)
+        return Piece(text, ids, delta.cached_tokens, ending)
+
+    def _visible(self, ids: list[int], finish: Finish | None) -> list[int]:
+        """Return the ids that make text: all but a stop token that is to be trimmed."""
+        if finish is None or finish.matched is None or self._rules.keeps_stop:
+            return ids
+        return ids[:-1] if ids and ids[-1] == finish.matched else ids
+
+    def _read(self, ids: list[int]) -> tuple[str, int]:
+        """Return the text of `ids` up to a stop string, and how many of them that took."""
+        if not self._rules.stops:
+            return self._detokenizer.push(ids), len(ids)
+        text = ""
+        for num_read, token_id in enumerate(ids, start=1):
+            new = self._detokenizer.push((token_id,))
+            is_too_early = self._num_tokens + num_read <= self._rules.min_new_tokens
+            text += new if is_too_early else self._stops.push(new)
+            if self._stops.matched is not None:
+                return text, num_read
+        return text, len(ids)
+
+
+def _detokenizer(generation: Generation) -> Detokenizer:
+    if generation.tokenizer is None:
+        return NoText()
+    return generation.tokenizer.detokenizer(generation.rules.skip_special_tokens)
+
+
+async def run(backend: Backend, generation: Generation) -> AsyncGenerator[Piece, None]:
+    """Yield the pieces of a generation; the last one has an ending.
+
+    The backend's part is over, or cancelled, before the last piece is yielded and when the caller
+    closes the generator early.
+
+    Raises:
+        TandemError: As the backend raises it, at any point.
+    """
+    transcript = Transcript(generation.rules, _detokenizer(generation))
+    deltas = backend.generate(generation.request, generation.bootstrap)
+    async with aclosing(deltas):
+        async for delta in deltas:
+            piece = transcript.take(delta)
+            if piece.ending is not None:
+                break
+            yield piece
+        else:
+            raise EngineFailed("the generation ended without saying why")
+    yield piece
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a generation has made so far.
+
+    Attributes:
+        output_ids: All ids so far. Not copied: it grows as pieces are added.
+    """
+
+    text: str
+    output_ids: list[int]
+    cached_tokens: int = 0
+    ending: Ending | None = None
+
+    @classmethod
+    def empty(cls) -> "Answer":
+        """Return the answer before its first piece."""
+        return cls("", [])
+
+    def add(self, piece: Piece) -> None:
+        """Add what came."""
+        self.text += piece.text
+        self.output_ids += piece.token_ids
+        self.cached_tokens = max(self.cached_tokens, piece.cached_tokens)
+        self.ending = piece.ending

@@ -1,0 +1,171 @@
+"""Bodies of the native API: from JSON to checked generations.
+
+```
+ body ──▶ GenerateBody ──▶ prompts, sampling, n ──▶ a Generation for each
+```
+
+Leaves out answering, which is in `frontend/generate.py`.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from frontend.backend import Bootstrap, ServedModel
+from frontend.body import Body, refuse, validate
+from frontend.edge import part_id
+from frontend.generation import Generation, Prompt, generations_of
+from frontend.prompts import MAX_GENERATIONS, Prompts, id_prompts, prompt_ids, text_prompts
+from frontend.sampling import NativeSampling
+from wire.errors import InvalidRequest
+from wire.ids import RequestId, new_request_id
+
+_NOT_YET = ("return_logprob", "image_data", "video_data", "audio_data", "input_embeds", "lora_path")
+_SAMPLING_NOT_YET = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex")
+_MAX_ID_CHARS = 256
+
+OneOrMore = Any  # checked by hand: a scalar for one prompt, a list for a batch
+
+
+class GenerateBody(Body):
+    """`/generate`, but for sampling parameters, which may also stand at the top level."""
+
+    text: OneOrMore = None
+    input_ids: OneOrMore = None
+    sampling_params: OneOrMore = None
+    rid: OneOrMore = None
+    stream: bool = False
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    bootstrap_host: OneOrMore = None
+    bootstrap_port: OneOrMore = None
+    bootstrap_room: OneOrMore = None
+
+    def prompts(self) -> Prompts:
+        """Return the prompts.
+
+        Raises:
+            InvalidRequest: There are none, or both text and ids.
+        """
+        if self.text is not None and self.input_ids is not None:
+            raise InvalidRequest("send either text or input_ids, not both")
+        if self.text is not None:
+            return text_prompts(self.text, "text")
+        if self.input_ids is not None:
+            return id_prompts(self.input_ids, "input_ids")
+        raise InvalidRequest("there is no prompt: send text or input_ids")
+
+
+class BootstrapBody(Body):
+    """The three fields that a router of SGLang's kind adds, for one prompt."""
+
+    bootstrap_host: Annotated[str, Field(min_length=1, max_length=255)]
+    bootstrap_port: Annotated[int | None, Field(ge=1, le=65535)] = None
+    bootstrap_room: Annotated[int, Field(ge=0, lt=2**63)]
+
+
+@dataclass(frozen=True, slots=True)
+class NativeCall:
+    """One checked call of `/generate`.
+
+    Attributes:
+        is_list: Whether it is answered by a list.
+    """
+
+    generations: list[Generation]
+    is_list: bool
+    is_stream: bool
+
+
+async def read_call(model: ServedModel, data: dict[str, Any]) -> NativeCall:
+    """Check a body and make its generations: n for each prompt, in order.
+
+    Raises:
+        InvalidRequest: Something in it cannot be; the sentence names it.
+    """
+    refuse(data, _NOT_YET)
+    body = validate(GenerateBody, data)
+    prompts = body.prompts()
+    samplings = _samplings(data, body, len(prompts))
+    bootstraps = _bootstraps(body, len(prompts), is_batch=prompts.is_batch)
+    n = samplings[0].n
+    _check_counts(samplings, bootstraps)
+    generations: list[Generation] = []
+    rids = _request_ids(body.rid, len(prompts), n)
+    for index, ids in enumerate(await prompt_ids(model, prompts)):
+        prompt = Prompt(ids, rids[index * n : (index + 1) * n], bootstraps[index], body.priority)
+        generations += generations_of(model, prompt, samplings[index])
+    return NativeCall(generations, is_list=prompts.is_batch or n > 1, is_stream=body.stream)
+
+
+def _samplings(data: dict[str, Any], body: GenerateBody, count: int) -> list[NativeSampling]:
+    """Return the parameters of each prompt; those in `sampling_params` win over the top level."""
+    given = body.sampling_params
+    parts = given if isinstance(given, list) else [given or {}]
+    if len(parts) not in {1, count} or not all(isinstance(part, dict) for part in parts):
+        raise InvalidRequest(
+            f"sampling_params: must be an object, or a list with one for each of {count} prompts"
+        )
+    prefix = "sampling_params" if given else ""
+    read = [_sampling(data | part, prefix) for part in parts]
+    return read * count if len(read) == 1 else read
+
+
+def _sampling(data: dict[str, Any], prefix: str) -> NativeSampling:
+    refuse(data, _SAMPLING_NOT_YET)
+    return validate(NativeSampling, data, prefix)
+
+
+def _bootstraps(body: GenerateBody, count: int, *, is_batch: bool) -> list[Bootstrap | None]:
+    """Return where the other half of each prompt is; None for all when no router chose."""
+    if body.bootstrap_host is None and body.bootstrap_room is None:
+        return [None] * count
+    names = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+    columns = [_column(getattr(body, name), count, name, is_batch=is_batch) for name in names]
+    rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+    checked = [validate(BootstrapBody, row) for row in rows]
+    return [
+        Bootstrap(row.bootstrap_host, row.bootstrap_port, row.bootstrap_room) for row in checked
+    ]
+
+
+def _column(value: object, count: int, name: str, *, is_batch: bool) -> list[object]:
+    if not isinstance(value, list):
+        return [value] * count
+    if not is_batch or len(value) != count:
+        raise InvalidRequest(f"{name}: must have one entry for each of {count} prompts")
+    return value
+
+
+def _check_counts(samplings: list[NativeSampling], bootstraps: list[Bootstrap | None]) -> None:
+    n = samplings[0].n
+    if any(sampling.n != n for sampling in samplings):
+        raise InvalidRequest("sampling_params.n: must be the same for all prompts")
+    if n * len(samplings) > MAX_GENERATIONS:
+        raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}")
+    rooms = [bootstrap.room for bootstrap in bootstraps if bootstrap is not None]
+    if len(set(rooms)) < len(rooms) or (rooms and n > 1):
+        raise InvalidRequest("bootstrap_room: each generation needs a room of its own, and n is 1")
+
+
+def _request_ids(rid: object, count: int, n: int) -> list[RequestId]:
+    """Return an id for each generation: the client's own, with a number where it has several."""
+    if rid is None:
+        return [new_request_id() for _ in range(count * n)]
+    names: list[Any] = rid if isinstance(rid, list) else [rid]
+    if len(names) not in {1, count} or not all(map(_is_request_id, names)):
+        raise InvalidRequest(
+            f"rid: must be a string of 1 to {_MAX_ID_CHARS} characters, or one for each prompt"
+        )
+    per_name = count * n // len(names)
+    if per_name == 1:
+        ids = [RequestId(name) for name in names]
+    else:
+        ids = [part_id(name, index) for name in names for index in range(per_name)]
+    if len(set(ids)) < len(ids):
+        raise InvalidRequest("rid: must be different for each prompt")
+    return ids
+
+
+def _is_request_id(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _MAX_ID_CHARS

@@ -1,0 +1,163 @@
+"""Routes about the server: health, the model, metrics, the tokenizer, aborting, flushing."""
+
+import asyncio
+import time
+from contextlib import aclosing
+from typing import Annotated, Any
+
+from aiohttp import web
+from pydantic import Field
+
+from frontend.backend import Health, ServedModel
+from frontend.body import Body, read_json, validate
+from frontend.edge import EDGE
+from frontend.middleware import json_response
+from frontend.tokenizer_files import tokenizer_hash
+from wire.errors import InvalidRequest, ModelNotFound, NoNodeAvailable
+from wire.ids import new_request_id
+from wire.messages import GenerateRequest, SamplingParams
+
+
+class AbortBody(Body):
+    """`/abort_request`."""
+
+    rid: Annotated[str, Field(max_length=512)] = ""
+    abort_all: bool = False
+
+
+def _health_response(health: Health) -> web.Response:
+    status = "ok" if health.is_serving else "unavailable"
+    body = {"status": status, "detail": health.detail}
+    return json_response(body, 200 if health.is_serving else 503)
+
+
+async def health(request: web.Request) -> web.Response:
+    """Tell whether a request sent now can be served: 200 or 503."""
+    return _health_response(request.app[EDGE].backend.health())
+
+
+async def health_generate(request: web.Request) -> web.Response:
+    """Generate one token; 200 only if it came.
+
+    Raises:
+        NoNodeAvailable: No token came in time.
+        TandemError: As the backend raises it.
+    """
+    edge = request.app[EDGE]
+    probe = GenerateRequest(
+        request_id=new_request_id(),
+        prompt_ids=[0],
+        sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True, seed=0),
+    )
+    timeout_s = edge.options.health_timeout_s
+    try:
+        async with asyncio.timeout(timeout_s), aclosing(edge.backend.generate(probe)) as deltas:
+            async for delta in deltas:
+                if delta.token_ids:
+                    return _health_response(Health(is_serving=True, detail="one token came"))
+    except TimeoutError:
+        raise NoNodeAvailable(f"no token came within {timeout_s:g} s") from None
+    raise NoNodeAvailable("the generation ended without a token")
+
+
+async def models(request: web.Request) -> web.Response:
+    """List the one model, as OpenAI does.
+
+    Raises:
+        NoNodeAvailable: It is not known yet.
+    """
+    model = request.app[EDGE].backend.model()
+    return json_response({"object": "list", "data": [_model_card(model)]})
+
+
+async def one_model(request: web.Request) -> web.Response:
+    """Describe the model by its name, as OpenAI does.
+
+    Raises:
+        ModelNotFound: It is not the one served.
+        NoNodeAvailable: It is not known yet.
+    """
+    model = request.app[EDGE].backend.model()
+    asked = request.match_info["name"]
+    if asked != model.name:
+        raise ModelNotFound(asked, model.name)
+    return json_response(_model_card(model))
+
+
+def _model_card(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "tandem",
+        "root": model.name,
+        "max_model_len": model.context_length,
+    }
+
+
+async def model_info(request: web.Request) -> web.Response:
+    """Describe the model, as SGLang does.
+
+    Raises:
+        NoNodeAvailable: It is not known yet.
+    """
+    model = request.app[EDGE].backend.model()
+    return json_response(
+        {
+            "model_path": model.name,
+            "served_model_name": model.name,
+            "tokenizer_path": model.name if model.tokenizer is not None else None,
+            "is_generation": True,
+            "context_length": model.context_length,
+            "max_prompt_tokens": model.max_prompt_tokens,
+            "vocab_size": model.vocab_size,
+            "eos_token_ids": sorted(model.eos_token_ids),
+        }
+    )
+
+
+async def server_info(request: web.Request) -> web.Response:
+    """Return what the backend says of itself."""
+    return json_response(request.app[EDGE].backend.server_info())
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Return the backend's metrics and the edge's own."""
+    edge = request.app[EDGE]
+    parts = [part.rstrip("\n") for part in (edge.backend.metrics(), edge.metrics.render())]
+    text = "".join(f"{part}\n" for part in parts if part)
+    return web.Response(text=text, content_type="text/plain", charset="utf-8")
+
+
+async def flush_cache(request: web.Request) -> web.Response:
+    """Drop every cached page that nobody reads."""
+    await request.app[EDGE].backend.flush_cache()
+    return json_response({"success": True, "message": "the cache was flushed"})
+
+
+async def abort_request(request: web.Request) -> web.Response:
+    """End a request by the id its client gave; an unknown one is no error.
+
+    Raises:
+        InvalidRequest: No id was given.
+    """
+    edge = request.app[EDGE]
+    body = validate(AbortBody, read_json(await request.read()))
+    if body.abort_all:
+        return json_response({"aborted": await edge.abort_all()})
+    if not body.rid:
+        raise InvalidRequest("rid: is missing")
+    return json_response({"aborted": await edge.abort(body.rid)})
+
+
+async def tokenizer(request: web.Request) -> web.Response:
+    """Serve the tokenizer's files, so that a router without the model can speak text.
+
+    Raises:
+        NoNodeAvailable: They are not known yet.
+    """
+    read = request.app[EDGE].options.tokenizer_files
+    files = read() if read is not None else {}
+    if not files:
+        raise NoNodeAvailable("the tokenizer is not known yet, or the model has none")
+    return json_response({"hash": tokenizer_hash(files), "files": dict(files)})

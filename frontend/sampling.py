@@ -1,0 +1,191 @@
+"""Sampling parameters as clients send them, with their ranges, and what they become.
+
+`SamplingBody` holds what both APIs share; `NativeSampling` and `OpenAISampling` add the names
+they do not. `engine_params` makes the part for the engine, `TextRules` the part for the edge.
+"""
+
+import secrets
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
+
+from frontend.backend import ServedModel
+from frontend.body import Body
+from wire.errors import InvalidRequest
+from wire.messages import SamplingParams
+
+# OpenAI takes 4 stop strings; these leave room and still bound the work for each token.
+MAX_STOPS = 64
+MAX_STOP_CHARS = 512
+MAX_STOP_TOKEN_IDS = 1024
+# OpenAI takes 300 entries.
+MAX_LOGIT_BIAS = 1024
+# As OpenAI's limit.
+MAX_N = 128
+_SEED_BITS = 63
+
+
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """What the edge does with the text of one generation.
+
+    Attributes:
+        stops: Strings that end it.
+        keeps_stop: Whether the stop string or stop token stays in the text.
+        min_new_tokens: Stop strings are not looked for before this many tokens.
+    """
+
+    stops: tuple[str, ...] = ()
+    keeps_stop: bool = False
+    skip_special_tokens: bool = True
+    min_new_tokens: int = 0
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _top_k(value: int) -> int:
+    if value < -1:
+        raise ValueError("must be -1 (all) or at least 1")
+    # SGLang and vLLM differ on whether 0 or -1 means all; nobody means none.
+    return value if value > 0 else -1
+
+
+def _id_keys(value: Any) -> Any:
+    """JSON has only string keys: turn them into token ids."""
+    if not isinstance(value, dict):
+        return value
+    try:
+        return {int(key): bias for key, bias in value.items()}
+    except ValueError:
+        raise ValueError("its keys must be token ids") from None
+
+
+_MAX_TOKENS = AliasChoices("max_completion_tokens", "max_tokens")
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+
+
+class SamplingBody(Body):
+    """Parameters that the native API and OpenAI's share."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    seed: int | None = None
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, AfterValidator(_top_k)] = -1
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    stop: Annotated[
+        list[Stop], BeforeValidator(_as_list), Field(default_factory=list, max_length=MAX_STOPS)
+    ]
+    stop_token_ids: Annotated[
+        list[TokenId], Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
+    ]
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+    logit_bias: Annotated[
+        dict[int, float],
+        BeforeValidator(_id_keys),
+        Field(default_factory=dict, max_length=MAX_LOGIT_BIAS),
+    ]
+
+    def text_rules(self) -> TextRules:
+        """Return what the edge does with the text."""
+        return TextRules(
+            stops=tuple(stop for stop in self.stop if stop),
+            keeps_stop=self.no_stop_trim,
+            skip_special_tokens=self.skip_special_tokens,
+            min_new_tokens=self.min_new_tokens,
+        )
+
+
+class NativeSampling(SamplingBody):
+    """`sampling_params` of /generate, with SGLang's names and defaults."""
+
+    max_new_tokens: Annotated[int | None, Field(ge=1)] = 128
+    min_new_tokens: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int | None, Field(validation_alias=AliasChoices("sampling_seed", "seed"))] = (
+        None
+    )
+
+
+class OpenAISampling(SamplingBody):
+    """Sampling parameters of /v1 routes, with the usual extensions.
+
+    Without a maximum an answer may fill the context.
+    """
+
+    max_new_tokens: Annotated[int | None, Field(ge=1, validation_alias=_MAX_TOKENS)] = None
+    min_new_tokens: Annotated[int, Field(ge=0, validation_alias="min_tokens")] = 0
+
+
+class CompletionSampling(OpenAISampling):
+    """Sampling parameters of /v1/completions, with OpenAI's default length."""
+
+    max_new_tokens: Annotated[int | None, Field(ge=1, validation_alias=_MAX_TOKENS)] = 16
+
+
+def engine_params(body: SamplingBody, model: ServedModel, num_prompt_tokens: int) -> SamplingParams:
+    """Return the engine's part for one prompt, but for the seed.
+
+    `max_new_tokens` is cut to what the context leaves; absent, it is all of that.
+
+    Raises:
+        InvalidRequest: `min_new_tokens` passes `max_new_tokens`, or a biased id is unknown.
+    """
+    room = model.context_length - num_prompt_tokens
+    max_new_tokens = room if body.max_new_tokens is None else min(body.max_new_tokens, room)
+    _check_minimum(body)
+    _check_bias(body.logit_bias, model.vocab_size)
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=min(body.top_k, model.vocab_size),
+        min_p=body.min_p,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=body.repetition_penalty,
+        min_new_tokens=min(body.min_new_tokens, max_new_tokens),
+        stop_token_ids=body.stop_token_ids,
+        ignore_eos=body.ignore_eos,
+        logit_bias=body.logit_bias,
+    )
+
+
+def _check_minimum(body: SamplingBody) -> None:
+    if body.max_new_tokens is not None and body.min_new_tokens > body.max_new_tokens:
+        raise InvalidRequest(
+            f"at least {body.min_new_tokens} new tokens and at most {body.max_new_tokens} "
+            "were asked for: these cannot both be"
+        )
+
+
+def _check_bias(bias: dict[int, float], vocab_size: int) -> None:
+    for token_id in bias:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"logit_bias: token id {token_id} is outside the vocabulary of {vocab_size}"
+            )
+
+
+def seeds(seed: int | None, count: int, *, is_left_open: bool = False) -> list[int | None]:
+    """Return a seed for each of `count` generations of one prompt.
+
+    Args:
+        seed: The client's, any integer; the following generations get the next ones.
+        is_left_open: Without a seed of the client's, leave it to the node that samples first.
+    """
+    if seed is not None:
+        return [(seed + offset) % 2**_SEED_BITS for offset in range(count)]
+    return [None if is_left_open else secrets.randbits(_SEED_BITS) for _ in range(count)]

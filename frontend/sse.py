@@ -1,0 +1,128 @@
+"""Server-sent events to clients that may read slowly, or not at all.
+
+A stream holds no events of its own: whoever makes them waits in `send` while the client does not
+read, so that a stalled client costs one write buffer and its token ids.
+"""
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+import msgspec
+from aiohttp import web
+from typing_extensions import override
+
+from telemetry.log import get_logger
+
+log = get_logger(__name__)
+
+# aiohttp and uvloop stop the writer at the same size by default.
+WRITE_BUFFER_BYTES = 64 * 1024
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would hold events back
+}
+DONE = b"data: [DONE]\n\n"
+_encoder = msgspec.json.Encoder()
+
+
+def event(data: object) -> bytes:
+    """Return `data` as one event."""
+    return b"data: " + _encoder.encode(data) + b"\n\n"
+
+
+class EventStream:
+    """One streamed response. Several tasks may send to it; each event stays whole.
+
+    A context manager: an error that leaves it after the start cuts the connection, so that no
+    client takes half an answer for a whole one.
+
+    Args:
+        stall_timeout_s: How long a client may leave the write buffer full.
+
+    Attributes:
+        is_started: Whether the status is sent: from then on an error is an event.
+    """
+
+    def __init__(self, request: web.Request, stall_timeout_s: float) -> None:
+        self._request = request
+        self._stall_timeout_s = stall_timeout_s
+        self._response = web.StreamResponse(headers=_HEADERS)
+        self._starting = asyncio.Lock()
+        self.is_started = False
+
+    @override
+    def __repr__(self) -> str:
+        return f"EventStream({self._request.path}, is_started={self.is_started})"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if error is not None and self.is_started:
+            self._abort()
+
+    async def send(self, events: bytes) -> None:
+        """Send one or several events; returns when there is room for more.
+
+        Raises:
+            ConnectionError: The client is gone, or was cut off because it does not read.
+        """
+        if not self.is_started:
+            await self._start()
+        if self._has_room(len(events)):
+            await self._response.write(events)
+        else:
+            await self._send_slowly(events)
+
+    async def finish(self) -> web.StreamResponse:
+        """Send the end of the stream; return the response for aiohttp.
+
+        Raises:
+            ConnectionError: As `send`.
+        """
+        await self.send(DONE)
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await self._response.write_eof()
+        except TimeoutError:
+            self._cut_off()
+        return self._response
+
+    async def _start(self) -> None:
+        async with self._starting:
+            if self.is_started:
+                return
+            if (transport := self._request.transport) is not None:
+                transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+            await self._response.prepare(self._request)
+            self.is_started = True
+
+    def _has_room(self, size_bytes: int) -> bool:
+        """Tell whether a write cannot block, so that the price of a timer can be saved."""
+        transport = self._request.transport
+        if transport is None:
+            raise ConnectionResetError("the client is gone")
+        return transport.get_write_buffer_size() + size_bytes < WRITE_BUFFER_BYTES // 2
+
+    async def _send_slowly(self, events: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await self._response.write(events)
+        except TimeoutError:
+            self._cut_off()
+
+    def _cut_off(self) -> None:
+        log.info("client.stalled", path=self._request.path, timeout_s=self._stall_timeout_s)
+        self._abort()
+        raise ConnectionAbortedError("the client does not read its stream")
+
+    def _abort(self) -> None:
+        if (transport := self._request.transport) is not None:
+            transport.abort()

@@ -1,0 +1,207 @@
+"""Prefill's links: the bootstrap port, who is connected to it, and who has gone silent.
+
+```
+ Hello ─▶ another model: Refused
+       └▶ a worker connects by the best transport that works ─▶ Welcome ─▶ Grant, Withdraw ...
+ LinkPing both ways; a link that is silent, broken or closed is lost, once, and never comes back:
+ whoever still speaks on it is told so, and says Hello again on a new one
+```
+
+Knows nothing of rooms. Everything runs in the agent's control thread, except the workers' writes.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvtransfer.control import TURN_S, ControlThread
+from kvtransfer.layout import KVLayout
+from kvtransfer.push_worker import PushWorker
+from kvtransfer.region import MemoryRegion
+from kvtransfer.transports.base import Connection, Transport
+from kvtransfer.transports.registry import choose
+from telemetry.log import get_logger
+from wire.channel import (
+    HEARTBEAT_INTERVAL_S,
+    HEARTBEAT_TIMEOUT_S,
+    Inbox,
+    Peer,
+    Waker,
+    wait,
+)
+from wire.errors import LayoutMismatch, PeerLost, TandemError
+from wire.ids import Epoch
+from wire.messages import (
+    Grant,
+    Hello,
+    LinkPing,
+    Message,
+    Refused,
+    ToPrefill,
+    Welcome,
+    Withdraw,
+)
+
+log = get_logger("kvtransfer.bootstrap")
+
+
+@dataclass(frozen=True, slots=True)
+class SenderEnd:
+    """What prefill is, to those who say Hello.
+
+    Attributes:
+        epoch: Of this process.
+        fingerprint: Equal at both ends exactly when their KV is interchangeable.
+        layout: Of the own pool, which `region` holds.
+        transports: Those that may be used.
+    """
+
+    epoch: Epoch
+    fingerprint: str
+    layout: KVLayout
+    region: MemoryRegion
+    transports: Sequence[Transport]
+
+
+@dataclass(eq=False, slots=True)
+class DecodeLink:
+    """A decode node that said Hello, and the worker that writes to it."""
+
+    peer: Peer
+    epoch: Epoch
+    layout: KVLayout
+    worker: PushWorker
+    last_heard_s: float
+
+
+class BootstrapPort:
+    """Keeps the links.
+
+    Args:
+        end: What we are.
+        inbox: The bound port; closed by `close`.
+        clock: Seconds.
+        heard: Called with every Grant and Withdraw of a link that stands.
+        lost: Called once when a link is lost; its worker is closed already.
+    """
+
+    def __init__(
+        self,
+        end: SenderEnd,
+        inbox: Inbox[ToPrefill],
+        clock: Callable[[], float],
+        heard: Callable[[DecodeLink, Grant | Withdraw], None],
+        lost: Callable[[DecodeLink, TandemError], None],
+    ) -> None:
+        self._end, self._inbox, self._clock = end, inbox, clock
+        self._heard, self._lost = heard, lost
+        self._links: dict[Peer, DecodeLink] = {}
+        self._next_ping_s = clock()
+        self.num_refused = 0
+
+    @property
+    def num_links(self) -> int:
+        """Links that stand or are being connected."""
+        return len(self._links)
+
+    def turn(self, waker: Waker, control: ControlThread) -> None:
+        """Wait a moment, hear all that came, ping, and drop the silent."""
+        wait([self._inbox], TURN_S, waker)
+        # All of it before anybody is judged silent: it may be us who were slow.
+        while (envelope := self._inbox.receive()) is not None:
+            self._hear(envelope.peer, envelope.message, control)
+        self._keep_alive(self._clock())
+
+    def send(self, link: DecodeLink, message: Message) -> None:
+        """Send; a link that cannot be sent to is found out by the next ping."""
+        if self._links.get(link.peer) is link:
+            with contextlib.suppress(PeerLost):
+                self._inbox.send(link.peer, message)
+
+    def drop(self, link: DecodeLink, error: TandemError) -> None:
+        """Lose a link; no-op when it is lost already."""
+        if self._links.get(link.peer) is not link:
+            return
+        log.warning("kv_link.lost", decode_epoch=link.epoch, reason=str(error))
+        self._refuse(link.peer, error)
+        del self._links[link.peer]
+        link.worker.close()
+        self._lost(link, error)
+
+    def close(self) -> None:
+        """Hang up on everybody. After it no write of ours is under way."""
+        for link in self._links.values():
+            link.worker.close()
+        for link in self._links.values():
+            link.worker.join()
+        self._inbox.close()
+
+    def _hear(self, peer: Peer, message: ToPrefill, control: ControlThread) -> None:
+        link = self._links.get(peer)
+        if isinstance(message, Hello):
+            self._greet(peer, message, control)
+        elif link is None or message.epoch != link.epoch:
+            self.num_refused += 1
+            self._refuse(peer, PeerLost("prefill does not know this link: it restarted or gave up"))
+        else:
+            link.last_heard_s = self._clock()
+            if not isinstance(message, LinkPing):
+                self._heard(link, message)
+
+    def _greet(self, peer: Peer, hello: Hello, control: ControlThread) -> None:
+        try:
+            layout = self._check(hello)
+        except LayoutMismatch as error:
+            log.warning("kv_link.refused", reason=str(error))
+            self.num_refused += 1
+            return self._refuse(peer, error)
+        for old in [each for each in self._links.values() if each.epoch == hello.epoch]:
+            self.drop(old, PeerLost("decode made a new link"))
+        chosen: list[str] = []
+
+        def connect() -> Connection:
+            name, connection = choose(hello.offers, self._end.transports, self._end.region)
+            chosen.append(name)
+            return connection
+
+        def connected(error: TandemError | None) -> None:
+            control.post(lambda: self._welcome(link, "".join(chosen), error))
+
+        worker = PushWorker(connect, connected)
+        link = DecodeLink(peer, hello.epoch, layout, worker, self._clock())
+        self._links[peer] = link
+        return None
+
+    def _check(self, hello: Hello) -> KVLayout:
+        ours = f"{self._end.fingerprint} ({self._end.layout})"
+        try:
+            layout = KVLayout.from_info(hello.layout)
+        except ValueError as error:
+            raise LayoutMismatch(ours, f"{hello.fingerprint} ({error})") from error
+        is_same_model = hello.fingerprint == self._end.fingerprint
+        if not is_same_model or not layout.holds_same_tokens(self._end.layout):
+            raise LayoutMismatch(ours, f"{hello.fingerprint} ({layout})")
+        return layout
+
+    def _welcome(self, link: DecodeLink, transport: str, error: TandemError | None) -> None:
+        if error is not None:
+            return self.drop(link, error)
+        log.info("kv_link.up", decode_epoch=link.epoch, transport=transport)
+        return self.send(link, Welcome(epoch=self._end.epoch, transport=transport))
+
+    def _refuse(self, peer: Peer, error: TandemError) -> None:
+        with contextlib.suppress(PeerLost):
+            self._inbox.send(peer, Refused(error=error.info()))
+
+    def _keep_alive(self, now_s: float) -> None:
+        for link in list(self._links.values()):
+            if now_s - link.last_heard_s > HEARTBEAT_TIMEOUT_S:
+                self.drop(link, PeerLost(f"decode was silent for {HEARTBEAT_TIMEOUT_S} s"))
+        if now_s < self._next_ping_s:
+            return
+        self._next_ping_s = now_s + HEARTBEAT_INTERVAL_S
+        for link in list(self._links.values()):
+            try:
+                self._inbox.send(link.peer, LinkPing(epoch=self._end.epoch))
+            except PeerLost as error:
+                self.drop(link, error)

@@ -1,0 +1,124 @@
+"""What both agents are made of: a control thread, and an outbox of events for the role's loop."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from telemetry.log import get_logger
+from wire.channel import Waker
+from wire.ids import Room
+
+log = get_logger("kvtransfer.control")
+
+# Deadlines are looked at this often; an idle agent costs 0.1 % of a core.
+TURN_S = 0.05
+
+
+class RoomEvent(Protocol):
+    """What an agent tells its role."""
+
+    @property
+    def room(self) -> Room:
+        """The room it is about."""
+        ...
+
+
+E = TypeVar("E", bound=RoomEvent)
+
+
+class Outbox(Generic[E]):
+    """Events on their way to the role's loop.
+
+    It settles the race between a role that gives a room up and news that is already queued: of a
+    cancelled room the role hears one last thing, `cancelled(room)`, whatever the last thing was.
+    `open`, `cancel` and `take` belong to the role's thread, `put` to the agent's.
+
+    Args:
+        waker: Rung whenever something is put.
+        last: The kinds of event after which a room is over.
+        cancelled: Makes the last event of a cancelled room.
+    """
+
+    def __init__(
+        self, waker: Waker | None, last: tuple[type[E], ...], cancelled: Callable[[Room], E]
+    ) -> None:
+        self._waker, self._last, self._cancelled_event = waker, last, cancelled
+        self._queue: deque[E] = deque()
+        self._live: set[Room] = set()
+        self._cancelled: set[Room] = set()
+
+    def open(self, room: Room) -> None:
+        """Begin to speak of `room`."""
+        self._live.add(room)
+
+    def cancel(self, room: Room) -> bool:
+        """Note that the role gave `room` up. False when it is over or was cancelled already."""
+        is_live = room in self._live and room not in self._cancelled
+        if is_live:
+            self._cancelled.add(room)
+        return is_live
+
+    def put(self, event: E) -> None:
+        """Queue an event and ring."""
+        self._queue.append(event)
+        if self._waker is not None:
+            self._waker.wake()
+
+    def take(self) -> list[E]:
+        """Return what is queued, oldest first."""
+        taken = [self._queue.popleft() for _ in range(len(self._queue))]
+        return [told for event in taken if (told := self._tell(event)) is not None]
+
+    def _tell(self, event: E) -> E | None:
+        is_last = isinstance(event, self._last)
+        is_cancelled = event.room in self._cancelled
+        if is_last:
+            self._live.discard(event.room)
+            self._cancelled.discard(event.room)
+        if not is_cancelled:
+            return event
+        return self._cancelled_event(event.room) if is_last else None
+
+
+class ControlThread:
+    """Runs `turn` over and over in one thread, which owns all state; others post calls to it.
+
+    Args:
+        turn: Waits at most `TURN_S` for something to come, or for the waker, and handles it.
+    """
+
+    def __init__(self, name: str, turn: Callable[[Waker], None]) -> None:
+        self._turn = turn
+        self._calls: deque[Callable[[], None]] = deque()
+        self._waker = Waker()
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have `call` run in the thread, after those posted before. Any thread may call this."""
+        self._calls.append(call)
+        self._waker.wake()
+
+    def stop(self) -> None:
+        """End the thread after its turn; calls not yet made are forgotten. Safe to call twice."""
+        self._is_stopping = True
+        self._waker.wake()
+        self._thread.join()
+        self._waker.close()
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            self._guarded(lambda: self._turn(self._waker))
+            for _ in range(len(self._calls)):
+                self._guarded(self._calls.popleft())
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            log.exception("kv_control.failed")

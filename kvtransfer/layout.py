@@ -1,0 +1,86 @@
+"""The shape of a page of KV and of a pool of them. No memory, no copies."""
+
+from dataclasses import asdict, dataclass, fields
+
+from typing_extensions import override
+
+from wire.messages import LayoutInfo
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """A pool of pages, C-contiguous as [page][layer][k, v][head][token][element].
+
+    Attributes:
+        page_size: Tokens in a page.
+        num_kv_heads: Heads that this process holds (a shard of the model's, under tensor parallelism).
+        dtype: Name of the element type; only compared.
+        itemsize: Bytes of one element.
+    """
+
+    num_pages: int
+    page_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    itemsize: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and value < 1:
+                raise ValueError(f"{field.name} is {value}, must be at least 1")
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one head of one layer's K or V: the smallest run that is copied."""
+        return self.head_dim * self.itemsize
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of one layer's K or V in one page."""
+        return self.page_size * self.token_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page: all layers, K and V."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_bytes
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.num_pages * self.page_bytes
+
+    def has_same_pages(self, other: "KVLayout") -> bool:
+        """Tell whether a page of one is byte for byte a page of the other."""
+        return self.page_size == other.page_size and self.holds_same_tokens(other)
+
+    def holds_same_tokens(self, other: "KVLayout") -> bool:
+        """Tell whether tokens can be copied between the two; their page sizes may differ."""
+        return self.token_shape == other.token_shape
+
+    @property
+    def token_shape(self) -> tuple[int, int, int, str, int]:
+        """Everything that one token's bytes depend on."""
+        return (self.num_layers, self.num_kv_heads, self.head_dim, self.dtype, self.itemsize)
+
+    def to_info(self) -> LayoutInfo:
+        """Return the travelling form."""
+        return LayoutInfo(**asdict(self))
+
+    @classmethod
+    def from_info(cls, info: LayoutInfo) -> "KVLayout":
+        """Rebuild a layout that came over the wire.
+
+        Raises:
+            ValueError: A size is not positive.
+        """
+        return cls(**{field.name: getattr(info, field.name) for field in fields(cls)})
+
+    @override
+    def __str__(self) -> str:
+        return (
+            f"{self.num_layers} layers x {self.num_kv_heads} KV heads x {self.head_dim} "
+            f"{self.dtype}, {self.page_size} tokens a page"
+        )

@@ -1,0 +1,214 @@
+"""Turns *tokens in these pages → the same tokens in those pages* into contiguous copies. Pure.
+
+The two pools may differ in page size and in how many heads they hold; so what differs between two
+nodes is a matter of this file and not of any transport. Equal pages become one copy each, and
+neighbours on both sides become one copy together.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.layout import KVLayout
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """Copies to do, in order. Arrays of one length; offsets are bytes from the start of each pool."""
+
+    source_offset: Int64s
+    destination_offset: Int64s
+    size_bytes: Int64s
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that all copies move together."""
+        return int(self.size_bytes.sum())
+
+    def __len__(self) -> int:
+        return len(self.size_bytes)
+
+    def copies(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (source offset, destination offset, size) as plain integers."""
+        return zip(
+            self.source_offset.tolist(),
+            self.destination_offset.tolist(),
+            self.size_bytes.tolist(),
+            strict=True,
+        )
+
+    def batches(self, max_bytes: int, max_copies: int) -> Iterator["CopyPlan"]:
+        """Yield the same copies in plans of at most `max_copies` copies and 2 x `max_bytes` bytes.
+
+        No single copy in them is larger than `max_bytes`.
+        """
+        small = self._chopped(max_bytes)
+        filled = np.cumsum(small.size_bytes) - small.size_bytes  # bytes before each copy
+        group = filled // max_bytes
+        begins = np.flatnonzero(np.diff(group, prepend=-1)).tolist()
+        for begin, end in itertools.pairwise([*begins, len(small)]):
+            for first in range(begin, end, max_copies):
+                yield small[first : min(first + max_copies, end)]
+
+    def _chopped(self, max_bytes: int) -> "CopyPlan":
+        pieces = -(-self.size_bytes // max_bytes)
+        if not len(self) or pieces.max() == 1:
+            return self
+        which = np.repeat(np.arange(len(self)), pieces)
+        begin = (np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * max_bytes
+        return CopyPlan(
+            self.source_offset[which] + begin,
+            self.destination_offset[which] + begin,
+            np.minimum(max_bytes, self.size_bytes[which] - begin),
+        )
+
+    def __getitem__(self, part: slice) -> "CopyPlan":
+        return CopyPlan(
+            self.source_offset[part], self.destination_offset[part], self.size_bytes[part]
+        )
+
+
+class PagedTokens(NamedTuple):
+    """Pages that hold the tokens of one prompt from `first_token` on, in order."""
+
+    layout: KVLayout
+    page_ids: Sequence[int]
+    first_token: int = 0
+
+    @property
+    def end_token(self) -> int:
+        """One past the last token these pages have room for."""
+        return self.first_token + len(self.page_ids) * self.layout.page_size
+
+
+class HeadRange(NamedTuple):
+    """`num_heads` heads, from `source_first` on in the source and `destination_first` in the other."""
+
+    source_first: int
+    destination_first: int
+    num_heads: int
+
+
+class _Runs(NamedTuple):
+    """Runs of tokens that cross no page's end on either side. Arrays of one length."""
+
+    source_page: Int64s
+    source_slot: Int64s
+    destination_page: Int64s
+    destination_slot: Int64s
+    num_tokens: Int64s
+
+
+def plan_copies(
+    source: PagedTokens, destination: PagedTokens, tokens: range, heads: HeadRange | None = None
+) -> CopyPlan:
+    """Return the copies that bring `tokens` of `heads` from source to destination pages.
+
+    Exactly those tokens are written; the rest of a page is left as it is.
+
+    Args:
+        source: Pages to read.
+        destination: Pages to write; every layer, `head_dim` and `itemsize` as in the source.
+        tokens: Positions in the prompt, step 1, that both sides' pages cover.
+        heads: Which heads; None means all, and then both sides hold equally many.
+
+    Raises:
+        ValueError: A side does not cover the tokens or the heads, or has no such page.
+    """
+    heads = heads or HeadRange(0, 0, source.layout.num_kv_heads)
+    _check(source, tokens, heads.source_first, heads.num_heads)
+    _check(destination, tokens, heads.destination_first, heads.num_heads)
+    has_all_heads = heads.num_heads == source.layout.num_kv_heads
+    runs = _runs(source, destination, tokens)
+    is_whole = (runs.num_tokens == source.layout.page_size) & (
+        has_all_heads and source.layout.has_same_pages(destination.layout)
+    )
+    parts = (
+        _whole_pages(source.layout, _Runs(*(column[is_whole] for column in runs))),
+        _slices(
+            source.layout, destination.layout, _Runs(*(column[~is_whole] for column in runs)), heads
+        ),
+    )
+    return _merged(
+        CopyPlan(
+            np.concatenate([part.source_offset for part in parts]),
+            np.concatenate([part.destination_offset for part in parts]),
+            np.concatenate([part.size_bytes for part in parts]),
+        )
+    )
+
+
+def touched_pages(offset: Int64s, size_bytes: Int64s, page_bytes: int) -> Int64s:
+    """Return the pages that runs of bytes lie in, with repeats. Every size is positive."""
+    first = offset // page_bytes
+    count = (offset + size_bytes - 1) // page_bytes - first + 1
+    return np.repeat(first - (np.cumsum(count) - count), count) + np.arange(count.sum())
+
+
+def _check(side: PagedTokens, tokens: range, first_head: int, num_heads: int) -> None:
+    if tokens and (tokens.start < side.first_token or tokens.stop > side.end_token):
+        raise ValueError(f"pages hold {side.first_token} ... {side.end_token}, asked for {tokens}")
+    if first_head < 0 or first_head + num_heads > side.layout.num_kv_heads:
+        raise ValueError(f"heads {first_head} + {num_heads} of {side.layout.num_kv_heads}")
+    if any(not 0 <= page < side.layout.num_pages for page in side.page_ids):
+        raise ValueError(f"a page id is outside the pool of {side.layout.num_pages}")
+
+
+def _runs(source: PagedTokens, destination: PagedTokens, tokens: range) -> _Runs:
+    borders = [np.array([tokens.start], np.int64)]
+    for side in (source, destination):
+        size = side.layout.page_size
+        past = tokens.start - side.first_token
+        borders.append(np.arange(tokens.start + size - past % size, tokens.stop, size))
+    begin = np.unique(np.concatenate(borders)) if tokens else np.empty(0, np.int64)
+    num_tokens = np.diff(begin, append=tokens.stop)
+    where = [
+        divmod(begin - side.first_token, side.layout.page_size) for side in (source, destination)
+    ]
+    pages = [np.array(side.page_ids, np.int64) for side in (source, destination)]
+    return _Runs(pages[0][where[0][0]], where[0][1], pages[1][where[1][0]], where[1][1], num_tokens)
+
+
+def _whole_pages(layout: KVLayout, runs: _Runs) -> CopyPlan:
+    size = layout.page_bytes
+    return CopyPlan(
+        runs.source_page * size, runs.destination_page * size, np.full(len(runs.num_tokens), size)
+    )
+
+
+def _slices(source: KVLayout, destination: KVLayout, runs: _Runs, heads: HeadRange) -> CopyPlan:
+    """One copy for each run, layer, K or V, and head."""
+
+    def offsets(layout: KVLayout, page: Int64s, slot: Int64s, first_head: int) -> Int64s:
+        begin = page * layout.page_bytes + slot * layout.token_bytes  # (num_runs,)
+        plane = np.arange(layout.num_layers * 2) * layout.num_kv_heads  # (layers x k, v,)
+        head = plane[:, None] + first_head + np.arange(heads.num_heads)  # (layers x k, v, heads)
+        return (begin[:, None] + head.ravel() * layout.head_bytes).ravel()
+
+    return CopyPlan(
+        offsets(source, runs.source_page, runs.source_slot, heads.source_first),
+        offsets(destination, runs.destination_page, runs.destination_slot, heads.destination_first),
+        np.repeat(runs.num_tokens * source.token_bytes, source.num_layers * 2 * heads.num_heads),
+    )
+
+
+def _merged(plan: CopyPlan) -> CopyPlan:
+    """Join each copy to the one before it where they are neighbours on both sides."""
+    if not len(plan):
+        return plan
+    size = plan.size_bytes[:-1]
+    is_apart = (plan.source_offset[:-1] + size != plan.source_offset[1:]) | (
+        plan.destination_offset[:-1] + size != plan.destination_offset[1:]
+    )
+    begin = np.concatenate(([0], np.flatnonzero(is_apart) + 1))
+    return CopyPlan(
+        plan.source_offset[begin],
+        plan.destination_offset[begin],
+        np.add.reduceat(plan.size_bytes, begin),
+    )

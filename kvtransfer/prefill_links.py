@@ -1,0 +1,250 @@
+"""Decode's links: one to each bootstrap port that is wanted, made on demand.
+
+```
+ want ─▶ CONNECTING  Hello goes out once there is a connection, with an offer of each transport
+      ─▶ GREETED     Welcome names the transport prefill took; the other offers are fenced
+      ─▶ up          until prefill is silent, refuses, or the connection breaks: then the link is
+                     lost, once, and the next `want` makes a new one
+```
+
+A lost link is fenced in a thread of its own, because that may have to wait for a stopped writer.
+Knows nothing of rooms. Everything else runs in the agent's control thread.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from kvtransfer.control import TURN_S, ControlThread
+from kvtransfer.layout import KVLayout
+from kvtransfer.transports.base import Admission, Listener
+from telemetry.log import get_logger
+from wire.channel import (
+    HEARTBEAT_INTERVAL_S,
+    HEARTBEAT_TIMEOUT_S,
+    ChannelKey,
+    Link,
+    Waker,
+    tcp_address,
+    wait,
+)
+from wire.errors import PeerLost, TandemError, error_from_info
+from wire.ids import Epoch
+from wire.messages import (
+    FromPrefill,
+    Hello,
+    Landed,
+    LinkPing,
+    Message,
+    Refused,
+    Released,
+    Welcome,
+)
+
+log = get_logger("kvtransfer.links")
+
+# Looked at this often while a connection is being made: it takes a millisecond on one host.
+CONNECTING_TURN_S = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverEnd:
+    """What decode is, to those it says Hello to.
+
+    Attributes:
+        epoch: Of this process.
+        fingerprint: Equal at both ends exactly when their KV is interchangeable.
+        layout: Of the own pool.
+        listeners: By transport name, best first.
+    """
+
+    epoch: Epoch
+    fingerprint: str
+    layout: KVLayout
+    listeners: Mapping[str, Listener]
+
+
+@dataclass(eq=False, slots=True)
+class PrefillLink:
+    """A link to one bootstrap port.
+
+    Attributes:
+        epoch: Prefill's, once it said Welcome.
+        transport: The one it took; its admission is the only one left then.
+    """
+
+    host: str
+    socket: Link[FromPrefill]
+    admissions: dict[str, Admission]
+    deadline_s: float
+    last_heard_s: float
+    is_greeted: bool = False
+    epoch: Epoch | None = None
+    transport: str = ""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether prefill said Welcome."""
+        return self.epoch is not None
+
+
+class PrefillLinks:
+    """Keeps the links.
+
+    Args:
+        end: What we are.
+        control: Runs everything here; fences report through it.
+        key: Proves to prefill nodes that we know the cluster's secret.
+        connect_timeout_s: From `want` to Welcome.
+        up: Called when a link is up.
+        heard: Called with every Landed and Released of a link that is up.
+        lost: Called once when a link is lost, before its fence begins.
+        fenced: Called when no write can arrive over a lost link any more.
+    """
+
+    def __init__(
+        self,
+        end: ReceiverEnd,
+        control: ControlThread,
+        *,
+        key: ChannelKey | None,
+        connect_timeout_s: float,
+        clock: Callable[[], float],
+        up: Callable[[PrefillLink], None],
+        heard: Callable[[PrefillLink, Landed | Released], None],
+        lost: Callable[[PrefillLink, TandemError], None],
+        fenced: Callable[[PrefillLink], None],
+    ) -> None:
+        self._end, self._control, self._key, self._clock = end, control, key, clock
+        self._connect_timeout_s = connect_timeout_s
+        self._up, self._heard, self._lost, self._fenced = up, heard, lost, fenced
+        self._links: dict[str, PrefillLink] = {}
+        self._next_ping_s = clock()
+        self.num_refused = 0
+
+    @property
+    def num_links(self) -> int:
+        """Links that are up or being made."""
+        return len(self._links)
+
+    def want(self, host: str, port: int) -> PrefillLink:
+        """Return the link to a bootstrap port, a new one if there is none."""
+        address = tcp_address(host, port)
+        if (link := self._links.get(address)) is None:
+            now_s = self._clock()
+            link = self._links[address] = PrefillLink(
+                host=host,
+                socket=Link(address, FromPrefill, self._key),
+                admissions={name: each.admit(host) for name, each in self._end.listeners.items()},
+                deadline_s=now_s + self._connect_timeout_s,
+                last_heard_s=now_s,
+            )
+        return link
+
+    def listener(self, link: PrefillLink) -> tuple[Listener, Admission]:
+        """Return what prefill writes through. Only once the link is up."""
+        return self._end.listeners[link.transport], link.admissions[link.transport]
+
+    def send(self, link: PrefillLink, message: Message) -> None:
+        """Send; a link that cannot be sent to is found out by the next ping."""
+        with contextlib.suppress(PeerLost):
+            link.socket.send(message)
+
+    def turn(self, waker: Waker) -> None:
+        """Wait a moment, hear all that came, ping, and drop the silent."""
+        links = list(self._links.values())
+        is_connecting = any(not link.is_greeted for link in links)
+        wait([link.socket for link in links], CONNECTING_TURN_S if is_connecting else TURN_S, waker)
+        # All of it before anybody is judged silent: it may be us who were slow.
+        for link in links:
+            while self._is_kept(link) and (message := link.socket.receive()) is not None:
+                link.last_heard_s = self._clock()
+                self._hear(link, message)
+        self._keep_alive(self._clock())
+
+    def drop(self, link: PrefillLink, error: TandemError) -> None:
+        """Lose a link and begin to fence it; no-op when it is lost already."""
+        if not self._is_kept(link):
+            return
+        log.warning("kv_link.lost", address=link.socket.address, reason=str(error))
+        del self._links[link.socket.address]
+        link.socket.close()
+        self._lost(link, error)
+        self._fence(link, tuple(link.admissions), partial(self._fenced, link))
+
+    def close(self) -> None:
+        """Close the sockets and, with them, all listeners."""
+        for link in self._links.values():
+            link.socket.close()
+        for listener in self._end.listeners.values():
+            listener.close()
+
+    def _is_kept(self, link: PrefillLink) -> bool:
+        return self._links.get(link.socket.address) is link
+
+    def _hear(self, link: PrefillLink, message: FromPrefill) -> None:
+        match message:
+            case Refused(error=info):
+                self.drop(link, error_from_info(info))
+            case Welcome():
+                self._welcome(link, message)
+            case LinkPing():
+                pass
+            case Landed() | Released():
+                if message.epoch == link.epoch:
+                    self._heard(link, message)
+                else:
+                    self.num_refused += 1
+
+    def _welcome(self, link: PrefillLink, welcome: Welcome) -> None:
+        if link.is_up or welcome.transport not in link.admissions:
+            self.num_refused += 1
+            return self.drop(link, PeerLost("prefill said Welcome twice or to another offer"))
+        link.epoch, link.transport = welcome.epoch, welcome.transport
+        log.info("kv_link.up", address=link.socket.address, transport=link.transport)
+        unused = tuple(name for name in link.admissions if name != link.transport)
+        self._fence(link, unused, lambda: None)
+        return self._up(link)
+
+    def _fence(self, link: PrefillLink, names: tuple[str, ...], fenced: Callable[[], None]) -> None:
+        admissions = [(self._end.listeners[name], link.admissions.pop(name).peer) for name in names]
+
+        def cut_off() -> None:
+            for listener, peer in admissions:
+                listener.fence(peer)
+            self._control.post(fenced)
+
+        threading.Thread(target=cut_off, name="kv-fence", daemon=True).start()
+
+    def _keep_alive(self, now_s: float) -> None:
+        is_ping_due = now_s >= self._next_ping_s
+        if is_ping_due:
+            self._next_ping_s = now_s + HEARTBEAT_INTERVAL_S
+        for link in list(self._links.values()):
+            if not link.is_up and now_s >= link.deadline_s:
+                self.drop(link, PeerLost(f"no answer from {link.socket.address}"))
+            elif not link.is_greeted:
+                self._greet(link)
+            elif now_s - link.last_heard_s > HEARTBEAT_TIMEOUT_S and link.is_up:
+                self.drop(link, PeerLost(f"prefill was silent for {HEARTBEAT_TIMEOUT_S} s"))
+            elif is_ping_due:
+                self._ping(link)
+
+    def _greet(self, link: PrefillLink) -> None:
+        hello = Hello(
+            epoch=self._end.epoch,
+            fingerprint=self._end.fingerprint,
+            layout=self._end.layout.to_info(),
+            offers=[admission.offer for admission in link.admissions.values()],
+        )
+        with contextlib.suppress(PeerLost):  # there is no connection yet
+            link.socket.send(hello)
+            link.is_greeted = True
+
+    def _ping(self, link: PrefillLink) -> None:
+        try:
+            link.socket.send(LinkPing(epoch=self._end.epoch))
+        except PeerLost as error:
+            self.drop(link, error)

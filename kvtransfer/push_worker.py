@@ -1,0 +1,114 @@
+"""The thread that writes for one link, so that no control loop ever waits for a peer."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from kvtransfer.transports.base import Connection
+from telemetry.log import get_logger
+from wire.errors import TandemError
+from wire.ids import Room
+
+log = get_logger("kvtransfer.push")
+
+Done = Callable[[TandemError | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    room: Room
+    job: Callable[[Connection], None]
+    done: Done
+
+
+class PushWorker:
+    """Connects, then does one job after another, in the order they came.
+
+    Args:
+        connect: Returns the connection; may block, may raise a `TandemError`.
+        connected: Called from the thread when that is done, with the error if it failed.
+    """
+
+    def __init__(self, connect: Callable[[], Connection], connected: Done) -> None:
+        self._connect, self._connected = connect, connected
+        self._connection: Connection | None = None
+        self._tasks: deque[_Task] = deque()
+        self._running: Room | None = None
+        self._stops: list[tuple[Room, Callable[[], None]]] = []
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="kv-push", daemon=True)
+        self._thread.start()
+
+    def submit(self, room: Room, job: Callable[[Connection], None], done: Done) -> None:
+        """Queue a job; `done` is called from the thread. After `close` it is forgotten."""
+        with self._changed:
+            if not self._is_closed:
+                self._tasks.append(_Task(room, job, done))
+                self._changed.notify()
+
+    def stop(self, room: Room, stopped: Callable[[], None]) -> None:
+        """Forget the queued jobs of `room`; `stopped` is called once none of it is running."""
+        with self._changed:
+            self._tasks = deque(task for task in self._tasks if task.room != room)
+            if self._running == room:
+                self._stops.append((room, stopped))
+                return
+        stopped()
+
+    def close(self) -> None:
+        """Hang up and end the thread after the job under way, which fails. Does not wait for it."""
+        with self._changed:
+            self._is_closed = True
+            self._tasks.clear()
+            self._changed.notify()
+            connection = self._connection
+        if connection is not None:
+            connection.close()
+
+    def join(self) -> None:
+        """Wait for the thread to end."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            connection = self._connect()
+        except TandemError as error:
+            return self._connected(error)
+        with self._changed:
+            self._connection = connection  # a `close` from before now is seen by `_next`
+        self._connected(None)
+        while (task := self._next()) is not None:
+            self._settle(task, _attempt(partial(task.job, connection)))
+        connection.close()
+        return None
+
+    def _next(self) -> _Task | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._tasks or self._is_closed)
+            if self._is_closed:
+                return None
+            task = self._tasks.popleft()
+            self._running = task.room
+            return task
+
+    def _settle(self, task: _Task, error: TandemError | None) -> None:
+        with self._changed:
+            self._running = None
+            stops, self._stops = self._stops, []
+        task.done(error)
+        for _, stopped in stops:
+            stopped()
+
+
+def _attempt(job: Callable[[], None]) -> TandemError | None:
+    try:
+        job()
+    except TandemError as error:
+        return error
+    except Exception as error:
+        log.exception("kv_push.failed")
+        return TandemError(f"a push failed: {error!r}")
+    return None

@@ -1,0 +1,159 @@
+"""Memory that holds a pool: shared, so that another process of this host can map it, or private.
+
+A shared region is a file in /dev/shm, locked (flock) by its owner for as long as it lives. The kernel
+drops the lock when the owner dies, however it dies: so a file that can be locked is stale, and each
+start removes the stale ones.
+"""
+
+import fcntl
+import mmap
+import os
+import re
+import secrets
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from wire.errors import ConfigInvalid
+
+SHM_DIR = Path("/dev/shm")  # noqa: S108 - names in it are random and files are ours alone
+POOL_NAME = re.compile(r"tandem-[\w-]{1,64}-[0-9a-f]{16}\.pool")
+
+
+class MemoryRegion:
+    """One contiguous piece of memory. Whoever makes it closes it.
+
+    Attributes:
+        path: The file another process can map; None for private memory.
+    """
+
+    def __init__(self, memory: mmap.mmap, path: Path | None = None, owner_fd: int = -1) -> None:
+        self._memory = memory
+        self._owner_fd = owner_fd
+        self.path = path
+        self.buffer = memoryview(memory)
+
+    @classmethod
+    def shared(cls, size_bytes: int, name_hint: str = "kv") -> "MemoryRegion":
+        """Make a region that processes of this host and user can map. All bytes are 0.
+
+        Args:
+            size_bytes: Taken at once, so that a full /dev/shm is an error here and not a SIGBUS later.
+            name_hint: Letters and digits that help a person who lists /dev/shm.
+
+        Raises:
+            ConfigInvalid: /dev/shm is too small.
+        """
+        sweep_stale()
+        path, fd = _create_locked(name_hint)
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+        except OSError as error:
+            path.unlink()
+            os.close(fd)
+            raise ConfigInvalid(
+                f"{SHM_DIR} has no room for {size_bytes >> 20} MiB of KV: {error.strerror}; make it "
+                "larger (docker: --shm-size), lower --max-total-tokens or use --transfer-backend tcp"
+            ) from error
+        return cls(mmap.mmap(fd, size_bytes), path, fd)
+
+    @classmethod
+    def private(cls, size_bytes: int) -> "MemoryRegion":
+        """Make a region that only this process sees. All bytes are 0."""
+        return cls(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the region."""
+        return len(self._memory)
+
+    @property
+    def address(self) -> int:
+        """Where the region begins in this process."""
+        return self.array().ctypes.data
+
+    def array(self) -> NDArray[np.uint8]:
+        """Return the bytes as a writable array that shares them."""
+        return np.frombuffer(self._memory, np.uint8)
+
+    def close(self) -> None:
+        """Remove the file and unmap. Safe to call twice.
+
+        Where a tensor still looks at the memory, the mapping stays until that is gone.
+        """
+        self.buffer.release()
+        if self._owner_fd >= 0:
+            assert self.path is not None
+            self.path.unlink(missing_ok=True)
+            os.close(self._owner_fd)
+            self._owner_fd = -1
+        try:
+            self._memory.close()
+        except BufferError:
+            return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @override
+    def __repr__(self) -> str:
+        return f"MemoryRegion({self.path or 'private'}, {self.size_bytes >> 20} MiB)"
+
+
+def sweep_stale() -> list[Path]:
+    """Remove pool files (and what belongs to them) whose owners are dead; return the pools."""
+    return [
+        path
+        for path in SHM_DIR.glob("tandem-*.pool")
+        if POOL_NAME.fullmatch(path.name) and _remove_if_stale(path)
+    ]
+
+
+def _remove_if_stale(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # gone, or another user's
+        return False
+    try:
+        # Held until the file is gone: an owner that is just being born then sees that it is.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        for belonging in SHM_DIR.glob(path.stem + ".*"):
+            belonging.unlink(missing_ok=True)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def is_unlocked(pool_fd: int) -> bool:
+    """Tell whether the owner of an open pool file is dead. The lock is not kept."""
+    try:
+        # Shared: two who look at once must not take each other for the owner.
+        fcntl.flock(pool_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(pool_fd, fcntl.LOCK_UN)
+    return True
+
+
+def _create_locked(name_hint: str) -> tuple[Path, int]:
+    while True:
+        path = SHM_DIR / f"tandem-{name_hint}-{secrets.token_hex(8)}.pool"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if path.exists():
+            return path, fd
+        os.close(fd)  # another process's sweep came between creation and lock

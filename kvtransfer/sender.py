@@ -1,0 +1,320 @@
+"""Prefill's end: owns the bootstrap port, takes grants, pushes pages, says what landed.
+
+The role calls `expect`, then `push` as pages are computed and `finish` after the last; it may do so
+before the grant has come, the agent keeps it. Then one of
+
+- `PushDone`: all of it is in decode's memory and decode has been told. The pages may be reused.
+- `Released`: nothing more will be written, decode has been told. The pages may be reused.
+
+ends the room. `abort` may be called at any time before that, and then `Released(room)` follows. What
+happens in between, and what decode and the network may do to it, is the table in `session.py`.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from kvtransfer.bootstrap import BootstrapPort, DecodeLink, SenderEnd
+from kvtransfer.control import ControlThread, Outbox
+from kvtransfer.events import Granted, PushDone, Released, SenderEvent
+from kvtransfer.plan import PagedTokens
+from kvtransfer.push_room import PushRoom, grant_fault
+from kvtransfer.session import (
+    AbortAsked,
+    Action,
+    Event,
+    Expected,
+    GrantArrived,
+    LinkLost,
+    SenderState,
+    TimedOut,
+    WithdrawArrived,
+    WriteFailed,
+    WritesDone,
+    WritesStopped,
+)
+from kvtransfer.transports.base import Connection
+from wire import messages
+from wire.channel import ChannelKey, Inbox, Waker
+from wire.errors import Aborted, PeerLost, TandemError, TransferRefused, TransferTimeout
+from wire.ids import Room
+
+# States in which the other half of the room is awaited, so that time counts.
+WAITS = (SenderState.WAITING, SenderState.GRANTED_EARLY, SenderState.REFUSING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SenderTimeouts:
+    """How long one half of a room waits for the other.
+
+    Attributes:
+        grant_s: A request without a grant: decode may be queueing for pages.
+        early_grant_s: A grant without a request, whose pages nobody else can use meanwhile.
+    """
+
+    grant_s: float = 30.0
+    early_grant_s: float = 30.0
+
+
+class SenderStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prefill agent holds now and has done so far."""
+
+    num_links: int
+    num_waiting: int
+    num_early_grants: int
+    num_pushing: int
+    num_landed: int
+    num_released: int
+    num_refused: int
+    pushed_bytes: int
+
+
+class PrefillAgent:
+    """The sending end of every room of one prefill node.
+
+    `expect`, `push`, `finish`, `abort` and `events` belong to one thread, the role's loop; none of
+    them blocks. `statistics` may be called from any.
+
+    Args:
+        address: Where decode nodes reach us, such as `tcp://0.0.0.0:8998`.
+        end: Who we are and the pool we push from.
+        waker: Rung whenever `events` has something.
+        key: Requires decode nodes to know the cluster's secret.
+        has_checksums: Whether decode is given what it needs to find corrupted pages.
+
+    Attributes:
+        port: The bootstrap port that was bound.
+
+    Raises:
+        ConfigInvalid: The address is in use or not ours.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        end: SenderEnd,
+        *,
+        waker: Waker | None = None,
+        key: ChannelKey | None = None,
+        timeouts: SenderTimeouts | None = None,
+        has_checksums: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._end, self._clock = end, clock
+        self._timeouts = timeouts or SenderTimeouts()
+        self._has_checksums = has_checksums
+        inbox: Inbox[messages.ToPrefill] = Inbox(address, messages.ToPrefill, key)
+        self.port = inbox.port
+        self._bootstrap = BootstrapPort(end, inbox, clock, self._hear, self._lose)
+        self._outbox: Outbox[SenderEvent] = Outbox(waker, (PushDone, Released), Released)
+        self._rooms: dict[Room, PushRoom] = {}
+        self._num_landed = self._num_released = self._pushed_bytes = 0
+        self._control = ControlThread("kv-prefill", self._turn)
+        self._control.start()
+
+    # ── the role's side ──────────────────────────────────────────────────────────────────────────
+
+    def expect(self, room: Room) -> None:
+        """A request came: wait for its grant."""
+        self._outbox.open(room)
+        self._control.post(lambda: self._apply(room, Expected()))
+
+    def push(self, room: Room, page_ids: Sequence[int], first_page_index: int) -> None:
+        """Queue own pages, that hold the prompt's pages `first_page_index` on, to be written.
+
+        They must keep their content until `PushDone` or `Released`. What decode already has is
+        left out.
+        """
+        self._control.post(lambda: self._push(room, first_page_index, page_ids))
+
+    def finish(self, room: Room, first_token: int, seed: int, cached_tokens: int = 0) -> None:
+        """Every page was pushed: tell decode as soon as all of them landed."""
+        landed = messages.Landed(
+            epoch=self._end.epoch,
+            room=room,
+            first_token=first_token,
+            seed=seed,
+            cached_tokens=cached_tokens,
+        )
+        self._control.post(lambda: self._finish(room, landed))
+
+    def abort(self, room: Room, error: TandemError | None = None) -> None:
+        """Give a room up; decode is told `error`. `Released` follows. No-op when it is over."""
+        if self._outbox.cancel(room):
+            why = error or Aborted("prefill gave the request up")
+            self._control.post(lambda: self._apply(room, AbortAsked(why)))
+
+    def events(self) -> list[SenderEvent]:
+        """Return what happened since the last call."""
+        return self._outbox.take()
+
+    def statistics(self) -> SenderStatistics:
+        """Return what is held now and was done so far."""
+        states = Counter(entry.session.state for entry in list(self._rooms.values()))
+        return SenderStatistics(
+            num_links=self._bootstrap.num_links,
+            num_waiting=states[SenderState.WAITING],
+            num_early_grants=states[SenderState.GRANTED_EARLY],
+            num_pushing=states[SenderState.PUSHING] + states[SenderState.RELEASING],
+            num_landed=self._num_landed,
+            num_released=self._num_released,
+            num_refused=self._bootstrap.num_refused,
+            pushed_bytes=self._pushed_bytes,
+        )
+
+    def close(self) -> None:
+        """Hang up on everybody; rooms still open get no last event. Safe to call twice."""
+        self._control.stop()
+        self._bootstrap.close()
+
+    # ── the control thread ───────────────────────────────────────────────────────────────────────
+
+    def _turn(self, waker: Waker) -> None:
+        self._bootstrap.turn(waker, self._control)
+        now_s = self._clock()
+        for room, entry in list(self._rooms.items()):
+            if entry.session.state in WAITS and now_s >= entry.deadline_s:
+                self._apply(room, TimedOut(TransferTimeout("the other half did not come in time")))
+
+    def _hear(self, link: DecodeLink, message: messages.Grant | messages.Withdraw) -> None:
+        entry = self._rooms.get(message.room)
+        if isinstance(message, messages.Grant):
+            self._take_grant(link, message, entry)
+        elif entry is not None and entry.link is link:
+            self._apply(message.room, WithdrawArrived(Aborted("decode withdrew its grant")))
+
+    def _lose(self, link: DecodeLink, error: TandemError) -> None:
+        for room, entry in list(self._rooms.items()):
+            if entry.link is link:
+                self._apply(room, LinkLost(error))
+
+    def _take_grant(self, link: DecodeLink, grant: messages.Grant, entry: PushRoom | None) -> None:
+        fault = grant_fault(grant, link.layout)
+        if entry is not None and entry.grant is not None:
+            fault = "this room is granted already"
+        if fault:
+            info = TransferRefused(fault).info()
+            word = messages.Released(epoch=self._end.epoch, room=grant.room, error=info)
+            return self._bootstrap.send(link, word)
+        entry = entry or self._open(grant.room, self._timeouts.early_grant_s)
+        entry.link, entry.grant = link, grant
+        return self._apply(grant.room, GrantArrived())
+
+    def _open(self, room: Room, timeout_s: float) -> PushRoom:
+        entry = self._rooms[room] = PushRoom(self._clock() + timeout_s)
+        return entry
+
+    def _push(self, room: Room, first_page_index: int, page_ids: Sequence[int]) -> None:
+        entry = self._rooms.get(room)
+        if entry is None:
+            return  # it ended while the role computed
+        if entry.session.state is SenderState.WAITING:
+            entry.pending.append((first_page_index, page_ids))
+        elif entry.session.state is SenderState.PUSHING:
+            self._write(room, entry, first_page_index, page_ids)
+
+    def _write(
+        self, room: Room, entry: PushRoom, first_page_index: int, page_ids: Sequence[int]
+    ) -> None:
+        layout = self._end.layout
+        try:
+            plan = entry.plan(PagedTokens(layout, page_ids, first_page_index * layout.page_size))
+        except TransferRefused as error:
+            return self._apply(room, WriteFailed(error))
+        return entry.worker.submit(
+            room,
+            lambda connection: connection.write(room, plan),
+            partial(self._report, room, None),
+        )
+
+    def _finish(self, room: Room, landed: messages.Landed) -> None:
+        entry = self._rooms.get(room)
+        if entry is None:
+            return
+        entry.landed = landed
+        if entry.session.state is SenderState.PUSHING:
+            self._conclude(room, entry)
+
+    def _conclude(self, room: Room, entry: PushRoom) -> None:
+        """Queue the end behind the writes: checksums, then Landed."""
+        try:
+            entry.check_complete()
+        except TransferRefused as error:
+            return self._apply(room, WriteFailed(error))
+
+        def sum_up(_connection: Connection) -> None:
+            if self._has_checksums:
+                entry.sum_up(self._end.layout, self._end.region)
+
+        return entry.worker.submit(room, sum_up, partial(self._report, room, WritesDone()))
+
+    def _report(self, room: Room, success: Event | None, error: TandemError | None) -> None:
+        """A worker is done with a job; called from its thread."""
+        if isinstance(error, PeerLost):
+            self._control.post(partial(self._break_link, room, error))
+        elif error is not None:
+            self._control.post(partial(self._apply, room, WriteFailed(error)))
+        elif success is not None:
+            self._control.post(partial(self._apply, room, success))
+
+    def _break_link(self, room: Room, error: PeerLost) -> None:
+        """No later write of this link can succeed either."""
+        entry = self._rooms.get(room)
+        if entry is not None and entry.link is not None:
+            self._bootstrap.drop(entry.link, error)
+
+    def _apply(self, room: Room, event: Event) -> None:
+        entry = self._rooms.get(room)
+        if entry is None:
+            if not isinstance(event, Expected):
+                return  # over, and forgotten: this crossed with the last word
+            entry = self._open(room, self._timeouts.grant_s)
+        before = entry.session.state
+        for action in entry.session.apply(event):
+            self._act(room, entry, action)
+        state = entry.session.state
+        if state is SenderState.REFUSING and before is not state:
+            entry.deadline_s = self._clock() + self._timeouts.early_grant_s
+        if entry.session.is_over:
+            self._rooms.pop(room, None)
+
+    def _act(self, room: Room, entry: PushRoom, action: Action) -> None:
+        error = entry.session.error
+        match action:
+            case Action.TELL_GRANTED:
+                self._outbox.put(Granted(room, entry.destination.first_token))
+                self._flush(room, entry)
+            case Action.STOP_WRITES:
+                stopped = partial(self._apply, room, WritesStopped())
+                entry.worker.stop(room, lambda: self._control.post(stopped))
+            case Action.SEND_LANDED:
+                assert entry.landed is not None
+                self._num_landed += 1
+                self._pushed_bytes += entry.pushed_bytes
+                self._send(entry, entry.landed)
+            case Action.SEND_RELEASED:
+                info = None if error is None else error.info()
+                self._send(entry, messages.Released(epoch=self._end.epoch, room=room, error=info))
+            case Action.TELL_PUSHED:
+                self._outbox.put(PushDone(room, entry.pushed_bytes))
+            case Action.TELL_RELEASED:
+                self._num_released += 1
+                self._outbox.put(Released(room, error))
+            case _:
+                raise AssertionError(action)
+
+    def _send(self, entry: PushRoom, message: messages.Message) -> None:
+        assert entry.link is not None
+        self._bootstrap.send(entry.link, message)
+
+    def _flush(self, room: Room, entry: PushRoom) -> None:
+        """Do what the role asked for before the grant came."""
+        pending, entry.pending = entry.pending, []
+        for first_page_index, page_ids in pending:
+            self._push(room, first_page_index, page_ids)
+        if entry.landed is not None:
+            self._finish(room, entry.landed)

@@ -1,0 +1,193 @@
+"""The seam: what a way of writing into another process's pool must do.
+
+```
+ decode: transport.listen(pool) ─▶ Listener ── admit ─▶ offer ──(Hello)──▶ prefill: connect(offer)
+           permit(peer, room, pages) ◀─ before Grant                         └─▶ Connection
+           revoke(peer, room)        ◀─ after Landed, Released                     write(room, plan)
+           fence(peer)               ◀─ when the peer is lost                      close()
+```
+
+A peer is one life of one link: each Hello carries an offer made for it alone, with a secret, so that
+fencing it takes nothing from anybody else and a restarted peer starts clean. Third parties add a
+transport by an entry point of group `tandem.transports` that names a `TransportFactory`.
+"""
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+import numpy as np
+
+from kvtransfer.plan import CopyPlan, Int64s, touched_pages
+from kvtransfer.region import MemoryRegion
+from wire.errors import TransferRefused
+from wire.ids import Room
+from wire.messages import TransportOffer
+
+PeerKey = NewType("PeerKey", str)
+"""Names one admitted peer at its listener. Not a secret."""
+
+
+def new_peer_key() -> PeerKey:
+    """Return a fresh peer key: 16 hexadecimal digits."""
+    return PeerKey(secrets.token_hex(8))
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A pool of pages as a transport sees it: bytes, and where one page ends.
+
+    Attributes:
+        region: Holds at least `num_pages * page_bytes` bytes.
+    """
+
+    region: MemoryRegion
+    page_bytes: int
+    num_pages: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all pages."""
+        return self.page_bytes * self.num_pages
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A peer that may connect. The offer holds its secret: it travels on the link only."""
+
+    peer: PeerKey
+    offer: TransportOffer
+
+
+class Listener(Protocol):
+    """The receiving end: owns who may write where. Every method may be called from any thread."""
+
+    def admit(self, toward_host: str) -> Admission:
+        """Let one more peer connect. Ends with `fence`.
+
+        Args:
+            toward_host: The peer's host as this process reaches it: the offer names the address
+                on the way to it where the listener is bound to all of them.
+        """
+        ...
+
+    def permit(self, peer: PeerKey, room: Room, page_ids: Sequence[int]) -> None:
+        """Accept writes of `room` from `peer` into these pages, and no others."""
+        ...
+
+    def revoke(self, peer: PeerKey, room: Room) -> None:
+        """Accept no more writes of `room`. Does not block on a peer that keeps the protocol."""
+        ...
+
+    def fence(self, peer: PeerKey) -> None:
+        """Cut the peer off. After it returns, no write of that peer can arrive any more.
+
+        Blocks for as long as that takes (a writer stopped in the middle of a copy holds it up
+        until it goes on or dies), unless the listener is closed. Fencing the unknown does nothing.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop listening and cut everybody off. Safe to call twice."""
+        ...
+
+
+class Connection(Protocol):
+    """The sending end, to one peer. One write at a time."""
+
+    def write(self, room: Room, plan: CopyPlan) -> None:
+        """Copy from the own region into the peer's pool; return when all of it is there.
+
+        Raises:
+            PeerLost: The peer is gone, has fenced us, or `close` was called meanwhile.
+            TransferRefused: The pages are not granted to this room.
+        """
+        ...
+
+    def close(self) -> None:
+        """Hang up; a write under way raises `PeerLost`. Any thread may call it, and twice."""
+        ...
+
+
+class Transport(Protocol):
+    """One kind of link. The name is what `--transfer-backend` and offers call it."""
+
+    name: str
+
+    def listen(self, pool: Pool) -> Listener:
+        """Begin to receive into `pool`.
+
+        Raises:
+            ConfigInvalid: This pool, or this machine, cannot be written this way.
+        """
+        ...
+
+    def connect(self, offer: TransportOffer, region: MemoryRegion) -> Connection:
+        """Connect to the listener that made `offer`, to write from `region`. May block for seconds.
+
+        Raises:
+            TransferRefused: The offer cannot be used from here (another host, say).
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TransportConfig:
+    """What a transport may be told.
+
+    Attributes:
+        host: Address to listen on; 0.0.0.0 and :: mean all.
+        num_streams: Connections that share one large write, where the transport has such. One TCP
+            stream fills 10 Gbit/s; several are for the links above that.
+    """
+
+    host: str = "127.0.0.1"
+    num_streams: int = 4
+
+
+TransportFactory = Callable[[TransportConfig], Transport]
+
+
+class Permits:
+    """Which pages each room may be written into, for one peer. Guarded by its owner's lock."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._pages: dict[Room, frozenset[int]] = {}
+
+    def permit(self, room: Room, page_ids: Sequence[int]) -> None:
+        """Open these pages for `room`."""
+        self._pages[room] = frozenset(page_ids)
+
+    def revoke(self, room: Room) -> None:
+        """Close the pages of `room`; closing the unknown does nothing."""
+        self._pages.pop(room, None)
+
+    def check(self, room: Room, plan: CopyPlan) -> None:
+        """Refuse a plan that leaves the pages of `room`. The sizes may be lies.
+
+        Raises:
+            TransferRefused: Naming the first page outside.
+        """
+        granted = self._pages.get(room)
+        if granted is None:
+            raise TransferRefused(f"room {room} has no live grant here")
+        check_bounds(self._pool.size_bytes, plan.destination_offset, plan.size_bytes)
+        pages = touched_pages(plan.destination_offset, plan.size_bytes, self._pool.page_bytes)
+        if outside := set(np.unique(pages).tolist()) - granted:
+            raise TransferRefused(f"page {min(outside)} is not granted to room {room}")
+
+
+def check_bounds(pool_bytes: int, offset: Int64s, size_bytes: Int64s) -> None:
+    """Refuse runs of bytes that leave a pool, or together are larger than it.
+
+    Raises:
+        TransferRefused: The runs are not of this pool.
+    """
+    # In this order nothing overflows: once size and offset are inside, their sum fits easily.
+    is_inside = (size_bytes > 0) & (size_bytes <= pool_bytes) & (offset >= 0) & (offset < pool_bytes)
+    if not is_inside.all() or (offset + size_bytes > pool_bytes).any():
+        raise TransferRefused("a copy leaves the pool")
+    if size_bytes.sum() > pool_bytes:
+        raise TransferRefused("more bytes than the pool has")

@@ -1,0 +1,89 @@
+"""Which transports there are, and which one two ends take. Built-in ones and installed ones."""
+
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+
+from kvtransfer.region import MemoryRegion
+from kvtransfer.transports.base import (
+    Connection,
+    Listener,
+    Pool,
+    Transport,
+    TransportConfig,
+    TransportFactory,
+)
+from kvtransfer.transports.shm import ShmTransport
+from kvtransfer.transports.tcp import TcpTransport
+from telemetry.log import get_logger
+from wire.errors import ConfigInvalid, TransferRefused
+from wire.messages import TransportOffer
+
+log = get_logger("kvtransfer.registry")
+
+GROUP = "tandem.transports"
+# Best first: offers are made, and tried, in this order.
+BUILT_IN: dict[str, TransportFactory] = {"shm": ShmTransport, "tcp": TcpTransport}
+
+
+def transports(name: str, config: TransportConfig) -> list[Transport]:
+    """Return the transports that `--transfer-backend name` allows, best first.
+
+    Args:
+        name: `auto` for the built-in ones, or one name; several may be joined with commas.
+        config: Passed to each.
+
+    Raises:
+        ConfigInvalid: There is none of that name.
+    """
+    names = list(BUILT_IN) if name == "auto" else name.split(",")
+    return [_factory(each)(config) for each in names]
+
+
+def listen(allowed: Sequence[Transport], pool: Pool) -> dict[str, Listener]:
+    """Listen on every transport that can write this pool, in order.
+
+    Raises:
+        ConfigInvalid: None can, and why.
+    """
+    listeners: dict[str, Listener] = {}
+    reasons = []
+    for transport in allowed:
+        try:
+            listeners[transport.name] = transport.listen(pool)
+        except ConfigInvalid as error:
+            reasons.append(f"{transport.name}: {error}")
+    if not listeners:
+        raise ConfigInvalid("no transport can be used here: " + "; ".join(reasons))
+    return listeners
+
+
+def choose(
+    offers: Sequence[TransportOffer], allowed: Sequence[Transport], region: MemoryRegion
+) -> tuple[str, Connection]:
+    """Connect to the first offer that really works from here; may block for seconds.
+
+    Raises:
+        TransferRefused: None does, and why.
+    """
+    by_name = {transport.name: transport for transport in allowed}
+    reasons = []
+    for offer in offers:
+        if (transport := by_name.get(offer.name)) is None:
+            reasons.append(f"{offer.name}: not enabled here")
+            continue
+        try:
+            return offer.name, transport.connect(offer, region)
+        except TransferRefused as error:
+            log.debug("kv_transport.skipped", transport=offer.name, reason=str(error))
+            reasons.append(f"{offer.name}: {error}")
+    raise TransferRefused("no transport in common: " + ("; ".join(reasons) or "nothing offered"))
+
+
+def _factory(name: str) -> TransportFactory:
+    if built_in := BUILT_IN.get(name):
+        return built_in
+    for entry in entry_points(group=GROUP, name=name):
+        factory: TransportFactory = entry.load()
+        return factory
+    installed = sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=GROUP))})
+    raise ConfigInvalid(f"no transport {name!r} is installed; there are: {', '.join(installed)}")

@@ -1,0 +1,214 @@
+"""The receiving end of TCP: checks every header, then reads straight into the pool.
+
+A thread accepts, and one more serves each stream. Bytes are read only after their header was found
+to lie inside a live grant of that peer; anything else ends the stream and is counted. While a stream
+reads into the pages of a room it is marked with that room, so that a revocation or a fence can cut it
+and wait until it has let go of the pages.
+"""
+
+import hmac
+import secrets
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+
+from kvtransfer.plan import CopyPlan
+from kvtransfer.transports import tcp_frames as frames
+from kvtransfer.transports.base import Admission, PeerKey, Permits, Pool, new_peer_key
+from telemetry.log import get_logger
+from wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from wire.ids import Room
+from wire.messages import TransportOffer
+
+log = get_logger("kvtransfer.tcp")
+
+# Streams that have not yet proved who they are; each holds a thread for at most 5 s.
+MAX_STRANGERS = 64
+
+
+class TcpOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """The descriptor: where to connect, and as whom."""
+
+    host: str
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    peer: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+    secret: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One admitted peer. `reading` has its streams, and the room whose pages each reads into."""
+
+    secret: bytes
+    permits: Permits
+    reading: dict[socket.socket, Room | None] = field(default_factory=dict)
+
+
+class TcpListener:
+    """Listens on one port for all peers of a pool.
+
+    Attributes:
+        num_violations: Streams ended because of what they sent.
+    """
+
+    def __init__(self, pool: Pool, host: str) -> None:
+        self._pool, self._host = pool, host.strip("[]")
+        self._peers: dict[PeerKey, _Peer] = {}
+        self._changed = threading.Condition()
+        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self.num_violations = 0
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        try:
+            self._server = socket.create_server(
+                (self._host, 0), family=family, backlog=128, dualstack_ipv6=self._host == "::"
+            )
+        except OSError as error:
+            raise ConfigInvalid(
+                f"cannot listen on {host}: {error.strerror}; --host must be an address of this machine"
+            ) from error
+        self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
+        self._acceptor.start()
+
+    def admit(self, toward_host: str) -> Admission:
+        """Make a secret for one more peer."""
+        key, secret = new_peer_key(), secrets.token_bytes(32)
+        with self._changed:
+            self._peers[key] = _Peer(secret, Permits(self._pool))
+        offer = TcpOffer(
+            host=_address_toward(toward_host, self._host),
+            port=self._server.getsockname()[1],
+            peer=key,
+            secret=secret.hex(),
+        )
+        return Admission(key, TransportOffer(name="tcp", descriptor=msgspec.structs.asdict(offer)))
+
+    def permit(self, peer: PeerKey, room: Room, page_ids: Sequence[int]) -> None:
+        """Accept headers of `room` inside these pages."""
+        with self._changed:
+            self._peers[peer].permits.permit(room, page_ids)
+
+    def revoke(self, peer: PeerKey, room: Room) -> None:
+        """Accept none any more; cut a stream that breaks its word and still sends."""
+        with self._changed:
+            if (known := self._peers.get(peer)) is None:
+                return
+            known.permits.revoke(room)
+            for stream, reads in known.reading.items():
+                if reads == room:
+                    frames.shut_down(stream)
+            self._changed.wait_for(lambda: room not in known.reading.values())
+
+    def fence(self, peer: PeerKey) -> None:
+        """Forget the secret, cut the streams, wait until their threads have let go."""
+        with self._changed:
+            if (known := self._peers.pop(peer, None)) is None:
+                return
+            for stream in known.reading:
+                frames.shut_down(stream)
+            self._changed.wait_for(lambda: not known.reading)
+
+    def close(self) -> None:
+        """Stop listening and fence everybody."""
+        frames.shut_down(self._server)
+        self._acceptor.join()
+        self._server.close()
+        for peer in list(self._peers):
+            self.fence(peer)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                stream, _ = self._server.accept()
+            except OSError:
+                return  # closed
+            if not self._strangers.acquire(blocking=False):
+                stream.close()
+                continue
+            threading.Thread(
+                target=self._serve, args=(stream,), name="kv-receive", daemon=True
+            ).start()
+
+    def _serve(self, stream: socket.socket) -> None:
+        with stream:
+            try:
+                peer = self._greet(stream)
+            except (PeerLost, TransferRefused) as error:
+                return self._count(error)
+            finally:
+                self._strangers.release()
+            try:
+                while True:
+                    self._receive_batch(stream, peer)
+            except PeerLost:
+                return None
+            except TransferRefused as error:
+                self._count(error)
+                frames.send_from(stream, [memoryview(frames.REFUSED)])
+            finally:
+                self._set_reading(stream, peer, is_gone=True)
+
+    def _greet(self, stream: socket.socket) -> _Peer:
+        stream.settimeout(frames.HANDSHAKE_TIMEOUT_S)
+        challenge = secrets.token_bytes(frames.CHALLENGE_BYTES)
+        frames.send_from(stream, [memoryview(challenge)])
+        answer = frames.receive_exactly(stream, frames.KEY_BYTES + frames.PROOF_BYTES)
+        key = PeerKey(answer[: frames.KEY_BYTES].decode("ascii", "replace"))
+        with self._changed:
+            peer = self._peers.get(key)
+            # Compared even for the unknown, so that time tells nothing.
+            expected = frames.proof(peer.secret if peer else bytes(32), challenge)
+            if not hmac.compare_digest(expected, answer[frames.KEY_BYTES :]) or peer is None:
+                raise TransferRefused("a stream without the secret of a live peer")
+            peer.reading[stream] = None
+        stream.sendall(frames.ACCEPTED)  # one byte into an empty buffer: cannot block
+        stream.settimeout(None)
+        return peer
+
+    def _receive_batch(self, stream: socket.socket, peer: _Peer) -> None:
+        room, num_copies = frames.HEADER.unpack(frames.receive_exactly(stream, frames.HEADER.size))
+        if not 0 < num_copies <= frames.MAX_COPIES:
+            raise TransferRefused(f"a table of {num_copies} copies")
+        batch = frames.plan_of(frames.receive_exactly(stream, num_copies * frames.COPY_BYTES))
+        views = self._open_pages(stream, peer, Room(room), batch)
+        frames.receive_into(stream, views)
+        # Before the answer: a revocation that follows it must not find the stream reading.
+        self._set_reading(stream, peer)
+        frames.send_from(stream, [memoryview(frames.LANDED)])
+
+    def _open_pages(
+        self, stream: socket.socket, peer: _Peer, room: Room, batch: CopyPlan
+    ) -> list[memoryview]:
+        with self._changed:
+            peer.permits.check(room, batch)
+            peer.reading[stream] = room
+        pool = self._pool.region.buffer
+        return [pool[to : to + size] for _, to, size in batch.copies()]
+
+    def _set_reading(self, stream: socket.socket, peer: _Peer, *, is_gone: bool = False) -> None:
+        with self._changed:
+            peer.reading[stream] = None
+            if is_gone:
+                del peer.reading[stream]
+            self._changed.notify_all()
+
+    def _count(self, error: PeerLost | TransferRefused) -> None:
+        self.num_violations += 1
+        log.warning("kv_stream.refused", reason=str(error))
+
+
+def _address_toward(host: str, bound: str) -> str:
+    """Return the address of this machine that `host` can connect to."""
+    if bound not in ("0.0.0.0", "::"):
+        return bound
+    bare = host.strip("[]")
+    family = socket.AF_INET6 if ":" in bare else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((bare, 9))  # a datagram socket sends nothing: it only picks a route
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()

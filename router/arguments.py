@@ -1,0 +1,244 @@
+"""The router's command line, read into a `RouterConfig`.
+
+Takes both forms that people type (see `EXAMPLES`). argparse, since click has no flag that takes
+several values at once. Reads nothing but its arguments: no environment, no files.
+"""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from typing import get_args
+
+from typing_extensions import override
+
+from router.config import PolicyName, PrefillTarget, RouterConfig, node_url
+from wire.errors import ConfigInvalid
+
+EXAMPLES = """\
+examples:
+  one pair:
+    tandem lb --prefill http://127.0.0.1:7000 --decode http://127.0.0.1:7001
+  several of each, a bootstrap port for each prefill, four processes for HTTP and text:
+    tandem lb --prefill http://a:7000 http://b:7000 --prefill-bootstrap-ports 8998 8998 \\
+              --decode http://c:7001 http://d:7001 --host 0.0.0.0 --port 8000 --detokenizers 4
+  as for SGLang's router:
+    tandem lb --pd-disaggregation --prefill http://a:7000 8998 --prefill http://b:7000 none \\
+              --decode http://c:7001 --policy round_robin
+
+GET /health answers 200 once a pair can serve, and says what is missing until then.
+The secret that nodes and router share is read from TANDEM_CLUSTER_KEY.
+"""
+
+# Flags of other routers and servers that people have in their scripts. None of them means anything
+# here: nodes are always apart, metrics are at /metrics, time limits are the client's.
+IGNORED_FLAGS = (
+    "--pd-disaggregation",
+    "--mini-lb",
+    "--rust-lb",
+    "--prometheus-port",
+    "--prometheus-host",
+    "--timeout",
+    "--request-timeout-secs",
+    "--worker-startup-timeout-secs",
+    "--worker-startup-check-interval",
+    "--cache-threshold",
+    "--balance-abs-threshold",
+    "--balance-rel-threshold",
+    "--eviction-interval",
+    "--max-tree-size",
+    "--max-payload-size",
+    "--log-dir",
+    "--trust-remote-code",
+    "--enable-metrics",
+    "--insecure",
+)
+# Policies of other routers, and the one here that serves the same wish best.
+POLICY_ALIASES = {"cache_aware": "least_load"}
+
+
+class _Ignored(argparse.Action):
+    """Notes that a flag without meaning was given."""
+
+    @override
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        namespace.ignored = [*namespace.ignored, option_string]
+
+
+def build_parser(prog: str = "tandem lb") -> argparse.ArgumentParser:
+    """Return the parser, help included."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Serve HTTP for a cluster: pair a prefill with a decode node for each request.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(ignored=[])
+    _add_cluster_flags(parser.add_argument_group("the cluster"))
+    _add_server_flags(parser.add_argument_group("the server"))
+    _add_model_flags(parser.add_argument_group("the model"))
+    for flag in IGNORED_FLAGS:
+        parser.add_argument(flag, action=_Ignored, nargs="*", help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_cluster_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--prefill",
+        action="append",
+        nargs="+",
+        required=True,
+        metavar="URL|PORT",
+        help="prefill nodes; a bootstrap port or `none` may follow each URL; may be repeated",
+    )
+    group.add_argument(
+        "--prefill-bootstrap-ports",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="PORT",
+        help="bootstrap ports, in the order of the prefills (default: asked from each node)",
+    )
+    group.add_argument(
+        "--decode",
+        action="append",
+        nargs="+",
+        required=True,
+        metavar="URL",
+        help="decode nodes; may be repeated",
+    )
+    group.add_argument(
+        "--policy",
+        choices=[*get_args(PolicyName), *POLICY_ALIASES],
+        default="least_load",
+        help="how a pair is chosen (default: least_load; cache_aware is taken as least_load)",
+    )
+    group.add_argument(
+        "--max-attempts",
+        type=int,
+        default=3,
+        metavar="N",
+        help="tries of one request when nodes die under it (default: 3)",
+    )
+
+
+def _add_server_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
+    )
+    group.add_argument(
+        "--port", type=int, default=8000, help="port, 0 for any (default: %(default)s)"
+    )
+    group.add_argument(
+        "--detokenizers",
+        "--detokenizer-worker-num",
+        "--tokenizer-worker-num",
+        dest="num_workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes for HTTP, tokenizing and detokenizing (default: 1)",
+    )
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="clients must send one of these as a bearer token; may be repeated",
+    )
+    group.add_argument(
+        "--log-level",
+        type=str.lower,
+        choices=["debug", "info", "warning", "error"],
+        default="info",
+        help="lowest level that is logged (default: info)",
+    )
+
+
+def _add_model_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--served-model-name",
+        default="",
+        metavar="NAME",
+        help="the model's name for clients (default: what the nodes say)",
+    )
+    group.add_argument(
+        "--tokenizer",
+        "--tokenizer-path",
+        "--model-path",
+        dest="tokenizer_dir",
+        default="",
+        metavar="DIR",
+        help="directory with the tokenizer (default: asked from the nodes)",
+    )
+
+
+def parse(argv: Sequence[str], prog: str = "tandem lb") -> RouterConfig:
+    """Read the command line.
+
+    Raises:
+        ConfigInvalid: A value cannot work; the sentence says what to give instead.
+        SystemExit: argparse's own answer to a wrong flag (2) and to --help (0).
+    """
+    args = build_parser(prog).parse_args(argv)
+    ports = [_bootstrap_port(text) for text in args.prefill_bootstrap_ports]
+    return RouterConfig(
+        prefills=_with_ports(prefill_targets(args.prefill), ports),
+        decodes=tuple(node_url(text) for group in args.decode for text in group),
+        host=args.host.strip("[]"),
+        port=args.port,
+        num_workers=args.num_workers,
+        policy=POLICY_ALIASES.get(args.policy, args.policy),
+        max_attempts=args.max_attempts,
+        api_keys=tuple(args.api_key),
+        tokenizer_dir=args.tokenizer_dir,
+        served_model_name=args.served_model_name,
+        log_level=args.log_level,
+        ignored_flags=tuple(dict.fromkeys(args.ignored)),
+    )
+
+
+def prefill_targets(groups: Iterable[Sequence[str]]) -> tuple[PrefillTarget, ...]:
+    """Read what followed each `--prefill`: URLs, each with a bootstrap port or `none` behind it.
+
+    Raises:
+        ConfigInvalid: A port without a URL before it, or neither a URL nor a port.
+    """
+    targets: list[PrefillTarget] = []
+    for group in groups:
+        url: str | None = None
+        for text in group:
+            if "://" in text or not (text.isdigit() or text.lower() == "none"):
+                url = node_url(text)
+                targets.append(PrefillTarget(url))
+            elif url is None:
+                raise ConfigInvalid(f"--prefill {text}: a bootstrap port follows the URL it is of")
+            else:
+                targets[-1], url = PrefillTarget(url, _bootstrap_port(text)), None
+    return tuple(targets)
+
+
+def _bootstrap_port(text: str) -> int | None:
+    if text.lower() == "none":
+        return None
+    if text.isdigit() and 0 < int(text) < 65536:
+        return int(text)
+    raise ConfigInvalid(f"bootstrap port {text!r} is neither 1 to 65535 nor `none`")
+
+
+def _with_ports(
+    targets: tuple[PrefillTarget, ...], ports: Sequence[int | None]
+) -> tuple[PrefillTarget, ...]:
+    if not ports:
+        return targets
+    if len(ports) != len(targets):
+        raise ConfigInvalid(
+            f"--prefill-bootstrap-ports names {len(ports)} ports for {len(targets)} prefill nodes: "
+            "give one for each, or none at all"
+        )
+    return tuple(PrefillTarget(t.url, port) for t, port in zip(targets, ports, strict=True))

@@ -1,0 +1,28 @@
+"""The `lb` command: arguments and environment in, exit status out. Nothing below reads either."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+
+from router.arguments import parse
+from router.launcher import run
+from telemetry.log import configure, get_logger
+from wire.errors import ConfigInvalid
+
+log = get_logger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return the exit status: 0 after a signal, 2 for what cannot work."""
+    try:
+        given = parse(argv)
+        secret = os.environ.get("TANDEM_CLUSTER_KEY", "")
+        config = dataclasses.replace(given, cluster_secret=secret)
+        configure(config.log_level, role="router")
+        for flag in config.ignored_flags:
+            log.info("flag.ignored", flag=flag, reason="it has no meaning here")
+        return run(config)
+    except ConfigInvalid as error:
+        sys.stderr.write(f"tandem lb: error: {error.message}\n")
+        return 2

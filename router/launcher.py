@@ -1,0 +1,124 @@
+"""The router's parent process: owns the listening socket and keeps the edge workers alive.
+
+```
+ parent: bind ─▶ start N workers ─▶ restart what crashes ─▶ signal: close their stdin ─▶ wait ─▶ 0
+                     │ stdin: one line of JSON, then open for as long as the parent lives
+ worker: serve ◀─────┘ ───────────────▶ EOF: finish what is in, exit
+```
+
+Serves nothing itself, so that it has nothing to crash on.
+"""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+
+import msgspec
+import uvloop
+
+from frontend.server import listen
+from router.config import RouterConfig
+from router.worker import CONFIG_STATUS, WorkerStart
+from telemetry.log import get_logger
+
+log = get_logger(__name__)
+
+STOP_DEADLINE_S = 5.0
+# Long enough that a worker that cannot start does not fill the log.
+RESTART_PAUSE_S = 0.5
+
+
+def run(config: RouterConfig) -> int:
+    """Serve until a signal comes; return the exit status.
+
+    Raises:
+        ConfigInvalid: The address cannot be listened on.
+    """
+    with listen(config.host, config.port) as sock:
+        host, port = sock.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        log.info("router.listening", url=f"http://{shown}:{port}", num_workers=config.num_workers)
+        status: int = uvloop.run(Launcher(config, sock).run())
+        return status
+
+
+class Launcher:
+    """Keeps the edge workers of one router running."""
+
+    def __init__(self, config: RouterConfig, sock: socket.socket) -> None:
+        self._config, self._socket = config, sock
+        self._stopping = asyncio.Event()
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._status = 0
+
+    async def run(self) -> int:
+        """Run until a signal comes or a worker says that the configuration cannot work."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signalled)
+        async with asyncio.TaskGroup() as tasks:
+            reaper = tasks.create_task(self._reap())
+            async with asyncio.TaskGroup() as workers:
+                for index in range(self._config.num_workers):
+                    workers.create_task(self._keep(index))
+            reaper.cancel()
+        return self._status
+
+    def _signalled(self) -> None:
+        if self._stopping.is_set():  # a second signal forces
+            self._kill()
+        self._stop()
+
+    def _stop(self) -> None:
+        self._stopping.set()
+        for process in self._processes.values():
+            _close_stdin(process)
+
+    def _kill(self) -> None:
+        for process in self._processes.values():
+            if process.returncode is None:
+                process.kill()
+
+    async def _reap(self) -> None:
+        """Force what is still there when the deadline of a stop has passed."""
+        await self._stopping.wait()
+        await asyncio.sleep(STOP_DEADLINE_S)
+        log.warning("router.stop_forced", deadline_s=STOP_DEADLINE_S)
+        self._kill()
+
+    async def _keep(self, index: int) -> None:
+        while not self._stopping.is_set():
+            status = await self._run_worker(index)
+            if self._stopping.is_set():
+                return
+            if status == CONFIG_STATUS:
+                self._status = status
+                self._stop()
+                return
+            log.error("edge_worker.crashed", index=index, status=status, action="restarting")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), RESTART_PAUSE_S)
+
+    async def _run_worker(self, index: int) -> int:
+        """Run one life of one worker; return its exit status."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "router.worker"),
+            stdin=asyncio.subprocess.PIPE,
+            pass_fds=[self._socket.fileno()],
+            # A session of its own: Ctrl-C reaches the parent alone, which stops them in order.
+            start_new_session=True,
+        )
+        self._processes[index] = process
+        assert process.stdin is not None
+        start = WorkerStart(config=self._config, index=index, listen_fd=self._socket.fileno())
+        process.stdin.write(msgspec.json.encode(start) + b"\n")
+        if self._stopping.is_set():  # the signal came while it started
+            _close_stdin(process)
+        return await process.wait()
+
+
+def _close_stdin(process: asyncio.subprocess.Process) -> None:
+    if process.stdin is not None:
+        process.stdin.close()

@@ -1,0 +1,91 @@
+"""What the router asks of a node over HTTP: what it is, and the tokenizer of its model.
+
+Every failure becomes a `NodeUnusable` whose sentence an operator can act on.
+"""
+
+import asyncio
+import os
+
+import aiohttp
+import msgspec
+
+from frontend.tokenizer import Tokenizer
+from frontend.tokenizer_files import tokenizer_hash
+from wire.errors import ConfigInvalid
+from wire.node_info import NodeInfo
+
+# A node answers from memory: what takes longer is a node in trouble.
+INFO_TIMEOUT_S = 2.0
+TOKENIZER_TIMEOUT_S = 30.0
+INFO_LIMIT_BYTES = 1 << 20
+# Twice the largest file that is taken: JSON escapes, and small files beside it.
+TOKENIZER_LIMIT_BYTES = 128 << 20
+
+
+class NodeUnusable(Exception):
+    """A node cannot be used now; the message says why, for people."""
+
+
+class TokenizerFiles(msgspec.Struct, frozen=True):
+    """Answer of `GET /tokenizer`: the text of each file by its name."""
+
+    files: dict[str, str]
+
+
+async def fetch_info(session: aiohttp.ClientSession, url: str) -> NodeInfo:
+    """Ask a node what it is.
+
+    Raises:
+        NodeUnusable: It does not answer, or not as a node of ours.
+    """
+    body = await _get(session, f"{url}/server_info", INFO_TIMEOUT_S, INFO_LIMIT_BYTES)
+    try:
+        return msgspec.json.decode(body, type=NodeInfo)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise NodeUnusable(f"/server_info is not that of a node: {error}") from error
+
+
+async def fetch_tokenizer(
+    session: aiohttp.ClientSession, url: str, expected_hash: str
+) -> Tokenizer:
+    """Fetch a node's tokenizer and load it.
+
+    Raises:
+        NodeUnusable: It does not give the files that it announced, or they do not load.
+    """
+    body = await _get(session, f"{url}/tokenizer", TOKENIZER_TIMEOUT_S, TOKENIZER_LIMIT_BYTES)
+    try:
+        files = msgspec.json.decode(body, type=TokenizerFiles).files
+        if tokenizer_hash(files) != expected_hash:
+            raise NodeUnusable("/tokenizer gives other files than the node announced")
+        # Reading a large vocabulary takes a second: streams go on meanwhile.
+        return await asyncio.to_thread(Tokenizer.from_files, files)
+    except (msgspec.MsgspecError, UnicodeDecodeError, ConfigInvalid) as error:
+        raise NodeUnusable(f"its tokenizer cannot be used: {error}") from error
+
+
+async def _get(
+    session: aiohttp.ClientSession, url: str, timeout_s: float, limit_bytes: int
+) -> bytes:
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with session.get(url, timeout=timeout) as response:
+            if response.status != 200:
+                raise NodeUnusable(f"answers {response.status} to {response.url.path}")
+            return await _read(response, limit_bytes)
+    except aiohttp.ClientConnectorError as error:
+        number = error.os_error.errno
+        raise NodeUnusable(os.strerror(number) if number else str(error)) from error
+    except TimeoutError as error:
+        raise NodeUnusable(f"does not answer within {timeout_s:g} s") from error
+    except aiohttp.ClientError as error:
+        raise NodeUnusable(str(error) or type(error).__name__) from error
+
+
+async def _read(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > limit_bytes:
+            raise NodeUnusable(f"its answer passes the limit of {limit_bytes} bytes")
+    return bytes(body)

@@ -1,0 +1,11 @@
+"""Which version of Tandem runs."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+
+def package_version() -> str:
+    """Return the installed version, or `0+source` when run from a checkout."""
+    try:
+        return version("tandem-serve")
+    except PackageNotFoundError:
+        return "0+source"

@@ -1,0 +1,147 @@
+"""A backend that speaks the real protocol and does what a test scripted."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import dataclass
+
+from frontend.backend import Bootstrap, Health, ServedModel
+from frontend.tokenizer import Tokenizer
+from wire.errors import TandemError
+from wire.messages import Finish, GenerateRequest, TokenDelta
+
+
+
+@dataclass(frozen=True)
+class End:
+    """The last delta."""
+
+    token_ids: list[int]
+    finish: Finish | None
+
+
+# Tokens to yield as one delta, the last delta, an error to raise, or an event to wait for.
+Step = list[int] | End | TandemError | asyncio.Event
+Script = Callable[[GenerateRequest], Iterable[Step]]
+
+
+def repeat_prompt(request: GenerateRequest) -> Iterable[Step]:
+    """Say the prompt again and again, up to `max_new_tokens`."""
+    prompt = request.prompt_ids
+    count = request.sampling.max_new_tokens
+    for index in range(count - 1):
+        yield [prompt[index % len(prompt)]]
+    yield length(prompt[(count - 1) % len(prompt)])
+
+
+def stop(*token_ids: int) -> End:
+    """The end at a stop token, the last of `token_ids`."""
+    return End(list(token_ids), Finish(reason="stop", matched=token_ids[-1]))
+
+
+def length(*token_ids: int) -> End:
+    return End(list(token_ids), Finish(reason="length"))
+
+
+def say(*steps: Step) -> Script:
+    return lambda _: steps
+
+
+class FakeBackend:
+    def __init__(self, tokenizer: Tokenizer | None, context_length: int = 8192) -> None:
+        self.served = ServedModel(
+            name="smol",
+            context_length=context_length,
+            max_prompt_tokens=context_length - 1,
+            vocab_size=49152,
+            eos_token_ids=frozenset({2}),
+            tokenizer=tokenizer,
+        )
+        self.script: Script = repeat_prompt
+        self.requests: list[GenerateRequest] = []
+        self.bootstraps: list[Bootstrap | None] = []
+        self.aborts: dict[str, asyncio.Event] = {}
+        self.num_yielded = 0
+        self.cancelled: list[str] = []
+        self.has_cancelled = asyncio.Event()
+        self.num_flushes = 0
+        self.is_serving = True
+        self.no_model: TandemError | None = None
+
+    def model(self) -> ServedModel:
+        if self.no_model is not None:
+            raise self.no_model
+        return self.served
+
+    async def generate(
+        self, request: GenerateRequest, bootstrap: Bootstrap | None = None
+    ) -> AsyncGenerator[TokenDelta, None]:
+        self.requests.append(request)
+        self.bootstraps.append(bootstrap)
+        is_finished = False
+        try:
+            async for delta in self._deltas(request):
+                self.num_yielded += 1
+                is_finished = delta.finish is not None
+                yield delta
+        except TandemError:
+            is_finished = True
+            raise
+        finally:
+            self.aborts.pop(request.request_id, None)
+            if not is_finished:
+                self.cancelled.append(request.request_id)
+                self.has_cancelled.set()
+
+    async def _deltas(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        aborted = self.aborts[request.request_id] = asyncio.Event()
+        index = 0
+        for step in self.script(request):
+            if isinstance(step, TandemError):
+                raise step
+            if isinstance(step, asyncio.Event):
+                await _first_of(step, aborted)
+                if aborted.is_set():
+                    yield self._delta(request, index, End([], Finish(reason="abort")))
+                    return
+            else:
+                end = step if isinstance(step, End) else End(step, None)
+                yield self._delta(request, index, end)
+                index += len(end.token_ids)
+                await asyncio.sleep(0)
+
+    def _delta(self, request: GenerateRequest, index: int, end: End) -> TokenDelta:
+        return TokenDelta(
+            request_id=request.request_id,
+            attempt=0,
+            index=index,
+            token_ids=end.token_ids,
+            finish=end.finish,
+            cached_tokens=0 if index else len(request.prompt_ids) // 2,
+        )
+
+    async def abort(self, request_id: str) -> bool:
+        event = self.aborts.get(request_id)
+        if event is not None:
+            event.set()
+        return event is not None
+
+    async def flush_cache(self) -> None:
+        self.num_flushes += 1
+
+    def health(self) -> Health:
+        return Health(self.is_serving, "serving" if self.is_serving else "no node")
+
+    def server_info(self):
+        return {"role": "fake"}
+
+    def metrics(self) -> str:
+        return "# HELP fake_total Of the fake.\n# TYPE fake_total counter\nfake_total 1.0\n"
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    tasks = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

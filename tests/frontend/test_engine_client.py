@@ -1,0 +1,177 @@
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from frontend.engine_client import EngineClient
+from tests.router.fake_node import FakeEngine, delta, request, until
+from wire.errors import EngineFailed, InvalidRequest, PeerLost
+from wire.ids import Epoch
+from wire.messages import Cancel, FlushCache, NodeLoad, Pong, StartColocated, TokenBatch
+
+START = StartColocated(request=request())
+
+
+@asynccontextmanager
+async def connected(engine: FakeEngine, epoch=None):
+    client = EngineClient(engine.address, epoch=epoch)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(client.run())
+        async with asyncio.timeout(5):
+            await client.answered.wait()
+        yield client
+        client.stop()
+
+
+@pytest.fixture
+async def engine():
+    engine = FakeEngine(load=NodeLoad(num_running=3))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+async def client(engine):
+    async with connected(engine, engine.epoch) as client:
+        yield client
+
+
+async def read(stream) -> list:
+    async with asyncio.timeout(5):
+        return [part async for part in stream]
+
+
+def ids_of(parts) -> list[int]:
+    return [token for part in parts for token in part.token_ids]
+
+
+async def test_tokens_reach_their_stream_and_the_finish_ends_it(client, engine):
+    stream = client.generate(START)
+    start = await engine.next(StartColocated)
+    engine.say(start, 0, [5])
+    engine.say(start, 1, [6, 7], "length")
+    parts = await read(stream)
+    assert ids_of(parts) == [5, 6, 7]
+    assert parts[-1].finish.reason == "length"
+    assert client.num_streams == 0
+
+
+async def test_one_message_is_spread_over_its_requests(client, engine):
+    other = StartColocated(request=request(request_id="r2"))
+    streams = [client.generate(START), client.generate(other)]
+    await engine.next(StartColocated)
+    await engine.next(StartColocated)
+    deltas = [delta(START, 0, [1], "stop"), delta(other, 0, [2], "stop")]
+    engine.send(TokenBatch(epoch=engine.epoch, deltas=deltas))
+    assert [ids_of(await read(stream)) for stream in streams] == [[1], [2]]
+
+
+async def test_what_waits_for_a_slow_reader_is_one_delta(client):
+    stream = client.generate(START)
+    for index in range(100):
+        stream.put(delta(START, index, [index]))
+    stream.put(delta(START, 100, [], "stop"))
+    only = stream.take()
+    assert only.token_ids == list(range(100))
+    assert only.finish.reason == "stop"
+    assert stream.take() is None
+
+
+async def test_deltas_that_do_not_continue_each_other_stay_apart(client):
+    stream = client.generate(START)
+    stream.put(delta(START, 0, [1]))
+    stream.put(delta(START, 0, [1]))
+    assert [stream.take().index, stream.take().index] == [0, 0]
+
+
+async def test_a_failure_is_raised_after_the_tokens_before_it(client, engine):
+    stream = client.generate(START)
+    start = await engine.next(StartColocated)
+    engine.say(start, 0, [5])
+    engine.fail(start, EngineFailed("out of luck"))
+    received = []
+    with pytest.raises(EngineFailed, match="out of luck"):
+        async for part in stream:
+            received += part.token_ids
+    assert received == [5]
+
+
+async def test_tokens_of_another_attempt_are_passed_over(client, engine):
+    stream = client.generate(START)
+    await engine.next(StartColocated)
+    engine.say(StartColocated(request=request(), attempt=7), 0, [9])
+    engine.say(START, 0, [5], "stop")
+    assert ids_of(await read(stream)) == [5]
+
+
+async def test_leaving_a_stream_early_cancels_once(client, engine):
+    with client.generate(START) as stream:
+        await engine.next(StartColocated)
+    stream.close()
+    assert await engine.next(Cancel) == Cancel(request_id="r1")
+    client.flush_cache()
+    await engine.next(FlushCache)  # and no second Cancel before it
+
+
+async def test_a_stream_that_ended_is_not_cancelled(client, engine):
+    with client.generate(START) as stream:
+        engine.say(await engine.next(StartColocated), 0, [5], "stop")
+        await read(stream)
+    client.flush_cache()
+    await engine.next(FlushCache)
+
+
+async def test_an_aborted_request_ends_with_that_reason_and_is_cancelled(client, engine):
+    stream = client.generate(START)
+    engine.say(await engine.next(StartColocated), 0, [5])
+    await until(lambda: stream.take() is not None)
+    assert client.abort("r1")
+    (last,) = await read(stream)
+    assert (last.index, last.token_ids, last.finish.reason) == (1, [], "abort")
+    await engine.next(Cancel)
+    assert not client.abort("r1")
+
+
+async def test_a_second_stream_for_one_attempt_is_refused(client):
+    with client.generate(START), pytest.raises(InvalidRequest, match="in use"):
+        client.generate(START)
+
+
+async def test_the_engines_death_ends_every_stream(engine):
+    async with connected(engine) as client:
+        streams = [client.generate(START), client.generate(StartColocated(request=request(request_id="r2")))]
+        engine.close()
+        for stream in streams:
+            with pytest.raises(PeerLost, match="connection broke"):
+                await read(stream)
+        with pytest.raises(PeerLost):
+            client.generate(START)
+
+
+async def test_a_message_of_another_life_ends_every_stream(client, engine):
+    stream = client.generate(START)
+    await engine.next(StartColocated)
+    engine.send(Pong(epoch=Epoch(engine.epoch + 1), load=NodeLoad()))
+    with pytest.raises(PeerLost, match="restarted"):
+        await read(stream)
+    assert not client.is_up
+
+
+async def test_stopping_the_client_ends_every_stream(client):
+    stream = client.generate(START)
+    client.stop()
+    with pytest.raises(PeerLost):
+        await read(stream)
+
+
+async def test_the_load_is_what_the_engine_last_said(client):
+    assert client.load.num_running == 3
+
+
+async def test_a_client_without_an_engine_is_not_up_and_starts_nothing():
+    client = EngineClient("tcp://127.0.0.1:1")
+    with pytest.raises(PeerLost):
+        client.generate(START)
+    assert client.num_streams == 0
+    client.stop()
+    await client.run()

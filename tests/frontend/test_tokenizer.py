@@ -1,0 +1,157 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from frontend.tokenizer import Tokenizer
+from wire.errors import ConfigInvalid, InvalidRequest
+
+TEXTS = [
+    "The capital of France is",
+    "  leading, trailing  \n\n\ttabs",
+    "def f(x):\n    return x ** 2  # 数字\n",
+    "日本語のテキストと한국어 텍스트",
+    "👩‍👩‍👧‍👦 🇫🇷 ﷽ e\u0301",
+    "<|im_start|>user\nhi<|im_end|>",
+    "x\x00\x04y",
+]
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Bonjour"},
+    {"role": "assistant", "content": "Salut"},
+    {"role": "user", "content": "ça va ?"},
+]
+# transformers is the oracle; it runs in a process of its own, for this one must not import torch.
+ORACLE = """
+import json, sys
+from transformers import AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+job = json.load(sys.stdin)
+ids = [tokenizer.encode(text) for text in job["texts"]]
+print(json.dumps({
+    "ids": ids,
+    "texts": [tokenizer.decode(one, skip_special_tokens=True) for one in ids],
+    "raw_texts": [tokenizer.decode(one) for one in ids],
+    "chat": tokenizer.apply_chat_template(job["chat"], add_generation_prompt=True)["input_ids"],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def oracle(tokenizer_dir):
+    job = json.dumps({"texts": TEXTS, "chat": CHAT})
+    done = subprocess.run(
+        [sys.executable, "-c", ORACLE, tokenizer_dir],
+        input=job,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return json.loads(done.stdout)
+
+
+def test_it_agrees_with_transformers(tokenizer, oracle):
+    ids = [tokenizer.encode(text) for text in TEXTS]
+    assert ids == oracle["ids"]
+    assert [tokenizer.decode(one) for one in ids] == oracle["texts"]
+    assert [tokenizer.decode(one, skip_special_tokens=False) for one in ids] == oracle["raw_texts"]
+    assert tokenizer.apply_chat_template(CHAT) == oracle["chat"]
+
+
+def test_a_batch_is_encoded_as_each_text_alone(tokenizer):
+    assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
+
+
+@given(st.text(max_size=200) | st.text(alphabet="# \n\x04=-", max_size=500))
+def test_the_least_number_of_tokens_is_never_above_the_true_one(tokenizer, text):
+    assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
+
+
+def test_the_least_number_of_tokens_of_a_huge_text_is_large(tokenizer):
+    assert tokenizer.least_tokens("a" * 10_000_000) > 100_000
+
+
+def test_a_directory_without_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ConfigInvalid, match="no tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_broken_tokenizer_file_is_refused():
+    with pytest.raises(ConfigInvalid, match=r"tokenizer\.json"):
+        Tokenizer.from_files({"tokenizer.json": "{}"})
+
+
+def with_config(tokenizer, **config):
+    return Tokenizer.from_files(
+        {
+            "tokenizer.json": tokenizer.backend.to_str(),
+            "tokenizer_config.json": json.dumps(config),
+        }
+    )
+
+
+def test_add_bos_token_in_the_configuration_is_obeyed(tokenizer):
+    changed = with_config(
+        tokenizer, add_bos_token=True, bos_token={"content": "<|im_start|>", "lstrip": False}
+    )
+    assert changed.encode("hi") == [1, *tokenizer.encode("hi")]
+    assert changed.encode("hi", add_special_tokens=False) == tokenizer.encode("hi")
+
+
+def test_templates_may_be_a_list_of_named_ones(tokenizer):
+    changed = with_config(
+        tokenizer,
+        chat_template=[
+            {"name": "default", "template": "plain"},
+            {"name": "tool_use", "template": "{{ tools | length }} tools"},
+        ],
+    )
+    assert changed.render_chat(CHAT) == "plain"
+    assert changed.render_chat(CHAT, tools=[{"type": "function"}]) == "1 tools"
+
+
+def test_a_template_sees_what_transformers_gives_it(tokenizer):
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{{ m | tojson }}{% endfor %}{{ strftime_now('%Y') | length }}{{ flag }}"
+        "{% generation %}made{% endgeneration %}"
+    )
+    changed = with_config(tokenizer, chat_template=template, bos_token="<s>")
+    text = changed.render_chat([{"role": "user", "content": "<é>"}] * 2, extra={"flag": "!"})
+    assert text == '<s>{"role": "user", "content": "<é>"}4!made'
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0]['content'] + 1 }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    ],
+)
+def test_an_error_in_a_template_is_the_clients(tokenizer, template):
+    with pytest.raises(InvalidRequest, match="chat template"):
+        with_config(tokenizer, chat_template=template).render_chat(CHAT)
+
+
+def test_a_model_without_template_says_what_to_use_instead(tokenizer):
+    with pytest.raises(InvalidRequest, match="/v1/completions"):
+        with_config(tokenizer).render_chat(CHAT)
+
+
+def test_a_template_that_is_not_jinja_is_refused_at_the_start(tokenizer):
+    with pytest.raises(ConfigInvalid, match="Jinja"):
+        with_config(tokenizer, chat_template="{% for %}")
+
+
+def test_the_frontend_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys, frontend.app, frontend.server\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,40 @@
+import pytest
+
+from frontend.tokenizer import Tokenizer
+from frontend.tokenizer_files import tokenizer_files, tokenizer_hash, write_tokenizer_files
+from wire.errors import ConfigInvalid
+
+
+def test_files_written_elsewhere_make_the_same_tokenizer(tokenizer_dir, tmp_path):
+    files = tokenizer_files(tokenizer_dir)
+    copy = write_tokenizer_files(files, tmp_path)
+    assert tokenizer_files(copy) == files
+    assert copy.name == tokenizer_hash(files)
+    chat = [{"role": "user", "content": "hi"}]
+    loaded = Tokenizer.load(copy)
+    assert loaded.render_chat(chat) == Tokenizer.load(tokenizer_dir).render_chat(chat)
+
+
+def test_writing_the_same_files_again_changes_nothing(tmp_path):
+    files = {"tokenizer.json": "{}"}
+    assert write_tokenizer_files(files, tmp_path) == write_tokenizer_files(files, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", ["../evil", "/etc/passwd", "sub/tokenizer.json", "model.py", ""])
+def test_a_file_name_of_the_peers_own_is_refused(tmp_path, name):
+    with pytest.raises(ConfigInvalid, match="tokenizer file"):
+        write_tokenizer_files({"tokenizer.json": "{}", name: "x"}, tmp_path / "cache")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_hash_tells_apart_where_one_file_ends_and_the_next_begins():
+    one = tokenizer_hash({"tokenizer.json": "ab", "tokenizer_config.json": "c"})
+    other = tokenizer_hash({"tokenizer.json": "a", "tokenizer_config.json": "bc"})
+    assert one != other
+
+
+def test_a_directory_without_tokenizer_has_no_files_and_no_hash(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert tokenizer_files(tmp_path) == {}
+    assert tokenizer_hash({}) == ""

@@ -1,0 +1,52 @@
+"""A decode pool in a process of its own, for tests that kill or stop it, or its writer.
+
+`python far_end.py listen NAME` prints its offer and permits page 0 ... 7 to room 1.
+`python far_end.py write NAME` reads an offer and writes to it for ever, page after page.
+"""
+
+import os
+import sys
+
+import msgspec
+import numpy as np
+
+from kvtransfer.layout import KVLayout
+from kvtransfer.plan import PagedTokens, plan_copies
+from kvtransfer.region import MemoryRegion
+from kvtransfer.transports.base import Pool
+from kvtransfer.transports.shm import ShmTransport
+from kvtransfer.transports.tcp import TcpTransport
+from wire.ids import Room
+from wire.messages import TransportOffer
+
+LAYOUT = KVLayout(
+    num_pages=8, page_size=16, num_layers=4, num_kv_heads=8, head_dim=64, dtype="f", itemsize=64
+)
+TRANSPORTS = {"shm": ShmTransport, "tcp": TcpTransport}
+
+
+def whole_pool():
+    everything = PagedTokens(LAYOUT, range(8))
+    return plan_copies(everything, everything, range(8 * 16))
+
+
+def main(what: str, name: str) -> None:
+    region = MemoryRegion.shared(LAYOUT.pool_bytes, "farend")
+    transport = TRANSPORTS[name]()
+    if what == "listen":
+        listener = transport.listen(Pool(region, LAYOUT.page_bytes, 8))
+        admission = listener.admit("127.0.0.1")
+        listener.permit(admission.peer, Room(1), range(8))
+        print(msgspec.json.encode(admission.offer).decode(), flush=True)
+        sys.stdin.read()
+        os._exit(0)
+    offer = msgspec.json.decode(sys.stdin.readline(), type=TransportOffer)
+    region.array()[:] = np.arange(LAYOUT.pool_bytes, dtype=np.uint8)
+    connection = transport.connect(offer, region)
+    while True:
+        connection.write(Room(1), whole_pool())
+        print("written", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

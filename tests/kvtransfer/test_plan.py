@@ -1,0 +1,118 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransfer.layout import KVLayout
+from kvtransfer.plan import CopyPlan, HeadRange, PagedTokens, plan_copies, touched_pages
+
+
+def layout(page_size=4, heads=2, num_pages=12):
+    return KVLayout(num_pages, page_size, 2, heads, 3, "int16", 2)
+
+
+def pool(shape: KVLayout, fill) -> np.ndarray:
+    sizes = (shape.num_pages, shape.num_layers, 2, shape.num_kv_heads, shape.page_size, 3)
+    return fill(sizes)
+
+
+def execute(plan: CopyPlan, source: np.ndarray, destination: np.ndarray) -> np.ndarray:
+    src, dst = source.reshape(-1).view(np.uint8), destination.copy().reshape(-1).view(np.uint8)
+    for begin, to, size in plan.copies():
+        dst[to : to + size] = src[begin : begin + size]
+    return dst.view(np.int16).reshape(destination.shape)
+
+
+def by_element(source, destination, tokens, heads, src, dst):
+    """What a plan should do, said in the slowest way."""
+    out = dst.copy()
+    for token in tokens:
+        page, slot = divmod(token - source.first_token, source.layout.page_size)
+        to_page, to_slot = divmod(token - destination.first_token, destination.layout.page_size)
+        for h in range(heads.num_heads):
+            out[destination.page_ids[to_page], :, :, heads.destination_first + h, to_slot] = src[
+                source.page_ids[page], :, :, heads.source_first + h, slot
+            ]
+    return out
+
+
+@st.composite
+def problems(draw):
+    heads_src, heads_dst = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    count = draw(st.integers(1, min(heads_src, heads_dst)))
+    heads = HeadRange(
+        draw(st.integers(0, heads_src - count)), draw(st.integers(0, heads_dst - count)), count
+    )
+    sides = []
+    for num_heads in (heads_src, heads_dst):
+        shape = layout(draw(st.integers(1, 8)), num_heads)
+        pages = draw(st.permutations(range(shape.num_pages)))[: draw(st.integers(1, 6))]
+        sides.append(PagedTokens(shape, pages, draw(st.integers(0, 5))))
+    begin = max(side.first_token for side in sides)
+    end = max(begin, min(side.end_token for side in sides))
+    first = draw(st.integers(begin, end))
+    return *sides, range(first, draw(st.integers(first, end))), heads
+
+
+@given(problems())
+def test_a_plan_writes_exactly_what_copying_element_by_element_would(problem):
+    source, destination, tokens, heads = problem
+    rng = np.random.default_rng(0)
+    src = pool(source.layout, lambda s: rng.integers(0, 30000, s, np.int16))
+    dst = pool(destination.layout, lambda s: np.full(s, -1, np.int16))
+    plan = plan_copies(source, destination, tokens, heads)
+    expected = by_element(source, destination, tokens, heads, src, dst)
+    np.testing.assert_array_equal(execute(plan, src, dst), expected)
+
+
+@given(problems(), st.integers(1, 500), st.integers(1, 9))
+def test_batches_do_the_same_copies_within_their_limits(problem, max_bytes, max_copies):
+    source, destination, tokens, heads = problem
+    rng = np.random.default_rng(0)
+    src = pool(source.layout, lambda s: rng.integers(0, 30000, s, np.int16))
+    whole = plan_copies(source, destination, tokens, heads)
+    once = execute(whole, src, pool(destination.layout, lambda s: np.full(s, -1, np.int16)))
+    out = pool(destination.layout, lambda s: np.full(s, -1, np.int16))
+    for batch in whole.batches(max_bytes, max_copies):
+        assert 0 < len(batch) <= max_copies
+        assert batch.total_bytes <= 2 * max_bytes
+        assert batch.size_bytes.max() <= max_bytes
+        out = execute(batch, src, out)
+    np.testing.assert_array_equal(out, once)
+
+
+def test_equal_pages_that_are_apart_become_one_copy_each():
+    shape = layout()
+    plan = plan_copies(
+        PagedTokens(shape, [1, 5, 9]), PagedTokens(shape, [2, 4, 6]), range(12)
+    )
+    assert plan.size_bytes.tolist() == [shape.page_bytes] * 3
+    assert (plan.source_offset // shape.page_bytes).tolist() == [1, 5, 9]
+
+
+def test_pages_adjacent_on_both_sides_become_one_copy():
+    shape = layout()
+    plan = plan_copies(
+        PagedTokens(shape, [1, 2, 3, 7]), PagedTokens(shape, [4, 5, 6, 7]), range(16)
+    )
+    assert plan.size_bytes.tolist() == [3 * shape.page_bytes, shape.page_bytes]
+
+
+def test_no_tokens_need_no_copies():
+    plan = plan_copies(PagedTokens(layout(), [1]), PagedTokens(layout(), []), range(0))
+    assert (len(plan), plan.total_bytes, list(plan.batches(100, 10))) == (0, 0, [])
+
+
+def test_a_page_outside_the_pool_is_refused():
+    with pytest.raises(ValueError, match="outside the pool of 12"):
+        plan_copies(PagedTokens(layout(), [12]), PagedTokens(layout(), [0]), range(4))
+
+
+def test_tokens_that_a_side_does_not_cover_are_refused():
+    with pytest.raises(ValueError, match="asked for"):
+        plan_copies(PagedTokens(layout(), [1]), PagedTokens(layout(), [0, 1]), range(8))
+
+
+def test_a_run_touches_every_page_it_lies_in():
+    pages = touched_pages(np.array([5, 30]), np.array([10, 1]), 10)
+    assert pages.tolist() == [0, 1, 3]

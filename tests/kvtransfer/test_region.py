@@ -1,0 +1,59 @@
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from kvtransfer.region import SHM_DIR, MemoryRegion, sweep_stale
+from wire.errors import ConfigInvalid
+
+
+@pytest.mark.parametrize("make", [MemoryRegion.shared, MemoryRegion.private])
+def test_a_region_is_zeroed_writable_and_where_it_says(make):
+    with make(10_000) as region:
+        assert bytes(region.buffer) == bytes(10_000)
+        region.array()[7] = 42
+        assert region.buffer[7] == 42
+        assert region.address % 4096 == 0
+
+
+def test_a_closed_shared_region_leaves_no_file():
+    region = MemoryRegion.shared(4096)
+    path = region.path
+    assert path.exists()
+    region.close()
+    region.close()
+    assert not path.exists()
+
+
+def test_closing_under_a_tensor_keeps_the_tensors_memory():
+    region = MemoryRegion.shared(4096)
+    array = region.array()
+    region.close()
+    array[0] = 1  # would crash if the memory were unmapped
+
+
+def test_a_dead_owners_files_are_swept_and_a_living_owners_are_not():
+    code = (
+        "import time; from kvtransfer.region import MemoryRegion; "
+        "r = MemoryRegion.shared(4096, 'doomed'); print(r.path, flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    with child, MemoryRegion.shared(4096) as ours:
+        path = SHM_DIR / os.path.basename(child.stdout.readline().strip())
+        belonging = path.with_suffix(".abc.ctl")
+        belonging.touch()
+        assert path not in sweep_stale()
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        assert path in sweep_stale()
+        assert not path.exists()
+        assert not belonging.exists()
+        assert ours.path.exists()
+
+
+def test_a_pool_that_does_not_fit_is_refused_with_what_to_do():
+    with pytest.raises(ConfigInvalid, match="--shm-size"):
+        MemoryRegion.shared(1 << 60)
+    assert not list(SHM_DIR.glob("tandem-kv-*.pool"))

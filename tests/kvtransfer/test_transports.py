@@ -1,0 +1,408 @@
+"""One set of checks for every transport."""
+
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvtransfer.layout import KVLayout
+from kvtransfer.plan import CopyPlan, PagedTokens, plan_copies
+from kvtransfer.region import SHM_DIR, MemoryRegion
+from kvtransfer.transports import tcp_frames as frames
+from kvtransfer.transports.base import Pool, TransportConfig
+from kvtransfer.transports.loopback import Fault, LoopbackTransport
+from kvtransfer.transports.registry import choose, listen, transports
+from kvtransfer.transports.shm import ShmTransport
+from kvtransfer.transports.tcp import TcpTransport
+from wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from wire.ids import Room
+from wire.messages import TransportOffer
+
+NUM_PAGES = 64
+LAYOUT = KVLayout(
+    num_pages=NUM_PAGES,
+    page_size=16,
+    num_layers=4,
+    num_kv_heads=4,
+    head_dim=32,
+    dtype="bfloat16",
+    itemsize=2,
+)
+ROOM = Room(1)
+FAR_END = Path(__file__).with_name("far_end.py")
+MAKERS = {"loopback": LoopbackTransport, "shm": ShmTransport, "tcp": TcpTransport}
+OTHER_PROCESS = ["shm", "tcp"]
+
+
+class Pair:
+    """A listener and a connection to it, over pools of random and of zero bytes."""
+
+    def __init__(self, transport):
+        self.source = MemoryRegion.private(LAYOUT.pool_bytes)
+        self.destination = MemoryRegion.shared(LAYOUT.pool_bytes, "conformance")
+        self.source.array()[:] = np.random.default_rng(0).integers(
+            0, 256, LAYOUT.pool_bytes, np.uint8
+        )
+        self.transport = transport
+        self.listener = transport.listen(Pool(self.destination, LAYOUT.page_bytes, NUM_PAGES))
+        self.admission = self.listener.admit("127.0.0.1")
+        self.peer = self.admission.peer
+        self.connection = transport.connect(self.admission.offer, self.source)
+
+    def plan(self, source_pages, destination_pages):
+        tokens = range(len(source_pages) * LAYOUT.page_size)
+        return plan_copies(
+            PagedTokens(LAYOUT, source_pages), PagedTokens(LAYOUT, destination_pages), tokens
+        )
+
+    def page(self, region, page):
+        at = page * LAYOUT.page_bytes
+        return hashlib.sha256(region.buffer[at : at + LAYOUT.page_bytes]).hexdigest()
+
+    def close(self):
+        self.connection.close()
+        self.listener.close()
+        self.source.close()
+        self.destination.close()
+
+
+@pytest.fixture(params=MAKERS)
+def pair(request):
+    made = Pair(MAKERS[request.param]())
+    yield made
+    made.close()
+    assert not list(SHM_DIR.glob("tandem-conformance-*"))
+
+
+def test_scattered_pages_land_where_the_plan_says_and_nowhere_else(pair):
+    rng = np.random.default_rng(1)
+    source = rng.permutation(NUM_PAGES)[:40].tolist()
+    destination = rng.permutation(NUM_PAGES)[:40].tolist()
+    pair.listener.permit(pair.peer, ROOM, destination)
+    pair.connection.write(ROOM, pair.plan(source, destination))
+    for begin, to in zip(source, destination, strict=True):
+        assert pair.page(pair.destination, to) == pair.page(pair.source, begin)
+    untouched = set(range(NUM_PAGES)) - set(destination)
+    view = pair.destination.array().reshape(NUM_PAGES, -1)
+    assert not view[sorted(untouched)].any()
+
+
+def test_pages_of_another_size_land_in_slices(pair):
+    small = KVLayout(NUM_PAGES, 8, 4, 4, 32, "bfloat16", 2)
+    plan = plan_copies(PagedTokens(small, [9, 3, 5]), PagedTokens(LAYOUT, [7, 1]), range(24))
+    pair.listener.permit(pair.peer, ROOM, [7, 1])
+    pair.connection.write(ROOM, plan)
+    source, destination = pair.source.array(), pair.destination.array()
+    for begin, to, size in plan.copies():
+        assert (destination[to : to + size] == source[begin : begin + size]).all()
+
+
+def test_an_empty_plan_lands_at_once(pair):
+    pair.listener.permit(pair.peer, ROOM, [])
+    pair.connection.write(ROOM, pair.plan([], []))
+
+
+@pytest.mark.parametrize("destination", [[3, 4], [2, 3, 4, 5, 6]])
+def test_a_write_outside_the_grant_is_refused(pair, destination):
+    pair.listener.permit(pair.peer, ROOM, [2, 3, 5, 6])
+    pair.listener.permit(pair.peer, Room(2), [4])
+    with pytest.raises(TransferRefused):
+        pair.connection.write(ROOM, pair.plan(destination, destination))
+    assert not pair.destination.array()[4 * LAYOUT.page_bytes : 5 * LAYOUT.page_bytes].any()
+
+
+def test_a_write_after_the_grant_was_revoked_is_refused(pair):
+    pair.listener.permit(pair.peer, ROOM, [3])
+    pair.connection.write(ROOM, pair.plan([3], [3]))
+    pair.listener.revoke(pair.peer, ROOM)
+    with pytest.raises(TransferRefused):
+        pair.connection.write(ROOM, pair.plan([4], [3]))
+    assert pair.page(pair.destination, 3) == pair.page(pair.source, 3)
+
+
+LIES = pytest.mark.parametrize(
+    ("offset", "size"),
+    [
+        (-LAYOUT.page_bytes, LAYOUT.page_bytes),
+        (LAYOUT.pool_bytes - 10, 11),
+        (2**63 - 10, 100),
+        (0, 2**62),
+        (0, LAYOUT.pool_bytes + 1),
+        (0, 0),
+        (0, -5),
+    ],
+)
+
+
+def lie(offset, size):
+    return CopyPlan(*(np.array([number], np.int64) for number in (0, offset, size)))
+
+
+@LIES
+def test_a_copy_that_leaves_the_pool_is_refused(pair, offset, size):
+    pair.listener.permit(pair.peer, ROOM, range(NUM_PAGES))
+    with pytest.raises(TransferRefused):
+        pair.connection.write(ROOM, lie(offset, size))
+    assert not pair.destination.array().any()
+
+
+def test_a_fenced_peer_cannot_write_and_the_others_can(pair):
+    other = pair.listener.admit("127.0.0.1")
+    connection = pair.transport.connect(other.offer, pair.source)
+    for peer in (pair.peer, other.peer):
+        pair.listener.permit(peer, ROOM, [3])
+    pair.listener.fence(pair.peer)
+    pair.listener.fence(pair.peer)
+    with pytest.raises(PeerLost):
+        pair.connection.write(ROOM, pair.plan([5], [3]))
+    connection.write(ROOM, pair.plan([6], [3]))
+    assert pair.page(pair.destination, 3) == pair.page(pair.source, 6)
+    connection.close()
+
+
+def test_a_fenced_peers_offer_is_worth_nothing(pair):
+    pair.listener.fence(pair.peer)
+    with pytest.raises(TransferRefused):
+        pair.transport.connect(pair.admission.offer, pair.source)
+
+
+def test_a_closed_connection_does_not_write(pair):
+    pair.listener.permit(pair.peer, ROOM, [3])
+    pair.connection.close()
+    with pytest.raises(PeerLost):
+        pair.connection.write(ROOM, pair.plan([3], [3]))
+
+
+def test_an_offer_that_is_not_understood_is_refused(pair):
+    nonsense = TransportOffer(name=pair.transport.name, descriptor={"pool": "../../etc/passwd"})
+    with pytest.raises(TransferRefused):
+        pair.transport.connect(nonsense, pair.source)
+
+
+# ── peers that die ───────────────────────────────────────────────────────────────────────────────
+
+
+def far_end(what, name):
+    return subprocess.Popen(
+        [sys.executable, FAR_END, what, name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+
+
+def far_plan():
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    spec = spec_from_file_location("far_end", FAR_END)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.LAYOUT, module.whole_pool()
+
+
+@pytest.mark.parametrize("name", OTHER_PROCESS)
+def test_a_writer_notices_that_the_pools_owner_was_killed(name):
+    layout, plan = far_plan()
+    with far_end("listen", name) as child, MemoryRegion.private(layout.pool_bytes) as region:
+        offer = msgspec.json.decode(child.stdout.readline(), type=TransportOffer)
+        connection = MAKERS[name]().connect(offer, region)
+        connection.write(ROOM, plan)
+        with ThreadPoolExecutor(1) as thread:
+            killing = thread.submit(child.send_signal, signal.SIGKILL)
+            with pytest.raises(PeerLost):
+                while True:
+                    connection.write(ROOM, plan)
+            killing.result()
+        connection.close()
+
+
+@pytest.mark.parametrize("name", OTHER_PROCESS)
+@pytest.mark.parametrize("death", [signal.SIGKILL, None])
+def test_nothing_is_written_after_a_busy_writer_is_fenced(name, death):
+    layout, _ = far_plan()
+    with MemoryRegion.shared(layout.pool_bytes, "fence") as region, far_end("write", name) as child:
+        listener = MAKERS[name]().listen(Pool(region, layout.page_bytes, 8))
+        admission = listener.admit("127.0.0.1")
+        listener.permit(admission.peer, ROOM, range(8))
+        child.stdin.write(msgspec.json.encode(admission.offer).decode() + "\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "written\n"
+        if death:
+            child.send_signal(death)
+        listener.fence(admission.peer)
+        region.array()[:] = 7
+        child.stdout.read()  # to the end: the writer died of PeerLost, or was killed
+        assert (region.array() == 7).all()
+        listener.close()
+
+
+def test_a_fence_waits_for_a_writer_stopped_in_the_middle_of_a_copy():
+    pair = Pair(ShmTransport())
+    pair.listener.permit(pair.peer, ROOM, [0])
+    with pair.connection._turn():  # as if SIGSTOPped here
+        fence = threading.Thread(target=pair.listener.fence, args=(pair.peer,))
+        fence.start()
+        fence.join(0.05)
+        assert fence.is_alive()
+    fence.join(5)
+    assert not fence.is_alive()
+    pair.close()
+
+
+# ── tcp ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def tcp():
+    pair = Pair(TcpTransport(TransportConfig(num_streams=1)))
+    yield pair
+    pair.close()
+
+
+def stream_to(pair, secret=None):
+    facts = pair.admission.offer.descriptor
+    sock = socket.create_connection((facts["host"], facts["port"]), 5)
+    challenge = frames.receive_exactly(sock, frames.CHALLENGE_BYTES)
+    key = secret or bytes.fromhex(facts["secret"])
+    sock.sendall(facts["peer"].encode() + frames.proof(key, challenge))
+    if secret is None:
+        assert frames.receive_exactly(sock, 1) == frames.ACCEPTED
+    return sock
+
+
+@pytest.mark.parametrize("num_copies", [-1, 0, frames.MAX_COPIES + 1, 2**62])
+def test_a_table_of_a_senseless_length_is_refused_unread_and_counted(tcp, num_copies):
+    with stream_to(tcp) as sock:
+        sock.sendall(frames.HEADER.pack(ROOM, num_copies))
+        assert frames.receive_exactly(sock, 1) == frames.REFUSED
+    assert tcp.listener.num_violations == 1
+
+
+@LIES
+def test_a_header_that_lies_about_offset_or_size_is_refused_unread(tcp, offset, size):
+    tcp.listener.permit(tcp.peer, ROOM, range(NUM_PAGES))
+    with stream_to(tcp) as sock:
+        sock.sendall(frames.table_of(ROOM, lie(offset, size)))
+        assert frames.receive_exactly(sock, 1) == frames.REFUSED
+    assert tcp.listener.num_violations == 1
+
+
+def test_many_copies_that_together_pass_the_pool_are_refused_unread(tcp):
+    tcp.listener.permit(tcp.peer, ROOM, range(NUM_PAGES))
+    one = tcp.plan([*range(NUM_PAGES)], [*range(NUM_PAGES)])
+    twice = CopyPlan(
+        *(np.repeat(a, 2) for a in (one.source_offset, one.destination_offset, one.size_bytes))
+    )
+    with stream_to(tcp) as sock:
+        sock.sendall(frames.table_of(ROOM, twice))
+        assert frames.receive_exactly(sock, 1) == frames.REFUSED
+
+
+def test_a_stream_without_the_secret_is_cut(tcp):
+    with stream_to(tcp, secret=bytes(32)) as sock, pytest.raises(PeerLost):
+        frames.receive_exactly(sock, 1)
+    assert tcp.listener.num_violations == 1
+
+
+def test_a_peer_that_breaks_its_word_and_still_sends_is_cut_by_the_revocation(tcp):
+    tcp.listener.permit(tcp.peer, ROOM, [3])
+    plan = tcp.plan([3], [3])
+    with stream_to(tcp) as sock:
+        sock.sendall(frames.table_of(ROOM, plan) + b"\xff" * 10)
+        known = tcp.listener._peers[tcp.peer]
+        with tcp.listener._changed:
+            assert tcp.listener._changed.wait_for(lambda: ROOM in known.reading.values(), 5)
+        tcp.listener.revoke(tcp.peer, ROOM)
+        with pytest.raises(PeerLost):
+            frames.receive_exactly(sock, 1)
+
+
+def test_a_large_write_goes_over_several_streams():
+    layout = KVLayout(64, 16, 8, 8, 64, "bfloat16", 2)
+    with (
+        MemoryRegion.private(layout.pool_bytes) as source,
+        MemoryRegion.private(layout.pool_bytes) as destination,
+    ):
+        source.array()[:] = np.random.default_rng(0).integers(0, 256, layout.pool_bytes, np.uint8)
+        transport = TcpTransport(TransportConfig(host="::1", num_streams=3))
+        listener = transport.listen(Pool(destination, layout.page_bytes, 64))
+        admission = listener.admit("::1")
+        connection = transport.connect(admission.offer, source)
+        listener.permit(admission.peer, ROOM, range(64))
+        pages = PagedTokens(layout, range(64))
+        connection.write(ROOM, plan_copies(pages, pages, range(64 * 16)))
+        assert (source.array() == destination.array()).all()
+        connection.close()
+        listener.close()
+
+
+def test_a_listener_on_every_address_offers_the_one_toward_the_peer():
+    transport = TcpTransport(TransportConfig(host="0.0.0.0"))
+    with MemoryRegion.private(4096) as region:
+        listener = transport.listen(Pool(region, 4096, 1))
+        assert listener.admit("127.0.0.1").offer.descriptor["host"] == "127.0.0.1"
+        listener.close()
+
+
+# ── loopback's faults ────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_late_write_after_a_revocation_is_refused():
+    pair = Pair(LoopbackTransport([Fault("late")]))
+    pair.listener.permit(pair.peer, ROOM, [3])
+    pair.connection.write(ROOM, pair.plan([3], [3]))
+    pair.listener.revoke(pair.peer, ROOM)
+    with pytest.raises(TransferRefused):
+        pair.transport.release()
+    assert not pair.destination.array().any()
+    pair.close()
+
+
+# ── choosing ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_auto_takes_shm_where_it_works_and_tcp_where_it_does_not():
+    allowed = transports("auto", TransportConfig())
+    for make, expected in ((MemoryRegion.shared, "shm"), (MemoryRegion.private, "tcp")):
+        with make(4096) as region:
+            listeners = listen(allowed, Pool(region, 4096, 1))
+            offers = [each.admit("127.0.0.1").offer for each in listeners.values()]
+            name, connection = choose(offers, allowed, region)
+            assert name == expected
+            connection.close()
+            for each in listeners.values():
+                each.close()
+
+
+def test_an_shm_offer_of_another_host_falls_back_to_tcp():
+    allowed = transports("shm,tcp", TransportConfig())
+    with MemoryRegion.shared(4096) as region:
+        listeners = listen(allowed, Pool(region, 4096, 1))
+        shm, tcp = (each.admit("127.0.0.1").offer for each in listeners.values())
+        foreign = TransportOffer(name="shm", descriptor={**shm.descriptor, "nonce": "00" * 16})
+        name, connection = choose([foreign, tcp], allowed, region)
+        assert name == "tcp"
+        connection.close()
+        for each in listeners.values():
+            each.close()
+
+
+def test_no_transport_in_common_says_why():
+    offers = [TransportOffer(name="carrier_pigeon", descriptor={})]
+    with MemoryRegion.private(4096) as region, pytest.raises(TransferRefused, match="not enabled"):
+        choose(offers, transports("tcp", TransportConfig()), region)
+
+
+def test_an_unknown_transport_is_refused_naming_those_there_are():
+    with pytest.raises(ConfigInvalid, match="shm, tcp"):
+        transports("carrier_pigeon", TransportConfig())

@@ -1,0 +1,182 @@
+"""A node that speaks the real wire and says what a test tells it: inbox in a thread, HTTP beside."""
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import AsyncIterator
+
+import msgspec
+from aiohttp import web
+
+from wire.channel import Inbox, Peer, Waker, wait
+from wire.errors import PeerLost, TandemError
+from wire.ids import Epoch, RequestId, new_epoch
+from wire.messages import (
+    Finish,
+    GenerateRequest,
+    NodeLoad,
+    Ping,
+    Pong,
+    RequestFailed,
+    SamplingParams,
+    TokenBatch,
+    TokenDelta,
+    ToEngine,
+)
+from wire.node_info import ModelInfo, NodeInfo
+
+TIMEOUT_S = 5
+
+
+def request(prompt_ids=(1, 2, 3), request_id="r1", **fields) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=RequestId(request_id),
+        prompt_ids=list(prompt_ids),
+        sampling=SamplingParams(max_new_tokens=8),
+        **fields,
+    )
+
+
+def delta(start, index, token_ids, reason=None, **fields) -> TokenDelta:
+    return TokenDelta(
+        request_id=start.request.request_id,
+        attempt=start.attempt,
+        index=index,
+        token_ids=list(token_ids),
+        finish=Finish(reason=reason) if reason else None,
+        **fields,
+    )
+
+
+async def until(condition) -> None:
+    """Wait for what the loop will make true."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+class FakeEngine:
+    """An engine's inbox. Pings are answered; everything else is handed to the test in order."""
+
+    def __init__(self, load=NodeLoad(), epoch=None, address="tcp://127.0.0.1:0") -> None:
+        self.epoch = Epoch(epoch or new_epoch())
+        self.load = load
+        self._loop = asyncio.get_running_loop()
+        self._inbox: Inbox[ToEngine] = Inbox(address, ToEngine)
+        self.address, self.port = self._inbox.address, self._inbox.port
+        self._received: asyncio.Queue = asyncio.Queue()
+        self._seen: deque = deque()
+        self._peer: Peer | None = None
+        self._outgoing: deque = deque()
+        self._waker, self._is_closing = Waker(), False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            wait([self._inbox], 5, self._waker)
+            while (envelope := self._inbox.receive()) is not None:
+                self._peer = envelope.peer
+                if isinstance(envelope.message, Ping):
+                    self._outgoing.append(Pong(epoch=self.epoch, load=self.load))
+                else:
+                    self._loop.call_soon_threadsafe(self._received.put_nowait, envelope.message)
+            while self._outgoing:
+                with contextlib.suppress(PeerLost):
+                    self._inbox.send(self._peer, self._outgoing.popleft())
+        self._inbox.close()
+
+    async def next(self, kind):
+        """Return the next message, which is of this kind."""
+        async with asyncio.timeout(TIMEOUT_S):
+            message = await self._received.get()
+        assert isinstance(message, kind), message
+        return message
+
+    def is_idle(self) -> bool:
+        return self._received.empty()
+
+    def send(self, message) -> None:
+        self._outgoing.append(message)
+        self._waker.wake()
+
+    def say(self, start, index, token_ids, reason=None, **fields) -> None:
+        """Send tokens of one attempt."""
+        deltas = [delta(start, index, token_ids, reason, **fields)]
+        self.send(TokenBatch(epoch=self.epoch, deltas=deltas))
+
+    def fail(self, start, error: TandemError) -> None:
+        self.send(
+            RequestFailed(
+                epoch=self.epoch,
+                request_id=start.request.request_id,
+                attempt=start.attempt,
+                error=error.info(),
+            )
+        )
+
+    def close(self) -> None:
+        self._is_closing = True
+        self._waker.wake()
+        self._thread.join()
+        self._waker.close()
+
+
+class FakeNode:
+    """An engine and the HTTP by which a router finds it. Crashes, and comes back, when told."""
+
+    def __init__(self, role: str, fingerprint="model-a", tokenizer_files=None, **info) -> None:
+        self.role, self.fingerprint, self._extra = role, fingerprint, info
+        self._tokenizer_files = tokenizer_files or {}
+        self.num_tokenizer_fetches = 0
+        self.engine = FakeEngine()
+        self.url = ""
+
+    def info(self) -> NodeInfo:
+        fields = {
+            "role": self.role,
+            "version": "test",
+            "epoch": self.engine.epoch,
+            "engine_port": self.engine.port,
+            "bootstrap_port": 8998 if self.role == "prefill" else None,
+            "model": ModelInfo(
+                name="m",
+                fingerprint=self.fingerprint,
+                context_length=100,
+                vocab_size=50,
+                eos_token_ids=[2],
+            ),
+        }
+        return NodeInfo(**fields | self._extra)
+
+    def restart_engine(self) -> None:
+        self.engine.close()
+        self.engine = FakeEngine()
+
+    async def _server_info(self, _request) -> web.Response:
+        known = msgspec.to_builtins(self.info())
+        return web.json_response(known | {"a_field_of_the_future": 1})
+
+    async def _tokenizer(self, _request) -> web.Response:
+        self.num_tokenizer_fetches += 1
+        return web.json_response({"files": self._tokenizer_files})
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator["FakeNode"]:
+        app = web.Application()
+        app.router.add_get("/server_info", self._server_info)
+        app.router.add_get("/tokenizer", self._tokenizer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            self.engine.close()
+            await runner.cleanup()
+
+
+
