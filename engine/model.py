@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging as hf_logging
 
 from engine import attention
 from engine.config import EngineConfig
@@ -57,10 +59,11 @@ def load_model(config: EngineConfig) -> tuple[torch.nn.Module, ModelShape]:
         raise ConfigInvalid(
             f"{path} has no config.json: give a transformers directory or a GGUF file"
         )
+    hf_logging.disable_progress_bar()  # a bar among log lines is noise; `engine.loaded` says it
     try:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
         model = _build(config, hf_config)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigInvalid(f"cannot load the model in {path}: {error}") from error
     model = model.to(config.device).eval().requires_grad_(requires_grad=False)
     return model, _shape(config, model, hf_config)

@@ -33,6 +33,7 @@ from wire.messages import (
     StartColocated,
     StartDecode,
     StartPrefill,
+    ToEngine,
     TokenBatch,
     TokenDelta,
 )
@@ -173,7 +174,8 @@ class EngineClient:
         self.lost = asyncio.Event()
         self._epoch = epoch
         self._streams: dict[StreamKey, TokenStream] = {}
-        self._link: AsyncLink[FromEngine] = AsyncLink(address, FromEngine, key)
+        self._key = key
+        self._link: AsyncLink[FromEngine] | None = None
 
     @override
     def __repr__(self) -> str:
@@ -191,20 +193,22 @@ class EngineClient:
         return len(self._streams)
 
     async def run(self) -> None:
-        """Serve the link until the engine is lost or `stop` is called, then fail what is open."""
+        """Hold the link until the engine is lost or `stop` is called, then fail what is open."""
+        # Opened here, so that a client whose `run` was never reached leaves no socket behind.
+        self._link = link = AsyncLink[FromEngine](self.address, FromEngine, self._key)
         try:
             async with asyncio.TaskGroup() as tasks:
                 serving = [
-                    tasks.create_task(self._receive()),
+                    tasks.create_task(self._receive(link)),
                     tasks.create_task(self._ping()),
-                    tasks.create_task(self._watch()),
+                    tasks.create_task(self._watch(link)),
                 ]
                 await self.lost.wait()
                 for task in serving:
                     task.cancel()
         finally:
             self._lose("this process is closing the link")
-            self._link.close()
+            link.close()
 
     def stop(self) -> None:
         """Make `run` return. Open streams end with `PeerLost`."""
@@ -223,7 +227,7 @@ class EngineClient:
         stream = TokenStream(self, start, wake)
         if stream.key in self._streams:
             raise InvalidRequest(f"request id {start.request.request_id!r} is in use")
-        self._link.send(start)
+        self._send(start)
         self._streams[stream.key] = stream
         return stream
 
@@ -240,12 +244,12 @@ class EngineClient:
         Raises:
             PeerLost: The engine cannot be reached now.
         """
-        self._link.send(FlushCache())
+        self._send(FlushCache())
 
     def cancel(self, request_id: RequestId, attempt: int) -> None:
         """Tell the engine that nobody reads this attempt. A lost engine has forgotten it already."""
         try:
-            self._link.send(Cancel(request_id=request_id, attempt=attempt))
+            self._send(Cancel(request_id=request_id, attempt=attempt))
         except PeerLost as error:
             log.debug("engine.cancel_unsent", address=self.address, reason=error.message)
 
@@ -254,9 +258,14 @@ class EngineClient:
         if self._streams.get(stream.key) is stream:
             del self._streams[stream.key]
 
-    async def _receive(self) -> None:
+    def _send(self, message: ToEngine) -> None:
+        if self._link is None:
+            raise PeerLost(f"the engine at {self.address} is not connected yet")
+        self._link.send(message)
+
+    async def _receive(self, link: AsyncLink[FromEngine]) -> None:
         while True:
-            self._dispatch(await self._link.receive())
+            self._dispatch(await link.receive())
 
     def _dispatch(self, message: FromEngine) -> None:
         self._epoch = self._epoch or message.epoch
@@ -278,14 +287,14 @@ class EngineClient:
     async def _ping(self) -> None:
         while True:
             try:
-                self._link.send(Ping())
+                self._send(Ping())
             except PeerLost:
                 log.debug("engine.unreachable", address=self.address)
             is_known = self.answered.is_set()
             await asyncio.sleep(PING_INTERVAL_S if is_known else FIRST_PING_INTERVAL_S)
 
-    async def _watch(self) -> None:
-        await self._link.wait_lost()
+    async def _watch(self, link: AsyncLink[FromEngine]) -> None:
+        await link.wait_lost()
         self._lose("its connection broke")
 
     def _lose(self, reason: str) -> None:

@@ -8,7 +8,7 @@ import msgspec
 from node.config import NodeConfig
 from node.engine_report import Failed, Ready
 from telemetry.log import get_logger
-from wire.errors import EngineFailed, error_from_info
+from wire.errors import EngineFailed, TandemError, error_from_info
 
 log = get_logger(__name__)
 
@@ -25,12 +25,8 @@ class EngineProcess:
         self._config = config
         self._process: asyncio.subprocess.Process | None = None
 
-    async def start(self) -> Ready:
-        """Start the process and wait until it serves.
-
-        Raises:
-            TandemError: What the engine said when it could not start.
-        """
+    async def start(self) -> Ready | TandemError:
+        """Start the process and wait until it serves, or until it said why it cannot."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -44,11 +40,11 @@ class EngineProcess:
         line = await self._process.stdout.readline()
         if not line:
             status = await self._process.wait()
-            raise EngineFailed(f"the engine process ended with status {status} before it was ready")
+            return EngineFailed(f"the engine process ended with status {status} at its start")
         told = msgspec.json.decode(line, type=Ready | Failed)
         if isinstance(told, Failed):
             await self._process.wait()
-            raise error_from_info(told.error)
+            return error_from_info(told.error)
         return told
 
     async def wait(self) -> int:

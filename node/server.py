@@ -19,10 +19,12 @@ from frontend.tokenizer import Tokenizer
 from frontend.tokenizer_files import tokenizer_files, tokenizer_hash
 from node.config import NodeConfig
 from node.engine_process import EngineProcess
+from node.engine_report import Ready
 from node.local_backend import LocalBackend
 from telemetry.log import get_logger
 from telemetry.version import package_version
 from wire.channel import ChannelKey, tcp_address
+from wire.errors import TandemError
 from wire.ids import Epoch
 
 log = get_logger(__name__)
@@ -40,16 +42,19 @@ async def serve(config: NodeConfig, engine_module: str, key: ChannelKey | None) 
     files = tokenizer_files(Path(config.engine.model_dir))
     if not files:
         log.warning("tokenizer.missing", effect="only input_ids can be served, and no text comes out")
-    backend = LocalBackend(config, package_version())
     with listen(config.host, config.port) as sock:
-        port = sock.getsockname()[1]
-        engine = EngineProcess(engine_module, config)
-        async with serving(create_app(backend, _options(config, files)), sock):
+        node = _Node(config, EngineProcess(engine_module, config), files)
+        async with serving(create_app(node.backend, _options(config, files)), sock):
             try:
-                return await _run_engine(config, engine, backend, key, files, port)
+                ready = await node.start()
+                if isinstance(ready, Ready):
+                    url = f"http://{config.host}:{sock.getsockname()[1]}"
+                    return await node.watch(ready, key, url)
             finally:
-                backend.detach("the node is stopping")
-                await engine.stop()
+                await node.stop()
+    if ready is not None:
+        raise ready
+    return 0
 
 
 def _options(config: NodeConfig, files: Mapping[str, str]) -> FrontendOptions:
@@ -61,50 +66,57 @@ def _options(config: NodeConfig, files: Mapping[str, str]) -> FrontendOptions:
     )
 
 
-async def _run_engine(
-    config: NodeConfig,
-    engine: EngineProcess,
-    backend: LocalBackend,
-    key: ChannelKey | None,
-    files: Mapping[str, str],
-    port: int,
-) -> int:
-    """Start the engine and attach it; return when a signal came (0) or it ended (1)."""
-    async with asyncio.TaskGroup() as tasks:
-        signalled = tasks.create_task(_signal())
-        starting = tasks.create_task(engine.start())
-        await asyncio.wait([signalled, starting], return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
+class _Node:
+    """A node's engine and its backend, from the first signal handler to the last process."""
+
+    def __init__(self, config: NodeConfig, engine: EngineProcess, files: Mapping[str, str]) -> None:
+        self.backend = LocalBackend(config, package_version())
+        self._config = config
+        self._engine = engine
+        self._files = files
+        self._told_to_stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._told_to_stop.set)
+
+    async def start(self) -> Ready | TandemError | None:
+        """Start the engine; None when a signal came first."""
+        async with asyncio.TaskGroup() as tasks:
+            starting = tasks.create_task(self._engine.start())
+            told = tasks.create_task(self._told_to_stop.wait())
+            await asyncio.wait([starting, told], return_when=asyncio.FIRST_COMPLETED)
+            told.cancel()
             starting.cancel()
-            return 0
-        ready = await starting
-        client = EngineClient(
-            tcp_address(_reachable(config.host), ready.engine_port), key, Epoch(ready.epoch)
+        return None if starting.cancelled() else starting.result()
+
+    async def watch(self, ready: Ready, key: ChannelKey | None, url: str) -> int:
+        """Serve until a signal (0) or until the engine ends by itself (1)."""
+        address = tcp_address(_reachable(self._config.host), ready.engine_port)
+        client = EngineClient(address, key, Epoch(ready.epoch))
+        tokenizer = (
+            await asyncio.to_thread(Tokenizer.from_files, self._files) if self._files else None
         )
-        link = tasks.create_task(client.run())
-        tokenizer = await asyncio.to_thread(Tokenizer.from_files, files) if files else None
-        backend.attach(ready, client, tokenizer, tokenizer_hash(files))
-        log.info("node.serving", url=f"http://{config.host}:{port}", role=config.role)
-        ended = tasks.create_task(engine.wait())
-        await asyncio.wait([signalled, ended], return_when=asyncio.FIRST_COMPLETED)
-        status = 1 if ended.done() else 0
-        if status:
-            log.error("engine.died", status=ended.result(), effect="the node ends")
-        client.stop()
-        await link
-        signalled.cancel()
-        ended.cancel()
-        return status
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(client.run())
+            self.backend.attach(ready, client, tokenizer, tokenizer_hash(self._files))
+            log.info("node.serving", url=url)
+            ended = tasks.create_task(self._engine.wait())
+            told = tasks.create_task(self._told_to_stop.wait())
+            await asyncio.wait([ended, told], return_when=asyncio.FIRST_COMPLETED)
+            has_died = ended.done()
+            if has_died:
+                log.error("engine.died", status=ended.result(), effect="the node ends")
+            self.backend.detach("the node is stopping")
+            client.stop()
+            ended.cancel()
+            told.cancel()
+        return int(has_died)
+
+    async def stop(self) -> None:
+        """Refuse what still comes and end the engine."""
+        self.backend.detach("the node is stopping")
+        await self._engine.stop()
 
 
 def _reachable(host: str) -> str:
     """Return where this machine reaches a socket of its own that is bound to `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-
-
-async def _signal() -> None:
-    """Return at the first SIGINT or SIGTERM."""
-    loop, told = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, told.set)
-    await told.wait()

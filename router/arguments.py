@@ -158,6 +158,12 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         default="info",
         help="lowest level that is logged (default: info)",
     )
+    group.add_argument(
+        "--log-format",
+        choices=["auto", "console", "json"],
+        default="auto",
+        help="auto: console on a terminal, else JSON lines (default: auto)",
+    )
 
 
 def _add_model_flags(group: argparse._ArgumentGroup) -> None:
@@ -199,6 +205,7 @@ def parse(argv: Sequence[str], prog: str = "tandem lb") -> RouterConfig:
         tokenizer_dir=args.tokenizer_dir,
         served_model_name=args.served_model_name,
         log_level=args.log_level,
+        log_format=args.log_format,
         ignored_flags=tuple(dict.fromkeys(args.ignored)),
     )
 

@@ -175,7 +175,8 @@ class Cluster:
 
 async def _wait_answered(client: EngineClient) -> None:
     try:
-        await asyncio.wait_for(client.answered.wait(), FIRST_ANSWER_TIMEOUT_S)
+        async with asyncio.timeout(FIRST_ANSWER_TIMEOUT_S):
+            await client.answered.wait()
     except TimeoutError as error:
         raise NodeUnusable(
             f"its engine at {client.address} does not answer: is the port open, "
@@ -189,7 +190,8 @@ async def _pause(node: Node, pause_s: float) -> None:
         await asyncio.sleep(pause_s)
         return
     try:
-        await asyncio.wait_for(node.client.lost.wait(), pause_s)
+        async with asyncio.timeout(pause_s):
+            await node.client.lost.wait()
     except TimeoutError:
         return
     node.reason = "its engine was lost"

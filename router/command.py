@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
         given = parse(argv)
         secret = os.environ.get("TANDEM_CLUSTER_KEY", "")
         config = dataclasses.replace(given, cluster_secret=secret)
-        configure(config.log_level, role="router")
+        configure(config.log_level, config.log_format, role="router")
         for flag in config.ignored_flags:
             log.info("flag.ignored", flag=flag, reason="it has no meaning here")
         return run(config)

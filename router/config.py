@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
+from telemetry.log import LogFormat
 from wire.errors import ConfigInvalid
 
 PolicyName = Literal["least_load", "round_robin", "random", "power_of_two"]
@@ -70,6 +71,7 @@ class RouterConfig:
     tokenizer_dir: str = ""
     served_model_name: str = ""
     log_level: str = "info"
+    log_format: LogFormat = "auto"
     cluster_secret: str = field(default="", repr=False)
     ignored_flags: tuple[str, ...] = ()
 

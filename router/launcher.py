@@ -99,7 +99,8 @@ class Launcher:
                 return
             log.error("edge_worker.crashed", index=index, status=status, action="restarting")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), RESTART_PAUSE_S)
+                async with asyncio.timeout(RESTART_PAUSE_S):
+                    await self._stopping.wait()
 
     async def _run_worker(self, index: int) -> int:
         """Run one life of one worker; return its exit status."""

@@ -81,7 +81,8 @@ def main() -> int:
     config = start.config
     # What all workers see alike is said by the first of them.
     is_quiet = start.index > 0 and config.log_level == "info"
-    configure("warning" if is_quiet else config.log_level, role="router", worker=start.index)
+    level = "warning" if is_quiet else config.log_level
+    configure(level, config.log_format, role="router", worker=start.index)
     try:
         with socket.socket(fileno=start.listen_fd) as sock:
             uvloop.run(serve(config, sock))

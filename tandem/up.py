@@ -67,7 +67,8 @@ def members(
     """
     num_nodes = args.prefills + args.decodes
     threads = args.num_threads or max(1, num_cores // num_nodes)
-    common = ["--num-threads", str(threads), "--log-level", args.log_level, *extra]
+    logging = ["--log-level", args.log_level, "--log-format", "console"]
+    common = ["--num-threads", str(threads), *logging, *extra]
     if args.model is not None:
         common += ["--model", args.model]
     free = iter(ports)
@@ -82,7 +83,7 @@ def members(
         nodes.append(Member(f"decode-{i}", ["decode", "--port", port, *common]))
         decodes.append(f"http://127.0.0.1:{port}")
     router = ["lb", "--prefill", *prefills, "--decode", *decodes, "--policy", args.policy]
-    router += ["--host", args.host, "--port", str(args.port), "--log-level", args.log_level]
+    router += ["--host", args.host, "--port", str(args.port), *logging]
     router += ["--detokenizers", str(args.detokenizers)]
     router += [text for key in args.api_key for text in ("--api-key", key)]
     return [*nodes, Member("router", router)]
@@ -172,7 +173,8 @@ class Cluster:
         width = max(len(m.name) for m in self._members)
         async for line in process.stdout:
             text = Text(f"{member.name:<{width}} │ ", style=colour)
-            self._console.print(text + Text.from_ansi(line.decode(errors="replace").rstrip()))
+            said = Text.from_ansi(line.decode(errors="replace").rstrip())
+            self._console.print(text + said, soft_wrap=True)
         status = await process.wait()
         if not self._stopping.is_set():
             self._console.print(

@@ -163,7 +163,7 @@ class RequestFailed(Message, frozen=True, kw_only=True):
     attempt: int = 0
 
 
-class NodeLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a node says of itself: page states sum to `num_pages`."""
 
     num_running: int = 0

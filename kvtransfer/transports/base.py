@@ -186,7 +186,9 @@ def check_bounds(pool_bytes: int, offset: Int64s, size_bytes: Int64s) -> None:
         TransferRefused: The runs are not of this pool.
     """
     # In this order nothing overflows: once size and offset are inside, their sum fits easily.
-    is_inside = (size_bytes > 0) & (size_bytes <= pool_bytes) & (offset >= 0) & (offset < pool_bytes)
+    is_inside = (
+        (size_bytes > 0) & (size_bytes <= pool_bytes) & (offset >= 0) & (offset < pool_bytes)
+    )
     if not is_inside.all() or (offset + size_bytes > pool_bytes).any():
         raise TransferRefused("a copy leaves the pool")
     if size_bytes.sum() > pool_bytes:

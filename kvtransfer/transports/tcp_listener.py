@@ -6,6 +6,7 @@ reads into the pages of a room it is marked with that room, so that a revocation
 and wait until it has let go of the pages.
 """
 
+import contextlib
 import hmac
 import secrets
 import socket
@@ -141,13 +142,15 @@ class TcpListener:
             finally:
                 self._strangers.release()
             try:
+                frames.send_from(stream, [memoryview(frames.ACCEPTED)])
                 while True:
                     self._receive_batch(stream, peer)
             except PeerLost:
                 return None
             except TransferRefused as error:
                 self._count(error)
-                frames.send_from(stream, [memoryview(frames.REFUSED)])
+                with contextlib.suppress(PeerLost):
+                    frames.send_from(stream, [memoryview(frames.REFUSED)])
             finally:
                 self._set_reading(stream, peer, is_gone=True)
 
@@ -163,9 +166,8 @@ class TcpListener:
             expected = frames.proof(peer.secret if peer else bytes(32), challenge)
             if not hmac.compare_digest(expected, answer[frames.KEY_BYTES :]) or peer is None:
                 raise TransferRefused("a stream without the secret of a live peer")
-            peer.reading[stream] = None
-        stream.sendall(frames.ACCEPTED)  # one byte into an empty buffer: cannot block
-        stream.settimeout(None)
+            stream.settimeout(None)
+            peer.reading[stream] = None  # from here on `_serve` sees to it that it goes again
         return peer
 
     def _receive_batch(self, stream: socket.socket, peer: _Peer) -> None:

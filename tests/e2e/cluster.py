@@ -10,7 +10,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tandem.up import free_ports
@@ -90,6 +90,16 @@ def wait_healthy(url: str, *processes: Process) -> None:
         time.sleep(0.1)
     logs = "\n".join(f"--- {' '.join(p.argv)}\n{p.output()}" for p in processes)
     raise AssertionError(f"{url} did not become healthy:\n{logs}")
+
+
+def eventually(is_so: Callable[[], bool], within_s: float = 10) -> bool:
+    """Ask again and again whether something became so."""
+    deadline = time.monotonic() + within_s
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 class Cluster:

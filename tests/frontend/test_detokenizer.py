@@ -1,11 +1,10 @@
-import codecs
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
+from frontend.byte_level import BYTE_OF_CHARACTER
 from frontend.tokenizer import Tokenizer
 
 HARD = "日本語🇫🇷👩‍👩‍👧‍👦 e\u0301 \N{REPLACEMENT CHARACTER} naïve ﷽ 한국어"
@@ -96,8 +95,9 @@ def test_a_bad_byte_does_not_hold_back_what_follows(tokenizer):
     assert detokenizer.push(tokenizer.encode("a")) == "\N{REPLACEMENT CHARACTER}a"
 
 
-@given(st.binary(max_size=12))
-def test_python_and_the_tokenizer_replace_bad_bytes_alike(tokenizer, data):
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    text = "".join([decoder.decode(bytes([byte])) for byte in data]) + decoder.decode(b"", True)
-    assert text == data.decode(errors="replace")
+@given(st.lists(st.integers(0, 255), max_size=12))
+def test_bytes_that_are_no_utf8_stream_as_decoded_at_once(tokenizer, data):
+    characters = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
+    found = [tokenizer.backend.token_to_id(characters[byte]) for byte in data]
+    ids = [token_id for token_id in found if token_id is not None]
+    assert streamed(tokenizer, in_pieces(ids, 1)) == tokenizer.decode(ids)

@@ -139,7 +139,10 @@ async def test_a_second_stream_for_one_attempt_is_refused(client):
 
 async def test_the_engines_death_ends_every_stream(engine):
     async with connected(engine) as client:
-        streams = [client.generate(START), client.generate(StartColocated(request=request(request_id="r2")))]
+        streams = [
+            client.generate(START),
+            client.generate(StartColocated(request=request(request_id="r2"))),
+        ]
         engine.close()
         for stream in streams:
             with pytest.raises(PeerLost, match="connection broke"):

@@ -30,6 +30,11 @@ def whole_pool():
     return plan_copies(everything, everything, range(8 * 16))
 
 
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def main(what: str, name: str) -> None:
     region = MemoryRegion.shared(LAYOUT.pool_bytes, "farend")
     transport = TRANSPORTS[name]()
@@ -37,7 +42,7 @@ def main(what: str, name: str) -> None:
         listener = transport.listen(Pool(region, LAYOUT.page_bytes, 8))
         admission = listener.admit("127.0.0.1")
         listener.permit(admission.peer, Room(1), range(8))
-        print(msgspec.json.encode(admission.offer).decode(), flush=True)
+        say(msgspec.json.encode(admission.offer).decode())
         sys.stdin.read()
         os._exit(0)
     offer = msgspec.json.decode(sys.stdin.readline(), type=TransportOffer)
@@ -45,7 +50,7 @@ def main(what: str, name: str) -> None:
     connection = transport.connect(offer, region)
     while True:
         connection.write(Room(1), whole_pool())
-        print("written", flush=True)
+        say("written")
 
 
 if __name__ == "__main__":

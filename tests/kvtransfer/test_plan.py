@@ -83,9 +83,7 @@ def test_batches_do_the_same_copies_within_their_limits(problem, max_bytes, max_
 
 def test_equal_pages_that_are_apart_become_one_copy_each():
     shape = layout()
-    plan = plan_copies(
-        PagedTokens(shape, [1, 5, 9]), PagedTokens(shape, [2, 4, 6]), range(12)
-    )
+    plan = plan_copies(PagedTokens(shape, [1, 5, 9]), PagedTokens(shape, [2, 4, 6]), range(12))
     assert plan.size_bytes.tolist() == [shape.page_bytes] * 3
     assert (plan.source_offset // shape.page_bytes).tolist() == [1, 5, 9]
 

@@ -174,7 +174,10 @@ class World:
             ("written", self.is_writing and sender is SenderState.PUSHING),
             ("broken", self.is_writing and sender is SenderState.PUSHING),
             ("stopped", self.has_stop),
-            ("abort", self.is_expected and sender not in (SenderState.NEW, SenderState.GRANTED_EARLY)),
+            (
+                "abort",
+                self.is_expected and sender not in (SenderState.NEW, SenderState.GRANTED_EARLY),
+            ),
             ("withdraw", True),
             ("landed timeout", receiver is ReceiverState.GRANTED),
             ("half timeout", sender in (SenderState.WAITING, SenderState.GRANTED_EARLY)),

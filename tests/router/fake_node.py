@@ -11,7 +11,7 @@ from aiohttp import web
 
 from wire.channel import Inbox, Peer, Waker, wait
 from wire.errors import PeerLost, TandemError
-from wire.ids import Epoch, RequestId, new_epoch
+from wire.ids import RequestId, new_epoch
 from wire.messages import (
     Finish,
     GenerateRequest,
@@ -52,18 +52,18 @@ def delta(start, index, token_ids, reason=None, **fields) -> TokenDelta:
 async def until(condition) -> None:
     """Wait for what the loop will make true."""
     async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - conditions of every kind, none with an event
             await asyncio.sleep(0.002)
 
 
 class FakeEngine:
     """An engine's inbox. Pings are answered; everything else is handed to the test in order."""
 
-    def __init__(self, load=NodeLoad(), epoch=None, address="tcp://127.0.0.1:0") -> None:
-        self.epoch = Epoch(epoch or new_epoch())
-        self.load = load
+    def __init__(self, load=None) -> None:
+        self.epoch = new_epoch()
+        self.load = load or NodeLoad()
         self._loop = asyncio.get_running_loop()
-        self._inbox: Inbox[ToEngine] = Inbox(address, ToEngine)
+        self._inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
         self.address, self.port = self._inbox.address, self._inbox.port
         self._received: asyncio.Queue = asyncio.Queue()
         self._seen: deque = deque()
@@ -177,6 +177,3 @@ class FakeNode:
         finally:
             self.engine.close()
             await runner.cleanup()
-
-
-

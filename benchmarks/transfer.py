@@ -1,0 +1,200 @@
+"""How fast pages move between two processes, against one core's memcpy in the same run.
+
+    python -m benchmarks.transfer [--size-mib 256] [--rounds 7] [--quick]
+
+Two processes; contiguous is one copy, scattered is random blocks into random places, verified by
+hash. The rounds of all cases are interleaved, so that a noisy neighbour harms all alike, and medians
+are shown. CPU-s/GB counts both processes. The last line is the one that matters most.
+"""
+
+import argparse
+import hashlib
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from kvtransfer.plan import CopyPlan
+from kvtransfer.region import MemoryRegion
+from kvtransfer.transports.base import Connection, Pool, TransportConfig
+from kvtransfer.transports.registry import transports
+from wire.ids import Room
+from wire.messages import TransportOffer
+
+ROOM = Room(1)
+BLOCK_BYTES = 64 << 10
+NAMES = ("shm", "tcp")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One round of one case."""
+
+    gigabytes_per_s: float
+    cpu_s_per_gigabyte: float
+
+
+class FarEnd:
+    """The receiving process, and the connection to it. A line of text is a question to it."""
+
+    def __init__(self, name: str, pool_bytes: int, region: MemoryRegion) -> None:
+        command = [sys.executable, "-m", "benchmarks.transfer", "--listen", name, str(pool_bytes)]
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        offer = msgspec.json.decode(self._read(), type=TransportOffer)
+        [transport] = transports(name, TransportConfig())
+        self.connection: Connection = transport.connect(offer, region)
+
+    def ask(self, question: str) -> str:
+        """Return the far end's answer: its CPU seconds for `cpu`, its pool's hash for `hash`."""
+        assert self._child.stdin is not None
+        self._child.stdin.write(question + "\n")
+        self._child.stdin.flush()
+        return self._read()
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds that the far end has used."""
+        return float(self.ask("cpu"))
+
+    def close(self) -> None:
+        """Hang up and end the process."""
+        self.connection.close()
+        self._child.communicate("end\n")
+
+    def _read(self) -> str:
+        assert self._child.stdout is not None
+        return self._child.stdout.readline().strip()
+
+
+def listen(name: str, pool_bytes: int) -> None:
+    """Be the far end until told to end."""
+    with MemoryRegion.shared(pool_bytes, "bench") as region:
+        num_pages = pool_bytes // BLOCK_BYTES
+        [transport] = transports(name, TransportConfig())
+        listener = transport.listen(Pool(region, BLOCK_BYTES, num_pages))
+        admission = listener.admit("127.0.0.1")
+        listener.permit(admission.peer, ROOM, range(num_pages))
+        print(msgspec.json.encode(admission.offer).decode(), flush=True)
+        for line in sys.stdin:
+            if line == "end\n":
+                break
+            answer = time.process_time() if line == "cpu\n" else digest(region)
+            print(answer, flush=True)
+        listener.close()
+
+
+def digest(region: MemoryRegion) -> str:
+    return hashlib.blake2b(region.buffer).hexdigest()
+
+
+def make_plans(size_bytes: int, pool_bytes: int) -> dict[str, CopyPlan]:
+    """Return one copy of `size_bytes`, and as many bytes in random blocks."""
+    rng = np.random.default_rng(0)
+    num_blocks, num_places = size_bytes // BLOCK_BYTES, pool_bytes // BLOCK_BYTES
+    places = [rng.permutation(num_places)[:num_blocks] * BLOCK_BYTES for _ in range(2)]
+    zero, whole = np.zeros(1, np.int64), np.array([size_bytes], np.int64)
+    return {
+        "contiguous": CopyPlan(zero, zero, whole),
+        "scattered": CopyPlan(*places, np.full(num_blocks, BLOCK_BYTES, np.int64)),
+    }
+
+
+def copy_here(plan: CopyPlan, source: MemoryRegion, destination: MemoryRegion) -> None:
+    """Do a plan in this process: the limit that transports are measured against."""
+    begin, to = source.array(), destination.array()
+    for at, there, size in plan.copies():
+        to[there : there + size] = begin[at : at + size]
+
+
+def measure(write: Callable[[], None], far_cpu_s: Callable[[], float], size_bytes: int) -> Sample:
+    cpu_s = -time.process_time() - far_cpu_s()
+    start_s = time.perf_counter()
+    write()
+    elapsed_s = time.perf_counter() - start_s
+    cpu_s += time.process_time() + far_cpu_s()
+    return Sample(size_bytes / elapsed_s / 1e9, cpu_s / size_bytes * 1e9)
+
+
+def check(far: FarEnd, plan: CopyPlan, source: MemoryRegion, expected: MemoryRegion) -> None:
+    """Make sure that what the far end holds is what a plain copy makes of it."""
+    copy_here(plan, source, expected)
+    if far.ask("hash") != digest(expected):
+        raise SystemExit("the bytes that arrived are not those that were sent")
+
+
+def run(size_bytes: int, num_rounds: int) -> dict[tuple[str, str], list[Sample]]:
+    """Return the samples of each (transport, pattern)."""
+    pool_bytes = 2 * size_bytes
+    plans = make_plans(size_bytes, pool_bytes)
+    samples: dict[tuple[str, str], list[Sample]] = {}
+    with MemoryRegion.shared(pool_bytes) as source, MemoryRegion.shared(pool_bytes) as here:
+        rng = np.random.default_rng(1)
+        source.array().view(np.uint64)[:] = rng.integers(0, 2**63, pool_bytes // 8, np.uint64)
+        far_ends = {name: FarEnd(name, pool_bytes, source) for name in NAMES}
+        for plan in plans.values():  # also touches every page once, before the clock runs
+            copy_here(plan, source, here)
+            for far in far_ends.values():
+                far.connection.write(ROOM, plan)
+        for far in far_ends.values():
+            check(far, plans["scattered"], source, here)
+        for _ in range(num_rounds):
+            for pattern, plan in plans.items():
+                local = measure(partial(copy_here, plan, source, here), lambda: 0.0, size_bytes)
+                samples.setdefault(("memcpy", pattern), []).append(local)
+                for name, far in far_ends.items():
+                    write = partial(far.connection.write, ROOM, plan)
+                    sample = measure(write, far.cpu_s, size_bytes)
+                    samples.setdefault((name, pattern), []).append(sample)
+        for far in far_ends.values():
+            check(far, plans["scattered"], source, here)
+            far.close()
+    return samples
+
+
+def report(samples: dict[tuple[str, str], list[Sample]]) -> None:
+    rates = {
+        case: statistics.median(each.gigabytes_per_s for each in rounds)
+        for case, rounds in samples.items()
+    }
+    print(f"{'transport':<12}{'pattern':<14}{'GB/s':>8}{'CPU-s/GB':>12}{'of memcpy':>12}")
+    for (name, pattern), rounds in sorted(samples.items(), key=lambda item: item[0][1]):
+        cpu = statistics.median(each.cpu_s_per_gigabyte for each in rounds)
+        ratio = rates[name, pattern] / rates["memcpy", pattern]
+        print(f"{name:<12}{pattern:<14}{rates[name, pattern]:>8.2f}{cpu:>12.3f}{ratio:>12.2f}")
+    patterns = ("contiguous", "scattered")
+    # A bare sendall to recv_into on this loopback moves 3 GB/s; half a core may be somebody else's.
+    result("tcp_slowest", min(rates["tcp", each] for each in patterns), "GB/s", 2.0)
+    ratio = min(rates["shm", each] / rates["memcpy", each] for each in patterns)
+    result("shm_vs_memcpy", ratio, "ratio", 0.8)
+
+
+def result(name: str, value: float, unit: str, goal: float) -> None:
+    verdict = "reached" if value >= goal else "short"
+    print(f"result: {name} {value:.2f} {unit} (goal {goal}) {verdict}")
+
+
+def main() -> None:
+    first = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="benchmarks.transfer", description=first)
+    parser.add_argument("--size-mib", type=int, default=256, help="moved in each round (256)")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of every case (15)")
+    parser.add_argument("--quick", action="store_true", help="64 MiB and 5 rounds: a smoke test")
+    parser.add_argument("--listen", nargs=2, metavar=("NAME", "BYTES"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.listen:
+        return listen(args.listen[0], int(args.listen[1]))
+    size_mib, num_rounds = (64, 5) if args.quick else (args.size_mib, args.rounds)
+    print(f"{size_mib} MiB a round, {num_rounds} rounds, {os.cpu_count()} cores, medians")
+    return report(run(size_mib << 20, num_rounds))
+
+
+if __name__ == "__main__":
+    main()

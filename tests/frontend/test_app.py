@@ -1,0 +1,181 @@
+import json
+import time
+
+import pytest
+
+from frontend.options import FrontendOptions
+from tests.frontend.conftest import serve
+from tests.frontend.fakes import length, say
+from tests.frontend.helpers import post, post_large
+from wire.errors import MessageInvalid, NoNodeAvailable
+
+MIB = 1024 * 1024
+
+
+async def get(client, path, **kwargs):
+    async with client.get(path, **kwargs) as response:
+        return response.status, await response.json()
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"", "body is empty"),
+        (b"  \n", "body is empty"),
+        (b"prompt=hello", "not valid JSON"),
+        (b'{"text": ', "not valid JSON"),
+        (b'{"text": "\xff"}', "not valid JSON"),
+        (b'{"text": "\\ud800"}', "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'["text"]', "must be a JSON object"),
+        (b"null", "must be a JSON object"),
+    ],
+)
+async def test_a_body_that_is_no_json_object_is_answered(client, path, data, sentence):
+    async with client.post(path, data=data) as response:
+        assert response.status == 400
+        assert sentence in (await response.json())["error"]["message"]
+
+
+async def test_health_is_200_only_while_a_request_can_be_served(client, backend):
+    assert await get(client, "/health") == (200, {"status": "ok", "detail": "serving"})
+    backend.is_serving = False
+    assert await get(client, "/health") == (503, {"status": "unavailable", "detail": "no node"})
+
+
+async def test_health_generate_makes_one_token(client, backend):
+    assert (await get(client, "/health_generate"))[0] == 200
+    assert backend.requests[0].sampling.max_new_tokens == 1
+    backend.script = say(NoNodeAvailable("no pair"))
+    assert (await get(client, "/health_generate"))[0] == 503
+    backend.script = say(length())
+    assert (await get(client, "/health_generate"))[0] == 503
+
+
+async def test_the_model_is_described(client):
+    _, listed = await get(client, "/v1/models")
+    assert [(card["id"], card["max_model_len"]) for card in listed["data"]] == [("smol", 8192)]
+    assert (await get(client, "/v1/models/smol"))[0] == 200
+    assert (await get(client, "/v1/models/other"))[0] == 404
+    for path in ("/model_info", "/get_model_info"):
+        _, info = await get(client, path)
+        assert (info["model_path"], info["is_generation"]) == ("smol", True)
+    for path in ("/server_info", "/get_server_info"):
+        assert await get(client, path) == (200, {"role": "fake"})
+
+
+async def test_a_model_not_known_yet_is_answered_with_503(client, backend):
+    backend.no_model = NoNodeAvailable("no node was reached yet")
+    assert (await get(client, "/v1/models"))[0] == 503
+    status, answer = await post(client, "/generate", {"text": "a"})
+    assert (status, answer["error"]["message"]) == (503, "no node was reached yet")
+
+
+async def test_metrics_join_the_backends_and_the_edges(client):
+    await post(client, "/generate", {"text": "a", "max_new_tokens": 3})
+    await get(client, "/nowhere")
+    async with client.get("/metrics") as response:
+        lines = (await response.text()).splitlines()
+    assert "fake_total 1.0" in lines
+    assert 'tandem_http_requests_total{route="/generate",status="200"} 1.0' in lines
+    assert 'tandem_http_requests_total{route="unknown",status="404"} 1.0' in lines
+    assert "tandem_edge_output_tokens_total 3.0" in lines
+    assert "tandem_edge_time_to_first_token_seconds_count 1.0" in lines
+    assert "tandem_edge_generations_running 0.0" in lines
+    assert "" not in lines
+
+
+async def test_the_cache_is_flushed(client, backend):
+    assert (await post(client, "/flush_cache", None))[0] == 200
+    assert backend.num_flushes == 1
+
+
+async def test_an_unknown_route_is_answered_with_the_routes_there_are(client):
+    status, answer = await get(client, "/v1/embeddings")
+    assert status == 404
+    assert "/v1/chat/completions" in answer["error"]["message"]
+
+
+async def test_a_wrong_method_is_answered_with_the_right_ones(client):
+    async with client.get("/generate") as response:
+        assert (response.status, response.headers["Allow"]) == (405, "POST, PUT")
+        assert "POST" in (await response.json())["error"]["message"]
+
+
+async def test_aborting_nothing_is_refused(client):
+    assert (await post(client, "/abort_request", {}))[0] == 400
+
+
+async def test_a_body_over_the_limit_is_answered_with_413(backend):
+    async with serve(backend, FrontendOptions(max_body_bytes=1000)) as client:
+        status, answer = await post(client, "/generate", {"text": "a" * 2000})
+    assert status == 413
+    assert "1000 bytes" in answer["error"]["message"]
+
+
+async def test_a_text_of_10_mb_is_refused_without_being_tokenized(client):
+    started = time.perf_counter()
+    status, answer = await post_large(client, "/generate", {"text": "word " * (2 * MIB)})
+    assert status == 400
+    assert "at least" in answer["error"]["message"]
+    assert "8191" in answer["error"]["message"]
+    assert time.perf_counter() - started < 2
+
+
+async def test_ids_of_10_mb_are_refused(client):
+    status, answer = await post_large(client, "/generate", {"input_ids": [10_000] * (2 * MIB)})
+    assert status == 400
+    assert "2097152 tokens" in answer["error"]["message"]
+
+
+async def test_a_long_text_that_fits_is_served(client, backend):
+    backend.script = say(length(5))
+    status, answer = await post(client, "/generate", {"text": "word " * 5000})
+    assert (status, answer["meta_info"]["prompt_tokens"]) == (200, 5001)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "é"}],
+)
+async def test_without_the_key_only_health_and_metrics_answer(backend, headers):
+    async with serve(backend, FrontendOptions(api_keys=("other", "secret"))) as client:
+        for path in ("/generate", "/v1/completions"):
+            status, answer = await post(client, path, {"text": "a"}, headers=headers)
+            assert (status, answer["error"]["code"]) == (401, "unauthorized")
+        assert (await get(client, "/server_info", headers=headers))[0] == 401
+        for path in ("/health", "/metrics"):
+            async with client.get(path, headers=headers) as response:
+                assert response.status == 200
+
+
+async def test_with_the_key_one_may_come_in(backend):
+    headers = {"Authorization": "Bearer secret"}
+    async with serve(backend, FrontendOptions(api_keys=("other", "secret"))) as client:
+        body = {"text": "a", "max_new_tokens": 1}
+        assert (await post(client, "/generate", body, headers=headers))[0] == 200
+
+
+async def test_the_tokenizer_is_served_only_where_there_is_one(backend, client):
+    assert (await get(client, "/tokenizer"))[0] == 404
+    files = {}
+    async with serve(backend, FrontendOptions(tokenizer_files=lambda: files)) as other:
+        assert (await get(other, "/tokenizer"))[0] == 503
+        files["tokenizer.json"] = "{}"
+        status, answer = await get(other, "/tokenizer")
+    assert (status, answer["files"]) == (200, files)
+
+
+async def test_an_internal_error_tells_nothing_of_the_inside(client, backend, capsys):
+    backend.script = say(MessageInvalid("secret detail"))
+    status, answer = await post(client, "/generate", {"text": "a"})
+    assert status == 500
+    assert "secret" not in json.dumps(answer)
+
+
+async def test_a_bug_is_answered_with_500_and_the_server_lives(client, backend, capsys):
+    backend.script = say("no step at all")
+    status, answer = await post(client, "/generate", {"text": "a"})
+    assert (status, answer["error"]["code"]) == (500, "internal_error")
+    assert (await get(client, "/health"))[0] == 200

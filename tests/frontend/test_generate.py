@@ -1,0 +1,359 @@
+import asyncio
+
+import pytest
+
+from frontend.backend import Bootstrap
+from frontend.options import FrontendOptions
+from tests.frontend.conftest import serve
+from tests.frontend.fakes import length, say, stop
+from tests.frontend.helpers import each, post, stream
+from wire.errors import EngineFailed, NoNodeAvailable, Overloaded
+
+EOS = 2
+
+
+async def test_a_text_is_answered_with_text_ids_and_meta_info(client, backend, tokenizer):
+    ids = tokenizer.encode("Hello there")
+    backend.script = say(*each(tokenizer, " Paris."), stop(EOS))
+    status, answer = await post(client, "/generate", {"text": "Hello there", "rid": "mine"})
+    assert status == 200
+    assert answer["text"] == " Paris."
+    assert answer["output_ids"] == [*tokenizer.encode(" Paris."), EOS]
+    meta = answer["meta_info"]
+    assert meta.pop("e2e_latency") > 0
+    assert meta == {
+        "id": "mine",
+        "finish_reason": {"type": "stop", "matched": EOS},
+        "prompt_tokens": len(ids),
+        "completion_tokens": len(answer["output_ids"]),
+        "cached_tokens": len(ids) // 2,
+    }
+    assert backend.requests[0].prompt_ids == ids
+    assert backend.requests[0].request_id == "mine"
+
+
+async def test_put_is_as_good_as_post(client):
+    async with client.put("/generate", json={"text": "hi", "max_new_tokens": 1}) as response:
+        assert response.status == 200
+
+
+async def test_sampling_parameters_may_stand_at_the_top_or_apart_and_unknown_fields_anywhere(
+    client, backend
+):
+    params = {
+        "max_new_tokens": 3,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 0,
+        "min_p": 0.1,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -2,
+        "repetition_penalty": 1.1,
+        "min_new_tokens": 1,
+        "stop_token_ids": [7],
+        "ignore_eos": True,
+        "logit_bias": {"5": -1},
+        "sampling_seed": 9,
+        "unheard_of": 1,
+    }
+    for body in (params, {"sampling_params": params}):
+        status, _ = await post(client, "/generate", body | {"text": "hi", "novel": [1]})
+        assert status == 200
+    first, second = backend.requests
+    assert first.sampling == second.sampling
+    assert (first.sampling.seed, first.sampling.top_k) == (9, -1)
+    assert first.sampling.logit_bias == {5: -1.0}
+    assert first.sampling.stop_token_ids == [7]
+
+
+async def test_what_is_null_or_absent_has_sglangs_default(client, backend):
+    body = {"input_ids": [5, 6], "sampling_params": {"temperature": None, "stop": None}}
+    status, answer = await post(client, "/generate", body)
+    assert status == 200
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 128}
+    assert backend.requests[0].sampling.temperature == 1.0
+
+
+async def test_a_huge_maximum_is_cut_to_what_the_context_leaves(client, backend):
+    backend.script = say(length(5))
+    body = {"input_ids": [5] * 100, "max_new_tokens": 10**30}
+    assert (await post(client, "/generate", body))[0] == 200
+    assert backend.requests[0].sampling.max_new_tokens == 8192 - 100
+
+
+async def test_a_batch_is_answered_by_a_list_with_parameters_for_each(client, backend):
+    backend.script = say(length(5))
+    body = {"text": ["a", "b"], "sampling_params": [{"top_k": 1}, {"top_k": 2}], "rid": ["x", "y"]}
+    status, answers = await post(client, "/generate", body)
+    assert status == 200
+    assert [answer["meta_info"]["id"] for answer in answers] == ["x", "y"]
+    assert [request.sampling.top_k for request in backend.requests] == [1, 2]
+
+
+async def test_a_batch_of_one_is_still_a_list(client):
+    status, answers = await post(client, "/generate", {"input_ids": [[5]], "max_new_tokens": 1})
+    assert (status, len(answers)) == (200, 1)
+
+
+async def test_n_makes_so_many_generations_with_following_seeds(client, backend):
+    body = {"text": ["a", "b"], "n": 2, "seed": 2**63 - 1, "max_new_tokens": 1, "rid": "r"}
+    status, answers = await post(client, "/generate", body)
+    assert (status, len(answers)) == (200, 4)
+    assert [request.sampling.seed for request in backend.requests] == [2**63 - 1, 0] * 2
+    assert [request.request_id for request in backend.requests] == ["r_0", "r_1", "r_2", "r_3"]
+
+
+async def test_without_a_seed_each_generation_gets_one_of_its_own(client, backend):
+    await post(client, "/generate", {"text": "a", "n": 3, "max_new_tokens": 1})
+    assert len({request.sampling.seed for request in backend.requests} - {None}) == 3
+
+
+async def test_a_room_from_another_router_is_passed_on_and_the_seed_left_to_prefill(
+    client, backend
+):
+    body = {"text": "a", "bootstrap_host": "[::1]", "bootstrap_port": None, "bootstrap_room": 7}
+    assert (await post(client, "/generate", body))[0] == 200
+    assert backend.bootstraps == [Bootstrap("[::1]", None, 7)]
+    assert backend.requests[0].sampling.seed is None
+
+
+async def test_a_batch_has_a_room_for_each_prompt(client, backend):
+    body = {
+        "text": ["a", "b"],
+        "bootstrap_host": ["h", "i"],
+        "bootstrap_port": [1, 2],
+        "bootstrap_room": [3, 4],
+    }
+    assert (await post(client, "/generate", body))[0] == 200
+    assert backend.bootstraps == [Bootstrap("h", 1, 3), Bootstrap("i", 2, 4)]
+
+
+async def test_a_stream_is_cumulative_and_ends_with_done(client, backend, tokenizer):
+    backend.script = say(*each(tokenizer, "One two"), stop(EOS))
+    got = await stream(client, "/generate", {"text": "Count"})
+    assert [event["text"] for event in got] == ["One", "One two", "One two"]
+    one, two = tokenizer.encode("One two")
+    assert [event["output_ids"] for event in got] == [[one], [one, two], [one, two, EOS]]
+    endings = [event["meta_info"]["finish_reason"] for event in got]
+    assert endings == [None, None, {"type": "stop", "matched": EOS}]
+    assert [event["meta_info"]["completion_tokens"] for event in got] == [1, 2, 3]
+    assert "index" not in got[0]
+
+
+async def test_a_stream_may_be_incremental(backend, tokenizer):
+    backend.script = say(*each(tokenizer, "One two"), stop(EOS))
+    async with serve(backend, FrontendOptions(incremental_streaming_output=True)) as client:
+        got = await stream(client, "/generate", {"text": "Count"})
+    assert [event["text"] for event in got] == ["One", " two", ""]
+    assert [event["output_ids"] for event in got] == [
+        *([token_id] for token_id in tokenizer.encode("One two")),
+        [EOS],
+    ]
+
+
+async def test_a_streamed_batch_tells_its_parts_by_index(client, backend):
+    body = {"input_ids": [[5], [6]], "n": 2, "max_new_tokens": 3}
+    got = await stream(client, "/generate", body)
+    last = {event["index"]: event["output_ids"] for event in got}
+    assert last == {0: [5] * 3, 1: [5] * 3, 2: [6] * 3, 3: [6] * 3}
+
+
+async def test_a_stop_string_ends_and_cancels_and_is_trimmed(client, backend, tokenizer):
+    steps = each(tokenizer, "One two three four")
+    backend.script = say(*steps, asyncio.Event())
+    body = {"text": "Count", "stop": ["wo th", "four"]}
+    status, answer = await post(client, "/generate", body)
+    assert status == 200
+    assert answer["text"] == "One t"
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "wo th"}
+    assert answer["output_ids"] == tokenizer.encode("One two three")
+    assert len(backend.cancelled) == 1
+
+
+async def test_tokens_after_a_stop_string_in_the_same_delta_are_dropped(
+    client, backend, tokenizer
+):
+    ids = tokenizer.encode("One two three")
+    backend.script = say(ids, length(5))
+    _, answer = await post(client, "/generate", {"text": "Count", "stop": "two"})
+    assert (answer["text"], answer["output_ids"]) == ("One ", ids[:2])
+
+
+async def test_no_stop_trim_keeps_the_stop_string_and_the_stop_token(client, backend, tokenizer):
+    body = {"text": "Count", "no_stop_trim": True, "skip_special_tokens": False}
+    backend.script = say(*each(tokenizer, "One two"), stop(EOS))
+    assert (await post(client, "/generate", body | {"stop": "tw"}))[1]["text"] == "One tw"
+    assert (await post(client, "/generate", body))[1]["text"] == "One two<|im_end|>"
+
+
+async def test_a_stop_token_that_is_not_special_is_trimmed(client, backend, tokenizer):
+    [last] = tokenizer.encode(" two")
+    backend.script = say(*each(tokenizer, "One"), stop(last))
+    body = {"text": "Count", "stop_token_ids": [last]}
+    assert (await post(client, "/generate", body))[1]["text"] == "One"
+
+
+async def test_stop_strings_are_not_looked_for_before_the_minimum(client, backend, tokenizer):
+    backend.script = say(*each(tokenizer, "a a a a"), length(EOS))
+    body = {"text": "Count", "stop": "a", "min_new_tokens": 2}
+    _, answer = await post(client, "/generate", body)
+    assert (answer["text"], len(answer["output_ids"])) == ("a a ", 3)
+
+
+async def test_a_stop_string_held_back_at_the_end_is_shown(client, backend, tokenizer):
+    backend.script = say(*each(tokenizer, "One tw")[:-1], length(*tokenizer.encode(" tw")))
+    ids = {"text": "Count", "stop": "two"}
+    assert (await post(client, "/generate", ids))[1]["text"].endswith("tw")
+
+
+async def test_an_error_before_the_first_token_has_its_own_status(client, backend):
+    backend.script = say(Overloaded("the queue is full"))
+    for is_stream in (False, True):
+        body = {"text": "a", "stream": is_stream}
+        async with client.post("/generate", json=body) as response:
+            assert (response.status, response.headers["Retry-After"]) == (429, "1")
+            error = (await response.json())["error"]
+        assert error["code"] == "overloaded"
+        assert error["message"] == "the queue is full"
+
+
+async def test_one_bad_part_of_a_batch_fails_the_whole_before_the_start(client, backend):
+    wait = asyncio.Event()
+    steps = {5: [wait], 6: [NoNodeAvailable("no pair")]}
+    backend.script = lambda request: steps[request.prompt_ids[0]]
+    status, _ = await post(client, "/generate", {"input_ids": [[5], [6]], "stream": True})
+    assert status == 503
+    assert len(backend.cancelled) == 1
+
+
+async def test_an_error_after_the_first_event_is_an_abort_event(client, backend):
+    backend.script = say([5], EngineFailed("the device is gone"))
+    got = await stream(client, "/generate", {"text": "a"})
+    assert got[-1]["output_ids"] == [5]
+    assert got[-1]["meta_info"]["finish_reason"] == {
+        "type": "abort",
+        "message": "the device is gone",
+        "status_code": 500,
+        "err_type": "engine_failed",
+    }
+
+
+async def test_an_aborted_request_ends_with_an_abort(client, backend):
+    backend.script = say([5], asyncio.Event())
+    async with client.post(
+        "/generate", json={"text": "a", "rid": "mine", "stream": True}
+    ) as response:
+        await response.content.readline()
+        assert (await post(client, "/abort_request", {"rid": "mine"}))[1] == {"aborted": True}
+        rest = await response.text()
+    assert '"type":"abort"' in rest
+    assert (await post(client, "/abort_request", {"rid": "mine"}))[1] == {"aborted": False}
+
+
+async def test_all_parts_of_a_request_are_aborted_by_its_id(client, backend):
+    backend.script = say([5], asyncio.Event())
+    body = {"text": "a", "n": 3, "rid": "mine", "stream": True}
+    async with client.post("/generate", json=body) as response:
+        seen = b""
+        while seen.count(b"data:") < 3:
+            seen += await response.content.readline()
+        assert (await post(client, "/abort_request", {"rid": "mine"}))[1] == {"aborted": True}
+        assert (await response.text()).count('"type":"abort"') == 3
+
+
+async def test_an_id_that_is_running_is_refused(client, backend):
+    backend.script = say([5], asyncio.Event())
+    body = {"text": "a", "rid": "mine", "stream": True}
+    async with client.post("/generate", json=body) as response:
+        await response.content.readline()
+        status, answer = await post(client, "/generate", {"text": "a", "rid": "mine"})
+    assert status == 400
+    assert "is running" in answer["error"]["message"]
+
+
+async def test_a_model_without_tokenizer_takes_and_gives_ids(backend):
+    backend.served = type(backend.served)("smol", 100, 99, 100, frozenset({2}), None)
+    async with serve(backend) as client:
+        status, answer = await post(client, "/generate", {"input_ids": [5], "max_new_tokens": 2})
+        assert (status, answer["text"], answer["output_ids"]) == (200, "", [5, 5])
+        status, answer = await post(client, "/generate", {"text": "a"})
+        assert status == 400
+        assert "no tokenizer" in answer["error"]["message"]
+
+
+BAD_BODIES = {
+    "no prompt": ({}, "no prompt"),
+    "both": ({"text": "a", "input_ids": [1]}, "not both"),
+    "empty text": ({"text": ""}, "prompt is empty"),
+    "empty list": ({"text": []}, "text: must not be empty"),
+    "empty ids": ({"input_ids": []}, "input_ids: must not be empty"),
+    "empty inner ids": ({"input_ids": [[1], []]}, "prompt is empty"),
+    "text of a wrong type": ({"text": 5}, "text: must be a string or a list"),
+    "mixed texts": ({"text": ["a", 5]}, "text: must be a string or a list of strings"),
+    "mixed ids": ({"input_ids": [1, "a"]}, "input_ids: must be a list of integers"),
+    "true as an id": ({"input_ids": [1, True]}, "input_ids: must be a list of integers"),
+    "half ids": ({"input_ids": [1.5]}, "input_ids: must be a list of integers"),
+    "id out of vocabulary": ({"input_ids": [49152]}, "49152 is outside the vocabulary of 49152"),
+    "negative id": ({"input_ids": [-1]}, "-1 is outside the vocabulary"),
+    "over the context": ({"input_ids": [1] * 9000}, "9000 tokens and this model takes at most 8191"),
+    "zero tokens": ({"max_new_tokens": 0}, "max_new_tokens: must be at least 1"),
+    "negative tokens": ({"max_new_tokens": -5}, "max_new_tokens: must be at least 1"),
+    "tokens of a wrong type": ({"max_new_tokens": "many"}, "max_new_tokens: must be an integer"),
+    "half a token": ({"max_new_tokens": 1.5}, "max_new_tokens: must be an integer"),
+    "minimum over maximum": ({"max_new_tokens": 1, "min_new_tokens": 2}, "cannot both be"),
+    "NaN": ({"temperature": float("nan")}, "temperature: must be a finite number"),
+    "infinity": ({"temperature": float("inf")}, "temperature: must be a finite number"),
+    "negative temperature": ({"temperature": -0.1}, "temperature: must be at least 0"),
+    "top_p of 0": ({"top_p": 0}, "top_p: must be more than 0"),
+    "top_p over 1": ({"top_p": 1.1}, "top_p: must be at most 1"),
+    "top_k below -1": ({"top_k": -2}, "top_k: must be -1"),
+    "min_p over 1": ({"min_p": 2}, "min_p: must be at most 1"),
+    "penalty": ({"frequency_penalty": 2.5}, "frequency_penalty: must be at most 2"),
+    "repetition": ({"repetition_penalty": 0}, "repetition_penalty: must be more than 0"),
+    "n of 0": ({"n": 0}, "n: must be at least 1"),
+    "n too large": ({"n": 129}, "n: must be at most 128"),
+    "too many": ({"text": ["a"] * 9, "n": 128}, "at most 1024"),
+    "too many prompts": ({"text": ["a"] * 1025}, "at most 1024"),
+    "stop of a wrong type": ({"stop": 5}, "stop: must be a list"),
+    "too many stops": ({"stop": ["a"] * 65}, "stop: must have at most 64 entries"),
+    "long stop": ({"stop": "a" * 513}, "stop.0: must have at most 512 characters"),
+    "stop ids": ({"stop_token_ids": ["a"]}, "stop_token_ids.0: must be an integer"),
+    "bias key": ({"logit_bias": {"a": 1}}, "logit_bias: its keys must be token ids"),
+    "bias id": ({"logit_bias": {"49152": 1}}, "logit_bias: token id 49152 is outside"),
+    "bias value": ({"logit_bias": {"1": float("inf")}}, "logit_bias.1: must be a finite number"),
+    "params of a wrong type": ({"sampling_params": 5}, "sampling_params: must be an object"),
+    "params of a wrong count": ({"sampling_params": [{}, {}]}, "sampling_params: must be an object"),
+    "named params": ({"sampling_params": {"top_p": 2}}, "sampling_params.top_p: must be at most 1"),
+    "stream": ({"stream": "yes"}, "stream: must be true or false"),
+    "rid": ({"rid": 5}, "rid: must be a string"),
+    "long rid": ({"rid": "a" * 257}, "rid: must be a string"),
+    "same rids": ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid: must be different"),
+    "room alone": ({"bootstrap_room": 1}, "bootstrap_host: is missing"),
+    "negative room": ({"bootstrap_host": "h", "bootstrap_room": -1}, "bootstrap_room: must be at"),
+    "room list": ({"bootstrap_host": "h", "bootstrap_room": [1]}, "bootstrap_room: must have one"),
+    "one room for two": (
+        {"text": ["a", "b"], "bootstrap_host": "h", "bootstrap_room": 1},
+        "a room of its own",
+    ),
+    "logprobs": ({"return_logprob": True}, "return_logprob: not supported yet"),
+    "schema": ({"sampling_params": {"json_schema": "{}"}}, "json_schema: not supported yet"),
+    "regex": ({"regex": "a+"}, "regex: not supported yet"),
+    "stop regex": ({"stop_regex": "a"}, "stop_regex: not supported yet"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BODIES)
+async def test_a_bad_body_is_answered_with_400_and_a_sentence(client, backend, name):
+    fields, sentence = BAD_BODIES[name]
+    has_prompt = name in {"no prompt"} or {"text", "input_ids"} & set(fields)
+    body = fields if has_prompt else {"text": "a"} | fields
+    status, answer = await post(client, "/generate", body)
+    assert status == 400
+    assert sentence in answer["error"]["message"]
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert backend.requests == []
+
+
+async def test_what_is_off_is_not_refused(client):
+    body = {"text": "a", "max_new_tokens": 1, "return_logprob": False, "json_schema": None}
+    assert (await post(client, "/generate", body))[0] == 200

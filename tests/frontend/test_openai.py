@@ -1,0 +1,283 @@
+import asyncio
+
+import openai
+import pytest
+
+from tests.frontend.fakes import FakeBackend, length, say, stop
+from tests.frontend.helpers import each, post, stream
+from wire.errors import EngineFailed, Overloaded
+
+EOS = 2
+CHAT = [{"role": "user", "content": "Hi"}]
+CHAT_BODY = {"messages": CHAT}
+
+
+@pytest.fixture
+async def sdk(client):
+    base = str(client._base_url / "v1")
+    async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as made:
+        yield made
+
+
+def speak(backend: FakeBackend, text: str) -> list[int]:
+    """Script an answer; return its ids, the stop token included."""
+    backend.script = say(*each(backend.served.tokenizer, text), stop(EOS))
+    return [*backend.served.tokenizer.encode(text), EOS]
+
+
+async def test_a_completion(sdk, backend, tokenizer):
+    ids = speak(backend, " Paris.")
+    answer = await sdk.completions.create(model="smol", prompt="The capital is", seed=1)
+    assert answer.object == "text_completion"
+    [choice] = answer.choices
+    assert (choice.index, choice.text, choice.finish_reason) == (0, " Paris.", "stop")
+    num_prompt = len(tokenizer.encode("The capital is"))
+    assert answer.usage.prompt_tokens == num_prompt
+    assert answer.usage.completion_tokens == len(ids)
+    assert answer.usage.total_tokens == num_prompt + len(ids)
+    assert answer.usage.prompt_tokens_details.cached_tokens == num_prompt // 2
+    assert backend.requests[0].sampling.max_new_tokens == 16
+    assert backend.requests[0].sampling.seed == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", [[81]]),
+        (["a", "b"], [[81], [82]]),
+        ([5, 6], [[5, 6]]),
+        ([[5], [6, 7]], [[5], [6, 7]]),
+    ],
+)
+async def test_a_prompt_has_four_forms(sdk, backend, prompt, expected):
+    backend.script = say(length(5))
+    answer = await sdk.completions.create(model="smol", prompt=prompt, n=2)
+    assert [choice.index for choice in answer.choices] == list(range(2 * len(expected)))
+    asked = [request.prompt_ids for request in backend.requests]
+    assert asked == [ids for ids in expected for _ in range(2)]
+    assert answer.usage.prompt_tokens == sum(map(len, expected))
+
+
+async def test_echo_puts_the_prompt_first(sdk, backend):
+    speak(backend, " b")
+    for prompt in ("a", [81]):
+        answer = await sdk.completions.create(model="smol", prompt=prompt, echo=True)
+        assert answer.choices[0].text == "a b"
+        chunks = await sdk.completions.create(model="smol", prompt=prompt, echo=True, stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in chunks]) == "a b"
+
+
+async def test_a_streamed_completion(sdk, backend):
+    speak(backend, " Paris is large.")
+    chunks = [
+        chunk
+        async for chunk in await sdk.completions.create(
+            model="smol", prompt="a", stream=True, stream_options={"include_usage": True}
+        )
+    ]
+    *texts, usage = chunks
+    assert "".join([chunk.choices[0].text for chunk in texts]) == " Paris is large."
+    reasons = [chunk.choices[0].finish_reason for chunk in texts]
+    assert reasons == [None] * (len(texts) - 1) + ["stop"]
+    assert all(chunk.usage is None for chunk in texts)
+    assert (usage.choices, usage.usage.completion_tokens) == ([], 5)
+
+
+async def test_a_chat(sdk, backend, tokenizer):
+    speak(backend, "Hello!")
+    answer = await sdk.chat.completions.create(model="smol", messages=CHAT)
+    [choice] = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", "Hello!")
+    assert choice.finish_reason == "stop"
+    [asked] = backend.requests
+    assert asked.prompt_ids == tokenizer.apply_chat_template(CHAT)
+    assert asked.sampling.max_new_tokens == 8192 - len(asked.prompt_ids)
+
+
+async def test_a_streamed_chat(sdk, backend):
+    speak(backend, "Hello you")
+    chunks = [
+        chunk
+        async for chunk in await sdk.chat.completions.create(
+            model="smol",
+            messages=CHAT,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    ]
+    first, *texts, last, usage = chunks
+    assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
+    assert [chunk.choices[0].delta.content for chunk in texts] == ["Hello", " you"]
+    assert last.choices[0].delta.content is None
+    assert [chunk.choices[0].finish_reason for chunk in (*texts, last)] == [None, None, "stop"]
+    assert (usage.choices, usage.usage.completion_tokens) == ([], 3)
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+
+
+async def test_a_streamed_chat_of_several_choices(sdk, backend):
+    speak(backend, "Hello you")
+    texts = {0: "", 1: "", 2: ""}
+    async for chunk in await sdk.chat.completions.create(
+        model="smol", messages=CHAT, n=3, stream=True
+    ):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == dict.fromkeys(range(3), "Hello you")
+
+
+async def test_continuous_usage_is_in_every_chunk(client, backend):
+    speak(backend, "Hello you")
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    got = await stream(client, "/v1/completions", {"prompt": "a", "stream_options": options})
+    assert [chunk["usage"]["completion_tokens"] for chunk in got] == [1, 2, 3, 3]
+
+
+async def test_without_stream_options_there_is_no_usage(client, backend):
+    speak(backend, "Hello you")
+    got = await stream(client, "/v1/completions", {"prompt": "a"})
+    assert all("usage" not in chunk for chunk in got)
+
+
+async def test_a_stop_string_ends_a_chat(sdk, backend):
+    backend.script = say(*each(backend.served.tokenizer, "One two three"), asyncio.Event())
+    answer = await sdk.chat.completions.create(model="smol", messages=CHAT, stop=[" thr"])
+    assert answer.choices[0].message.content == "One two"
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_extra_parameters_reach_the_engine(sdk, backend):
+    backend.script = say(length(5))
+    extra = {
+        "top_k": 3,
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "ignore_eos": True,
+        "min_tokens": 2,
+        "stop_token_ids": [9],
+        "skip_special_tokens": False,
+    }
+    await sdk.chat.completions.create(
+        model="smol", messages=CHAT, max_tokens=7, logit_bias={"5": 1}, extra_body=extra
+    )
+    sampling = backend.requests[0].sampling
+    assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (3, 0.1, 1.5)
+    assert (sampling.ignore_eos, sampling.min_new_tokens, sampling.stop_token_ids) == (True, 2, [9])
+    assert (sampling.max_new_tokens, sampling.logit_bias) == (7, {5: 1.0})
+
+
+async def test_max_completion_tokens_is_the_newer_name(sdk, backend):
+    backend.script = say(length(5))
+    await sdk.chat.completions.create(model="smol", messages=CHAT, max_completion_tokens=3)
+    assert backend.requests[0].sampling.max_new_tokens == 3
+
+
+async def test_content_may_come_in_parts(client, backend, tokenizer):
+    backend.script = say(length(5))
+    parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}]
+    body = {"messages": [{"role": "user", "content": parts}]}
+    assert (await post(client, "/v1/chat/completions", body))[0] == 200
+    joined = tokenizer.apply_chat_template([{"role": "user", "content": "Hi\nyou"}])
+    assert backend.requests[0].prompt_ids == joined
+
+
+async def test_tool_calls_without_content_are_taken(client, backend):
+    backend.script = say(length(5))
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [
+        *CHAT,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+    ]
+    body = {"messages": messages, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    assert (await post(client, "/v1/chat/completions", body))[0] == 200
+
+
+async def test_an_unknown_model_is_not_found(sdk):
+    with pytest.raises(openai.NotFoundError, match="'smol'") as caught:
+        await sdk.chat.completions.create(model="gpt-9", messages=CHAT)
+    assert caught.value.code == "model_not_found"
+
+
+async def test_overload_is_a_rate_limit(sdk, backend):
+    backend.script = say(Overloaded("the queue is full"))
+    with pytest.raises(openai.RateLimitError):
+        await sdk.chat.completions.create(model="smol", messages=CHAT, stream=True)
+
+
+async def test_an_error_in_the_stream_reaches_the_client(sdk, backend):
+    backend.script = say([81], EngineFailed("the device is gone"))
+    got = []
+    with pytest.raises(openai.APIError, match="the device is gone"):
+        async for chunk in await sdk.completions.create(model="smol", prompt="a", stream=True):
+            got.append(chunk)
+    assert len(got) == 1
+
+
+async def test_an_error_in_the_stream_ends_its_choice_with_abort(client, backend):
+    backend.script = say([81], EngineFailed("the device is gone"))
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", CHAT_BODY)):
+        *_, last = await stream(client, path, body)
+        assert last["choices"][0]["finish_reason"] == "abort"
+        assert last["error"]["code"] == "engine_failed"
+
+
+BAD_COMPLETIONS = {
+    "no prompt": ({}, "prompt: is missing"),
+    "empty list": ({"prompt": []}, "prompt: must not be empty"),
+    "mixed": ({"prompt": ["a", 5]}, "prompt: must be a string or a list of strings"),
+    "object": ({"prompt": {}}, "prompt: must be a string or a list"),
+    "zero": ({"prompt": "a", "max_tokens": 0}, "max_tokens: must be at least 1"),
+    "logprobs": ({"prompt": "a", "logprobs": 1}, "logprobs: not supported yet"),
+    "suffix": ({"prompt": "a", "suffix": "b"}, "suffix: not supported yet"),
+    "best_of": ({"prompt": "a", "best_of": 3}, "best_of: not supported"),
+    "options": ({"prompt": "a", "stream_options": 5}, "stream_options: must be an object"),
+    "model": ({"prompt": "a", "model": 5}, "model: must be a string"),
+}
+BAD_CHATS = {
+    "no messages": ({}, "messages: is missing"),
+    "empty": ({"messages": []}, "messages: must have at least 1 entries"),
+    "wrong type": ({"messages": "hi"}, "messages: must be a list"),
+    "no role": ({"messages": [{"content": "a"}]}, "messages.0.role: is missing"),
+    "content": ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: must be a str"),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "'image_url' is not supported",
+    ),
+    "arguments": (
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]},
+            ]
+        },
+        "tool_calls: arguments are not JSON",
+    ),
+    "format": (CHAT_BODY | {"response_format": {"type": "json_object"}}, "response_format: only"),
+    "logprobs": (CHAT_BODY | {"logprobs": True}, "logprobs: not supported yet"),
+    "forced tool": (CHAT_BODY | {"tool_choice": "required"}, "tool_choice: only"),
+    "NaN": (CHAT_BODY | {"temperature": float("nan")}, "temperature: must be a finite number"),
+    "kwargs": (CHAT_BODY | {"chat_template_kwargs": 5}, "chat_template_kwargs: must be an object"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_COMPLETIONS)
+async def test_a_bad_completion_is_answered_with_a_sentence(client, name):
+    body, sentence = BAD_COMPLETIONS[name]
+    status, answer = await post(client, "/v1/completions", body)
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert sentence in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("name", BAD_CHATS)
+async def test_a_bad_chat_is_answered_with_a_sentence(client, name):
+    body, sentence = BAD_CHATS[name]
+    status, answer = await post(client, "/v1/chat/completions", body)
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert sentence in answer["error"]["message"]
+
+
+async def test_what_is_off_is_not_refused(client, backend):
+    backend.script = say(length(5))
+    off = {"logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"}, "tools": []}
+    assert (await post(client, "/v1/chat/completions", CHAT_BODY | off))[0] == 200
+    body = {"prompt": "a", "logprobs": None, "best_of": 1, "suffix": None}
+    assert (await post(client, "/v1/completions", body))[0] == 200

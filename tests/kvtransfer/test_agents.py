@@ -1,0 +1,616 @@
+"""Both agents in one process, over a real wire, with each transport."""
+
+import threading
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from kvtransfer.bootstrap import SenderEnd
+from kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
+from kvtransfer.layout import KVLayout
+from kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
+from kvtransfer.region import MemoryRegion
+from kvtransfer.sender import PrefillAgent, SenderTimeouts
+from kvtransfer.transports.base import TransportConfig
+from kvtransfer.transports.loopback import Fault, LoopbackTransport
+from kvtransfer.transports.shm import ShmTransport
+from kvtransfer.transports.tcp import TcpTransport
+from wire.channel import ChannelKey, Inbox, Link, Waker, wait
+from wire.errors import (
+    Aborted,
+    EngineFailed,
+    KVCorrupted,
+    LayoutMismatch,
+    PeerLost,
+    TransferRefused,
+    TransferTimeout,
+)
+from wire.ids import Epoch, Room
+from wire.messages import FromPrefill, Grant, Hello, LinkPing, Refused, ToPrefill, Welcome
+
+ROOM = Room(42)
+PROMPT_PAGES = [3, 1, 7, 8]
+DECODE_PAGES = [5, 6, 2, 0]
+
+
+def layout(**changes):
+    return KVLayout(
+        **{
+            "num_pages": 16,
+            "page_size": 4,
+            "num_layers": 2,
+            "num_kv_heads": 2,
+            "head_dim": 8,
+            "dtype": "float32",
+            "itemsize": 4,
+            **changes,
+        }
+    )
+
+
+class FakeClock:
+    """Seconds that pass when told to."""
+
+    def __init__(self):
+        self.now_s = 1000.0
+
+    def __call__(self):
+        return self.now_s
+
+
+class Node:
+    """A role's loop, as far as a test needs one: waits for the next event of an agent."""
+
+    def __init__(self, agent, waker, region):
+        self.agent, self.waker, self.region = agent, waker, region
+        self._seen = []
+
+    def next(self, kind=None):
+        """Return the next event, which must be of this kind."""
+        for _ in range(100):
+            self._seen += self.agent.events()
+            if self._seen:
+                event = self._seen.pop(0)
+                assert kind is None or isinstance(event, kind), event
+                return event
+            wait([], 0.1, self.waker)
+        raise AssertionError("no event in 10 s")
+
+    def wait_until(self, condition):
+        """Look at the statistics until they are so."""
+        for _ in range(2000):
+            if condition(self.agent.statistics()):
+                return
+            wait([], 0.005, self.waker)
+        raise AssertionError(self.agent.statistics())
+
+    def close(self):
+        self.agent.close()
+        self.waker.close()
+        self.region.close()
+
+
+class Cluster:
+    """Makes nodes; closes them all at the end."""
+
+    def __init__(self, stack):
+        self._stack = stack
+        self.transport = LoopbackTransport()
+        self.clock = FakeClock()
+
+    def use(self, transport):
+        self.transport = transport
+
+    def prefill(
+        self, address="tcp://127.0.0.1:0", *, fingerprint="llama", shape=None, epoch=1, **more
+    ):
+        shape = shape or layout()
+        region, waker = MemoryRegion.private(shape.pool_bytes), Waker()
+        region.array()[:] = np.random.default_rng(epoch).integers(
+            0, 256, shape.pool_bytes, np.uint8
+        )
+        end = SenderEnd(Epoch(epoch), fingerprint, shape, region, [self.transport])
+        node = Node(PrefillAgent(address, end, waker=waker, **more), waker, region)
+        self._stack.callback(node.close)
+        return node
+
+    def decode(self, *, fingerprint="llama", shape=None, epoch=2, **more):
+        shape = shape or layout()
+        region, waker = MemoryRegion.shared(shape.pool_bytes, "agents"), Waker()
+        agent = DecodeAgent(
+            epoch=Epoch(epoch),
+            fingerprint=fingerprint,
+            layout=shape,
+            region=region,
+            transports=[self.transport],
+            waker=waker,
+            **more,
+        )
+        node = Node(agent, waker, region)
+        self._stack.callback(node.close)
+        return node
+
+
+@pytest.fixture
+def cluster():
+    with ExitStack() as stack:
+        yield Cluster(stack)
+
+
+def pages(node, page_ids, shape=None):
+    shape = shape or layout()
+    return node.region.array().reshape(shape.num_pages, -1)[page_ids]
+
+
+def request(decode, prefill, page_ids=DECODE_PAGES, have_tokens=0, room=ROOM):
+    decode.agent.request(room, "127.0.0.1", prefill.agent.port, page_ids, have_tokens)
+
+
+def push_all(prefill, page_ids=PROMPT_PAGES, room=ROOM):
+    prefill.agent.push(room, page_ids, 0)
+    prefill.agent.finish(room, first_token=9, seed=77, cached_tokens=4)
+
+
+# ── the happy path ───────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("make", [LoopbackTransport, ShmTransport, TcpTransport])
+@pytest.mark.parametrize("is_request_first", [True, False])
+def test_a_prompt_is_handed_off_whichever_half_comes_first(cluster, make, is_request_first):
+    cluster.use(make())
+    prefill, decode = cluster.prefill(), cluster.decode()
+    if is_request_first:
+        prefill.agent.expect(ROOM)
+        prefill.wait_until(lambda now: now.num_waiting == 1)
+        request(decode, prefill)
+    else:
+        request(decode, prefill)
+        prefill.wait_until(lambda now: now.num_early_grants == 1)
+        prefill.agent.expect(ROOM)
+    assert prefill.next() == Granted(ROOM, 0)
+    push_all(prefill)
+    assert prefill.next() == PushDone(ROOM, 4 * layout().page_bytes)
+    assert decode.next() == Landed(ROOM, first_token=9, seed=77, cached_tokens=4)
+    assert (pages(decode, DECODE_PAGES) == pages(prefill, PROMPT_PAGES)).all()
+    assert not pages(decode, [1, 3, 4, *range(7, 16)]).any()
+
+
+def test_what_is_pushed_and_finished_before_the_grant_is_kept_for_it(cluster):
+    prefill, decode = cluster.prefill(), cluster.decode()
+    prefill.agent.expect(ROOM)
+    prefill.agent.push(ROOM, PROMPT_PAGES[:3], 0)
+    prefill.agent.push(ROOM, PROMPT_PAGES[3:], 3)
+    prefill.agent.finish(ROOM, 9, 77)
+    request(decode, prefill)
+    assert [type(prefill.next()) for _ in range(2)] == [Granted, PushDone]
+    decode.next(Landed)
+    assert (pages(decode, DECODE_PAGES) == pages(prefill, PROMPT_PAGES)).all()
+
+
+def test_only_what_decode_does_not_have_is_pushed(cluster):
+    prefill, decode = cluster.prefill(), cluster.decode()
+    request(decode, prefill, [5, 6], have_tokens=8)
+    prefill.agent.expect(ROOM)
+    assert prefill.next() == Granted(ROOM, 8)
+    push_all(prefill)
+    assert prefill.next() == PushDone(ROOM, 2 * layout().page_bytes)
+    decode.next(Landed)
+    assert (pages(decode, [5, 6]) == pages(prefill, PROMPT_PAGES[2:])).all()
+
+
+def test_a_prompt_that_decode_holds_completely_needs_no_write(cluster):
+    prefill, decode = cluster.prefill(), cluster.decode()
+    request(decode, prefill, [], have_tokens=16)
+    prefill.agent.expect(ROOM)
+    push_all(prefill)
+    assert [prefill.next(), prefill.next()] == [Granted(ROOM, 16), PushDone(ROOM, 0)]
+    decode.next(Landed)
+
+
+def test_nodes_of_different_page_sizes_hand_off(cluster):
+    cluster.use(TcpTransport(TransportConfig(num_streams=2)))
+    small = layout(page_size=2, num_pages=20)
+    prefill, decode = cluster.prefill(), cluster.decode(shape=small)
+    prefill.agent.expect(ROOM)
+    request(decode, prefill, [9, 3, 5])  # for a prompt of 5 or 6 tokens: two of prefill's pages
+    push_all(prefill, [3, 1])
+    decode.next(Landed)
+    source = pages(prefill, [3, 1]).reshape(2, 2, 2, 2, 4, 32)  # (page, layer, k v, head, token, .)
+    landed = pages(decode, [9, 3, 5], small).reshape(3, 2, 2, 2, 2, 32)
+    for token in range(6):
+        expected = source[token // 4, :, :, :, token % 4]
+        assert (landed[token // 2, :, :, :, token % 2] == expected).all()
+
+
+def test_many_rooms_share_one_link(cluster):
+    cluster.use(ShmTransport())
+    prefill, decode = cluster.prefill(), cluster.decode()
+    for number in range(16):
+        prefill.agent.expect(Room(number))
+        request(decode, prefill, [number], room=Room(number))
+        push_all(prefill, [15 - number], room=Room(number))
+    landed = {decode.next(Landed).room for _ in range(16)}
+    assert landed == set(range(16))
+    assert (pages(decode, range(16)) == pages(prefill, range(15, -1, -1))).all()
+    assert decode.agent.statistics().num_links == 1
+
+
+def test_nodes_that_know_the_secret_hand_off(cluster):
+    key = ChannelKey.from_secret("of this cluster")
+    prefill, decode = cluster.prefill(key=key), cluster.decode(key=key)
+    prefill.agent.expect(ROOM)
+    request(decode, prefill)
+    push_all(prefill)
+    decode.next(Landed)
+
+
+# ── giving up, at each stage ─────────────────────────────────────────────────────────────────────
+
+
+def test_a_request_withdrawn_before_the_link_stands_is_safe_at_once(cluster):
+    decode = cluster.decode()
+    decode.agent.request(ROOM, "127.0.0.1", 1, DECODE_PAGES)
+    decode.agent.withdraw(ROOM)
+    assert decode.next() == Safe(ROOM)
+
+
+def test_a_grant_withdrawn_before_the_request_came_fails_the_request(cluster):
+    prefill, decode = cluster.prefill(), cluster.decode()
+    request(decode, prefill)
+    prefill.wait_until(lambda now: now.num_early_grants == 1)
+    decode.agent.withdraw(ROOM)
+    assert decode.next() == Safe(ROOM)
+    prefill.agent.expect(ROOM)
+    assert isinstance(prefill.next(Released).error, Aborted)
+
+
+def test_a_grant_withdrawn_while_prefill_computes_is_released(cluster):
+    prefill, decode = cluster.prefill(), cluster.decode()
+    prefill.agent.expect(ROOM)
+    request(decode, prefill)
+    prefill.next(Granted)
+    decode.agent.withdraw(ROOM)
+    assert decode.next() == Safe(ROOM)
+    assert isinstance(prefill.next(Released).error, Aborted)
+
+
+def test_a_grant_withdrawn_in_the_middle_of_a_write_is_safe_only_after_the_write(cluster):
+    cluster.use(LoopbackTransport([Fault("hang")]))
+    prefill, decode = cluster.prefill(), cluster.decode()
+    prefill.agent.expect(ROOM)
+    request(decode, prefill)
+    push_all(prefill)
+    assert cluster.transport.hanging.wait(5)
+    decode.agent.withdraw(ROOM)
+    decode.wait_until(lambda now: now.num_withdrawn == 1)
+    prefill.next(Granted)
+    assert decode.agent.events() == []
+    cluster.transport.release()
+    assert decode.next() == Safe(ROOM)
+    assert isinstance(prefill.next(Released).error, Aborted)
+
+
+def test_after_a_withdraw_that_crossed_landed_the_role_hears_only_safe(cluster):
+    prefill, decode = cluster.prefill(), cluster.decode()
+    prefill.agent.expect(ROOM)
+    request(decode, prefill)
+    push_all(prefill)
+    decode.wait_until(lambda now: now.num_landed == 1)
+    decode.agent.withdraw(ROOM)
+    assert decode.next() == Safe(ROOM)
+
+
+def test_withdrawing_a_room_that_is_over_does_nothing(cluster):
+    prefill, decode = cluster.prefill(), cluster.decode()
+    prefill.agent.expect(ROOM)
+    request(decode, prefill)
+    push_all(prefill)
+    decode.next(Landed)
+    decode.agent.withdraw(ROOM)
+    assert decode.agent.events() == []
+
+
+def test_an_abort_before_the_grant_is_answered_when_the_grant_comes(cluster):
+    prefill, decode = cluster.prefill(), cluster.decode()
+    prefill.agent.expect(ROOM)
+    prefill.agent.abort(ROOM, EngineFailed("the forward raised"))
+    assert prefill.next() == Released(ROOM)
+    request(decode, prefill)
+    failed = decode.next(Failed)
+    assert isinstance(failed.error, EngineFailed)
+    assert failed.error.message == "the forward raised"
+
+
+def test_an_abort_in_the_middle_of_a_write_waits_for_the_write(cluster):
+    cluster.use(LoopbackTransport([Fault("hang")]))
+    prefill, decode = cluster.prefill(), cluster.decode()
+    prefill.agent.expect(ROOM)
+    request(decode, prefill)
+    push_all(prefill)
+    assert cluster.transport.hanging.wait(5)
+    prefill.agent.abort(ROOM)
+    prefill.wait_until(lambda now: now.num_pushing == 1)
+    assert decode.agent.events() == []
+    cluster.transport.release()
+    assert prefill.next() == Released(ROOM)
+    assert isinstance(decode.next(Failed).error, Aborted)
+
+
+def test_a_grant_without_a_request_is_given_back_in_time(cluster):
+    prefill = cluster.prefill(timeouts=SenderTimeouts(early_grant_s=10), clock=cluster.clock)
+    decode = cluster.decode()
+    request(decode, prefill)
+    prefill.wait_until(lambda now: now.num_early_grants == 1)
+    cluster.clock.now_s += 10.5
+    # Its clock jumped over the heartbeat's limit too: either way the pages come back.
+    event = decode.next()
+    assert isinstance(event, Failed | Lost)
+    assert isinstance(event.error, TransferTimeout | PeerLost)
+
+
+def test_a_request_without_a_grant_fails_in_time(cluster):
+    prefill = cluster.prefill(timeouts=SenderTimeouts(grant_s=10), clock=cluster.clock)
+    prefill.agent.expect(ROOM)
+    prefill.wait_until(lambda now: now.num_waiting == 1)
+    cluster.clock.now_s += 10.5
+    assert isinstance(prefill.next(Released).error, TransferTimeout)
+
+
+def test_a_prefill_that_never_pushes_loses_its_grant(cluster):
+    prefill = cluster.prefill()
+    decode = cluster.decode(timeouts=ReceiverTimeouts(landed_s=0.05))
+    prefill.agent.expect(ROOM)
+    request(decode, prefill)
+    assert isinstance(decode.next(Lost).error, TransferTimeout)
+    assert decode.next() == Safe(ROOM)
+    prefill.next(Granted)
+    prefill.next(Released)
+
+
+def test_a_prefill_that_does_not_answer_a_withdraw_is_cut_off(cluster):
+    cluster.use(LoopbackTransport([Fault("hang")]))
+    prefill = cluster.prefill()
+    decode = cluster.decode(timeouts=ReceiverTimeouts(released_s=0.05))
+    prefill.agent.expect(ROOM)
+    request(decode, prefill)
+    push_all(prefill)
+    assert cluster.transport.hanging.wait(5)
+    decode.agent.withdraw(ROOM)
+    assert decode.next() == Safe(ROOM)
+    prefill.next(Granted)
+    assert isinstance(prefill.next(Released).error, Aborted)
+
+
+# ── faults ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"fingerprint": "qwen"}, {"shape": layout(dtype="bfloat16")}, {"shape": layout(head_dim=4)}],
+)
+def test_another_model_or_layout_is_refused_naming_both(cluster, changes):
+    prefill, decode = cluster.prefill(), cluster.decode(**changes)
+    request(decode, prefill)
+    error = decode.next(Failed).error
+    assert isinstance(error, LayoutMismatch)
+    assert f"llama ({layout()})" in error.message
+    name, shape = changes.get("fingerprint", "llama"), changes.get("shape", layout())
+    assert f"{name} ({shape})" in error.message
+
+
+def test_a_prefill_that_is_not_there_fails_the_request(cluster):
+    decode = cluster.decode(timeouts=ReceiverTimeouts(connect_s=0.05))
+    decode.agent.request(ROOM, "127.0.0.1", 1, DECODE_PAGES)
+    assert isinstance(decode.next(Failed).error, PeerLost)
+
+
+def test_no_transport_in_common_fails_the_request_saying_so(cluster):
+    prefill = cluster.prefill()
+    cluster.use(TcpTransport())
+    decode = cluster.decode()
+    request(decode, prefill)
+    error = decode.next(Failed).error
+    assert isinstance(error, TransferRefused)
+    assert "tcp: not enabled here" in error.message
+
+
+def test_a_corrupted_page_is_found_and_does_not_land(cluster):
+    cluster.use(LoopbackTransport([Fault("corrupt")]))
+    prefill, decode = cluster.prefill(), cluster.decode()
+    prefill.agent.expect(ROOM)
+    request(decode, prefill)
+    push_all(prefill)
+    error = decode.next(Failed).error
+    assert isinstance(error, KVCorrupted)
+    assert "1 of 4 pages" in error.message
+
+
+def test_a_write_that_comes_twice_does_no_harm(cluster):
+    cluster.use(LoopbackTransport([Fault("duplicate")]))
+    prefill, decode = cluster.prefill(), cluster.decode()
+    prefill.agent.expect(ROOM)
+    request(decode, prefill)
+    push_all(prefill)
+    decode.next(Landed)
+
+
+def test_pages_that_were_not_pushed_do_not_land(cluster):
+    prefill, decode = cluster.prefill(), cluster.decode()
+    prefill.agent.expect(ROOM)
+    request(decode, prefill)
+    push_all(prefill, PROMPT_PAGES[:3])
+    assert "1 granted pages were not pushed" in decode.next(Failed).error.message
+    prefill.next(Granted)
+    prefill.next(Released)
+
+
+def test_pushing_a_page_that_does_not_exist_fails_the_room(cluster):
+    prefill, decode = cluster.prefill(), cluster.decode()
+    prefill.agent.expect(ROOM)
+    request(decode, prefill)
+    push_all(prefill, [3, 1, 7, 16])
+    assert isinstance(decode.next(Failed).error, TransferRefused)
+    prefill.next(Granted)
+    prefill.next(Released)
+
+
+def test_when_the_data_path_breaks_the_link_is_lost_and_the_next_request_makes_a_new_one(cluster):
+    cluster.use(LoopbackTransport([Fault("fail")]))
+    prefill, decode = cluster.prefill(), cluster.decode()
+    prefill.agent.expect(ROOM)
+    request(decode, prefill)
+    push_all(prefill)
+    assert isinstance(decode.next(Lost).error, PeerLost)
+    assert decode.next() == Safe(ROOM)
+    prefill.next(Granted)
+    assert isinstance(prefill.next(Released).error, PeerLost)
+    prefill.agent.expect(Room(43))
+    request(decode, prefill, room=Room(43))
+    push_all(prefill, room=Room(43))
+    decode.next(Landed)
+
+
+@pytest.mark.parametrize("make", [LoopbackTransport, ShmTransport, TcpTransport])
+def test_a_prefill_that_goes_away_is_lost_and_its_successor_is_greeted(cluster, make):
+    cluster.use(make())
+    prefill, decode = cluster.prefill(), cluster.decode()
+    prefill.agent.expect(ROOM)
+    request(decode, prefill)
+    prefill.next(Granted)
+    address = f"tcp://127.0.0.1:{prefill.agent.port}"
+    prefill.agent.close()
+    assert isinstance(decode.next(Lost).error, PeerLost)
+    assert decode.next() == Safe(ROOM)
+    successor = cluster.prefill(address, epoch=11)
+    successor.agent.expect(ROOM)
+    request(decode, successor)
+    push_all(successor)
+    decode.next(Landed)
+
+
+@pytest.mark.parametrize("make", [LoopbackTransport, ShmTransport, TcpTransport])
+def test_a_decode_that_goes_away_releases_prefills_pages(cluster, make):
+    cluster.use(make())
+    prefill, decode = cluster.prefill(), cluster.decode()
+    prefill.agent.expect(ROOM)
+    request(decode, prefill)
+    prefill.next(Granted)
+    decode.agent.close()
+    prefill.agent.push(ROOM, PROMPT_PAGES, 0)
+    assert isinstance(prefill.next(Released).error, PeerLost)
+
+
+def test_a_decode_that_falls_silent_is_lost(cluster):
+    prefill, decode = cluster.prefill(clock=cluster.clock), cluster.decode()
+    prefill.agent.expect(ROOM)
+    request(decode, prefill)
+    prefill.next(Granted)
+    cluster.clock.now_s += 3
+    assert isinstance(prefill.next(Released).error, PeerLost)
+
+
+def test_a_prefill_that_falls_silent_is_lost(cluster):
+    with Inbox("tcp://127.0.0.1:0", ToPrefill) as inbox:
+        decode = cluster.decode(clock=cluster.clock)
+        decode.agent.request(ROOM, "127.0.0.1", inbox.port, DECODE_PAGES)
+        hello = receive(inbox)
+        inbox.send(hello.peer, Welcome(epoch=Epoch(5), transport="loopback"))
+        while not isinstance(receive(inbox).message, Grant):
+            pass
+        cluster.clock.now_s += 3
+        assert isinstance(decode.next(Lost).error, PeerLost)
+        assert decode.next() == Safe(ROOM)
+
+
+def receive(end):
+    for _ in range(100):
+        if (got := end.receive()) is not None:
+            return got
+        wait([end], 0.1)
+    raise AssertionError("nothing came in 10 s")
+
+
+# ── strangers ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def stranger(cluster):
+    prefill = cluster.prefill()
+    link = Link(f"tcp://127.0.0.1:{prefill.agent.port}", FromPrefill)
+
+    def say(message):
+        while True:
+            try:
+                return link.send(message)
+            except PeerLost:
+                wait([link], 0.001)
+
+    yield say, lambda: receive(link)
+    link.close()
+
+
+def greet(say, hear, listener):
+    offer = listener.admit("127.0.0.1").offer
+    say(Hello(epoch=Epoch(2), fingerprint="llama", layout=layout().to_info(), offers=[offer]))
+    while not isinstance(hear(), Welcome):
+        pass
+
+
+def test_whoever_did_not_say_hello_is_told_so(stranger):
+    say, hear = stranger
+    say(LinkPing(epoch=Epoch(2)))
+    assert isinstance(hear(), Refused)
+
+
+def test_a_message_of_another_epoch_is_refused(stranger, cluster):
+    from kvtransfer.transports.base import Pool
+
+    say, hear = stranger
+    with MemoryRegion.private(layout().pool_bytes) as region:
+        listener = cluster.transport.listen(Pool(region, layout().page_bytes, 16))
+        greet(say, hear, listener)
+        say(Grant(epoch=Epoch(3), room=ROOM, page_ids=[1]))
+        while isinstance(answer := hear(), LinkPing):
+            pass
+        assert isinstance(answer, Refused)
+
+
+@pytest.mark.parametrize(
+    ("page_ids", "have_tokens"), [([16], 0), ([-1], 0), ([1, 1], 0), ([1], 3), ([1], -4)]
+)
+def test_a_senseless_grant_is_released_at_once(stranger, cluster, page_ids, have_tokens):
+    from kvtransfer.transports.base import Pool
+
+    say, hear = stranger
+    with MemoryRegion.private(layout().pool_bytes) as region:
+        greet(say, hear, cluster.transport.listen(Pool(region, layout().page_bytes, 16)))
+        say(Grant(epoch=Epoch(2), room=ROOM, page_ids=page_ids, have_tokens=have_tokens))
+        while isinstance(answer := hear(), LinkPing):
+            pass
+        assert answer.room == ROOM
+        assert answer.error.code == "transfer_refused"
+
+
+def test_a_layout_of_nothing_is_refused(stranger):
+    say, hear = stranger
+    info = layout().to_info()
+    nothing = type(info)(
+        **{**{f: getattr(info, f) for f in info.__struct_fields__}, "page_size": 0}
+    )
+    say(Hello(epoch=Epoch(2), fingerprint="llama", layout=nothing, offers=[]))
+    assert hear().error.code == "layout_mismatch"
+
+
+def test_closed_agents_leave_no_thread_and_no_file(cluster):
+    from kvtransfer.region import SHM_DIR
+
+    before = threading.active_count()
+    cluster.use(ShmTransport())
+    prefill, decode = cluster.prefill(), cluster.decode()
+    request(decode, prefill)
+    prefill.wait_until(lambda now: now.num_early_grants == 1)
+    decode.close()
+    prefill.close()
+    assert not list(SHM_DIR.glob("tandem-agents-*"))
+    assert threading.active_count() <= before

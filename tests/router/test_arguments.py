@@ -1,0 +1,119 @@
+import pytest
+
+from router.arguments import parse
+from router.config import PrefillTarget, RouterConfig, host_of
+from wire.errors import ConfigInvalid
+
+P, Q, D, E = "http://p:7000", "http://q:7000", "http://d:7001", "http://e:7001"
+
+FORMS = [
+    # of today's SGLang router: repeated, the port behind the URL
+    (
+        f"--pd-disaggregation --prefill {P} 8998 --prefill {Q} none --decode {D} --decode {E}",
+        (PrefillTarget(P, 8998), PrefillTarget(Q)),
+        (D, E),
+    ),
+    # of mini_lb: lists after one flag, ports apart
+    (
+        f"--prefill {P} {Q} --prefill-bootstrap-ports 8998 8999 --decode {D} {E}",
+        (PrefillTarget(P, 8998), PrefillTarget(Q, 8999)),
+        (D, E),
+    ),
+    (f"--prefill {P} --decode {D}", (PrefillTarget(P),), (D,)),
+    (
+        f"--prefill {P} 8998 {Q} 8999 --decode {D}",
+        (PrefillTarget(P, 8998), PrefillTarget(Q, 8999)),
+        (D,),
+    ),
+    (
+        f"--decode {D} --prefill {P} --prefill {Q} --prefill-bootstrap-ports none "
+        "--prefill-bootstrap-ports 8999",
+        (PrefillTarget(P), PrefillTarget(Q, 8999)),
+        (D,),
+    ),
+    (
+        "--prefill http://[::1]:7000/ 8998 --decode http://[::1]:7001",
+        (PrefillTarget("http://[::1]:7000", 8998),),
+        ("http://[::1]:7001",),
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "prefills", "decodes"), FORMS)
+def test_both_launch_forms_name_the_same_nodes(line, prefills, decodes):
+    config = parse(line.split())
+    assert (config.prefills, config.decodes) == (prefills, decodes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "value"),
+    [
+        ("--host 0.0.0.0 --port 8123", "port", 8123),
+        ("--host [::1]", "host", "::1"),
+        ("--detokenizers 4", "num_workers", 4),
+        ("--detokenizer-worker-num 3", "num_workers", 3),
+        ("--tokenizer-worker-num 2", "num_workers", 2),
+        ("--policy power_of_two", "policy", "power_of_two"),
+        ("--policy cache_aware", "policy", "least_load"),
+        ("--api-key a --api-key b", "api_keys", ("a", "b")),
+        ("--log-level WARNING", "log_level", "warning"),
+        ("--tokenizer /models/m", "tokenizer_dir", "/models/m"),
+        (
+            "--mini-lb --prometheus-port 29000 --mini-lb",
+            "ignored_flags",
+            ("--mini-lb", "--prometheus-port"),
+        ),
+    ],
+)
+def test_familiar_flags_are_taken(flags, field, value):
+    config = parse([*f"--prefill {P} --decode {D}".split(), *flags.split()])
+    assert getattr(config, field) == value
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (f"--prefill {P} --decode 127.0.0.1:7001", "not a node's URL: give http://HOST:PORT"),
+        (f"--prefill {P} --decode http://d", "not a node's URL"),
+        (f"--prefill {P} --decode http://d:x", "not a node's URL"),
+        (f"--prefill 8998 {P} --decode {D}", "follows the URL it is of"),
+        (f"--prefill {P} 8998 8999 --decode {D}", "follows the URL it is of"),
+        (f"--prefill {P} 99999 --decode {D}", "neither 1 to 65535"),
+        (f"--prefill {P} {Q} --prefill-bootstrap-ports 1 --decode {D}", "1 ports for 2 prefill"),
+        (f"--prefill {P} --decode {D} {D}", "each node is given once"),
+        (f"--prefill {P} --decode {D} --detokenizers 0", "at least 1"),
+        (f"--prefill {P} --decode {D} --port 70000", "--port 70000"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_to_do(line, sentence):
+    with pytest.raises(ConfigInvalid, match=sentence):
+        parse(line.split())
+
+
+@pytest.mark.parametrize("line", [f"--prefill {P}", f"--prefill {P} --decode {D} --polcy random"])
+def test_a_missing_or_unknown_flag_ends_with_usage(line, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(line.split())
+    assert ended.value.code == 2
+    assert "usage: tandem lb" in capsys.readouterr().err
+
+
+def test_help_shows_both_forms(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(["--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--prefill-bootstrap-ports 8998 8998" in shown
+    assert "--pd-disaggregation" in shown
+
+
+def test_a_secret_is_not_shown_with_the_configuration():
+    config = RouterConfig(
+        prefills=(PrefillTarget(P),), decodes=(D,), api_keys=("k3y",), cluster_secret="s3cret"
+    )
+    assert "k3y" not in repr(config)
+    assert "s3cret" not in repr(config)
+
+
+def test_the_host_of_an_ipv6_url_has_no_brackets():
+    assert host_of("http://[fe80::1]:7000") == "fe80::1"

@@ -1,0 +1,304 @@
+import asyncio
+import random
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from router.backend import ClusterBackend
+from router.cluster import Cluster
+from router.config import PrefillTarget, RouterConfig
+from router.policy import POLICIES
+from tests.router.fake_node import FakeNode, request, until
+from wire.errors import EngineFailed, InvalidRequest, NoNodeAvailable, Overloaded
+from wire.messages import Cancel, FlushCache, StartDecode, StartPrefill
+
+
+@asynccontextmanager
+async def watched(prefills, decodes, max_attempts=3):
+    config = RouterConfig(
+        prefills=tuple(PrefillTarget(node.url) for node in prefills),
+        decodes=tuple(node.url for node in decodes),
+    )
+    cluster = Cluster(config)
+    backend = ClusterBackend(cluster, POLICIES["least_load"], max_attempts, random.Random(0))
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(cluster.run())
+        yield backend
+        watching.cancel()
+
+
+class Setup:
+    """Some nodes and a backend over them."""
+
+    def __init__(self, prefills, decodes, backend) -> None:
+        self.prefills, self.decodes, self.backend = prefills, decodes, backend
+
+    def others(self, node):
+        (other,) = [
+            n for n in (self.prefills if node in self.prefills else self.decodes) if n != node
+        ]
+        return other
+
+    async def pair_of(self, attempt=0):
+        """Return the nodes that one attempt was started on, with the messages they got."""
+        engines = self.prefills + self.decodes
+        await until(lambda: sum(not n.engine.is_idle() for n in engines) == 2)
+        prefill, decode = [n for n in engines if not n.engine.is_idle()]
+        start_prefill = await prefill.engine.next(StartPrefill)
+        start_decode = await decode.engine.next(StartDecode)
+        assert start_prefill.attempt == start_decode.attempt == attempt
+        return prefill, start_prefill, decode, start_decode
+
+
+@asynccontextmanager
+async def cluster(num_prefills=1, num_decodes=1, max_attempts=3, prefills=None, decodes=None):
+    prefills = prefills or [FakeNode("prefill") for _ in range(num_prefills)]
+    decodes = decodes or [FakeNode("decode") for _ in range(num_decodes)]
+    async with AsyncExitStack() as stack:
+        for node in prefills + decodes:
+            await stack.enter_async_context(node.serving())
+        backend = await stack.enter_async_context(watched(prefills, decodes, max_attempts))
+        nodes = backend._cluster.prefills + backend._cluster.decodes
+        await until(lambda: all(node.is_up for node in nodes))
+        yield Setup(prefills, decodes, backend)
+
+
+class Reader:
+    """A client's side of one request, read in a task."""
+
+    def __init__(self, tasks, backend, generate_request) -> None:
+        self.token_ids, self.finish = [], None
+        self.task = tasks.create_task(self._read(backend, generate_request))
+
+    async def _read(self, backend, generate_request):
+        async for part in backend.generate(generate_request):
+            assert part.index == generate_request.num_prior_tokens + len(self.token_ids)
+            self.token_ids += part.token_ids
+            self.finish = part.finish and part.finish.reason
+
+    async def result(self):
+        async with asyncio.timeout(5):
+            await self.task
+        return self.token_ids, self.finish
+
+
+@asynccontextmanager
+async def reading(setup, generate_request=None):
+    async with asyncio.TaskGroup() as tasks:
+        yield Reader(tasks, setup.backend, generate_request or request())
+
+
+async def read(backend, generate_request=None):
+    return [part async for part in backend.generate(generate_request or request())]
+
+
+def in_flight(setup) -> list[tuple[int, int]]:
+    cluster_nodes = setup.backend._cluster.prefills + setup.backend._cluster.decodes
+    return [(node.in_flight_requests, node.in_flight_tokens) for node in cluster_nodes]
+
+
+async def test_the_first_token_comes_from_prefill_and_the_rest_from_decode():
+    async with cluster() as setup, reading(setup) as reader:
+        prefill, start_prefill, decode, start_decode = await setup.pair_of()
+        assert start_prefill.room == start_decode.room
+        assert (start_decode.bootstrap_host, start_decode.bootstrap_port) == ("127.0.0.1", 8998)
+        prefill.engine.say(start_prefill, 0, [10])
+        await until(lambda: reader.token_ids == [10])
+        assert in_flight(setup) == [(1, 3), (1, 3)]
+        decode.engine.say(start_decode, 0, [10, 11])
+        await until(lambda: reader.token_ids == [10, 11])
+        assert in_flight(setup) == [(0, 0), (1, 3)]
+        decode.engine.say(start_decode, 2, [12], "length")
+        assert await reader.result() == ([10, 11, 12], "length")
+        assert in_flight(setup) == [(0, 0), (0, 0)]
+
+
+async def test_a_finished_request_cancels_nothing():
+    async with cluster() as setup, reading(setup) as reader:
+        prefill, start_prefill, decode, start_decode = await setup.pair_of()
+        prefill.engine.say(start_prefill, 0, [10], "handed_off")
+        decode.engine.say(start_decode, 0, [10, 11], "stop")
+        await reader.result()
+        await setup.backend.flush_cache()
+        await prefill.engine.next(FlushCache)
+        await decode.engine.next(FlushCache)
+
+
+async def test_a_finish_at_the_first_token_ends_there_and_cancels_decode():
+    async with cluster() as setup, reading(setup) as reader:
+        prefill, start_prefill, decode, _ = await setup.pair_of()
+        prefill.engine.say(start_prefill, 0, [2], "stop")
+        assert await reader.result() == ([2], "stop")
+        await decode.engine.next(Cancel)
+
+
+async def test_a_prefill_that_fails_is_replayed_on_another():
+    async with cluster(num_prefills=2) as setup, reading(setup) as reader:
+        prefill, start_prefill, decode, _ = await setup.pair_of()
+        prefill.engine.fail(start_prefill, EngineFailed("bad luck"))
+        await decode.engine.next(Cancel)
+        second, start_prefill, decode, start_decode = await setup.pair_of(attempt=1)
+        assert second == setup.others(prefill)
+        assert start_prefill.request == request()
+        second.engine.say(start_prefill, 0, [10])
+        decode.engine.say(start_decode, 0, [10, 11], "stop")
+        assert await reader.result() == ([10, 11], "stop")
+        assert 'replays_total{error="engine_failed"} 1.0' in setup.backend.metrics()
+
+
+async def test_a_decode_that_dies_mid_stream_costs_and_repeats_no_token():
+    async with cluster(num_decodes=2) as setup, reading(setup) as reader:
+        prefill, start_prefill, decode, start_decode = await setup.pair_of()
+        prefill.engine.say(start_prefill, 0, [10])
+        decode.engine.say(start_decode, 0, [10, 11, 12])
+        await until(lambda: reader.token_ids == [10, 11, 12])
+        decode.engine.close()
+        prefill, start_prefill, second, start_decode = await setup.pair_of(attempt=1)
+        assert second == setup.others(decode)
+        assert start_decode.request.prompt_ids == [1, 2, 3, 10, 11, 12]
+        assert start_decode.request.num_prior_tokens == 3
+        prefill.engine.say(start_prefill, 3, [13])
+        second.engine.say(start_decode, 3, [13, 14], "length")
+        assert await reader.result() == ([10, 11, 12, 13, 14], "length")
+
+
+async def test_a_prefill_that_dies_after_the_hand_off_is_not_noticed():
+    async with cluster() as setup, reading(setup) as reader:
+        prefill, start_prefill, decode, start_decode = await setup.pair_of()
+        prefill.engine.say(start_prefill, 0, [10], "handed_off")
+        await until(lambda: reader.token_ids == [10])
+        prefill.engine.close()
+        await until(lambda: not setup.backend.health().is_serving)
+        decode.engine.say(start_decode, 0, [10, 11], "stop")
+        assert await reader.result() == ([10, 11], "stop")
+
+
+async def test_an_error_that_no_retry_helps_is_raised_at_once():
+    async with cluster() as setup:
+        with pytest.raises(ExceptionGroup) as raised:
+            async with reading(setup):
+                prefill, start_prefill, decode, _ = await setup.pair_of()
+                prefill.engine.fail(start_prefill, InvalidRequest("too long"))
+                await decode.engine.next(Cancel)
+        assert raised.group_contains(InvalidRequest, match="too long")
+
+
+async def test_a_full_node_is_told_to_the_client_and_not_asked_again():
+    async with cluster() as setup:
+        with pytest.raises(ExceptionGroup) as raised:
+            async with reading(setup):
+                _, _, decode, start_decode = await setup.pair_of()
+                decode.engine.fail(start_decode, Overloaded("full"))
+        assert raised.group_contains(Overloaded)
+
+
+async def test_attempts_are_bounded_and_the_last_error_is_the_clients():
+    async with cluster(max_attempts=2) as setup:
+        with pytest.raises(ExceptionGroup) as raised:
+            async with reading(setup):
+                for attempt in range(2):
+                    prefill, start_prefill, decode, _ = await setup.pair_of(attempt)
+                    prefill.engine.fail(start_prefill, EngineFailed(f"failure {attempt}"))
+                    await decode.engine.next(Cancel)
+        assert raised.group_contains(EngineFailed, match="failure 1")
+
+
+async def test_with_no_pair_left_the_error_says_what_failed():
+    async with cluster() as setup:
+        with pytest.raises(ExceptionGroup) as raised:
+            async with reading(setup):
+                _, _, decode, _ = await setup.pair_of()
+                decode.engine.close()
+        assert raised.group_contains(NoNodeAvailable, match=r"connection broke; no pair of nodes")
+
+
+async def test_a_client_that_goes_away_cancels_both_halves():
+    async with cluster() as setup:
+        async with reading(setup) as reader:
+            prefill, start_prefill, decode, _ = await setup.pair_of()
+            prefill.engine.say(start_prefill, 0, [10])
+            await until(lambda: reader.token_ids == [10])
+            reader.task.cancel()
+        await prefill.engine.next(Cancel)
+        await decode.engine.next(Cancel)
+        assert in_flight(setup) == [(0, 0), (0, 0)]
+        assert 'requests_total{outcome="cancelled"} 1.0' in setup.backend.metrics()
+
+
+async def test_closing_the_iterator_between_two_tokens_cancels_both_halves():
+    async with cluster() as setup:
+        tokens = setup.backend.generate(request())
+        first = asyncio.ensure_future(anext(tokens))
+        prefill, start_prefill, decode, _ = await setup.pair_of()
+        prefill.engine.say(start_prefill, 0, [10])
+        assert (await first).token_ids == [10]
+        await tokens.aclose()
+        await prefill.engine.next(Cancel)
+        await decode.engine.next(Cancel)
+
+
+async def test_an_aborted_request_ends_with_that_reason():
+    async with cluster() as setup, reading(setup) as reader:
+        prefill, start_prefill, decode, start_decode = await setup.pair_of()
+        prefill.engine.say(start_prefill, 0, [10])
+        decode.engine.say(start_decode, 0, [10, 11])
+        await until(lambda: reader.token_ids == [10, 11])
+        assert await setup.backend.abort("r1")
+        assert await reader.result() == ([10, 11], "abort")
+        await decode.engine.next(Cancel)
+        assert not await setup.backend.abort("r1")
+
+
+async def test_requests_at_once_spread_over_the_nodes():
+    async with cluster(num_prefills=2, num_decodes=2) as setup:
+        requests = [request(request_id=f"r{i}") for i in range(2)]
+        generations = [setup.backend.generate(r) for r in requests]
+        firsts = [asyncio.ensure_future(anext(g)) for g in generations]
+        for node in setup.prefills:
+            node.engine.say(await node.engine.next(StartPrefill), 0, [10])
+        for node in setup.decodes:
+            await node.engine.next(StartDecode)
+        await asyncio.gather(*firsts)
+        for generation in generations:
+            await generation.aclose()
+
+
+async def test_without_a_node_nothing_is_served_and_health_says_why():
+    prefill = FakeNode("prefill")
+    async with prefill.serving():
+        nobody = FakeNode("decode")
+        async with nobody.serving():
+            pass
+        async with watched([prefill], [nobody]) as backend:
+            await until(lambda: "refused" in backend.health().detail)
+            health = backend.health()
+            assert not health.is_serving
+            assert f"no decode node reachable: {nobody.url} Connection refused" in health.detail
+            with pytest.raises(NoNodeAvailable, match="refused"):
+                await read(backend)
+            with pytest.raises(NoNodeAvailable):
+                backend.model()
+
+
+async def test_nodes_of_different_models_are_refused_with_both_fingerprints():
+    decodes = [FakeNode("decode", fingerprint="model-b")]
+    async with cluster(decodes=decodes) as setup:
+        health = setup.backend.health()
+        assert not health.is_serving
+        assert "model-a" in health.detail
+        assert "model-b" in health.detail
+
+
+async def test_the_model_is_what_the_nodes_say():
+    prefills = [FakeNode("prefill", max_prompt_tokens=60)]
+    async with cluster(prefills=prefills) as setup:
+        model = setup.backend.model()
+        assert (model.name, model.context_length, model.max_prompt_tokens) == ("m", 100, 60)
+        assert model.tokenizer is None
+
+
+async def test_every_node_is_shown_with_its_load():
+    async with cluster() as setup:
+        info = setup.backend.server_info()
+        assert [node["role"] for node in info["nodes"]] == ["prefill", "decode"]
+        assert info["is_serving"]
