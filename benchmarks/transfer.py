@@ -99,11 +99,11 @@ def make_plans(size_bytes: int, pool_bytes: int) -> dict[str, CopyPlan]:
     """Return one copy of `size_bytes`, and as many bytes in random blocks."""
     rng = np.random.default_rng(0)
     num_blocks, num_places = size_bytes // BLOCK_BYTES, pool_bytes // BLOCK_BYTES
-    places = [rng.permutation(num_places)[:num_blocks] * BLOCK_BYTES for _ in range(2)]
+    begin, to = (rng.permutation(num_places)[:num_blocks] * BLOCK_BYTES for _ in range(2))
     zero, whole = np.zeros(1, np.int64), np.array([size_bytes], np.int64)
     return {
         "contiguous": CopyPlan(zero, zero, whole),
-        "scattered": CopyPlan(*places, np.full(num_blocks, BLOCK_BYTES, np.int64)),
+        "scattered": CopyPlan(begin, to, np.full(num_blocks, BLOCK_BYTES, np.int64)),
     }
 
 

@@ -25,11 +25,18 @@ class Prompts:
 
     Attributes:
         is_batch: Whether they came as a list, so that the answer is one.
+
+    Raises:
+        InvalidRequest: There are more than one body may have.
     """
 
     is_batch: bool
     texts: list[str] | None = None
     ids: list[list[int]] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self) > MAX_GENERATIONS:
+            raise InvalidRequest(f"{len(self)} prompts were sent; at most {MAX_GENERATIONS} may be")
 
     def __len__(self) -> int:
         return len(self.texts or self.ids or ())
@@ -89,8 +96,6 @@ async def prompt_ids(model: ServedModel, prompts: Prompts) -> list[list[int]]:
         InvalidRequest: A prompt is empty, too long, or has ids outside the vocabulary; or it is
             text and the model has no tokenizer.
     """
-    if len(prompts) > MAX_GENERATIONS:
-        raise InvalidRequest(f"{len(prompts)} prompts were sent; at most {MAX_GENERATIONS} are")
     if prompts.texts is not None:
         ids = await tokenize(model, prompts.texts)
     else:

@@ -186,6 +186,8 @@ class BootstrapPort:
     def _welcome(self, link: DecodeLink, transport: str, error: TandemError | None) -> None:
         if error is not None:
             return self.drop(link, error)
+        if self._links.get(link.peer) is not link:
+            return None  # lost while it was being connected
         log.info("kv_link.up", decode_epoch=link.epoch, transport=transport)
         return self.send(link, Welcome(epoch=self._end.epoch, transport=transport))
 

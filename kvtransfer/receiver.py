@@ -20,6 +20,7 @@ from functools import partial
 from itertools import zip_longest
 
 import msgspec
+from typing_extensions import override
 
 from kvtransfer.checksum import page_checksums
 from kvtransfer.control import ControlThread, Outbox
@@ -203,6 +204,10 @@ class DecodeAgent:
         """Cut every prefill off; rooms still open get no last event. Safe to call twice."""
         self._control.stop()
         self._links.close()
+
+    @override
+    def __repr__(self) -> str:
+        return f"DecodeAgent({self.statistics()})"
 
     # ── the control thread ───────────────────────────────────────────────────────────────────────
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import msgspec
+from typing_extensions import override
 
 from kvtransfer.bootstrap import BootstrapPort, DecodeLink, SenderEnd
 from kvtransfer.control import ControlThread, Outbox
@@ -170,6 +171,10 @@ class PrefillAgent:
         """Hang up on everybody; rooms still open get no last event. Safe to call twice."""
         self._control.stop()
         self._bootstrap.close()
+
+    @override
+    def __repr__(self) -> str:
+        return f"PrefillAgent(port={self.port}, {self.statistics()})"
 
     # ── the control thread ───────────────────────────────────────────────────────────────────────
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from telemetry.log import get_logger
 from wire.channel import HEARTBEAT_TIMEOUT_S, Inbox, Peer, Waker, wait
-from wire.errors import EngineFailed, PeerLost, TandemError
+from wire.errors import Aborted, EngineFailed, PeerLost, TandemError
 from wire.ids import Epoch, RequestId
 from wire.messages import (
     Cancel,
@@ -79,7 +79,8 @@ class Answers:
 
     def fail(self, ticket: Ticket, error: TandemError) -> None:
         """Tell that an attempt ended without its tokens."""
-        self.num_failed += 1
+        # The other half was cancelled first: somebody's wish, not a failure.
+        self.num_failed += not isinstance(error, Aborted)
         self._send(
             ticket.peer,
             RequestFailed(

@@ -252,6 +252,9 @@ class ShmConnection:
 
     def close(self) -> None:
         """Hang up after the batch under way. The mapping goes when nothing looks at it."""
-        with self._mutex:
-            self._is_closed = True
+        self._is_closed = True
+        # A batch takes milliseconds. Longer means that the far end was stopped while it held the
+        # lock: then the files stay open until it goes on, and our caller does not wait with them.
+        if self._mutex.acquire(timeout=0.1):
             self._files.close()
+            self._mutex.release()

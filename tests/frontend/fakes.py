@@ -10,7 +10,6 @@ from wire.errors import TandemError
 from wire.messages import Finish, GenerateRequest, TokenDelta
 
 
-
 @dataclass(frozen=True)
 class End:
     """The last delta."""
@@ -62,7 +61,7 @@ class FakeBackend:
         self.aborts: dict[str, asyncio.Event] = {}
         self.num_yielded = 0
         self.cancelled: list[str] = []
-        self.has_cancelled = asyncio.Event()
+        self._changed = asyncio.Event()
         self.num_flushes = 0
         self.is_serving = True
         self.no_model: TandemError | None = None
@@ -81,6 +80,7 @@ class FakeBackend:
         try:
             async for delta in self._deltas(request):
                 self.num_yielded += 1
+                self._changed.set()
                 is_finished = delta.finish is not None
                 yield delta
         except TandemError:
@@ -90,10 +90,11 @@ class FakeBackend:
             self.aborts.pop(request.request_id, None)
             if not is_finished:
                 self.cancelled.append(request.request_id)
-                self.has_cancelled.set()
+            self._changed.set()
 
     async def _deltas(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         aborted = self.aborts[request.request_id] = asyncio.Event()
+        self._changed.set()
         index = 0
         for step in self.script(request):
             if isinstance(step, TandemError):
@@ -118,6 +119,12 @@ class FakeBackend:
             finish=end.finish,
             cached_tokens=0 if index else len(request.prompt_ids) // 2,
         )
+
+    async def until(self, is_true: Callable[[], object]) -> None:
+        """Wait until something a test looks at has become so."""
+        while not is_true():
+            self._changed.clear()
+            await self._changed.wait()
 
     async def abort(self, request_id: str) -> bool:
         event = self.aborts.get(request_id)

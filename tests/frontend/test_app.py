@@ -4,6 +4,7 @@ import time
 import pytest
 
 from frontend.options import FrontendOptions
+from frontend.tokenizer_files import tokenizer_files, tokenizer_hash
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say
 from tests.frontend.helpers import post, post_large
@@ -157,14 +158,15 @@ async def test_with_the_key_one_may_come_in(backend):
         assert (await post(client, "/generate", body, headers=headers))[0] == 200
 
 
-async def test_the_tokenizer_is_served_only_where_there_is_one(backend, client):
+async def test_the_tokenizer_is_served_only_where_there_is_one(backend, client, tokenizer_dir):
     assert (await get(client, "/tokenizer"))[0] == 404
     files = {}
     async with serve(backend, FrontendOptions(tokenizer_files=lambda: files)) as other:
         assert (await get(other, "/tokenizer"))[0] == 503
-        files["tokenizer.json"] = "{}"
+        files |= tokenizer_files(tokenizer_dir)
         status, answer = await get(other, "/tokenizer")
     assert (status, answer["files"]) == (200, files)
+    assert answer["hash"] == tokenizer_hash(files)
 
 
 async def test_an_internal_error_tells_nothing_of_the_inside(client, backend, capsys):

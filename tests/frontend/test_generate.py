@@ -170,9 +170,7 @@ async def test_a_stop_string_ends_and_cancels_and_is_trimmed(client, backend, to
     assert len(backend.cancelled) == 1
 
 
-async def test_tokens_after_a_stop_string_in_the_same_delta_are_dropped(
-    client, backend, tokenizer
-):
+async def test_tokens_after_a_stop_string_in_the_same_delta_are_dropped(client, backend, tokenizer):
     ids = tokenizer.encode("One two three")
     backend.script = say(ids, length(5))
     _, answer = await post(client, "/generate", {"text": "Count", "stop": "two"})
@@ -295,7 +293,10 @@ BAD_BODIES = {
     "half ids": ({"input_ids": [1.5]}, "input_ids: must be a list of integers"),
     "id out of vocabulary": ({"input_ids": [49152]}, "49152 is outside the vocabulary of 49152"),
     "negative id": ({"input_ids": [-1]}, "-1 is outside the vocabulary"),
-    "over the context": ({"input_ids": [1] * 9000}, "9000 tokens and this model takes at most 8191"),
+    "over the context": (
+        {"input_ids": [1] * 9000},
+        "9000 tokens and this model takes at most 8191",
+    ),
     "zero tokens": ({"max_new_tokens": 0}, "max_new_tokens: must be at least 1"),
     "negative tokens": ({"max_new_tokens": -5}, "max_new_tokens: must be at least 1"),
     "tokens of a wrong type": ({"max_new_tokens": "many"}, "max_new_tokens: must be an integer"),
@@ -322,7 +323,10 @@ BAD_BODIES = {
     "bias id": ({"logit_bias": {"49152": 1}}, "logit_bias: token id 49152 is outside"),
     "bias value": ({"logit_bias": {"1": float("inf")}}, "logit_bias.1: must be a finite number"),
     "params of a wrong type": ({"sampling_params": 5}, "sampling_params: must be an object"),
-    "params of a wrong count": ({"sampling_params": [{}, {}]}, "sampling_params: must be an object"),
+    "params of a wrong count": (
+        {"sampling_params": [{}, {}]},
+        "sampling_params: must be an object",
+    ),
     "named params": ({"sampling_params": {"top_p": 2}}, "sampling_params.top_p: must be at most 1"),
     "stream": ({"stream": "yes"}, "stream: must be true or false"),
     "rid": ({"rid": 5}, "rid: must be a string"),
@@ -345,7 +349,7 @@ BAD_BODIES = {
 @pytest.mark.parametrize("name", BAD_BODIES)
 async def test_a_bad_body_is_answered_with_400_and_a_sentence(client, backend, name):
     fields, sentence = BAD_BODIES[name]
-    has_prompt = name in {"no prompt"} or {"text", "input_ids"} & set(fields)
+    has_prompt = name == "no prompt" or {"text", "input_ids"} & set(fields)
     body = fields if has_prompt else {"text": "a"} | fields
     status, answer = await post(client, "/generate", body)
     assert status == 400

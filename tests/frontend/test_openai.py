@@ -206,11 +206,10 @@ async def test_overload_is_a_rate_limit(sdk, backend):
 
 async def test_an_error_in_the_stream_reaches_the_client(sdk, backend):
     backend.script = say([81], EngineFailed("the device is gone"))
-    got = []
+    chunks = aiter(await sdk.completions.create(model="smol", prompt="a", stream=True))
+    assert (await anext(chunks)).choices[0].text == "a"
     with pytest.raises(openai.APIError, match="the device is gone"):
-        async for chunk in await sdk.completions.create(model="smol", prompt="a", stream=True):
-            got.append(chunk)
-    assert len(got) == 1
+        await anext(chunks)
 
 
 async def test_an_error_in_the_stream_ends_its_choice_with_abort(client, backend):
@@ -238,7 +237,10 @@ BAD_CHATS = {
     "empty": ({"messages": []}, "messages: must have at least 1 entries"),
     "wrong type": ({"messages": "hi"}, "messages: must be a list"),
     "no role": ({"messages": [{"content": "a"}]}, "messages.0.role: is missing"),
-    "content": ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: must be a str"),
+    "content": (
+        {"messages": [{"role": "user", "content": 5}]},
+        "messages.0.content: must be a str",
+    ),
     "image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "'image_url' is not supported",

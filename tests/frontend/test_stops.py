@@ -1,3 +1,5 @@
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +21,7 @@ def reference(text: str, stops: list[str], keep: bool) -> tuple[str, str | None]
 
 def cut(text: str, places: list[int]) -> list[str]:
     edges = sorted({0, len(text), *(place for place in places if place < len(text))})
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
 @given(SMALL, STOPS, st.booleans(), st.lists(st.integers(0, 30)))

@@ -55,5 +55,5 @@ def test_a_dead_owners_files_are_swept_and_a_living_owners_are_not():
 
 def test_a_pool_that_does_not_fit_is_refused_with_what_to_do():
     with pytest.raises(ConfigInvalid, match="--shm-size"):
-        MemoryRegion.shared(1 << 60)
-    assert not list(SHM_DIR.glob("tandem-kv-*.pool"))
+        MemoryRegion.shared(1 << 60, "toolarge")
+    assert not list(SHM_DIR.glob("tandem-toolarge-*"))

@@ -20,9 +20,9 @@ from wire.messages import (
     Pong,
     RequestFailed,
     SamplingParams,
+    ToEngine,
     TokenBatch,
     TokenDelta,
-    ToEngine,
 )
 from wire.node_info import ModelInfo, NodeInfo
 

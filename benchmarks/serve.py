@@ -1,0 +1,245 @@
+"""Serving, measured: a disaggregated cluster against one colocated engine, in the same run.
+
+Starts `tandem up` and `tandem serve` on free ports (or takes --url and --baseline-url), drives both
+with the same load from several client processes, one after the other in alternating order, and
+prints latencies, throughput and their ratio. Run from the root: `python -m benchmarks.serve`.
+
+The baseline is run with one thread and with one for each core, and the ratio is to the better: with
+a busy neighbour torch's threads wait for each other at every operation, and two of them were seen to
+be 60 times slower than one. A ratio to that would say nothing of disaggregation.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from benchmarks.serve_client import LoadPlan, Sample
+from benchmarks.serve_report import Report, report, table
+
+# A first start converts the model and may compile: minutes on two cores.
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 30.0
+GOAL_RATIO = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server under load."""
+
+    name: str
+    url: str
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser, help included."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serve",
+        description="Measure a disaggregated cluster against `tandem serve` under the same load.",
+        epilog="Flags after -- go to every node of both, such as: -- --model DIR --dtype bfloat16",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--url", default="", help="of a running cluster, instead of starting `tandem up`")
+    add("--baseline-url", default="", help="of a running baseline, not to start `tandem serve`")
+    add("--prefills", type=int, default=1, help="prefill nodes of the cluster")
+    add("--decodes", type=int, default=1, help="decode nodes of the cluster")
+    add("--detokenizers", type=int, default=1, help="edge workers of the cluster's router")
+    add(
+        "--baseline-threads",
+        type=int,
+        nargs="+",
+        default=sorted({1, os.cpu_count() or 1}),
+        help="torch threads of each baseline; the ratio is to the best",
+    )
+    add("--concurrency", type=int, nargs="+", default=[1, 8], help="requests open at once")
+    add("--requests-per-stream", type=int, default=4, help="requests of a round: times concurrency")
+    add("--input-tokens", type=int, default=128, help="random ids in each prompt")
+    add("--output-tokens", type=int, default=64, help="generated for each prompt")
+    add("--rounds", type=int, default=1, help="how often both are measured, turn about")
+    add("--clients", type=int, default=2, help="client processes, at most one for each stream")
+    add("--seed", type=int, default=0, help="of the prompts")
+    add("node_flags", nargs="*", default=[], help=argparse.SUPPRESS)
+    return parser
+
+
+def free_port() -> int:
+    """Return a port of loopback that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def get(url: str) -> bytes:
+    """Return the body of a GET.
+
+    Raises:
+        OSError: There is no answer, or not 200.
+    """
+    with urllib.request.urlopen(url, timeout=10) as response:
+        body: bytes = response.read()
+        return body
+
+
+@contextlib.contextmanager
+def started(name: str, argv: Sequence[str]) -> Iterator[Target]:
+    """Run `tandem` with these arguments and a free port; yield it when it serves; stop it."""
+    port = free_port()
+    command = [sys.executable, "-m", "tandem", *argv, "--port", str(port)]
+    with tempfile.NamedTemporaryFile("w+", suffix=f"-{name}.log") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            target = Target(name, f"http://127.0.0.1:{port}")
+            wait_serving(target, process, log.name)
+            yield target
+        finally:
+            stop(process)
+
+
+def wait_serving(target: Target, process: subprocess.Popen[bytes], log_path: str) -> None:
+    """Return when /health answers 200; end the program with the log when it never will."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            get(f"{target.url}/health")
+            return
+        time.sleep(0.2)
+    with open(log_path, encoding="utf-8") as log:
+        raise SystemExit(f"{target.name} does not serve:\n{log.read()[-4000:]}")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Stop as Ctrl-C does; force when that takes too long."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def vocab_size(target: Target) -> int:
+    """Ask a server for the size of its model's vocabulary."""
+    size: int = msgspec.json.decode(get(f"{target.url}/model_info"))["vocab_size"]
+    return size
+
+
+def split(total: int, parts: int) -> list[int]:
+    """Return `total` as the sum of `parts` numbers that differ by one at most."""
+    return [total // parts + (i < total % parts) for i in range(parts)]
+
+
+def plans(
+    args: argparse.Namespace, target: Target, concurrency: int, round_: int
+) -> list[LoadPlan]:
+    """Return what each client process does in one round. Prompts differ between rounds."""
+    num_clients = min(args.clients, concurrency)
+    return [
+        LoadPlan(
+            url=target.url,
+            num_requests=streams * args.requests_per_stream,
+            concurrency=streams,
+            input_tokens=args.input_tokens,
+            output_tokens=args.output_tokens,
+            vocab_size=args.vocab_size,
+            seed=hash((args.seed, concurrency, round_, i)),
+        )
+        for i, streams in enumerate(split(concurrency, num_clients))
+    ]
+
+
+def drive(clients: Sequence[LoadPlan]) -> list[Sample]:
+    """Run the client processes side by side and return what they measured."""
+    command = [sys.executable, "-m", "benchmarks.serve_client"]
+    running = []
+    for plan in clients:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(plan))
+        process.stdin.close()
+        running.append(process)
+    samples: list[Sample] = []
+    for process in running:
+        assert process.stdout is not None
+        samples += msgspec.json.decode(process.stdout.read(), type=list[Sample])
+        process.wait()
+    return samples
+
+
+def measure(args: argparse.Namespace, targets: Sequence[Target]) -> list[Report]:
+    """Drive all targets at each concurrency, in an order that turns with each round."""
+    reports = []
+    for concurrency in args.concurrency:
+        samples: dict[str, list[list[Sample]]] = {target.name: [] for target in targets}
+        for round_ in range(args.rounds):
+            for target in targets if round_ % 2 == 0 else reversed(targets):
+                samples[target.name].append(drive(plans(args, target, concurrency, round_)))
+        for target in targets:
+            rounds = [
+                report(target.name, concurrency, one, args.output_tokens)
+                for one in samples[target.name]
+            ]
+            # The median round by throughput: the machine may be shared and noisy.
+            rounds.sort(key=lambda one: one.tokens_per_s)
+            reports.append(rounds[len(rounds) // 2])
+    return reports
+
+
+def print_result(reports: Sequence[Report], cluster: Target) -> None:
+    """Print the table, and the ratio to the best baseline at the highest load as the last line."""
+    print(table(reports))
+    for one in reports:
+        if one.num_failed:
+            print(f"{one.num_failed} requests failed at {one.target}, {one.concurrency} streams")
+    highest = max(one.concurrency for one in reports)
+    last = [one for one in reports if one.concurrency == highest]
+    (ours,) = [one for one in last if one.target == cluster.name]
+    best = max((one for one in last if one is not ours), key=lambda one: one.tokens_per_s)
+    print(f"{highest} streams; the best baseline is {best.target}; load average {os.getloadavg()}")
+    ratio = ours.tokens_per_s / best.tokens_per_s if best.tokens_per_s else 0.0
+    is_reached = ratio >= GOAL_RATIO and not ours.num_failed and not best.num_failed
+    verdict = "reached" if is_reached else "short"
+    print(f"result: serve_throughput_vs_colocated {ratio:.3f} ratio (goal {GOAL_RATIO}) {verdict}")
+
+
+def start_targets(args: argparse.Namespace, stack: contextlib.ExitStack) -> list[Target]:
+    """Start what was not given by its URL; return the cluster, then the baselines."""
+    counts = ["--prefills", str(args.prefills), "--decodes", str(args.decodes)]
+    up = ["up", *counts, "--detokenizers", str(args.detokenizers), *args.node_flags]
+    cluster = (
+        Target("cluster", args.url) if args.url else stack.enter_context(started("cluster", up))
+    )
+    if args.baseline_url:
+        return [cluster, Target("colocated", args.baseline_url)]
+    serve = ["serve", *args.node_flags, "--num-threads"]
+    baselines = [
+        stack.enter_context(started(f"colocated-{n}-threads", [*serve, str(n)]))
+        for n in args.baseline_threads
+    ]
+    return [cluster, *baselines]
+
+
+def main() -> None:
+    """Run the benchmark."""
+    args = build_parser().parse_args()
+    print(f"{os.cpu_count()} cores; load average before the start {os.getloadavg()}")
+    with contextlib.ExitStack() as stack:
+        targets = start_targets(args, stack)
+        args.vocab_size = vocab_size(targets[0])
+        for target in targets:  # a first request pays for what is made lazily
+            drive([msgspec.structs.replace(plans(args, target, 1, -1)[0], num_requests=1)])
+        print_result(measure(args, targets), targets[0])
+
+
+if __name__ == "__main__":
+    main()
