@@ -18,6 +18,21 @@ NAME = "tandem_paged"
 
 
 @dataclass(frozen=True, slots=True)
+class Scoring:
+    """How one layer turns queries and keys into weights.
+
+    Attributes:
+        scaling: Of the scores; 1/sqrt(head_dim) when None.
+        window: Keys a query sees, itself included; all when None.
+        softcap: Scores are bounded to ± this by tanh, as in Gemma 2; unbounded when None.
+    """
+
+    scaling: float | None
+    window: int | None
+    softcap: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class PromptSpan:
     """Rows of one request with more than one query token.
 
@@ -105,16 +120,14 @@ def paged_attention(
         query: Shape (1, num_heads, num_rows, head_dim), after rotary embedding.
         key, value: Shape (1, num_kv_heads, num_rows, head_dim).
         attention_mask: Always None: masks come from the batch.
-        scaling: Of the scores; 1/sqrt(head_dim) when None.
-        sliding_window: Keys a query sees, itself included; all when None.
-        softcap: Scores are bounded to ± this by tanh, as in Gemma 2.
+        scaling, sliding_window, softcap: See `Scoring`.
 
     Returns:
         The output, shape (1, num_rows, num_heads, head_dim), and no weights.
     """
     del attention_mask
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    batch = paged_batch
+    batch, scoring = paged_batch, Scoring(scaling, sliding_window, softcap)
     keys, values = batch.kv[:, layer, 0], batch.kv[:, layer, 1]  # (pages, kv heads, tokens, dim)
     keys[batch.write_pages, :, batch.write_offsets] = key[0].transpose(0, 1)
     values[batch.write_pages, :, batch.write_offsets] = value[0].transpose(0, 1)
@@ -126,13 +139,12 @@ def paged_attention(
             _gather(keys, span.page_ids)[:, : span.kv_len].unsqueeze(0),
             _gather(values, span.page_ids)[:, : span.kv_len].unsqueeze(0),
             batch.prompt_mask(span, sliding_window),
-            scaling,
-            softcap,
+            scoring,
         )
         out[rows] = result[0].transpose(0, 1)
     if len(batch.decode_rows):
         out[batch.decode_rows] = _attend_decodes(
-            query[0][:, batch.decode_rows], keys, values, batch, scaling, sliding_window, softcap
+            query[0][:, batch.decode_rows], keys, values, batch, scoring
         )
     return out.unsqueeze(0), None
 
@@ -142,9 +154,7 @@ def _attend_decodes(
     keys: torch.Tensor,
     values: torch.Tensor,
     batch: PagedBatch,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Attend with one query for each request.
 
@@ -164,9 +174,8 @@ def _attend_decodes(
         grouped,
         _gather(keys, batch.page_table),
         _gather(values, batch.page_table),
-        batch.decode_mask(window),
-        scaling,
-        softcap,
+        batch.decode_mask(scoring.window),
+        scoring,
     )
     return result.permute(1, 0, 2, 3).reshape(num_decodes, num_heads, head_dim)
 
@@ -189,19 +198,18 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor,
-    scaling: float | None,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     is_grouped = query.shape[1] != key.shape[1]
-    if softcap is None:
+    if scoring.softcap is None:
         return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=is_grouped
+            query, key, value, attn_mask=mask, scale=scoring.scaling, enable_gqa=is_grouped
         )
     if is_grouped:
         group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = torch.tanh(query @ key.transpose(-1, -2) * scale / softcap) * softcap
+    scale = query.shape[-1] ** -0.5 if scoring.scaling is None else scoring.scaling
+    scores = torch.tanh(query @ key.transpose(-1, -2) * scale / scoring.softcap) * scoring.softcap
     weights = scores.masked_fill(~mask, float("-inf")).float().softmax(dim=-1).to(query.dtype)
     return weights @ value
 

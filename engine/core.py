@@ -198,8 +198,9 @@ class Engine:
     # ── what goes back ───────────────────────────────────────────────────────────────────────────
 
     def cancel(self, active: ActiveRequest) -> None:
-        """Stop a request. Its pages go back now, except those of a prompt-only request (`release`)
-        and granted ones (`quarantine`, then `reclaim`).
+        """Stop a request; its pages go back now, with two exceptions.
+
+        Those of a prompt-only request wait for `release`, granted ones for `reclaim`.
         """
         if active.stage is Stage.WAITING and active in self._waiting:
             self._waiting.remove(active)

@@ -1,7 +1,7 @@
 """From a node's command line to its exit status."""
 
-import asyncio
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +42,8 @@ def run(command: NodeCommand, argv: Sequence[str]) -> int:
     Returns:
         0 after a stop that was asked for, 1 after a failure, 2 for flags that cannot work.
     """
+    # Until the server takes over, a SIGTERM unwinds too: a conversion under way is stopped and removed.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(0))
     prog = command.prog or f"tandem {command.role}"
     parser = build_parser(prog, command.role, command.summary, command.default_port)
     try:
@@ -51,12 +53,13 @@ def run(command: NodeCommand, argv: Sequence[str]) -> int:
             log.warning("flag.meaningless", flag=flag, reason=MEANINGLESS[flag])
         key = cluster_key(config.host, is_insecure=config.is_insecure)
         config = _with_model(config, args.model, args.cache_dir or default_cache_dir())
-        return uvloop.run(serve(config, command.engine_module, key))
+        status: int = uvloop.run(serve(config, command.engine_module, key))
     except TandemError as error:
         sys.stderr.write(f"{prog}: error: {error.message}\n")
         return 2
-    except (KeyboardInterrupt, asyncio.CancelledError):
+    except KeyboardInterrupt:
         return 0
+    return status
 
 
 def default_cache_dir() -> Path:

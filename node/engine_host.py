@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec

@@ -8,6 +8,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from typing_extensions import override
+
 from engine.config import EngineConfig
 from node.checkpoint import model_name
 from node.config import NodeConfig, NodeRole, TransferConfig, check
@@ -52,6 +54,7 @@ def build_parser(
 class _Meaningless(argparse.Action):
     """Collects the names of flags that were given and mean nothing here."""
 
+    @override
     def __call__(
         self,
         parser: argparse.ArgumentParser,

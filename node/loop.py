@@ -171,6 +171,7 @@ class EngineLoop:
         inbox: Inbox[ToEngine],
         answers: Answers,
         waker: Waker,
+        *,
         clock: Callable[[], float] = time.monotonic,
         log_interval_s: float = 5.0,
     ) -> None:
@@ -205,7 +206,7 @@ class EngineLoop:
             self._role.poll()
             if self._role.has_work:
                 self._role.step()
-        except Exception:  # noqa: BLE001 - the top of the loop: one bad batch must not end the node
+        except Exception:
             log.exception("engine.step_failed")
             self._role.fail_all(EngineFailed("the engine failed while it ran this request"))
         self._answers.flush()

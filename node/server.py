@@ -41,7 +41,9 @@ async def serve(config: NodeConfig, engine_module: str, key: ChannelKey | None) 
     """
     files = tokenizer_files(Path(config.engine.model_dir))
     if not files:
-        log.warning("tokenizer.missing", effect="only input_ids can be served, and no text comes out")
+        log.warning(
+            "tokenizer.missing", effect="only input_ids can be served, and no text comes out"
+        )
     with listen(config.host, config.port) as sock:
         node = _Node(config, EngineProcess(engine_module, config), files)
         async with serving(create_app(node.backend, _options(config, files)), sock):

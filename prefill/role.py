@@ -196,9 +196,7 @@ class PrefillRole:
         self._answers.fail(half.ticket, error)
 
     def _abandon(self, half: _Half, error: TandemError | None) -> None:
-        """Stop computing and pushing. The agent answers with `Released`, or with `PushDone` if the
-        last page landed first.
-        """
+        """Stop computing and pushing; the agent answers with `Released`, whatever landed."""
         half.is_wanted = False
         if half.active is not None:
             self._engine.cancel(half.active)

@@ -18,10 +18,7 @@ import uvloop
 from rich.console import Console
 from rich.text import Text
 
-from wire.errors import ConfigInvalid
-
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
-READY_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 10.0
 
 
@@ -109,11 +106,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--prefills and --decodes are at least 1")
     ports = free_ports(2 * args.prefills + args.decodes)
     cluster = Cluster(members(args, extra, ports, os.cpu_count() or 1), Console(highlight=False))
-    try:
-        return uvloop.run(cluster.run(args.host, args.port))
-    except ConfigInvalid as error:
-        sys.stderr.write(f"tandem up: error: {error.message}\n")
-        return 1
+    status: int = uvloop.run(cluster.run(args.host, args.port))
+    return status
 
 
 class Cluster:
@@ -186,8 +180,8 @@ class Cluster:
     async def _announce(self, host: str, port: int) -> None:
         shown = "localhost" if host in ("127.0.0.1", "0.0.0.0", "::", "::1") else host
         url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
-        async with aiohttp.ClientSession() as session, asyncio.timeout(READY_TIMEOUT_S):
-            while not await _is_healthy(session, url):
+        async with aiohttp.ClientSession() as session:
+            while not await _is_healthy(session, url):  # noqa: ASYNC110 - of another process
                 await asyncio.sleep(0.2)
         self._console.print(
             Text.from_markup(

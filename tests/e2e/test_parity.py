@@ -21,7 +21,7 @@ FLAGS = (
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "frequency_penalty": 0.1}
 TEXTS = (
     "The capital of France is",
-    "东京是日本的首都，人口超过一千三百万。请介绍一下",
+    "东京是日本的首都。人口超过一千三百万。请介绍一下",
     "Ein Gedicht über den Herbst: 🍂🍁 Die Blätter",
     "def quicksort(values: list[int]) -> list[int]:\n    ",
     "👩‍👩‍👧‍👦 🇫🇷 🏳️‍🌈 family and flags",

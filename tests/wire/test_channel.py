@@ -102,9 +102,11 @@ def test_bytes_that_are_no_message_are_counted_and_passed_over():
 
 
 def test_a_port_in_use_is_refused_with_what_to_do():
-    with Inbox("tcp://127.0.0.1:0", ToEngine) as inbox:
-        with pytest.raises(ConfigInvalid, match="choose another port"):
-            Inbox(inbox.address, ToEngine)
+    with (
+        Inbox("tcp://127.0.0.1:0", ToEngine) as inbox,
+        pytest.raises(ConfigInvalid, match="choose another port"),
+    ):
+        Inbox(inbox.address, ToEngine)
 
 
 @given(st.binary(max_size=200))
