@@ -73,6 +73,11 @@ def check(config: NodeConfig) -> NodeConfig:
             raise ConfigInvalid(f"{flag} is {value}: give at least {least}")
     if max(config.port, config.transfer.bootstrap_port, config.engine_port) > 65535:
         raise ConfigInvalid("ports are at most 65535")
+    if config.role != "colocated" and engine.device != "cpu":
+        raise ConfigInvalid(
+            f"--device {engine.device} works with `tandem serve` only: no transport of this release "
+            "reaches GPU memory"
+        )
     if not 0 < engine.mem_fraction_static <= 1:
         raise ConfigInvalid(
             f"--mem-fraction-static is {engine.mem_fraction_static}: give over 0, up to 1"

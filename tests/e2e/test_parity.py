@@ -32,7 +32,7 @@ NEAR_THE_LIMIT = (CONTEXT - 20, CONTEXT - 2, CONTEXT - 1)
 
 
 def length_of_answer(prompt: list[int]) -> int:
-    return min(12, CONTEXT - len(prompt))
+    return min(8, CONTEXT - len(prompt))
 
 
 def embedded_prompts(directory) -> list[list[int]]:
@@ -109,7 +109,7 @@ def oracle(embedded_model):
     greedy = [transformers_greedy(model, prompt) for prompt in prompts]
     with running_serve("--model", str(embedded_model), *FLAGS) as url:
         served = asyncio.run(generate_all(url, prompts, 16, sampled=False))
-        sampled = asyncio.run(generate_all(url, prompts, 16, sampled=True))
+        sampled = asyncio.run(generate_all(url, prompts[::2], 16, sampled=True))
     return prompts, greedy, served, sampled
 
 
@@ -129,7 +129,7 @@ def test_the_cluster_gives_the_tokens_of_one_engine(oracle, embedded_model, tran
         alone = asyncio.run(generate_all(cluster.url, prompts[::4], 1, sampled=False))
         assert alone == greedy[::4]
         assert asyncio.run(generate_all(cluster.url, prompts, 16, sampled=False)) == greedy
-        assert asyncio.run(generate_all(cluster.url, prompts, 16, sampled=True)) == sampled
+        assert asyncio.run(generate_all(cluster.url, prompts[::2], 16, sampled=True)) == sampled
 
 
 @pytest.mark.slow

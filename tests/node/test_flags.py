@@ -52,6 +52,7 @@ def test_a_flag_that_takes_no_value_does_not_swallow_the_next_one():
         ["--port", "70000"],
         ["--mem-fraction-static", "1.5"],
         ["--max-running-requests", "0"],
+        ["--device", "cuda:0"],
     ],
 )
 def test_a_value_that_cannot_work_is_refused_by_the_name_of_its_flag(argv):

@@ -1,0 +1,56 @@
+import io
+import json
+
+import pytest
+import structlog
+
+from telemetry.log import configure, get_logger
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    yield
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+
+
+def lines(out: io.StringIO) -> list[dict]:
+    return [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+def test_an_event_is_one_json_line_with_its_fields_where_no_terminal_reads():
+    out = io.StringIO()
+    configure("info", stream=out, role="decode")
+    get_logger("a.module").info("kv_push.complete", num_pages=12)
+    (line,) = lines(out)
+    assert (line["event"], line["num_pages"], line["role"]) == ("kv_push.complete", 12, "decode")
+    assert (line["module"], line["level"]) == ("a.module", "info")
+
+
+def test_what_is_below_the_level_is_not_written():
+    out = io.StringIO()
+    configure("warning", stream=out)
+    get_logger("m").info("unheard")
+    get_logger("m").warning("heard")
+    assert [line["event"] for line in lines(out)] == ["heard"]
+
+
+def test_a_logger_made_before_the_configuration_follows_it():
+    early = get_logger("m")
+    out = io.StringIO()
+    configure("info", stream=out)
+    early.info("after")
+    assert lines(out)[0]["event"] == "after"
+
+
+def test_an_unknown_level_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="debug, info, warning or error"):
+        configure("loud")
+
+
+def test_the_console_form_is_for_people():
+    out = io.StringIO()
+    configure("info", "console", stream=out)
+    get_logger("m").info("node.serving", url="http://x")
+    assert "node.serving" in out.getvalue()
+    assert not out.getvalue().startswith("{")
