@@ -18,9 +18,10 @@ import msgspec
 from typing_extensions import override
 
 from telemetry.log import get_logger
-from wire.channel import AsyncLink, ChannelKey
+from wire.channel import AsyncLink
 from wire.errors import InvalidRequest, PeerLost, TandemError, error_from_info
 from wire.ids import Epoch, RequestId
+from wire.keys import ChannelKey
 from wire.messages import (
     Cancel,
     Finish,

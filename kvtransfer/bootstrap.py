@@ -21,14 +21,7 @@ from kvtransfer.region import MemoryRegion
 from kvtransfer.transports.base import Connection, Transport
 from kvtransfer.transports.registry import choose
 from telemetry.log import get_logger
-from wire.channel import (
-    HEARTBEAT_INTERVAL_S,
-    HEARTBEAT_TIMEOUT_S,
-    Inbox,
-    Peer,
-    Waker,
-    wait,
-)
+from wire.channel import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, Inbox, Peer, Waker, wait
 from wire.errors import LayoutMismatch, PeerLost, TandemError
 from wire.ids import Epoch
 from wire.messages import (

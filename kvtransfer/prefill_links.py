@@ -21,17 +21,10 @@ from kvtransfer.control import TURN_S, ControlThread
 from kvtransfer.layout import KVLayout
 from kvtransfer.transports.base import Admission, Listener
 from telemetry.log import get_logger
-from wire.channel import (
-    HEARTBEAT_INTERVAL_S,
-    HEARTBEAT_TIMEOUT_S,
-    ChannelKey,
-    Link,
-    Waker,
-    tcp_address,
-    wait,
-)
+from wire.channel import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, Link, Waker, tcp_address, wait
 from wire.errors import PeerLost, TandemError, error_from_info
 from wire.ids import Epoch
+from wire.keys import ChannelKey
 from wire.messages import (
     FromPrefill,
     Hello,

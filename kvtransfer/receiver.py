@@ -47,7 +47,7 @@ from kvtransfer.session import (
 from kvtransfer.transports.base import Pool, Transport
 from kvtransfer.transports.registry import listen
 from wire import messages
-from wire.channel import ChannelKey, Waker
+from wire.channel import Waker
 from wire.errors import (
     Aborted,
     KVCorrupted,
@@ -57,6 +57,7 @@ from wire.errors import (
     error_from_info,
 )
 from wire.ids import Epoch, Room
+from wire.keys import ChannelKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

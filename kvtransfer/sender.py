@@ -40,9 +40,10 @@ from kvtransfer.session import (
 )
 from kvtransfer.transports.base import Connection
 from wire import messages
-from wire.channel import ChannelKey, Inbox, Waker
+from wire.channel import Inbox, Waker
 from wire.errors import Aborted, PeerLost, TandemError, TransferRefused, TransferTimeout
 from wire.ids import Room
+from wire.keys import ChannelKey
 
 # States in which the other half of the room is awaited, so that time counts.
 WAITS = (SenderState.WAITING, SenderState.GRANTED_EARLY, SenderState.REFUSING)

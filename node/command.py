@@ -15,8 +15,8 @@ from node.config import NodeConfig, NodeRole
 from node.flags import MEANINGLESS, build_parser, read_config
 from node.server import serve
 from telemetry import log as logs
-from wire.channel import cluster_key
 from wire.errors import TandemError
+from wire.keys import cluster_key
 
 log = logs.get_logger(__name__)
 

@@ -25,9 +25,10 @@ from node.config import NodeConfig
 from node.engine_report import Failed, Ready
 from node.loop import Answers, EngineLoop, Role
 from telemetry import log as logs
-from wire.channel import ChannelKey, Inbox, Waker, cluster_key, tcp_address
+from wire.channel import Inbox, Waker, tcp_address
 from wire.errors import ConfigInvalid, TandemError
 from wire.ids import Epoch, new_epoch
+from wire.keys import ChannelKey, cluster_key
 from wire.messages import ToEngine
 
 log = logs.get_logger(__name__)

@@ -23,9 +23,10 @@ from node.engine_report import Ready
 from node.local_backend import LocalBackend
 from telemetry.log import get_logger
 from telemetry.version import package_version
-from wire.channel import ChannelKey, tcp_address
+from wire.channel import tcp_address
 from wire.errors import TandemError
 from wire.ids import Epoch
+from wire.keys import ChannelKey
 
 log = get_logger(__name__)
 

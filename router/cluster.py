@@ -19,8 +19,8 @@ from router.node import Node
 from router.node_http import NodeUnusable, fetch_info, fetch_tokenizer
 from router.policy import ClusterSnapshot, usable_fingerprint
 from telemetry.log import get_logger
-from wire.channel import ChannelKey
 from wire.errors import NoNodeAvailable
+from wire.keys import ChannelKey
 from wire.node_info import NodeInfo
 
 log = get_logger(__name__)

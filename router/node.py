@@ -17,9 +17,10 @@ from frontend.engine_client import EngineClient, Start, TokenStream
 from router.config import host_of
 from router.node_http import NodeUnusable
 from router.policy import NodeSnapshot
-from wire.channel import ChannelKey, tcp_address
+from wire.channel import tcp_address
 from wire.errors import PeerLost
 from wire.ids import Epoch
+from wire.keys import ChannelKey
 from wire.messages import NodeLoad
 from wire.node_info import NodeInfo
 

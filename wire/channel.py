@@ -13,96 +13,27 @@ not a dead one; a dead, stopped or unreachable one is disconnected after `HEARTB
 """
 
 import asyncio
-import hashlib
-import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self
 
-import msgspec
 import zmq
 import zmq.asyncio
-from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from wire.errors import ChannelClosed, ConfigInvalid, MessageInvalid, MessageTooLarge, PeerLost
+from wire.codec import MAX_MESSAGE_BYTES, Codec, In
+from wire.errors import ChannelClosed, ConfigInvalid, MessageInvalid, PeerLost
+from wire.keys import ChannelKey
 from wire.messages import Message
 
 HEARTBEAT_INTERVAL_S = 0.5
 HEARTBEAT_TIMEOUT_S = 2.0
 
-# A prompt of 1M ids is 5 MB of msgpack; nothing we send is larger.
-MAX_MESSAGE_BYTES = 16 << 20
-
 # Messages waiting for one peer. A step is one message: at 100 steps/s this is 80 s of a stalled peer,
 # after which it is treated as lost and its memory is given back.
 HIGH_WATER_MARK = 8192
-
-In = TypeVar("In", bound=Message)
-
-
-class Codec(Generic[In]):
-    """Encodes any message and decodes those of one direction.
-
-    Args:
-        incoming: A union of message structs; anything else is refused.
-    """
-
-    def __init__(self, incoming: Any, limit_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(incoming)
-        self._limit_bytes = limit_bytes
-
-    def encode(self, message: Message) -> bytes:
-        """Return the frame of `message`.
-
-        Raises:
-            MessageTooLarge: The frame passes the limit.
-        """
-        frame = self._encoder.encode(message)
-        if len(frame) > self._limit_bytes:
-            raise MessageTooLarge(len(frame), self._limit_bytes)
-        return frame
-
-    def decode(self, frame: bytes) -> In:
-        """Return the message in `frame`.
-
-        Raises:
-            MessageTooLarge: The frame passes the limit.
-            MessageInvalid: The bytes are no message of this direction.
-        """
-        if len(frame) > self._limit_bytes:
-            raise MessageTooLarge(len(frame), self._limit_bytes)
-        try:
-            return self._decoder.decode(frame)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise MessageInvalid(f"not a message of this channel: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelKey:
-    """CURVE keys derived from the cluster's secret: who does not know it cannot speak or listen.
-
-    The server's public key never crosses the network, so knowing it proves knowing the secret.
-    """
-
-    server_public: bytes
-    server_secret: bytes
-
-    @classmethod
-    def from_secret(cls, secret: str) -> "ChannelKey":
-        """Derive the keys.
-
-        Raises:
-            ConfigInvalid: libzmq was built without CURVE.
-        """
-        if not zmq.has("curve"):
-            raise ConfigInvalid("TANDEM_CLUSTER_KEY is set but this libzmq was built without CURVE")
-        seed = hashlib.blake2b(secret.encode(), digest_size=32, person=b"tandem-curve").digest()
-        private = z85.encode(seed)
-        return cls(server_public=zmq.curve_public(private), server_secret=private)
 
 
 class Peer(bytes):
@@ -385,29 +316,3 @@ def wait(
     poller.poll(max(0, int(timeout_s * 1000)))
     if waker is not None:
         waker.clear()
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether `host` can only be reached from this machine."""
-    bare = host.strip("[]")
-    return bare == "localhost" or bare.startswith("127.") or bare == "::1"
-
-
-def cluster_key(host: str, *, is_insecure: bool) -> ChannelKey | None:
-    """Return the cluster's key from `TANDEM_CLUSTER_KEY`, or None for a plain channel.
-
-    Called by `__main__` modules only.
-
-    Raises:
-        ConfigInvalid: `host` can be reached from elsewhere, there is no secret and `is_insecure`
-            was not asked for.
-    """
-    secret = os.environ.get("TANDEM_CLUSTER_KEY", "")
-    if secret:
-        return ChannelKey.from_secret(secret)
-    if is_loopback(host) or is_insecure:
-        return None
-    raise ConfigInvalid(
-        f"--host {host} can be reached from other machines: set TANDEM_CLUSTER_KEY to one secret on "
-        "every node and router, or pass --insecure to trust the network"
-    )

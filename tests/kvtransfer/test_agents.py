@@ -16,7 +16,7 @@ from kvtransfer.transports.base import TransportConfig
 from kvtransfer.transports.loopback import Fault, LoopbackTransport
 from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.transports.tcp import TcpTransport
-from wire.channel import ChannelKey, Inbox, Link, Waker, wait
+from wire.channel import Inbox, Link, Waker, wait
 from wire.errors import (
     Aborted,
     EngineFailed,
@@ -27,6 +27,7 @@ from wire.errors import (
     TransferTimeout,
 )
 from wire.ids import Epoch, Room
+from wire.keys import ChannelKey
 from wire.messages import FromPrefill, Grant, Hello, LinkPing, Refused, ToPrefill, Welcome
 
 ROOM = Room(42)

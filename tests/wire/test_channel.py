@@ -5,19 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.channel import (
-    AsyncLink,
-    ChannelKey,
-    Codec,
-    Inbox,
-    Link,
-    Waker,
-    cluster_key,
-    tcp_address,
-    wait,
-)
+from wire.channel import AsyncLink, Inbox, Link, Waker, tcp_address, wait
+from wire.codec import Codec
 from wire.errors import ConfigInvalid, MessageInvalid, MessageTooLarge, PeerLost
 from wire.ids import Epoch, RequestId
+from wire.keys import ChannelKey, cluster_key
 from wire.messages import Cancel, FromEngine, NodeLoad, Ping, Pong, ToEngine
 
 PONG = Pong(epoch=Epoch(7), load=NodeLoad(num_pages=3))
