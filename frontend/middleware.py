@@ -12,7 +12,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from frontend.edge import EDGE
 from telemetry.log import get_logger
-from wire.errors import BodyTooLarge, ErrorInfo, TandemError, Unauthorized
+from wire.errors import BodyTooLarge, ErrorInfo, NoNodeAvailable, TandemError, Unauthorized
 
 log = get_logger(__name__)
 
@@ -76,7 +76,10 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return await handler(request)
     except TandemError as error:
         info = public_info(error)
-        if not error.is_public or error.status >= 500:
+        if isinstance(error, NoNodeAvailable):
+            # Routers ask a node that loads its model again and again; /health says the same.
+            log.debug("request.refused", path=request.path, error=error.message)
+        elif not error.is_public or error.status >= 500:
             log.warning("request.failed", path=request.path, code=error.code, error=error.message)
         return _error_response(info)
     except web.HTTPException as error:

@@ -75,9 +75,9 @@ def _convert_once(gguf: Path, cache_dir: Path) -> Path:
     if target.is_dir():
         return target
     cache_dir.mkdir(parents=True, exist_ok=True)
+    log.info("checkpoint.needed", source=gguf.name, note="the first start converts it: about 20 s")
     with _locked(cache_dir / f"{target.name}.lock"):
         if not target.is_dir():  # another node may have done it while we waited
-            log.info("checkpoint.convert", source=str(gguf), target=str(target), takes="about 20 s")
             _convert(gguf, target)
             log.info("checkpoint.ready", path=str(target))
     return target

@@ -60,7 +60,7 @@ class ClusterBackend:
         Args:
             bootstrap: Not used: who pairs the nodes is this router.
         """
-        with self._metrics.request():
+        with self._metrics.request() as outcome:
             fingerprint = self._cluster.fingerprint()
             progress, failed_urls = Progress(request), set[str]()
             pair = self._choose(fingerprint, failed_urls)
@@ -68,6 +68,8 @@ class ClusterBackend:
                 try:
                     async with aclosing(self._attempt(progress, pair, attempt)) as deltas:
                         async for delta in deltas:
+                            if delta.finish is not None:
+                                outcome.finished()
                             yield delta
                 except TandemError as error:
                     if not self._may_replay(error, attempt):

@@ -13,6 +13,16 @@ from wire.errors import TandemError
 PAIRING_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01)
 
 
+class Outcome:
+    """How one request ended, as far as it is known."""
+
+    name = ""
+
+    def finished(self) -> None:
+        """Its last token is on the way; whoever reads it may leave now."""
+        self.name = "finished"
+
+
 class RouterMetrics:
     """Counters in a registry of their own, so that two routers in one process do not meet."""
 
@@ -44,19 +54,18 @@ class RouterMetrics:
         )
 
     @contextmanager
-    def request(self) -> Iterator[None]:
-        """Count one request and how it ends."""
-        outcome = "failed"
+    def request(self) -> Iterator[Outcome]:
+        """Count one request and how it ends: cancelled when left before it said `finished`."""
+        outcome = Outcome()
         self._in_flight.inc()
         try:
-            yield
-            outcome = "finished"
+            yield outcome
         except (GeneratorExit, asyncio.CancelledError):
-            outcome = "cancelled"
+            outcome.name = outcome.name or "cancelled"
             raise
         finally:
             self._in_flight.dec()
-            self._requests.labels(outcome).inc()
+            self._requests.labels(outcome.name or "failed").inc()
 
     @contextmanager
     def pairing(self) -> Iterator[None]:

@@ -71,7 +71,7 @@ async def _get(
     try:
         async with session.get(url, timeout=timeout) as response:
             if response.status != 200:
-                raise NodeUnusable(f"answers {response.status} to {response.url.path}")
+                raise NodeUnusable(_refusal(response.status, await _read(response, limit_bytes)))
             return await _read(response, limit_bytes)
     except aiohttp.ClientConnectorError as error:
         number = error.os_error.errno
@@ -80,6 +80,20 @@ async def _get(
         raise NodeUnusable(f"does not answer within {timeout_s:g} s") from error
     except aiohttp.ClientError as error:
         raise NodeUnusable(str(error) or type(error).__name__) from error
+
+
+class _Refusal(msgspec.Struct):
+    """What a node answers instead: `{"error": {"message": ...}}`."""
+
+    error: dict[str, object]
+
+
+def _refusal(status: int, body: bytes) -> str:
+    """Return the node's own sentence where it gave one."""
+    try:
+        return str(msgspec.json.decode(body, type=_Refusal).error["message"])
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError):
+        return f"it answers with status {status}"
 
 
 async def _read(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:

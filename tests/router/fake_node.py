@@ -126,7 +126,10 @@ class FakeEngine:
 class FakeNode:
     """An engine and the HTTP by which a router finds it. Crashes, and comes back, when told."""
 
-    def __init__(self, role: str, fingerprint="model-a", tokenizer_files=None, **info) -> None:
+    def __init__(
+        self, role: str, fingerprint="model-a", tokenizer_files=None, refusal="", **info
+    ) -> None:
+        self.refusal = refusal
         self.role, self.fingerprint, self._extra = role, fingerprint, info
         self._tokenizer_files = tokenizer_files or {}
         self.num_tokenizer_fetches = 0
@@ -155,6 +158,8 @@ class FakeNode:
         self.engine = FakeEngine()
 
     async def _server_info(self, _request) -> web.Response:
+        if self.refusal:
+            return web.json_response({"error": {"message": self.refusal}}, status=503)
         known = msgspec.to_builtins(self.info())
         return web.json_response(known | {"a_field_of_the_future": 1})
 

@@ -1,6 +1,6 @@
 import asyncio
 import random
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import pytest
 
@@ -122,6 +122,17 @@ async def test_a_finished_request_cancels_nothing():
         await setup.backend.flush_cache()
         await prefill.engine.next(FlushCache)
         await decode.engine.next(FlushCache)
+
+
+async def test_a_reader_that_leaves_at_the_finish_is_not_counted_as_gone():
+    async with cluster() as setup:
+        tokens = setup.backend.generate(request())
+        async with aclosing(tokens), asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(anext(tokens))
+            prefill, start_prefill, _, _ = await setup.pair_of()
+            prefill.engine.say(start_prefill, 0, [2], "stop")
+            assert (await first).finish is not None
+        assert 'requests_total{outcome="finished"} 1.0' in setup.backend.metrics()
 
 
 async def test_a_finish_at_the_first_token_ends_there_and_cancels_decode():
