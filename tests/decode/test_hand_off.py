@@ -19,8 +19,9 @@ from kvtransfer.transports.registry import transports
 from node.engine_host import PoolPlan
 from node.loop import Ticket
 from prefill.role import PrefillRole
+from tandem.up import free_ports
 from wire.channel import Peer, Waker, wait
-from wire.errors import InvalidRequest
+from wire.errors import EngineFailed, InvalidRequest, PeerLost
 from wire.ids import RequestId, new_epoch, new_room
 from wire.messages import GenerateRequest, SamplingParams, StartDecode, StartPrefill
 
@@ -45,6 +46,13 @@ class CollectedAnswers:
 
     def fail(self, ticket, error):
         self.errors[ticket.request_id] = error
+
+
+class BrokenRunner:
+    """A forward that fails."""
+
+    def forward(self, batch):
+        raise ZeroDivisionError
 
 
 class Pair:
@@ -258,6 +266,54 @@ def test_other_page_sizes_at_the_two_ends_change_no_token(tiny_model):
         assert pair.decode_answers.tokens["a"] == expected
     finally:
         pair.close()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_forward_that_fails_costs_its_requests_and_no_page(pair, side):
+    engine = pair.prefill_engine if side == "prefill" else pair.decode_engine
+    role = pair.prefill if side == "prefill" else pair.decode
+    healthy, engine._runner = engine._runner, BrokenRunner()
+    pair.start("a", prompt_of(60), max_new_tokens=8)
+    with pytest.raises(ZeroDivisionError):
+        pair.run_until(lambda: False)
+    role.fail_all(EngineFailed("as the loop does"))
+    answers = pair.prefill_answers if side == "prefill" else pair.decode_answers
+    assert isinstance(answers.errors["a"], EngineFailed)
+    engine._runner = healthy
+    pair.run_until(pair.all_pages_are_back)
+    pair.start("b", prompt_of(60), max_new_tokens=3)
+    pair.run_until(lambda: pair.decode_answers.finishes["b"])
+    pair.run_until(pair.all_pages_are_back)
+
+
+def test_a_room_in_use_is_refused_and_its_owner_is_not_harmed(pair):
+    request = pair.start("a", prompt_of(30), max_new_tokens=4)
+    (room,) = pair.prefill._by_room
+    with pytest.raises(InvalidRequest, match="in use"):
+        pair.prefill.start(pair.ticket("thief"), StartPrefill(request=request, room=room))
+    with pytest.raises(InvalidRequest, match="in use"):
+        pair.decode.start(
+            pair.ticket("thief"),
+            StartDecode(request=request, room=room, bootstrap_host="127.0.0.1", bootstrap_port=1),
+        )
+    pair.run_until(lambda: pair.decode_answers.finishes["a"])
+    pair.run_until(pair.all_pages_are_back)
+
+
+def test_a_prefill_that_is_not_there_fails_the_request_and_frees_its_pages(pair):
+    request = GenerateRequest(
+        request_id=RequestId("a"), prompt_ids=prompt_of(30), sampling=SamplingParams()
+    )
+    (port,) = free_ports(1)
+    pair.decode.start(
+        pair.ticket("a"),
+        StartDecode(
+            request=request, room=new_room(), bootstrap_host="127.0.0.1", bootstrap_port=port
+        ),
+    )
+    pair.run_until(lambda: "a" in pair.decode_answers.errors)
+    assert isinstance(pair.decode_answers.errors["a"], PeerLost)
+    pair.run_until(pair.all_pages_are_back)
 
 
 def test_a_half_at_the_wrong_node_is_refused(pair):

@@ -1,0 +1,100 @@
+"""A node that dies under its requests costs and repeats no token."""
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.e2e.cluster import Process, eventually, get_json, running_cluster
+
+FLAGS = ("--page-size", "8", "--chunked-prefill-size", "32", "--max-total-tokens", "4096")
+PROMPTS = [[5 + i, 6, 7, 8] * 20 for i in range(6)]
+NUM_NEW = 300
+
+
+def children(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in listed]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def stream(session, url: str, prompt, started: asyncio.Event) -> list[int]:
+    """Return all tokens of one stream; `started` is set when some have come."""
+    params = {"max_new_tokens": NUM_NEW, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": params, "stream": True}
+    token_ids: list[int] = []
+    async with session.post(f"{url}/generate", json=body) as response:
+        assert response.status == 200
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                reason = event["meta_info"]["finish_reason"]
+                assert reason is None or reason["type"] == "length", reason
+                assert event["output_ids"][: len(token_ids)] == token_ids
+                token_ids = event["output_ids"]
+                if len(token_ids) > 10:
+                    started.set()
+    return token_ids
+
+
+async def stream_all(url: str, when_all_flow=None) -> list[list[int]]:
+    timeout = aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as tasks:
+        started = [asyncio.Event() for _ in PROMPTS]
+        streams = [
+            tasks.create_task(stream(session, url, prompt, event))
+            for prompt, event in zip(PROMPTS, started, strict=True)
+        ]
+        for event in started:
+            await event.wait()
+        if when_all_flow is not None:
+            when_all_flow()
+    return [task.result() for task in streams]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["node", "engine"])
+def test_streams_go_on_when_a_decode_node_is_killed(tiny_model, victim):
+    flags = ("--model", str(tiny_model("llama")), "--num-threads", "1", *FLAGS)
+    with running_cluster(*flags, "--log-level", "warning", decodes=2) as cluster:
+        undisturbed = asyncio.run(stream_all(cluster.url))
+        node = cluster.processes[1]
+        (engine,) = children(node.pid)
+
+        def kill() -> None:
+            os.kill(node.pid if victim == "node" else engine, signal.SIGKILL)
+
+        assert asyncio.run(stream_all(cluster.url, kill)) == undisturbed
+        assert eventually(lambda: not node.is_running() and not is_alive(engine))
+        assert eventually(lambda: not any(unaccounted(u) for u in survivors(cluster)))
+
+
+def survivors(cluster) -> list[str]:
+    return [cluster.prefill_urls[0], cluster.decode_urls[1]]
+
+
+def unaccounted(url: str) -> int:
+    load = get_json(f"{url}/server_info")[1]["load"]
+    return load["num_pages"] - load["pages_free"] - load["pages_cached"]
+
+
+@pytest.mark.slow
+def test_nothing_outlives_a_killed_launcher(tiny_model):
+    model = ("--model", str(tiny_model("llama")), "--num-threads", "1", *FLAGS)
+    serve = Process("serve", "--port", "0", *model)
+    assert eventually(lambda: children(serve.pid) != [], 30)
+    (engine,) = children(serve.pid)
+    serve.signal(signal.SIGKILL)
+    serve.wait()
+    serve.log.close()
+    assert eventually(lambda: not is_alive(engine), 30)
