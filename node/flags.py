@@ -29,6 +29,25 @@ MEANINGLESS = {
 }
 
 
+EXAMPLES: dict[NodeRole, str] = {
+    "prefill": """\
+examples:
+  tandem prefill --model /models/llama --port 7000 --bootstrap-port 8998
+  tandem prefill --host 10.0.0.5 --transfer-backend tcp      (with TANDEM_CLUSTER_KEY set)
+""",
+    "decode": """\
+examples:
+  tandem decode --model /models/llama --port 7001
+  tandem decode --max-total-tokens 100000 --page-size 32
+""",
+    "colocated": """\
+examples:
+  tandem serve --model /models/llama --port 8000
+  tandem serve --dtype float32 --num-threads 2
+""",
+}
+
+
 def build_parser(
     prog: str, role: NodeRole, summary: str, default_port: int
 ) -> argparse.ArgumentParser:
@@ -36,7 +55,8 @@ def build_parser(
     parser = argparse.ArgumentParser(
         prog=prog,
         description=summary,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog=EXAMPLES[role],
+        formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
     _add_model_flags(parser.add_argument_group("model"))
@@ -49,6 +69,16 @@ def build_parser(
             flag, nargs="*", action=_Meaningless, dest="meaningless", help=argparse.SUPPRESS
         )
     return parser
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the examples' lines, and shows a default where there is something to show."""
+
+    @override
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, []):
+            return action.help
+        return super()._get_help_string(action)
 
 
 class _Meaningless(argparse.Action):
@@ -106,8 +136,18 @@ def _add_server_flags(group: argparse._ArgumentGroup, default_port: int) -> None
     add("--port", type=int, default=default_port, help="of HTTP")
     add("--engine-port", type=int, default=0, help="of the token plane; 0: any free port")
     add("--api-key", action="append", default=[], metavar="KEY", help="required of HTTP clients")
-    add("--log-level", default="info", choices=["debug", "info", "warning", "error"], help=" ")
-    add("--log-format", default="auto", choices=["auto", "console", "json"], help=" ")
+    add(
+        "--log-level",
+        default="info",
+        choices=["debug", "info", "warning", "error"],
+        help="lowest level that is written",
+    )
+    add(
+        "--log-format",
+        default="auto",
+        choices=["auto", "console", "json"],
+        help="auto: console on a terminal, else JSON lines",
+    )
     add(
         "--incremental-streaming-output",
         action="store_true",
@@ -158,8 +198,21 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         help="prompt tokens in one forward",
     )
     add("--num-threads", type=int, default=0, help="of torch on the CPU; 0: torch's choice")
-    add("--disable-prefix-cache", "--disable-radix-cache", action="store_true", help=" ")
-    add("--tensor-parallel-size", "--tp", "--tp-size", type=int, default=1, choices=[1], help=" ")
+    add(
+        "--disable-prefix-cache",
+        "--disable-radix-cache",
+        action="store_true",
+        help="compute every prompt anew",
+    )
+    add(
+        "--tensor-parallel-size",
+        "--tp",
+        "--tp-size",
+        type=int,
+        default=1,
+        choices=[1],
+        help="only 1 in this release",
+    )
 
 
 def _add_transfer_flags(group: argparse._ArgumentGroup) -> None:

@@ -149,7 +149,8 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help="clients must send one of these as a bearer token; may be repeated",
+        help="clients must send one of these as a bearer token; may be repeated; the first is also "
+        "what this router sends to nodes",
     )
     group.add_argument(
         "--log-level",

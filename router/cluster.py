@@ -45,6 +45,8 @@ class Cluster:
         self.decodes = [Node(url, "decode") for url in config.decodes]
         secret = config.cluster_secret
         self._key = ChannelKey.from_secret(secret) if secret else None
+        # Nodes that ask for a key are given the one that clients have.
+        self._headers = {"Authorization": f"Bearer {key}" for key in config.api_keys[:1]}
         self._by_url = {node.url: node for node in (*self.prefills, *self.decodes)}
         self._name = config.served_model_name
         given = Tokenizer.load(Path(config.tokenizer_dir)) if config.tokenizer_dir else None
@@ -62,7 +64,7 @@ class Cluster:
         """Watch every node until cancelled."""
         connector = aiohttp.TCPConnector(limit=0)
         async with (
-            aiohttp.ClientSession(connector=connector) as session,
+            aiohttp.ClientSession(connector=connector, headers=self._headers) as session,
             asyncio.TaskGroup() as tasks,
         ):
             for node in (*self.prefills, *self.decodes):

@@ -49,7 +49,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--policy", default="least_load", help="how the router chooses a pair")
     add("--num-threads", type=int, default=0, help="of torch in each node; 0: cores shared evenly")
     add("--api-key", action="append", default=[], metavar="KEY", help="required of HTTP clients")
-    add("--log-level", default="info", choices=["debug", "info", "warning", "error"], help=" ")
+    add(
+        "--log-level",
+        default="info",
+        choices=["debug", "info", "warning", "error"],
+        help="lowest level that is written",
+    )
     return parser
 
 

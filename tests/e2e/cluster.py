@@ -106,7 +106,12 @@ class Cluster:
     """Prefills, decodes and a router, started with the three commands."""
 
     def __init__(
-        self, *node_flags: str, prefills: int = 1, decodes: int = 1, router_flags: tuple = ()
+        self,
+        *node_flags: str,
+        prefills: int = 1,
+        decodes: int = 1,
+        router_flags: tuple = (),
+        env: dict[str, str] | None = None,
     ) -> None:
         ports = iter(free_ports(2 * prefills + decodes + 1))
         self.processes: list[Process] = []
@@ -117,17 +122,18 @@ class Cluster:
             self.prefill_urls.append(f"http://127.0.0.1:{port}")
             bootstrap_ports.append(bootstrap_port)
             argv = ["prefill", "--port", str(port), "--bootstrap-port", bootstrap_port]
-            self.processes.append(Process(*argv, *node_flags))
+            self.processes.append(Process(*argv, *node_flags, env=env))
         for _ in range(decodes):
             port = next(ports)
             self.decode_urls.append(f"http://127.0.0.1:{port}")
-            self.processes.append(Process("decode", "--port", str(port), *node_flags))
+            self.processes.append(Process("decode", "--port", str(port), *node_flags, env=env))
         port = next(ports)
         self.url = f"http://127.0.0.1:{port}"
         self.router = Process(
             *("lb", "--prefill", *self.prefill_urls),
             *("--prefill-bootstrap-ports", *bootstrap_ports),
             *("--decode", *self.decode_urls, "--port", str(port), *router_flags),
+            env=env,
         )
         self.processes.append(self.router)
 

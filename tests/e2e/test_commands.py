@@ -228,3 +228,31 @@ def test_an_unknown_command_is_answered_with_the_known_ones():
 
 def test_a_mistyped_flag_is_refused():
     assert "--modle" in refused("prefill", "--modle", "x")
+
+
+@pytest.mark.slow
+def test_a_key_is_asked_of_clients_and_known_between_router_and_nodes(tiny_model):
+    key = ("--api-key", "a-key")
+    flags = ("--model", str(tiny_model("llama")), "--log-level", "warning", *POOL, *key)
+    with running_cluster(*flags, router_flags=key) as cluster:
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            post(f"{cluster.url}/generate", input_ids=[5])
+        with raised.value as answer:
+            assert answer.code == 401
+        request = urllib.request.Request(
+            f"{cluster.url}/generate",
+            b'{"input_ids": [5], "max_new_tokens": 1}',
+            {"Content-Type": "application/json", "Authorization": "Bearer a-key"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert len(json.loads(response.read())["output_ids"]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_secret_shared_by_all_keeps_the_cluster_to_itself(tiny_model, transport):
+    flags = ("--model", str(tiny_model("llama")), "--log-level", "warning", *POOL)
+    secret = {"TANDEM_CLUSTER_KEY": "one secret for all"}
+    with running_cluster(*flags, "--transfer-backend", transport, env=secret) as cluster:
+        answer = post(f"{cluster.url}/generate", input_ids=[5], max_new_tokens=3)
+        assert len(answer["output_ids"]) == 3
