@@ -240,6 +240,8 @@ class EngineLoop:
                 log.info("edge.lost", peer=peer.hex(), num_requests=len(tickets))
             for ticket in tickets:
                 self._role.cancel(ticket)
+                # One that was only slow hears of it, and starts another attempt.
+                self._answers.fail(ticket, PeerLost("the edge worker was silent for too long"))
 
     def _log(self) -> None:
         elapsed_s = self._clock() - self._logged_at

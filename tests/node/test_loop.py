@@ -160,6 +160,17 @@ def test_the_requests_of_a_silent_edge_are_cancelled(rig):
     assert [ticket.request_id for ticket in rig.role.cancelled] == ["a"]
 
 
+def test_an_edge_that_was_only_slow_hears_that_its_request_ended(rig):
+    rig.send(start("a"))
+    rig.pass_until(lambda: rig.role.started)
+    rig.now += HEARTBEAT_TIMEOUT_S + 0.1
+    rig.loop.run_once(0)
+    while isinstance(answer := rig.answer(), TokenBatch):
+        assert answer.deltas[0].request_id == "a"
+    assert (answer.request_id, answer.error.code) == ("a", "peer_lost")
+    assert answer.error.is_retryable
+
+
 def test_a_step_longer_than_the_limit_silences_nobody_who_pinged_meanwhile(rig):
     rig.send(start("a"))
     rig.pass_until(lambda: rig.role.started)
