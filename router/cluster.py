@@ -46,7 +46,8 @@ class Cluster:
         secret = config.cluster_secret
         self._key = ChannelKey.from_secret(secret) if secret else None
         # Nodes that ask for a key are given the one that clients have.
-        self._headers = {"Authorization": f"Bearer {key}" for key in config.api_keys[:1]}
+        keys = config.api_keys
+        self._headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
         self._by_url = {node.url: node for node in (*self.prefills, *self.decodes)}
         self._name = config.served_model_name
         given = Tokenizer.load(Path(config.tokenizer_dir)) if config.tokenizer_dir else None
