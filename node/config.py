@@ -16,16 +16,19 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         backend: A transport's name, or `auto` for the best that both ends offer.
         bootstrap_port: Where a prefill listens for grants. 8998: SGLang's default.
-        grant_timeout_s: How long one half of a request waits for the other. 30 s: longer than any
-            healthy queue for pages, shorter than clients wait.
+        grant_timeout_s: How long prefill waits for a grant, decode's queue for pages included. A half
+            whose edge worker is gone ends at once; this is for halves that nobody follows. 300 s:
+            SGLang's default.
+        early_grant_timeout_s: How long a grant waits for its request: its pages are idle meanwhile.
         landed_timeout_s: How long decode waits for the pages of a grant, prefill's queue included.
         is_verified: Whether pages are hashed on both sides.
     """
 
     backend: str = "auto"
     bootstrap_port: int = 8998
-    grant_timeout_s: float = 30.0
-    landed_timeout_s: float = 300.0
+    grant_timeout_s: float = 300.0
+    early_grant_timeout_s: float = 30.0
+    landed_timeout_s: float = 600.0
     is_verified: bool = True
 
 

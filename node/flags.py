@@ -236,7 +236,7 @@ def _add_transfer_flags(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=defaults.grant_timeout_s,
         metavar="SECONDS",
-        help="how long one half of a request waits for the other",
+        help="how long prefill waits for decode to grant pages",
     )
     add("--no-kv-checksum", action="store_true", help="do not hash pages on both sides")
     add(

@@ -44,7 +44,7 @@ class _Host(RoleHost):
             key=parts.key,
             timeouts=SenderTimeouts(
                 grant_s=config.transfer.grant_timeout_s,
-                early_grant_s=config.transfer.grant_timeout_s,
+                early_grant_s=config.transfer.early_grant_timeout_s,
             ),
             has_checksums=config.transfer.is_verified,
         )

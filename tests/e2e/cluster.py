@@ -112,27 +112,30 @@ class Cluster:
         decodes: int = 1,
         router_flags: tuple = (),
         env: dict[str, str] | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
+        node_flags = (*node_flags, "--host", host)
+        host = f"[{host}]" if ":" in host else host
         ports = iter(free_ports(2 * prefills + decodes + 1))
         self.processes: list[Process] = []
         self.prefill_urls, self.decode_urls = [], []
         bootstrap_ports = []
         for _ in range(prefills):
             port, bootstrap_port = next(ports), str(next(ports))
-            self.prefill_urls.append(f"http://127.0.0.1:{port}")
+            self.prefill_urls.append(f"http://{host}:{port}")
             bootstrap_ports.append(bootstrap_port)
             argv = ["prefill", "--port", str(port), "--bootstrap-port", bootstrap_port]
             self.processes.append(Process(*argv, *node_flags, env=env))
         for _ in range(decodes):
             port = next(ports)
-            self.decode_urls.append(f"http://127.0.0.1:{port}")
+            self.decode_urls.append(f"http://{host}:{port}")
             self.processes.append(Process("decode", "--port", str(port), *node_flags, env=env))
         port = next(ports)
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://{host}:{port}"
         self.router = Process(
             *("lb", "--prefill", *self.prefill_urls),
             *("--prefill-bootstrap-ports", *bootstrap_ports),
-            *("--decode", *self.decode_urls, "--port", str(port), *router_flags),
+            *("--decode", *self.decode_urls, "--port", str(port), "--host", host, *router_flags),
             env=env,
         )
         self.processes.append(self.router)

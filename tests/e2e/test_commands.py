@@ -256,3 +256,12 @@ def test_a_secret_shared_by_all_keeps_the_cluster_to_itself(tiny_model, transpor
     with running_cluster(*flags, "--transfer-backend", transport, env=secret) as cluster:
         answer = post(f"{cluster.url}/generate", input_ids=[5], max_new_tokens=3)
         assert len(answer["output_ids"]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_cluster_on_ipv6_serves(tiny_model, transport):
+    flags = ("--model", str(tiny_model("llama")), "--log-level", "warning", *POOL)
+    with running_cluster(*flags, "--transfer-backend", transport, host="::1") as cluster:
+        answer = post(f"{cluster.url}/generate", input_ids=[5], max_new_tokens=3)
+        assert len(answer["output_ids"]) == 3
