@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import msgspec
@@ -68,7 +69,7 @@ class Parts:
     key: ChannelKey | None
 
 
-class RoleHost:
+class RoleHost(ABC):
     """What differs between the engine processes of the roles.
 
     `memory` is called once, before `role`.
@@ -79,23 +80,22 @@ class RoleHost:
         del config, plan
         return None
 
+    @abstractmethod
     def role(self, parts: Parts) -> Role:
         """Return the role."""
-        raise NotImplementedError
 
     def bootstrap_port(self) -> int | None:
         """Return where grants are taken, on prefill."""
         return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a role that made nothing gives nothing back
         """Give back what `memory` and `role` made."""
 
 
 def main(host: RoleHost) -> int:
     """Run an engine process to its end; return its exit status."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # the parent decides; Ctrl-C reaches the whole group
+    # Ctrl-C reaches the whole group; the parent decides what ends when.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=NodeConfig)
     logs.configure(config.log_level, config.log_format, role=config.role)
     try:
