@@ -40,13 +40,13 @@ class PromptSpan:
         start: First row in the batch.
         num_rows: Query tokens.
         kv_len: Keys, the queries' own included.
-        page_ids: Pages that hold the keys. Shape (ceil(kv_len / page_size),).
+        rows: Where the keys' pages are, see `head_rows`. Shape (num_kv_heads, pages).
     """
 
     start: int
     num_rows: int
     kv_len: int
-    page_ids: torch.Tensor
+    rows: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -58,7 +58,8 @@ class PagedBatch:
         write_pages, write_offsets: Where each row's KV goes. Shape (num_rows,).
         prompts: Requests with several rows.
         decode_rows: Rows that are one request each. Shape (num_decodes,).
-        page_table: Their pages, padded with 0. Shape (num_decodes, max_pages).
+        decode_kv_rows: Where their pages are, padded with page 0, see `head_rows`.
+            Shape (num_kv_heads, num_decodes, max_pages).
         kv_lens: Their number of keys. Shape (num_decodes,).
     """
 
@@ -67,7 +68,7 @@ class PagedBatch:
     write_offsets: torch.Tensor
     prompts: Sequence[PromptSpan]
     decode_rows: torch.Tensor
-    page_table: torch.Tensor
+    decode_kv_rows: torch.Tensor
     kv_lens: torch.Tensor
     _masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
@@ -86,13 +87,48 @@ class PagedBatch:
         return found
 
     def decode_mask(self, window: int | None) -> torch.Tensor:
-        """Return which keys each decoding row may see. Shape (num_decodes, 1, padded keys)."""
+        """Return which keys each decoding row may see. Shape (1, num_decodes, 1, padded keys)."""
         found = self._masks.get((-1, window))
         if found is None:
-            keys = torch.arange(self.page_table.shape[1] * self.page_size, device=self.kv.device)
+            num_keys = self.decode_kv_rows.shape[-1] * self.page_size
+            keys = torch.arange(num_keys, device=self.kv.device)
             queries = (self.kv_lens - 1).unsqueeze(1)
-            found = self._masks[-1, window] = _visible(queries, keys, window).unsqueeze(1)
+            # Four dimensions: with three, torch leaves its fast kernel.
+            found = self._masks[-1, window] = _visible(queries, keys, window)[None, :, None]
         return found
+
+    def gather(self, rows: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy K and V of one layer out of the pool.
+
+        Args:
+            rows: As of `head_rows`. Shape (num_kv_heads, ..., pages).
+
+        Returns:
+            Two tensors of shape (num_kv_heads, ..., pages * page_size, head_dim).
+        """
+        _, _, _, num_heads, page_size, head_dim = self.kv.shape
+        runs = self.kv.view(-1, page_size * head_dim)
+        shape = (*rows.shape[:-1], -1, head_dim)
+        # Whole rows by index_select: five times as fast as indexing the six-dimensional pool.
+        first = rows.flatten() + 2 * layer * num_heads
+        key, value = (runs.index_select(0, first + which * num_heads) for which in (0, 1))
+        return key.view(shape), value.view(shape)
+
+
+def head_rows(kv: torch.Tensor, page_ids: torch.Tensor) -> torch.Tensor:
+    """Return where pages begin, for each KV head, in the pool seen as runs of one head.
+
+    Args:
+        kv: The pool. Shape (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim).
+        page_ids: Shape (..., pages).
+
+    Returns:
+        Rows of layer 0's K in `kv.view(-1, page_size * head_dim)`; `2 * layer * num_kv_heads`
+        further is another layer, `num_kv_heads` further V. Shape (num_kv_heads, ..., pages).
+    """
+    _, num_layers, _, num_heads, _, _ = kv.shape
+    heads = torch.arange(num_heads, device=kv.device).view(-1, *[1] * page_ids.dim())
+    return page_ids * (num_layers * 2 * num_heads) + heads
 
 
 def _visible(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -134,27 +170,24 @@ def paged_attention(
     out = torch.empty_like(query[0].transpose(0, 1))  # (num_rows, num_heads, head_dim)
     for span in batch.prompts:
         rows = slice(span.start, span.start + span.num_rows)
+        known_keys, known_values = batch.gather(span.rows, layer)
         result = _attend(
             query[:, :, rows],
-            _gather(keys, span.page_ids)[:, : span.kv_len].unsqueeze(0),
-            _gather(values, span.page_ids)[:, : span.kv_len].unsqueeze(0),
+            known_keys[None, :, : span.kv_len],
+            known_values[None, :, : span.kv_len],
             batch.prompt_mask(span, sliding_window),
             scoring,
         )
         out[rows] = result[0].transpose(0, 1)
     if len(batch.decode_rows):
         out[batch.decode_rows] = _attend_decodes(
-            query[0][:, batch.decode_rows], keys, values, batch, scoring
+            query[0][:, batch.decode_rows], layer, batch, scoring
         )
     return out.unsqueeze(0), None
 
 
 def _attend_decodes(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    batch: PagedBatch,
-    scoring: Scoring,
+    query: torch.Tensor, layer: int, batch: PagedBatch, scoring: Scoring
 ) -> torch.Tensor:
     """Attend with one query for each request.
 
@@ -168,29 +201,11 @@ def _attend_decodes(
         Shape (num_decodes, num_heads, head_dim).
     """
     num_heads, num_decodes, head_dim = query.shape
-    num_kv_heads = keys.shape[1]
-    grouped = query.view(num_kv_heads, -1, num_decodes, head_dim).transpose(1, 2)
-    result = _attend(  # (kv heads, decodes, group, dim)
-        grouped,
-        _gather(keys, batch.page_table),
-        _gather(values, batch.page_table),
-        batch.decode_mask(scoring.window),
-        scoring,
-    )
+    keys, values = batch.gather(batch.decode_kv_rows, layer)
+    grouped = query.view(len(keys), -1, num_decodes, head_dim).transpose(1, 2)
+    # (kv heads, decodes, group, dim)
+    result = _attend(grouped, keys, values, batch.decode_mask(scoring.window), scoring)
     return result.permute(1, 0, 2, 3).reshape(num_decodes, num_heads, head_dim)
-
-
-def _gather(pool: torch.Tensor, page_ids: torch.Tensor) -> torch.Tensor:
-    """Copy pages into runs of tokens.
-
-    Args:
-        pool: Shape (num_pages, num_kv_heads, page_size, head_dim).
-        page_ids: Shape (..., pages).
-
-    Returns:
-        Shape (num_kv_heads, ..., pages * page_size, head_dim).
-    """
-    return pool.transpose(0, 1)[:, page_ids].flatten(-3, -2)
 
 
 def _attend(

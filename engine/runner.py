@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from engine.attention import PagedBatch, PromptSpan
+from engine.attention import PagedBatch, PromptSpan, head_rows
 from engine.batcher import Slice
 from engine.model import ModelShape
 
@@ -74,7 +74,8 @@ class ModelRunner:
                 decodes.append((pages, kv_len))
                 decode_rows.append(row)
             else:
-                prompts.append(PromptSpan(row, piece.num_tokens, kv_len, self._tensor(pages)))
+                rows = head_rows(self.kv, self._tensor(pages))
+                prompts.append(PromptSpan(row, piece.num_tokens, kv_len, rows))
             row += piece.num_tokens
         width = max((len(pages) for pages, _ in decodes), default=0)
         table = [pages + [0] * (width - len(pages)) for pages, _ in decodes]
@@ -84,7 +85,7 @@ class ModelRunner:
             write_offsets=self._tensor(positions) % page_size,
             prompts=prompts,
             decode_rows=self._tensor(decode_rows),
-            page_table=self._tensor(table),
+            decode_kv_rows=head_rows(self.kv, self._tensor(table)),
             kv_lens=self._tensor([kv_len for _, kv_len in decodes]),
         )
 
