@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import urllib.request
 from pathlib import Path
 
 import aiohttp
@@ -77,6 +78,42 @@ def test_streams_go_on_when_a_decode_node_is_killed(tiny_model, victim):
         assert asyncio.run(stream_all(cluster.url, kill)) == undisturbed
         assert eventually(lambda: not node.is_running() and not is_alive(engine))
         assert eventually(lambda: not any(unaccounted(u) for u in survivors(cluster)))
+
+
+@pytest.mark.slow
+def test_no_client_notices_that_a_prefill_node_was_killed_under_its_prompts(tiny_model):
+    flags = ("--model", str(tiny_model("llama")), "--num-threads", "1", *FLAGS)
+    with running_cluster(*flags, "--log-level", "warning", prefills=2) as cluster:
+        victim, decode = cluster.processes[0], cluster.decode_urls[0]
+        (engine,) = children(victim.pid)
+        undisturbed = asyncio.run(burst(cluster.url))
+        for url in (*cluster.prefill_urls, decode):  # so that prompts are computed again
+            urllib.request.urlopen(f"{url}/flush_cache", b"").close()
+        disturbed = asyncio.run(burst(cluster.url, lambda: os.kill(engine, signal.SIGKILL)))
+        assert disturbed == undisturbed
+        assert eventually(lambda: not victim.is_running())
+        others = (cluster.prefill_urls[1], decode)
+        assert eventually(lambda: not any(unaccounted(url) for url in others))
+
+
+async def burst(url: str, after_the_first=None) -> list[list[int]]:
+    """Send many long prompts at once; return their tokens in order."""
+
+    async def one(session, index: int) -> list[int]:
+        prompt = [5 + index % 200, 6, 7, 8, 9] * 80
+        params = {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": params}
+        async with session.post(f"{url}/generate", json=body) as response:
+            answer = await response.json()
+            assert response.status == 200, answer
+            return answer["output_ids"]
+
+    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(one(session, index)) for index in range(40)]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        if after_the_first is not None:
+            after_the_first()
+    return [task.result() for task in asked]
 
 
 def survivors(cluster) -> list[str]:
