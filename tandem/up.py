@@ -171,9 +171,9 @@ class Cluster:
         assert process.stdout is not None
         width = max(len(m.name) for m in self._members)
         async for line in process.stdout:
-            text = Text(f"{member.name:<{width}} │ ", style=colour)
             said = Text.from_ansi(line.decode(errors="replace").rstrip())
-            self._console.print(text + said, soft_wrap=True)
+            prefix = (f"{member.name:<{width}} │ ", colour)
+            self._console.print(Text.assemble(prefix, said), soft_wrap=True)
         status = await process.wait()
         if not self._stopping.is_set():
             self._console.print(
