@@ -12,9 +12,6 @@ Room = NewType("Room", int)
 Epoch = NewType("Epoch", int)
 """One life of one process. Random; a message from another epoch is refused."""
 
-PageId = int
-"""Index of a page in one node's pool. Plain int: lists of them are large and numpy holds them."""
-
 
 def new_request_id() -> RequestId:
     """Return a fresh request id: 24 hexadecimal digits."""
