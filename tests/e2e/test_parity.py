@@ -28,6 +28,7 @@ TEXTS = (
     "SELECT name, COUNT(*) FROM users WHERE",
 )
 LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1, 3 * CHUNK + 5)
+ARRIVALS_OVER_S = 0.1  # about three steps: requests join batches at every stage of others
 NEAR_THE_LIMIT = (CONTEXT - 20, CONTEXT - 2, CONTEXT - 1)
 
 
@@ -63,10 +64,10 @@ async def generate(session, url: str, prompt: list[int], **sampling) -> list[int
 
 
 async def generate_all(url: str, prompts, num_at_once: int, sampled: bool) -> list[list[int]]:
-    """Generate for all prompts, `num_at_once` at a time, in an order of their own each time."""
+    """Generate for all prompts, `num_at_once` at a time, shuffled and at random times."""
     limit = asyncio.Semaphore(num_at_once)
-    order = list(enumerate(prompts))
-    random.Random(num_at_once).shuffle(order)
+    order, arrivals = list(enumerate(prompts)), random.Random(num_at_once)
+    arrivals.shuffle(order)
     answers: dict[int, list[int]] = {}
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
@@ -74,6 +75,7 @@ async def generate_all(url: str, prompts, num_at_once: int, sampled: bool) -> li
         async def one(index: int, prompt: list[int]) -> None:
             sampling = {**SAMPLED, "sampling_seed": index} if sampled else {"temperature": 0}
             async with limit:
+                await asyncio.sleep(arrivals.random() * ARRIVALS_OVER_S)
                 answers[index] = await generate(session, url, prompt, **sampling)
 
         async with asyncio.TaskGroup() as tasks:
