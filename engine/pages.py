@@ -64,12 +64,12 @@ class PagePool:
         self._readers = [0] * num_pages
         # Popped from the end, so low ids go first: neighbours are copied in one run.
         self._free = list(range(num_pages - 1, -1, -1))
-        self._num_cached = 0
+        self._num_in = Counter({PageState.FREE: num_pages})
 
     @property
     def num_available(self) -> int:
         """Pages that `allocate` or `grant` could hand out now."""
-        return len(self._free) + self._num_cached
+        return len(self._free) + self._num_in[PageState.CACHED]
 
     def allocate(self, num_pages: int) -> list[int] | None:
         """Hold free pages with one reader, evicting cached ones; None when there are too few."""
@@ -83,8 +83,7 @@ class PagePool:
         """Add a reader to cached or held pages."""
         for page in page_ids:
             if self._states[page] is PageState.CACHED:
-                self._num_cached -= 1
-                self._states[page] = PageState.HELD
+                self._move(page, PageState.HELD)
             self._require(page, PageState.HELD)
             self._readers[page] += 1
 
@@ -96,8 +95,7 @@ class PagePool:
             if self._readers[page]:
                 continue
             if is_cached(page):
-                self._states[page] = PageState.CACHED
-                self._num_cached += 1
+                self._move(page, PageState.CACHED)
             else:
                 self._put_back(page)
 
@@ -105,14 +103,14 @@ class PagePool:
         """The writer said `Landed`: the pages now have one reader."""
         for page in page_ids:
             self._require(page, PageState.GRANTED)
-            self._states[page] = PageState.HELD
+            self._move(page, PageState.HELD)
             self._readers[page] = 1
 
     def quarantine(self, page_ids: Iterable[int]) -> None:
         """The grant was withdrawn; the writer has not confirmed yet."""
         for page in page_ids:
             self._require(page, PageState.GRANTED)
-            self._states[page] = PageState.QUARANTINED
+            self._move(page, PageState.QUARANTINED)
 
     def reclaim(self, page_ids: Iterable[int]) -> None:
         """The writer said `Released` or is fenced: no write can arrive any more."""
@@ -124,7 +122,6 @@ class PagePool:
         """Free cached pages that the prefix cache has dropped."""
         for page in page_ids:
             self._require(page, PageState.CACHED)
-            self._num_cached -= 1
             self._put_back(page)
 
     def state(self, page: int) -> PageState:
@@ -133,20 +130,18 @@ class PagePool:
 
     def counts(self) -> PageCounts:
         """Return how many pages are in each state."""
-        counted = Counter(self._states)
         return PageCounts(
             total=self.num_pages,
-            **{state.value: counted[state] for state in PageState},
+            **{state.value: self._num_in[state] for state in PageState},
         )
 
     def check_integrity(self) -> None:
         """Raise `PageStateError` unless every page is in exactly one state and counted once."""
-        counts = self.counts()
-        free = set(self._free)
-        if len(free) != len(self._free) or len(free) != counts.free:
-            raise PageStateError(f"{len(self._free)} pages on the free list, {counts.free} free")
-        if counts.cached != self._num_cached:
-            raise PageStateError(f"{self._num_cached} counted as cached, {counts.cached} are")
+        num_in, free = Counter(self._states), set(self._free)
+        if num_in != self._num_in:
+            raise PageStateError(f"counted {self._num_in}, there are {num_in}")
+        if len(free) != len(self._free) or len(free) != num_in[PageState.FREE]:
+            raise PageStateError(f"{len(self._free)} pages on the free list, of {num_in}")
         for page, (state, readers) in enumerate(zip(self._states, self._readers, strict=True)):
             if (readers > 0) != (state is PageState.HELD) or (page in free) != (
                 state is PageState.FREE
@@ -160,14 +155,19 @@ class PagePool:
             self.forget(self._evict(num_pages - len(self._free)))
         taken = [self._free.pop() for _ in range(num_pages)]
         for page in taken:
-            self._states[page] = state
+            self._move(page, state)
             self._readers[page] = readers
         return taken
 
     def _put_back(self, page: int) -> None:
-        self._states[page] = PageState.FREE
+        self._move(page, PageState.FREE)
         self._readers[page] = 0
         self._free.append(page)
+
+    def _move(self, page: int, state: PageState) -> None:
+        self._num_in[self._states[page]] -= 1
+        self._num_in[state] += 1
+        self._states[page] = state
 
     def _require(self, page: int, *allowed: PageState) -> None:
         state = self._states[page]

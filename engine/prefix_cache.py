@@ -112,11 +112,13 @@ class PrefixCache:
     def evict(self, num_pages: int) -> list[int]:
         """Forget up to `num_pages` pages without a reader, least recently used first."""
         taken: list[int] = []
+        in_use: list[int] = []
         for page in self._by_page:
             if len(taken) == num_pages:
                 break
-            if self._is_unused(page):
-                taken.append(page)
+            (taken if self._is_unused(page) else in_use).append(page)
+        for page in in_use:  # not to be met again next time; their place is set at their release
+            self._by_page.move_to_end(page)
         for page in taken:
             del self._by_key[self._by_page.pop(page).key]
         return taken

@@ -78,7 +78,8 @@ def _adjusted(
     for token, bias in p.logit_bias.items():
         row[token] += bias
     if request.next_index < p.min_new_tokens:
-        row[sorted(eos_token_ids | set(p.stop_token_ids))] = NEG_INF
+        banned = eos_token_ids | set(p.stop_token_ids)
+        row[[token for token in sorted(banned) if 0 <= token < len(row)]] = NEG_INF
     return row
 
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from telemetry.log import get_logger
@@ -65,10 +65,11 @@ class Outbox(Generic[E]):
         if self._waker is not None:
             self._waker.wake()
 
-    def take(self) -> list[E]:
-        """Return what is queued, oldest first."""
-        taken = [self._queue.popleft() for _ in range(len(self._queue))]
-        return [told for event in taken if (told := self._tell(event)) is not None]
+    def take(self) -> Iterator[E]:
+        """Yield what is queued, oldest first. What is not taken stays: an error loses no other event."""
+        for _ in range(len(self._queue)):
+            if (told := self._tell(self._queue.popleft())) is not None:
+                yield told
 
     def _tell(self, event: E) -> E | None:
         is_last = isinstance(event, self._last)

@@ -123,17 +123,14 @@ class PrefillLinks:
         return len(self._links)
 
     def want(self, host: str, port: int) -> PrefillLink:
-        """Return the link to a bootstrap port, a new one if there is none."""
+        """Return the link to a bootstrap port, a new one if there is none.
+
+        Raises:
+            TandemError: There can be none, and why.
+        """
         address = tcp_address(host, port)
         if (link := self._links.get(address)) is None:
-            now_s = self._clock()
-            link = self._links[address] = PrefillLink(
-                host=host,
-                socket=Link(address, FromPrefill, self._key),
-                admissions={name: each.admit(host) for name, each in self._end.listeners.items()},
-                deadline_s=now_s + self._connect_timeout_s,
-                last_heard_s=now_s,
-            )
+            link = self._links[address] = self._make(host, address)
         return link
 
     def listener(self, link: PrefillLink) -> tuple[Listener, Admission]:
@@ -173,6 +170,16 @@ class PrefillLinks:
             link.socket.close()
         for listener in self._end.listeners.values():
             listener.close()
+
+    def _make(self, host: str, address: str) -> PrefillLink:
+        now_s, socket = self._clock(), Link[FromPrefill](address, FromPrefill, self._key)
+        try:
+            admissions = {name: each.admit(host) for name, each in self._end.listeners.items()}
+        except TandemError:
+            socket.close()
+            raise
+        deadline_s = now_s + self._connect_timeout_s
+        return PrefillLink(host, socket, admissions, deadline_s, last_heard_s=now_s)
 
     def _is_kept(self, link: PrefillLink) -> bool:
         return self._links.get(link.socket.address) is link

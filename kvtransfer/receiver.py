@@ -14,7 +14,7 @@ in `session.py`; who is connected is kept by `prefill_links.py`.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -182,8 +182,8 @@ class DecodeAgent:
             why = Aborted("decode gave the request up")
             self._control.post(partial(self._apply, room, WithdrawAsked(why)))
 
-    def events(self) -> list[ReceiverEvent]:
-        """Return what happened since the last call."""
+    def events(self) -> Iterator[ReceiverEvent]:
+        """Yield what happened and was not taken yet, oldest first."""
         return self._outbox.take()
 
     def statistics(self) -> ReceiverStatistics:
@@ -226,10 +226,14 @@ class DecodeAgent:
     def _request(
         self, room: Room, host: str, port: int, page_ids: Sequence[int], have_tokens: int
     ) -> None:
-        link = self._links.want(host, port)
+        try:
+            link = self._links.want(host, port)
+        except TandemError as error:
+            return self._outbox.put(Failed(room, error))
         self._rooms[room] = _Room(link, page_ids, have_tokens)
         if link.is_up:
             self._apply(room, LinkReady())
+        return None
 
     def _rooms_of(self, link: PrefillLink) -> list[Room]:
         return [room for room, entry in self._rooms.items() if entry.link is link]

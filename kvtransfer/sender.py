@@ -12,7 +12,7 @@ happens in between, and what decode and the network may do to it, is the table i
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -150,8 +150,8 @@ class PrefillAgent:
             why = error or Aborted("prefill gave the request up")
             self._control.post(lambda: self._apply(room, AbortAsked(why)))
 
-    def events(self) -> list[SenderEvent]:
-        """Return what happened since the last call."""
+    def events(self) -> Iterator[SenderEvent]:
+        """Yield what happened and was not taken yet, oldest first."""
         return self._outbox.take()
 
     def statistics(self) -> SenderStatistics:

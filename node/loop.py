@@ -118,7 +118,7 @@ class Role(Protocol):
         ...
 
     def start(self, ticket: Ticket, message: Start) -> None:
-        """Take a request.
+        """Take a request. Its ticket is in no use.
 
         Raises:
             TandemError: It is refused; nothing of it is left.
@@ -224,6 +224,8 @@ class EngineLoop:
             self._start(Ticket(peer, message.request.request_id, message.attempt), message)
 
     def _start(self, ticket: Ticket, message: Start) -> None:
+        # An edge worker uses an id twice only when it has forgotten the first use.
+        self._role.cancel(ticket)
         try:
             self._role.start(ticket, message)
         except TandemError as error:

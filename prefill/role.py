@@ -85,8 +85,9 @@ class PrefillRole:
 
     def cancel(self, ticket: Ticket) -> None:
         """See `Role.cancel`."""
-        half = self._by_ticket.pop(ticket, None)
+        half = self._by_ticket.get(ticket)
         if half is not None:
+            self._part(half)
             self._num_aborted += 1
             self._abandon(half, None)
 
@@ -174,16 +175,18 @@ class PrefillRole:
             half.ticket, token.index, [token.token], token.finish, token.request.num_cached
         )
         self._agent.finish(half.room, token.token, token.request.seed, token.request.num_cached)
+        if token.finish is not None:
+            self._part(half)
 
     def _handed_off(self, half: _Half) -> None:
         assert half.active is not None
         index = half.active.next_index
-        self._forget(half)
         if half.is_wanted:
             self._answers.token(half.ticket, index, [], Finish(reason="handed_off"))
+        self._forget(half)
 
     def _released(self, half: _Half, event: Released) -> None:
-        if event.error is not None and half.is_wanted:
+        if event.error is not None:
             self._fail(half, event.error)
         if half.active is not None:
             self._engine.cancel(half.active)
@@ -191,21 +194,26 @@ class PrefillRole:
 
     def _fail(self, half: _Half, error: TandemError) -> None:
         """Tell the client; the pages stay until no push reads them."""
-        self._by_ticket.pop(half.ticket, None)
+        if half.is_wanted:
+            self._part(half)
+            self._answers.fail(half.ticket, error)
+
+    def _part(self, half: _Half) -> None:
+        """The client has heard the last of this half: its id may be used again."""
         half.is_wanted = False
-        self._answers.fail(half.ticket, error)
+        del self._by_ticket[half.ticket]
 
     def _abandon(self, half: _Half, error: TandemError | None) -> None:
         """Stop computing and pushing; the agent answers with `Released`, whatever landed."""
-        half.is_wanted = False
         if half.active is not None:
             self._engine.cancel(half.active)
         self._agent.abort(half.room, error)
 
     def _forget(self, half: _Half) -> None:
         """The half is over: give its pages back."""
+        if half.is_wanted:
+            self._part(half)
         del self._by_room[half.room]
-        self._by_ticket.pop(half.ticket, None)
         if half.active is not None:
             del self._by_active[half.active]
             self._engine.release(half.active)

@@ -164,7 +164,11 @@ class Inbox(Generic[In]):
 
 
 class Link(Generic[In]):
-    """The connecting end, for a plain loop."""
+    """The connecting end, for a plain loop.
+
+    Raises:
+        PeerLost: The address cannot be one. That nobody answers there shows later.
+    """
 
     def __init__(self, address: str, incoming: Any, key: ChannelKey | None = None) -> None:
         self._codec: Codec[In] = Codec(incoming)
@@ -172,7 +176,11 @@ class Link(Generic[In]):
         self.address = address
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         _configure(self.socket, key, is_server=False)
-        self.socket.connect(address)
+        try:
+            self.socket.connect(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise PeerLost(f"cannot connect to {address}: {error.strerror}") from error
 
     def receive(self) -> In | None:
         """Return the next message, or None when there is none now. Invalid bytes are passed over."""

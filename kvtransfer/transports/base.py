@@ -69,6 +69,9 @@ class Listener(Protocol):
         Args:
             toward_host: The peer's host as this process reaches it: the offer names the address
                 on the way to it where the listener is bound to all of them.
+
+        Raises:
+            TransferRefused: This machine has no room for one more.
         """
         ...
 

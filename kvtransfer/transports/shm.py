@@ -153,7 +153,12 @@ class ShmListener:
         """Make a control file for one more peer."""
         del toward_host
         peer, nonce = new_peer_key(), secrets.token_bytes(16)
-        self._controls[peer] = _Control(control_path(self._path, peer), self._pool.num_pages, nonce)
+        path = control_path(self._path, peer)
+        try:
+            self._controls[peer] = _Control(path, self._pool.num_pages, nonce)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise TransferRefused(f"cannot make {path}: {error.strerror}") from error
         offer = _Offer(
             pool=self._path.name,
             peer=peer,

@@ -29,6 +29,7 @@ log = get_logger("kvtransfer.tcp")
 
 # Streams that have not yet proved who they are; each holds a thread for at most 5 s.
 MAX_STRANGERS = 64
+ACCEPT_RETRY_S = 0.1
 
 
 class TcpOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +62,7 @@ class TcpListener:
         self._peers: dict[PeerKey, _Peer] = {}
         self._changed = threading.Condition()
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._closing = threading.Event()
         self.num_violations = 0
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
@@ -114,6 +116,7 @@ class TcpListener:
 
     def close(self) -> None:
         """Stop listening and fence everybody."""
+        self._closing.set()
         frames.shut_down(self._server)
         self._acceptor.join()
         self._server.close()
@@ -124,8 +127,11 @@ class TcpListener:
         while True:
             try:
                 stream, _ = self._server.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:  # closed, or no descriptor is free: one may be, later
+                if self._closing.wait(ACCEPT_RETRY_S):
+                    return
+                log.warning("kv_stream.not_accepted", reason=error.strerror)
+                continue
             if not self._strangers.acquire(blocking=False):
                 stream.close()
                 continue
@@ -212,5 +218,5 @@ def _address_toward(host: str, bound: str) -> str:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((bare, 9))  # a datagram socket sends nothing: it only picks a route
             return str(probe.getsockname()[0])
-    except OSError:
+    except (OSError, UnicodeError):  # no such host, or no name of one
         return socket.gethostname()

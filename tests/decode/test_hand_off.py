@@ -1,154 +1,14 @@
 """Both roles in one process, over real links: the KV that arrives is the KV that was computed."""
 
-from collections import defaultdict
-
 import pytest
 import xxhash
 
-from decode.role import DecodeRole
-from engine.config import EngineConfig
-from engine.core import Engine
-from engine.model import load_model
-from engine.runner import ModelRunner, make_pool
-from kvtransfer.bootstrap import SenderEnd
-from kvtransfer.receiver import DecodeAgent
 from kvtransfer.region import MemoryRegion
-from kvtransfer.sender import PrefillAgent
-from kvtransfer.transports.base import TransportConfig
-from kvtransfer.transports.registry import transports
-from node.engine_host import PoolPlan
-from node.loop import Ticket
-from prefill.role import PrefillRole
 from tandem.up import free_ports
-from wire.channel import Peer, Waker, wait
+from tests.hand_off_rig import NUM_PAGES, PAGE, BrokenRunner, Pair, prompt_of
 from wire.errors import EngineFailed, InvalidRequest, PeerLost
-from wire.ids import RequestId, new_epoch, new_room
+from wire.ids import RequestId, new_room
 from wire.messages import GenerateRequest, SamplingParams, StartDecode, StartPrefill
-
-PAGE = 8
-NUM_PAGES = 60
-
-
-class CollectedAnswers:
-    """Answers kept instead of sent."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[str, list[int]] = defaultdict(list)
-        self.finishes: dict[str, list[str]] = defaultdict(list)
-        self.errors: dict[str, Exception] = {}
-        self.num_failed = 0
-
-    def token(self, ticket, index, token_ids, finish=None, cached_tokens=0):
-        assert index <= len(self.tokens[ticket.request_id])
-        self.tokens[ticket.request_id][index:] = token_ids
-        if finish is not None:
-            self.finishes[ticket.request_id].append(finish.reason)
-
-    def fail(self, ticket, error):
-        self.errors[ticket.request_id] = error
-
-
-class BrokenRunner:
-    """A forward that fails."""
-
-    def forward(self, batch):
-        raise ZeroDivisionError
-
-
-class Pair:
-    """A prefill and a decode role with their engines, agents and pools."""
-
-    def __init__(self, path, transport: str, decode_page: int = PAGE) -> None:
-        self.waker = Waker()
-        self.prefill_answers, self.decode_answers = CollectedAnswers(), CollectedAnswers()
-        self.colocated = self._engine(path, PAGE)[0]
-        self.prefill_engine, plan, source = self._engine(path, PAGE, MemoryRegion.private)
-        self.decode_engine, decode_plan, target = self._engine(
-            path, decode_page, MemoryRegion.shared
-        )
-        self.source, self.target = source, target
-        allowed = transports(transport, TransportConfig())
-        print_ = self.prefill_engine.shape.fingerprint
-        self.sender = PrefillAgent(
-            "tcp://127.0.0.1:0",
-            SenderEnd(new_epoch(), print_, plan.layout, source, allowed),
-            waker=self.waker,
-        )
-        self.receiver = DecodeAgent(
-            epoch=new_epoch(),
-            fingerprint=print_,
-            layout=decode_plan.layout,
-            region=target,
-            transports=allowed,
-            waker=self.waker,
-        )
-        self.prefill = PrefillRole(self.prefill_engine, self.sender, self.prefill_answers, 100)
-        self.decode = DecodeRole(self.decode_engine, self.receiver, self.decode_answers, 50, 100)
-
-    def _engine(self, path, page_size, make_region=None):
-        config = EngineConfig(
-            model_dir=str(path), dtype="float32", page_size=page_size, chunked_prefill_size=24
-        )
-        model, shape = load_model(config)
-        plan = PoolPlan(shape, NUM_PAGES * PAGE // page_size, page_size)
-        region = make_region(plan.layout.pool_bytes) if make_region else None
-        pool = make_pool(shape, plan.num_pages, page_size, "cpu", region and region.buffer)
-        return Engine(ModelRunner(model, pool), shape, config, plan.num_pages), plan, region
-
-    def ticket(self, name: str) -> Ticket:
-        return Ticket(Peer(b"edge"), RequestId(name), 0)
-
-    def start(self, name: str, prompt, decode_first: bool = True, **sampling) -> GenerateRequest:
-        request = GenerateRequest(
-            request_id=RequestId(name),
-            prompt_ids=prompt,
-            sampling=SamplingParams(**{"temperature": 0, "ignore_eos": True, **sampling}),
-        )
-        room = new_room()
-        halves = [
-            lambda: self.decode.start(
-                self.ticket(name),
-                StartDecode(
-                    request=request,
-                    room=room,
-                    bootstrap_host="127.0.0.1",
-                    bootstrap_port=self.sender.port,
-                ),
-            ),
-            lambda: self.prefill.start(self.ticket(name), StartPrefill(request=request, room=room)),
-        ]
-        for half in halves if decode_first else reversed(halves):
-            half()
-        return request
-
-    def run_until(self, is_done) -> None:
-        for _ in range(3000):
-            busy = False
-            for role in (self.prefill, self.decode):
-                role.poll()
-                if role.has_work:
-                    role.step()
-                    busy = True
-            if is_done():
-                return
-            if not busy:
-                wait([], 0.01, self.waker)
-        raise AssertionError((self.sender.statistics(), self.receiver.statistics()))
-
-    def all_pages_are_back(self) -> bool:
-        for engine in (self.prefill_engine, self.decode_engine):
-            engine.cache.check_integrity()
-            counts = engine.counts()
-            if counts.free + counts.cached != counts.total:
-                return False
-        return True
-
-    def close(self) -> None:
-        self.receiver.close()
-        self.sender.close()
-        self.waker.close()
-        self.source.close()
-        self.target.close()
 
 
 @pytest.fixture(params=["shm", "tcp"])
@@ -163,10 +23,6 @@ def page_hashes(region: MemoryRegion, page_bytes: int, page_ids) -> list[int]:
         xxhash.xxh3_64_intdigest(region.buffer[page * page_bytes : (page + 1) * page_bytes])
         for page in page_ids
     ]
-
-
-def prompt_of(length: int) -> list[int]:
-    return [3 + (i * 7) % 300 for i in range(length)]
 
 
 def test_the_pages_that_arrive_are_the_pages_that_were_computed(pair):

@@ -99,3 +99,8 @@ def test_tokens_of_an_earlier_attempt_count_as_output():
     resumed = ActiveRequest(request, max_tokens=9, token_ids=[0, 1])
     assert resumed.next_index == 1
     assert sample(LOGITS[None].clone(), [resumed], NO_EOS) == [4]
+
+
+def test_a_stop_id_that_the_vocabulary_does_not_have_stops_nothing_and_breaks_nothing():
+    strange = active(temperature=0, min_new_tokens=3, stop_token_ids=[1, 99999, -3])
+    assert sample(LOGITS.repeat(2, 1), [strange, active(temperature=0)], NO_EOS) == [4, 1]

@@ -286,7 +286,7 @@ def test_a_grant_withdrawn_in_the_middle_of_a_write_is_safe_only_after_the_write
     decode.agent.withdraw(ROOM)
     decode.wait_until(lambda now: now.num_withdrawn == 1)
     prefill.next(Granted)
-    assert decode.agent.events() == []
+    assert list(decode.agent.events()) == []
     cluster.transport.release()
     assert decode.next() == Safe(ROOM)
     assert isinstance(prefill.next(Released).error, Aborted)
@@ -309,7 +309,7 @@ def test_withdrawing_a_room_that_is_over_does_nothing(cluster):
     push_all(prefill)
     decode.next(Landed)
     decode.agent.withdraw(ROOM)
-    assert decode.agent.events() == []
+    assert list(decode.agent.events()) == []
 
 
 def test_an_abort_before_the_grant_is_answered_when_the_grant_comes(cluster):
@@ -332,7 +332,7 @@ def test_an_abort_in_the_middle_of_a_write_waits_for_the_write(cluster):
     assert cluster.transport.hanging.wait(5)
     prefill.agent.abort(ROOM)
     prefill.wait_until(lambda now: now.num_pushing == 1)
-    assert decode.agent.events() == []
+    assert list(decode.agent.events()) == []
     cluster.transport.release()
     assert prefill.next() == Released(ROOM)
     assert isinstance(decode.next(Failed).error, Aborted)
@@ -615,3 +615,20 @@ def test_closed_agents_leave_no_thread_and_no_file(cluster):
     prefill.close()
     assert not list(SHM_DIR.glob("tandem-agents-*"))
     assert threading.active_count() <= before
+
+
+def test_a_grant_to_an_address_that_cannot_be_one_fails_and_its_pages_come_back(cluster):
+    decode = cluster.decode()
+    decode.agent.request(ROOM, "not a host", 1, DECODE_PAGES)
+    failed = decode.next(Failed)
+    assert isinstance(failed.error, PeerLost)
+    assert "not a host" in failed.error.message
+    decode.agent.withdraw(ROOM)  # crossed with the failure: it is over already
+    assert decode.agent.statistics().num_links == 0
+
+
+def test_a_withdrawal_from_an_address_that_cannot_be_one_is_answered(cluster):
+    decode = cluster.decode()
+    decode.agent.request(ROOM, "not a host", 1, DECODE_PAGES)
+    decode.agent.withdraw(ROOM)
+    assert decode.next() == Safe(ROOM)

@@ -44,8 +44,9 @@ class RecordingRole:
         self.started.append(ticket)
 
     def cancel(self, ticket):
-        self.started.remove(ticket)
-        self.cancelled.append(ticket)
+        if ticket in self.started:
+            self.started.remove(ticket)
+            self.cancelled.append(ticket)
 
     def poll(self):
         pass
@@ -134,6 +135,13 @@ def test_a_ping_is_answered_with_the_load_and_the_epoch(rig):
     rig.send(Ping())
     rig.pass_until(lambda: rig.link.socket.poll(0))
     assert rig.answer() == Pong(epoch=EPOCH, load=NodeLoad())
+
+
+def test_a_second_start_of_one_id_takes_the_place_of_the_first(rig):
+    rig.send(start("a"))
+    rig.send(start("a"))
+    rig.pass_until(lambda: rig.role.cancelled)
+    assert rig.role.started == rig.role.cancelled
 
 
 def test_a_refused_request_is_answered(rig):

@@ -1,0 +1,48 @@
+"""What a prefill does when its own clients, and not its peers, do the unexpected."""
+
+import pytest
+
+from tests.hand_off_rig import Pair, prompt_of
+from wire.errors import EngineFailed
+
+
+@pytest.fixture
+def pair(tiny_model):
+    made = Pair(tiny_model("llama"), "shm")
+    yield made
+    made.close()
+
+
+def test_what_is_still_to_be_said_of_a_request_is_not_said_of_the_next_with_its_id(pair):
+    pair.start("a", prompt_of(30), max_new_tokens=1)
+    pair.run_until(lambda: pair.prefill_answers.finishes["a"] == ["length"])
+    assert pair.prefill.tickets() == []
+    pair.decode.cancel(pair.ticket("a"))
+    pair.start("a", prompt_of(50), max_new_tokens=4)
+    pair.run_until(lambda: "handed_off" in pair.prefill_answers.finishes["a"])
+    assert pair.prefill_answers.finishes["a"] == ["length", "handed_off"]
+    pair.run_until(lambda: pair.decode_answers.finishes["a"])
+    pair.run_until(pair.all_pages_are_back)
+
+
+def test_a_request_can_be_cancelled_when_an_earlier_one_with_its_id_ends_late(pair):
+    pair.start("a", prompt_of(30), max_new_tokens=9)
+    pair.prefill.cancel(pair.ticket("a"))
+    pair.decode.cancel(pair.ticket("a"))
+    pair.start("a", prompt_of(300), max_new_tokens=9)
+    pair.run_until(lambda: pair.prefill.load().num_running == 1)
+    assert pair.prefill.tickets() == [pair.ticket("a")]
+    pair.prefill.cancel(pair.ticket("a"))
+    pair.decode.cancel(pair.ticket("a"))
+    pair.run_until(pair.all_pages_are_back)
+
+
+def test_a_failure_is_told_once_however_often_the_engine_fails(pair):
+    told = []
+    pair.prefill_answers.fail = lambda ticket, error: told.append(ticket.request_id)
+    pair.start("a", prompt_of(100), max_new_tokens=3)
+    pair.run_until(lambda: pair.prefill.load().num_running == 1)
+    for _ in range(2):
+        pair.prefill.fail_all(EngineFailed("as the loop does"))
+    assert told == ["a"]
+    pair.run_until(pair.all_pages_are_back)
