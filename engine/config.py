@@ -5,7 +5,9 @@ from typing import Literal
 import msgspec
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDType = Literal["auto", "fp8_e4m3"]
 LoadFormat = Literal["auto", "dummy"]
+AttentionName = Literal["auto", "torch", "cpu", "triton", "flashinfer"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,7 +16,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         model_dir: A transformers directory with config.json and, unless `load_format` is dummy,
             safetensors.
-        dtype: Of weights and KV; `auto` takes what the checkpoint says.
+        dtype: Of weights; `auto` takes what the checkpoint says.
+        kv_cache_dtype: Of K and V in the pool; `auto` is the weights'.
+        attention_backend: `auto` takes the fastest that runs on the device.
+        is_eager: Record no CUDA graphs and compile nothing.
+        is_compiled: Compile the model with torch.compile.
+        tp_size: Processes, and devices, that share the model.
         page_size: Tokens in a page. 16: vLLM's default; a page of an 8B model is then 2 MiB, large
             enough to move at line rate.
         max_total_tokens: Tokens the pool holds; 0 sizes it by `kv_bytes` (CPU) or
@@ -33,6 +40,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model_dir: str
     dtype: DType = "auto"
+    kv_cache_dtype: KVCacheDType = "auto"
+    attention_backend: AttentionName = "auto"
+    is_eager: bool = False
+    is_compiled: bool = False
+    tp_size: int = 1
     load_format: LoadFormat = "auto"
     device: str = "cpu"
     trust_remote_code: bool = False

@@ -9,10 +9,12 @@ import secrets
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
 from typing_extensions import override
 
-from engine.batcher import next_batch
+from engine.batcher import Slice, next_batch
 from engine.config import EngineConfig
+from engine.forward import ForwardInputs
 from engine.kv_cache import KVCache
 from engine.model import ModelShape
 from engine.pages import PageCounts
@@ -177,7 +179,8 @@ class Engine:
         result = StepResult()
         if not batch:
             return result
-        logits = self._runner.forward(batch)
+        batch.sort(key=lambda piece: piece.num_tokens > 1)
+        logits = self._runner.forward(_inputs(batch, self.cache.page_size))
         sampled = [piece.request for piece in batch if piece.is_last]
         for piece in batch:
             is_prompt = piece.request.num_computed < piece.request.num_prompt
@@ -309,3 +312,31 @@ class Engine:
         end = active.granted_from + active.num_granted
         self.cache.release(active.page_ids[: active.granted_from] + active.page_ids[end:])
         active.page_ids, active.granted_from = granted, 0
+
+
+def _inputs(batch: list[Slice], page_size: int) -> ForwardInputs:
+    ids: list[int] = []
+    positions: list[int] = []
+    starts, kv_lens, last_rows = [0], [], []
+    for piece in batch:
+        begin, end = piece.request.num_computed, piece.request.num_computed + piece.num_tokens
+        ids += piece.request.token_ids[begin:end]
+        positions += range(begin, end)
+        starts.append(len(ids))
+        kv_lens.append(end)
+        if piece.is_last:
+            last_rows.append(len(ids) - 1)
+    table = np.zeros((len(batch), -(-max(kv_lens) // page_size)), np.int32)
+    for row, piece in enumerate(batch):
+        pages = piece.request.page_ids[: table.shape[1]]
+        table[row, : len(pages)] = pages
+    return ForwardInputs(
+        token_ids=np.array(ids),
+        sources=np.full(len(ids), -1),
+        positions=np.array(positions),
+        query_starts=np.array(starts, np.int32),
+        kv_lens=np.array(kv_lens, np.int32),
+        page_table=table,
+        num_decodes=sum(piece.num_tokens == 1 for piece in batch),
+        logit_rows=np.array(last_rows, np.int64),
+    )

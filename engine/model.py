@@ -18,6 +18,9 @@ from wire.errors import ConfigInvalid
 # without reading hundreds of gigabytes at start.
 _SAMPLE_BYTES = 1 << 20
 
+# `--kv-cache-dtype` beside `auto`.
+KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -35,17 +38,18 @@ class ModelShape:
     context_length: int
     eos_token_ids: frozenset[int]
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     fingerprint: str
 
     @property
-    def dtype_name(self) -> str:
-        """Name of the type of weights and KV, such as bfloat16."""
-        return str(self.dtype).removeprefix("torch.")
+    def kv_dtype_name(self) -> str:
+        """Name of the type of K and V, such as bfloat16."""
+        return str(self.kv_dtype).removeprefix("torch.")
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
 
 
 def load_model(config: EngineConfig) -> tuple[torch.nn.Module, ModelShape]:
@@ -109,6 +113,7 @@ def _shape(config: EngineConfig, model: torch.nn.Module, hf_config: object) -> M
             f"--context-length {length} is over the model's own {own_length}; give at most that"
         )
     dtype = next(model.parameters()).dtype
+    kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, dtype)
     return ModelShape(
         num_layers=text.num_hidden_layers,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
@@ -117,7 +122,8 @@ def _shape(config: EngineConfig, model: torch.nn.Module, hf_config: object) -> M
         context_length=length,
         eos_token_ids=_eos_token_ids(Path(config.model_dir), text),
         dtype=dtype,
-        fingerprint=_fingerprint(config, text, dtype),
+        kv_dtype=kv_dtype,
+        fingerprint=_fingerprint(config, text, dtype, kv_dtype),
     )
 
 
@@ -130,10 +136,13 @@ def _eos_token_ids(path: Path, text_config: object) -> frozenset[int]:
     return frozenset([found] if isinstance(found, int) else found)
 
 
-def _fingerprint(config: EngineConfig, text_config: object, dtype: torch.dtype) -> str:
+def _fingerprint(
+    config: EngineConfig, text_config: object, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> str:
     path = Path(config.model_dir)
     facts = json.loads((path / "config.json").read_text())
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    digest.update(str(kv_dtype).encode())
     if config.load_format == "dummy":
         digest.update(f"dummy {config.random_seed}".encode())
     else:

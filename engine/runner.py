@@ -1,23 +1,33 @@
-"""One forward of a model over a batch of slices, reading and writing the paged pool."""
+"""One forward of a model over a batch of rows, reading and writing the paged pool."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from engine.attention import PagedBatch, PromptSpan, head_rows
-from engine.batcher import Slice
+from engine.attention import AttentionBackend, PagedBatch
+from engine.forward import ForwardInputs
 from engine.model import ModelShape
 
 
 class Runner(Protocol):
     """Computes logits for a batch. The engine is given one; tests and simulations give others."""
 
-    def forward(self, batch: Sequence[Slice]) -> torch.Tensor:
-        """Compute the KV of every slice and the logits of its last token.
+    @property
+    def device(self) -> torch.device:
+        """Where logits are."""
+        ...
+
+    def forward(self, inputs: ForwardInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the KV of every row and the logits of the rows wanted.
+
+        On a GPU the work is queued and the call returns before it is done.
+
+        Args:
+            sampled: Ids that `inputs.sources` points into, on the device. Shape (n,), int64.
 
         Returns:
-            Logits of the slices that are their request's last, in order. Shape (n, vocab_size).
+            Logits of `inputs.logit_rows`, in order. Shape (num_logits, vocab_size).
         """
         ...
 
@@ -30,67 +40,57 @@ class ModelRunner:
             Shape (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim).
     """
 
-    def __init__(self, model: torch.nn.Module, kv: torch.Tensor) -> None:
+    def __init__(self, model: torch.nn.Module, kv: torch.Tensor, backend: AttentionBackend) -> None:
         self._model = model
+        self._backend = backend
         self.kv = kv
-        self._device = kv.device
+
+    @property
+    def device(self) -> torch.device:
+        """See `Runner.device`."""
+        return self.kv.device
 
     @torch.inference_mode()
-    def forward(self, batch: Sequence[Slice]) -> torch.Tensor:
+    def forward(self, inputs: ForwardInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
         """See `Runner.forward`."""
-        ids: list[int] = []
-        positions: list[int] = []
-        last_rows: list[int] = []
-        for piece in batch:
-            begin, end = piece.request.num_computed, piece.request.num_computed + piece.num_tokens
-            ids += piece.request.token_ids[begin:end]
-            positions += range(begin, end)
-            if piece.is_last:
-                last_rows.append(len(ids) - 1)
+        token_ids = self._on_device(inputs.token_ids)
+        if sampled is not None and (inputs.sources >= 0).any():
+            sources = self._on_device(inputs.sources)
+            token_ids = torch.where(sources >= 0, sampled[sources.clamp(min=0)], token_ids)
+        # An empty selection is not supported everywhere; one row is computed and dropped.
+        rows = inputs.logit_rows if len(inputs.logit_rows) else np.zeros(1, np.int64)
         output = self._model(
-            input_ids=self._tensor([ids]),
-            position_ids=self._tensor([positions]),
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=self._on_device(inputs.positions).unsqueeze(0),
             use_cache=False,
-            # An empty selection is not supported everywhere; one row is computed and dropped.
-            logits_to_keep=self._tensor(last_rows or [0]),
-            paged_batch=self._paged(batch, positions),
+            logits_to_keep=self._on_device(rows),
+            paged_batch=self._paged(inputs),
         )
-        logits: torch.Tensor = output.logits[0, : len(last_rows)]
+        logits: torch.Tensor = output.logits[0, : len(inputs.logit_rows)]
         return logits
 
-    def _paged(self, batch: Sequence[Slice], positions: Sequence[int]) -> PagedBatch:
+    def _paged(self, inputs: ForwardInputs) -> PagedBatch:
         page_size = self.kv.shape[4]
-        prompts, decodes, decode_rows = [], [], []
-        write_pages: list[int] = []
-        row = 0
-        for piece in batch:
-            request = piece.request
-            kv_len = request.num_computed + piece.num_tokens
-            pages = request.page_ids[: -(-kv_len // page_size)]
-            write_pages += [
-                pages[position // page_size] for position in range(request.num_computed, kv_len)
-            ]
-            if piece.num_tokens == 1:
-                decodes.append((pages, kv_len))
-                decode_rows.append(row)
-            else:
-                rows = head_rows(self.kv, self._tensor(pages))
-                prompts.append(PromptSpan(row, piece.num_tokens, kv_len, rows))
-            row += piece.num_tokens
-        width = max((len(pages) for pages, _ in decodes), default=0)
-        table = [pages + [0] * (width - len(pages)) for pages, _ in decodes]
+        write_pages = inputs.write_pages(page_size)
         return PagedBatch(
+            backend=self._backend,
             kv=self.kv,
-            write_pages=self._tensor(write_pages),
-            write_offsets=self._tensor(positions) % page_size,
-            prompts=prompts,
-            decode_rows=self._tensor(decode_rows),
-            decode_kv_rows=head_rows(self.kv, self._tensor(table)),
-            kv_lens=self._tensor([kv_len for _, kv_len in decodes]),
+            num_decodes=inputs.num_decodes,
+            page_table=self._on_device(inputs.page_table),
+            kv_lens=self._on_device(inputs.kv_lens),
+            write_pages=self._on_device(write_pages),
+            write_offsets=self._on_device(inputs.positions % page_size),
+            host_page_table=inputs.page_table,
+            host_kv_lens=inputs.kv_lens,
+            host_query_starts=inputs.query_starts,
         )
 
-    def _tensor(self, values: Sequence[object]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self._device)
+    def _on_device(self, values: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(values)
+        if self.kv.device.type == "cpu":
+            return tensor
+        # From pinned memory the copy is queued behind what runs, and nothing waits for it.
+        return tensor.pin_memory().to(self.kv.device, non_blocking=True)
 
 
 def pool_pages(shape: ModelShape, page_size: int, size_bytes: int) -> int:
@@ -112,6 +112,6 @@ def make_pool(
     """
     sizes = (num_pages, shape.num_layers, 2, shape.num_kv_heads, page_size, shape.head_dim)
     if buffer is None:
-        return torch.zeros(sizes, dtype=shape.dtype, device=device)
+        return torch.zeros(sizes, dtype=shape.kv_dtype, device=device)
     num_elements = torch.Size(sizes).numel()
-    return torch.frombuffer(buffer, dtype=shape.dtype, count=num_elements).view(sizes)
+    return torch.frombuffer(buffer, dtype=shape.kv_dtype, count=num_elements).view(sizes)

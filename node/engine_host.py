@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from engine.attention_backends import choose_backend
 from engine.core import Engine
 from engine.model import ModelShape, load_model
 from engine.runner import ModelRunner, make_pool, pool_pages
@@ -52,8 +53,8 @@ class PoolPlan:
             num_layers=self.shape.num_layers,
             num_kv_heads=self.shape.num_kv_heads,
             head_dim=self.shape.head_dim,
-            dtype=self.shape.dtype_name,
-            itemsize=self.shape.dtype.itemsize,
+            dtype=self.shape.kv_dtype_name,
+            itemsize=self.shape.kv_dtype.itemsize,
         )
 
 
@@ -160,7 +161,9 @@ def build_engine(config: NodeConfig, host: RoleHost) -> Engine:
         max_total_tokens=plan.num_pages * plan.page_size,
         pool_bytes=plan.layout.pool_bytes,
     )
-    return Engine(ModelRunner(model, kv), shape, settings, plan.num_pages)
+    return Engine(
+        ModelRunner(model, kv, choose_backend(settings, shape)), shape, settings, plan.num_pages
+    )
 
 
 def _num_pages(config: NodeConfig, shape: ModelShape) -> int:

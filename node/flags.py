@@ -17,9 +17,6 @@ from node.config import NodeConfig, NodeRole, TransferConfig, check
 # Known elsewhere, without meaning here: accepted, said once. Value: why.
 MEANINGLESS = {
     "--enable-chunked-prefill": "prompts are always computed in chunks",
-    "--enable-torch-compile": "the engine runs eager",
-    "--enforce-eager": "the engine always runs eager",
-    "--disable-cuda-graph": "the engine records no CUDA graphs",
     "--enable-p2p-check": "the transport checks its own link",
     "--enable-metrics": "metrics are always at /metrics",
     "--disaggregation-ib-device": "no transport of this build uses RDMA",
@@ -116,7 +113,13 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16", "half"],
         default="auto",
-        help="of weights and KV; auto takes the checkpoint's",
+        help="of weights; auto takes the checkpoint's",
+    )
+    add(
+        "--kv-cache-dtype",
+        choices=["auto", "fp8_e4m3"],
+        default="auto",
+        help="of K and V in the pool; auto is the weights'",
     )
     add("--context-length", "--max-model-len", type=int, default=0, help="0: the model's own")
     add("--random-seed", "--seed", type=int, default=0, help="of --load-format dummy")
@@ -197,6 +200,19 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         default=defaults.chunked_prefill_size,
         help="prompt tokens in one forward",
     )
+    add(
+        "--attention-backend",
+        choices=["auto", "torch", "cpu", "triton", "flashinfer"],
+        default="auto",
+        help="auto: the fastest that runs on the device",
+    )
+    add("--enable-torch-compile", action="store_true", help="compile the model: a slower start")
+    add(
+        "--enforce-eager",
+        "--disable-cuda-graph",
+        action="store_true",
+        help="record no CUDA graphs and compile nothing",
+    )
     add("--num-threads", type=int, default=0, help="of torch on the CPU; 0: torch's choice")
     add(
         "--disable-prefix-cache",
@@ -266,6 +282,11 @@ def read_config(
         model_dir=args.model or "",
         dtype="float16" if args.dtype == "half" else args.dtype,
         load_format=args.load_format,
+        kv_cache_dtype=args.kv_cache_dtype,
+        attention_backend=args.attention_backend,
+        is_eager=args.enforce_eager,
+        is_compiled=args.enable_torch_compile,
+        tp_size=args.tensor_parallel_size,
         device=args.device,
         trust_remote_code=args.trust_remote_code,
         random_seed=args.random_seed,

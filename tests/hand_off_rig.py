@@ -3,6 +3,7 @@
 from collections import defaultdict
 
 from decode.role import DecodeRole
+from engine.attention_backends import choose_backend
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.model import load_model
@@ -88,7 +89,16 @@ class Pair:
         plan = PoolPlan(shape, NUM_PAGES * PAGE // page_size, page_size)
         region = make_region(plan.layout.pool_bytes) if make_region else None
         pool = make_pool(shape, plan.num_pages, page_size, "cpu", region and region.buffer)
-        return Engine(ModelRunner(model, pool), shape, config, plan.num_pages), plan, region
+        return (
+            Engine(
+                ModelRunner(model, pool, choose_backend(config, shape)),
+                shape,
+                config,
+                plan.num_pages,
+            ),
+            plan,
+            region,
+        )
 
     def ticket(self, name: str) -> Ticket:
         return Ticket(Peer(b"edge"), RequestId(name), 0)

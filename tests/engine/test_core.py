@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.attention_backends import choose_backend
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.model import load_model
@@ -28,7 +29,7 @@ def make_engine(path, num_pages=200, **settings) -> Engine:
     )
     model, shape = load_model(config)
     pool = make_pool(shape, num_pages, PAGE, "cpu")
-    return Engine(ModelRunner(model, pool), shape, config, num_pages)
+    return Engine(ModelRunner(model, pool, choose_backend(config, shape)), shape, config, num_pages)
 
 
 def ask(prompt, request_id="r", num_prior=0, **sampling) -> GenerateRequest:
