@@ -7,14 +7,14 @@
 ```
 """
 
-from collections import deque
 from dataclasses import dataclass
 
 from engine.core import Engine, Token
 from engine.request import ActiveRequest, Stage
+from engine.waiting import Line
 from kvtransfer.events import Failed, Landed, Lost
 from kvtransfer.receiver import DecodeAgent
-from node.load import engine_load, token_usage
+from node.load import engine_load, hit_rate, token_usage
 from node.loop import Answers, Start, Ticket
 from wire.errors import InvalidRequest, Overloaded, TandemError
 from wire.messages import NodeLoad, StartDecode
@@ -51,7 +51,7 @@ class DecodeRole:
         self._answers = answers
         self._max_running = max_running
         self._max_waiting = max_waiting
-        self._reserving: deque[_Half] = deque()
+        self._reserving: Line[_Half] = Line(lambda half: half.active.rank)
         self._granted: dict[int, _Half] = {}  # by room, quarantined ones included
         self._by_ticket: dict[Ticket, _Half] = {}
         self._by_active: dict[ActiveRequest, _Half] = {}  # running
@@ -79,7 +79,7 @@ class DecodeRole:
             raise Overloaded(f"{len(self._reserving)} requests wait for pages; try again later")
         half = _Half(ticket, message, self._engine.check(message.request))
         self._by_ticket[ticket] = half
-        self._reserving.append(half)
+        self._reserving.add(half)
         self._reserve()
 
     def cancel(self, ticket: Ticket) -> None:
@@ -89,7 +89,7 @@ class DecodeRole:
             return
         self._num_aborted += 1
         half.is_wanted = False
-        if half.active.stage is Stage.WAITING:
+        if half in self._reserving:
             self._reserving.remove(half)
         elif half.active.stage is Stage.RESERVED:
             self._engine.quarantine(half.active)
@@ -148,17 +148,21 @@ class DecodeRole:
             f"Decode batch, #running-req: {now.num_running}, "
             f"#token: {now.pages_held * now.page_size}, token usage: {token_usage(now):.2f}, "
             f"#prealloc-req: {len(self._reserving)}, #transfer-req: {len(self._granted)}, "
-            f"#retracted-req: 0, gen throughput (token/s): {num_generated / elapsed_s:.2f}, "
-            f"#queue-req: {now.num_waiting}"
+            f"#retracted-req: {now.num_retracted - before.num_retracted}, "
+            f"gen throughput (token/s): {num_generated / elapsed_s:.2f}, "
+            f"#queue-req: {now.num_waiting}, cache hit rate: {hit_rate(now, before):.2f}"
         )
 
     def _reserve(self) -> None:
-        """Grant pages to those in line, first come first served."""
-        while self._reserving and len(self._granted) + self._engine.num_running < self._max_running:
-            half = self._reserving[0]
-            if not self._engine.reserve(half.active):
+        """Grant pages to those in line; nobody overtakes one that lacks pages."""
+        for half in list(self._reserving):
+            if len(self._granted) + self._engine.num_running >= self._max_running:
                 return
-            self._reserving.popleft()
+            if not self._engine.reserve(half.active):
+                if half.active.is_held:
+                    continue  # another brings its prompt
+                return
+            self._reserving.remove(half)
             self._granted[half.message.room] = half
             self._agent.request(
                 half.message.room,
@@ -171,11 +175,17 @@ class DecodeRole:
     def _landed(self, half: _Half, event: Landed) -> None:
         del self._granted[event.room]
         self._by_active[half.active] = half
-        self._answer(half, self._engine.land(half.active, event.first_token, event.seed))
+        token = self._engine.land(half.active, event.first_token, event.seed, event.first_logprobs)
+        self._answer(half, token)
 
     def _answer(self, half: _Half, token: Token) -> None:
         self._answers.token(
-            half.ticket, token.index, [token.token], token.finish, half.active.num_cached
+            half.ticket,
+            token.index,
+            [token.token],
+            token.finish,
+            half.active.num_cached,
+            logprobs=token.logprobs,
         )
         if token.finish is not None:
             del self._by_active[half.active]

@@ -1,7 +1,7 @@
-"""Which tokens the next forward computes. Pure.
+"""Which prompt tokens the next forward computes. Pure.
 
-Every decoding request gets its one token; what is left of the budget goes to prompts, first come
-first served, so that a long prompt never makes the running requests wait longer than one chunk.
+Every decoding request gets its one token; what is computed of prompts is bounded, first come first
+served, so that a long prompt never makes the running requests wait longer than one chunk.
 """
 
 from collections.abc import Iterable
@@ -9,37 +9,42 @@ from dataclasses import dataclass
 
 from engine.request import ActiveRequest
 
+# Rows of a prompt whose log-probabilities are wanted each give a row of logits over the vocabulary:
+# of a vocabulary of 128k, 256 such rows are 128 MiB in float32.
+MAX_LOGPROB_ROWS = 256
+
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """The next `num_tokens` uncomputed tokens of one request."""
+class Chunk:
+    """The next `num_tokens` uncomputed tokens of one prompt.
+
+    Attributes:
+        is_last: Whether the request's next token can be sampled after it.
+    """
 
     request: ActiveRequest
     num_tokens: int
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the request's next token can be sampled after this."""
-        return self.num_tokens == self.request.num_uncomputed
+    is_last: bool
 
 
-def next_batch(running: Iterable[ActiveRequest], prompt_budget: int) -> list[Slice]:
-    """Choose the tokens of one forward.
+def next_chunks(prompts: Iterable[ActiveRequest], budget: int) -> list[Chunk]:
+    """Choose the prompt tokens of one forward.
 
     Args:
-        running: Requests with pages, oldest first.
-        prompt_budget: Prompt tokens at most. Decoding requests do not count towards it: they are
-            bounded by `max_running_requests`.
+        prompts: Running requests whose prompt is not computed, first come first.
+        budget: Tokens at most.
 
     Returns:
-        Slices with at least one token each, in the order given; empty when nothing is to do.
+        Chunks with at least one token each, in the order given; empty when nothing is to do.
     """
-    batch = []
-    for request in running:
-        wanted = request.num_uncomputed
-        if wanted > 1 or request.num_computed < request.num_prompt:
-            wanted = min(wanted, prompt_budget)
-            prompt_budget -= wanted
-        if wanted:
-            batch.append(Slice(request, wanted))
-    return batch
+    chunks = []
+    for request in prompts:
+        num_tokens = min(request.num_uncomputed, budget)
+        wanted = request.request.logprobs
+        if wanted is not None and wanted.prompt_start >= 0:
+            num_tokens = min(num_tokens, MAX_LOGPROB_ROWS)
+        if not num_tokens:
+            break
+        chunks.append(Chunk(request, num_tokens, num_tokens == request.num_uncomputed))
+        budget -= num_tokens
+    return chunks

@@ -35,6 +35,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         chunked_prefill_size: Prompt tokens in one forward. 512 on the CPU, where a chunk of the
             embedded model is then about half a second; 8192 is usual on GPUs.
         context_length: 0 takes the model's own.
+        is_overlapped: Whether a forward is prepared while the one before runs; None: on devices that
+            compute beside the host.
         num_threads: Of torch on the CPU; 0 leaves torch's own choice.
     """
 
@@ -57,5 +59,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting_requests: int = 4096
     chunked_prefill_size: int = 512
     context_length: int = 0
+    is_overlapped: bool | None = None
     num_threads: int = 0
     is_prefix_cache_enabled: bool = True

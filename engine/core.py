@@ -1,42 +1,54 @@
 """The engine: requests in, tokens out, one `step` at a time. No loop, no socket, no clock of its own.
 
-A role's loop calls `submit`/`reserve`, `step` and `cancel`, and acts on what they return. Every page
-a request holds goes back through exactly one of `_end` (here), `release` (prefill, once pushed) or
-`reclaim` (decode, once no write can arrive).
+A role's loop calls `submit`/`reserve`, `step` and `cancel`, and acts on what they return. A step
+launches one forward and collects one. On a device that computes beside the host the forward
+collected is the one before: the next is prepared and queued while it runs, taking tokens that the
+host has not read yet from the device.
+
+Every page a request holds goes back through exactly one of `_let_go` (here), `release` (prefill,
+once pushed) or `reclaim` (decode, once no write can arrive).
 """
 
+import itertools
 import secrets
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
+import torch
 from typing_extensions import override
 
-from engine.batcher import Slice, next_batch
 from engine.config import EngineConfig
-from engine.forward import ForwardInputs
+from engine.forward import Ints
+from engine.inputs import forward_inputs, prompt_rows
 from engine.kv_cache import KVCache
+from engine.launched import ChunkEnd, Launched, LogprobRows, OnHost
+from engine.logprobs import logprobs
 from engine.model import ModelShape
 from engine.pages import PageCounts
+from engine.penalties import seen_by
 from engine.request import ActiveRequest, Stage
 from engine.runner import Runner
-from engine.sampler import sample
+from engine.sampler import SamplingColumns, adjustments, sample
+from engine.scheduler import Scheduler
 from wire.errors import InvalidRequest, OutOfPages, Overloaded
-from wire.messages import Finish, GenerateRequest
+from wire.messages import Finish, GenerateRequest, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(msgspec.Struct, frozen=True, gc=False):
     """One generated token.
 
     Attributes:
         index: Among the generated tokens of all attempts.
+        logprobs: When wanted, and known here.
     """
 
     request: ActiveRequest
     index: int
     token: int
-    finish: Finish | None
+    finish: Finish | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +60,22 @@ class CompletePages:
     page_ids: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of a run of prompt positions; runs of a request come in order."""
+
+    request: ActiveRequest
+    first_position: int
+    entries: list[TokenLogprobs]
+
+
 @dataclass(slots=True)
 class StepResult:
     """What one step produced."""
 
     tokens: list[Token] = field(default_factory=list)
     pages: list[CompletePages] = field(default_factory=list)
-    num_prompt_tokens: int = 0
-    num_decodes: int = 0
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
 
 class Engine:
@@ -63,6 +83,10 @@ class Engine:
 
     Args:
         runner: Computes forwards over the same pages that `num_pages` counts.
+
+    Attributes:
+        num_prompt_tokens: Prompt tokens so far, cached ones included.
+        num_cached_tokens: Those found in the prefix cache.
     """
 
     def __init__(
@@ -74,8 +98,16 @@ class Engine:
         )
         self._runner = runner
         self._config = config
-        self._waiting: deque[ActiveRequest] = deque()
-        self._running: list[ActiveRequest] = []
+        self._scheduler = Scheduler(self.cache, config, self.max_tokens)
+        self._is_overlapped = (
+            runner.device.type != "cpu" if config.is_overlapped is None else config.is_overlapped
+        )
+        self._launched: Launched | None = None
+        self._arrivals = itertools.count()
+        self._is_eos = np.zeros(shape.vocab_size, np.bool_)
+        self._is_eos[[i for i in shape.eos_token_ids if i < shape.vocab_size]] = True
+        # Nothing could be launched: until something changes, another step would be the same.
+        self._is_stuck = False
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
@@ -97,9 +129,10 @@ class Engine:
             InvalidRequest, OutOfPages, Overloaded: It cannot run here, or not now.
         """
         active = self.check(request, is_prompt_only=is_prompt_only)
-        if len(self._waiting) >= self._config.max_waiting_requests:
-            raise Overloaded(f"{len(self._waiting)} requests are waiting; try again later")
-        self._waiting.append(active)
+        if self.num_waiting >= self._config.max_waiting_requests:
+            raise Overloaded(f"{self.num_waiting} requests are waiting; try again later")
+        self._scheduler.waiting.add(active)
+        self._is_stuck = False
         return active
 
     def check(self, request: GenerateRequest, *, is_prompt_only: bool = False) -> ActiveRequest:
@@ -126,94 +159,86 @@ class Engine:
         new_tokens = request.sampling.max_new_tokens - request.num_prior_tokens
         return ActiveRequest(
             request,
+            arrival=next(self._arrivals),
             max_tokens=min(len(prompt) + max(1, new_tokens), self.max_tokens),
+            seed=secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed,
             is_prompt_only=is_prompt_only,
             token_ids=list(prompt),
-            seed=secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed,
+            seen=seen_by(request),
         )
 
     def reserve(self, active: ActiveRequest) -> bool:
-        """Set pages aside for a prompt that another node computes; False when too few are free.
+        """Set pages aside for a prompt that another node computes; False when it has to wait.
 
-        On success the request holds its cached prefix and its pages for the answer, and
-        `active.granted_pages` may be written from afar until `land` or `reclaim`.
+        On success the request holds its cached prefix, and `active.granted_pages` may be written
+        from afar until `land` or `reclaim`. It has to wait for pages, or for another request that
+        brings the same prompt (`active.is_held`).
         """
-        match = self.cache.match(active.token_ids[:-1], active.request.cache_salt)
-        num_prompt = self.cache.num_pages_for(active.num_prompt) - len(match.page_ids)
-        num_total = self.cache.num_pages_for(active.max_tokens) - len(match.page_ids)
-        own = self.cache.allocate(num_total - num_prompt)
-        granted = None if own is None else self.cache.grant(num_prompt)
-        if own is None or granted is None:
-            self.cache.release(match.page_ids + (own or []))
+        if not self._scheduler.reserve(active):
             return False
-        active.page_ids = match.page_ids + granted + own
-        active.granted_from, active.num_granted = len(match.page_ids), num_prompt
-        active.num_computed = active.num_cached = match.num_tokens
-        active.stage = Stage.RESERVED
+        active.num_cached = active.num_computed
         return True
 
-    def land(self, active: ActiveRequest, first_token: int, seed: int) -> Token:
+    def land(
+        self,
+        active: ActiveRequest,
+        first_token: int,
+        seed: int,
+        first_logprobs: TokenLogprobs | None = None,
+    ) -> Token:
         """Take over a prompt whose pages all arrived; it decodes from the next step on."""
-        self.cache.land(active.granted_pages)
-        active.num_granted = 0
-        active.num_computed = active.num_prompt
         active.seed = seed
-        active.stage = Stage.RUNNING
-        self.cache.remember(active.request.prompt_ids, active.page_ids, active.request.cache_salt)
+        self._scheduler.slots.set_seed(active)
+        self._scheduler.land(active)
+        self._is_stuck = False
         self.num_prompt_tokens += active.num_prompt
         self.num_cached_tokens += active.num_cached
-        self._running.append(active)
-        return self._accept(active, first_token)
+        index, slot = active.next_index, active.slot
+        self._scheduler.slots.num_tokens[slot] += 1
+        self._scheduler.slots.next_index[slot] += 1
+        self._scheduler.slots.last_token[slot] = first_token
+        finish = self._accept(active, first_token)
+        return Token(active, index, first_token, finish, first_logprobs)
 
     # ── what runs ────────────────────────────────────────────────────────────────────────────────
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to compute."""
-        return bool(self._running or self._waiting)
+        return self._launched is not None or bool(
+            not self._is_stuck and (self.num_running or self.num_waiting)
+        )
 
     def step(self) -> StepResult:
-        """Admit, run one forward, sample, and return what came out."""
-        self._admit()
-        batch = next_batch(self._running, self._config.chunked_prefill_size)
+        """Admit, launch a forward, collect one, and return what came out."""
         result = StepResult()
-        if not batch:
-            return result
-        batch.sort(key=lambda piece: piece.num_tokens > 1)
-        logits = self._runner.forward(_inputs(batch, self.cache.page_size))
-        sampled = [piece.request for piece in batch if piece.is_last]
-        for piece in batch:
-            is_prompt = piece.request.num_computed < piece.request.num_prompt
-            result.num_prompt_tokens += piece.num_tokens if is_prompt else 0
-            result.num_decodes += not is_prompt
-            piece.request.num_computed += piece.num_tokens
-            if piece.request.is_prompt_only:
-                result.pages.append(self._complete_pages(piece.request))
-        tokens = sample(logits, sampled, self.shape.eos_token_ids) if sampled else []
-        for active, token in zip(sampled, tokens, strict=True):
-            if active.num_computed == active.num_prompt:
-                salt = active.request.cache_salt
-                self.cache.remember(active.request.prompt_ids, active.page_ids, salt)
-            result.tokens.append(self._accept(active, token))
-        self.num_prompt_tokens += result.num_prompt_tokens
+        if self._launched is not None and self._must_collect_first():
+            self._collect(result)
+        before, newest = self._launched, self._launch()
+        self._launched = newest
+        self._is_stuck = before is None and newest is None
+        if before is not None:
+            self._collect(result, before)
+        if not self._is_overlapped:
+            self._collect(result)
         return result
 
     # ── what goes back ───────────────────────────────────────────────────────────────────────────
 
     def cancel(self, active: ActiveRequest) -> None:
-        """Stop a request; its pages go back now, with two exceptions.
+        """Stop a request; its pages go back now, with exceptions.
 
-        Those of a prompt-only request wait for `release`, granted ones for `reclaim`.
+        Those of a prompt-only request wait for `release`, granted ones for `reclaim`, and those
+        that a forward under way writes into wait for it.
         """
-        if active.stage is Stage.WAITING and active in self._waiting:
-            self._waiting.remove(active)
         if active.stage is not Stage.ENDED:
             self._end(active)
 
     def release(self, active: ActiveRequest) -> None:
         """Give back the pages of an ended prompt-only request: nobody reads them any more."""
         assert active.stage is Stage.ENDED, f"release of a request that is {active.stage.value}"
-        self._give_back(active)
+        active.is_released = True
+        self._let_go(active)
 
     def quarantine(self, active: ActiveRequest) -> None:
         """Withdraw a grant: the granted pages wait for `reclaim`, the others go back now."""
@@ -222,9 +247,8 @@ class Engine:
 
     def reclaim(self, active: ActiveRequest) -> None:
         """Free granted or quarantined pages: no write can arrive any more."""
-        self.cache.reclaim(active.granted_pages)
-        active.page_ids = []
-        active.num_granted = 0
+        self._scheduler.reclaim(active)
+        self._is_stuck = False
 
     def counts(self) -> PageCounts:
         """Return how many pages are in each state."""
@@ -232,111 +256,223 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Requests with pages."""
-        return len(self._running)
+        """Requests that take part in forwards."""
+        return self._scheduler.num_running
 
     @property
     def num_waiting(self) -> int:
         """Requests without pages."""
-        return len(self._waiting)
+        return len(self._scheduler.waiting)
+
+    @property
+    def num_retracted(self) -> int:
+        """How often a running request had to give its pages back."""
+        return self._scheduler.num_retracted
 
     @override
     def __repr__(self) -> str:
-        return (
-            f"Engine({len(self._running)} running, {len(self._waiting)} waiting, {self.counts()})"
+        return f"Engine({self._scheduler!r})"
+
+    # ── launching ────────────────────────────────────────────────────────────────────────────────
+
+    def _must_collect_first(self) -> bool:
+        """Tell whether the next forward cannot be chosen before the last one's tokens are known."""
+        assert self._launched is not None
+        slots = self._scheduler.slots
+        going_on = [request.slot for request in self._launched.sampled if request.slot >= 0]
+        return bool(slots.is_special[going_on].any()) or self._scheduler.is_short_of_pages
+
+    def _launch(self) -> Launched | None:
+        num_waiting = self.num_waiting
+        self._scheduler.admit()
+        if self.num_waiting < num_waiting:
+            self._count_cached()
+        batch = self._scheduler.next_batch()
+        if not batch:
+            return None
+        slots, before = self._scheduler.slots, self._launched
+        inputs = forward_inputs(batch, slots, self.cache.page_size)
+        logits = self._runner.forward(inputs, None if before is None else before.ids)
+        chunks = [
+            ChunkEnd(chunk, chunk.request.num_computed + chunk.num_tokens, prompt_rows(chunk))
+            for chunk in batch.chunks
+        ]
+        sampled = batch.decodes + [chunk.request for chunk in batch.chunks if chunk.is_last]
+        rows = np.array([request.slot for request in sampled], np.int64)
+        columns = SamplingColumns.of(slots, rows)
+        ids, told = self._sample(logits[: len(sampled)], sampled, columns)
+        launched = Launched(
+            batch=batch,
+            chunks=chunks,
+            sampled=sampled,
+            indexes=columns.indexes.tolist(),
+            ids=ids,
+            host_ids=OnHost(ids),
+            told=told,
+            prompt_told=_prompt_logprobs(logits[len(sampled) :], chunks),
         )
+        self._scheduler.advance(batch)
+        for end in chunks:
+            end.chunk.request.told_until = max(end.chunk.request.told_until, end.told.stop)
+        for request in launched.participants():
+            request.num_launched += 1
+        self.num_prompt_tokens += sum(chunk.num_tokens for chunk in batch.chunks)
+        return launched
 
-    def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._config.max_running_requests:
-            active = self._waiting[0]
-            if not self._find_pages(active):
-                return
-            self._waiting.popleft()
-            active.stage = Stage.RUNNING
-            self._running.append(active)
+    def _sample(
+        self, logits: torch.Tensor, sampled: Sequence[ActiveRequest], columns: SamplingColumns
+    ) -> tuple[torch.Tensor, tuple[list[int], LogprobRows] | None]:
+        """Choose the tokens, and the log-probabilities of those rows that want them."""
+        slots = self._scheduler.slots
+        raw = logits
+        is_special = slots.is_special[[request.slot for request in sampled]]
+        if is_special.any():
+            special = np.flatnonzero(is_special).tolist()
+            logits = raw.to(torch.float32, copy=True)
+            requests = [sampled[i] for i in special]
+            shape = self.shape
+            adjustments(special, requests, shape.eos_token_ids, shape.vocab_size).apply(logits)
+        ids = sample(logits, columns)
+        rows = [i for i, request in enumerate(sampled) if request.request.logprobs is not None]
+        if not rows:
+            return ids, None
+        num_top = [_num_top(sampled[i]) for i in rows]
+        where = torch.tensor(rows, device=raw.device)
+        found = logprobs(raw[where], ids[where], max(num_top))
+        return ids, (rows, LogprobRows.start(found, num_top))
 
-    def _find_pages(self, active: ActiveRequest) -> bool:
-        """Give a request its cached prefix and all the pages it can come to need."""
-        match = self.cache.match(active.token_ids[:-1], active.request.cache_salt)
-        length = active.num_prompt if active.is_prompt_only else active.max_tokens
-        own = self.cache.allocate(self.cache.num_pages_for(length) - len(match.page_ids))
-        if own is None:
-            self.cache.release(match.page_ids)
-            return False
-        active.page_ids = match.page_ids + own
-        active.num_computed = active.num_cached = match.num_tokens
-        self.num_cached_tokens += match.num_tokens
-        return True
+    def _count_cached(self) -> None:
+        """Note what newly admitted requests found in the prefix cache."""
+        for active in self._scheduler.prompts:
+            if not active.is_counted:
+                active.is_counted = True
+                active.num_cached = active.num_collected = active.num_computed
+                self.num_cached_tokens += active.num_cached
+                self.num_prompt_tokens += active.num_cached
 
-    def _complete_pages(self, active: ActiveRequest) -> CompletePages:
+    # ── collecting ───────────────────────────────────────────────────────────────────────────────
+
+    def _collect(self, result: StepResult, launched: Launched | None = None) -> None:
+        """Read what a forward produced: `launched`, or the newest, which is then none any more."""
+        if launched is None:
+            launched, self._launched = self._launched, None
+        if launched is None:
+            return
+        told = launched.token_logprobs()
+        (host_ids,) = launched.host_ids.read()
+        participants = launched.participants()
+        for request in participants:
+            request.num_launched -= 1
+        self._collect_chunks(result, launched)
+        self._collect_tokens(result, launched, host_ids.numpy(), told)
+        for request in participants:
+            if request.stage is Stage.ENDED:
+                self._let_go(request)
+
+    def _collect_tokens(
+        self,
+        result: StepResult,
+        launched: Launched,
+        tokens: Ints,
+        told: dict[int, TokenLogprobs],
+    ) -> None:
+        slots, out = self._scheduler.slots, result.tokens
+        rows = np.array([request.slot for request in launched.sampled], np.int64)
+        slots.last_token[rows] = tokens
+        slots.num_pending[rows] -= 1
+        may_end = slots.num_tokens[rows] >= slots.max_tokens[rows]
+        may_end |= self._is_eos[tokens] & slots.stops_at_eos[rows]
+        may_end |= slots.ends_specially[rows]
+        columns = zip(launched.indexes, tokens.tolist(), may_end.tolist(), strict=True)
+        for row, (request, (index, token, is_end)) in enumerate(
+            zip(launched.sampled, columns, strict=True)
+        ):
+            if request.stage is Stage.ENDED:
+                continue  # it ended while this forward ran
+            finish = None
+            if is_end or request.is_prompt_only:
+                finish = self._accept(request, token)
+            else:
+                request.accept(token)
+                self.num_generated_tokens += 1
+            out.append(Token(request, index, token, finish, told.get(row) if told else None))
+
+    def _collect_chunks(self, result: StepResult, launched: Launched) -> None:
+        entries = [] if launched.prompt_told is None else launched.prompt_told.read()
+        for end in launched.chunks:
+            mine, entries = entries[: len(end.told)], entries[len(end.told) :]
+            active = end.chunk.request
+            active.num_collected = end.num_computed
+            if active.stage is Stage.ENDED:
+                continue
+            if mine or (end.chunk.is_last and _wants_only_position_0(active)):
+                result.prompt_logprobs.append(_run(active, end.told.start, mine))
+            if end.chunk.is_last:
+                self._scheduler.computed(active)
+            if active.is_prompt_only:
+                result.pages.append(self._complete_pages(active, is_done=end.chunk.is_last))
+
+    def _complete_pages(self, active: ActiveRequest, *, is_done: bool) -> CompletePages:
         """Return the pages that became complete; the last one of a prompt may be partly filled."""
-        is_done = active.num_computed == active.num_prompt
         end = (
             self.cache.num_pages_for(active.num_prompt)
             if is_done
-            else active.num_computed // self.cache.page_size
+            else active.num_collected // self.cache.page_size
         )
         first, active.num_pushable = active.num_pushable, end
         return CompletePages(active, first, active.page_ids[first:end])
 
-    def _accept(self, active: ActiveRequest, token: int) -> Token:
-        index = active.next_index
-        finish = active.accept(token, self.shape.eos_token_ids)
+    def _accept(self, active: ActiveRequest, token: int) -> Finish | None:
+        active.accept(token)
+        finish = active.finish_at(token, self.shape.eos_token_ids)
         self.num_generated_tokens += 1
         if finish is not None or active.is_prompt_only:
             self._end(active)
-        return Token(active, index, token, finish)
+        return finish
 
     def _end(self, active: ActiveRequest) -> None:
-        was_running = active.stage is Stage.RUNNING
-        is_reserved = active.stage is Stage.RESERVED
+        self._scheduler.leave(active)
         active.stage = Stage.ENDED
-        if was_running:
-            self._running.remove(active)
-        if active.is_prompt_only:
-            return
-        if is_reserved:
-            self._give_back_ungranted(active)
-        else:
-            self._give_back(active)
+        self._let_go(active)
 
-    def _give_back(self, active: ActiveRequest) -> None:
-        known = active.token_ids[: active.num_computed]
-        if active.page_ids:
-            self.cache.remember(known, active.page_ids, active.request.cache_salt)
-        self.cache.release(active.page_ids)
-        active.page_ids = []
-
-    def _give_back_ungranted(self, active: ActiveRequest) -> None:
-        granted = active.granted_pages
-        end = active.granted_from + active.num_granted
-        self.cache.release(active.page_ids[: active.granted_from] + active.page_ids[end:])
-        active.page_ids, active.granted_from = granted, 0
+    def _let_go(self, active: ActiveRequest) -> None:
+        """Give back what an ended request has, as far as nobody reads or writes it any more."""
+        if active.num_launched:
+            return  # the forward under way writes into its pages
+        self._is_stuck = False
+        if not active.is_prompt_only or active.is_released:
+            self._scheduler.give_back(active)
+        elif active.slot >= 0:
+            self._scheduler.slots.give_back(active)
 
 
-def _inputs(batch: list[Slice], page_size: int) -> ForwardInputs:
-    ids: list[int] = []
-    positions: list[int] = []
-    starts, kv_lens, last_rows = [0], [], []
-    for piece in batch:
-        begin, end = piece.request.num_computed, piece.request.num_computed + piece.num_tokens
-        ids += piece.request.token_ids[begin:end]
-        positions += range(begin, end)
-        starts.append(len(ids))
-        kv_lens.append(end)
-        if piece.is_last:
-            last_rows.append(len(ids) - 1)
-    table = np.zeros((len(batch), -(-max(kv_lens) // page_size)), np.int32)
-    for row, piece in enumerate(batch):
-        pages = piece.request.page_ids[: table.shape[1]]
-        table[row, : len(pages)] = pages
-    return ForwardInputs(
-        token_ids=np.array(ids),
-        sources=np.full(len(ids), -1),
-        positions=np.array(positions),
-        query_starts=np.array(starts, np.int32),
-        kv_lens=np.array(kv_lens, np.int32),
-        page_table=table,
-        num_decodes=sum(piece.num_tokens == 1 for piece in batch),
-        logit_rows=np.array(last_rows, np.int64),
-    )
+def _num_top(active: ActiveRequest) -> int:
+    return 0 if active.request.logprobs is None else active.request.logprobs.num_top
+
+
+def _prompt_logprobs(logits: torch.Tensor, chunks: Sequence[ChunkEnd]) -> LogprobRows | None:
+    """Start reading the log-probabilities of prompt positions. Logits: one row for each."""
+    if not len(logits):
+        return None
+    ids = [
+        token
+        for end in chunks
+        for token in end.chunk.request.token_ids[end.told.start : end.told.stop]
+    ]
+    num_top = [_num_top(end.chunk.request) for end in chunks for _ in end.told]
+    found = logprobs(logits, torch.tensor(ids, device=logits.device), max(num_top))
+    return LogprobRows.start(found, num_top)
+
+
+def _wants_only_position_0(active: ActiveRequest) -> bool:
+    wanted = active.request.logprobs
+    is_asked = wanted is not None and wanted.prompt_start == 0
+    return is_asked and active.num_prompt == 1 and len(active.token_ids) == 1
+
+
+def _run(active: ActiveRequest, start: int, entries: list[TokenLogprobs]) -> PromptLogprobs:
+    """Return a run of prompt positions; position 0, which has no probability, goes with the first."""
+    wanted = active.request.logprobs
+    if start == 1 and wanted is not None and wanted.prompt_start == 0:
+        return PromptLogprobs(active, 0, [TokenLogprobs(logprob=None), *entries])
+    return PromptLogprobs(active, start, entries)

@@ -33,6 +33,11 @@ class KVCache:
         self._pool.hold(match.page_ids)
         return match
 
+    @property
+    def num_available(self) -> int:
+        """Pages that could be handed out now: free ones, and cached ones without a reader."""
+        return self._pool.num_available
+
     def allocate(self, num_pages: int) -> list[int] | None:
         """Hold free pages; None when there are too few."""
         return self._pool.allocate(num_pages)

@@ -21,10 +21,13 @@ class PrefixMatch:
     Attributes:
         page_ids: Pages of the prefix in order.
         num_tokens: `len(page_ids) * page_size`.
+        frontier: Name of the first full page of the prompt that is not cached: equal for two prompts
+            exactly when they go on with the same page. None when there is no such page.
     """
 
     page_ids: list[int]
     num_tokens: int
+    frontier: Key | None = None
 
 
 @dataclass(slots=True)
@@ -74,9 +77,10 @@ class PrefixCache:
         pages: list[int] = []
         parent: int | str = salt
         for start in range(0, len(token_ids) - self._page_size + 1, self._page_size):
-            node = self._by_key.get((parent, tuple(token_ids[start : start + self._page_size])))
+            key = (parent, tuple(token_ids[start : start + self._page_size]))
+            node = self._by_key.get(key)
             if node is None:
-                break
+                return PrefixMatch(pages, start, key)
             pages.append(node.page)
             parent = node.number
         return PrefixMatch(pages, len(pages) * self._page_size)

@@ -1,119 +1,142 @@
 """From logits to tokens: penalties, bias, temperature, top-k, top-p, min-p, seeded draws.
 
-Draws are counter-based: the random number of token `index` of a request is a function of
-(seed, index) alone, so it does not depend on the batch, the node or the attempt.
+All rows of a batch go through the same few operations, queued on the device: nothing here waits
+for it. Reading the chosen ids is the caller's.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from engine.penalties import NEG_INF, Adjustments
+from engine.philox import uniforms
 from engine.request import ActiveRequest
+from engine.slots import Rows, Slots
 
-NEG_INF = float("-inf")
 
+@dataclass(frozen=True, slots=True)
+class SamplingColumns:
+    """How the token of each row is chosen. Shape (n,) each.
 
-def uniform(seed: int, index: int) -> float:
-    """Return the random number in [0, 1) of one token.
-
-    Source: Philox, Salmon et al. 2011, as numpy ships it.
+    Attributes:
+        indexes: Of the tokens to be chosen, among the generated tokens of all attempts.
     """
-    key = seed & ((1 << 64) - 1)
-    return float(np.random.Generator(np.random.Philox(key=key, counter=index)).random())
+
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int64]
+    top_p: npt.NDArray[np.float64]
+    min_p: npt.NDArray[np.float32]
+    seeds: npt.NDArray[np.uint64]
+    indexes: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, slots: Slots, rows: Rows) -> "SamplingColumns":
+        """Return the columns of these slots."""
+        return cls(
+            temperature=slots.temperature[rows],
+            top_k=slots.top_k[rows],
+            top_p=slots.top_p[rows],
+            min_p=slots.min_p[rows],
+            seeds=slots.seed[rows],
+            indexes=slots.next_index[rows],
+        )
+
+    def take(self, rows: Rows) -> "SamplingColumns":
+        """Return some of the rows."""
+        return SamplingColumns(
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.seeds[rows],
+            self.indexes[rows],
+        )
 
 
 @torch.inference_mode()
-def sample(
-    logits: torch.Tensor, requests: Sequence[ActiveRequest], eos_token_ids: frozenset[int]
-) -> list[int]:
-    """Choose the next token of each request.
+def sample(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
+    """Choose a token for each row.
 
     Args:
-        logits: Shape (num_requests, vocab_size). May be changed.
-        requests: One for each row.
-        eos_token_ids: Not chosen before `min_new_tokens`.
+        logits: Shape (n, vocab_size).
 
     Returns:
-        One token id for each row.
+        Token ids on the device of `logits`. Shape (n,).
     """
-    logits = logits.float()
-    for row, request in enumerate(requests):
-        if _needs_adjusting(request):
-            logits[row] = _adjusted(logits[row].clone(), request, eos_token_ids)
+    drawn = np.flatnonzero(columns.temperature > 0)
+    if not len(drawn):
+        return logits.argmax(dim=-1)
+    if len(drawn) == len(logits):
+        return _draw(logits, columns)
     tokens = logits.argmax(dim=-1)
-    drawn = [row for row, r in enumerate(requests) if r.request.sampling.temperature > 0]
-    if drawn:
-        rows = torch.tensor(drawn, device=logits.device)
-        tokens[rows] = _draw(logits[rows], [requests[row] for row in drawn])
-    return tokens.tolist()
+    rows = torch.from_numpy(drawn).to(logits.device, non_blocking=True)
+    tokens[rows] = _draw(logits[rows], columns.take(drawn))
+    return tokens
 
 
-def _needs_adjusting(request: ActiveRequest) -> bool:
-    p = request.request.sampling
-    return bool(
-        p.logit_bias
-        or p.frequency_penalty
-        or p.presence_penalty
-        or p.repetition_penalty != 1.0
-        or request.next_index < p.min_new_tokens
-    )
-
-
-def _adjusted(
-    row: torch.Tensor, request: ActiveRequest, eos_token_ids: frozenset[int]
-) -> torch.Tensor:
-    """Apply penalties, bias and the ban on early ends to one row. Shape (vocab_size,)."""
-    p = request.request.sampling
-    if p.repetition_penalty != 1.0:  # over prompt and output, as in Keskar et al. 2019
-        seen = torch.tensor(list(set(request.token_ids)), device=row.device)
-        scores = row[seen]
-        row[seen] = torch.where(
-            scores > 0, scores / p.repetition_penalty, scores * p.repetition_penalty
-        )
-    if (p.frequency_penalty or p.presence_penalty) and request.output_ids:
-        ids, counts = np.unique(np.asarray(request.output_ids), return_counts=True)
-        penalty = p.frequency_penalty * counts + p.presence_penalty
-        row[torch.from_numpy(ids).to(row.device)] -= torch.from_numpy(penalty).to(row)
-    for token, bias in p.logit_bias.items():
-        row[token] += bias
-    if request.next_index < p.min_new_tokens:
-        banned = eos_token_ids | set(p.stop_token_ids)
-        row[[token for token in sorted(banned) if 0 <= token < len(row)]] = NEG_INF
-    return row
-
-
-def _draw(logits: torch.Tensor, requests: Sequence[ActiveRequest]) -> torch.Tensor:
-    """Draw one token for each row by inverting the distribution's sum at `uniform(seed, index)`.
+def adjustments(
+    rows: Sequence[int],
+    requests: Sequence[ActiveRequest],
+    eos_token_ids: frozenset[int],
+    vocab_size: int,
+) -> Adjustments:
+    """Return what the parameters of some requests do to their rows of logits.
 
     Args:
-        logits: Shape (num_rows, vocab_size).
+        rows: Of the requests, in the logits.
+        eos_token_ids: Not chosen before `min_new_tokens`.
+    """
+    found = Adjustments()
+    for row, request in zip(rows, requests, strict=True):
+        p = request.request.sampling
+        if request.seen is not None:
+            if p.repetition_penalty != 1.0:
+                found.penalize(row, request.seen, p.repetition_penalty)
+            if p.frequency_penalty or p.presence_penalty:
+                found.lower(row, request.seen, p.frequency_penalty, p.presence_penalty)
+        if p.logit_bias:
+            found.offsets.add(row, list(p.logit_bias), list(p.logit_bias.values()))
+        if request.next_index < p.min_new_tokens:
+            stops = eos_token_ids | set(p.stop_token_ids)
+            banned = sorted(token for token in stops if 0 <= token < vocab_size)
+            found.bans.add(row, banned, [NEG_INF] * len(banned))
+    return found
+
+
+def _draw(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
+    """Draw one token for each row by inverting the distribution's sum at `uniforms(seed, index)`.
+
+    Args:
+        logits: Shape (n, vocab_size).
 
     Returns:
-        Token ids, shape (num_rows,).
+        Token ids, shape (n,).
     """
-    params = [r.request.sampling for r in requests]
 
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, device=logits.device, dtype=torch.float64).unsqueeze(1)
+    def column(values: npt.NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(values).to(logits.device, non_blocking=True).unsqueeze(1)
 
-    logits = logits / column([p.temperature for p in params]).float()
-    if any(p.top_k > 0 for p in params) or any(p.top_p < 1 for p in params):
-        vocab_size = logits.shape[1]
-        top_k = column([p.top_k if p.top_k > 0 else vocab_size for p in params])
-        logits = _keep_top(logits, top_k, column([p.top_p for p in params]))
+    logits = logits.float() / column(columns.temperature)
+    vocab_size = logits.shape[1]
+    if (columns.top_k < vocab_size).any() or (columns.top_p < 1).any():
+        top_k = column(np.minimum(columns.top_k, vocab_size))
+        logits = _keep_top(logits, top_k, column(columns.top_p))
     probs = logits.softmax(dim=-1)
-    if any(p.min_p > 0 for p in params):
-        floor = column([p.min_p for p in params]).float() * probs.max(dim=-1, keepdim=True).values
+    if (columns.min_p > 0).any():
+        floor = column(columns.min_p) * probs.max(dim=-1, keepdim=True).values
         probs = probs.where(probs >= floor, 0.0)
     # Summed in float64 and vocabulary order: equal draws whatever else is in the batch.
     sums = probs.double().cumsum(dim=-1)
-    target = column([uniform(r.seed, r.next_index) for r in requests]) * sums[:, -1:]
-    return torch.searchsorted(sums, target, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
+    numbers = uniforms(columns.seeds, columns.indexes.astype(np.uint64))
+    target = column(numbers) * sums[:, -1:]
+    return torch.searchsorted(sums, target, right=True).squeeze(1).clamp_(max=vocab_size - 1)
 
 
 def _keep_top(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Mask all but the `top_k` largest, then all past a mass of `top_p`. Columns (num_rows, 1)."""
+    """Mask all but the `top_k` largest, then all past a mass of `top_p`. Columns (n, 1)."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[1], device=logits.device)
     ordered = ordered.masked_fill(rank >= top_k, NEG_INF)

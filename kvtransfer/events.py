@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from wire.errors import TandemError
 from wire.ids import Room
+from wire.messages import TokenLogprobs
 
 # ── prefill ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -49,6 +50,7 @@ class Landed:
     first_token: int
     seed: int
     cached_tokens: int
+    first_logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -327,4 +327,8 @@ class DecodeAgent:
     def _tell_landed(self, room: Room, entry: _Room) -> None:
         landed = entry.landed
         assert landed is not None
-        self._outbox.put(Landed(room, landed.first_token, landed.seed, landed.cached_tokens))
+        self._outbox.put(
+            Landed(
+                room, landed.first_token, landed.seed, landed.cached_tokens, landed.first_logprobs
+            )
+        )

@@ -133,7 +133,15 @@ class PrefillAgent:
         """
         self._control.post(lambda: self._push(room, first_page_index, page_ids))
 
-    def finish(self, room: Room, first_token: int, seed: int, cached_tokens: int = 0) -> None:
+    def finish(
+        self,
+        room: Room,
+        first_token: int,
+        seed: int,
+        cached_tokens: int = 0,
+        *,
+        logprobs: messages.TokenLogprobs | None = None,
+    ) -> None:
         """Every page was pushed: tell decode as soon as all of them landed."""
         landed = messages.Landed(
             epoch=self._end.epoch,
@@ -141,6 +149,7 @@ class PrefillAgent:
             first_token=first_token,
             seed=seed,
             cached_tokens=cached_tokens,
+            first_logprobs=logprobs,
         )
         self._control.post(lambda: self._finish(room, landed))
 

@@ -10,7 +10,7 @@ from typing_extensions import override
 from engine.core import Engine
 from engine.request import ActiveRequest
 from node.engine_host import Parts, RoleHost, main
-from node.load import engine_load, token_usage
+from node.load import engine_load, hit_rate, token_usage
 from node.loop import Answers, Start, Ticket
 from wire.errors import InvalidRequest, TandemError
 from wire.messages import NodeLoad, StartColocated
@@ -56,10 +56,20 @@ class ColocatedRole:
 
     def step(self) -> None:
         """See `Role.step`."""
-        for token in self._engine.step().tokens:
+        result = self._engine.step()
+        for run in result.prompt_logprobs:
+            ticket = self._by_request[run.request]
+            index = run.request.next_index
+            self._answers.prompt_logprobs(ticket, run.first_position, run.entries, index)
+        for token in result.tokens:
             ticket = self._by_request[token.request]
             self._answers.token(
-                ticket, token.index, [token.token], token.finish, token.request.num_cached
+                ticket,
+                token.index,
+                [token.token],
+                token.finish,
+                token.request.num_cached,
+                logprobs=token.logprobs,
             )
             if token.finish is not None:
                 del self._by_ticket[ticket], self._by_request[token.request]
@@ -92,8 +102,9 @@ class ColocatedRole:
         return (
             f"Decode batch, #running-req: {now.num_running}, "
             f"#token: {now.pages_held * now.page_size}, token usage: {token_usage(now):.2f}, "
+            f"#retracted-req: {now.num_retracted - before.num_retracted}, "
             f"gen throughput (token/s): {num_generated / elapsed_s:.2f}, "
-            f"#queue-req: {now.num_waiting}"
+            f"#queue-req: {now.num_waiting}, cache hit rate: {hit_rate(now, before):.2f}"
         )
 
 

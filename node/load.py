@@ -29,6 +29,7 @@ def engine_load(
         prompt_tokens=engine.num_prompt_tokens,
         cached_tokens=engine.num_cached_tokens,
         generated_tokens=engine.num_generated_tokens,
+        num_retracted=engine.num_retracted,
         pushed_bytes=pushed_bytes,
         num_failed=num_failed,
         num_aborted=num_aborted,
@@ -38,3 +39,9 @@ def engine_load(
 def token_usage(load: NodeLoad) -> float:
     """Return the share of pages that are neither free nor cached."""
     return 1 - (load.pages_free + load.pages_cached) / load.num_pages
+
+
+def hit_rate(now: NodeLoad, before: NodeLoad) -> float:
+    """Return the share of prompt tokens that came from the prefix cache, between two loads."""
+    num_prompt = now.prompt_tokens - before.prompt_tokens
+    return (now.cached_tokens - before.cached_tokens) / num_prompt if num_prompt else 0.0

@@ -29,6 +29,7 @@ from wire.messages import (
     ToEngine,
     TokenBatch,
     TokenDelta,
+    TokenLogprobs,
 )
 
 log = get_logger(__name__)
@@ -64,6 +65,8 @@ class Answers:
         token_ids: list[int],
         finish: Finish | None = None,
         cached_tokens: int = 0,
+        *,
+        logprobs: TokenLogprobs | None = None,
     ) -> None:
         """Queue tokens for the end of this pass."""
         self._deltas[ticket.peer].append(
@@ -74,6 +77,26 @@ class Answers:
                 token_ids=token_ids,
                 finish=finish,
                 cached_tokens=cached_tokens,
+                logprobs=[] if logprobs is None else [logprobs],
+            )
+        )
+
+    def prompt_logprobs(
+        self, ticket: Ticket, first_position: int, entries: list[TokenLogprobs], index: int
+    ) -> None:
+        """Queue log-probabilities of prompt positions.
+
+        Args:
+            index: Of the request's next token.
+        """
+        self._deltas[ticket.peer].append(
+            TokenDelta(
+                request_id=ticket.request_id,
+                attempt=ticket.attempt,
+                index=index,
+                token_ids=[],
+                prompt_index=first_position,
+                prompt_logprobs=entries,
             )
         )
 

@@ -22,6 +22,7 @@ COUNTERS = {
     "generated_tokens": "Tokens generated.",
     "pushed_bytes": "Bytes of KV written to decode nodes.",
     "num_aborted": "Requests cancelled.",
+    "num_retracted": "How often a running request gave its pages back, to be computed again.",
     "num_failed": "Requests that ended with an error.",
 }
 

@@ -14,7 +14,7 @@ from engine.core import CompletePages, Engine, Token
 from engine.request import ActiveRequest
 from kvtransfer.events import Granted, PushDone, Released
 from kvtransfer.sender import PrefillAgent
-from node.load import engine_load, token_usage
+from node.load import engine_load, hit_rate, token_usage
 from node.loop import Answers, Start, Ticket
 from telemetry.log import get_logger
 from wire.errors import InvalidRequest, Overloaded, TandemError
@@ -109,6 +109,9 @@ class PrefillRole:
         result = self._engine.step()
         for pages in result.pages:
             self._push(pages)
+        for run in result.prompt_logprobs:
+            half, index = self._by_active[run.request], run.request.next_index
+            self._answers.prompt_logprobs(half.ticket, run.first_position, run.entries, index)
         for token in result.tokens:
             self._first_token(token)
 
@@ -140,17 +143,19 @@ class PrefillRole:
         """See `Role.log_line`."""
         now, before = self.load(), self._logged
         self._logged = now
-        num_new = now.prompt_tokens - before.prompt_tokens
+        num_cached = now.cached_tokens - before.cached_tokens
+        num_new = now.prompt_tokens - before.prompt_tokens - num_cached
         if not num_new:
             return None
         return (
             f"Prefill batch, #new-seq: {now.generated_tokens - before.generated_tokens}, "
-            f"#new-token: {num_new}, #cached-token: {now.cached_tokens - before.cached_tokens}, "
+            f"#new-token: {num_new}, #cached-token: {num_cached}, "
             f"token usage: {token_usage(now):.2f}, #running-req: {now.num_running}, "
             f"#queue-req: {self._engine.num_waiting}, "
             f"#bootstrap-req: {now.num_waiting - self._engine.num_waiting}, "
             f"#inflight-req: {now.num_transferring}, "
-            f"input throughput (token/s): {num_new / elapsed_s:.2f}"
+            f"input throughput (token/s): {num_new / elapsed_s:.2f}, "
+            f"cache hit rate: {hit_rate(now, before):.2f}"
         )
 
     def _granted(self, half: _Half) -> None:
@@ -171,10 +176,18 @@ class PrefillRole:
 
     def _first_token(self, token: Token) -> None:
         half = self._by_active[token.request]
+        active = token.request
         self._answers.token(
-            half.ticket, token.index, [token.token], token.finish, token.request.num_cached
+            half.ticket,
+            token.index,
+            [token.token],
+            token.finish,
+            active.num_cached,
+            logprobs=token.logprobs,
         )
-        self._agent.finish(half.room, token.token, token.request.seed, token.request.num_cached)
+        self._agent.finish(
+            half.room, token.token, active.seed, active.num_cached, logprobs=token.logprobs
+        )
         if token.finish is not None:
             self._part(half)
 

@@ -34,7 +34,7 @@ class CollectedAnswers:
         self.errors: dict[str, Exception] = {}
         self.num_failed = 0
 
-    def token(self, ticket, index, token_ids, finish=None, cached_tokens=0):
+    def token(self, ticket, index, token_ids, finish=None, cached_tokens=0, *, logprobs=None):
         assert index <= len(self.tokens[ticket.request_id])
         self.tokens[ticket.request_id][index:] = token_ids
         if finish is not None:
@@ -47,7 +47,7 @@ class CollectedAnswers:
 class BrokenRunner:
     """A forward that fails."""
 
-    def forward(self, batch):
+    def forward(self, inputs, sampled=None):
         raise ZeroDivisionError
 
 

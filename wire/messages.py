@@ -234,6 +234,7 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     pushed_bytes: int = 0
     num_aborted: int = 0
     num_failed: int = 0
+    num_retracted: int = 0
 
 
 class Pong(Message, frozen=True, kw_only=True):

@@ -1,10 +1,12 @@
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
+from engine.penalties import seen_by
 from engine.request import ActiveRequest
-from engine.sampler import sample, uniform
+from engine.sampler import SamplingColumns, adjustments
+from engine.sampler import sample as sample_columns
+from engine.slots import Slots
 from wire.ids import RequestId
 from wire.messages import GenerateRequest, SamplingParams
 
@@ -12,12 +14,34 @@ NO_EOS: frozenset[int] = frozenset()
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.5, 2.5])
 
 
-def active(prompt=(1,), output=(), seed=0, **sampling) -> ActiveRequest:
-    params = SamplingParams(**sampling)
+def active(prompt=(1,), output=(), seed=0, num_prior=0, **sampling) -> ActiveRequest:
     request = GenerateRequest(
-        request_id=RequestId("r"), prompt_ids=list(prompt), sampling=params, num_prior_tokens=0
+        request_id=RequestId("r"),
+        prompt_ids=list(prompt),
+        sampling=SamplingParams(**sampling),
+        num_prior_tokens=num_prior,
     )
-    return ActiveRequest(request, max_tokens=100, token_ids=[*prompt, *output], seed=seed)
+    made = ActiveRequest(
+        request,
+        arrival=0,
+        max_tokens=100,
+        seed=seed,
+        token_ids=list(prompt),
+        seen=seen_by(request),
+    )
+    for token in output:
+        made.accept(token)
+    return made
+
+
+def sample(logits: torch.Tensor, requests: list[ActiveRequest], eos=NO_EOS) -> list[int]:
+    slots = Slots(len(requests), 1)
+    for request in requests:
+        slots.take(request)
+    rows = np.array([request.slot for request in requests])
+    logits = logits.clone()
+    adjustments(range(len(rows)), requests, eos, logits.shape[1]).apply(logits)
+    return sample_columns(logits, SamplingColumns.of(slots, rows)).tolist()
 
 
 def draws(num: int, logits=LOGITS, **sampling) -> list[int]:
@@ -27,13 +51,6 @@ def draws(num: int, logits=LOGITS, **sampling) -> list[int]:
 
 def test_temperature_zero_takes_the_largest():
     assert sample(LOGITS[None], [active(temperature=0)], NO_EOS) == [1]
-
-
-@given(st.integers(0, 2**63 - 1), st.integers(0, 2**40))
-def test_the_random_number_depends_on_seed_and_index_alone(seed, index):
-    assert 0 <= uniform(seed, index) < 1
-    assert uniform(seed, index) == uniform(seed, index)
-    assert uniform(seed, index) != uniform(seed, index + 1)
 
 
 def test_a_draw_does_not_depend_on_the_rest_of_the_batch():
@@ -92,11 +109,7 @@ def test_no_end_is_chosen_before_the_minimum():
 
 
 def test_tokens_of_an_earlier_attempt_count_as_output():
-    params = SamplingParams(temperature=0, presence_penalty=0.6)
-    request = GenerateRequest(
-        request_id=RequestId("r"), prompt_ids=[0, 1], sampling=params, num_prior_tokens=1
-    )
-    resumed = ActiveRequest(request, max_tokens=9, token_ids=[0, 1])
+    resumed = active(prompt=(0, 1), num_prior=1, temperature=0, presence_penalty=0.6)
     assert resumed.next_index == 1
     assert sample(LOGITS[None].clone(), [resumed], NO_EOS) == [4]
 

@@ -1,0 +1,264 @@
+"""Admission, growth, retraction, sharing and overlap, with a runner whose tokens give any mistake away."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core import Engine
+from engine.request import ActiveRequest
+from tests.engine.toy_runner import EOS, toy_answer, toy_engine
+from wire.ids import RequestId
+from wire.messages import GenerateRequest, SamplingParams
+
+OVERLAP = pytest.mark.parametrize("is_overlapped", [False, True])
+
+
+def ask(prompt, name="r", *, priority=0, salt="", num_prior=0, **sampling) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=RequestId(name),
+        prompt_ids=list(prompt),
+        sampling=SamplingParams(**{"temperature": 0, **sampling}),
+        priority=priority,
+        cache_salt=salt,
+        num_prior_tokens=num_prior,
+    )
+
+
+def drain(engine: Engine, out: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
+    out = {} if out is None else out
+    while engine.has_work:
+        for token in engine.step().tokens:
+            tokens = out.setdefault(token.request.request.request_id, [])
+            assert token.index == len(tokens) + token.request.request.num_prior_tokens
+            tokens.append(token.token)
+        engine.cache.check_integrity()
+    return out
+
+
+def assert_all_returned(engine: Engine) -> None:
+    counts = engine.counts()
+    assert counts.free + counts.cached == counts.total
+    assert engine._scheduler.slots.num_used == 0
+    assert not engine._scheduler._computing
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed * 1000 + length)
+    return [rng.randrange(2, 50) for _ in range(length)]
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(1, 30),  # prompt length
+        st.integers(0, 2),  # seed: few, so that prefixes are shared
+        st.integers(1, 20),  # new tokens
+        st.integers(-1, 1),  # priority
+        st.integers(0, 40),  # the step before which it comes
+        st.one_of(st.none(), st.integers(0, 40)),  # the step before which it is cancelled
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(
+    REQUESTS,
+    st.integers(14, 40),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 6),
+)
+def test_whatever_comes_when_every_answer_is_right_and_every_page_returns(
+    asked, num_pages, is_overlapped, has_prefix_cache, max_running
+):
+    engine, _ = toy_engine(
+        num_pages,
+        is_overlapped=is_overlapped,
+        is_prefix_cache_enabled=has_prefix_cache,
+        max_running_requests=max_running,
+        chunked_prefill_size=9,
+    )
+    out: dict[str, list[int]] = {}
+    running: dict[int, ActiveRequest] = {}
+    for step in range(41):
+        for i, (length, seed, num_new, priority, begin, _) in enumerate(asked):
+            if begin == step:
+                request = ask(
+                    prompt_of(length, seed), str(i), max_new_tokens=num_new, priority=priority
+                )
+                running[i] = engine.submit(request)
+        for i, (*_, end) in enumerate(asked):
+            if end == step and i in running:
+                engine.cancel(running[i])
+        for token in engine.step().tokens:
+            out.setdefault(token.request.request.request_id, []).append(token.token)
+        engine.cache.check_integrity()
+    drain(engine, out)
+    for i, (length, seed, num_new, _, begin, end) in enumerate(asked):
+        expected = toy_answer(prompt_of(length, seed), num_new)
+        got = out.get(str(i), [])
+        is_cancelled = end is not None and end >= begin
+        assert got == expected[: len(got)] if is_cancelled else got == expected
+    assert_all_returned(engine)
+
+
+@OVERLAP
+def test_a_retracted_request_goes_on_with_the_tokens_it_would_have_had(is_overlapped):
+    engine, _ = toy_engine(12, is_overlapped=is_overlapped, is_prefix_cache_enabled=False)
+    engine._scheduler._growth.share = 0.0
+    for i in range(4):
+        engine.submit(ask(prompt_of(8, i), str(i), max_new_tokens=30))
+    answers = drain(engine)
+    assert engine.num_retracted > 0
+    assert answers == {str(i): toy_answer(prompt_of(8, i), 30) for i in range(4)}
+    assert_all_returned(engine)
+
+
+def test_the_youngest_is_retracted_and_the_oldest_never():
+    engine, _ = toy_engine(12, is_prefix_cache_enabled=False)
+    engine._scheduler._growth.share = 0.0
+    made = [engine.submit(ask(prompt_of(8, i), str(i), max_new_tokens=30)) for i in range(4)]
+    retracted = set()
+    while engine.has_work:
+        engine.step()
+        waiting = set(engine._scheduler.waiting)
+        retracted |= {i for i, active in enumerate(made) if active in waiting}
+    assert 3 in retracted
+    assert 0 not in retracted
+
+
+def test_a_low_priority_gives_its_pages_to_a_high_one():
+    engine, _ = toy_engine(12, is_prefix_cache_enabled=False)
+    engine._scheduler._growth.share = 0.0
+    low = engine.submit(ask(prompt_of(8, 1), "low", max_new_tokens=36, priority=-1))
+    answers = {"low": [token.token for token in engine.step().tokens]}
+    high = engine.submit(ask(prompt_of(8, 2), "high", max_new_tokens=36, priority=1))
+    retracted = []
+    while engine.has_work:
+        for token in engine.step().tokens:
+            answers.setdefault(token.request.request.request_id, []).append(token.token)
+        retracted += [a for a in (low, high) if a in engine._scheduler.waiting]
+    assert low in retracted
+    assert high not in retracted
+    assert answers["low"] == toy_answer(prompt_of(8, 1), 36)
+
+
+def test_the_highest_priority_is_admitted_first_and_among_equals_the_first_come():
+    engine, _ = toy_engine(40, max_running_requests=1)
+    for name, priority in (("a", 0), ("b", 0), ("c", 5), ("d", -1)):
+        engine.submit(ask(prompt_of(4), name, priority=priority, max_new_tokens=1))
+    order = []
+    while engine.has_work:
+        order += [token.request.request.request_id for token in engine.step().tokens]
+    assert order == ["c", "a", "b", "d"]
+
+
+@OVERLAP
+def test_a_pool_filled_to_its_last_page_serves_to_the_end(is_overlapped):
+    engine, _ = toy_engine(5, is_overlapped=is_overlapped)
+    active = engine.submit(ask(prompt_of(10), max_new_tokens=100))
+    assert active.max_tokens == 20
+    assert drain(engine)["r"] == toy_answer(prompt_of(10), 10)
+    assert_all_returned(engine)
+
+
+def test_two_thousand_requests_in_line_are_all_answered():
+    engine, _ = toy_engine(200, max_running_requests=64, chunked_prefill_size=256)
+    for i in range(2000):
+        engine.submit(ask(prompt_of(5, i), str(i), max_new_tokens=3))
+    answers: dict[str, list[int]] = {}
+    while engine.has_work:
+        for token in engine.step().tokens:
+            answers.setdefault(token.request.request.request_id, []).append(token.token)
+    assert answers == {str(i): toy_answer(prompt_of(5, i), 3) for i in range(2000)}
+    assert_all_returned(engine)
+
+
+@OVERLAP
+def test_a_prompt_of_a_hundred_thousand_tokens_fits_a_pool_just_large_enough(is_overlapped):
+    prompt = prompt_of(100_000)
+    engine, runner = toy_engine(
+        6251, page_size=16, chunked_prefill_size=4096, is_overlapped=is_overlapped
+    )
+    short = ask(prompt_of(5), "short", max_new_tokens=40)
+    engine.submit(short)
+    engine.submit(ask(prompt, "long", max_new_tokens=4))
+    answers = drain(engine)
+    assert answers["short"] == toy_answer(prompt_of(5), 40)
+    assert answers["long"] == toy_answer(prompt, 4)
+    assert runner.largest <= 4097
+    assert_all_returned(engine)
+
+
+@OVERLAP
+def test_one_prompt_asked_many_times_at_once_is_computed_once(is_overlapped):
+    engine, runner = toy_engine(100, is_overlapped=is_overlapped)
+    prompt = prompt_of(41)
+    made = [engine.submit(ask(prompt, str(i), max_new_tokens=5)) for i in range(8)]
+    answers = drain(engine)
+    assert answers == {str(i): toy_answer(prompt, 5) for i in range(8)}
+    assert [active.num_cached for active in made] == [0] + [40] * 7
+    assert runner.num_rows <= 41 + 7 * 1 + 8 * 5
+    assert_all_returned(engine)
+
+
+def test_whoever_waits_for_anothers_prompt_computes_it_when_that_is_cancelled():
+    engine, _ = toy_engine(100, chunked_prefill_size=8)
+    first, second = (engine.submit(ask(prompt_of(41), name, max_new_tokens=2)) for name in "ab")
+    engine.step()
+    assert second.is_held
+    engine.cancel(first)
+    assert drain(engine)["b"] == toy_answer(prompt_of(41), 2)
+    assert_all_returned(engine)
+
+
+def test_prompts_of_different_salts_share_nothing():
+    engine, _ = toy_engine(100)
+    made = [
+        engine.submit(ask(prompt_of(41), salt, salt=salt, max_new_tokens=2)) for salt in ("x", "y")
+    ]
+    drain(engine)
+    assert [active.num_cached for active in made] == [0, 0]
+
+
+def test_on_decode_one_prompt_asked_many_times_is_granted_once():
+    engine, _ = toy_engine(100)
+    first, second = (engine.check(ask(prompt_of(41), name, max_new_tokens=2)) for name in "ab")
+    assert engine.reserve(first)
+    assert not engine.reserve(second)
+    assert second.is_held
+    engine.land(first, first_token=5, seed=0)
+    assert engine.reserve(second)
+    assert (len(first.granted_pages), len(second.granted_pages)) == (0, 1)
+    assert second.num_computed == 40
+
+
+def test_an_answer_that_ends_while_the_next_forward_runs_takes_nothing_back():
+    engine, runner = toy_engine(20, is_overlapped=True, is_prefix_cache_enabled=False)
+    answer = toy_answer(prompt_of(7), 3)
+    assert len(set(answer)) == 3
+    engine.submit(ask(prompt_of(7), max_new_tokens=50, stop_token_ids=[answer[2]]))
+    assert drain(engine)["r"] == answer
+    assert runner.num_rows == 7 + 3  # the third was under way when the stop was read
+    assert_all_returned(engine)
+
+
+@OVERLAP
+def test_penalties_see_the_token_before(is_overlapped):
+    plain, _ = toy_engine(40)
+    plain.submit(ask(prompt_of(6), max_new_tokens=12, frequency_penalty=2.0))
+    expected = drain(plain)["r"]
+    engine, _ = toy_engine(40, is_overlapped=is_overlapped)
+    engine.submit(ask(prompt_of(6), max_new_tokens=12, frequency_penalty=2.0))
+    engine.submit(ask(prompt_of(7), "other", max_new_tokens=12))
+    assert drain(engine)["r"] == expected
+
+
+def test_an_end_of_sequence_is_not_chosen_before_the_minimum_and_then_ends_it():
+    engine, _ = toy_engine(40)
+    bias = {EOS: 100.0}
+    engine.submit(ask(prompt_of(6), max_new_tokens=9, min_new_tokens=3, logit_bias=bias))
+    answer = drain(engine)["r"]
+    assert answer == [*toy_answer(prompt_of(6), 3), EOS]

@@ -1,0 +1,86 @@
+"""A runner without a model: its KV is the tokens themselves, and its answer a digest of what it reads.
+
+A token depends on every token before it, read back through the page table. A page that was given to
+somebody else too early, a wrong position or a stale token changes everything that follows.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine.config import EngineConfig
+from engine.core import Engine
+from engine.forward import ForwardInputs
+from engine.model import ModelShape
+
+VOCAB = 50
+EOS = 1
+
+
+def toy_token(tokens: Sequence[int]) -> int:
+    """Return what follows these tokens."""
+    digest = hashlib.blake2b(np.asarray(tokens, np.int64).tobytes(), digest_size=4).digest()
+    return 2 + int.from_bytes(digest) % (VOCAB - 2)
+
+
+def toy_answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """Return the answer of `num_tokens` tokens to a prompt."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(toy_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class ToyRunner:
+    """Stores tokens in pages and reads them back.
+
+    Attributes:
+        num_rows: Tokens computed so far.
+        largest: Rows of the largest forward.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.pages = np.zeros((num_pages, page_size), np.int64)
+        self.num_rows = self.largest = 0
+
+    def forward(self, inputs: ForwardInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Runner.forward`."""
+        page_size = self.pages.shape[1]
+        ids = inputs.token_ids.copy()
+        late = inputs.sources >= 0
+        if late.any():
+            assert sampled is not None
+            ids[late] = sampled.numpy()[inputs.sources[late]]
+        self.pages[inputs.write_pages(page_size), inputs.positions % page_size] = ids
+        self.num_rows += inputs.num_rows
+        self.largest = max(self.largest, inputs.num_rows)
+        logits = torch.zeros(len(inputs.logit_rows), VOCAB)
+        for i, row in enumerate(inputs.logit_rows):
+            sequence = int(np.searchsorted(inputs.query_starts, row, side="right")) - 1
+            known = self.pages[inputs.page_table[sequence]].ravel()
+            logits[i, toy_token(known[: inputs.positions[row] + 1])] = 9.0
+        return logits
+
+
+def toy_engine(num_pages: int, page_size: int = 4, context_length: int = 1 << 20, **settings):
+    """Return an engine over a toy runner, and the runner."""
+    shape = ModelShape(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=1,
+        vocab_size=VOCAB,
+        context_length=context_length,
+        eos_token_ids=frozenset({EOS}),
+        dtype=torch.float32,
+        kv_dtype=torch.float32,
+        fingerprint="toy",
+    )
+    config = EngineConfig(
+        model_dir="", page_size=page_size, **{"chunked_prefill_size": 16, **settings}
+    )
+    runner = ToyRunner(num_pages, page_size)
+    return Engine(runner, shape, config, num_pages), runner
