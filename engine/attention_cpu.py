@@ -35,7 +35,8 @@ class CpuAttention:
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        numba.set_num_threads(num_threads)
+        if num_threads > 1:
+            numba.set_num_threads(num_threads)
 
     @staticmethod
     def supports(dtype: torch.dtype) -> bool:

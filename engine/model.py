@@ -12,6 +12,7 @@ from transformers.utils import logging as hf_logging
 
 from engine import attention
 from engine.config import EngineConfig
+from engine.fusion import fuse
 from wire.errors import ConfigInvalid
 
 # Bytes at each end of a weights file that enter the fingerprint: enough to tell two fine-tunes apart
@@ -70,7 +71,10 @@ def load_model(config: EngineConfig) -> tuple[torch.nn.Module, ModelShape]:
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigInvalid(f"cannot load the model in {path}: {error}") from error
     model = model.to(config.device).eval().requires_grad_(requires_grad=False)
-    return model, _shape(config, model, hf_config)
+    shape = _shape(config, model, hf_config)
+    if config.tp_size == 1:
+        fuse(model)
+    return model, shape
 
 
 def _build(config: EngineConfig, hf_config: object) -> torch.nn.Module:

@@ -1,0 +1,122 @@
+"""Decoding in one process, measured: the engine against a bare loop in torch, and `generate`.
+
+Each stream has a prompt of 128 tokens and gets 64 more. Only decoding is timed. Rounds alternate
+and medians are compared. Run from the root: `python -m benchmarks.decode`.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.bare_loop import BareLoop
+from benchmarks.engines import ask, make_engine, model_dir
+from benchmarks.verdict import result
+from engine.core import Engine
+
+GOAL_RATIO = 0.9
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser, help included."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.decode",
+        description="Measure decoding against a bare loop in plain torch, in one process.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default=None, help="a Llama; nothing for the embedded model")
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of weights and KV")
+    add("--streams", type=int, nargs="+", default=[1, 8, 32], help="decoded together")
+    add("--threads", type=int, default=1, help="of torch")
+    add("--prompt", type=int, default=128, help="tokens of each prompt")
+    add("--new", type=int, default=64, help="tokens decoded")
+    add("--rounds", type=int, default=5, help="of which the median counts")
+    return parser
+
+
+def engine_round(engine: Engine, prompts: list[list[int]], num_new: int) -> float:
+    """Return the seconds that decoding took, all prompts computed before."""
+    for prompt in prompts:
+        engine.submit(ask(prompt, num_new))
+    while engine.num_waiting or engine._scheduler.prompts:
+        engine.step()
+    begin, num_tokens = time.perf_counter(), 0
+    while engine.has_work:
+        num_tokens += len(engine.step().tokens)
+    return (time.perf_counter() - begin) / num_tokens
+
+
+def bare_round(loop: BareLoop, num_streams: int, num_prompt: int, num_new: int) -> float:
+    """Return the seconds a token takes; the cache holds zeros, which cost the same."""
+    tokens = torch.arange(num_streams)
+    begin = time.perf_counter()
+    for position in range(num_prompt, num_prompt + num_new):
+        tokens = loop.step(tokens, position)
+    return (time.perf_counter() - begin) / (num_streams * num_new)
+
+
+def generate_round(model: torch.nn.Module, prompts: list[list[int]], num_new: int) -> float:
+    """Return the seconds a token of transformers' `generate` takes, its prompt included."""
+    ids = torch.tensor(prompts)
+    begin = time.perf_counter()
+    model.generate(  # type: ignore[operator]
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_new,
+        min_new_tokens=num_new,
+        do_sample=False,
+    )
+    return (time.perf_counter() - begin) / (len(prompts) * num_new)
+
+
+def medians(rounds: int, runs: dict[str, Callable[[], float]]) -> dict[str, float]:
+    """Run all in turn, a round to warm up first; return the median tokens/s of each."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds + 1):
+        for name, run in runs.items():
+            seconds = run()
+            if number:
+                times[name].append(seconds)
+    return {name: 1 / statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    """Run the benchmark."""
+    args = build_parser().parse_args()
+    torch.set_num_threads(args.threads)
+    path: Path = model_dir(args.model)
+    most = max(args.streams)
+    engine = make_engine(path, args.dtype, most * (args.prompt + args.new + 32), chunk=512)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, args.dtype)).eval()
+    rng = random.Random(0)
+    ratios = []
+    print(f"{args.dtype}, {args.threads} threads, prompts of {args.prompt}; tokens/s, medians", flush=True)
+    print(f"{'streams':>8}{'engine':>10}{'bare loop':>12}{'generate':>10}{'to bare':>9}{'to gen.':>9}")
+    for streams in args.streams:
+        prompts = [[rng.randrange(9, 40000) for _ in range(args.prompt)] for _ in range(streams)]
+        loop = BareLoop(plain, streams, args.prompt + args.new)
+        speeds = medians(
+            args.rounds,
+            {
+                "engine": lambda prompts=prompts: engine_round(engine, prompts, args.new),
+                "bare": lambda loop=loop, n=streams: bare_round(loop, n, args.prompt, args.new),
+                "generate": lambda prompts=prompts: generate_round(plain, prompts, args.new),
+            },
+        )
+        ours, bare, generate = speeds["engine"], speeds["bare"], speeds["generate"]
+        ratios.append(ours / bare)
+        print(
+            f"{streams:>8}{ours:>10.1f}{bare:>12.1f}{generate:>10.1f}"
+            f"{ours / bare:>9.2f}{ours / generate:>9.2f}"
+        )
+    print(result("decode_vs_bare_loop", min(ratios), GOAL_RATIO))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""An engine in the benchmark's own process, and the model it is compared with."""
+
+from pathlib import Path
+
+import torch
+
+from engine.attention_backends import choose_backend
+from engine.config import DType, EngineConfig
+from engine.core import Engine
+from engine.model import load_model
+from engine.runner import ModelRunner, make_pool
+from node.checkpoint import resolve_model
+from node.command import default_cache_dir
+from wire.ids import new_request_id
+from wire.messages import GenerateRequest, SamplingParams
+
+
+def model_dir(model: str | None) -> Path:
+    """Return the directory of a model; the embedded one when none is named."""
+    return resolve_model(model, default_cache_dir() / "models")
+
+
+def make_engine(path: Path, dtype: DType, max_total_tokens: int, chunk: int) -> Engine:
+    """Return an engine on this process's torch threads."""
+    config = EngineConfig(
+        model_dir=str(path),
+        dtype=dtype,
+        max_total_tokens=max_total_tokens,
+        chunked_prefill_size=chunk,
+        num_threads=torch.get_num_threads(),
+        is_prefix_cache_enabled=False,
+    )
+    model, shape = load_model(config)
+    num_pages = max_total_tokens // config.page_size
+    pool = make_pool(shape, num_pages, config.page_size, "cpu")
+    return Engine(ModelRunner(model, pool, choose_backend(config, shape)), shape, config, num_pages)
+
+
+def ask(prompt: list[int], num_new: int) -> GenerateRequest:
+    """Return a greedy request of exactly `num_new` tokens."""
+    sampling = SamplingParams(max_new_tokens=num_new, temperature=0, ignore_eos=True)
+    return GenerateRequest(request_id=new_request_id(), prompt_ids=prompt, sampling=sampling)

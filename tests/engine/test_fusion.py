@@ -1,0 +1,52 @@
+"""Fused and packed layers against the layers they replace."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.fusion import fuse
+from tests.tiny_models import CONFIGS, VOCAB_SIZE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", sorted(CONFIGS))
+def test_a_fused_model_computes_what_it_did(kind, dtype, tiny_model):
+    path = tiny_model(kind)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    ids = torch.arange(24).unsqueeze(0) * 7 % VOCAB_SIZE
+    with torch.inference_mode():
+        before = model(input_ids=ids, use_cache=False).logits.float()
+        assert fuse(model) > 0
+        after = model(input_ids=ids, use_cache=False).logits.float()
+    tolerance = 1e-4 if dtype is torch.float32 else 0.1
+    torch.testing.assert_close(after, before, atol=tolerance, rtol=tolerance)
+
+
+def test_no_plain_layer_is_left(tiny_model):
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model("llama")))
+    num_layers = model.config.num_hidden_layers
+    assert fuse(model) == 4 * num_layers + 1  # qkv, o, gate and up, down; the head
+    assert not [module for module in model.modules() if type(module) is nn.Linear]
+
+
+class Odd(nn.Module):
+    """Calls its siblings with different tensors, and in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(8, 5), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.up_proj(x)
+        return torch.cat([self.gate_proj(x + 1), up, self.gate_proj(x), self.up_proj(x * 2)], -1)
+
+
+@torch.inference_mode()
+def test_siblings_that_are_called_in_any_way_are_right():
+    odd = Odd()
+    x = torch.randn(4, 8)
+    before = odd(x)
+    fuse(odd)
+    torch.testing.assert_close(odd(x), before)
+    torch.testing.assert_close(odd(x), before)
