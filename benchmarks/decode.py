@@ -96,8 +96,13 @@ def main() -> None:
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, args.dtype)).eval()
     rng = random.Random(0)
     ratios = []
-    print(f"{args.dtype}, {args.threads} threads, prompts of {args.prompt}; tokens/s, medians", flush=True)
-    print(f"{'streams':>8}{'engine':>10}{'bare loop':>12}{'generate':>10}{'to bare':>9}{'to gen.':>9}")
+    print(
+        f"{args.dtype}, {args.threads} threads, prompts of {args.prompt}; tokens/s, medians",
+        flush=True,
+    )
+    print(
+        f"{'streams':>8}{'engine':>10}{'bare loop':>12}{'generate':>10}{'to bare':>9}{'to gen.':>9}"
+    )
     for streams in args.streams:
         prompts = [[rng.randrange(9, 40000) for _ in range(args.prompt)] for _ in range(streams)]
         loop = BareLoop(plain, streams, args.prompt + args.new)

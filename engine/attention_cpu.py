@@ -7,7 +7,9 @@ through torch: with hundreds of rows a page, copying the keys costs nothing besi
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numba
@@ -19,6 +21,7 @@ from engine.attention_torch import attend_prompts
 
 # Below any score; finite, because with fast-math infinities are undefined.
 _FAR_BELOW = np.float32(-1e30)
+_NO_WINDOW = 1 << 62
 _LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 
 Kernel = Callable[..., None]
@@ -35,8 +38,9 @@ class CpuAttention:
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        if num_threads > 1:
-            numba.set_num_threads(num_threads)
+        # Plain threads and not numba's own: a second pool that spins while torch's computes (and the
+        # other way round) was measured to be ten times slower as soon as a core is shared.
+        self._helpers = ThreadPoolExecutor(max(1, num_threads - 1), "attention")
 
     @staticmethod
     def supports(dtype: torch.dtype) -> bool:
@@ -64,21 +68,40 @@ class CpuAttention:
             head_dim,
             page_size,
             is_bfloat16=batch.kv.dtype is torch.bfloat16,
-            is_parallel=self._num_threads > 1,
         )
         rows = (query.float() * scoring.scale).contiguous()
         out = torch.empty_like(rows)
-        kernel(
-            rows.numpy(),
-            _bits(batch),
-            layer.index,
-            batch.host_page_table,
-            batch.host_kv_lens,
-            np.int64(scoring.window or 1 << 62),
-            np.float32(scoring.softcap or 0.0),
-            out.numpy(),
-        )
+        queries, outs = rows.numpy(), out.numpy()
+
+        def run(part: slice) -> None:
+            kernel(
+                queries[part],
+                _bits(batch),
+                layer.index,
+                batch.host_page_table[part],
+                batch.host_kv_lens[part],
+                scoring.window or _NO_WINDOW,
+                np.float32(scoring.softcap or 0.0),
+                outs[part],
+            )
+
+        first, *others = self._parts(batch)
+        futures = [self._helpers.submit(run, part) for part in others]
+        run(first)
+        for future in futures:
+            future.result()
         return out
+
+    def _parts(self, batch: PagedBatch) -> list[slice]:
+        """Cut the decoding sequences into one run for each thread, of about as many keys each."""
+        found: list[slice] | None = batch.scratch.get("parts")
+        if found is None:
+            ends = np.cumsum(batch.host_kv_lens[: batch.num_decodes])
+            shares = ends[-1] * np.arange(1, self._num_threads) / self._num_threads
+            cuts = np.unique([0, *np.searchsorted(ends, shares), batch.num_decodes])
+            found = [slice(int(a), int(b)) for a, b in pairwise(cuts)]
+            batch.scratch["parts"] = found
+        return found
 
 
 def _bits(batch: PagedBatch) -> Any:
@@ -125,7 +148,6 @@ def _kernel(
     page_size: int,
     *,
     is_bfloat16: bool,
-    is_parallel: bool,
 ) -> Kernel:
     """Compile the kernel for one geometry: with fixed sizes its inner loops become vectors.
 
@@ -147,7 +169,7 @@ def _kernel(
         softcap: Any,
         out: Any,
     ) -> None:
-        for n in numba.prange(len(kv_lens[: len(query)])):
+        for n in range(len(query)):
             sums = np.zeros((num_heads, head_dim), np.float32)
             highest = np.full(num_heads, _FAR_BELOW, np.float32)
             totals = np.zeros(num_heads, np.float32)
@@ -194,7 +216,5 @@ def _kernel(
                 for d in range(head_dim):
                     out[n, head, d] = sums[head, d] / totals[head]
 
-    compiled: Kernel = numba.njit(
-        kernel, fastmath=True, nogil=True, error_model="numpy", parallel=is_parallel
-    )
+    compiled: Kernel = numba.njit(kernel, fastmath=True, nogil=True, error_model="numpy")
     return compiled

@@ -20,7 +20,7 @@ import torch
 from typing_extensions import override
 
 from engine.config import EngineConfig
-from engine.forward import Ints
+from engine.forward import ForwardInputs, Ints
 from engine.inputs import forward_inputs, prompt_rows
 from engine.kv_cache import KVCache
 from engine.launched import ChunkEnd, Launched, LogprobRows, OnHost
@@ -199,6 +199,21 @@ class Engine:
         self._scheduler.slots.last_token[slot] = first_token
         finish = self._accept(active, first_token)
         return Token(active, index, first_token, finish, first_logprobs)
+
+    def warm_up(self) -> None:
+        """Run what is compiled or allocated at its first use. Before the first request."""
+        one = np.zeros(1, np.int64)
+        inputs = ForwardInputs(
+            token_ids=np.zeros(3, np.int64),
+            sources=np.full(3, -1),
+            positions=np.array([0, 0, 1]) % self.cache.page_size,
+            query_starts=np.array([0, 1, 3], np.int32),
+            kv_lens=np.array([1, 2], np.int32),
+            page_table=np.zeros((2, 2), np.int32),  # what it leaves in page 0 is never read
+            num_decodes=1,
+            logit_rows=one,
+        )
+        self._runner.forward(inputs)
 
     # ── what runs ────────────────────────────────────────────────────────────────────────────────
 

@@ -161,9 +161,10 @@ def build_engine(config: NodeConfig, host: RoleHost) -> Engine:
         max_total_tokens=plan.num_pages * plan.page_size,
         pool_bytes=plan.layout.pool_bytes,
     )
-    return Engine(
-        ModelRunner(model, kv, choose_backend(settings, shape)), shape, settings, plan.num_pages
-    )
+    runner = ModelRunner(model, kv, choose_backend(settings, shape))
+    engine = Engine(runner, shape, settings, plan.num_pages)
+    engine.warm_up()
+    return engine
 
 
 def _num_pages(config: NodeConfig, shape: ModelShape) -> int:

@@ -1,0 +1,168 @@
+"""What a step costs beside the device: CPU time of the engine's loop around a forward that is free.
+
+The whole loop of a node is run as it is: inbox, admission, batch, inputs, sampling, hand-out, one
+message for the edge worker. Only the forward is replaced by one that returns the same logits again and
+again, over a vocabulary of 128 tokens, since argmax and sums over a real one are the device's work.
+CPU time of the loop's own thread, medians. Run from the root: `python -m benchmarks.step_overhead`.
+"""
+
+import argparse
+import statistics
+import threading
+import time
+
+import torch
+
+from benchmarks.verdict import result
+from engine.config import EngineConfig
+from engine.core import Engine
+from engine.forward import ForwardInputs
+from engine.model import ModelShape
+from node.colocated import ColocatedRole
+from node.loop import Answers, EngineLoop
+from wire.channel import Inbox, Link, Waker, wait
+from wire.errors import PeerLost
+from wire.ids import Epoch, RequestId
+from wire.messages import (
+    FromEngine,
+    GenerateRequest,
+    Ping,
+    SamplingParams,
+    StartColocated,
+    ToEngine,
+)
+
+VOCAB_SIZE = 128
+PAGE_SIZE = 16
+PROMPT_TOKENS = 16
+# What a step may cost: a hundredth of what a large model on a GPU takes for the same batch.
+GOALS_MS = {64: 0.5, 256: 2.0}
+
+
+class FreeRunner:
+    """A forward that costs nothing."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, most_rows: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._logits = torch.randn(most_rows, VOCAB_SIZE, generator=generator)
+
+    def forward(self, inputs: ForwardInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
+        """Return logits that were there before."""
+        del sampled
+        return self._logits[: len(inputs.logit_rows)]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser, help included."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.step_overhead",
+        description="Measure the CPU time of the engine's loop around a forward that is free.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--batches", type=int, nargs="+", default=[1, 16, 64, 256, 1024], help="running requests")
+    add("--steps", type=int, default=200, help="measured for each; the median counts")
+    return parser
+
+
+def make_engine(batch: int, steps: int) -> Engine:
+    """Return an engine with room for a batch."""
+    pages_each = -(-(PROMPT_TOKENS + 2 * steps) // PAGE_SIZE) + 1
+    shape = ModelShape(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=64,
+        vocab_size=VOCAB_SIZE,
+        context_length=8192,
+        eos_token_ids=frozenset({0}),
+        dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
+        fingerprint="free",
+    )
+    config = EngineConfig(
+        model_dir="",
+        page_size=PAGE_SIZE,
+        max_running_requests=batch,
+        chunked_prefill_size=batch * PROMPT_TOKENS,
+    )
+    return Engine(FreeRunner(batch), shape, config, batch * pages_each)
+
+
+def step_ms(batch: int, steps: int, sampling: SamplingParams) -> float:
+    """Return the median CPU milliseconds of one pass of the loop with `batch` running requests."""
+    inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
+    answers, waker = Answers(inbox, Epoch(1)), Waker()
+    engine = make_engine(batch, steps)
+    loop = EngineLoop(ColocatedRole(engine, answers), inbox, answers, waker, log_interval_s=1e9)
+    done = threading.Event()
+    edge = threading.Thread(target=_edge, args=(inbox.port, batch, sampling, done))
+    edge.start()
+    while engine.num_running < batch or engine.num_waiting:
+        loop.run_once(0.01)
+    times = []
+    for _ in range(steps):
+        begin = time.thread_time()
+        loop.run_once(0.0)
+        times.append(time.thread_time() - begin)
+    assert engine.num_running == batch, "requests ended before the measurement did"
+    done.set()
+    edge.join()
+    inbox.close()
+    return statistics.median(times) * 1000
+
+
+def _edge(port: int, batch: int, sampling: SamplingParams, done: threading.Event) -> None:
+    """Ask for everything, then read what comes until told to stop."""
+    link: Link[FromEngine] = Link(f"tcp://127.0.0.1:{port}", FromEngine)
+    while not _is_sent(link, Ping()):
+        time.sleep(0.01)
+    for i in range(batch):
+        prompt = [1 + (i + j) % (VOCAB_SIZE - 1) for j in range(PROMPT_TOKENS)]
+        request = GenerateRequest(
+            request_id=RequestId(f"request-{i:026d}"), prompt_ids=prompt, sampling=sampling
+        )
+        link.send(StartColocated(request=request))
+    while not done.is_set():
+        wait([link], 0.2)
+        link.send(Ping())
+        while link.receive() is not None:
+            pass
+    link.close()
+
+
+def _is_sent(link: Link[FromEngine], message: Ping) -> bool:
+    try:
+        link.send(message)
+    except PeerLost:  # not connected yet
+        return False
+    return True
+
+
+def main() -> None:
+    """Run the benchmark."""
+    args = build_parser().parse_args()
+    torch.set_num_threads(1)
+    num_new = 2 * args.steps
+    kinds = {
+        "greedy": SamplingParams(temperature=0, max_new_tokens=num_new, ignore_eos=True),
+        "sampled": SamplingParams(
+            temperature=0.8, top_p=0.95, seed=1, max_new_tokens=num_new, ignore_eos=True
+        ),
+    }
+    print("CPU milliseconds of one step beside the forward, medians")
+    print(f"{'requests':>9}" + "".join(f"{name:>10}" for name in kinds))
+    found: dict[int, float] = {}
+    for batch in args.batches:
+        times = [step_ms(batch, args.steps, sampling) for sampling in kinds.values()]
+        found[batch] = times[0]
+        print(f"{batch:>9}" + "".join(f"{ms:>10.3f}" for ms in times), flush=True)
+    for batch, goal in GOALS_MS.items():
+        if batch in found:
+            name = f"step_overhead_at_{batch}"
+            print(result(name, found[batch], goal, "ms", is_lower_better=True))
+
+
+if __name__ == "__main__":
+    main()
