@@ -1,0 +1,195 @@
+"""Which token may come next: the state of each request's grammar and the masks of a batch.
+
+How a grammar goes with the other rules on ends:
+
+- End-of-sequence ids are allowed exactly where the text may end. One ends the grammar; after it only
+  they are allowed, so that `ignore_eos` adds nothing but them until the length runs out.
+- `stop_token_ids` outside of the grammar are never chosen; inside they end the generation early.
+- `min_new_tokens` bans ends only while the grammar leaves another choice (`leaves_only` tells):
+  where it does not, the grammar wins and the answer is shorter.
+- A state that no token of the vocabulary continues counts as the grammar's end.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+import xgrammar
+
+from wire.errors import EngineFailed
+
+
+class GrammarViolated(EngineFailed):
+    """A token came that the grammar does not allow: a bug, or another node's grammar differs."""
+
+    code = "grammar_violated"
+    is_retryable = False
+
+    def __init__(self, token_id: int, index: int) -> None:
+        super().__init__(f"token {token_id} at index {index} is not allowed by the grammar")
+        self.token_id, self.index = token_id, index
+
+
+class GrammarState:
+    """How far one request's text is in its grammar.
+
+    Args:
+        compiled: May be shared by any number of states.
+        sent: Token ids already generated, by whichever node and attempt.
+
+    Raises:
+        GrammarViolated: `sent` does not follow the grammar.
+    """
+
+    def __init__(self, compiled: xgrammar.CompiledGrammar, sent: Iterable[int] = ()) -> None:
+        self.matcher = xgrammar.GrammarMatcher(compiled)
+        self._vocab_size = compiled.tokenizer_info.vocab_size
+        self._eos_token_ids = frozenset(self.matcher.stop_token_ids)
+        self._num_accepted = 0
+        self._is_dead_end = False
+        self.is_terminated = False  # an end of sequence was accepted
+        for token in sent:
+            self.accept(token)
+
+    def accept(self, token_id: int) -> None:
+        """Go on by one token. Not while a `Pending` that began with this state is unwaited.
+
+        Raises:
+            GrammarViolated: The token is not allowed here.
+        """
+        if token_id in self._eos_token_ids:
+            is_allowed = self.is_terminated or self.is_complete
+            self.is_terminated = self.is_terminated or is_allowed
+        else:
+            is_allowed = not self.is_terminated and self.matcher.accept_token(token_id)
+        if not is_allowed:
+            raise GrammarViolated(token_id, self._num_accepted)
+        self._num_accepted += 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text so far may be the whole."""
+        if not self._is_dead_end and not self.matcher.is_completed():
+            # Nobody may have asked for the mask, in a replay.
+            self.fill(xgrammar.allocate_token_bitmask(1, self._vocab_size), 0)
+        return self._is_dead_end or self.matcher.is_completed()
+
+    def fill(self, masks: torch.Tensor, row: int) -> None:
+        """Write which tokens are allowed next into one row of `masks`, int32 on the CPU."""
+        if not self.is_terminated:
+            self.matcher.fill_next_token_bitmask(masks, row)
+        _clear_tail(masks[row : row + 1], self._vocab_size)
+        self.settle(masks[row])
+
+    def settle(self, mask: torch.Tensor) -> None:
+        """Let a row allow only ends of sequence where nothing else can be allowed.
+
+        Args:
+            mask: As the matcher filled it, shape (ceil(vocab_size / 32),); any if terminated.
+        """
+        if not self.is_terminated:
+            if mask.any():
+                return
+            self._is_dead_end = True
+        mask.zero_()
+        for token in self._eos_token_ids:
+            _bytes_of(mask)[token >> 3] |= 1 << (token & 7)
+
+
+class Pending:
+    """Masks that a thread fills."""
+
+    def __init__(self, future: Future[torch.Tensor] | None) -> None:
+        self._future = future
+
+    def wait(self) -> torch.Tensor | None:
+        """Return the masks once they are filled.
+
+        Returns:
+            int32 on the CPU, shape (num_rows, ceil(vocab_size / 32)), bit i of a row for token i;
+            None when no row has a grammar.
+        """
+        return None if self._future is None else self._future.result()
+
+
+class GrammarMasks:
+    """Fills the masks of a batch in a thread of its own, while the forward runs.
+
+    Args:
+        vocab_size: Width of the logits.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        # One call fills the whole batch in the library's threads: a call for each row would have
+        # to get the interpreter's lock back as often.
+        self._library = xgrammar.BatchGrammarMatcher()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
+
+    def begin(self, states: Sequence[GrammarState | None]) -> Pending:
+        """Start filling one row for each state; None allows every token.
+
+        The states must not change before `Pending.wait` returned.
+        """
+        if not any(state is not None for state in states):
+            return Pending(None)
+        return Pending(self._thread.submit(self._fill, list(states)))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
+    def _fill(self, states: list[GrammarState | None]) -> torch.Tensor:
+        masks = xgrammar.allocate_token_bitmask(len(states), self._vocab_size)
+        rows = [(row, state) for row, state in enumerate(states) if state is not None]
+        live = [(row, state) for row, state in rows if not state.is_terminated]
+        if live:
+            self._library.batch_fill_next_token_bitmask(
+                [state.matcher for _, state in live], masks, [row for row, _ in live]
+            )
+        _clear_tail(masks, self._vocab_size)
+        is_empty = (masks == 0).all(dim=1).tolist()
+        for row, state in rows:
+            if state.is_terminated or is_empty[row]:
+                state.settle(masks[row])
+        return masks
+
+
+def apply_masks(logits: torch.Tensor, masks: torch.Tensor) -> None:
+    """Set the logits of forbidden tokens to minus infinity, in place and on their device.
+
+    Args:
+        logits: Shape (num_rows, vocab_size).
+        masks: From `Pending.wait`, for the same rows.
+    """
+    # Bytes instead of words: a quarter of the memory while the bits are spread out.
+    packed = masks.to(logits.device, non_blocking=True).view(torch.uint8)
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
+    forbidden = (packed.unsqueeze(-1) & bits) == 0  # (num_rows, 4 * num_words, 8)
+    logits.masked_fill_(forbidden.flatten(1)[:, : logits.shape[1]], float("-inf"))
+
+
+def leaves_only(masks: torch.Tensor, row: int, token_ids: Collection[int]) -> bool:
+    """Return whether a row allows none but these tokens, so that a ban on them must not be.
+
+    Args:
+        masks: From `Pending.wait`, on the CPU.
+        token_ids: Those outside of the vocabulary count for nothing.
+    """
+    left = _bytes_of(masks[row]).copy()
+    for token in token_ids:
+        if 0 <= token < 8 * len(left):
+            left[token >> 3] &= 0xFF ^ (1 << (token & 7))
+    return not left.any()
+
+
+def _clear_tail(masks: torch.Tensor, vocab_size: int) -> None:
+    """Clear the bits past the vocabulary; the library leaves them as they were."""
+    if vocab_size % 32:
+        masks[:, -1] &= (1 << vocab_size % 32) - 1
+
+
+def _bytes_of(mask: torch.Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    """Return a row's bytes, sharing its memory; bit i of the row is bit i % 8 of byte i // 8."""
+    return mask.numpy().view(np.uint8)

@@ -1,0 +1,466 @@
+import json
+import random
+import re
+import threading
+
+import numpy as np
+import pytest
+import torch
+import xgrammar
+
+from engine.grammar import GrammarMasks, GrammarState, GrammarViolated, apply_masks, leaves_only
+from engine.grammar_compiler import GrammarCompiler, compile_text
+from wire.errors import EngineFailed, InvalidRequest, Overloaded
+from wire.messages import Grammar
+
+# Wider than the embedded model's 49152 and no multiple of 32, as padded embeddings are.
+VOCAB_SIZE = 49_163
+EOS = 2  # <|im_end|>
+
+BYTES_EOS = 256  # of the vocabulary of single bytes
+BYTES_VOCAB_SIZE = 301
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "mood": {"enum": ["gut", "schlecht", "größer", "日本"]},
+    },
+    "required": ["name", "age", "mood"],
+    "additionalProperties": False,
+}
+POINTS = {
+    "type": "array",
+    "items": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]},
+    "minItems": 1,
+    "maxItems": 3,
+}
+DATE = r"\d{4}-(0[1-9]|1[0-2])-[0-3]\d"
+ACCENTS = "[a-zäöüé日本🙂]{3,12}"
+SUM = 'root ::= term ("+" term){0,4}\nterm ::= "(" root ")" | [0-9]{1,3}'
+
+
+def schema(value) -> Grammar:
+    return Grammar(kind="json_schema", text=json.dumps(value))
+
+
+def regex(text: str) -> Grammar:
+    return Grammar(kind="regex", text=text)
+
+
+def ebnf(text: str) -> Grammar:
+    return Grammar(kind="ebnf", text=text)
+
+
+@pytest.fixture(scope="module")
+def compiler(embedded_model):
+    compiler = GrammarCompiler(embedded_model, VOCAB_SIZE, frozenset({EOS}), time_limit_s=300)
+    yield compiler
+    compiler.close()
+
+
+@pytest.fixture(scope="module")
+def token_bytes(compiler) -> list[bytes]:
+    compiled = compiler.compile(Grammar(kind="json_object")).result()
+    return compiled.tokenizer_info.decoded_vocab
+
+
+@pytest.fixture(scope="module")
+def byte_library() -> xgrammar.GrammarCompiler:
+    """A vocabulary of the 256 bytes, an end and padding: no token holds a whole accented letter."""
+    tokens = [bytes([byte]) for byte in range(256)] + [b""]
+    info = xgrammar.TokenizerInfo(tokens, vocab_size=BYTES_VOCAB_SIZE, stop_token_ids=[BYTES_EOS])
+    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+@pytest.fixture
+def masks_of():
+    made: list[GrammarMasks] = []
+
+    def fill(states, vocab_size=VOCAB_SIZE):
+        if not made:
+            made.append(GrammarMasks(vocab_size))
+        return made[0].begin(states).wait()
+
+    yield fill
+    for maker in made:
+        maker.close()
+
+
+def allowed_ids(state: GrammarState, vocab_size: int = VOCAB_SIZE) -> list[int]:
+    masks = xgrammar.allocate_token_bitmask(1, vocab_size)
+    state.fill(masks, 0)
+    bits = np.unpackbits(masks[0].numpy().view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits).tolist()
+
+
+# What leads out of a text that random choices would make ever longer.
+CLOSING = {b'"', b"}", b"]", b'"}', b")", b":", b"0", b'"":'}
+
+
+def generate(compiled, token_bytes, seed: int, eos: int, vocab_size: int) -> tuple[bytes, list]:
+    """Draw uniformly from what is allowed until the end; after 30 tokens, hurry."""
+    rng, state, text, ids = random.Random(seed), GrammarState(compiled), b"", []
+    while not state.is_terminated:
+        allowed = allowed_ids(state, vocab_size)
+        assert len(ids) < 1000, text
+        if len(ids) > 30:
+            closing = [t for t in allowed if t == eos or token_bytes[t] in CLOSING]
+            allowed = [eos] if eos in closing else closing or allowed
+        token = rng.choice(allowed)
+        state.accept(token)
+        ids.append(token)
+        text += b"" if token == eos else token_bytes[token]
+    return text, ids
+
+
+def is_person(text: str) -> bool:
+    value = json.loads(text)
+    return (
+        set(value) == {"name", "age", "mood"}
+        and len(value["name"]) <= 20
+        and 0 <= value["age"] <= 150
+        and value["mood"] in PERSON["properties"]["mood"]["enum"]
+    )
+
+
+def is_points(text: str) -> bool:
+    value = json.loads(text)
+    return 1 <= len(value) <= 3 and all(set(point) == {"x"} for point in value)
+
+
+def is_sum(text: str) -> bool:
+    while (shorter := re.sub(r"\(\d+(\+\d+)*\)", "1", text)) != text:
+        text = shorter
+    return re.fullmatch(r"\d{1,3}(\+\d{1,3}){0,4}", text) is not None
+
+
+CASES = {
+    "person": (schema(PERSON), is_person),
+    "points": (schema(POINTS), is_points),
+    "any object": (Grammar(kind="json_object"), lambda text: type(json.loads(text)) is dict),
+    "date": (regex(DATE), lambda text: re.fullmatch(DATE, text)),
+    "accents": (regex(ACCENTS), lambda text: re.fullmatch(ACCENTS, text)),
+    "sum": (ebnf(SUM), is_sum),
+}
+
+
+# ── what is generated ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_whatever_is_drawn_from_the_masks_follows_the_grammar(case, compiler, token_bytes):
+    grammar, holds = CASES[case]
+    compiled = compiler.compile(grammar).result()
+    for seed in range(50):
+        text, _ = generate(compiled, token_bytes, seed, EOS, VOCAB_SIZE)
+        assert holds(text.decode()), text
+
+
+@pytest.mark.parametrize("case", ["person", "accents"])
+def test_tokens_of_single_bytes_make_whole_characters(case, byte_library):
+    grammar, holds = CASES[case]
+    compiled = compile_text(byte_library, grammar)
+    tokens = [bytes([byte]) for byte in range(256)]
+    texts = [generate(compiled, tokens, s, BYTES_EOS, BYTES_VOCAB_SIZE)[0] for s in range(50)]
+    assert all(holds(text.decode()) for text in texts)
+    assert any(byte > 0x7F for byte in b"".join(texts))
+
+
+def test_no_grammar_allows_special_tokens(compiler, token_bytes):
+    state = GrammarState(compiler.compile(regex("[^x]*")).result())
+    allowed = set(allowed_ids(state))
+    assert EOS in allowed
+    assert allowed.isdisjoint({0, 1, *range(3, 17)})  # <|im_start|> and its like
+    assert max(allowed) < 49_152  # padding of the logits
+
+
+def test_a_bounded_string_may_hold_escapes_and_no_control_character(byte_library):
+    bounded = {"type": "string", "minLength": 2, "maxLength": 3}
+    compiled = compile_text(byte_library, schema(bounded))
+    assert GrammarState(compiled, rb'"a\n\u00e9"').is_complete
+    assert not set(range(0x20)) & set(allowed_ids(GrammarState(compiled, b'"a'), BYTES_VOCAB_SIZE))
+    with pytest.raises(GrammarViolated):
+        GrammarState(compiled, b'"abcd')
+
+
+def test_a_word_of_the_schema_that_looks_like_a_rule_stays_as_it_is(byte_library):
+    word = 'größe \\xdfe ÿ0\nx ::= (([^\\"\\\\\\r\\n]))\nb'
+    value = {"type": "array", "prefixItems": [{"const": word}, {"type": "string", "maxLength": 2}]}
+    compiled = compile_text(byte_library, schema(value))
+    assert GrammarState(compiled, json.dumps([word, "ab"], ensure_ascii=False).encode()).is_complete
+
+
+def test_a_bounded_string_leaves_the_rest_of_a_schema_as_it_was(byte_library):
+    rest = {
+        "code": {"type": "string", "pattern": r"^[a-z]+\w\.é[^b]$"},
+        "mail": {"type": "string", "format": "email"},
+        "any": {},
+        "map": {"type": "object", "patternProperties": {"^ß\\d": {"type": "number"}}},
+        "tree": {"$ref": "#/$defs/tree"},
+    }
+    tree = {"type": "object", "properties": {"next": {"$ref": "#/$defs/tree"}}}
+    short = {"type": "string", "maxLength": 2}
+    value = {
+        "$defs": {"tree": tree},
+        "type": "object",
+        "properties": {"short": short} | rest,
+        "required": ["short", *rest],
+    }
+    answer = {
+        "short": "ab",
+        "code": "abc.éx",
+        "mail": "a.b@c.de",
+        "any": [{"ö": "\n"}, 1.5e3, None],
+        "map": {"ß1": 2},
+        "tree": {"next": {"next": {}}},
+    }
+    compiled = compile_text(byte_library, schema(value))
+    text = json.dumps(answer, ensure_ascii=False).encode()
+    assert GrammarState(compiled, text).is_complete
+    with pytest.raises(GrammarViolated):
+        GrammarState(compiled, text.replace(b'"ab"', b'"abc"'))
+
+
+# ── one request ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_end_is_allowed_exactly_where_the_text_may_end(byte_library):
+    state = GrammarState(compile_text(byte_library, regex("ab?")))
+    assert allowed_ids(state, BYTES_VOCAB_SIZE) == [ord("a")]
+    state.accept(ord("a"))
+    assert allowed_ids(state, BYTES_VOCAB_SIZE) == [ord("b"), BYTES_EOS]
+    state.accept(ord("b"))
+    assert allowed_ids(state, BYTES_VOCAB_SIZE) == [BYTES_EOS]
+    assert not state.is_terminated
+
+
+def test_after_the_end_only_ends_are_allowed(byte_library):
+    state = GrammarState(compile_text(byte_library, regex("ab?")), [ord("a"), BYTES_EOS])
+    assert state.is_terminated
+    state.accept(BYTES_EOS)  # ignore_eos goes on
+    assert allowed_ids(state, BYTES_VOCAB_SIZE) == [BYTES_EOS]
+    with pytest.raises(GrammarViolated):
+        state.accept(ord("b"))
+
+
+@pytest.mark.parametrize("token", [ord("x"), BYTES_EOS, 300, 10**6, -1])
+def test_a_token_outside_of_the_grammar_is_named(token, byte_library):
+    state = GrammarState(compile_text(byte_library, regex("abc")), b"a")
+    with pytest.raises(GrammarViolated, match=f"token {token} at index 1 "):
+        state.accept(token)
+    assert allowed_ids(state, BYTES_VOCAB_SIZE) == [ord("b")]
+
+
+def test_replay_of_sent_tokens_gives_the_same_masks(compiler, token_bytes):
+    compiled = compiler.compile(schema(PERSON)).result()
+    _, ids = generate(compiled, token_bytes, 7, EOS, VOCAB_SIZE)
+    original = GrammarState(compiled)
+    for length, token in enumerate(ids):
+        replayed = GrammarState(compiled, ids[:length])
+        assert allowed_ids(replayed) == allowed_ids(original)
+        original.accept(token)
+    assert GrammarState(compiled, ids).is_terminated
+
+
+def test_a_state_that_no_token_continues_ends_the_text():
+    info = xgrammar.TokenizerInfo([b"a", b""], vocab_size=33, stop_token_ids=[1])
+    library = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    compiled = compile_text(library, regex("ab"))  # nothing in this vocabulary writes a b
+    state = GrammarState(compiled, [0])
+    assert allowed_ids(state, 33) == [1]
+    state.accept(1)
+    assert state.is_terminated
+    assert GrammarState(compiled, [0, 1]).is_terminated
+
+
+# ── a batch ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_batch_has_the_masks_of_its_rows(compiler, masks_of):
+    date = compiler.compile(regex(DATE)).result()
+    person = compiler.compile(schema(PERSON)).result()
+    ended = GrammarState(compiler.compile(regex("a?")).result(), [EOS])
+    states = [GrammarState(date), None, GrammarState(person), ended]
+    masks = masks_of(states)
+    assert masks.shape == (4, -(-VOCAB_SIZE // 32))
+    assert masks.dtype == torch.int32
+    logits = torch.zeros(4, VOCAB_SIZE)
+    apply_masks(logits, masks)
+    for row, state in enumerate(states):
+        expected = list(range(VOCAB_SIZE)) if state is None else allowed_ids(state)
+        assert logits[row].isfinite().nonzero().flatten().tolist() == expected
+
+
+def test_a_batch_without_grammars_has_no_masks(masks_of):
+    assert masks_of([None, None]) is None
+    assert masks_of([]) is None
+
+
+@pytest.mark.parametrize("vocab_size", [32, 33, 63, 95])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_keep_allowed_logits_as_they_are(vocab_size, dtype):
+    wanted = torch.rand(3, vocab_size) < 0.5
+    wanted[:, vocab_size - 1] = True
+    bits = torch.zeros(3, -(-vocab_size // 32) * 32, dtype=torch.int64)
+    bits[:, :vocab_size] = wanted
+    words = (bits.view(3, -1, 32) << torch.arange(32)).sum(-1)
+    logits = torch.randn(3, vocab_size).to(dtype)
+    masked = logits.clone()
+    apply_masks(masked, words.to(torch.int32))
+    assert torch.equal(masked, logits.masked_fill(~wanted, float("-inf")))
+
+
+def test_it_is_told_where_only_ends_are_left(byte_library, masks_of):
+    compiled = compile_text(byte_library, regex("ab?"))
+    starts = [
+        None,
+        GrammarState(compiled),
+        GrammarState(compiled, b"a"),
+        GrammarState(compiled, b"ab"),
+    ]
+    masks = masks_of(starts, BYTES_VOCAB_SIZE)
+    banned = {BYTES_EOS, -1, 10**6}
+    assert [leaves_only(masks, row, banned) for row in range(4)] == [False, False, False, True]
+    assert leaves_only(masks, 2, {BYTES_EOS, ord("b")})
+    assert leaves_only(masks, 0, range(BYTES_VOCAB_SIZE))
+
+
+# ── compilation ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (Grammar(kind="json_schema", text="{"), "JSON schema is not valid JSON"),
+        (schema([1]), "object or bool"),
+        (schema({"type": "strin"}), 'cannot be used: Unsupported type "strin"'),
+        (schema({"type": "string", "pattern": "("}), "parenthesis is not closed"),
+        (schema({"enum": []}), "must not be empty"),
+        (Grammar(kind="json_schema", text='{"items":' * 200 + "[[[" * 50), "nests deeper"),
+        (regex("a" * 300_000), "larger than 256 KiB"),
+        (regex("[a"), "regular expression cannot be used: Regex parsing error at position 3"),
+        (regex(r"(a)\1"), "Backreference"),
+        (regex("a{5,2}"), "Lower bound is larger"),
+        (ebnf("root ::= bar"), 'EBNF grammar cannot be used: .*Rule "bar" is not defined'),
+        (ebnf('other ::= "a"'), 'root rule with name "root"'),
+        (ebnf("root ::= root"), "allows nothing that the model can write"),
+    ],
+)
+def test_a_bad_grammar_is_refused_in_words(grammar, words, compiler):
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        compiler.compile(grammar).result()
+    assert "/project" not in str(caught.value)
+
+
+def test_equal_grammars_share_one_compilation(compiler):
+    first = compiler.compile(schema(POINTS))
+    assert compiler.compile(schema(POINTS)) is first  # done or not
+    first.result()
+    assert compiler.compile(schema(POINTS)) is first
+    assert not first.cancel()
+
+
+class Gate:
+    """Compiles at once, except grammars whose text begins with "slow": these wait for `open`."""
+
+    def __init__(self):
+        self.is_open = threading.Event()
+        self.calls: list[str] = []
+
+    def __call__(self, library, grammar):
+        self.calls.append(grammar.text)
+        if grammar.text.startswith("slow"):
+            assert self.is_open.wait(60)
+        return compile_text(library, grammar)
+
+
+@pytest.fixture
+def gated(embedded_model):
+    made = []
+
+    def make(time_limit_s=300.0):
+        gate = Gate()
+        compiler = GrammarCompiler(
+            embedded_model,
+            VOCAB_SIZE,
+            frozenset({EOS}),
+            time_limit_s=time_limit_s,
+            compile_with=gate,
+        )
+        made.append((gate, compiler))
+        return gate, compiler
+
+    yield make
+    for gate, compiler in made:
+        gate.is_open.set()
+        compiler.close()
+
+
+def test_a_slow_grammar_delays_neither_the_caller_nor_another_grammar(gated):
+    gate, compiler = gated()
+    slow = compiler.compile(regex("slow"))
+    assert compiler.compile(regex("slow")) is slow  # under way
+    assert compiler.compile(regex("fast")).result()
+    assert not slow.done()
+    gate.is_open.set()
+    assert slow.result()
+    assert sorted(gate.calls) == ["fast", "slow"]
+
+
+def test_a_grammar_past_the_time_limit_is_refused_and_kept_if_it_compiles_after_all(gated):
+    gate, compiler = gated(time_limit_s=0.05)
+    with pytest.raises(InvalidRequest, match="too complex"):
+        compiler.compile(regex("slow")).result()
+    with pytest.raises(InvalidRequest, match="too complex"):
+        compiler.compile(regex("slow")).result()
+    assert gate.calls == ["slow"]
+    gate.is_open.set()
+    while compiler.compile(regex("slow")).exception() is not None:
+        gate.is_open.wait()
+    assert gate.calls == ["slow"]
+
+
+def test_when_every_worker_is_late_new_grammars_are_refused_until_one_is_done(gated):
+    gate, compiler = gated(time_limit_s=0.05)
+    for number in range(4):
+        with pytest.raises(InvalidRequest, match="too complex"):
+            compiler.compile(regex(f"slow{number}")).result()
+    with pytest.raises(Overloaded):
+        compiler.compile(regex("fast")).result()
+    gate.is_open.set()
+    while isinstance(compiler.compile(regex("fast")).exception(), Overloaded):
+        gate.is_open.wait()
+    assert "fast" in gate.calls
+
+
+def test_a_failure_of_ours_is_told_and_not_remembered(gated, monkeypatch):
+    gate, compiler = gated()
+    gate.calls = None  # type: ignore[assignment]
+    with pytest.raises(EngineFailed, match="AttributeError"):
+        compiler.compile(regex("a")).result()
+    gate.calls = []
+    assert compiler.compile(regex("a")).result()
+
+
+def test_structured_output_needs_a_tokenizer(tmp_path):
+    compiler = GrammarCompiler(tmp_path, VOCAB_SIZE, frozenset({EOS}))
+    with pytest.raises(InvalidRequest, match=r"no tokenizer\.json"):
+        compiler.compile(regex("a")).result()
+    compiler.close()
+
+
+def test_structured_output_needs_an_end_of_sequence(embedded_model):
+    compiler = GrammarCompiler(embedded_model, VOCAB_SIZE, frozenset({VOCAB_SIZE}))
+    with pytest.raises(InvalidRequest, match="end-of-sequence"):
+        compiler.compile(regex("a")).result()
+    compiler.close()
+
+
+def test_a_tokenizer_that_cannot_be_read_is_our_failure(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    compiler = GrammarCompiler(tmp_path, VOCAB_SIZE, frozenset({EOS}))
+    with pytest.raises(EngineFailed, match=r"tokenizer\.json cannot be read"):
+        compiler.compile(regex("a")).result()
+    compiler.close()
