@@ -5,6 +5,7 @@ all streams is one dense tensor. No pages, no requests, no sampling but argmax.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -27,14 +28,14 @@ class BareLoop:
         model: A LlamaForCausalLM, as transformers loads it.
     """
 
-    def __init__(self, model: torch.nn.Module, num_streams: int, max_tokens: int) -> None:
+    def __init__(self, model: Any, num_streams: int, max_tokens: int) -> None:
         config = model.config
         self._eps = config.rms_norm_eps
         self._num_heads, self._num_kv = config.num_attention_heads, config.num_key_value_heads
         self._dim = config.hidden_size // self._num_heads
-        self._layers = [_layer(layer) for layer in model.model.layers]  # type: ignore[union-attr]
-        self._embed = model.model.embed_tokens.weight  # type: ignore[union-attr]
-        self._norm = model.model.norm.weight  # type: ignore[union-attr]
+        self._layers = [_layer(layer) for layer in model.model.layers]
+        self._embed = model.model.embed_tokens.weight
+        self._norm = model.model.norm.weight
         dtype = self._embed.dtype
         shape = (len(self._layers), num_streams, self._num_kv, max_tokens, self._dim)
         self._keys, self._values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
@@ -50,7 +51,7 @@ class BareLoop:
         num_q, num_k = self._num_heads * self._dim, self._num_kv * self._dim
         for index, layer in enumerate(self._layers):
             qkv = functional.linear(self._normed(x, layer.input_norm), layer.qkv)
-            q, k, v = qkv.split([num_q, num_k, num_k], dim=-1)
+            q, k, v = torch.split(qkv, [num_q, num_k, num_k], dim=-1)
             keys, values = self._keys[index], self._values[index]
             keys[:, :, position] = self._rotated(k.view(-1, self._num_kv, self._dim), position)
             values[:, :, position] = v.view(-1, self._num_kv, self._dim)
@@ -73,15 +74,15 @@ class BareLoop:
         return x * self._cos[position] + torch.cat([-right, left], -1) * self._sin[position]
 
 
-def _layer(layer: torch.nn.Module) -> _Layer:
+def _layer(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)  # type: ignore[union-attr]
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     with torch.inference_mode():
         return _Layer(
-            input_norm=layer.input_layernorm.weight,  # type: ignore[union-attr,arg-type]
-            qkv=torch.cat([linear.weight for linear in projections]),  # type: ignore[union-attr,misc]
-            out=attention.o_proj.weight,  # type: ignore[union-attr,arg-type]
-            post_norm=layer.post_attention_layernorm.weight,  # type: ignore[union-attr,arg-type]
-            gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),  # type: ignore[union-attr,list-item]
-            down=mlp.down_proj.weight,  # type: ignore[union-attr,arg-type]
+            input_norm=layer.input_layernorm.weight,
+            qkv=torch.cat([linear.weight for linear in projections]),
+            out=attention.o_proj.weight,
+            post_norm=layer.post_attention_layernorm.weight,
+            gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+            down=mlp.down_proj.weight,
         )

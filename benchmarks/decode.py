@@ -1,6 +1,6 @@
 """Decoding in one process, measured: the engine against a bare loop in torch, and `generate`.
 
-Each stream has a prompt of 128 tokens and gets 64 more. Only decoding is timed. Rounds alternate
+Each stream has a prompt of 128 tokens and gets 32 more. Only decoding is timed. Rounds alternate
 and medians are compared. Run from the root: `python -m benchmarks.decode`.
 """
 
@@ -9,7 +9,9 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -35,8 +37,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--streams", type=int, nargs="+", default=[1, 8, 32], help="decoded together")
     add("--threads", type=int, default=1, help="of torch")
     add("--prompt", type=int, default=128, help="tokens of each prompt")
-    add("--new", type=int, default=64, help="tokens decoded")
-    add("--rounds", type=int, default=5, help="of which the median counts")
+    add("--new", type=int, default=32, help="tokens decoded")
+    add("--rounds", type=int, default=3, help="of which the median counts")
     return parser
 
 
@@ -44,7 +46,7 @@ def engine_round(engine: Engine, prompts: list[list[int]], num_new: int) -> floa
     """Return the seconds that decoding took, all prompts computed before."""
     for prompt in prompts:
         engine.submit(ask(prompt, num_new))
-    while engine.num_waiting or engine._scheduler.prompts:
+    while engine.num_waiting or engine.num_prompts:
         engine.step()
     begin, num_tokens = time.perf_counter(), 0
     while engine.has_work:
@@ -61,11 +63,11 @@ def bare_round(loop: BareLoop, num_streams: int, num_prompt: int, num_new: int) 
     return (time.perf_counter() - begin) / (num_streams * num_new)
 
 
-def generate_round(model: torch.nn.Module, prompts: list[list[int]], num_new: int) -> float:
+def generate_round(model: Any, prompts: list[list[int]], num_new: int) -> float:
     """Return the seconds a token of transformers' `generate` takes, its prompt included."""
     ids = torch.tensor(prompts)
     begin = time.perf_counter()
-    model.generate(  # type: ignore[operator]
+    model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=num_new,
@@ -109,9 +111,9 @@ def main() -> None:
         speeds = medians(
             args.rounds,
             {
-                "engine": lambda prompts=prompts: engine_round(engine, prompts, args.new),
-                "bare": lambda loop=loop, n=streams: bare_round(loop, n, args.prompt, args.new),
-                "generate": lambda prompts=prompts: generate_round(plain, prompts, args.new),
+                "engine": partial(engine_round, engine, prompts, args.new),
+                "bare": partial(bare_round, loop, streams, args.prompt, args.new),
+                "generate": partial(generate_round, plain, prompts, args.new),
             },
         )
         ours, bare, generate = speeds["engine"], speeds["bare"], speeds["generate"]

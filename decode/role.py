@@ -10,6 +10,7 @@
 from dataclasses import dataclass
 
 from engine.core import Engine, Token
+from engine.grammar import GrammarViolated
 from engine.request import ActiveRequest, Stage
 from engine.waiting import Line
 from kvtransfer.events import Failed, Landed, Lost
@@ -113,7 +114,10 @@ class DecodeRole:
 
     def step(self) -> None:
         """See `Role.step`."""
-        for token in self._engine.step().tokens:
+        result = self._engine.step()
+        for failure in result.failures:
+            self._fail(self._by_active.pop(failure.request), failure.error)
+        for token in result.tokens:
             self._answer(self._by_active[token.request], token)
 
     def fail_all(self, error: TandemError) -> None:
@@ -158,9 +162,15 @@ class DecodeRole:
         for half in list(self._reserving):
             if len(self._granted) + self._engine.num_running >= self._max_running:
                 return
-            if not self._engine.reserve(half.active):
-                if half.active.is_held:
-                    continue  # another brings its prompt
+            try:
+                is_reserved = self._engine.reserve(half.active)
+            except TandemError as error:
+                self._reserving.remove(half)
+                self._fail(half, error)
+                continue
+            if not is_reserved:
+                if half.active.is_held or half.active.compiling is not None:
+                    continue  # another brings its prompt, or its grammar is being compiled
                 return
             self._reserving.remove(half)
             self._granted[half.message.room] = half
@@ -175,8 +185,16 @@ class DecodeRole:
     def _landed(self, half: _Half, event: Landed) -> None:
         del self._granted[event.room]
         self._by_active[half.active] = half
-        token = self._engine.land(half.active, event.first_token, event.seed, event.first_logprobs)
-        self._answer(half, token)
+        try:
+            token = self._engine.land(
+                half.active, event.first_token, event.seed, event.first_logprobs
+            )
+        except GrammarViolated as error:
+            del self._by_active[half.active]
+            self._engine.cancel(half.active)
+            self._fail(half, error)
+        else:
+            self._answer(half, token)
 
     def _answer(self, half: _Half, token: Token) -> None:
         self._answers.token(

@@ -11,7 +11,7 @@ once pushed) or `reclaim` (decode, once no write can arrive).
 
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -21,6 +21,8 @@ from typing_extensions import override
 
 from engine.config import EngineConfig
 from engine.forward import ForwardInputs, Ints
+from engine.grammar import GrammarMasks, GrammarViolated, apply_masks
+from engine.grammar_compiler import GrammarCompiler
 from engine.inputs import forward_inputs, prompt_rows
 from engine.kv_cache import KVCache
 from engine.launched import ChunkEnd, Launched, LogprobRows, OnHost
@@ -32,7 +34,7 @@ from engine.request import ActiveRequest, Stage
 from engine.runner import Runner
 from engine.sampler import SamplingColumns, adjustments, sample
 from engine.scheduler import Scheduler
-from wire.errors import InvalidRequest, OutOfPages, Overloaded
+from wire.errors import InvalidRequest, OutOfPages, Overloaded, TandemError
 from wire.messages import Finish, GenerateRequest, TokenLogprobs
 
 
@@ -69,6 +71,14 @@ class PromptLogprobs:
     entries: list[TokenLogprobs]
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request that ended because of an error of its own; nothing is left of it."""
+
+    request: ActiveRequest
+    error: TandemError
+
+
 @dataclass(slots=True)
 class StepResult:
     """What one step produced."""
@@ -76,6 +86,7 @@ class StepResult:
     tokens: list[Token] = field(default_factory=list)
     pages: list[CompletePages] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
 
 
 class Engine:
@@ -83,6 +94,8 @@ class Engine:
 
     Args:
         runner: Computes forwards over the same pages that `num_pages` counts.
+        compiler: Of grammars; without one, requests with a grammar are refused.
+        wake: Called from another thread when a request's grammar was compiled.
 
     Attributes:
         num_prompt_tokens: Prompt tokens so far, cached ones included.
@@ -90,7 +103,14 @@ class Engine:
     """
 
     def __init__(
-        self, runner: Runner, shape: ModelShape, config: EngineConfig, num_pages: int
+        self,
+        runner: Runner,
+        shape: ModelShape,
+        config: EngineConfig,
+        num_pages: int,
+        *,
+        compiler: GrammarCompiler | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.shape = shape
         self.cache = KVCache(
@@ -102,6 +122,11 @@ class Engine:
         self._is_overlapped = (
             runner.device.type != "cpu" if config.is_overlapped is None else config.is_overlapped
         )
+        self._compiler = compiler
+        self._masks = GrammarMasks(shape.vocab_size)
+        self._wake = wake
+        # In no line yet: their grammar is being compiled.
+        self._compiling: list[ActiveRequest] = []
         self._launched: Launched | None = None
         self._arrivals = itertools.count()
         self._is_eos = np.zeros(shape.vocab_size, np.bool_)
@@ -131,12 +156,14 @@ class Engine:
         active = self.check(request, is_prompt_only=is_prompt_only)
         if self.num_waiting >= self._config.max_waiting_requests:
             raise Overloaded(f"{self.num_waiting} requests are waiting; try again later")
-        self._scheduler.waiting.add(active)
+        (self._scheduler.waiting.add if active.is_ready else self._compiling.append)(active)
         self._is_stuck = False
         return active
 
     def check(self, request: GenerateRequest, *, is_prompt_only: bool = False) -> ActiveRequest:
         """Return the request in this engine's terms, neither queued nor holding anything.
+
+        Its grammar, if it has one, begins to be compiled.
 
         Raises:
             InvalidRequest: The prompt is empty, too long or holds ids that are not in the vocabulary.
@@ -157,7 +184,7 @@ class Engine:
         if len(prompt) >= self.max_tokens:
             raise OutOfPages(self.cache.num_pages_for(len(prompt) + 1), self.cache.num_pages)
         new_tokens = request.sampling.max_new_tokens - request.num_prior_tokens
-        return ActiveRequest(
+        active = ActiveRequest(
             request,
             arrival=next(self._arrivals),
             max_tokens=min(len(prompt) + max(1, new_tokens), self.max_tokens),
@@ -166,15 +193,24 @@ class Engine:
             token_ids=list(prompt),
             seen=seen_by(request),
         )
+        if request.sampling.grammar is not None:
+            if self._compiler is None:
+                raise InvalidRequest("this node compiles no grammars")
+            active.compiling = self._compiler.compile(request.sampling.grammar)
+            active.compiling.add_done_callback(lambda _future: self._wake())
+        return active
 
     def reserve(self, active: ActiveRequest) -> bool:
         """Set pages aside for a prompt that another node computes; False when it has to wait.
 
         On success the request holds its cached prefix, and `active.granted_pages` may be written
-        from afar until `land` or `reclaim`. It has to wait for pages, or for another request that
-        brings the same prompt (`active.is_held`).
+        from afar until `land` or `reclaim`. It has to wait for pages, for its grammar, or for another
+        request that brings the same prompt (`active.is_held`).
+
+        Raises:
+            TandemError: Its grammar cannot be compiled.
         """
-        if not self._scheduler.reserve(active):
+        if not active.is_ready or not self._scheduler.reserve(active):
             return False
         active.num_cached = active.num_computed
         return True
@@ -186,7 +222,11 @@ class Engine:
         seed: int,
         first_logprobs: TokenLogprobs | None = None,
     ) -> Token:
-        """Take over a prompt whose pages all arrived; it decodes from the next step on."""
+        """Take over a prompt whose pages all arrived; it decodes from the next step on.
+
+        Raises:
+            GrammarViolated: The first token is not one that the grammar allows.
+        """
         active.seed = seed
         self._scheduler.slots.set_seed(active)
         self._scheduler.land(active)
@@ -220,13 +260,15 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to compute."""
-        return self._launched is not None or bool(
-            not self._is_stuck and (self.num_running or self.num_waiting)
-        )
+        if self._launched is not None or any(_is_settled(active) for active in self._compiling):
+            return True
+        has_any = self.num_running or self._scheduler.waiting
+        return bool(not self._is_stuck and has_any)
 
     def step(self) -> StepResult:
         """Admit, launch a forward, collect one, and return what came out."""
         result = StepResult()
+        self._take_compiled(result)
         if self._launched is not None and self._must_collect_first():
             self._collect(result)
         before, newest = self._launched, self._launch()
@@ -275,9 +317,14 @@ class Engine:
         return self._scheduler.num_running
 
     @property
+    def num_prompts(self) -> int:
+        """Of these, requests whose prompt is not computed."""
+        return len(self._scheduler.prompts)
+
+    @property
     def num_waiting(self) -> int:
         """Requests without pages."""
-        return len(self._scheduler.waiting)
+        return len(self._scheduler.waiting) + len(self._compiling)
 
     @property
     def num_retracted(self) -> int:
@@ -306,16 +353,18 @@ class Engine:
         if not batch:
             return None
         slots, before = self._scheduler.slots, self._launched
+        sampled = batch.decodes + [chunk.request for chunk in batch.chunks if chunk.is_last]
+        pending = self._masks.begin([request.grammar for request in sampled])
         inputs = forward_inputs(batch, slots, self.cache.page_size)
         logits = self._runner.forward(inputs, None if before is None else before.ids)
+        masks = pending.wait()
         chunks = [
             ChunkEnd(chunk, chunk.request.num_computed + chunk.num_tokens, prompt_rows(chunk))
             for chunk in batch.chunks
         ]
-        sampled = batch.decodes + [chunk.request for chunk in batch.chunks if chunk.is_last]
         rows = np.array([request.slot for request in sampled], np.int64)
         columns = SamplingColumns.of(slots, rows)
-        ids, told = self._sample(logits[: len(sampled)], sampled, columns)
+        ids, told = self._sample(logits[: len(sampled)], sampled, columns, masks)
         launched = Launched(
             batch=batch,
             chunks=chunks,
@@ -335,7 +384,11 @@ class Engine:
         return launched
 
     def _sample(
-        self, logits: torch.Tensor, sampled: Sequence[ActiveRequest], columns: SamplingColumns
+        self,
+        logits: torch.Tensor,
+        sampled: Sequence[ActiveRequest],
+        columns: SamplingColumns,
+        masks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, tuple[list[int], LogprobRows] | None]:
         """Choose the tokens, and the log-probabilities of those rows that want them."""
         slots = self._scheduler.slots
@@ -345,8 +398,9 @@ class Engine:
             special = np.flatnonzero(is_special).tolist()
             logits = raw.to(torch.float32, copy=True)
             requests = [sampled[i] for i in special]
-            shape = self.shape
-            adjustments(special, requests, shape.eos_token_ids, shape.vocab_size).apply(logits)
+            if masks is not None:
+                apply_masks(logits, masks)
+            adjustments(special, requests, self.shape.eos_token_ids, masks).apply(logits)
         ids = sample(logits, columns)
         rows = [i for i, request in enumerate(sampled) if request.request.logprobs is not None]
         if not rows:
@@ -405,11 +459,15 @@ class Engine:
             if request.stage is Stage.ENDED:
                 continue  # it ended while this forward ran
             finish = None
-            if is_end or request.is_prompt_only:
-                finish = self._accept(request, token)
-            else:
-                request.accept(token)
-                self.num_generated_tokens += 1
+            try:
+                if is_end or request.is_prompt_only:
+                    finish = self._accept(request, token)
+                else:
+                    request.accept(token)
+                    self.num_generated_tokens += 1
+            except GrammarViolated as error:
+                self._fail(result, request, error)
+                continue
             out.append(Token(request, index, token, finish, told.get(row) if told else None))
 
     def _collect_chunks(self, result: StepResult, launched: Launched) -> None:
@@ -437,6 +495,22 @@ class Engine:
         first, active.num_pushable = active.num_pushable, end
         return CompletePages(active, first, active.page_ids[first:end])
 
+    def _take_compiled(self, result: StepResult) -> None:
+        """Put those whose grammar was compiled in line."""
+        for active in self._compiling.copy():
+            try:
+                if not active.is_ready:
+                    continue
+            except TandemError as error:
+                self._fail(result, active, error)
+            else:
+                self._compiling.remove(active)
+                self._scheduler.waiting.add(active)
+
+    def _fail(self, result: StepResult, active: ActiveRequest, error: TandemError) -> None:
+        self._end(active)
+        result.failures.append(Failure(active, error))
+
     def _accept(self, active: ActiveRequest, token: int) -> Finish | None:
         active.accept(token)
         finish = active.finish_at(token, self.shape.eos_token_ids)
@@ -446,6 +520,8 @@ class Engine:
         return finish
 
     def _end(self, active: ActiveRequest) -> None:
+        if active in self._compiling:
+            self._compiling.remove(active)
         self._scheduler.leave(active)
         active.stage = Stage.ENDED
         self._let_go(active)
@@ -459,6 +535,10 @@ class Engine:
             self._scheduler.give_back(active)
         elif active.slot >= 0:
             self._scheduler.slots.give_back(active)
+
+
+def _is_settled(active: ActiveRequest) -> bool:
+    return active.compiling is None or active.compiling.done()
 
 
 def _num_top(active: ActiveRequest) -> int:

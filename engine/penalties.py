@@ -64,6 +64,12 @@ class Cells:
         self.ids += ids
         self.values += values
 
+    def within(self, vocab_size: int) -> "Cells":
+        """Return those whose id is in the vocabulary."""
+        kept = [i for i, token in enumerate(self.ids) if 0 <= token < vocab_size]
+        rows, ids, values = self.rows, self.ids, self.values
+        return Cells([rows[i] for i in kept], [ids[i] for i in kept], [values[i] for i in kept])
+
     def on(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return rows, ids and values as tensors beside `logits`. Shape (num_cells,) each."""
         device = logits.device
@@ -107,5 +113,5 @@ class Adjustments:
             rows, ids, values = self.offsets.on(logits)
             logits.index_put_((rows, ids), values, accumulate=True)
         if self.bans.rows:
-            rows, ids, values = self.bans.on(logits)
+            rows, ids, values = self.bans.within(logits.shape[1]).on(logits)
             logits[rows, ids] = values

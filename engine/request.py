@@ -9,9 +9,13 @@
 ```
 """
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 
+from xgrammar import CompiledGrammar
+
+from engine.grammar import GrammarState
 from engine.penalties import Seen
 from engine.prefix_cache import Key
 from wire.messages import Finish, GenerateRequest
@@ -50,6 +54,8 @@ class ActiveRequest:
         frontier: Name of the first page of its prompt that it computes and others may wait for.
         blocked_at: State of the pages when they did not suffice; -1 when not tried.
         seen: What penalties count; None when there are none.
+        compiling: Of the grammar, until it is compiled.
+        grammar: Where the answer is in its grammar; None when it has none, or not yet.
     """
 
     request: GenerateRequest
@@ -75,6 +81,8 @@ class ActiveRequest:
     frontier: Key | None = None
     blocked_at: int = -1
     seen: Seen | None = None
+    compiling: "Future[CompiledGrammar] | None" = None
+    grammar: GrammarState | None = None
 
     @property
     def num_prompt(self) -> int:
@@ -107,6 +115,18 @@ class ActiveRequest:
         return (-self.request.priority, self.arrival)
 
     @property
+    def is_ready(self) -> bool:
+        """Whether all that its first step needs is there: its grammar, if it has one.
+
+        Raises:
+            TandemError: The grammar cannot be compiled; the sentence says why.
+        """
+        if self.compiling is not None and self.compiling.done():
+            self.grammar = GrammarState(self.compiling.result(), self.output_ids)
+            self.compiling = None
+        return self.compiling is None
+
+    @property
     def is_held(self) -> bool:
         """Whether waiting for another request's prompt saves computing it twice."""
         return self.held_by is not None and self.held_by.frontier is not None
@@ -124,7 +144,13 @@ class ActiveRequest:
         return min(max(wanted.prompt_start, 1), len(self.token_ids)) - 1
 
     def accept(self, token: int) -> None:
-        """Append a sampled token."""
+        """Append a sampled token.
+
+        Raises:
+            GrammarViolated: The grammar does not allow it here; it is not appended.
+        """
+        if self.grammar is not None:
+            self.grammar.accept(token)
         self.token_ids.append(token)
         if self.seen is not None:
             self.seen.add(token)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.grammar import leaves_only
 from engine.penalties import NEG_INF, Adjustments
 from engine.philox import uniforms
 from engine.request import ActiveRequest
@@ -81,13 +82,14 @@ def adjustments(
     rows: Sequence[int],
     requests: Sequence[ActiveRequest],
     eos_token_ids: frozenset[int],
-    vocab_size: int,
+    masks: torch.Tensor | None = None,
 ) -> Adjustments:
     """Return what the parameters of some requests do to their rows of logits.
 
     Args:
         rows: Of the requests, in the logits.
-        eos_token_ids: Not chosen before `min_new_tokens`.
+        eos_token_ids: Not chosen before `min_new_tokens`, unless a grammar leaves nothing else.
+        masks: Of grammars, as of `GrammarMasks`; by row of the logits.
     """
     found = Adjustments()
     for row, request in zip(rows, requests, strict=True):
@@ -100,9 +102,9 @@ def adjustments(
         if p.logit_bias:
             found.offsets.add(row, list(p.logit_bias), list(p.logit_bias.values()))
         if request.next_index < p.min_new_tokens:
-            stops = eos_token_ids | set(p.stop_token_ids)
-            banned = sorted(token for token in stops if 0 <= token < vocab_size)
-            found.bans.add(row, banned, [NEG_INF] * len(banned))
+            banned = sorted(eos_token_ids | set(p.stop_token_ids))
+            if masks is None or request.grammar is None or not leaves_only(masks, row, banned):
+                found.bans.add(row, banned, [NEG_INF] * len(banned))
     return found
 
 

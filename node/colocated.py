@@ -57,6 +57,10 @@ class ColocatedRole:
     def step(self) -> None:
         """See `Role.step`."""
         result = self._engine.step()
+        for failure in result.failures:
+            ticket = self._by_request.pop(failure.request)
+            del self._by_ticket[ticket]
+            self._answers.fail(ticket, failure.error)
         for run in result.prompt_logprobs:
             ticket = self._by_request[run.request]
             index = run.request.next_index

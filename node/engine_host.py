@@ -14,12 +14,14 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import torch
 
 from engine.attention_backends import choose_backend
 from engine.core import Engine
+from engine.grammar_compiler import GrammarCompiler
 from engine.model import ModelShape, load_model
 from engine.runner import ModelRunner, make_pool, pool_pages
 from kvtransfer.layout import KVLayout
@@ -112,7 +114,7 @@ def main(host: RoleHost) -> int:
 def _serve(config: NodeConfig, host: RoleHost) -> None:
     epoch, waker = new_epoch(), Waker()
     key = cluster_key(config.host, is_insecure=config.is_insecure)
-    engine = build_engine(config, host)
+    engine = build_engine(config, host, waker)
     inbox: Inbox[ToEngine] = Inbox(tcp_address(config.host, config.engine_port), ToEngine, key)
     answers = Answers(inbox, epoch)
     role = host.role(Parts(config, epoch, engine, answers, waker, key))
@@ -138,7 +140,7 @@ def _serve(config: NodeConfig, host: RoleHost) -> None:
         inbox.close()
 
 
-def build_engine(config: NodeConfig, host: RoleHost) -> Engine:
+def build_engine(config: NodeConfig, host: RoleHost, waker: Waker) -> Engine:
     """Load the model and make its pool in the memory that the role gives.
 
     Raises:
@@ -162,7 +164,8 @@ def build_engine(config: NodeConfig, host: RoleHost) -> Engine:
         pool_bytes=plan.layout.pool_bytes,
     )
     runner = ModelRunner(model, kv, choose_backend(settings, shape))
-    engine = Engine(runner, shape, settings, plan.num_pages)
+    compiler = GrammarCompiler(Path(settings.model_dir), shape.vocab_size, shape.eos_token_ids)
+    engine = Engine(runner, shape, settings, plan.num_pages, compiler=compiler, wake=waker.wake)
     engine.warm_up()
     return engine
 

@@ -107,6 +107,10 @@ class PrefillRole:
     def step(self) -> None:
         """See `Role.step`."""
         result = self._engine.step()
+        for failure in result.failures:
+            half = self._by_active[failure.request]
+            self._fail(half, failure.error)
+            self._abandon(half, failure.error)
         for pages in result.pages:
             self._push(pages)
         for run in result.prompt_logprobs:

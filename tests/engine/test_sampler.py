@@ -40,7 +40,7 @@ def sample(logits: torch.Tensor, requests: list[ActiveRequest], eos=NO_EOS) -> l
         slots.take(request)
     rows = np.array([request.slot for request in requests])
     logits = logits.clone()
-    adjustments(range(len(rows)), requests, eos, logits.shape[1]).apply(logits)
+    adjustments(range(len(rows)), requests, eos).apply(logits)
     return sample_columns(logits, SamplingColumns.of(slots, rows)).tolist()
 
 
