@@ -1,21 +1,24 @@
 """The seam between transformers' models and paged KV: a function that models call, and backends.
 
-Registered under `NAME` with `AttentionInterface` and, returning no mask, with
-`AttentionMaskInterface`. A forward passes a `PagedBatch` through the model; its backend writes each
-layer's K and V into the pool and attends over the pages.
+Registered under `NAME` with `AttentionInterface`; with `AttentionMaskInterface` on purpose not:
+transformers then makes no mask, nor waits for the GPU to tell whether it needs one. A forward passes
+a `PagedBatch` through the model; its backend writes each layer's K and V into the pool and attends
+over the pages.
 
 | backend | for | file |
 |---|---|---|
 | `torch` | any device and type; the reference | `attention_torch.py` |
 | `cpu` | float32 and bfloat16 on CPUs: decoding rows read the pages where they are | `attention_cpu.py` |
+| `triton` | GPUs; our own kernels, any head dim and type | `attention_triton.py` |
+| `flashinfer` | GPUs, 16-bit types; FlashInfer's kernels, where it is installed | `attention_flashinfer.py` |
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from engine.forward import Ints32
 
@@ -63,6 +66,7 @@ class PagedBatch:
         kv_lens: Shape (num_seqs,), int32, on the pool's device.
         write_pages, write_offsets: Where each row's KV goes. Shape (num_rows,), int64, likewise.
         host_page_table, host_kv_lens, host_query_starts: The same numbers on the host.
+        is_recorded: This forward is recorded into a graph: the tensors stay, what is in them changes.
         scratch: What the backend keeps between the layers of this forward.
     """
 
@@ -76,6 +80,7 @@ class PagedBatch:
     host_page_table: Ints32
     host_kv_lens: Ints32
     host_query_starts: Ints32
+    is_recorded: bool = False
     scratch: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -86,8 +91,17 @@ class PagedBatch:
     def write(self, layer: LayerInputs) -> None:
         """Put K and V of every row into the pool, in the pool's type."""
         pages = self.kv[:, layer.index]  # (num_pages, 2, num_kv_heads, page_size, head_dim)
-        pages[:, 0][self.write_pages, :, self.write_offsets] = layer.key.to(self.kv.dtype)
-        pages[:, 1][self.write_pages, :, self.write_offsets] = layer.value.to(self.kv.dtype)
+        is_eight_bit = self.kv.dtype.itemsize == 1
+        # Not every device can index eight-bit floats; all can index bytes.
+        pages = pages.view(torch.uint8) if is_eight_bit else pages
+        for which, rows in enumerate((layer.key, layer.value)):
+            narrowed = self._to_eight_bits(rows) if is_eight_bit else rows.to(self.kv.dtype)
+            pages[:, which][self.write_pages, :, self.write_offsets] = narrowed
+
+    def _to_eight_bits(self, rows: torch.Tensor) -> torch.Tensor:
+        # e4m3 has no infinity: beyond its range torch would make NaN of what is merely large.
+        largest = torch.finfo(self.kv.dtype).max
+        return rows.clamp(-largest, largest).to(self.kv.dtype).view(torch.uint8)
 
 
 class AttentionBackend(Protocol):
@@ -100,6 +114,18 @@ class AttentionBackend(Protocol):
 
         Returns:
             Shape (num_rows, num_heads, head_dim), in the query's type.
+        """
+        ...
+
+
+@runtime_checkable
+class GraphBackend(AttentionBackend, Protocol):
+    """A backend whose `attend`, for decoding rows, can be recorded into a CUDA graph."""
+
+    def prepare(self, batch: PagedBatch) -> None:
+        """Do what a recorded forward cannot: what depends on numbers that the host knows.
+
+        Called before each replay, once the batch's host numbers are those of the forward to come.
         """
         ...
 
@@ -141,12 +167,24 @@ def paged_attention(
     return paged_batch.backend.attend(layer, paged_batch).unsqueeze(0), None
 
 
-def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """Tell transformers that no mask is to be built."""
+def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return the values on the device; on a CPU the memory is shared.
+
+    To a GPU the copy is queued behind what runs, from pinned memory, so that nothing waits for it.
+    """
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def register() -> str:
-    """Make the attention known to transformers; return the name to load models with."""
-    AttentionInterface.register(NAME, paged_attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
+def register(*, is_compiled: bool = False) -> str:
+    """Make the attention known to transformers; return the name to load models with.
+
+    Args:
+        is_compiled: The model around it is going to be: the compiler is then to leave attention as it is,
+            for what a backend does on the host is new with every forward.
+    """
+    function = paged_attention
+    if is_compiled:
+        function = torch.compiler.disable(paged_attention)  # type: ignore[no-untyped-call]
+    AttentionInterface.register(NAME, function)
     return NAME

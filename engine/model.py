@@ -3,7 +3,10 @@
 import hashlib
 import json
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -72,13 +75,15 @@ def load_model(config: EngineConfig) -> tuple[torch.nn.Module, ModelShape]:
         raise ConfigInvalid(f"cannot load the model in {path}: {error}") from error
     model = model.to(config.device).eval().requires_grad_(requires_grad=False)
     shape = _shape(config, model, hf_config)
-    if config.tp_size == 1:
+    if config.is_compiled and not config.is_eager:
+        compile_layers(model, config.device)  # which cannot look into packed weights
+    elif config.tp_size == 1:
         fuse(model)
     return model, shape
 
 
 def _build(config: EngineConfig, hf_config: object) -> torch.nn.Module:
-    implementation = attention.register()
+    implementation = attention.register(is_compiled=config.is_compiled)
     dtype = _dtype(config, hf_config)
     if config.load_format == "dummy":
         torch.manual_seed(config.random_seed)
@@ -98,6 +103,31 @@ def _build(config: EngineConfig, hf_config: object) -> torch.nn.Module:
         local_files_only=True,
     )
     return loaded
+
+
+def compile_layers(model: torch.nn.Module, device: str) -> None:
+    """Have torch.compile replace the model's decoder layers, at their first forward.
+
+    They are where the time goes, and all alike: one compilation serves every layer, and, with its sizes
+    symbolic, every batch. Attention stays outside; see `attention.register`.
+
+    Raises:
+        ConfigInvalid: The machine lacks what torch.compile makes code with.
+    """
+    compiler = "triton" if device != "cpu" else "a C++ compiler"
+    is_there = find_spec("triton") if device != "cpu" else which("g++") or which("clang++")
+    if not is_there:
+        raise ConfigInvalid(
+            f"--enable-torch-compile needs {compiler} on {device}: install one, or leave the flag out"
+        )
+    get_decoder: Any = getattr(model, "get_decoder", lambda: model)
+    layers = getattr(get_decoder(), "layers", None)
+    if not isinstance(layers, torch.nn.ModuleList):
+        raise ConfigInvalid(
+            f"--enable-torch-compile does not know the layers of {type(model).__name__}; leave it out"
+        )
+    for layer in layers:
+        layer.compile(dynamic=True)
 
 
 def _dtype(config: EngineConfig, hf_config: object) -> torch.dtype:

@@ -5,7 +5,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from engine.attention import AttentionBackend, PagedBatch
+from engine.attention import AttentionBackend, PagedBatch, to_device
 from engine.forward import ForwardInputs
 from engine.model import ModelShape
 
@@ -42,7 +42,7 @@ class ModelRunner:
 
     def __init__(self, model: torch.nn.Module, kv: torch.Tensor, backend: AttentionBackend) -> None:
         self._model = model
-        self._backend = backend
+        self.backend = backend
         self.kv = kv
 
     @property
@@ -53,44 +53,70 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
         """See `Runner.forward`."""
-        token_ids = self._on_device(inputs.token_ids)
-        if sampled is not None and (inputs.sources >= 0).any():
-            sources = self._on_device(inputs.sources)
-            token_ids = torch.where(sources >= 0, sampled[sources.clamp(min=0)], token_ids)
+        token_ids = to_device(inputs.token_ids, self.device)
+        token_ids = with_sampled(token_ids, inputs, sampled)
         # An empty selection is not supported everywhere; one row is computed and dropped.
         rows = inputs.logit_rows if len(inputs.logit_rows) else np.zeros(1, np.int64)
+        positions = to_device(inputs.positions, self.device)
+        batch = self._paged(inputs)
+        logits = self.compute(token_ids, positions, to_device(rows, self.device), batch)
+        return logits[: len(inputs.logit_rows)]
+
+    def compute(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+        batch: PagedBatch,
+    ) -> torch.Tensor:
+        """Run the model on what is on the device already: what a graph records.
+
+        Args:
+            token_ids, positions: Shape (num_rows,), int64.
+            logit_rows: Shape (num_logits,), int64.
+
+        Returns:
+            Shape (num_logits, vocab_size).
+        """
         output = self._model(
             input_ids=token_ids.unsqueeze(0),
-            position_ids=self._on_device(inputs.positions).unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=self._on_device(rows),
-            paged_batch=self._paged(inputs),
+            logits_to_keep=logit_rows,
+            paged_batch=batch,
         )
-        logits: torch.Tensor = output.logits[0, : len(inputs.logit_rows)]
+        logits: torch.Tensor = output.logits[0]
         return logits
 
     def _paged(self, inputs: ForwardInputs) -> PagedBatch:
         page_size = self.kv.shape[4]
-        write_pages = inputs.write_pages(page_size)
         return PagedBatch(
-            backend=self._backend,
+            backend=self.backend,
             kv=self.kv,
             num_decodes=inputs.num_decodes,
-            page_table=self._on_device(inputs.page_table),
-            kv_lens=self._on_device(inputs.kv_lens),
-            write_pages=self._on_device(write_pages),
-            write_offsets=self._on_device(inputs.positions % page_size),
+            page_table=to_device(inputs.page_table, self.device),
+            kv_lens=to_device(inputs.kv_lens, self.device),
+            write_pages=to_device(inputs.write_pages(page_size), self.device),
+            write_offsets=to_device(inputs.positions % page_size, self.device),
             host_page_table=inputs.page_table,
             host_kv_lens=inputs.kv_lens,
             host_query_starts=inputs.query_starts,
         )
 
-    def _on_device(self, values: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(values)
-        if self.kv.device.type == "cpu":
-            return tensor
-        # From pinned memory the copy is queued behind what runs, and nothing waits for it.
-        return tensor.pin_memory().to(self.kv.device, non_blocking=True)
+
+def with_sampled(
+    token_ids: torch.Tensor, inputs: ForwardInputs, sampled: torch.Tensor | None
+) -> torch.Tensor:
+    """Put the ids of the forward before, which only the device knows, where `sources` names them.
+
+    Args:
+        token_ids: On the device. Shape (num_rows,).
+        sampled: See `Runner.forward`.
+    """
+    if sampled is None or not (inputs.sources >= 0).any():
+        return token_ids
+    sources = to_device(inputs.sources, token_ids.device)
+    return torch.where(sources >= 0, sampled[sources.clamp(min=0)], token_ids)
 
 
 def pool_pages(shape: ModelShape, page_size: int, size_bytes: int) -> int:
@@ -99,18 +125,28 @@ def pool_pages(shape: ModelShape, page_size: int, size_bytes: int) -> int:
 
 
 def make_pool(
-    shape: ModelShape, num_pages: int, page_size: int, device: str, buffer: memoryview | None = None
+    shape: ModelShape,
+    num_pages: int,
+    page_size: int,
+    device: str,
+    buffer: memoryview | None = None,
+    *,
+    has_scratch_page: bool = False,
 ) -> torch.Tensor:
     """Make the tensor of a pool.
 
     Args:
         buffer: Memory to use instead of torch's own, such as a shared region; at least
             `num_pages * page_size * shape.kv_bytes_per_token` bytes.
+        has_scratch_page: Add one page behind those counted, with the number `num_pages`. Nobody owns it;
+            rows that pad a batch write there.
 
     Returns:
-        Shape (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim).
+        Shape (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim), with one page more if asked
+        for.
     """
-    sizes = (num_pages, shape.num_layers, 2, shape.num_kv_heads, page_size, shape.head_dim)
+    num_made = num_pages + has_scratch_page
+    sizes = (num_made, shape.num_layers, 2, shape.num_kv_heads, page_size, shape.head_dim)
     if buffer is None:
         return torch.zeros(sizes, dtype=shape.kv_dtype, device=device)
     num_elements = torch.Size(sizes).numel()

@@ -21,9 +21,10 @@ import torch
 
 from engine.attention_backends import choose_backend
 from engine.core import Engine
+from engine.cuda_graphs import is_recording, make_runner
 from engine.grammar_compiler import GrammarCompiler
 from engine.model import ModelShape, load_model
-from engine.runner import ModelRunner, make_pool, pool_pages
+from engine.runner import make_pool, pool_pages
 from kvtransfer.layout import KVLayout
 from node.config import NodeConfig
 from node.engine_report import Failed, Ready
@@ -154,7 +155,15 @@ def build_engine(config: NodeConfig, host: RoleHost, waker: Waker) -> Engine:
     if plan.num_pages < 1:
         raise ConfigInvalid("the KV pool holds no page: raise --max-total-tokens")
     buffer = host.memory(config, plan)
-    kv = make_pool(shape, plan.num_pages, plan.page_size, settings.device, buffer)
+    backend = choose_backend(settings, shape)
+    kv = make_pool(
+        shape,
+        plan.num_pages,
+        plan.page_size,
+        settings.device,
+        buffer,
+        has_scratch_page=is_recording(settings, backend),
+    )
     log.info(
         "engine.loaded",
         model=config.served_model_name,
@@ -163,7 +172,7 @@ def build_engine(config: NodeConfig, host: RoleHost, waker: Waker) -> Engine:
         max_total_tokens=plan.num_pages * plan.page_size,
         pool_bytes=plan.layout.pool_bytes,
     )
-    runner = ModelRunner(model, kv, choose_backend(settings, shape))
+    runner = make_runner(model, kv, backend, settings, shape, num_pages=plan.num_pages)
     compiler = GrammarCompiler(Path(settings.model_dir), shape.vocab_size, shape.eos_token_ids)
     engine = Engine(runner, shape, settings, plan.num_pages, compiler=compiler, wake=waker.wake)
     engine.warm_up()
@@ -178,7 +187,8 @@ def _num_pages(config: NodeConfig, shape: ModelShape) -> int:
         return pool_pages(shape, settings.page_size, settings.kv_bytes)
     free, total = torch.cuda.mem_get_info(settings.device)
     budget = int(total * settings.mem_fraction_static) - (total - free)
-    return pool_pages(shape, settings.page_size, max(0, budget))
+    # One page stays behind those counted: recorded batches are padded into it.
+    return pool_pages(shape, settings.page_size, max(0, budget)) - 1
 
 
 def _tell(message: Ready | Failed) -> None:

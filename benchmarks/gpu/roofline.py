@@ -1,0 +1,332 @@
+"""How close a GPU's prefill and decode come to what its memory and its multipliers allow.
+
+    python -m benchmarks.gpu.roofline [--models llama-3-8b qwen2.5-7b] [--no-transformers]
+
+No download: seeded random bfloat16 weights of the shapes of Llama-3-8B and Qwen2.5-7B, made on the GPU.
+In the same run it measures the device (a copy, a matrix product), then our runners with every backend
+that is installed, with CUDA graphs and without, and transformers' own `generate` and continuous batching. The
+floor of a decode step is the time to read weights and KV once; that of a prompt, the time of its
+products. Cases that do not fit into memory are left out. The last lines are those that matter: geometric
+means over all cases of the runner that a node takes by itself.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Qwen2Config
+
+from benchmarks.gpu.floors import Device, Line, Work, result, table
+from engine import attention
+from engine.attention_backends import choose_backend, fastest
+from engine.config import AttentionName, EngineConfig
+from engine.cuda_graphs import is_recording, make_runner
+from engine.forward import ForwardInputs
+from engine.model import ModelShape
+from engine.runner import Runner, make_pool
+
+PAGE_SIZE = 16
+BATCHES, CONTEXTS = (1, 16, 64, 256), (1024, 8192)
+PROMPTS = (1024, 4096, 16384)
+# What activations, graphs and the library's workspaces may take beside weights and pool.
+SPARE_BYTES = 12 << 30
+SEED = 0
+DECODE_GOAL, PREFILL_GOAL = 0.8, 0.6
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama-3-8b": lambda: LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=32768,
+        tie_word_embeddings=False,
+    ),
+    "qwen2.5-7b": lambda: Qwen2Config(
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=152064,
+        max_position_embeddings=32768,
+        tie_word_embeddings=False,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Rig:
+    """A model on the device, and the pool that all runners share."""
+
+    name: str
+    model: Any
+    shape: ModelShape
+    work: Work
+    kv: torch.Tensor
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that sequences may use; one more is the graphs'."""
+        return len(self.kv) - 1
+
+    def fits(self, batch: int, tokens: int) -> bool:
+        """Tell whether the pool holds so many sequences."""
+        return batch * -(-tokens // PAGE_SIZE) <= self.num_pages
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; return the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser.add_argument("--models", nargs="+", choices=list(CONFIGS), default=list(CONFIGS))
+    parser.add_argument("--no-transformers", action="store_true", help="leave the baselines out")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("This benchmark needs a CUDA GPU, and torch finds none here.", file=sys.stderr)
+        return 2
+    device = measure_device()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print(
+        f"copy {device.bytes_per_s / 1e9:.0f} GB/s, bfloat16 {device.flops_per_s / 1e12:.0f} TFLOPS"
+    )
+    lines: list[Line] = []
+    for name in args.models:
+        # One model at a time: the other's memory goes back before.
+        lines += run_model(name, device, has_baselines=not args.no_transformers)
+        gc.collect()
+        torch.cuda.empty_cache()
+    print("\n" + table(lines) + "\n")
+    print(result("decode", lines, DECODE_GOAL))
+    print(result("prefill", lines, PREFILL_GOAL))
+    return 0
+
+
+def measure_device() -> Device:
+    """Measure a copy of 2 GiB and a product of 8192 cubed: large enough to leave every cache."""
+    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy_s = seconds(partial(target.copy_, source), "cuda")
+    left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in "ab")
+    product_s = seconds(partial(torch.mm, left, right), "cuda")
+    return Device(2 * source.numel() / copy_s, 2 * 8192**3 / product_s)
+
+
+def seconds(call: Callable[[], object], device: str, num_calls: int = 10, rounds: int = 5) -> float:
+    """Return the median time of a call, of rounds of several without a wait between them."""
+    times = []
+    for _ in range(rounds + 1):
+        _wait(device)
+        begin = time.perf_counter()
+        for _ in range(num_calls):
+            call()
+        _wait(device)
+        times.append((time.perf_counter() - begin) / num_calls)
+    return statistics.median(times[1:])  # the first warms up
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def run_model(name: str, device: Device, *, has_baselines: bool) -> list[Line]:
+    """Measure one model with every runner."""
+    rig = make_rig(name, CONFIGS[name](), "cuda", None)
+    lines = [*our_lines(rig, device)]
+    if has_baselines:
+        lines += baseline_lines(rig, device)
+    return lines
+
+
+def make_rig(name: str, config: Any, device: str, num_pages: int | None) -> Rig:
+    """Make a model of random weights and a pool.
+
+    Args:
+        num_pages: Of the pool; None takes what the GPU has, up to what the largest case needs.
+    """
+    torch.manual_seed(SEED)
+    implementation = attention.register()
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=implementation
+        )
+    model = model.eval().requires_grad_(requires_grad=False)
+    head_dim = config.hidden_size // config.num_attention_heads
+    shape = ModelShape(
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        vocab_size=config.vocab_size,
+        context_length=config.max_position_embeddings,
+        eos_token_ids=frozenset(),
+        dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
+        fingerprint=name,
+    )
+    head_params = model.get_output_embeddings().weight.numel()
+    total = sum(weight.numel() for weight in model.parameters())
+    work = Work(
+        layer_params=total - head_params - model.get_input_embeddings().weight.numel(),
+        head_params=head_params,
+        bytes_per_param=2,
+        attention_width=config.num_attention_heads * head_dim * config.num_hidden_layers,
+        kv_bytes_per_token=shape.kv_bytes_per_token,
+    )
+    if num_pages is None:
+        free, _ = torch.cuda.mem_get_info()
+        wanted = max(BATCHES) * max(CONTEXTS) // PAGE_SIZE
+        page_bytes = shape.kv_bytes_per_token * PAGE_SIZE
+        num_pages = min(wanted, max(0, free - SPARE_BYTES) // page_bytes)
+    kv = make_pool(shape, num_pages, PAGE_SIZE, device, has_scratch_page=True)
+    # Not zeros: multipliers draw less power on zeros, and run faster.
+    kv.normal_()
+    return Rig(name, model, shape, work, kv)
+
+
+def our_lines(rig: Rig, device: Device) -> Iterator[Line]:
+    """Measure every backend, with graphs and without."""
+    auto = fastest(_config("auto"), rig.shape)
+    installed: list[AttentionName] = ["triton"]
+    if find_spec("flashinfer"):
+        installed.append("flashinfer")
+    for name in installed:
+        for is_eager in (True, False):
+            config = _config(name, is_eager=is_eager)
+            backend = choose_backend(config, rig.shape)
+            kv = rig.kv if is_recording(config, backend) else rig.kv[: rig.num_pages]
+            runner = make_runner(rig.model, kv, backend, config, rig.shape, num_pages=rig.num_pages)
+            label = f"{name}, {'eager' if is_eager else 'graphs'}"
+            is_ours = name == auto and not is_eager
+            yield from runner_lines(rig, device, runner, label, is_ours=is_ours)
+            del runner
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def _config(name: AttentionName, *, is_eager: bool = False) -> EngineConfig:
+    return EngineConfig(
+        model_dir="",
+        device="cuda",
+        dtype="bfloat16",
+        attention_backend=name,
+        is_eager=is_eager,
+        page_size=PAGE_SIZE,
+        max_running_requests=max(BATCHES),
+    )
+
+
+def runner_lines(
+    rig: Rig, device: Device, runner: Runner, label: str, *, is_ours: bool
+) -> Iterator[Line]:
+    """Measure one runner's decode steps and prompts."""
+    place = "cpu" if runner.device.type == "cpu" else "cuda"
+    for context in CONTEXTS:
+        for batch in (batch for batch in BATCHES if rig.fits(batch, context)):
+            inputs = decode_inputs(batch, context, rig.num_pages)
+            took = seconds(partial(runner.forward, inputs), place)
+            floor = rig.work.decode_floor_s(device, batch, context)
+            yield Line(rig.name, "decode", label, batch, context, floor, took, is_ours)
+    for tokens in (tokens for tokens in PROMPTS if rig.fits(1, tokens)):
+        inputs = prompt_inputs(tokens, rig.num_pages)
+        took = seconds(partial(runner.forward, inputs), place, num_calls=2)
+        floor = rig.work.prefill_floor_s(device, tokens)
+        yield Line(rig.name, "prefill", label, 1, tokens, floor, took, is_ours)
+
+
+def decode_inputs(batch: int, context: int, num_pages: int) -> ForwardInputs:
+    """Return one step of `batch` sequences of `context` keys, their pages strewn over the pool."""
+    width = -(-context // PAGE_SIZE)
+    pages = np.random.default_rng(SEED).permutation(num_pages)[: batch * width]
+    return ForwardInputs(
+        token_ids=np.arange(batch, dtype=np.int64) + 5,
+        sources=np.full(batch, -1, np.int64),
+        positions=np.full(batch, context - 1, np.int64),
+        query_starts=np.arange(batch + 1, dtype=np.int32),
+        kv_lens=np.full(batch, context, np.int32),
+        page_table=pages.reshape(batch, width).astype(np.int32),
+        num_decodes=batch,
+        logit_rows=np.arange(batch, dtype=np.int64),
+    )
+
+
+def prompt_inputs(tokens: int, num_pages: int) -> ForwardInputs:
+    """Return one whole prompt in one forward."""
+    width = -(-tokens // PAGE_SIZE)
+    pages = np.random.default_rng(SEED).permutation(num_pages)[:width]
+    return ForwardInputs(
+        token_ids=np.arange(tokens, dtype=np.int64) % 1000 + 5,
+        sources=np.full(tokens, -1, np.int64),
+        positions=np.arange(tokens, dtype=np.int64),
+        query_starts=np.array([0, tokens], np.int32),
+        kv_lens=np.array([tokens], np.int32),
+        page_table=pages.reshape(1, width).astype(np.int32),
+        num_decodes=0,
+        logit_rows=np.array([tokens - 1], np.int64),
+    )
+
+
+def baseline_lines(rig: Rig, device: Device) -> Iterator[Line]:
+    """Measure transformers on the same weights: a step is the difference of a long and a short answer."""
+    # Its cache is its own: ours would leave it no memory.
+    rig.kv.untyped_storage().resize_(0)
+    torch.cuda.empty_cache()
+    rig.model.set_attn_implementation("sdpa")
+    ways: dict[str, Callable[[Any, torch.Tensor, int], object]] = {"generate": _generate}
+    if hasattr(rig.model, "generate_batch"):
+        ways["generate_batch"] = _generate_batch
+    for label, way in ways.items():
+        for tokens in PROMPTS[:2]:
+            prompt = torch.arange(tokens, device="cuda").unsqueeze(0) % 1000 + 5
+            floor = rig.work.prefill_floor_s(device, tokens)
+            took = _try(label, partial(way, rig.model, prompt, 1))
+            if took is not None:
+                yield Line(rig.name, "prefill", f"transformers {label}", 1, tokens, floor, took)
+        for batch in BATCHES:
+            prompt = (torch.arange(batch * 1024, device="cuda") % 1000 + 5).view(batch, 1024)
+            short, long = (_try(label, partial(way, rig.model, prompt, num)) for num in (1, 33))
+            if short is None or long is None or long <= short:
+                continue
+            floor = rig.work.decode_floor_s(device, batch, 1024 + 16)
+            took = (long - short) / 32
+            yield Line(rig.name, "decode", f"transformers {label}", batch, 1024, floor, took)
+
+
+def _generate(model: Any, prompt: torch.Tensor, num_new: int) -> object:
+    return model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=num_new,
+        min_new_tokens=num_new,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+
+
+def _generate_batch(model: Any, prompt: torch.Tensor, num_new: int) -> object:
+    config = GenerationConfig(max_new_tokens=num_new, do_sample=False, eos_token_id=-1)
+    return model.generate_batch(inputs=prompt.tolist(), generation_config=config)
+
+
+def _try(label: str, call: Callable[[], object]) -> float | None:
+    """Time a baseline; one that does not run here is named and left out."""
+    try:
+        return seconds(call, "cuda", num_calls=1, rounds=2)
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        print(f"transformers {label} left out: {str(error).splitlines()[0]}", file=sys.stderr)
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Paged attention for GPUs in FlashInfer's kernels, where that is installed.
+
+FlashInfer plans a forward on the host and runs the plan once a layer. A plan holds for layers that score
+alike, so it is kept in the batch's scratch, one for each way of scoring; a forward that is recorded
+into a graph has wrappers of its own, planned anew before each replay.
+
+Source: FlashInfer, Ye et al. 2025; the layer of our pool is its HND layout.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import flashinfer
+import numpy as np
+import torch
+
+from engine.attention import LayerInputs, PagedBatch, Scoring, to_device
+from engine.forward import Ints32
+
+# FlashInfer's own advice, as its examples have it: partial results of split keys.
+_WORKSPACE_BYTES = 128 << 20
+
+Kind = Literal["decode", "prompt"]
+
+
+@dataclass(frozen=True, slots=True)
+class PageRuns:
+    """The pages of some sequences, one after the other: host memory.
+
+    Attributes:
+        starts: First page of each sequence, and their number. Shape (num_seqs + 1,).
+        page_ids: Shape (num_pages,).
+        last_lens: Keys in the last page of each. Shape (num_seqs,).
+    """
+
+    starts: torch.Tensor
+    page_ids: Ints32
+    last_lens: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: PagedBatch, sequences: slice) -> "PageRuns":
+        """Read them from the batch's host numbers."""
+        table, lens = batch.host_page_table[sequences], batch.host_kv_lens[sequences]
+        widths = -(-lens // batch.page_size)
+        is_used = np.arange(table.shape[1]) < widths[:, np.newaxis]
+        return cls(
+            torch.from_numpy(np.concatenate([[0], np.cumsum(widths)]).astype(np.int32)),
+            table[is_used],
+            torch.from_numpy((lens - (widths - 1) * batch.page_size).astype(np.int32)),
+        )
+
+
+class _Planned:
+    """A wrapper of FlashInfer's and what it is planned with."""
+
+    def __init__(self, wrapper: Any, kind: Kind, layer: LayerInputs) -> None:
+        self.wrapper = wrapper
+        self.kind = kind
+        self._num_heads = layer.query.shape[1]
+        self._dtype = layer.query.dtype
+        self._scoring = layer.scoring
+        self._copied: torch.cuda.Event | None = None
+
+    def plan(self, batch: PagedBatch) -> None:
+        """Plan for the batch's host numbers, without waiting for what the device does now."""
+        if self._copied is not None:
+            # The plan before is copied from memory that this one overwrites.
+            self._copied.synchronize()
+        num_kv_heads, page_size, head_dim = batch.kv.shape[3:]
+        is_decode = self.kind == "decode"
+        sequences = slice(0, batch.num_decodes) if is_decode else slice(batch.num_decodes, None)
+        runs = PageRuns.of(batch, sequences)
+        starts = torch.from_numpy(batch.host_query_starts[batch.num_decodes :])
+        self.wrapper.plan(
+            *(() if is_decode else (starts - starts[0],)),
+            runs.starts,
+            to_device(runs.page_ids, batch.kv.device),
+            runs.last_lens,
+            self._num_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            **({} if is_decode else {"causal": True}),
+            window_left=-1 if self._scoring.window is None else self._scoring.window - 1,
+            logits_soft_cap=self._scoring.softcap or 0.0,
+            sm_scale=self._scoring.scale,
+            q_data_type=self._dtype,
+            kv_data_type=batch.kv.dtype,
+        )
+        if batch.kv.is_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+
+class FlashInferAttention:
+    """FlashInfer's backend.
+
+    Args:
+        write: Puts K and V of a layer into the pool.
+    """
+
+    name = "flashinfer"
+
+    def __init__(
+        self,
+        device: str,
+        write: Callable[[PagedBatch, LayerInputs], None] = PagedBatch.write,
+    ) -> None:
+        self._write = write
+        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        # Those of forwards that are not recorded.
+        self._wrappers: dict[tuple[Kind, Scoring], _Planned] = {}
+
+    @staticmethod
+    def supports(dtype: torch.dtype, head_dim: int) -> bool:
+        """Tell whether a model with queries of this type and heads of this size can be run."""
+        return dtype in (torch.bfloat16, torch.float16) and head_dim in (64, 128, 256)
+
+    def prepare(self, batch: PagedBatch) -> None:
+        """See `GraphBackend.prepare`."""
+        for planned in batch.scratch.values():
+            planned.plan(batch)
+
+    def attend(self, layer: LayerInputs, batch: PagedBatch) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        self._write(batch, layer)
+        query, pages = layer.query.contiguous(), batch.kv[:, layer.index]
+        out = torch.empty_like(query)
+        end = batch.num_decodes
+        if end:
+            self._planned("decode", layer, batch).run(query[:end], pages, out=out[:end])
+        if end < len(batch.host_kv_lens):
+            self._planned("prompt", layer, batch).run(query[end:], pages, out=out[end:])
+        return out
+
+    def _planned(self, kind: Kind, layer: LayerInputs, batch: PagedBatch) -> Any:
+        key = kind, layer.scoring
+        found: _Planned | None = batch.scratch.get(key)
+        if found is None:
+            kept = None if batch.is_recorded else self._wrappers.get(key)
+            found = kept or _Planned(self._make(kind, layer, batch), kind, layer)
+            if not batch.is_recorded:
+                self._wrappers[key] = found
+            found.plan(batch)
+            batch.scratch[key] = found
+        return found.wrapper
+
+    def _make(self, kind: Kind, layer: LayerInputs, batch: PagedBatch) -> Any:
+        if kind == "prompt":
+            return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
+        # Tensor cores pay from groups of four on, by FlashInfer's documentation, and its other kernels
+        # know only some sizes of groups.
+        group = layer.query.shape[1] // batch.kv.shape[3]
+        buffers: dict[str, Any] = {}
+        if batch.is_recorded:
+            sizes = {
+                "indptr": batch.num_decodes + 1,
+                "indices": batch.page_table.numel(),
+                "last_page_len": batch.num_decodes,
+            }
+            buffers = {
+                f"paged_kv_{name}_buffer": torch.zeros(
+                    size, dtype=torch.int32, device=batch.kv.device
+                )
+                for name, size in sizes.items()
+            }
+        return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "HND",
+            use_cuda_graph=batch.is_recorded,
+            use_tensor_cores=group > 2,
+            **buffers,
+        )

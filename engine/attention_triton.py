@@ -1,0 +1,250 @@
+"""Paged attention for GPUs in our own Triton kernels, which `triton_kernels` holds.
+
+How large a block is and how often a decode is split depends on nothing that only the host knows of
+this forward, so a decode-only forward may be recorded into a CUDA graph.
+
+Importing this needs triton, which torch's CUDA wheels bring.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+
+from engine import triton_kernels
+from engine.attention import LayerInputs, PagedBatch, to_device
+from engine.forward import Ints32
+
+# A split has work for some microseconds, so that a merge is worth it.
+_MIN_KEYS_PER_SPLIT = 256
+# The merge kernel holds all splits of a head at once.
+_MAX_SPLITS = 64
+# The least that a tensor core multiplies.
+_MIN_GROUP = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What one program holds, chosen so that two stages of K and V fit into 96 KiB of shared memory.
+
+    Attributes:
+        rows: Rows times heads of a tile of a prompt.
+        keys: Keys loaded at a time.
+        dim: Head dim, padded.
+        num_warps: Of a program for prompts.
+    """
+
+    rows: int
+    keys: int
+    dim: int
+    num_warps: int
+
+    @classmethod
+    def of(cls, head_dim: int, dtype: torch.dtype, group: int, *, is_fp8: bool) -> "Blocks":
+        """Choose for a geometry; sizes at which the assembler spills little or nothing.
+
+        Args:
+            dtype: Of the queries.
+        """
+        dim = max(16, triton.next_power_of_2(head_dim))
+        row_bytes = dim * dtype.itemsize
+        if dtype is torch.float32:  # without tensor cores operands are in registers
+            rows, keys, num_warps = (32, 32, 4) if row_bytes <= 512 else (16, 16, 4)
+        elif row_bytes <= 256:
+            rows, keys, num_warps = 128, 32 if is_fp8 else 64, 8
+        else:
+            rows, keys, num_warps = 64, 32, 4
+        return cls(max(rows, triton.next_power_of_2(group)), keys, dim, num_warps)
+
+
+class TritonAttention:
+    """The backend of our own kernels.
+
+    Args:
+        num_processors: Decoding rows are split until every processor of the GPU has two programs.
+    """
+
+    name = "triton"
+
+    def __init__(self, num_processors: int) -> None:
+        self._num_processors = num_processors
+
+    def prepare(self, batch: PagedBatch) -> None:
+        """See `GraphBackend.prepare`: decodes need nothing beyond the batch."""
+
+    def attend(self, layer: LayerInputs, batch: PagedBatch) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        write(batch, layer)
+        if layer.query.stride(-1) != 1:
+            layer.query = layer.query.contiguous()
+        out = torch.empty(layer.query.shape, dtype=layer.query.dtype, device=layer.query.device)
+        if batch.num_decodes:
+            self._attend_decodes(layer, batch, out)
+        if batch.num_decodes < len(batch.host_kv_lens):
+            _attend_prompts(layer, batch, out)
+        return out
+
+    def num_splits(self, num_decodes: int, num_kv_heads: int, max_keys: int) -> int:
+        """Return into how many parts the keys of each row are split: a power of two.
+
+        Any other number would have the kernels compiled once more, for seconds, while requests wait.
+        """
+        wanted = 2 * self._num_processors // (num_decodes * num_kv_heads)
+        most = min(wanted, -(-max_keys // _MIN_KEYS_PER_SPLIT), _MAX_SPLITS)
+        return 1 << (max(1, most).bit_length() - 1)
+
+    def _attend_decodes(self, layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) -> None:
+        pages = _pages(batch, layer)
+        num_kv_heads, page_size, head_dim = pages.shape[2:]
+        num_decodes, num_heads = batch.num_decodes, layer.query.shape[1]
+        group = num_heads // num_kv_heads
+        blocks = Blocks.of(head_dim, layer.query.dtype, group, is_fp8=_is_fp8(batch))
+        max_keys = batch.page_table.shape[1] * page_size
+        num_splits = self.num_splits(num_decodes, num_kv_heads, max_keys)
+        partial = torch.empty(
+            (num_decodes, num_heads, num_splits, blocks.dim if num_splits > 1 else 0),
+            dtype=torch.float32,
+            device=out.device,
+        )
+        sizes = torch.empty(partial.shape[:3], dtype=torch.float32, device=out.device)
+        scoring = layer.scoring
+        triton_kernels.attend_decodes[num_decodes, num_kv_heads, num_splits](
+            layer.query,
+            pages,
+            batch.page_table,
+            batch.kv_lens,
+            out,
+            partial,
+            sizes,
+            layer.query.stride(0),
+            layer.query.stride(1),
+            out.stride(0),
+            batch.page_table.stride(0),
+            pages.stride(0),
+            pages.stride(1),
+            scoring.scale,
+            scoring.softcap or 0.0,
+            scoring.window or 0,
+            num_splits=num_splits,
+            num_heads=num_heads,
+            group=group,
+            page_size=page_size,
+            head_dim=head_dim,
+            block_group=max(_MIN_GROUP, triton.next_power_of_2(group)),
+            block_dim=blocks.dim,
+            block_keys=blocks.keys,
+            has_window=scoring.window is not None,
+            has_softcap=scoring.softcap is not None,
+            is_fp8=_is_fp8(batch),
+            num_warps=4,
+            num_stages=2,
+        )
+        if num_splits > 1:
+            triton_kernels.merge_splits[num_decodes, num_heads](
+                partial,
+                sizes,
+                out,
+                out.stride(0),
+                num_splits=num_splits,
+                num_heads=num_heads,
+                head_dim=head_dim,
+                block_splits=triton.next_power_of_2(num_splits),
+                block_dim=blocks.dim,
+            )
+
+
+def write(batch: PagedBatch, layer: LayerInputs) -> None:
+    """Do what `PagedBatch.write` does, in one launch."""
+    pages = _pages(batch, layer)
+    num_kv_heads, page_size, head_dim = pages.shape[2:]
+    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (layer.key, layer.value))
+    triton_kernels.write_rows[len(key),](
+        key,
+        value,
+        pages,
+        batch.write_pages,
+        batch.write_offsets,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        pages.stride(0),
+        pages.stride(1),
+        num_kv_heads=num_kv_heads,
+        page_size=page_size,
+        head_dim=head_dim,
+        block_heads=triton.next_power_of_2(num_kv_heads),
+        block_dim=triton.next_power_of_2(head_dim),
+        is_fp8=_is_fp8(batch),
+    )
+
+
+def _attend_prompts(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) -> None:
+    pages = _pages(batch, layer)
+    num_kv_heads, page_size, head_dim = pages.shape[2:]
+    group = layer.query.shape[1] // num_kv_heads
+    blocks = Blocks.of(head_dim, layer.query.dtype, group, is_fp8=_is_fp8(batch))
+    tiles: torch.Tensor | None = batch.scratch.get("tiles")
+    if tiles is None:
+        tiles = to_device(prompt_tiles(batch, blocks.rows // group), out.device)
+        batch.scratch["tiles"] = tiles
+    scoring = layer.scoring
+    triton_kernels.attend_prompts[len(tiles), num_kv_heads](
+        layer.query,
+        pages,
+        tiles,
+        batch.page_table,
+        out,
+        layer.query.stride(0),
+        layer.query.stride(1),
+        out.stride(0),
+        batch.page_table.stride(0),
+        pages.stride(0),
+        pages.stride(1),
+        scoring.scale,
+        scoring.softcap or 0.0,
+        scoring.window or 0,
+        group=group,
+        page_size=page_size,
+        head_dim=head_dim,
+        block_rows=blocks.rows,
+        block_dim=blocks.dim,
+        block_keys=blocks.keys,
+        has_window=scoring.window is not None,
+        has_softcap=scoring.softcap is not None,
+        is_fp8=_is_fp8(batch),
+        num_warps=blocks.num_warps,
+        num_stages=2,
+    )
+
+
+def prompt_tiles(batch: PagedBatch, num_rows: int) -> Ints32:
+    """Cut the chunks of prompts into tiles.
+
+    Args:
+        num_rows: Of a tile, at most.
+
+    Returns:
+        For each tile its sequence, its first row, its rows, and the position of the first: those with
+        the most keys first, because they take longest. Shape (num_tiles, 4).
+    """
+    starts, kv_lens = batch.host_query_starts, batch.host_kv_lens
+    tiles = [
+        (sequence, row, min(num_rows, end - row), int(kv_lens[sequence]) - (end - row))
+        for sequence in range(batch.num_decodes, len(kv_lens))
+        for end in [int(starts[sequence + 1])]
+        for row in range(int(starts[sequence]), end, num_rows)
+    ]
+    table = np.array(tiles, np.int32)
+    return table[np.argsort(-table[:, 3], kind="stable")]
+
+
+def _pages(batch: PagedBatch, layer: LayerInputs) -> torch.Tensor:
+    """Return one layer of the pool: shape (num_pages, 2, num_kv_heads, page_size, head_dim)."""
+    pages = batch.kv[:, layer.index]
+    return pages.view(torch.uint8) if _is_fp8(batch) else pages
+
+
+def _is_fp8(batch: PagedBatch) -> bool:
+    return batch.kv.dtype is torch.float8_e4m3fn

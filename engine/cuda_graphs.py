@@ -1,0 +1,258 @@
+"""Decode-only forwards recorded once and replayed: a step is then one launch instead of a thousand.
+
+```
+ inputs ── more than one row a sequence ──────────────────────────────────────▶ ModelRunner.forward
+    └──── decodes only ── pad to the next recorded size ── copy into the buffers ── replay ──▶ logits
+```
+
+A graph is recorded for each of a few batch sizes, over one set of buffers at fixed addresses. Rows that
+pad a batch read and write the scratch page, which nobody owns, and their logits are dropped.
+
+What CUDA does is behind `Capture`; all else runs, and is tested, without a GPU.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.attention import AttentionBackend, GraphBackend, PagedBatch, to_device
+from engine.config import EngineConfig
+from engine.forward import ForwardInputs
+from engine.model import ModelShape
+from engine.runner import ModelRunner, Runner, with_sampled
+from telemetry import log as logs
+from wire.errors import ConfigInvalid
+
+log = logs.get_logger(__name__)
+
+# Computes into memory that stays: the result is that of the last call, at the same address.
+Replay = Callable[[], torch.Tensor]
+# Runs a computation, at least once to warm up, and returns what repeats it.
+Capture = Callable[[Callable[[], torch.Tensor]], Replay]
+
+
+@dataclass(slots=True, eq=False)
+class _Graph:
+    """One recorded batch size."""
+
+    size: int
+    batch: PagedBatch
+    replay: Replay
+
+
+class GraphRunner:
+    """A runner that replays recorded forwards where it can; a `Runner`.
+
+    Logits of a replay stay valid until the next forward.
+
+    Args:
+        runner: Its pool has the scratch page, its backend is a `GraphBackend`.
+        num_decodes: Sequences of the largest batch recorded.
+        num_pages: Pages of the longest sequence.
+        scratch_page: See `make_pool`.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        num_decodes: int,
+        num_pages: int,
+        scratch_page: int,
+        capture: Capture,
+    ) -> None:
+        assert isinstance(runner.backend, GraphBackend), f"{runner.backend.name} cannot be recorded"
+        self._runner = runner
+        self._backend = runner.backend
+        self._scratch_page = scratch_page
+        device = runner.device
+        # Token ids, positions, pages and offsets to write to.
+        self._numbers = torch.zeros((4, num_decodes), dtype=torch.int64, device=device)
+        self._rows = torch.arange(num_decodes, device=device)
+        self._kv_lens = torch.ones(num_decodes, dtype=torch.int32, device=device)
+        self._page_table = torch.full(
+            (num_decodes, num_pages), scratch_page, dtype=torch.int32, device=device
+        )
+        self._numbers[2].fill_(scratch_page)
+        # The largest first: the others then find its memory free and take no more.
+        sizes = batch_sizes(num_decodes)
+        self._graphs = [self._record(size, capture) for size in reversed(sizes)][::-1]
+        log.info("engine.graphs_recorded", sizes=sizes)
+        # The first prompt would wait for its kernels to be compiled.
+        self._runner.forward(_short_prompt(scratch_page))
+
+    @property
+    def device(self) -> torch.device:
+        """See `Runner.device`."""
+        return self._runner.device
+
+    @property
+    def kv(self) -> torch.Tensor:
+        """The pool, the scratch page included."""
+        return self._runner.kv
+
+    @torch.inference_mode()
+    def forward(self, inputs: ForwardInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Runner.forward`."""
+        graph = self._graph_for(inputs)
+        if graph is None:
+            return self._runner.forward(inputs, sampled)
+        self._load(inputs, sampled, graph)
+        self._backend.prepare(graph.batch)
+        logits = graph.replay()
+        if len(inputs.logit_rows) == inputs.num_rows:
+            return logits[: inputs.num_rows]
+        return logits[to_device(inputs.logit_rows, self.device)]
+
+    def _graph_for(self, inputs: ForwardInputs) -> _Graph | None:
+        """Return the smallest recorded graph that holds the batch."""
+        index = bisect_left(self._graphs, inputs.num_rows, key=lambda graph: graph.size)
+        is_fitting = inputs.is_decode_only and inputs.page_table.shape[1] <= len(
+            self._page_table[0]
+        )
+        return self._graphs[index] if is_fitting and index < len(self._graphs) else None
+
+    def _load(self, inputs: ForwardInputs, sampled: torch.Tensor | None, graph: _Graph) -> None:
+        """Copy the inputs into the buffers and point the rows past them to the scratch page."""
+        num_rows, width = inputs.page_table.shape
+        padding = graph.size - num_rows
+        page_size = graph.batch.page_size
+        numbers = np.zeros((4, graph.size), np.int64)
+        numbers[2, num_rows:] = self._scratch_page
+        numbers[:, :num_rows] = (
+            inputs.token_ids,
+            inputs.positions,
+            inputs.write_pages(page_size),
+            inputs.positions % page_size,
+        )
+        self._numbers[:, : graph.size].copy_(to_device(numbers, self.device))
+        ids = self._numbers[0, :num_rows]
+        ids.copy_(with_sampled(ids, inputs, sampled))
+        kv_lens = np.pad(inputs.kv_lens, (0, padding), constant_values=1)
+        table = np.pad(
+            inputs.page_table, ((0, padding), (0, 0)), constant_values=self._scratch_page
+        )
+        self._kv_lens[: graph.size].copy_(to_device(kv_lens, self.device))
+        # Past the width is what an earlier batch left: pages that exist, and no length reaches them.
+        self._page_table[: graph.size, :width].copy_(to_device(table, self.device))
+        graph.batch.host_kv_lens, graph.batch.host_page_table = kv_lens, table
+
+    def _record(self, size: int, capture: Capture) -> _Graph:
+        token_ids, positions, write_pages, write_offsets = self._numbers[:, :size]
+        batch = PagedBatch(
+            backend=self._backend,
+            kv=self._runner.kv,
+            num_decodes=size,
+            page_table=self._page_table[:size],
+            kv_lens=self._kv_lens[:size],
+            write_pages=write_pages,
+            write_offsets=write_offsets,
+            host_page_table=np.full((size, 1), self._scratch_page, np.int32),
+            host_kv_lens=np.ones(size, np.int32),
+            host_query_starts=np.arange(size + 1, dtype=np.int32),
+            is_recorded=True,
+        )
+
+        @torch.inference_mode()
+        def compute() -> torch.Tensor:
+            return self._runner.compute(token_ids, positions, self._rows[:size], batch)
+
+        log.info("engine.graph_recording", batch_size=size)
+        try:
+            return _Graph(size, batch, capture(compute))
+        except torch.cuda.OutOfMemoryError as error:
+            raise ConfigInvalid(
+                "the GPU's memory does not hold the CUDA graphs: lower --mem-fraction-static or "
+                "--max-running-requests, or give --enforce-eager"
+            ) from error
+        except RuntimeError as error:
+            # Some models look at numbers on the device, as those with a rope that depends on the length.
+            raise ConfigInvalid(
+                f"this model's forward cannot be recorded ({str(error).splitlines()[0]}): give "
+                "--enforce-eager"
+            ) from error
+
+
+def _short_prompt(page: int) -> ForwardInputs:
+    """Return a prompt of two tokens in one page."""
+    return ForwardInputs(
+        token_ids=np.zeros(2, np.int64),
+        sources=np.full(2, -1, np.int64),
+        positions=np.arange(2),
+        query_starts=np.array([0, 2], np.int32),
+        kv_lens=np.array([2], np.int32),
+        page_table=np.array([[page]], np.int32),
+        num_decodes=0,
+        logit_rows=np.ones(1, np.int64),
+    )
+
+
+class CudaCapture:
+    """Records CUDA graphs that share one pool of memory, for they never run at the same time."""
+
+    def __init__(self) -> None:
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[[], torch.Tensor]) -> Replay:
+        """Warm up on a stream of its own, as CUDA demands, and record."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            result = compute()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """Return the sizes to record: 1, 2, 4, multiples of 8, and the largest. SGLang's choice too."""
+    sizes = [1, 2, 4, *range(8, largest + 1, 8), largest]
+    return sorted({size for size in sizes if size <= largest})
+
+
+def is_recording(config: EngineConfig, backend: AttentionBackend) -> bool:
+    """Tell whether `make_runner` will record graphs: the pool then needs its scratch page."""
+    is_gpu = config.device.split(":", maxsplit=1)[0] == "cuda"
+    return is_gpu and not config.is_eager and isinstance(backend, GraphBackend)
+
+
+def make_runner(
+    model: torch.nn.Module,
+    kv: torch.Tensor,
+    backend: AttentionBackend,
+    config: EngineConfig,
+    shape: ModelShape,
+    *,
+    num_pages: int,
+) -> Runner:
+    """Return the fastest runner for a model.
+
+    Args:
+        kv: Made by `make_pool` with `has_scratch_page=is_recording(config, backend)`.
+        num_pages: As the engine counts them.
+
+    Raises:
+        ConfigInvalid: The graphs cannot be recorded; the sentence says why.
+    """
+    runner = ModelRunner(model, kv, backend)
+    if not is_recording(config, backend):
+        return runner
+    assert len(kv) == num_pages + 1, "the pool has no scratch page"
+    longest = min(shape.context_length, num_pages * config.page_size)
+    return GraphRunner(
+        runner,
+        num_decodes=config.max_running_requests,
+        num_pages=-(-longest // config.page_size),
+        scratch_page=num_pages,
+        capture=CudaCapture(),
+    )

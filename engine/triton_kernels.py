@@ -1,0 +1,389 @@
+"""Triton kernels of paged attention: write rows, attend with prompts, attend with decoding rows.
+
+All read the pool as it is, a layer's view of it: [page][k, v][head][token][dim]. Scores are kept in base 2,
+sums in float32, as in FlashAttention-2 (Dao 2023); a decoding row's keys are split over programs
+and merged by their log-sum-exp, as in Flash-Decoding. No key at or past a sequence's length is loaded.
+
+e4m3 is read and written through its bits, not through Triton's own type, which GPUs before Ada
+lack: a byte moved into a float16 is the value divided by 256.
+"""
+
+# Arguments have no types: in a kernel's signature triton evaluates what it finds, and takes only its own.
+
+import triton
+from triton import language as tl
+
+# Below any score; finite, so that a row that has seen no key yet yields no NaN.
+_FAR_BELOW = tl.constexpr(-1.0e30)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_E4M3_MAX = tl.constexpr(448.0)
+# Triton's interpreter multiplies bfloat16 as the integers it keeps them in.
+_IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def _from_e4m3(bits):
+    wide = bits.to(tl.uint16)
+    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    # Exponents are biased by 7 there and by 15 here.
+    return half.to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
+def _to_e4m3(value):
+    """Round float32 to the nearest e4m3, ties to even; what is too large becomes ±448."""
+    sign = (value.to(tl.uint32, bitcast=True) >> 24) & 0x80
+    size = tl.minimum(tl.abs(value), _E4M3_MAX)
+    bits = size.to(tl.uint32, bitcast=True)
+    normal = (bits + 0x7FFFF + ((bits >> 20) & 1) - (120 << 23)) >> 20
+    # Where a unit in the last place of 2^14 is e4m3's smallest value: the sum rounds for us.
+    subnormal = (size + 16384.0).to(tl.uint32, bitcast=True) - (141 << 23)
+    return (tl.where(size < 0.015625, subnormal, normal) | sign).to(tl.uint8)
+
+
+@triton.jit
+def write_rows(
+    key,
+    value,
+    pool,
+    write_pages,
+    write_offsets,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    pool_page,
+    pool_value,
+    num_kv_heads: tl.constexpr,
+    page_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_heads: tl.constexpr,
+    block_dim: tl.constexpr,
+    is_fp8: tl.constexpr,
+):
+    """Put K and V of one row into its page. Grid (num_rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    page = tl.load(write_pages + row).to(tl.int64)
+    offset = tl.load(write_offsets + row)
+    heads = tl.arange(0, block_heads)[:, None]
+    dims = tl.arange(0, block_dim)[None, :]
+    is_real = (heads < num_kv_heads) & (dims < head_dim)
+    k = tl.load(key + row * key_row + heads * key_head + dims, mask=is_real, other=0.0)
+    v = tl.load(value + row * value_row + heads * value_head + dims, mask=is_real, other=0.0)
+    target = pool + page * pool_page + (heads * page_size + offset) * head_dim + dims
+    if is_fp8:
+        tl.store(target, _to_e4m3(k.to(tl.float32)), mask=is_real)
+        tl.store(target + pool_value, _to_e4m3(v.to(tl.float32)), mask=is_real)
+    else:
+        tl.store(target, k.to(pool.dtype.element_ty), mask=is_real)
+        tl.store(target + pool_value, v.to(pool.dtype.element_ty), mask=is_real)
+
+
+@triton.jit
+def _dot(left, right, sums):
+    if _IS_INTERPRETED:
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left, right, sums, input_precision="ieee")
+
+
+@triton.jit
+def _attend(
+    sums,
+    highest,
+    totals,
+    query,
+    positions,
+    begin,
+    end,
+    pool,
+    pages,
+    pool_page,
+    pool_value,
+    scale,
+    softcap,
+    window,
+    page_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_dim: tl.constexpr,
+    block_keys: tl.constexpr,
+    has_window: tl.constexpr,
+    has_softcap: tl.constexpr,
+    is_masked: tl.constexpr,
+    is_fp8: tl.constexpr,
+):
+    """Go on with online softmax over the keys from `begin` to before `end`.
+
+    Args:
+        query: Shape (rows, block_dim); `positions` (rows,) are theirs.
+        pool: At this layer and head; `pages` is the sequence's row of the page table.
+        is_masked: False promises that every row sees every key.
+
+    Returns:
+        The new `sums` (rows, block_dim), `highest` (rows,) and `totals` (rows,).
+    """
+    dims = tl.arange(0, block_dim)
+    for first in range(begin, end, block_keys):
+        keys = first + tl.arange(0, block_keys)
+        is_inside = keys < end
+        page = tl.load(pages + keys // page_size, mask=is_inside, other=0).to(tl.int64)
+        at = page * pool_page + (keys % page_size) * head_dim
+        elements = pool + at[:, None] + dims[None, :]
+        # Never loaded past the end: there may be NaN, and NaN times a weight of 0 is NaN.
+        is_real = is_inside[:, None] & (dims < head_dim)[None, :]
+        key = tl.load(elements, mask=is_real, other=0)
+        value = tl.load(elements + pool_value, mask=is_real, other=0)
+        if is_fp8:
+            key = _from_e4m3(key)
+            value = _from_e4m3(value)
+        key = key.to(query.dtype)
+        value = value.to(query.dtype)
+        scores = tl.zeros([query.shape[0], block_keys], tl.float32)
+        scores = _dot(query, tl.trans(key), scores) * scale
+        if has_softcap:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+        scores *= _LOG2_E
+        if is_masked:
+            is_seen = is_inside[None, :] & (keys[None, :] <= positions[:, None])
+            if has_window:
+                is_seen = is_seen & (keys[None, :] > positions[:, None] - window)
+            scores = tl.where(is_seen, scores, float("-inf"))
+        top = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp2(scores - top[:, None])
+        shrink = tl.exp2(highest - top)
+        totals = totals * shrink + tl.sum(weights, 1)
+        sums = _dot(weights.to(query.dtype), value, sums * shrink[:, None])
+        highest = top
+    return sums, highest, totals
+
+
+# The width of a page table is new with every batch, and no reason to compile again.
+@triton.jit(do_not_specialize=["table_row"])
+def attend_prompts(
+    query,
+    pool,
+    tiles,
+    page_table,
+    out,
+    query_row,
+    query_head,
+    out_row,
+    table_row,
+    pool_page,
+    pool_value,
+    scale,
+    softcap,
+    window,
+    group: tl.constexpr,
+    page_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_dim: tl.constexpr,
+    block_keys: tl.constexpr,
+    has_window: tl.constexpr,
+    has_softcap: tl.constexpr,
+    is_fp8: tl.constexpr,
+):
+    """Attend with one tile of a chunk's rows, all heads of a group. Grid (num_tiles, num_kv_heads).
+
+    A line of `tiles`: the sequence, the tile's first row, its rows, the position of the first.
+    """
+    tile = tiles + tl.program_id(0) * 4
+    kv_head = tl.program_id(1)
+    sequence = tl.load(tile).to(tl.int64)
+    first_row = tl.load(tile + 1).to(tl.int64)
+    num_rows = tl.load(tile + 2)
+    position = tl.load(tile + 3)
+    lines = tl.arange(0, block_rows)
+    tokens = lines // group
+    heads = kv_head * group + lines % group
+    dims = tl.arange(0, block_dim)
+    is_real = (tokens < num_rows)[:, None] & (dims < head_dim)[None, :]
+    from_row = (first_row + tokens) * query_row + heads * query_head
+    rows = tl.load(query + from_row[:, None] + dims[None, :], mask=is_real, other=0.0)
+    sums = tl.zeros([block_rows, block_dim], tl.float32)
+    highest = tl.full([block_rows], _FAR_BELOW, tl.float32)
+    totals = tl.zeros([block_rows], tl.float32)
+    pool += kv_head * (page_size * head_dim)
+    pages = page_table + sequence * table_row
+    end = position + num_rows
+    begin = position * 0
+    if has_window:
+        begin = tl.maximum(position - window + 1, 0) // block_keys * block_keys
+    else:
+        # What all of the tile's rows see needs no mask.
+        begin = (position + 1) // block_keys * block_keys
+        sums, highest, totals = _attend(
+            sums,
+            highest,
+            totals,
+            rows,
+            position + tokens,
+            0,
+            begin,
+            pool,
+            pages,
+            pool_page,
+            pool_value,
+            scale,
+            softcap,
+            window,
+            page_size,
+            head_dim,
+            block_dim,
+            block_keys,
+            has_window,
+            has_softcap,
+            False,
+            is_fp8,
+        )
+    sums, highest, totals = _attend(
+        sums,
+        highest,
+        totals,
+        rows,
+        position + tokens,
+        begin,
+        end,
+        pool,
+        pages,
+        pool_page,
+        pool_value,
+        scale,
+        softcap,
+        window,
+        page_size,
+        head_dim,
+        block_dim,
+        block_keys,
+        has_window,
+        has_softcap,
+        True,
+        is_fp8,
+    )
+    result = sums / tl.where(totals == 0.0, 1.0, totals)[:, None]
+    to_row = (first_row + tokens) * out_row + heads * head_dim
+    target = out + to_row[:, None] + dims[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=is_real)
+
+
+# The width of a page table is new with every batch, and no reason to compile again.
+@triton.jit(do_not_specialize=["table_row"])
+def attend_decodes(
+    query,
+    pool,
+    page_table,
+    kv_lens,
+    out,
+    partial,
+    sizes,
+    query_row,
+    query_head,
+    out_row,
+    table_row,
+    pool_page,
+    pool_value,
+    scale,
+    softcap,
+    window,
+    num_splits: tl.constexpr,
+    num_heads: tl.constexpr,
+    group: tl.constexpr,
+    page_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_group: tl.constexpr,
+    block_dim: tl.constexpr,
+    block_keys: tl.constexpr,
+    has_window: tl.constexpr,
+    has_softcap: tl.constexpr,
+    is_fp8: tl.constexpr,
+):
+    """Attend with one row over one split of its keys. Grid (num_decodes, num_kv_heads, num_splits).
+
+    With one split the result goes to `out`; else to `partial` (num_decodes, num_heads, num_splits,
+    block_dim), float32, with the base-2 log of its sum in `sizes` (num_decodes, num_heads, num_splits).
+    """
+    sequence = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    kv_len = tl.load(kv_lens + sequence)
+    first = kv_len * 0
+    if has_window:
+        first = tl.maximum(kv_len - window, 0)
+    num_blocks = tl.cdiv(kv_len - first, block_keys)
+    per_split = tl.cdiv(num_blocks, num_splits) * block_keys
+    begin = first + split * per_split
+    end = tl.minimum(begin + per_split, kv_len)
+    lines = tl.arange(0, block_group)
+    heads = kv_head * group + lines
+    dims = tl.arange(0, block_dim)
+    is_head = lines < group
+    is_real = is_head[:, None] & (dims < head_dim)[None, :]
+    from_row = query + sequence * query_row
+    rows = tl.load(
+        from_row + (heads * query_head)[:, None] + dims[None, :], mask=is_real, other=0.0
+    )
+    sums = tl.zeros([block_group, block_dim], tl.float32)
+    highest = tl.full([block_group], _FAR_BELOW, tl.float32)
+    totals = tl.zeros([block_group], tl.float32)
+    sums, highest, totals = _attend(
+        sums,
+        highest,
+        totals,
+        rows,
+        lines * 0 + kv_len - 1,
+        begin,
+        end,
+        pool + kv_head * (page_size * head_dim),
+        page_table + sequence * table_row,
+        pool_page,
+        pool_value,
+        scale,
+        softcap,
+        window,
+        page_size,
+        head_dim,
+        block_dim,
+        block_keys,
+        has_window,
+        has_softcap,
+        True,
+        is_fp8,
+    )
+    result = sums / tl.where(totals == 0.0, 1.0, totals)[:, None]
+    if num_splits == 1:
+        target = out + sequence * out_row + (heads * head_dim)[:, None] + dims[None, :]
+        tl.store(target, result.to(out.dtype.element_ty), mask=is_real)
+    else:
+        line = (sequence * num_heads + heads) * num_splits + split
+        tl.store(partial + line[:, None] * block_dim + dims[None, :], result, mask=is_real)
+        # An empty split's is -inf, as it should be.
+        tl.store(sizes + line, highest + tl.log2(totals), mask=is_head)
+
+
+@triton.jit
+def merge_splits(
+    partial,
+    sizes,
+    out,
+    out_row,
+    num_splits: tl.constexpr,
+    num_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_splits: tl.constexpr,
+    block_dim: tl.constexpr,
+):
+    """Merge what `attend_decodes` left for one row and head. Grid (num_decodes, num_heads)."""
+    sequence = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    splits = tl.arange(0, block_splits)
+    dims = tl.arange(0, block_dim)
+    line = (sequence * num_heads + head) * num_splits + splits
+    is_split = splits < num_splits
+    size = tl.load(sizes + line, mask=is_split, other=float("-inf"))
+    weights = tl.exp2(size - tl.max(size, 0))
+    is_real = is_split[:, None] & (dims < head_dim)[None, :]
+    parts = tl.load(partial + line[:, None] * block_dim + dims[None, :], mask=is_real, other=0.0)
+    result = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
+    target = out + sequence * out_row + head * head_dim + dims
+    tl.store(target, result.to(out.dtype.element_ty), mask=dims < head_dim)

@@ -1,0 +1,131 @@
+"""Cases that every attention backend must agree on, and how to hold one to the reference."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.attention import AttentionBackend, LayerInputs, PagedBatch, Scoring
+from engine.attention_torch import TorchAttention
+
+NUM_LAYERS, LAYER = 2, 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences of one forward: (keys, rows of this forward) each, decoding ones first."""
+
+    sequences: tuple[tuple[int, int], ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    page_size: int = 4
+    window: int | None = None
+    softcap: float | None = None
+    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
+    fill: float = torch.nan  # of the pool, where no key of the forward lies
+
+    @property
+    def num_decodes(self) -> int:
+        return sum(rows == 1 for _, rows in self.sequences)
+
+
+DECODES = ((1, 1), (3, 1), (4, 1), (5, 1), (23, 1))
+PROMPTS = ((7, 7), (1 + 8, 8), (30, 3), (40, 37))
+MIXED = ((9, 1), (33, 1), (21, 21), (50, 2))
+FP8 = torch.float8_e4m3fn
+
+CASES = {
+    "one row": Case(((1, 1),)),
+    "decodes at page borders": Case(DECODES),
+    "decodes with a window": Case(DECODES, window=3),
+    "decodes with a softcap": Case(DECODES, softcap=2.0),
+    "decodes of group 1": Case(DECODES, num_kv_heads=4),
+    "decodes of group 3": Case(DECODES, num_heads=9, num_kv_heads=3),
+    "decodes of group 8": Case(DECODES, num_heads=8, num_kv_heads=1),
+    "a head dim that is no power of two": Case(MIXED, head_dim=24),
+    "long decodes in splits": Case(((1200, 1), (2, 1)), num_heads=2, num_kv_heads=1, page_size=16),
+    "long decodes in splits, window": Case(
+        ((1200, 1), (700, 1), (5, 1)), num_heads=2, num_kv_heads=1, page_size=16, window=600
+    ),
+    "prompts with cached prefixes": Case(PROMPTS),
+    "prompts with a window": Case(PROMPTS, window=5),
+    "prompts with a softcap": Case(PROMPTS, softcap=2.0),
+    "prompts of group 3": Case(PROMPTS, num_heads=6),
+    "prompts of group 8": Case(PROMPTS, num_heads=8, num_kv_heads=1),
+    "a prompt of several tiles": Case(((300, 200),), num_heads=2, num_kv_heads=1, page_size=16),
+    "decodes and prompts": Case(MIXED),
+    "bfloat16": Case(MIXED, dtype=torch.bfloat16),
+    "float16": Case(MIXED, dtype=torch.float16),
+    "fp8 pool, float32": Case(MIXED, kv_dtype=FP8),
+    "fp8 pool, bfloat16": Case(MIXED, dtype=torch.bfloat16, kv_dtype=FP8),
+}
+
+
+def tolerance(case: Case) -> float:
+    """Return the largest difference allowed; outputs are averages of values around 1.
+
+    Reference and backend read the same pool, in e4m3 too: what differs is rounding in the compute
+    type, of which bfloat16 has 8 bits, float16 11.
+    """
+    return {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}[case.dtype]
+
+
+def make(case: Case, backend: AttentionBackend, device: str) -> tuple[LayerInputs, PagedBatch]:
+    """Return seeded inputs, the earlier keys of each sequence in the pool."""
+    random = torch.Generator().manual_seed(1)
+    lens = np.array([keys for keys, _ in case.sequences], np.int32)
+    counts = [rows for _, rows in case.sequences]
+    starts = np.cumsum([0, *counts]).astype(np.int32)
+    widths = -(-lens // case.page_size)
+    order = torch.randperm(int(widths.sum()) + 3, generator=random)[3:].numpy()
+    table = np.zeros((len(lens), int(widths.max())), np.int32)
+    pages = np.split(order, np.cumsum(widths)[:-1])
+    sizes = (len(order) + 3, NUM_LAYERS, 2, case.num_kv_heads, case.page_size, case.head_dim)
+    kv = torch.full(sizes, case.fill)
+    positions, write_pages = [], []
+    for row, (own, (keys, rows)) in enumerate(zip(pages, case.sequences, strict=True)):
+        table[row, : len(own)] = own
+        for position in range(keys - rows):
+            at = kv[own[position // case.page_size], :, :, :, position % case.page_size]
+            at[:] = torch.randn(at.shape, generator=random)
+        positions += range(keys - rows, keys)
+        write_pages += [own[p // case.page_size] for p in range(keys - rows, keys)]
+
+    def rows_of(num_heads: int) -> torch.Tensor:
+        # As models bring them: heads first in memory.
+        made = torch.randn((num_heads, len(positions), case.head_dim), generator=random)
+        return made.to(case.dtype).to(device).transpose(0, 1)
+
+    scoring = Scoring(case.head_dim**-0.5, case.window, case.softcap)
+    heads = (case.num_heads, case.num_kv_heads, case.num_kv_heads)
+    layer = LayerInputs(LAYER, *(rows_of(num) for num in heads), scoring)
+    batch = PagedBatch(
+        backend=backend,
+        kv=kv.to(case.kv_dtype or case.dtype).to(device),
+        num_decodes=case.num_decodes,
+        page_table=torch.from_numpy(table).to(device),
+        kv_lens=torch.from_numpy(lens).to(device),
+        write_pages=torch.tensor(np.array(write_pages), dtype=torch.int64, device=device),
+        write_offsets=torch.tensor(positions, dtype=torch.int64, device=device) % case.page_size,
+        host_page_table=table,
+        host_kv_lens=lens,
+        host_query_starts=starts,
+    )
+    return layer, batch
+
+
+def error(case: Case, backend: AttentionBackend, device: str = "cpu") -> float:
+    """Return the largest difference to the reference: of the output, or infinity of the pool's."""
+    layer, batch = make(case, backend, device)
+    got = backend.attend(layer, batch)
+    layer, reference = make(case, TorchAttention(), "cpu")
+    # The reference multiplies what it masked.
+    reference.kv = reference.kv.float().nan_to_num(0.0).to(reference.kv.dtype)
+    expected = reference.backend.attend(layer, reference)
+    written = batch.kv.cpu().float().nan_to_num(0.0)
+    if not torch.equal(written, reference.kv.float()):
+        return float("inf")
+    difference = (got.cpu().float() - expected.float()).abs()
+    return float(difference.nan_to_num(torch.inf).max())

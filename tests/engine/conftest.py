@@ -1,0 +1,18 @@
+"""Modules that stand for libraries of machines with a GPU."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def fake_flashinfer(monkeypatch):
+    """Make `import flashinfer` find the stand-in, and only during the test."""
+    names = ("flashinfer", "engine.attention_flashinfer")
+    real = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    monkeypatch.syspath_prepend(Path(__file__).parent / "fake_modules")
+    yield
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(real)

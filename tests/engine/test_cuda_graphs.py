@@ -1,0 +1,201 @@
+"""Padding, buffers and choice of graphs, with a "graph" that calls the function again."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention import PagedBatch
+from engine.attention_backends import choose_backend
+from engine.attention_torch import TorchAttention
+from engine.config import EngineConfig
+from engine.core import Engine
+from engine.cuda_graphs import GraphRunner, batch_sizes, is_recording, make_runner
+from engine.forward import ForwardInputs
+from engine.model import load_model
+from engine.runner import ModelRunner, make_pool
+from tests.engine.test_core import PAGE, ask, prompts, run
+from wire.errors import ConfigInvalid
+
+NUM_PAGES = 60
+
+
+class RecordableTorch(TorchAttention):
+    """The reference, which needs what a recorded batch gives backends on the host."""
+
+    def __init__(self) -> None:
+        self.prepared: list[PagedBatch] = []
+
+    def prepare(self, batch: PagedBatch) -> None:
+        self.prepared.append(batch)
+        batch.scratch.clear()
+
+
+class Recorder:
+    """Counts replays by batch size."""
+
+    def __init__(self) -> None:
+        self.replays: list[int] = []
+
+    def __call__(self, compute):
+        size = len(compute())
+
+        def replay() -> torch.Tensor:
+            self.replays.append(size)
+            return compute()
+
+        return replay
+
+
+class Rig:
+    """A graph runner and a plain one over equal pools."""
+
+    def __init__(self, path, num_decodes=6, backend=None, capture=None) -> None:
+        self.config = EngineConfig(model_dir=str(path), dtype="float32", page_size=PAGE)
+        self.model, self.shape = load_model(self.config)
+        self.recorder, self.backend = Recorder(), backend or RecordableTorch()
+        pool = make_pool(self.shape, NUM_PAGES, PAGE, "cpu", has_scratch_page=True)
+        generator = torch.Generator().manual_seed(0)
+        pool.copy_(torch.randn(pool.shape, generator=generator))
+        self.plain = ModelRunner(self.model, pool.clone(), TorchAttention())
+        self.graphs = GraphRunner(
+            ModelRunner(self.model, pool, self.backend),
+            num_decodes=num_decodes,
+            num_pages=8,
+            scratch_page=NUM_PAGES,
+            capture=capture or self.recorder,
+        )
+
+
+def decodes(kv_lens, token_ids=None, sources=None, logit_rows=None) -> ForwardInputs:
+    num = len(kv_lens)
+    width = -(-max(kv_lens) // PAGE)
+    return ForwardInputs(
+        token_ids=np.array(token_ids or range(5, 5 + num)),
+        sources=np.array(sources or [-1] * num),
+        positions=np.array(kv_lens) - 1,
+        query_starts=np.arange(num + 1, dtype=np.int32),
+        kv_lens=np.array(kv_lens, np.int32),
+        page_table=np.arange(num * width, dtype=np.int32).reshape(num, width),
+        num_decodes=num,
+        logit_rows=np.array(range(num) if logit_rows is None else logit_rows, np.int64),
+    )
+
+
+@pytest.fixture
+def rig(tiny_model) -> Rig:
+    return Rig(tiny_model("llama"))
+
+
+@pytest.mark.parametrize(
+    ("largest", "sizes"),
+    [(1, [1]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (20, [1, 2, 4, 8, 16, 20])],
+)
+def test_sizes_are_small_powers_then_multiples_of_eight_and_the_largest(largest, sizes):
+    assert batch_sizes(largest) == sizes
+
+
+@pytest.mark.parametrize(
+    ("kv_lens", "size"), [([9], 1), ([9, 3], 2), ([9, 3, 17], 4), ([1, 8, 9, 16, 20], 6)]
+)
+def test_a_batch_is_padded_to_the_next_recorded_size_and_answers_as_without(rig, kv_lens, size):
+    inputs = decodes(kv_lens)
+    logits = rig.graphs.forward(inputs)
+    torch.testing.assert_close(logits, rig.plain.forward(inputs))
+    assert rig.recorder.replays == [size]
+    assert rig.backend.prepared[-1].num_decodes == size
+
+
+def test_padding_writes_to_the_scratch_page_and_nowhere_else(rig):
+    inputs = decodes([9, 3, 17])
+    rig.graphs.forward(inputs)
+    rig.plain.forward(inputs)
+    torch.testing.assert_close(rig.graphs.kv[:NUM_PAGES], rig.plain.kv[:NUM_PAGES])
+
+
+def test_a_small_batch_after_a_large_one_leaves_the_large_ones_pages_alone(rig):
+    rig.graphs.forward(decodes([1, 8, 9, 16, 20]))
+    before = rig.graphs.kv.clone()
+    small = decodes([2, 2, 2])
+    rig.graphs.forward(small)
+    changed = (rig.graphs.kv != before).flatten(1).any(1).nonzero().flatten().tolist()
+    assert set(changed) <= {*small.page_table.flatten().tolist(), NUM_PAGES}
+
+
+def test_only_the_logits_asked_for_come_back(rig):
+    inputs = decodes([9, 3, 17], logit_rows=[0, 2])
+    torch.testing.assert_close(rig.graphs.forward(inputs), rig.plain.forward(inputs))
+    assert rig.graphs.forward(decodes([9, 3, 17], logit_rows=[])).shape[0] == 0
+
+
+def test_ids_that_only_the_device_knows_are_put_in_before_the_replay(rig):
+    inputs = decodes([9, 3, 17], token_ids=[7, 0, 0], sources=[-1, 1, 0])
+    known = decodes([9, 3, 17], token_ids=[7, 21, 20])
+    sampled = torch.tensor([20, 21])
+    torch.testing.assert_close(rig.graphs.forward(inputs, sampled), rig.plain.forward(known))
+    assert rig.recorder.replays == [4]
+
+
+@pytest.mark.parametrize("kv_lens", [[1] * 7, [65]], ids=["too many rows", "too many pages"])
+def test_what_no_graph_holds_runs_without_one(rig, kv_lens):
+    inputs = decodes(kv_lens)
+    torch.testing.assert_close(rig.graphs.forward(inputs), rig.plain.forward(inputs))
+    assert rig.recorder.replays == []
+
+
+def test_flashinfer_follows_each_batch_with_a_plan_of_its_own(tiny_model, fake_flashinfer):
+    from engine.attention_flashinfer import FlashInferAttention
+
+    rig = Rig(tiny_model("llama"), backend=FlashInferAttention("cpu"))
+    for kv_lens in ([9], [9, 3, 17], [1, 8, 9, 16, 20], [2, 2, 2]):
+        inputs = decodes(kv_lens)
+        torch.testing.assert_close(rig.graphs.forward(inputs), rig.plain.forward(inputs))
+    assert rig.recorder.replays == [1, 4, 6, 4]
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (torch.cuda.OutOfMemoryError("full"), "--mem-fraction-static"),
+        (RuntimeError("not permitted when stream is capturing"), "--enforce-eager"),
+    ],
+)
+def test_a_model_that_cannot_be_recorded_is_refused_with_what_to_give(tiny_model, error, hint):
+    def capture(_compute):
+        raise error
+
+    with pytest.raises(ConfigInvalid, match=hint):
+        Rig(tiny_model("llama"), capture=capture)
+
+
+def test_an_engine_answers_with_graphs_as_without_and_decodes_in_them(tiny_model):
+    answers = []
+    for is_recorded in (False, True):
+        rig = Rig(tiny_model("mistral"), num_decodes=4)
+        rig.graphs._runner.kv.zero_()
+        runner = rig.graphs if is_recorded else rig.plain
+        engine = Engine(runner, rig.shape, rig.config, NUM_PAGES)
+        for i, prompt in enumerate(prompts(4)):
+            engine.submit(ask(prompt, str(i), max_new_tokens=6))
+        answers.append(run(engine))
+        assert bool(rig.recorder.replays) == is_recorded
+    assert answers[0] == answers[1]
+
+
+def test_graphs_are_for_gpus_that_were_not_told_otherwise_and_backends_that_can():
+    def config(**settings) -> EngineConfig:
+        return EngineConfig(model_dir="", **settings)
+
+    assert is_recording(config(device="cuda:0"), RecordableTorch())
+    assert not is_recording(config(device="cuda:0", is_eager=True), RecordableTorch())
+    assert not is_recording(config(device="cuda:0"), TorchAttention())
+    assert not is_recording(config(), RecordableTorch())
+
+
+def test_a_cpu_has_the_plain_runner(tiny_model):
+    config = EngineConfig(model_dir=str(tiny_model("llama")), dtype="float32", page_size=PAGE)
+    model, shape = load_model(config)
+    pool = make_pool(shape, NUM_PAGES, PAGE, "cpu")
+    runner = make_runner(
+        model, pool, choose_backend(config, shape), config, shape, num_pages=NUM_PAGES
+    )
+    assert isinstance(runner, ModelRunner)

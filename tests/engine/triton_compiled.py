@@ -1,0 +1,90 @@
+"""Compiles the Triton kernels for a GPU that need not be there, as the backend would launch them.
+
+Triton's wheel brings its own assembler, so types, shared memory and registers can be checked anywhere.
+"""
+
+import inspect
+from dataclasses import asdict, dataclass
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine import triton_kernels
+from engine.attention_triton import Blocks
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+FLOATS = {"scale", "softcap"}
+INT32 = {"tiles", "page_table", "kv_lens"}
+INT64 = {"write_pages", "write_offsets"}
+FLOAT32 = {"partial", "sizes"}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Of a model, and which of the kernels' paths it takes."""
+
+    dtype: torch.dtype
+    head_dim: int
+    group: int
+    is_fp8: bool = False
+    has_window: bool = False
+    has_softcap: bool = False
+    num_splits: int = 4
+    num_kv_heads: int = 8
+    page_size: int = 16
+
+    @property
+    def blocks(self) -> Blocks:
+        return Blocks.of(self.head_dim, self.dtype, self.group, is_fp8=self.is_fp8)
+
+    def constants(self) -> dict[str, object]:
+        blocks = self.blocks
+        return {
+            "num_heads": self.group * self.num_kv_heads,
+            "block_rows": blocks.rows,
+            "block_group": max(16, triton.next_power_of_2(self.group)),
+            "block_dim": blocks.dim,
+            "block_keys": blocks.keys,
+            "block_heads": triton.next_power_of_2(self.num_kv_heads),
+            "block_splits": triton.next_power_of_2(self.num_splits),
+            **asdict(self),
+        }
+
+    def pointer(self, name: str) -> str:
+        if name in INT32:
+            return "*i32"
+        if name in INT64:
+            return "*i64"
+        if name in FLOAT32:
+            return "*fp32"
+        return "*u8" if name == "pool" and self.is_fp8 else f"*{NAMES[self.dtype]}"
+
+
+POINTERS = {"query", "key", "value", "pool", "out", *INT32, *INT64, *FLOAT32}
+
+
+def compile_kernel(name: str, geometry: Geometry, capability: int):
+    """Return triton's compiled kernel of `triton_kernels`."""
+    kernel = getattr(triton_kernels, name)
+    known = geometry.constants()
+    constants, signature = {}, {}
+    for argument, parameter in inspect.signature(kernel.fn).parameters.items():
+        if parameter.annotation is triton.language.constexpr:
+            constants[argument], signature[argument] = known[argument], "constexpr"
+        elif argument in POINTERS:
+            signature[argument] = geometry.pointer(argument)
+        else:
+            signature[argument] = "fp32" if argument in FLOATS else "i32"
+    # What the launcher finds: allocations are aligned, and strides of pools are multiples of 16.
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, argument in enumerate(signature)
+        if argument in POINTERS
+        or argument.startswith(("query_", "out_", "pool_", "key_", "value_"))
+    }
+    source = ASTSource(kernel, signature, constants, aligned)
+    num_warps = geometry.blocks.num_warps if name == "attend_prompts" else 4
+    options = {"num_warps": num_warps, "num_stages": 2}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

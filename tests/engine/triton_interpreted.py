@@ -1,0 +1,50 @@
+"""Runs the Triton kernels on CPU tensors; writes a JSON object of errors and of generated tokens.
+
+A process of its own: triton decides at import whether it interprets.
+
+    TRITON_INTERPRET=1 python -m tests.engine.triton_interpreted MODEL_DIR
+"""
+
+import json
+import sys
+
+from engine.attention import AttentionBackend
+from engine.attention_triton import TritonAttention
+from engine.config import EngineConfig
+from engine.core import Engine
+from engine.model import load_model
+from engine.runner import ModelRunner, make_pool
+from tests.attention_cases import CASES, error
+from tests.engine.test_core import PAGE, ask, prompts, run
+
+# So few that short contexts are split too.
+NUM_PROCESSORS = 8
+KV_DTYPES = ("auto", "fp8_e4m3")
+NUM_PAGES = 40
+
+
+def generate(path: str, kv_cache_dtype: str, backend: AttentionBackend) -> dict[str, list[int]]:
+    """Return what a small engine answers to a few prompts."""
+    config = EngineConfig(
+        model_dir=path, dtype="float32", page_size=PAGE, kv_cache_dtype=kv_cache_dtype
+    )
+    model, shape = load_model(config)
+    pool = make_pool(shape, NUM_PAGES, PAGE, "cpu")
+    engine = Engine(ModelRunner(model, pool, backend), shape, config, NUM_PAGES)
+    for i, prompt in enumerate(prompts(5)):
+        engine.submit(ask(prompt, str(i), max_new_tokens=4))
+    return run(engine)
+
+
+def main() -> None:
+    """Run all cases and generations."""
+    backend = TritonAttention(NUM_PROCESSORS)
+    found = {
+        "errors": {name: error(case, backend) for name, case in CASES.items()},
+        "tokens": {name: generate(sys.argv[1], name, backend) for name in KV_DTYPES},
+    }
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Every backend on a real GPU against the reference on the CPU."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from engine.attention import AttentionBackend
+from engine.attention_torch import TorchAttention
+from engine.attention_triton import TritonAttention, write
+from tests.attention_cases import CASES, Case, error, tolerance
+
+pytestmark = pytest.mark.gpu
+
+BACKENDS = ["torch", "triton", *(["flashinfer"] if find_spec("flashinfer") else [])]
+# As large as a real layer, which the shared cases, made for an interpreter, are not.
+LARGE = {
+    "large decodes": Case(
+        tuple((1 + 977 * i, 1) for i in range(9)), 32, 8, 128, page_size=16, dtype=torch.bfloat16
+    ),
+    "large prompts": Case(
+        ((5000, 1), (1111, 1), (900, 900), (3000, 1500)),
+        28,
+        4,
+        128,
+        page_size=16,
+        dtype=torch.bfloat16,
+    ),
+    "head dim 256, window, softcap": Case(
+        ((700, 1), (800, 300)),
+        8,
+        4,
+        256,
+        page_size=16,
+        window=200,
+        softcap=30.0,
+        dtype=torch.bfloat16,
+    ),
+}
+
+
+def backend(name: str) -> AttentionBackend:
+    if name == "torch":
+        return TorchAttention()
+    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    if name == "triton":
+        return TritonAttention(processors)
+    from engine.attention_flashinfer import FlashInferAttention
+
+    return FlashInferAttention("cuda", write)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("case", [*CASES, *LARGE])
+def test_it_answers_as_the_reference_does(name, case):
+    asked = (CASES | LARGE)[case]
+    if name == "torch":
+        # It multiplies what it masked, so NaN must not lie there.
+        asked = replace(asked, fill=0.0)
+    if name == "flashinfer":
+        # What it is compiled for.
+        asked = replace(asked, head_dim=128, dtype=torch.bfloat16)
+    assert error(asked, backend(name), "cuda") <= tolerance(asked)

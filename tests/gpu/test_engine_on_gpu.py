@@ -1,0 +1,92 @@
+"""Whole engines on a GPU: the CPU's tokens in float32, and graphs that change none."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from engine.attention_backends import choose_backend
+from engine.config import EngineConfig
+from engine.core import Engine
+from engine.cuda_graphs import GraphRunner, is_recording, make_runner
+from engine.model import load_model
+from engine.runner import make_pool
+from tests.engine.test_core import PAGE, ask, make_engine, prompts, run
+from tests.tiny_models import CONFIGS
+
+pytestmark = pytest.mark.gpu
+
+NUM_PAGES = 200
+
+
+def gpu_engine(path, **settings) -> Engine:
+    config = EngineConfig(
+        model_dir=str(path),
+        device="cuda",
+        page_size=PAGE,
+        **{"dtype": "float32", "chunked_prefill_size": 32, "max_running_requests": 12, **settings},
+    )
+    model, shape = load_model(config)
+    backend = choose_backend(config, shape)
+    has_scratch_page = is_recording(config, backend)
+    pool = make_pool(shape, NUM_PAGES, PAGE, "cuda", has_scratch_page=has_scratch_page)
+    runner = make_runner(model, pool, backend, config, shape, num_pages=NUM_PAGES)
+    return Engine(runner, shape, config, NUM_PAGES)
+
+
+def generate(engine: Engine, **sampling) -> dict[str, list[int]]:
+    for i, prompt in enumerate(prompts(9)):
+        engine.submit(ask(prompt, str(i), max_new_tokens=12, **sampling))
+    return run(engine)
+
+
+@pytest.fixture(autouse=True)
+def _exact_products():
+    """TF32 would round float32 to 10 bits."""
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("kind", sorted(CONFIGS))
+def test_greedy_tokens_are_the_cpus(tiny_model, kind, backend):
+    on_gpu = gpu_engine(tiny_model(kind), attention_backend=backend)
+    assert generate(on_gpu) == generate(make_engine(tiny_model(kind)))
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+def test_graphs_change_no_token(tiny_model, kv_cache_dtype):
+    path = tiny_model("llama")
+    settings = {"attention_backend": "triton", "kv_cache_dtype": kv_cache_dtype}
+    with_graphs = gpu_engine(path, **settings)
+    assert isinstance(with_graphs._runner, GraphRunner)
+    assert generate(with_graphs) == generate(gpu_engine(path, is_eager=True, **settings))
+
+
+def test_eight_bit_pools_give_the_tokens_of_the_reference(tiny_model):
+    path = tiny_model("qwen3")
+    on_gpu = gpu_engine(path, attention_backend="triton", kv_cache_dtype="fp8_e4m3")
+    assert generate(on_gpu) == generate(make_engine(path, kv_cache_dtype="fp8_e4m3"))
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own compiler, about itself
+def test_a_compiled_model_runs_inside_graphs(tiny_model):
+    path = tiny_model("llama")
+    engine = gpu_engine(path, attention_backend="triton", is_compiled=True)
+    assert isinstance(engine._runner, GraphRunner)
+    assert generate(engine) == generate(make_engine(path))
+
+
+if find_spec("flashinfer"):
+
+    def test_flashinfer_runs_in_graphs_as_without(tmp_path):
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        from tests.tiny_models import SIZES
+
+        torch.manual_seed(0)
+        config = LlamaConfig(**SIZES, head_dim=64)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+        settings = {"attention_backend": "flashinfer", "dtype": "bfloat16"}
+        with_graphs = gpu_engine(tmp_path, **settings)
+        assert isinstance(with_graphs._runner, GraphRunner)
+        assert generate(with_graphs) == generate(gpu_engine(tmp_path, is_eager=True, **settings))
