@@ -12,33 +12,15 @@ be 60 times slower than one. A ratio to that would say nothing of disaggregation
 import argparse
 import contextlib
 import os
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import msgspec
 
+from benchmarks.processes import Target, drive, get, split, tandem
 from benchmarks.serve_client import LoadPlan, Sample
 from benchmarks.serve_report import Report, report, table
 
-# A first start converts the model and may compile: minutes on two cores.
-START_TIMEOUT_S = 600.0
-STOP_TIMEOUT_S = 30.0
 GOAL_RATIO = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A server under load."""
-
-    name: str
-    url: str
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -73,70 +55,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def free_port() -> int:
-    """Return a port of loopback that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
-
-
-def get(url: str) -> bytes:
-    """Return the body of a GET.
-
-    Raises:
-        OSError: There is no answer, or not 200.
-    """
-    with urllib.request.urlopen(url, timeout=10) as response:
-        body: bytes = response.read()
-        return body
-
-
-@contextlib.contextmanager
-def started(name: str, argv: Sequence[str]) -> Iterator[Target]:
-    """Run `tandem` with these arguments and a free port; yield it when it serves; stop it."""
-    port = free_port()
-    command = [sys.executable, "-m", "tandem", *argv, "--port", str(port)]
-    with tempfile.NamedTemporaryFile("w+", suffix=f"-{name}.log") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            target = Target(name, f"http://127.0.0.1:{port}")
-            wait_serving(target, process, log.name)
-            yield target
-        finally:
-            stop(process)
-
-
-def wait_serving(target: Target, process: subprocess.Popen[bytes], log_path: str) -> None:
-    """Return when /health answers 200; end the program with the log when it never will."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            get(f"{target.url}/health")
-            return
-        time.sleep(0.2)
-    with open(log_path, encoding="utf-8") as log:
-        raise SystemExit(f"{target.name} does not serve:\n{log.read()[-4000:]}")
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop as Ctrl-C does; force when that takes too long."""
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 def vocab_size(target: Target) -> int:
     """Ask a server for the size of its model's vocabulary."""
     size: int = msgspec.json.decode(get(f"{target.url}/model_info"))["vocab_size"]
     return size
-
-
-def split(total: int, parts: int) -> list[int]:
-    """Return `total` as the sum of `parts` numbers that differ by one at most."""
-    return [total // parts + (i < total % parts) for i in range(parts)]
 
 
 def plans(
@@ -156,24 +78,6 @@ def plans(
         )
         for i, streams in enumerate(split(concurrency, num_clients))
     ]
-
-
-def drive(clients: Sequence[LoadPlan]) -> list[Sample]:
-    """Run the client processes side by side and return what they measured."""
-    command = [sys.executable, "-m", "benchmarks.serve_client"]
-    running = []
-    for plan in clients:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(plan))
-        process.stdin.close()
-        running.append(process)
-    samples: list[Sample] = []
-    for process in running:
-        assert process.stdout is not None
-        samples += msgspec.json.decode(process.stdout.read(), type=list[Sample])
-        process.wait()
-    return samples
 
 
 def measure(args: argparse.Namespace, targets: Sequence[Target]) -> list[Report]:
@@ -217,13 +121,13 @@ def start_targets(args: argparse.Namespace, stack: contextlib.ExitStack) -> list
     counts = ["--prefills", str(args.prefills), "--decodes", str(args.decodes)]
     up = ["up", *counts, "--detokenizers", str(args.detokenizers), *args.node_flags]
     cluster = (
-        Target("cluster", args.url) if args.url else stack.enter_context(started("cluster", up))
+        Target("cluster", args.url) if args.url else stack.enter_context(tandem("cluster", up))
     )
     if args.baseline_url:
         return [cluster, Target("colocated", args.baseline_url)]
     serve = ["serve", *args.node_flags, "--num-threads"]
     baselines = [
-        stack.enter_context(started(f"colocated-{n}-threads", [*serve, str(n)]))
+        stack.enter_context(tandem(f"colocated-{n}-threads", [*serve, str(n)]))
         for n in args.baseline_threads
     ]
     return [cluster, *baselines]

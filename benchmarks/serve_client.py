@@ -25,9 +25,11 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
         concurrency: Requests open at once, always, until none is left.
         input_tokens: Ids of each prompt, drawn uniformly from the vocabulary by `seed`.
         output_tokens: Of each answer; the end of sequence is ignored.
+        model: Asked for over OpenAI's API; empty drives the native one.
     """
 
     url: str
+    model: str = ""
     num_requests: int
     concurrency: int
     input_tokens: int
@@ -54,36 +56,54 @@ class _Meta(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
+    """What of an event counts tokens: in the native API the one, in OpenAI's the other."""
+
     meta_info: _Meta = msgspec.field(default_factory=_Meta)
+    usage: _Meta | None = None
 
 
 def bodies(plan: LoadPlan) -> Iterator[dict[str, object]]:
     """Yield the body of each request."""
     rng = random.Random(plan.seed)
     for _ in range(plan.num_requests):
-        yield {
-            "input_ids": [rng.randrange(plan.vocab_size) for _ in range(plan.input_tokens)],
-            "sampling_params": {
-                "max_new_tokens": plan.output_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-            },
-            "stream": True,
-        }
+        prompt = [rng.randrange(plan.vocab_size) for _ in range(plan.input_tokens)]
+        yield _openai_body(plan, prompt) if plan.model else _native_body(plan, prompt)
 
 
-async def measure(session: aiohttp.ClientSession, url: str, body: dict[str, object]) -> Sample:
+def _native_body(plan: LoadPlan, prompt: list[int]) -> dict[str, object]:
+    sampling = {"max_new_tokens": plan.output_tokens, "temperature": 0, "ignore_eos": True}
+    return {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+
+
+def _openai_body(plan: LoadPlan, prompt: list[int]) -> dict[str, object]:
+    return {
+        "model": plan.model,
+        "prompt": prompt,
+        "max_tokens": plan.output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        # A count with every event: a token whose text is empty is one, too.
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+
+
+async def measure(
+    session: aiohttp.ClientSession, plan: LoadPlan, body: dict[str, object]
+) -> Sample:
     """Send one request and time its tokens."""
+    path = "/v1/completions" if plan.model else "/generate"
     sent_s, arrivals = time.monotonic(), list[tuple[float, int]]()
     decoder = msgspec.json.Decoder(_Event)
     try:
-        async with session.post(f"{url}/generate", json=body) as response:
+        async with session.post(plan.url + path, json=body) as response:
             if response.status != 200:
                 error = f"{response.status}: {(await response.text())[:200]}"
                 return Sample(sent_s=sent_s, arrivals=[], error=error)
             async for line in response.content:
                 if line.startswith(b"data: {"):
-                    num_tokens = decoder.decode(line[6:]).meta_info.completion_tokens
+                    told = decoder.decode(line[6:])
+                    num_tokens = (told.usage or told.meta_info).completion_tokens
                     if num_tokens > (arrivals[-1][1] if arrivals else 0):
                         arrivals.append((time.monotonic(), num_tokens))
     except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
@@ -99,7 +119,7 @@ async def run(plan: LoadPlan) -> list[Sample]:
     connector = aiohttp.TCPConnector(limit=0)
 
     async def send_all(session: aiohttp.ClientSession) -> None:
-        samples.extend([await measure(session, plan.url, body) for body in waiting])
+        samples.extend([await measure(session, plan, body) for body in waiting])
 
     async with (
         aiohttp.ClientSession(

@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.serve import split
+from benchmarks.processes import split
 from benchmarks.serve_client import Sample
 from benchmarks.serve_report import report, table
 

