@@ -5,12 +5,13 @@ import sys
 from typing_extensions import override
 
 from decode.role import DecodeRole
-from kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
+from kvtransfer.group import DecodeGroup
+from kvtransfer.receiver import DecodeAgent
 from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import TransportConfig
-from kvtransfer.transports.registry import transports
 from node.config import NodeConfig
 from node.engine_host import Parts, PoolPlan, RoleHost, main
+from node.rank_agent import RemoteReceiver
+from node.transfer import RankEnd, make_receiver, make_region
 
 
 class _Host(RoleHost):
@@ -21,32 +22,22 @@ class _Host(RoleHost):
     @override
     def memory(self, config: NodeConfig, plan: PoolPlan) -> memoryview:
         self._plan = plan
-        # Only memory in a file can be mapped by a prefill of this host.
-        is_shared = config.transfer.backend in ("auto", "shm")
-        make = MemoryRegion.shared if is_shared else MemoryRegion.private
-        self._region = make(plan.layout.pool_bytes)
+        self._region = make_region(config, plan.layout)
         return self._region.buffer
 
     @override
     def role(self, parts: Parts) -> DecodeRole:
         assert self._region is not None
-        config = parts.config
-        self._agent = DecodeAgent(
-            epoch=parts.epoch,
-            fingerprint=parts.engine.shape.fingerprint,
-            layout=self._plan.layout,
-            region=self._region,
-            transports=transports(config.transfer.backend, TransportConfig(host=config.host)),
-            waker=parts.waker,
-            key=parts.key,
-            timeouts=ReceiverTimeouts(landed_s=config.transfer.landed_timeout_s),
-        )
+        fingerprint = parts.engine.shape.fingerprint
+        end = RankEnd(parts.epoch, fingerprint, self._plan.layout, self._region)
+        self._agent = make_receiver(parts.config, end, parts.waker, parts.key)
+        others = [RemoteReceiver(rank) for rank in parts.others]
         return DecodeRole(
             parts.engine,
-            self._agent,
+            DecodeGroup(self._agent, others) if others else self._agent,
             parts.answers,
-            max_running=config.engine.max_running_requests,
-            max_waiting=config.engine.max_waiting_requests,
+            max_running=parts.config.engine.max_running_requests,
+            max_waiting=parts.config.engine.max_waiting_requests,
         )
 
     @override

@@ -13,8 +13,8 @@ from engine.core import Engine, Token
 from engine.grammar import GrammarViolated
 from engine.request import ActiveRequest, Stage
 from engine.waiting import Line
+from kvtransfer.agent import Receiver
 from kvtransfer.events import Failed, Landed, Lost
-from kvtransfer.receiver import DecodeAgent
 from node.load import engine_load, hit_rate, token_usage
 from node.loop import Answers, Start, Ticket
 from wire.errors import InvalidRequest, Overloaded, TandemError
@@ -42,7 +42,7 @@ class DecodeRole:
     def __init__(
         self,
         engine: Engine,
-        agent: DecodeAgent,
+        agent: Receiver,
         answers: Answers,
         max_running: int,
         max_waiting: int,

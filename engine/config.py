@@ -22,12 +22,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         is_eager: Record no CUDA graphs and compile nothing.
         is_compiled: Compile the model with torch.compile.
         tp_size: Processes, and devices, that share the model.
+        tp_rank: Which of them this is; a node sets it for the processes it starts.
         page_size: Tokens in a page. 16: vLLM's default; a page of an 8B model is then 2 MiB, large
             enough to move at line rate.
         max_total_tokens: Tokens the pool holds; 0 sizes it by `kv_bytes` (CPU) or
             `mem_fraction_static` (GPU).
-        kv_bytes: Size of the pool on the CPU when `max_total_tokens` is 0. 1 GiB: two nodes of the
-            embedded model stay below 4 GiB.
+        kv_bytes: Size of the pool on the CPU, of all ranks together, when `max_total_tokens` is 0.
+            1 GiB: two nodes of the embedded model stay below 4 GiB.
         mem_fraction_static: Share of the GPU's memory for weights and pool. 0.85: SGLang's default
             is close, and leaves activations of an 8k chunk.
         max_running_requests: Requests in one decode batch. 256: vLLM's default.
@@ -47,6 +48,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     is_eager: bool = False
     is_compiled: bool = False
     tp_size: int = 1
+    tp_rank: int = 0
     load_format: LoadFormat = "auto"
     device: str = "cpu"
     trust_remote_code: bool = False

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.distributed import DistributedConfig
 from transformers.utils import logging as hf_logging
 
 from engine import attention
@@ -22,16 +23,20 @@ from wire.errors import ConfigInvalid
 # without reading hundreds of gigabytes at start.
 _SAMPLE_BYTES = 1 << 20
 
+# Whose output is keys, under the names that transformers' tensor parallel plans have for it.
+_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
+
 # `--kv-cache-dtype` beside `auto`.
 KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Geometry of a loaded model.
+    """Geometry of a loaded model, or of one rank's shard of it.
 
     Attributes:
-        fingerprint: Equal for two engines exactly when their KV is interchangeable; begins with
+        num_kv_heads: Of this rank.
+        fingerprint: Equal for two ranks exactly when their KV is interchangeable; begins with
             words that a person can compare.
     """
 
@@ -59,6 +64,8 @@ class ModelShape:
 def load_model(config: EngineConfig) -> tuple[torch.nn.Module, ModelShape]:
     """Load weights, or make seeded random ones, with attention routed to the paged pool.
 
+    With `tp_size` over 1 every rank calls this, after `tensor_parallel.join`, and gets its shard.
+
     Raises:
         ConfigInvalid: The directory holds no model we can serve; the sentence says why.
     """
@@ -85,6 +92,7 @@ def load_model(config: EngineConfig) -> tuple[torch.nn.Module, ModelShape]:
 def _build(config: EngineConfig, hf_config: object) -> torch.nn.Module:
     implementation = attention.register(is_compiled=config.is_compiled)
     dtype = _dtype(config, hf_config)
+    sharding = DistributedConfig(tp_size=config.tp_size) if config.tp_size > 1 else None
     if config.load_format == "dummy":
         torch.manual_seed(config.random_seed)
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
@@ -93,7 +101,7 @@ def _build(config: EngineConfig, hf_config: object) -> torch.nn.Module:
             attn_implementation=implementation,
             trust_remote_code=config.trust_remote_code,
         )
-        return model
+        return model if sharding is None else _sharded(model, sharding)
     loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
         config.model_dir,
         config=hf_config,
@@ -101,6 +109,7 @@ def _build(config: EngineConfig, hf_config: object) -> torch.nn.Module:
         attn_implementation=implementation,
         trust_remote_code=config.trust_remote_code,
         local_files_only=True,
+        distributed_config=sharding,
     )
     return loaded
 
@@ -130,6 +139,13 @@ def compile_layers(model: torch.nn.Module, device: str) -> None:
         layer.compile(dynamic=True)
 
 
+def _sharded(model: Any, sharding: DistributedConfig) -> torch.nn.Module:
+    """Cut a whole model down to this rank's shard: every rank made the same one from the seed."""
+    _, _, meshes = model.prepare_distribute_model(sharding)
+    sharded: torch.nn.Module = model.maybe_distribute_model(model, sharding, meshes)
+    return sharded
+
+
 def _dtype(config: EngineConfig, hf_config: object) -> torch.dtype:
     if config.dtype != "auto":
         return getattr(torch, config.dtype)  # type: ignore[no-any-return]
@@ -150,7 +166,7 @@ def _shape(config: EngineConfig, model: torch.nn.Module, hf_config: object) -> M
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, dtype)
     return ModelShape(
         num_layers=text.num_hidden_layers,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        num_kv_heads=_own_kv_heads(config, model, text),
         head_dim=head_dim,
         vocab_size=text.vocab_size,
         context_length=length,
@@ -159,6 +175,24 @@ def _shape(config: EngineConfig, model: torch.nn.Module, hf_config: object) -> M
         kv_dtype=kv_dtype,
         fingerprint=_fingerprint(config, text, dtype, kv_dtype),
     )
+
+
+def _own_kv_heads(config: EngineConfig, model: Any, text_config: Any) -> int:
+    """Return how many KV heads are this rank's: all of them where the plan does not split heads."""
+    num_heads = text_config.num_attention_heads
+    num_kv_heads: int = getattr(text_config, "num_key_value_heads", None) or num_heads
+    is_split = config.tp_size > 1 and any(
+        name.rpartition(".")[2] in _KEY_PROJECTIONS and style == "colwise"
+        for name, style in model.tp_plan.items()
+    )
+    if not is_split:
+        return num_kv_heads
+    if num_kv_heads % config.tp_size or num_heads % config.tp_size:
+        raise ConfigInvalid(
+            f"--tp {config.tp_size} cannot share {num_heads} attention heads with {num_kv_heads} KV "
+            "heads evenly: give a number that divides both"
+        )
+    return num_kv_heads // config.tp_size
 
 
 def _eos_token_ids(path: Path, text_config: object) -> frozenset[int]:
@@ -186,7 +220,8 @@ def _fingerprint(
     kind = type(text_config).__name__.removesuffix("Config")
     layers = text_config.num_hidden_layers  # type: ignore[attr-defined]
     name = str(dtype).removeprefix("torch.")
-    return f"{kind}-{layers}layers-{name}-{digest.hexdigest()[:16]}"
+    rank = f"-tp{config.tp_size}rank{config.tp_rank}" if config.tp_size > 1 else ""
+    return f"{kind}-{layers}layers-{name}-{digest.hexdigest()[:16]}{rank}"
 
 
 def _ends_of(file: Path) -> bytes:

@@ -2,6 +2,7 @@
 
 ```
  Hello ─▶ another model: Refused
+       ├▶ for another rank of this node: Redirect to its port
        └▶ a worker connects by the best transport that works ─▶ Welcome ─▶ Grant, Withdraw ...
  LinkPing both ways; a link that is silent, broken or closed is lost, once, and never comes back:
  whoever still speaks on it is told so, and says Hello again on a new one
@@ -29,6 +30,7 @@ from wire.messages import (
     Hello,
     LinkPing,
     Message,
+    Redirect,
     Refused,
     ToPrefill,
     Welcome,
@@ -47,6 +49,7 @@ class SenderEnd:
         fingerprint: Equal at both ends exactly when their KV is interchangeable.
         layout: Of the own pool, which `region` holds.
         transports: Those that may be used.
+        rank_ports: Where the ranks after this one take theirs; only rank 0's port is known outside.
     """
 
     epoch: Epoch
@@ -54,6 +57,7 @@ class SenderEnd:
     layout: KVLayout
     region: MemoryRegion
     transports: Sequence[Transport]
+    rank_ports: Sequence[int] = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -142,6 +146,8 @@ class BootstrapPort:
                 self._heard(link, message)
 
     def _greet(self, peer: Peer, hello: Hello, control: ControlThread) -> None:
+        if 0 < hello.tp_rank <= len(self._end.rank_ports):
+            return self._redirect(peer, self._end.rank_ports[hello.tp_rank - 1])
         try:
             layout = self._check(hello)
         except LayoutMismatch as error:
@@ -183,6 +189,10 @@ class BootstrapPort:
             return None  # lost while it was being connected
         log.info("kv_link.up", decode_epoch=link.epoch, transport=transport)
         return self.send(link, Welcome(epoch=self._end.epoch, transport=transport))
+
+    def _redirect(self, peer: Peer, port: int) -> None:
+        with contextlib.suppress(PeerLost):
+            self._inbox.send(peer, Redirect(epoch=self._end.epoch, port=port))
 
     def _refuse(self, peer: Peer, error: TandemError) -> None:
         with contextlib.suppress(PeerLost):

@@ -2,7 +2,8 @@
 
 ```
  want ─▶ CONNECTING  Hello goes out once there is a connection, with an offer of each transport
-      ─▶ GREETED     Welcome names the transport prefill took; the other offers are fenced
+      ─▶ GREETED     Redirect sends a rank to the port of prefill's rank: CONNECTING again, once
+                     Welcome names the transport prefill took; the other offers are fenced
       ─▶ up          until prefill is silent, refuses, or the connection breaks: then the link is
                      lost, once, and the next `want` makes a new one
 ```
@@ -31,6 +32,7 @@ from wire.messages import (
     Landed,
     LinkPing,
     Message,
+    Redirect,
     Refused,
     Released,
     Welcome,
@@ -51,12 +53,14 @@ class ReceiverEnd:
         fingerprint: Equal at both ends exactly when their KV is interchangeable.
         layout: Of the own pool.
         listeners: By transport name, best first.
+        tp_rank: Which rank of its node; it is linked to the same rank of prefill.
     """
 
     epoch: Epoch
     fingerprint: str
     layout: KVLayout
     listeners: Mapping[str, Listener]
+    tp_rank: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -64,16 +68,19 @@ class PrefillLink:
     """A link to one bootstrap port.
 
     Attributes:
+        address: The port that was wanted; the socket's own may be another after a Redirect.
         epoch: Prefill's, once it said Welcome.
         transport: The one it took; its admission is the only one left then.
     """
 
     host: str
+    address: str
     socket: Link[FromPrefill]
     admissions: dict[str, Admission]
     deadline_s: float
     last_heard_s: float
     is_greeted: bool = False
+    is_redirected: bool = False
     epoch: Epoch | None = None
     transport: str = ""
 
@@ -159,7 +166,7 @@ class PrefillLinks:
         if not self._is_kept(link):
             return
         log.warning("kv_link.lost", address=link.socket.address, reason=str(error))
-        del self._links[link.socket.address]
+        del self._links[link.address]
         link.socket.close()
         self._lost(link, error)
         self._fence(link, tuple(link.admissions), partial(self._fenced, link))
@@ -179,10 +186,10 @@ class PrefillLinks:
             socket.close()
             raise
         deadline_s = now_s + self._connect_timeout_s
-        return PrefillLink(host, socket, admissions, deadline_s, last_heard_s=now_s)
+        return PrefillLink(host, address, socket, admissions, deadline_s, last_heard_s=now_s)
 
     def _is_kept(self, link: PrefillLink) -> bool:
-        return self._links.get(link.socket.address) is link
+        return self._links.get(link.address) is link
 
     def _hear(self, link: PrefillLink, message: FromPrefill) -> None:
         match message:
@@ -190,6 +197,8 @@ class PrefillLinks:
                 self.drop(link, error_from_info(info))
             case Welcome():
                 self._welcome(link, message)
+            case Redirect():
+                self._redirect(link, message)
             case LinkPing():
                 pass
             case Landed() | Released():
@@ -207,6 +216,20 @@ class PrefillLinks:
         unused = tuple(name for name in link.admissions if name != link.transport)
         self._fence(link, unused, lambda: None)
         return self._up(link)
+
+    def _redirect(self, link: PrefillLink, redirect: Redirect) -> None:
+        if link.is_up or link.is_redirected:
+            self.num_refused += 1
+            return self.drop(link, PeerLost("prefill redirected twice"))
+        try:
+            socket = Link[FromPrefill](
+                tcp_address(link.host, redirect.port), FromPrefill, self._key
+            )
+        except PeerLost as error:
+            return self.drop(link, error)
+        link.socket.close()
+        link.socket, link.is_redirected, link.is_greeted = socket, True, False
+        return None
 
     def _fence(self, link: PrefillLink, names: tuple[str, ...], fenced: Callable[[], None]) -> None:
         admissions = [(self._end.listeners[name], link.admissions.pop(name).peer) for name in names]
@@ -238,6 +261,7 @@ class PrefillLinks:
             fingerprint=self._end.fingerprint,
             layout=self._end.layout.to_info(),
             offers=[admission.offer for admission in link.admissions.values()],
+            tp_rank=self._end.tp_rank,
         )
         with contextlib.suppress(PeerLost):  # there is no connection yet
             link.socket.send(hello)

@@ -113,6 +113,7 @@ class DecodeAgent:
         transports: Those that may be used, best first.
         waker: Rung whenever `events` has something.
         key: Proves to prefill nodes that we know the cluster's secret.
+        tp_rank: Which rank of its node this is; it is linked to the same rank of each prefill.
 
     Raises:
         ConfigInvalid: None of the transports can write this pool.
@@ -130,6 +131,7 @@ class DecodeAgent:
         key: ChannelKey | None = None,
         timeouts: ReceiverTimeouts | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tp_rank: int = 0,
     ) -> None:
         self._epoch, self._layout, self._region = epoch, layout, region
         self._timeouts, self._clock = timeouts or ReceiverTimeouts(), clock
@@ -140,7 +142,7 @@ class DecodeAgent:
         self._control = ControlThread("kv-decode", self._turn)
         pool = Pool(region, layout.page_bytes, layout.num_pages)
         self._links = PrefillLinks(
-            ReceiverEnd(epoch, fingerprint, layout, listen(transports, pool)),
+            ReceiverEnd(epoch, fingerprint, layout, listen(transports, pool), tp_rank),
             self._control,
             key=key,
             connect_timeout_s=self._timeouts.connect_s,

@@ -69,6 +69,7 @@ def check(config: NodeConfig) -> NodeConfig:
         ("--max-running-requests", engine.max_running_requests, 1),
         ("--max-total-tokens", engine.max_total_tokens, 0),
         ("--context-length", engine.context_length, 0),
+        ("--tp", engine.tp_size, 1),
         ("--port", config.port, 0),
         ("--bootstrap-port", config.transfer.bootstrap_port, 0),
     ):
@@ -80,6 +81,11 @@ def check(config: NodeConfig) -> NodeConfig:
         raise ConfigInvalid(
             f"--device {engine.device} works with `tandem serve` only: no transport of this release "
             "reaches GPU memory"
+        )
+    if engine.tp_size > 1 and engine.device not in ("cpu", "cuda"):
+        raise ConfigInvalid(
+            f"--device {engine.device} is one device and --tp {engine.tp_size} takes more: give "
+            "--device cuda, and rank r runs on cuda:r"
         )
     if not 0 < engine.mem_fraction_static <= 1:
         raise ConfigInvalid(

@@ -6,6 +6,7 @@
 ```
 
 Standard input's end is the order to stop, so an engine never outlives its parent, however that died.
+Under tensor parallelism this is rank 0, which starts the others (`ranks.py`) and ends with them.
 """
 
 import os
@@ -13,8 +14,11 @@ import signal
 import sys
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import torch
@@ -24,11 +28,14 @@ from engine.core import Engine
 from engine.cuda_graphs import is_recording, make_runner
 from engine.grammar_compiler import GrammarCompiler
 from engine.model import ModelShape, load_model
-from engine.runner import make_pool, pool_pages
+from engine.runner import Runner, make_pool, pool_pages
+from engine.tensor_parallel import ShardedRunner, config_of_rank, join, least
 from kvtransfer.layout import KVLayout
 from node.config import NodeConfig
 from node.engine_report import Failed, Ready
 from node.loop import Answers, EngineLoop, Role
+from node.rank_pipe import claim_stdout, end_process_after
+from node.ranks import RankProcess, Ranks
 from telemetry import log as logs
 from wire.channel import Inbox, Waker, tcp_address
 from wire.errors import ConfigInvalid, TandemError
@@ -37,6 +44,9 @@ from wire.keys import ChannelKey, cluster_key
 from wire.messages import ToEngine
 
 log = logs.get_logger(__name__)
+
+# Time for the loop's last answers after a rank died. On CPUs a forward under way fails at once.
+RANK_LOST_GRACE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +73,11 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a role is built from."""
+    """What a role is built from.
+
+    Attributes:
+        others: The ranks beside this one.
+    """
 
     config: NodeConfig
     epoch: Epoch
@@ -71,6 +85,7 @@ class Parts:
     answers: Answers
     waker: Waker
     key: ChannelKey | None
+    others: Sequence[RankProcess] = ()
 
 
 class RoleHost(ABC):
@@ -100,49 +115,127 @@ def main(host: RoleHost) -> int:
     """Run an engine process to its end; return its exit status."""
     # Ctrl-C reaches the whole group; the parent decides what ends when.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = _Parent(claim_stdout())
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=NodeConfig)
     logs.configure(config.log_level, config.log_format, role=config.role)
+    process = _EngineProcess(config, host, parent)
     try:
-        _serve(config, host)
+        return process.run()
     except TandemError as error:
-        _tell(Failed(error=error.info()))
+        parent.tell(Failed(error=error.info()))
         return 1
     finally:
         host.close()
-    return 0
+        process.close()
 
 
-def _serve(config: NodeConfig, host: RoleHost) -> None:
-    epoch, waker = new_epoch(), Waker()
-    key = cluster_key(config.host, is_insecure=config.is_insecure)
-    engine = build_engine(config, host, waker)
-    inbox: Inbox[ToEngine] = Inbox(tcp_address(config.host, config.engine_port), ToEngine, key)
-    answers = Answers(inbox, epoch)
-    role = host.role(Parts(config, epoch, engine, answers, waker, key))
-    loop = EngineLoop(role, inbox, answers, waker)
-    threading.Thread(target=_stop_at_eof, args=(loop,), name="parent-watch", daemon=True).start()
-    signal.signal(signal.SIGTERM, lambda _number, _frame: loop.stop())
-    shape = engine.shape
-    _tell(
-        Ready(
-            epoch=epoch,
-            engine_port=inbox.port,
-            bootstrap_port=host.bootstrap_port(),
-            fingerprint=shape.fingerprint,
-            context_length=shape.context_length,
-            max_prompt_tokens=engine.max_tokens - 1,
-            vocab_size=shape.vocab_size,
-            eos_token_ids=sorted(shape.eos_token_ids),
+class _Parent:
+    """Standard output, where the one line goes."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self._out = out
+
+    def tell(self, message: Ready | Failed) -> None:
+        """Say what became of this process."""
+        self._out.write(msgspec.json.encode(message) + b"\n")
+        self._out.flush()
+
+
+class _EngineProcess:
+    """From the config to the end of the loop."""
+
+    def __init__(self, config: NodeConfig, host: RoleHost, parent: _Parent) -> None:
+        self._config = config
+        self._host = host
+        self._parent = parent
+        self._waker = Waker()
+        self._loop: EngineLoop | None = None
+        self._lost_rank: TandemError | None = None
+        self._ranks = (
+            Ranks(config, self._waker, self._rank_ended) if config.engine.tp_size > 1 else None
         )
-    )
-    try:
-        loop.run()
-    finally:
-        inbox.close()
+
+    def run(self) -> int:
+        """Serve; return the exit status."""
+        config, host, epoch = self._config, self._host, new_epoch()
+        key = cluster_key(config.host, is_insecure=config.is_insecure)
+        engine = build_engine(config, host, self._waker, self._ranks)
+        inbox: Inbox[ToEngine] = Inbox(tcp_address(config.host, config.engine_port), ToEngine, key)
+        answers = Answers(inbox, epoch)
+        others = () if self._ranks is None else self._ranks.others
+        role = host.role(Parts(config, epoch, engine, answers, self._waker, key, others))
+        loop = self._loop = EngineLoop(role, inbox, answers, self._waker)
+        threading.Thread(
+            target=_stop_at_eof, args=(loop,), name="parent-watch", daemon=True
+        ).start()
+        signal.signal(signal.SIGTERM, lambda _number, _frame: loop.stop())
+        shape = engine.shape
+        self._parent.tell(
+            Ready(
+                epoch=epoch,
+                engine_port=inbox.port,
+                bootstrap_port=host.bootstrap_port(),
+                fingerprint=shape.fingerprint,
+                context_length=shape.context_length,
+                max_prompt_tokens=engine.max_tokens - 1,
+                vocab_size=shape.vocab_size,
+                eos_token_ids=sorted(shape.eos_token_ids),
+            )
+        )
+        try:
+            loop.run()
+        finally:
+            inbox.close()
+        return int(self._lost_rank is not None)
+
+    def close(self) -> None:
+        """End the other ranks."""
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def _rank_ended(self, error: TandemError) -> None:
+        """A rank is gone: what it held of every request is, too. Called by the rank's reader."""
+        log.error("rank.died", reason=str(error), effect="the node ends")
+        self._lost_rank = error
+        if self._loop is None:
+            self._parent.tell(Failed(error=error.info()))
+            os._exit(1)
+        # The loop answers its requests and ends, unless it waits for the dead rank: NCCL may for ever.
+        end_process_after(RANK_LOST_GRACE_S)
+        self._loop.stop()
 
 
-def build_engine(config: NodeConfig, host: RoleHost, waker: Waker) -> Engine:
+def build_engine(
+    config: NodeConfig, host: RoleHost, waker: Waker, ranks: Ranks | None = None
+) -> Engine:
     """Load the model and make its pool in the memory that the role gives.
+
+    Returns once the other ranks have done so too.
+
+    Raises:
+        ConfigInvalid: The model cannot be loaded, or no page fits.
+    """
+    runner: Runner
+    if ranks is not None:
+        config = msgspec.structs.replace(config, engine=config_of_rank(config.engine, 0))
+        join(config.engine, ranks.store)
+    own, plan = build_shard(config, partial(host.memory, config))
+    if ranks is None:
+        runner = own
+    else:
+        ranks.wait_ready()
+        runner = ShardedRunner(own, ranks)
+    settings, shape = config.engine, plan.shape
+    compiler = GrammarCompiler(Path(settings.model_dir), shape.vocab_size, shape.eos_token_ids)
+    engine = Engine(runner, shape, settings, plan.num_pages, compiler=compiler, wake=waker.wake)
+    engine.warm_up()
+    return engine
+
+
+def build_shard(
+    config: NodeConfig, memory: Callable[[PoolPlan], memoryview | None]
+) -> tuple[Runner, PoolPlan]:
+    """Load this rank's shard of the model and make its pool.
 
     Raises:
         ConfigInvalid: The model cannot be loaded, or no page fits.
@@ -151,10 +244,11 @@ def build_engine(config: NodeConfig, host: RoleHost, waker: Waker) -> Engine:
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     model, shape = load_model(settings)
-    plan = PoolPlan(shape, _num_pages(config, shape), settings.page_size)
+    num_pages = least(_num_pages(config, shape), settings)
+    plan = PoolPlan(shape, num_pages, settings.page_size)
     if plan.num_pages < 1:
         raise ConfigInvalid("the KV pool holds no page: raise --max-total-tokens")
-    buffer = host.memory(config, plan)
+    buffer = memory(plan)
     backend = choose_backend(settings, shape)
     kv = make_pool(
         shape,
@@ -172,11 +266,7 @@ def build_engine(config: NodeConfig, host: RoleHost, waker: Waker) -> Engine:
         max_total_tokens=plan.num_pages * plan.page_size,
         pool_bytes=plan.layout.pool_bytes,
     )
-    runner = make_runner(model, kv, backend, settings, shape, num_pages=plan.num_pages)
-    compiler = GrammarCompiler(Path(settings.model_dir), shape.vocab_size, shape.eos_token_ids)
-    engine = Engine(runner, shape, settings, plan.num_pages, compiler=compiler, wake=waker.wake)
-    engine.warm_up()
-    return engine
+    return make_runner(model, kv, backend, settings, shape, num_pages=plan.num_pages), plan
 
 
 def _num_pages(config: NodeConfig, shape: ModelShape) -> int:
@@ -184,16 +274,11 @@ def _num_pages(config: NodeConfig, shape: ModelShape) -> int:
     if settings.max_total_tokens:
         return settings.max_total_tokens // settings.page_size
     if settings.device == "cpu":
-        return pool_pages(shape, settings.page_size, settings.kv_bytes)
+        return pool_pages(shape, settings.page_size, settings.kv_bytes // settings.tp_size)
     free, total = torch.cuda.mem_get_info(settings.device)
     budget = int(total * settings.mem_fraction_static) - (total - free)
     # One page stays behind those counted: recorded batches are padded into it.
     return pool_pages(shape, settings.page_size, max(0, budget)) - 1
-
-
-def _tell(message: Ready | Failed) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
-    sys.stdout.buffer.flush()
 
 
 def _stop_at_eof(loop: EngineLoop) -> None:

@@ -21,6 +21,12 @@ MALLOC_SETTINGS = {
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
 
+# The ranks of a node are on one host: gloo would listen on an address that others reach.
+GLOO_SETTINGS = {"GLOO_SOCKET_IFNAME": "lo"}
+
+# transformers shards a model over the GPUs that it sees, asked for or not.
+WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+
 
 class EngineProcess:
     """One engine process.
@@ -42,7 +48,7 @@ class EngineProcess:
             self._module,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=MALLOC_SETTINGS | os.environ,
+            env=self._environment(),
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -56,6 +62,10 @@ class EngineProcess:
             await self._process.wait()
             return error_from_info(told.error)
         return told
+
+    def _environment(self) -> dict[str, str]:
+        environment = MALLOC_SETTINGS | GLOO_SETTINGS | os.environ
+        return environment | (WITHOUT_GPUS if self._config.engine.device == "cpu" else {})
 
     async def wait(self) -> int:
         """Wait until the process ends; return its exit status."""

@@ -166,7 +166,7 @@ def _add_server_flags(group: argparse._ArgumentGroup, default_port: int) -> None
 def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     defaults = EngineConfig(model_dir="")
-    add("--device", default="cpu", help="cpu; with `tandem serve` also cuda:N")
+    add("--device", default="cpu", help="cpu; with `tandem serve` also cuda:N, or cuda with --tp")
     add("--page-size", "--block-size", type=int, default=defaults.page_size, help="tokens a page")
     add(
         "--max-total-tokens",
@@ -226,8 +226,8 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         "--tp-size",
         type=int,
         default=1,
-        choices=[1],
-        help="only 1 in this release",
+        metavar="N",
+        help="processes of this host that share the model; the KV heads must divide evenly",
     )
 
 

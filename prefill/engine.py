@@ -4,15 +4,14 @@ import sys
 
 from typing_extensions import override
 
-from kvtransfer.bootstrap import SenderEnd
+from kvtransfer.group import PrefillGroup
 from kvtransfer.region import MemoryRegion
-from kvtransfer.sender import PrefillAgent, SenderTimeouts
-from kvtransfer.transports.base import TransportConfig
-from kvtransfer.transports.registry import transports
+from kvtransfer.sender import PrefillAgent
 from node.config import NodeConfig
 from node.engine_host import Parts, PoolPlan, RoleHost, main
+from node.rank_agent import RemoteSender
+from node.transfer import RankEnd, make_region, make_sender
 from prefill.role import PrefillRole
-from wire.channel import tcp_address
 
 
 class _Host(RoleHost):
@@ -23,33 +22,25 @@ class _Host(RoleHost):
     @override
     def memory(self, config: NodeConfig, plan: PoolPlan) -> memoryview:
         self._plan = plan
-        self._region = MemoryRegion.private(plan.layout.pool_bytes)
+        self._region = make_region(config, plan.layout)
         return self._region.buffer
 
     @override
     def role(self, parts: Parts) -> PrefillRole:
         assert self._region is not None
-        config = parts.config
-        end = SenderEnd(
-            parts.epoch,
-            parts.engine.shape.fingerprint,
-            self._plan.layout,
-            self._region,
-            transports(config.transfer.backend, TransportConfig(host=config.host)),
+        fingerprint = parts.engine.shape.fingerprint
+        self._agent = make_sender(
+            parts.config,
+            RankEnd(parts.epoch, fingerprint, self._plan.layout, self._region),
+            parts.waker,
+            parts.key,
+            port=parts.config.transfer.bootstrap_port,
+            rank_ports=[rank.bootstrap_port for rank in parts.others],
         )
-        self._agent = PrefillAgent(
-            tcp_address(config.host, config.transfer.bootstrap_port),
-            end,
-            waker=parts.waker,
-            key=parts.key,
-            timeouts=SenderTimeouts(
-                grant_s=config.transfer.grant_timeout_s,
-                early_grant_s=config.transfer.early_grant_timeout_s,
-            ),
-            has_checksums=config.transfer.is_verified,
-        )
-        limit = config.engine.max_waiting_requests
-        return PrefillRole(parts.engine, self._agent, parts.answers, limit)
+        others = [RemoteSender(rank) for rank in parts.others]
+        agent = PrefillGroup(self._agent, others) if others else self._agent
+        limit = parts.config.engine.max_waiting_requests
+        return PrefillRole(parts.engine, agent, parts.answers, limit)
 
     @override
     def bootstrap_port(self) -> int | None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from engine.core import CompletePages, Engine, Token
 from engine.request import ActiveRequest
+from kvtransfer.agent import Sender
 from kvtransfer.events import Granted, PushDone, Released
-from kvtransfer.sender import PrefillAgent
 from node.load import engine_load, hit_rate, token_usage
 from node.loop import Answers, Start, Ticket
 from telemetry.log import get_logger
@@ -47,9 +47,7 @@ class PrefillRole:
         max_waiting: Requests that wait for a grant or for pages; beyond it they are refused.
     """
 
-    def __init__(
-        self, engine: Engine, agent: PrefillAgent, answers: Answers, max_waiting: int
-    ) -> None:
+    def __init__(self, engine: Engine, agent: Sender, answers: Answers, max_waiting: int) -> None:
         self._engine = engine
         self._agent = agent
         self._answers = answers

@@ -7,7 +7,7 @@ one release of difference between two nodes is safe.
  edge worker ──▶ engine inbox     StartPrefill StartDecode StartColocated Cancel FlushCache Ping
  engine      ──▶ edge worker      TokenBatch RequestFailed Pong
  decode      ──▶ prefill          Hello Grant Withdraw LinkPing         (prefill's bootstrap port)
- prefill     ──▶ decode           Welcome Refused Landed Released LinkPing
+ prefill     ──▶ decode           Welcome Redirect Refused Landed Released LinkPing
 ```
 """
 
@@ -271,12 +271,17 @@ class LayoutInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """First message on a link. `fingerprint` names model, dtype and weights."""
+    """First message on a link. `fingerprint` names model, dtype, weights, tp size and rank.
+
+    Attributes:
+        tp_rank: Whose this link is to be; a prefill's bootstrap port knows the ports of its ranks.
+    """
 
     epoch: Epoch
     fingerprint: str
     layout: LayoutInfo
     offers: list[TransportOffer]
+    tp_rank: int = 0
 
 
 class Welcome(Message, frozen=True, kw_only=True):
@@ -284,6 +289,13 @@ class Welcome(Message, frozen=True, kw_only=True):
 
     epoch: Epoch
     transport: str
+
+
+class Redirect(Message, frozen=True, kw_only=True):
+    """The rank of this Hello takes it at another port of the same host."""
+
+    epoch: Epoch
+    port: int
 
 
 class Refused(Message, frozen=True, kw_only=True):
@@ -349,4 +361,4 @@ class LinkPing(Message, frozen=True, kw_only=True):
 ToEngine = StartPrefill | StartDecode | StartColocated | Cancel | FlushCache | Ping
 FromEngine = TokenBatch | RequestFailed | Pong
 ToPrefill = Hello | Grant | Withdraw | LinkPing
-FromPrefill = Welcome | Refused | Landed | Released | LinkPing
+FromPrefill = Welcome | Redirect | Refused | Landed | Released | LinkPing

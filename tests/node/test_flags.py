@@ -20,6 +20,7 @@ def read(*argv: str, role="prefill"):
         (["--dtype", "half"], "dtype", "float16"),
         (["--disable-radix-cache"], "is_prefix_cache_enabled", False),
         (["--chunked-prefill-size", "64"], "chunked_prefill_size", 64),
+        (["--tp", "2"], "tp_size", 2),
         (["--load-format", "dummy", "--random-seed", "4"], "random_seed", 4),
     ],
 )
@@ -53,6 +54,8 @@ def test_a_flag_that_takes_no_value_does_not_swallow_the_next_one():
         ["--mem-fraction-static", "1.5"],
         ["--max-running-requests", "0"],
         ["--device", "cuda:0"],
+        ["--device", "cuda:0", "--tp", "2"],
+        ["--tp", "0"],
     ],
 )
 def test_a_value_that_cannot_work_is_refused_by_the_name_of_its_flag(argv):

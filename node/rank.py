@@ -1,0 +1,114 @@
+"""`python -m node.rank`: one of the ranks beside rank 0, which starts it and ends it.
+
+It repeats rank 0's forwards on its own shard, and its transfer agent does what rank 0's does. All
+that rank 0 says is done in the order it was said: a page is pushed after the forward that wrote it.
+"""
+
+import signal
+import sys
+import threading
+from collections import deque
+from contextlib import ExitStack
+from pathlib import Path
+
+from engine.runner import Runner
+from engine.tensor_parallel import follow, join
+from node.engine_host import build_shard
+from node.rank_agent import RankAgent, rank_agent
+from node.rank_messages import (
+    Forward,
+    RankFailed,
+    RankReady,
+    RankStart,
+    ToRank,
+    unpack_inputs,
+)
+from node.rank_pipe import RankPipe, claim_stdout, end_process_after
+from telemetry import log as logs
+from wire.channel import Waker, wait
+from wire.errors import TandemError
+
+log = logs.get_logger(__name__)
+
+# How long a forward under way, or the agent's end, may take after rank 0 hung up.
+_END_TIMEOUT_S = 2.0
+
+
+def main() -> int:
+    """Run a rank to its end; return its exit status."""
+    # Rank 0 decides when to end, and says so by hanging up.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    pipe: RankPipe[ToRank] = RankPipe(sys.stdin.buffer, claim_stdout(), ToRank)
+    start = pipe.receive()
+    if not isinstance(start, RankStart):
+        return 1
+    config = start.config
+    logs.configure(
+        config.log_level, config.log_format, role=config.role, rank=config.engine.tp_rank
+    )
+    try:
+        with ExitStack() as stack:
+            _Rank(start, pipe, stack).run()
+    except TandemError as error:
+        pipe.send(RankFailed(error=error.info()))
+        return 1
+    return 0
+
+
+class _Rank:
+    """A shard and its agent.
+
+    Args:
+        stack: Gives back what is made here.
+    """
+
+    def __init__(self, start: RankStart, pipe: RankPipe[ToRank], stack: ExitStack) -> None:
+        self._pipe = pipe
+        self._waker = Waker()
+        stack.callback(self._waker.close)
+        self._told: deque[ToRank] = deque()
+        self._is_over = False
+        threading.Thread(target=self._read, name="rank-0", daemon=True).start()
+        join(start.config.engine, Path(start.store))
+        self._runner, self._agent = self._load(start, stack)
+
+    def run(self) -> None:
+        """Do what is told until rank 0 hangs up."""
+        self._pipe.send(RankReady(bootstrap_port=self._agent.bootstrap_port))
+        while not self._is_over:
+            wait([], 1.0, self._waker)
+            while self._told and not self._is_over:
+                self._do(self._told.popleft())
+                self._report()
+            self._report()
+
+    def _load(self, start: RankStart, stack: ExitStack) -> tuple[Runner, RankAgent]:
+        agent = rank_agent(start.config, self._waker)
+        stack.callback(agent.close)
+        runner, plan = build_shard(start.config, agent.memory)
+        agent.start(plan)
+        return runner, agent
+
+    def _do(self, message: ToRank) -> None:
+        if isinstance(message, Forward):
+            follow(self._runner, unpack_inputs(message), message.num_sampled)
+        else:
+            self._agent.do(message)
+
+    def _report(self) -> None:
+        for event in self._agent.events():
+            self._pipe.send(event)
+
+    def _read(self) -> None:
+        while (message := self._pipe.receive()) is not None:
+            self._told.append(message)
+            self._waker.wake()
+        self._is_over = True
+        self._waker.wake()
+        # A forward that waits for a rank that is gone may never return.
+        end_process_after(_END_TIMEOUT_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""The transfer agent of one rank, and its memory: made alike on every rank of a node."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtransfer.bootstrap import SenderEnd
+from kvtransfer.layout import KVLayout
+from kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
+from kvtransfer.region import MemoryRegion
+from kvtransfer.sender import PrefillAgent, SenderTimeouts
+from kvtransfer.transports.base import TransportConfig
+from kvtransfer.transports.registry import transports
+from node.config import NodeConfig
+from wire.channel import Waker, tcp_address
+from wire.ids import Epoch
+from wire.keys import ChannelKey
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """What one rank is to the ranks of other nodes."""
+
+    epoch: Epoch
+    fingerprint: str
+    layout: KVLayout
+    region: MemoryRegion
+
+
+def make_region(config: NodeConfig, layout: KVLayout) -> MemoryRegion:
+    """Return memory for a pool: on decode such as the other side can write into."""
+    # Only memory in a file can be mapped by a prefill of this host.
+    is_shared = config.role == "decode" and config.transfer.backend in ("auto", "shm")
+    make = MemoryRegion.shared if is_shared else MemoryRegion.private
+    return make(layout.pool_bytes)
+
+
+def make_sender(
+    config: NodeConfig,
+    end: RankEnd,
+    waker: Waker,
+    key: ChannelKey | None,
+    *,
+    port: int,
+    rank_ports: Sequence[int] = (),
+) -> PrefillAgent:
+    """Return a rank's prefill agent.
+
+    Args:
+        port: Where it takes grants; 0 takes any free one.
+        rank_ports: Where the other ranks do, on rank 0.
+    """
+    return PrefillAgent(
+        tcp_address(config.host, port),
+        SenderEnd(
+            end.epoch,
+            end.fingerprint,
+            end.layout,
+            end.region,
+            transports(config.transfer.backend, TransportConfig(host=config.host)),
+            rank_ports=tuple(rank_ports),
+        ),
+        waker=waker,
+        key=key,
+        timeouts=SenderTimeouts(
+            grant_s=config.transfer.grant_timeout_s,
+            early_grant_s=config.transfer.early_grant_timeout_s,
+        ),
+        has_checksums=config.transfer.is_verified,
+    )
+
+
+def make_receiver(
+    config: NodeConfig,
+    end: RankEnd,
+    waker: Waker,
+    key: ChannelKey | None,
+) -> DecodeAgent:
+    """Return a rank's decode agent."""
+    return DecodeAgent(
+        epoch=end.epoch,
+        fingerprint=end.fingerprint,
+        layout=end.layout,
+        region=end.region,
+        transports=transports(config.transfer.backend, TransportConfig(host=config.host)),
+        waker=waker,
+        key=key,
+        timeouts=ReceiverTimeouts(landed_s=config.transfer.landed_timeout_s),
+        tp_rank=config.engine.tp_rank,
+    )

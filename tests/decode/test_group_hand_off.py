@@ -1,0 +1,201 @@
+"""Both roles with two ranks on either side, over real links; rank 1's KV is a copy of rank 0's."""
+
+import pytest
+
+from decode.role import DecodeRole
+from kvtransfer.bootstrap import SenderEnd
+from kvtransfer.group import DecodeGroup, PrefillGroup
+from kvtransfer.receiver import DecodeAgent
+from kvtransfer.region import MemoryRegion
+from kvtransfer.sender import PrefillAgent
+from kvtransfer.transports.base import TransportConfig
+from kvtransfer.transports.registry import transports
+from prefill.role import PrefillRole
+from tests.hand_off_rig import NUM_PAGES, Pair, prompt_of
+from wire.errors import LayoutMismatch, PeerLost
+from wire.ids import new_epoch
+
+
+class CopiedSender:
+    """Rank 1's agent: its memory gets what rank 0's has before it is pushed."""
+
+    def __init__(self, agent: PrefillAgent, own: MemoryRegion, source: MemoryRegion) -> None:
+        self._agent, self._own, self._source = agent, own, source
+        self.expect, self.finish = agent.expect, agent.finish
+        self.abort, self.events = agent.abort, agent.events
+
+    def push(self, room, page_ids, first_page_index):
+        size = self._source.size_bytes // NUM_PAGES
+        for page in page_ids:
+            run = slice(page * size, (page + 1) * size)
+            self._own.buffer[run] = self._source.buffer[run]
+        self._agent.push(room, page_ids, first_page_index)
+
+
+class GroupPair(Pair):
+    """A pair whose roles have agents on two ranks.
+
+    Args:
+        decode_tp: What decode says of its tensor parallelism.
+    """
+
+    def __init__(self, path, transport: str, decode_tp: int = 2) -> None:
+        super().__init__(path, transport)
+        self.sender.close()
+        self.receiver.close()
+        self.layout = self.receiver._layout
+        self.allowed = transports(transport, TransportConfig())
+        size = self.source.size_bytes
+        self.sources = [self.source, MemoryRegion.private(size)]
+        self.targets = [self.target, MemoryRegion.shared(size)]
+        last = self._sender(1)
+        self.sender = self._sender(0, [last.port])
+        self.senders = [self.sender, last]
+        self.receivers = [self._receiver(rank, decode_tp) for rank in range(2)]
+        self.receiver = self.receivers[0]
+        copied = CopiedSender(last, self.sources[1], self.sources[0])
+        self.prefill = PrefillRole(
+            self.prefill_engine, PrefillGroup(self.sender, [copied]), self.prefill_answers, 100
+        )
+        self.decode = DecodeRole(
+            self.decode_engine,
+            DecodeGroup(self.receiver, self.receivers[1:]),
+            self.decode_answers,
+            50,
+            100,
+        )
+
+    def _sender(self, rank: int, rank_ports=()) -> PrefillAgent:
+        return PrefillAgent(
+            "tcp://127.0.0.1:0",
+            SenderEnd(
+                new_epoch(),
+                f"m-tp2rank{rank}",
+                self.layout,
+                self.sources[rank],
+                self.allowed,
+                rank_ports,
+            ),
+            waker=self.waker,
+        )
+
+    def _receiver(self, rank: int, tp: int) -> DecodeAgent:
+        return DecodeAgent(
+            epoch=new_epoch(),
+            fingerprint=f"m-tp{tp}rank{rank}",
+            layout=self.layout,
+            region=self.targets[rank],
+            transports=self.allowed,
+            waker=self.waker,
+            tp_rank=rank,
+        )
+
+    def expected(self, request) -> list[int]:
+        """Return the tokens that one engine gives."""
+        self.colocated.submit(request)
+        tokens = []
+        while self.colocated.has_work:
+            tokens += [token.token for token in self.colocated.step().tokens]
+        return tokens
+
+    def no_rank_holds_a_room(self) -> bool:
+        senders = [agent.statistics() for agent in self.senders]
+        receivers = [agent.statistics() for agent in self.receivers]
+        return not any(
+            s.num_waiting or s.num_pushing or s.num_early_grants for s in senders
+        ) and not any(
+            r.num_reserving or r.num_granted or r.num_withdrawn or r.num_fencing for r in receivers
+        )
+
+    def close(self) -> None:
+        for agent in (*self.receivers, *self.senders):
+            agent.close()
+        self.waker.close()
+        for region in (*self.sources, *self.targets):
+            region.close()
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def pair(request, tiny_model):
+    made = GroupPair(tiny_model("qwen3"), request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("decode_first", [True, False])
+def test_every_rank_pushes_to_its_like(pair, decode_first):
+    request = pair.start("a", prompt_of(61), decode_first, max_new_tokens=6, seed=4)
+    seen = []
+
+    def landed() -> bool:
+        running = list(pair.decode._by_active)
+        seen.extend(page for active in running for page in active.page_ids[:7])
+        return bool(running)
+
+    pair.run_until(landed)
+    size = pair.target.size_bytes // NUM_PAGES
+    for page in seen:
+        run = slice(page * size, (page + 1) * size)
+        assert pair.targets[0].buffer[run] == pair.targets[1].buffer[run]
+        assert any(pair.targets[1].buffer[run])
+    pair.run_until(lambda: pair.decode_answers.finishes["a"])
+    pair.run_until(pair.all_pages_are_back)
+    assert pair.decode_answers.tokens["a"] == pair.expected(request)
+    assert pair.prefill_answers.finishes["a"] == ["handed_off"]
+    assert pair.prefill.load().pushed_bytes == 2 * 8 * size
+
+
+@pytest.mark.parametrize("num_passes", [0, 1, 2, 3, 5, 8])
+@pytest.mark.parametrize("who", ["prefill", "decode", "both"])
+def test_a_cancel_at_any_time_returns_every_page_of_every_rank(pair, num_passes, who):
+    # So that links stand: else a cancel before the grant leaves prefill to wait for its time-out.
+    pair.start("first", prompt_of(5), max_new_tokens=1)
+    pair.run_until(pair.all_pages_are_back)
+    pair.start("a", prompt_of(100)[::-1], max_new_tokens=8)
+    passes = iter(range(num_passes))
+    pair.run_until(lambda: next(passes, None) is None)
+    if who in ("prefill", "both"):
+        pair.prefill.cancel(pair.ticket("a"))
+    if who in ("decode", "both"):
+        pair.decode.cancel(pair.ticket("a"))
+    pair.run_until(pair.all_pages_are_back)
+    pair.run_until(pair.no_rank_holds_a_room)
+    request = pair.start("b", prompt_of(20), max_new_tokens=3)
+    pair.run_until(lambda: pair.decode_answers.finishes["b"])
+    assert pair.decode_answers.tokens["b"] == pair.expected(request)
+
+
+@pytest.mark.parametrize("num_passes", [1, 3, 5])
+def test_a_rank_of_prefill_that_dies_fails_the_hand_off_and_costs_no_page(pair, num_passes):
+    for i in range(4):
+        pair.start(str(i), prompt_of(100), max_new_tokens=8)
+    passes = iter(range(num_passes))
+    pair.run_until(lambda: next(passes, None) is None)
+    pair.senders[1].close()
+    heard = pair.decode_answers
+    pair.run_until(lambda: all(str(i) in heard.errors or heard.finishes[str(i)] for i in range(4)))
+    for error in heard.errors.values():
+        assert isinstance(error, PeerLost)
+
+    def decode_is_clean() -> bool:
+        counts = pair.decode_engine.counts()
+        return counts.free + counts.cached == counts.total
+
+    pair.run_until(decode_is_clean)
+    pair.decode_engine.cache.check_integrity()
+
+
+def test_another_tp_size_is_refused_in_words(tiny_model):
+    pair = GroupPair(tiny_model("qwen3"), "tcp", decode_tp=4)
+    try:
+        pair.start("a", prompt_of(30), max_new_tokens=4)
+        pair.run_until(lambda: "a" in pair.decode_answers.errors)
+        error = pair.decode_answers.errors["a"]
+        assert isinstance(error, LayoutMismatch)
+        assert "tp2rank" in error.message
+        assert "tp4rank" in error.message
+        assert "--tp" in error.message
+        pair.prefill.cancel(pair.ticket("a"))
+        pair.run_until(pair.all_pages_are_back)
+    finally:
+        pair.close()

@@ -1,0 +1,206 @@
+"""A model over two processes computes what it computes in one. The other process is `follower.py`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine.config import EngineConfig
+from engine.core import Engine
+from engine.forward import ForwardInputs
+from engine.tensor_parallel import ShardedRunner, config_of_rank, join, least
+from node.config import NodeConfig
+from node.rank_messages import FromRank, RankStart, pack_inputs, unpack_inputs
+from node.rank_pipe import RankPipe
+from tests.engine.follower import NUM_PAGES, load_shard
+from tests.tiny_models import CONFIGS
+from wire.errors import ConfigInvalid
+from wire.ids import RequestId
+from wire.messages import GenerateRequest, SamplingParams
+
+PAGE = 8
+PROMPTS = [[3 + (i * 7 + n) % 300 for i in range(n)] for n in (1, 30, 61)]
+SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 11}
+
+
+class OtherRank:
+    """The follower process, as `Followers`."""
+
+    def __init__(self, store: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.engine.follower", str(store)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        self.pipe = RankPipe(self.process.stdout, self.process.stdin, FromRank)
+        self.is_abandoned = False
+
+    def load(self, config: EngineConfig) -> None:
+        node = NodeConfig(role="colocated", served_model_name="m", engine=config)
+        self.pipe.send(RankStart(config=node, store=""))
+
+    def forward(self, inputs, num_sampled) -> None:
+        self.pipe.send(pack_inputs(inputs, num_sampled))
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+
+    def close(self) -> None:
+        self.pipe.hang_up()
+        self.process.wait(20)
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    if torch.cuda.is_available():
+        pytest.skip("transformers would shard over the GPUs: hide them with CUDA_VISIBLE_DEVICES=")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    made = OtherRank(store)
+    join(EngineConfig(model_dir="", tp_size=2, tp_rank=0), store)
+    yield made
+    made.close()
+    dist.destroy_process_group()
+    torch.set_num_threads(num_threads)
+
+
+def config_of(path, **changes) -> EngineConfig:
+    # The kernel of the `cpu` backend would be compiled anew for each shard.
+    settings = {"dtype": "float32", "page_size": PAGE, "chunked_prefill_size": 24}
+    settings["attention_backend"] = "torch"
+    return EngineConfig(model_dir=str(path), **settings | changes)
+
+
+def load_both(other: OtherRank, config: EngineConfig):
+    """Return rank 0's sharded runner and shape."""
+    config = msgspec.structs.replace(config, tp_size=2)
+    other.load(config_of_rank(config, 1))
+    runner, shape = load_shard(config_of_rank(config, 0))
+    return ShardedRunner(runner, other), shape
+
+
+def generate(runner, shape, config, **sampling) -> list[list[int]]:
+    """Return the tokens of all prompts, run together."""
+    engine = Engine(runner, shape, config, NUM_PAGES)
+    params = SamplingParams(
+        **{"temperature": 0, "max_new_tokens": 6, "ignore_eos": True, **sampling}
+    )
+    tokens = {}
+    for prompt in PROMPTS:
+        request_id = RequestId(str(len(prompt)))
+        engine.submit(GenerateRequest(request_id=request_id, prompt_ids=prompt, sampling=params))
+    while engine.has_work:
+        for token in engine.step().tokens:
+            tokens.setdefault(token.request.request.request_id, []).append(token.token)
+    return [tokens[str(len(prompt))] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("kind", sorted(set(CONFIGS) - {"gemma"}))
+def test_two_ranks_give_the_tokens_of_one(other, tiny_model, kind, load_format):
+    config = config_of(tiny_model(kind), load_format=load_format)
+    alone, whole = load_shard(config)
+    sharded, shape = load_both(other, config)
+    assert shape.num_kv_heads == (whole.num_kv_heads if kind == "phi3" else 1)
+    # With steps in flight the next token's id is known to the device alone.
+    overlapped = msgspec.structs.replace(config, is_overlapped=True)
+    for sampling in ({}, SAMPLED):
+        expected = generate(alone, whole, config, **sampling)
+        assert generate(sharded, shape, config, **sampling) == expected
+        assert generate(sharded, shape, overlapped, **sampling) == expected
+
+
+def test_heads_that_cannot_be_shared_are_refused_by_name(other, tiny_model):
+    config = config_of(tiny_model("gemma"))
+    with pytest.raises(ConfigInvalid, match="--tp 2 cannot share 4 attention heads with 1 KV head"):
+        load_both(other, config)
+
+
+def test_ranks_of_other_number_or_size_have_other_fingerprints(other, tiny_model):
+    config = config_of(tiny_model("llama"))
+    _, whole = load_shard(config)
+    _, shard = load_both(other, config)
+    assert shard.fingerprint == f"{whole.fingerprint}-tp2rank0"
+
+
+def inputs_of(token_ids, sources) -> ForwardInputs:
+    """Return one prompt's rows on page 0."""
+    num_rows = len(token_ids)
+    return ForwardInputs(
+        token_ids=np.array(token_ids),
+        sources=np.array(sources),
+        positions=np.arange(num_rows),
+        query_starts=np.array([0, num_rows], np.int32),
+        kv_lens=np.array([num_rows], np.int32),
+        page_table=np.zeros((1, 1), np.int32),
+        num_decodes=0,
+        logit_rows=np.array([num_rows - 1]),
+    )
+
+
+def test_ids_that_only_the_device_knows_reach_the_other_rank(other, tiny_model):
+    sharded, _ = load_both(other, config_of(tiny_model("llama")))
+    expected = sharded.forward(inputs_of([5, 9, 7], [-1, -1, -1]))
+    sampled = torch.tensor([9, 7])
+    assert torch.equal(sharded.forward(inputs_of([5, 0, 0], [-1, 0, 1]), sampled), expected)
+    # Sampled ids that nobody asks for are not sent.
+    assert torch.equal(sharded.forward(inputs_of([5, 9, 7], [-1, -1, -1]), sampled), expected)
+
+
+def test_a_forward_that_fails_here_ends_the_others():
+    class Broken:
+        device = torch.device("cpu")
+
+        def forward(self, inputs, sampled=None):
+            raise ZeroDivisionError
+
+    class Others:
+        is_abandoned = False
+
+        def forward(self, inputs, num_sampled):
+            pass
+
+        def abandon(self):
+            self.is_abandoned = True
+
+    others = Others()
+    with pytest.raises(ZeroDivisionError):
+        ShardedRunner(Broken(), others).forward(inputs_of([5], [-1]))
+    assert others.is_abandoned
+
+
+def test_a_forward_survives_the_journey_between_ranks():
+    inputs = inputs_of([5, 9, 7], [-1, 0, 1])
+    message = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(pack_inputs(inputs, 2)), type=type(pack_inputs(inputs, 2))
+    )
+    arrived = unpack_inputs(message)
+    for name in ForwardInputs.__slots__:
+        here, there = getattr(inputs, name), getattr(arrived, name)
+        assert np.array_equal(here, there), name
+        assert getattr(here, "dtype", None) == getattr(there, "dtype", None), name
+
+
+def test_rank_r_has_its_own_gpu():
+    config = EngineConfig(model_dir="", tp_size=2, device="cuda")
+    assert [config_of_rank(config, rank).device for rank in (0, 1)] == ["cuda:0", "cuda:1"]
+
+
+def test_more_ranks_than_gpus_are_refused(tmp_path):
+    config = EngineConfig(model_dir="", tp_size=1000, device="cuda:0")
+    with pytest.raises(ConfigInvalid, match="--tp 1000 needs as many GPUs"):
+        join(config, tmp_path / "store")
+
+
+def test_one_rank_alone_agrees_with_itself():
+    assert least(7, EngineConfig(model_dir="")) == 7

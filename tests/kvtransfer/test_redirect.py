@@ -1,0 +1,77 @@
+"""A rank of decode finds its like behind one bootstrap port."""
+
+import pytest
+
+from kvtransfer.events import Failed
+from kvtransfer.layout import KVLayout
+from kvtransfer.receiver import DecodeAgent
+from kvtransfer.region import MemoryRegion
+from kvtransfer.transports.loopback import LoopbackTransport
+from wire.channel import Envelope, Inbox, Waker, wait
+from wire.errors import PeerLost
+from wire.ids import Epoch, Room
+from wire.messages import Hello, Redirect, ToPrefill
+
+LAYOUT = KVLayout(
+    num_pages=4,
+    page_size=4,
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=4,
+    dtype="float32",
+    itemsize=4,
+)
+
+
+@pytest.fixture
+def decode():
+    region, waker = MemoryRegion.private(LAYOUT.pool_bytes), Waker()
+    agent = DecodeAgent(
+        epoch=Epoch(2),
+        fingerprint="m-tp2rank1",
+        layout=LAYOUT,
+        region=region,
+        transports=[LoopbackTransport()],
+        waker=waker,
+        tp_rank=1,
+    )
+    yield agent, waker
+    agent.close()
+    waker.close()
+    region.close()
+
+
+def hello_at(port: Inbox[ToPrefill]) -> Envelope[ToPrefill]:
+    for _ in range(100):
+        wait([port], 0.1)
+        envelope = port.receive()
+        if envelope is not None and isinstance(envelope.message, Hello):
+            return envelope
+    raise AssertionError("no Hello in 10 s")
+
+
+def event_of(decode: DecodeAgent, waker: Waker):
+    for _ in range(100):
+        for event in decode.events():
+            return event
+        wait([], 0.1, waker)
+    raise AssertionError("no event in 10 s")
+
+
+def test_a_rank_says_hello_again_where_it_is_sent_once(decode):
+    agent, waker = decode
+    with (
+        Inbox("tcp://127.0.0.1:0", ToPrefill) as first,
+        Inbox("tcp://127.0.0.1:0", ToPrefill) as own,
+    ):
+        agent.request(Room(7), "127.0.0.1", first.port, [0])
+        hello = hello_at(first)
+        assert hello.message.tp_rank == 1
+        first.send(hello.peer, Redirect(epoch=Epoch(1), port=own.port))
+        again = hello_at(own)
+        assert again.message == hello.message
+        own.send(again.peer, Redirect(epoch=Epoch(1), port=first.port))
+        event = event_of(agent, waker)
+        assert isinstance(event, Failed)
+        assert isinstance(event.error, PeerLost)
+        assert "redirected twice" in event.error.message
