@@ -163,7 +163,7 @@ class ClusterBackend:
             while not progress.is_finished:
                 await wake.wait()
                 wake.clear()
-                for delta in _arrivals(prefill_work, decode_work):
+                for delta in _arrivals(progress, prefill_work, decode_work):
                     if new := progress.accept(delta):
                         yield new
                     if progress.is_finished:
@@ -189,10 +189,14 @@ def _starts(
     return decode, StartPrefill(request=request, room=room, attempt=attempt)
 
 
-def _arrivals(prefill: Work, decode: Work) -> Iterator[TokenDelta]:
+def _arrivals(progress: Progress, prefill: Work, decode: Work) -> Iterator[TokenDelta]:
     """Yield what waits in both streams, prefill's first: it has the first token."""
     while delta := prefill.stream.take():
         yield delta
+    # The nodes' links do not keep pace with each other: while prefill owes log-probabilities of the
+    # prompt, which come before all tokens, decode's tokens wait. Its failure does not.
+    if progress.awaits_prompt_logprobs and prefill.stream.is_open and not decode.stream.is_empty:
+        return
     while delta := decode.stream.take():
         # Decode speaks once every page landed: prefill's part is done, and cannot fail any more.
         prefill.end(is_done=True)
