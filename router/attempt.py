@@ -96,10 +96,16 @@ class Progress:
         return delta.prompt_logprobs[first : len(self._request.prompt_ids) - delta.prompt_index]
 
     def _end_of_request(self, delta: TokenDelta) -> Finish | None:
-        """Return why the request ended; a hand-off ends prefill's part only."""
+        """Return why the request ended.
+
+        A hand-off ends prefill's part only. An abort is meant for the request wherever it stands:
+        the half that tells of it may not have heard of the tokens that the other sent.
+        """
+        finish = delta.finish
+        if finish is None or finish.reason == "handed_off":
+            return None
         is_late = delta.index + len(delta.token_ids) < self.next_index
-        is_hand_off = delta.finish is not None and delta.finish.reason == "handed_off"
-        return None if is_late or is_hand_off else delta.finish
+        return None if is_late and finish.reason != "abort" else finish
 
     def remaining(self) -> GenerateRequest:
         """Return what an attempt has to do from here: the sent tokens become part of the prompt."""

@@ -59,6 +59,14 @@ def test_a_late_finish_of_something_shorter_is_dropped():
     assert not progress.is_finished
 
 
+def test_an_abort_ends_the_request_whatever_the_half_that_tells_it_has_seen():
+    progress = Progress(request())
+    accept(progress, 0, [5])
+    new = accept(progress, 0, [], "abort")
+    assert (new.index, new.finish.reason) == (1, "abort")
+    assert progress.is_finished
+
+
 def test_a_replay_has_the_sent_tokens_in_its_prompt_and_its_index_continues():
     progress = Progress(request(prompt_ids=[1, 2]))
     accept(progress, 0, [5, 6])

@@ -312,6 +312,16 @@ async def test_an_aborted_request_ends_with_that_reason():
         assert not await setup.backend.abort("r1")
 
 
+async def test_a_request_is_aborted_between_the_hand_off_and_decodes_first_word():
+    async with cluster() as setup, reading(setup) as reader:
+        prefill, start_prefill, decode, _ = await setup.pair_of()
+        prefill.engine.say(start_prefill, 0, [10], "handed_off")
+        await until(lambda: reader.token_ids == [10])
+        assert await setup.backend.abort("r1")
+        assert await reader.result() == ([10], "abort")
+        await decode.engine.next(Cancel)
+
+
 async def test_requests_at_once_spread_over_the_nodes():
     async with cluster(num_prefills=2, num_decodes=2) as setup:
         requests = [request(request_id=f"r{i}") for i in range(2)]
