@@ -336,6 +336,53 @@ async def test_requests_at_once_spread_over_the_nodes():
             await generation.aclose()
 
 
+def grouped(index: int):
+    return request(request_id=f"r{index}", group="g")
+
+
+async def test_requests_of_one_group_go_to_one_pair():
+    async with cluster(num_prefills=2, num_decodes=2) as setup, asyncio.TaskGroup() as tasks:
+        readers = [Reader(tasks, setup.backend, grouped(index)) for index in range(3)]
+        prefill, start, _, _ = await setup.pair_of()
+        starts = [start, *[await prefill.engine.next(StartPrefill) for _ in range(2)]]
+        for start in starts:
+            prefill.engine.say(start, 0, [2], "stop")
+        assert [await reader.result() for reader in readers] == [([2], "stop")] * 3
+        assert setup.others(prefill).engine.is_idle()
+        assert len(setup.backend._groups) == 0
+
+
+async def test_a_group_whose_pair_fails_moves_as_one():
+    async with cluster(num_prefills=3) as setup, asyncio.TaskGroup() as tasks:
+        readers = [Reader(tasks, setup.backend, grouped(index)) for index in range(2)]
+        prefill, first, decode, _ = await setup.pair_of()
+        await decode.engine.next(StartDecode)
+        for start in (first, await prefill.engine.next(StartPrefill)):
+            prefill.engine.fail(start, EngineFailed("bad luck"))
+        others = [node for node in setup.prefills if node != prefill]
+        await until(lambda: any(not node.engine.is_idle() for node in others))
+        (second,) = [node for node in others if not node.engine.is_idle()]
+        for _ in readers:
+            second.engine.say(await second.engine.next(StartPrefill), 0, [2], "stop")
+        assert [await reader.result() for reader in readers] == [([2], "stop")] * 2
+
+
+async def test_a_group_does_not_send_to_a_pair_that_is_gone():
+    async with cluster(num_prefills=2) as setup, asyncio.TaskGroup() as tasks:
+        first = Reader(tasks, setup.backend, grouped(0))
+        prefill, start_prefill, decode, start_decode = await setup.pair_of()
+        prefill.engine.say(start_prefill, 0, [10], "handed_off")
+        await until(lambda: first.token_ids == [10])
+        prefill.engine.close()
+        await until(lambda: not all(node.is_up for node in setup.backend._cluster.prefills))
+        second = Reader(tasks, setup.backend, grouped(1))
+        other = setup.others(prefill)
+        other.engine.say(await other.engine.next(StartPrefill), 0, [2], "stop")
+        assert await second.result() == ([2], "stop")
+        decode.engine.say(start_decode, 0, [10, 11], "stop")
+        assert await first.result() == ([10, 11], "stop")
+
+
 async def test_without_a_node_nothing_is_served_and_health_says_why():
     prefill = FakeNode("prefill")
     async with prefill.serving():
