@@ -9,7 +9,7 @@ What is common to both APIs, without HTTP.
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -21,8 +21,8 @@ from frontend.sampling import SamplingBody, TextRules, engine_params, seeds
 from frontend.stops import StopStrings
 from frontend.tokenizer import Tokenizer
 from wire.errors import Aborted, EngineFailed, ErrorInfo
-from wire.ids import RequestId
-from wire.messages import Finish, GenerateRequest, TokenDelta
+from wire.ids import RequestId, new_request_id
+from wire.messages import Finish, GenerateRequest, LogprobsWanted, TokenDelta, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,11 @@ class Prompt:
     request_ids: Sequence[RequestId]
     bootstrap: Bootstrap | None = None
     priority: int = 0
+    logprobs: LogprobsWanted | None = None
 
 
 def generations_of(model: ServedModel, prompt: Prompt, sampling: SamplingBody) -> list[Generation]:
-    """Return the generations of one prompt, each with a seed of its own.
+    """Return the generations of one prompt, each with a seed of its own; several are a group.
 
     Raises:
         InvalidRequest: The parameters do not fit the model.
@@ -65,6 +66,7 @@ def generations_of(model: ServedModel, prompt: Prompt, sampling: SamplingBody) -
     )
     params = engine_params(sampling, model, len(prompt.token_ids))
     rules = sampling.text_rules()
+    group = new_request_id() if len(prompt.request_ids) > 1 else ""
     return [
         Generation(
             request=GenerateRequest(
@@ -72,6 +74,8 @@ def generations_of(model: ServedModel, prompt: Prompt, sampling: SamplingBody) -
                 prompt_ids=prompt.token_ids,
                 sampling=msgspec.structs.replace(params, seed=seed),
                 priority=prompt.priority,
+                group=group,
+                logprobs=prompt.logprobs,
             ),
             rules=rules,
             tokenizer=model.tokenizer,
@@ -97,12 +101,19 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one delta became. The last piece of a generation has an `ending`."""
+    """What one delta became. The last piece of a generation has an `ending`.
+
+    Attributes:
+        logprobs: One for each of `token_ids`, when wanted.
+        prompt_logprobs: All that were wanted, on the first piece.
+    """
 
     text: str
     token_ids: list[int]
     cached_tokens: int = 0
     ending: Ending | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 def failed(error: ErrorInfo) -> Ending:
@@ -131,13 +142,24 @@ class Transcript:
         self._detokenizer = detokenizer
         self._stops = StopStrings(rules.stops, rules.keeps_stop)
         self._num_tokens = 0
+        self._cached_tokens = 0
+        self._prompt_logprobs: list[TokenLogprobs] = []
 
     @override
     def __repr__(self) -> str:
         return f"Transcript({self._num_tokens} tokens, {self._stops!r})"
 
-    def take(self, delta: TokenDelta) -> Piece:
-        """Return the next piece; nothing may be taken after one with an ending."""
+    def take(self, delta: TokenDelta) -> Piece | None:
+        """Return the next piece, or None for a delta that tells of the prompt only.
+
+        Nothing may be taken after a piece with an ending.
+        """
+        self._cached_tokens = max(self._cached_tokens, delta.cached_tokens)
+        self._prompt_logprobs += delta.prompt_logprobs
+        if not delta.token_ids and delta.finish is None:
+            return None
+        if self._rules.is_silent:
+            return self._piece("", [], delta, self._silent_ending(delta.finish))
         ids, finish = delta.token_ids, delta.finish
         text, num_read = self._read(self._visible(ids, finish))
         ending = None
@@ -149,7 +171,18 @@ class Transcript:
         if self._stops.matched is not None:
             ending = Ending("stop", self._stops.matched)
         self._num_tokens += len(ids)
-        return Piece(text, ids, delta.cached_tokens, ending)
+        return self._piece(text, ids, delta, ending)
+
+    def _piece(self, text: str, ids: list[int], delta: TokenDelta, ending: Ending | None) -> Piece:
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
+        logprobs = delta.logprobs[: len(ids)]
+        return Piece(text, ids, self._cached_tokens, ending, logprobs, prompt_logprobs)
+
+    def _silent_ending(self, finish: Finish | None) -> Ending:
+        """Return the end of a generation of no tokens: the first one that came is not shown."""
+        if finish is not None and finish.reason == "abort":
+            return _ending(finish)
+        return Ending("length")
 
     def _visible(self, ids: list[int], finish: Finish | None) -> list[int]:
         """Return the ids that make text: all but a stop token that is to be trimmed."""
@@ -191,6 +224,8 @@ async def run(backend: Backend, generation: Generation) -> AsyncGenerator[Piece,
     async with aclosing(deltas):
         async for delta in deltas:
             piece = transcript.take(delta)
+            if piece is None:
+                continue
             if piece.ending is not None:
                 break
             yield piece
@@ -205,12 +240,16 @@ class Answer:
 
     Attributes:
         output_ids: All ids so far. Not copied: it grows as pieces are added.
+        logprobs: One for each of `output_ids`, when wanted.
+        prompt_logprobs: Of the wanted positions, in order.
     """
 
     text: str
     output_ids: list[int]
     cached_tokens: int = 0
     ending: Ending | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @classmethod
     def empty(cls) -> "Answer":
@@ -223,3 +262,5 @@ class Answer:
         self.output_ids += piece.token_ids
         self.cached_tokens = max(self.cached_tokens, piece.cached_tokens)
         self.ending = piece.ending
+        self.logprobs += piece.logprobs
+        self.prompt_logprobs += piece.prompt_logprobs

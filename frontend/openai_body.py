@@ -14,6 +14,7 @@ from frontend.backend import ServedModel
 from frontend.body import Body, refuse, validate
 from frontend.edge import part_id
 from frontend.generation import Generation, Prompt, generations_of
+from frontend.logprobs import MAX_TOP_LOGPROBS
 from frontend.prompts import (
     MAX_GENERATIONS,
     Prompts,
@@ -22,13 +23,12 @@ from frontend.prompts import (
     require_tokenizer,
     tokenize,
 )
-from frontend.sampling import CompletionSampling, OpenAISampling
+from frontend.sampling import CompletionSampling, OpenAISampling, require_tokens
 from wire.errors import InvalidRequest, ModelNotFound
 from wire.ids import new_request_id
+from wire.messages import LogprobsWanted
 
 _NOT_YET = (
-    "logprobs",
-    "top_logprobs",
     "prompt_logprobs",
     "suffix",
     "guided_json",
@@ -60,11 +60,22 @@ class OpenAIBody(Body):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
 
 
+def _off(value: object) -> object:
+    return None if value is False else value
+
+
 class CompletionBody(OpenAIBody):
     """`/v1/completions`."""
 
     prompt: Any = None
     echo: bool = False
+    logprobs: Annotated[int | None, BeforeValidator(_off), Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+
+    def wanted(self) -> LogprobsWanted | None:
+        """Return what the engine is asked for: an echoed prompt is told of as well."""
+        if self.logprobs is None:
+            return None
+        return LogprobsWanted(num_top=self.logprobs, prompt_start=0 if self.echo else -1)
 
 
 def _text_of_parts(content: object) -> object:
@@ -117,6 +128,18 @@ class ChatBody(OpenAIBody):
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+
+    def wanted(self) -> LogprobsWanted | None:
+        """Return what the engine is asked for.
+
+        Raises:
+            InvalidRequest: `top_logprobs` stands alone.
+        """
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs: needs logprobs to be true")
+        return LogprobsWanted(num_top=self.top_logprobs) if self.logprobs else None
 
 
 _Prompt = tuple[list[int], str]  # its ids, and the text to echo
@@ -156,8 +179,12 @@ async def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICal
     prompts = any_prompts(body.prompt, "prompt")
     sampling = validate(CompletionSampling, data)
     ids = await prompt_ids(model, prompts)
+    if not body.echo:
+        require_tokens(sampling, "max_tokens")
     echoes = _texts(model, prompts) if body.echo else [""] * len(ids)
-    return _call("cmpl", model, body, sampling, list(zip(ids, echoes, strict=True)))
+    return _call(
+        "cmpl", model, body, sampling, list(zip(ids, echoes, strict=True)), logprobs=body.wanted()
+    )
 
 
 async def read_chat(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
@@ -180,7 +207,7 @@ async def read_chat(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
     # The template has written the special tokens.
     tokenized = await tokenize(model, [text], add_special_tokens=False)
     ids = await prompt_ids(model, Prompts(is_batch=False, ids=tokenized))
-    return _call("chatcmpl", model, body, sampling, [(ids[0], "")])
+    return _call("chatcmpl", model, body, sampling, [(ids[0], "")], logprobs=body.wanted())
 
 
 def _check(data: dict[str, Any]) -> None:
@@ -217,6 +244,8 @@ def _call(
     body: OpenAIBody,
     sampling: OpenAISampling,
     prompts: Sequence[_Prompt],
+    *,
+    logprobs: LogprobsWanted | None,
 ) -> OpenAICall:
     n = sampling.n
     if n * len(prompts) > MAX_GENERATIONS:
@@ -225,7 +254,7 @@ def _call(
     generations: list[Generation] = []
     for position, (token_ids, _) in enumerate(prompts):
         names = [part_id(call_id, position * n + choice) for choice in range(n)]
-        prompt = Prompt(token_ids, names, priority=body.priority)
+        prompt = Prompt(token_ids, names, priority=body.priority, logprobs=logprobs)
         generations += generations_of(model, prompt, sampling)
     return OpenAICall(
         call_id=call_id,

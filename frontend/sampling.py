@@ -34,12 +34,14 @@ class TextRules:
         stops: Strings that end it.
         keeps_stop: Whether the stop string or stop token stays in the text.
         min_new_tokens: Stop strings are not looked for before this many tokens.
+        is_silent: Nothing that is generated is shown: the prompt's log-probabilities were wanted.
     """
 
     stops: tuple[str, ...] = ()
     keeps_stop: bool = False
     skip_special_tokens: bool = True
     min_new_tokens: int = 0
+    is_silent: bool = False
 
 
 def _as_list(value: object) -> object:
@@ -106,13 +108,14 @@ class SamplingBody(Body):
             keeps_stop=self.no_stop_trim,
             skip_special_tokens=self.skip_special_tokens,
             min_new_tokens=self.min_new_tokens,
+            is_silent=self.max_new_tokens == 0,
         )
 
 
 class NativeSampling(SamplingBody):
     """`sampling_params` of /generate, with SGLang's names and defaults."""
 
-    max_new_tokens: Annotated[int | None, Field(ge=1)] = 128
+    max_new_tokens: Annotated[int | None, Field(ge=0)] = 128
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
     seed: Annotated[int | None, Field(validation_alias=AliasChoices("sampling_seed", "seed"))] = (
         None
@@ -132,13 +135,14 @@ class OpenAISampling(SamplingBody):
 class CompletionSampling(OpenAISampling):
     """Sampling parameters of /v1/completions, with OpenAI's default length."""
 
-    max_new_tokens: Annotated[int | None, Field(ge=1, validation_alias=_MAX_TOKENS)] = 16
+    max_new_tokens: Annotated[int | None, Field(ge=0, validation_alias=_MAX_TOKENS)] = 16
 
 
 def engine_params(body: SamplingBody, model: ServedModel, num_prompt_tokens: int) -> SamplingParams:
     """Return the engine's part for one prompt, but for the seed.
 
-    `max_new_tokens` is cut to what the context leaves; absent, it is all of that.
+    `max_new_tokens` is cut to what the context leaves; absent, it is all of that. An engine makes
+    at least one token: for 0 it makes the one that `TextRules` hides.
 
     Raises:
         InvalidRequest: `min_new_tokens` passes `max_new_tokens`, or a biased id is unknown.
@@ -148,7 +152,7 @@ def engine_params(body: SamplingBody, model: ServedModel, num_prompt_tokens: int
     _check_minimum(body)
     _check_bias(body.logit_bias, model.vocab_size)
     return SamplingParams(
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=max(1, max_new_tokens),
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=min(body.top_k, model.vocab_size),
@@ -161,6 +165,16 @@ def engine_params(body: SamplingBody, model: ServedModel, num_prompt_tokens: int
         ignore_eos=body.ignore_eos,
         logit_bias=body.logit_bias,
     )
+
+
+def require_tokens(body: SamplingBody, field: str) -> None:
+    """Refuse an answer of no tokens, for which there is a use only where the prompt is told of.
+
+    Raises:
+        InvalidRequest: The maximum is 0.
+    """
+    if body.max_new_tokens == 0:
+        raise InvalidRequest(f"{field}: must be at least 1")
 
 
 def _check_minimum(body: SamplingBody) -> None:
