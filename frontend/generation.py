@@ -1,7 +1,7 @@
 """One generation at the edge: from the backend's token deltas to pieces of text.
 
 ```
- TokenDelta ──▶ Transcript: stop token hidden → detokenizer → stop strings ──▶ Piece
+ TokenDelta ──▶ Transcript: stop token hidden → detokenizer → stops ──▶ Piece
 ```
 
 What is common to both APIs, without HTTP.
@@ -18,6 +18,7 @@ from typing_extensions import override
 from frontend.backend import Backend, Bootstrap, ServedModel
 from frontend.detokenizer import Detokenizer, NoText
 from frontend.sampling import SamplingBody, TextRules, engine_params, seeds
+from frontend.stop_patterns import StopPatterns
 from frontend.stops import StopStrings
 from frontend.tokenizer import Tokenizer
 from wire.errors import Aborted, EngineFailed, ErrorInfo
@@ -90,7 +91,7 @@ class Ending:
     """Why a generation ended, as the client is told.
 
     Attributes:
-        matched: The stop token or stop string, for `stop`.
+        matched: The stop token, stop string or stop pattern, for `stop`.
         error: What went wrong, for `abort`.
     """
 
@@ -133,14 +134,14 @@ def _ending(finish: Finish) -> Ending:
 class Transcript:
     """Turns the deltas of one generation into pieces.
 
-    Its text does not depend on how tokens were grouped into deltas: with stop strings tokens are
+    Its text does not depend on how tokens were grouped into deltas: with stops tokens are
     read one by one, and those after the match are dropped.
     """
 
     def __init__(self, rules: TextRules, detokenizer: Detokenizer) -> None:
         self._rules = rules
         self._detokenizer = detokenizer
-        self._stops = StopStrings(rules.stops, rules.keeps_stop)
+        self._stops = _stops(rules)
         self._num_tokens = 0
         self._cached_tokens = 0
         self._prompt_logprobs: list[TokenLogprobs] = []
@@ -191,8 +192,8 @@ class Transcript:
         return ids[:-1] if ids and ids[-1] == finish.matched else ids
 
     def _read(self, ids: list[int]) -> tuple[str, int]:
-        """Return the text of `ids` up to a stop string, and how many of them that took."""
-        if not self._rules.stops:
+        """Return the text of `ids` up to a stop, and how many of them that took."""
+        if not (self._rules.stops or self._rules.patterns):
             return self._detokenizer.push(ids), len(ids)
         text = ""
         for num_read, token_id in enumerate(ids, start=1):
@@ -202,6 +203,12 @@ class Transcript:
             if self._stops.matched is not None:
                 return text, num_read
         return text, len(ids)
+
+
+def _stops(rules: TextRules) -> StopStrings | StopPatterns:
+    if rules.patterns:
+        return StopPatterns(rules.patterns, rules.stops, rules.keeps_stop)
+    return StopStrings(rules.stops, rules.keeps_stop)
 
 
 def _detokenizer(generation: Generation) -> Detokenizer:

@@ -31,7 +31,7 @@ _NOT_YET = (
     "input_embeds",
     "lora_path",
 )
-_SAMPLING_NOT_YET = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex")
+_SAMPLING_NOT_YET = ("json_schema", "regex", "ebnf", "structural_tag")
 _MAX_ID_CHARS = 256
 
 OneOrMore = Any  # checked by hand: a scalar for one prompt, a list for a batch

@@ -12,12 +12,14 @@ from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
 from frontend.backend import ServedModel
 from frontend.body import Body
+from frontend.stop_patterns import MAX_PATTERN_CHARS, compile_pattern
 from wire.errors import InvalidRequest
 from wire.messages import SamplingParams
 
 # OpenAI takes 4 stop strings; these leave room and still bound the work for each token.
 MAX_STOPS = 64
 MAX_STOP_CHARS = 512
+MAX_STOP_PATTERNS = 16
 MAX_STOP_TOKEN_IDS = 1024
 # OpenAI takes 300 entries.
 MAX_LOGIT_BIAS = 1024
@@ -32,12 +34,14 @@ class TextRules:
 
     Attributes:
         stops: Strings that end it.
-        keeps_stop: Whether the stop string or stop token stays in the text.
-        min_new_tokens: Stop strings are not looked for before this many tokens.
+        patterns: Regular expressions that end it, as `frontend/stop_patterns.py` takes them.
+        keeps_stop: Whether the stop string, match or stop token stays in the text.
+        min_new_tokens: Stops are not looked for before this many tokens.
         is_silent: Nothing that is generated is shown: the prompt's log-probabilities were wanted.
     """
 
     stops: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
     keeps_stop: bool = False
     skip_special_tokens: bool = True
     min_new_tokens: int = 0
@@ -55,6 +59,12 @@ def _top_k(value: int) -> int:
     return value if value > 0 else -1
 
 
+def _pattern(value: str) -> str:
+    if value:
+        compile_pattern(value)
+    return value
+
+
 def _id_keys(value: Any) -> Any:
     """JSON has only string keys: turn them into token ids."""
     if not isinstance(value, dict):
@@ -70,6 +80,7 @@ _MAX_TOKENS = AliasChoices("max_completion_tokens", "max_tokens")
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+StopPattern = Annotated[str, Field(max_length=MAX_PATTERN_CHARS), AfterValidator(_pattern)]
 
 
 class SamplingBody(Body):
@@ -89,6 +100,11 @@ class SamplingBody(Body):
     stop: Annotated[
         list[Stop], BeforeValidator(_as_list), Field(default_factory=list, max_length=MAX_STOPS)
     ]
+    stop_regex: Annotated[
+        list[StopPattern],
+        BeforeValidator(_as_list),
+        Field(default_factory=list, max_length=MAX_STOP_PATTERNS),
+    ]
     stop_token_ids: Annotated[
         list[TokenId], Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
     ]
@@ -105,6 +121,7 @@ class SamplingBody(Body):
         """Return what the edge does with the text."""
         return TextRules(
             stops=tuple(stop for stop in self.stop if stop),
+            patterns=tuple(pattern for pattern in self.stop_regex if pattern),
             keeps_stop=self.no_stop_trim,
             skip_special_tokens=self.skip_special_tokens,
             min_new_tokens=self.min_new_tokens,

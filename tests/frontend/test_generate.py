@@ -191,6 +191,24 @@ async def test_a_stop_token_that_is_not_special_is_trimmed(client, backend, toke
     assert (await post(client, "/generate", body))[1]["text"] == "One"
 
 
+async def test_a_stop_pattern_ends_and_cancels_and_is_trimmed(client, backend, tokenizer):
+    backend.script = say(*each(tokenizer, "One two three four"), asyncio.Event())
+    body = {"text": "Count", "stop_regex": r"t[hr]+", "stop": "four"}
+    _, answer = await post(client, "/generate", body)
+    assert answer["text"] == "One two "
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": r"t[hr]+"}
+    assert answer["output_ids"] == tokenizer.encode("One two three")
+    assert len(backend.cancelled) == 1
+
+
+async def test_a_stop_pattern_that_takes_too_long_fails_its_own_request(client, backend):
+    backend.script = say([81] * 3000, asyncio.Event())
+    status, answer = await post(client, "/generate", {"text": "a", "stop_regex": "(a+)+b"})
+    assert (status, answer["error"]["code"]) == (400, "invalid_request")
+    assert "takes too long" in answer["error"]["message"]
+    assert len(backend.cancelled) == 1
+
+
 async def test_stop_strings_are_not_looked_for_before_the_minimum(client, backend, tokenizer):
     backend.script = say(*each(tokenizer, "a a a a"), length(EOS))
     body = {"text": "Count", "stop": "a", "min_new_tokens": 2}
@@ -347,7 +365,10 @@ BAD_BODIES = {
     "chosen ids": ({"token_ids_logprob": [5]}, "token_ids_logprob: not supported yet"),
     "schema": ({"sampling_params": {"json_schema": "{}"}}, "json_schema: not supported yet"),
     "regex": ({"regex": "a+"}, "regex: not supported yet"),
-    "stop regex": ({"stop_regex": "a"}, "stop_regex: not supported yet"),
+    "stop regex": ({"stop_regex": "("}, "stop_regex.0: '(' is no regular expression"),
+    "stop regexes": ({"stop_regex": ["a"] * 17}, "stop_regex: must have at most 16 entries"),
+    "long stop regex": ({"stop_regex": "a" * 513}, "stop_regex.0: must have at most 512"),
+    "empty match": ({"stop_regex": "a*"}, "stop_regex.0: 'a*' matches the empty text"),
 }
 
 

@@ -145,6 +145,14 @@ async def test_a_stop_string_ends_a_chat(sdk, backend):
     assert answer.choices[0].finish_reason == "stop"
 
 
+async def test_a_stop_pattern_ends_a_chat(sdk, backend):
+    backend.script = say(*each(backend.served.tokenizer, "One two three"), asyncio.Event())
+    extra = {"stop_regex": [r"\sth\w+"]}
+    answer = await sdk.chat.completions.create(model="smol", messages=CHAT, extra_body=extra)
+    assert answer.choices[0].message.content == "One two"
+    assert answer.choices[0].finish_reason == "stop"
+
+
 async def test_extra_parameters_reach_the_engine(sdk, backend):
     backend.script = say(length(5))
     extra = {
