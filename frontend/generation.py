@@ -23,7 +23,14 @@ from frontend.stops import StopStrings
 from frontend.tokenizer import Tokenizer
 from wire.errors import Aborted, EngineFailed, ErrorInfo
 from wire.ids import RequestId, new_request_id
-from wire.messages import Finish, GenerateRequest, LogprobsWanted, TokenDelta, TokenLogprobs
+from wire.messages import (
+    Finish,
+    GenerateRequest,
+    Grammar,
+    LogprobsWanted,
+    TokenDelta,
+    TokenLogprobs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +49,17 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a client wants beside sampling parameters; see `GenerateRequest`."""
+
+    priority: int = 0
+    logprobs: LogprobsWanted | None = None
+    grammar: Grammar | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
-    """One checked prompt, and who asks.
+    """One checked prompt, and what is wanted of it.
 
     Attributes:
         request_ids: One for each generation of it.
@@ -51,9 +67,8 @@ class Prompt:
 
     token_ids: list[int]
     request_ids: Sequence[RequestId]
+    wishes: Wishes
     bootstrap: Bootstrap | None = None
-    priority: int = 0
-    logprobs: LogprobsWanted | None = None
 
 
 def generations_of(model: ServedModel, prompt: Prompt, sampling: SamplingBody) -> list[Generation]:
@@ -67,16 +82,17 @@ def generations_of(model: ServedModel, prompt: Prompt, sampling: SamplingBody) -
     )
     params = engine_params(sampling, model, len(prompt.token_ids))
     rules = sampling.text_rules()
+    wishes = prompt.wishes
     group = new_request_id() if len(prompt.request_ids) > 1 else ""
     return [
         Generation(
             request=GenerateRequest(
                 request_id=request_id,
                 prompt_ids=prompt.token_ids,
-                sampling=msgspec.structs.replace(params, seed=seed),
-                priority=prompt.priority,
+                sampling=msgspec.structs.replace(params, seed=seed, grammar=wishes.grammar),
+                priority=wishes.priority,
                 group=group,
-                logprobs=prompt.logprobs,
+                logprobs=wishes.logprobs,
             ),
             rules=rules,
             tokenizer=model.tokenizer,

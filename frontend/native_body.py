@@ -8,14 +8,15 @@ Leaves out answering, which is in `frontend/generate.py`.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
 from frontend.backend import Bootstrap, ServedModel
 from frontend.body import Body, BodyT, refuse, validate
 from frontend.edge import part_id
-from frontend.generation import Generation, Prompt, generations_of
+from frontend.generation import Generation, Prompt, Wishes, generations_of
+from frontend.grammars import native_grammar
 from frontend.logprobs import MAX_TOP_LOGPROBS
 from frontend.prompts import MAX_GENERATIONS, Prompts, id_prompts, prompt_ids, text_prompts
 from frontend.sampling import NativeSampling, require_tokens
@@ -31,9 +32,10 @@ _NOT_YET = (
     "input_embeds",
     "lora_path",
 )
-_SAMPLING_NOT_YET = ("json_schema", "regex", "ebnf", "structural_tag")
+_SAMPLING_NOT_YET = ("structural_tag",)
 _MAX_ID_CHARS = 256
 
+T = TypeVar("T")
 OneOrMore = Any  # checked by hand: a scalar for one prompt, a list for a batch
 
 
@@ -126,7 +128,9 @@ async def read_call(model: ServedModel, data: dict[str, Any]) -> NativeCall:
     refuse(data, _NOT_YET)
     body = validate(GenerateBody, data)
     prompts = body.prompts()
-    samplings = _samplings(data, body, len(prompts))
+    fields, prefix = _sampling_fields(data, body, len(prompts))
+    samplings = _each([validate(NativeSampling, part, prefix) for part in fields], len(prompts))
+    grammars = _each([native_grammar(part) for part in fields], len(prompts))
     bootstraps = _bootstraps(body, len(prompts), is_batch=prompts.is_batch)
     logprobs = _rows(LogprobBody, body, len(prompts), is_batch=prompts.is_batch)
     n = samplings[0].n
@@ -136,13 +140,9 @@ async def read_call(model: ServedModel, data: dict[str, Any]) -> NativeCall:
     for index, ids in enumerate(await prompt_ids(model, prompts)):
         if not logprobs[index].return_logprob:
             require_tokens(samplings[index], "max_new_tokens")
-        prompt = Prompt(
-            ids,
-            rids[index * n : (index + 1) * n],
-            bootstraps[index],
-            body.priority,
-            logprobs[index].wanted(len(ids)),
-        )
+        wishes = Wishes(body.priority, logprobs[index].wanted(len(ids)), grammars[index])
+        names = rids[index * n : (index + 1) * n]
+        prompt = Prompt(ids, names, wishes, bootstraps[index])
         generations += generations_of(model, prompt, samplings[index])
     return NativeCall(
         generations,
@@ -152,22 +152,27 @@ async def read_call(model: ServedModel, data: dict[str, Any]) -> NativeCall:
     )
 
 
-def _samplings(data: dict[str, Any], body: GenerateBody, count: int) -> list[NativeSampling]:
-    """Return the parameters of each prompt; those in `sampling_params` win over the top level."""
+def _sampling_fields(
+    data: dict[str, Any], body: GenerateBody, count: int
+) -> tuple[list[dict[str, Any]], str]:
+    """Return the parameters of each prompt, or one for all, and how errors call them.
+
+    Those in `sampling_params` win over the top level.
+    """
     given = body.sampling_params
     parts = given if isinstance(given, list) else [given or {}]
     if len(parts) not in {1, count} or not all(isinstance(part, dict) for part in parts):
         raise InvalidRequest(
             f"sampling_params: must be an object, or a list with one for each of {count} prompts"
         )
-    prefix = "sampling_params" if given else ""
-    read = [_sampling(data | part, prefix) for part in parts]
-    return read * count if len(read) == 1 else read
+    fields = [data | part for part in parts]
+    for part in fields:
+        refuse(part, _SAMPLING_NOT_YET)
+    return fields, "sampling_params" if given else ""
 
 
-def _sampling(data: dict[str, Any], prefix: str) -> NativeSampling:
-    refuse(data, _SAMPLING_NOT_YET)
-    return validate(NativeSampling, data, prefix)
+def _each(parts: list[T], count: int) -> list[T]:
+    return parts * count if len(parts) == 1 else parts
 
 
 def _bootstraps(body: GenerateBody, count: int, *, is_batch: bool) -> list[Bootstrap | None]:

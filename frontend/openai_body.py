@@ -13,7 +13,8 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from frontend.backend import ServedModel
 from frontend.body import Body, refuse, validate
 from frontend.edge import part_id
-from frontend.generation import Generation, Prompt, generations_of
+from frontend.generation import Generation, Prompt, Wishes, generations_of
+from frontend.grammars import openai_grammar
 from frontend.logprobs import MAX_TOP_LOGPROBS
 from frontend.prompts import (
     MAX_GENERATIONS,
@@ -31,14 +32,7 @@ from wire.messages import LogprobsWanted
 _NOT_YET = (
     "prompt_logprobs",
     "suffix",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
-    "json_schema",
-    "regex",
-    "ebnf",
+    "structural_tag",
     "functions",
     "continue_final_message",
 )
@@ -178,13 +172,12 @@ async def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICal
         raise InvalidRequest("prompt: is missing")
     prompts = any_prompts(body.prompt, "prompt")
     sampling = validate(CompletionSampling, data)
+    wishes = Wishes(body.priority, body.wanted(), openai_grammar(data))
     ids = await prompt_ids(model, prompts)
     if not body.echo:
         require_tokens(sampling, "max_tokens")
     echoes = _texts(model, prompts) if body.echo else [""] * len(ids)
-    return _call(
-        "cmpl", model, body, sampling, list(zip(ids, echoes, strict=True)), logprobs=body.wanted()
-    )
+    return _call("cmpl", model, body, sampling, list(zip(ids, echoes, strict=True)), wishes=wishes)
 
 
 async def read_chat(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
@@ -198,6 +191,7 @@ async def read_chat(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
     body = validate(ChatBody, data)
     _check_model(model, body.model)
     sampling = validate(OpenAISampling, data)
+    wishes = Wishes(body.priority, body.wanted(), openai_grammar(data))
     text = require_tokenizer(model).render_chat(
         [message.for_template() for message in body.messages],
         _tools(body),
@@ -207,15 +201,12 @@ async def read_chat(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
     # The template has written the special tokens.
     tokenized = await tokenize(model, [text], add_special_tokens=False)
     ids = await prompt_ids(model, Prompts(is_batch=False, ids=tokenized))
-    return _call("chatcmpl", model, body, sampling, [(ids[0], "")], logprobs=body.wanted())
+    return _call("chatcmpl", model, body, sampling, [(ids[0], "")], wishes=wishes)
 
 
 def _check(data: dict[str, Any]) -> None:
     """Refuse what is not there yet."""
     refuse(data, _NOT_YET)
-    kind = data.get("response_format")
-    if kind and (not isinstance(kind, dict) or kind.get("type") != "text"):
-        raise InvalidRequest("response_format: only {'type': 'text'} is supported yet")
     if data.get("best_of") not in {None, data.get("n", 1)}:
         raise InvalidRequest("best_of: not supported unless it equals n")
 
@@ -245,7 +236,7 @@ def _call(
     sampling: OpenAISampling,
     prompts: Sequence[_Prompt],
     *,
-    logprobs: LogprobsWanted | None,
+    wishes: Wishes,
 ) -> OpenAICall:
     n = sampling.n
     if n * len(prompts) > MAX_GENERATIONS:
@@ -254,7 +245,7 @@ def _call(
     generations: list[Generation] = []
     for position, (token_ids, _) in enumerate(prompts):
         names = [part_id(call_id, position * n + choice) for choice in range(n)]
-        prompt = Prompt(token_ids, names, priority=body.priority, logprobs=logprobs)
+        prompt = Prompt(token_ids, names, wishes)
         generations += generations_of(model, prompt, sampling)
     return OpenAICall(
         call_id=call_id,

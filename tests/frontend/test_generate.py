@@ -8,6 +8,7 @@ from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say, stop
 from tests.frontend.helpers import each, post, stream
 from wire.errors import EngineFailed, NoNodeAvailable, Overloaded
+from wire.messages import Grammar
 
 EOS = 2
 
@@ -88,6 +89,30 @@ async def test_a_batch_is_answered_by_a_list_with_parameters_for_each(client, ba
     assert status == 200
     assert [answer["meta_info"]["id"] for answer in answers] == ["x", "y"]
     assert [request.sampling.top_k for request in backend.requests] == [1, 2]
+
+
+async def test_the_prompts_of_a_batch_have_each_their_grammar(client, backend):
+    backend.script = say(length(5))
+    params = [{"regex": "a+"}, {"json_schema": {"type": "object"}}]
+    body = {"text": ["a", "b"], "sampling_params": params}
+    assert (await post(client, "/generate", body))[0] == 200
+    assert [request.sampling.grammar for request in backend.requests] == [
+        Grammar(kind="regex", text="a+"),
+        Grammar(kind="json_schema", text='{"type":"object"}'),
+    ]
+
+
+async def test_the_generations_of_one_prompt_are_a_group(client, backend):
+    body = {"text": ["a", "b"], "n": 2, "max_new_tokens": 1}
+    await post(client, "/generate", body)
+    first, second, third, fourth = [request.group for request in backend.requests]
+    assert first == second != third == fourth
+    assert "" not in {first, third}
+
+
+async def test_a_generation_alone_is_of_no_group(client, backend):
+    await post(client, "/generate", {"text": ["a", "b"], "max_new_tokens": 1})
+    assert [request.group for request in backend.requests] == ["", ""]
 
 
 async def test_a_batch_of_one_is_still_a_list(client):
@@ -363,8 +388,9 @@ BAD_BODIES = {
     "top": ({"return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num: must be at most"),
     "one logprob list": ({"return_logprob": [True]}, "return_logprob: must have one entry"),
     "chosen ids": ({"token_ids_logprob": [5]}, "token_ids_logprob: not supported yet"),
-    "schema": ({"sampling_params": {"json_schema": "{}"}}, "json_schema: not supported yet"),
-    "regex": ({"regex": "a+"}, "regex: not supported yet"),
+    "schema": ({"sampling_params": {"json_schema": "{"}}, "json_schema: is not valid JSON"),
+    "two grammars": ({"regex": "a+", "ebnf": "b"}, "regex and ebnf: only one of these"),
+    "tag": ({"structural_tag": {"format": 1}}, "structural_tag: not supported yet"),
     "stop regex": ({"stop_regex": "("}, "stop_regex.0: '(' is no regular expression"),
     "stop regexes": ({"stop_regex": ["a"] * 17}, "stop_regex: must have at most 16 entries"),
     "long stop regex": ({"stop_regex": "a" * 513}, "stop_regex.0: must have at most 512"),

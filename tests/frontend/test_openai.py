@@ -1,4 +1,5 @@
 import asyncio
+import json
 
 import openai
 import pytest
@@ -6,6 +7,7 @@ import pytest
 from tests.frontend.fakes import FakeBackend, length, say, stop
 from tests.frontend.helpers import each, post, stream
 from wire.errors import EngineFailed, Overloaded
+from wire.messages import Grammar
 
 EOS = 2
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -153,6 +155,27 @@ async def test_a_stop_pattern_ends_a_chat(sdk, backend):
     assert answer.choices[0].finish_reason == "stop"
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+async def test_a_chat_may_be_asked_for_json(sdk, backend):
+    backend.script = say(length(5))
+    wrapped = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    for asked in (wrapped, {"type": "json_object"}, {"type": "text"}):
+        await sdk.chat.completions.create(model="smol", messages=CHAT, response_format=asked)
+    schema, any_object, text = [request.sampling.grammar for request in backend.requests]
+    assert (schema.kind, json.loads(schema.text)) == ("json_schema", SCHEMA)
+    assert any_object == Grammar(kind="json_object")
+    assert text is None
+
+
+async def test_a_completion_may_be_asked_for_a_choice(client, backend):
+    backend.script = say(length(5))
+    body = {"prompt": "a", "guided_choice": ["yes", "no"]}
+    assert (await post(client, "/v1/completions", body))[0] == 200
+    assert backend.requests[0].sampling.grammar == Grammar(kind="regex", text="(yes|no)")
+
+
 async def test_extra_parameters_reach_the_engine(sdk, backend):
     backend.script = say(length(5))
     extra = {
@@ -263,7 +286,7 @@ BAD_CHATS = {
         },
         "tool_calls: arguments are not JSON",
     ),
-    "format": (CHAT_BODY | {"response_format": {"type": "json_object"}}, "response_format: only"),
+    "format": (CHAT_BODY | {"response_format": {"type": "x"}}, "response_format.type: must be"),
     "logprobs": (CHAT_BODY | {"logprobs": 1}, "logprobs: must be true or false"),
     "top": (CHAT_BODY | {"logprobs": True, "top_logprobs": 21}, "top_logprobs: must be at most 20"),
     "top alone": (CHAT_BODY | {"top_logprobs": 1}, "top_logprobs: needs logprobs to be true"),
