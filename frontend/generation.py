@@ -53,6 +53,7 @@ class Wishes:
     """What a client wants beside sampling parameters; see `GenerateRequest`."""
 
     priority: int = 0
+    cache_salt: str = ""
     logprobs: LogprobsWanted | None = None
     grammar: Grammar | None = None
 
@@ -91,6 +92,7 @@ def generations_of(model: ServedModel, prompt: Prompt, sampling: SamplingBody) -
                 prompt_ids=prompt.token_ids,
                 sampling=msgspec.structs.replace(params, seed=seed, grammar=wishes.grammar),
                 priority=wishes.priority,
+                cache_salt=wishes.cache_salt,
                 group=group,
                 logprobs=wishes.logprobs,
             ),

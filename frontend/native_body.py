@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from frontend.backend import Bootstrap, ServedModel
-from frontend.body import Body, BodyT, refuse, validate
+from frontend.body import Body, BodyT, CacheSalt, Priority, refuse, validate
 from frontend.edge import part_id
 from frontend.generation import Generation, Prompt, Wishes, generations_of
 from frontend.grammars import native_grammar
@@ -47,7 +47,8 @@ class GenerateBody(Body):
     sampling_params: OneOrMore = None
     rid: OneOrMore = None
     stream: bool = False
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    priority: Priority = 0
+    cache_salt: CacheSalt = ""
     return_logprob: OneOrMore = None
     logprob_start_len: OneOrMore = None
     top_logprobs_num: OneOrMore = None
@@ -140,7 +141,9 @@ async def read_call(model: ServedModel, data: dict[str, Any]) -> NativeCall:
     for index, ids in enumerate(await prompt_ids(model, prompts)):
         if not logprobs[index].return_logprob:
             require_tokens(samplings[index], "max_new_tokens")
-        wishes = Wishes(body.priority, logprobs[index].wanted(len(ids)), grammars[index])
+        wishes = Wishes(
+            body.priority, body.cache_salt, logprobs[index].wanted(len(ids)), grammars[index]
+        )
         names = rids[index * n : (index + 1) * n]
         prompt = Prompt(ids, names, wishes, bootstraps[index])
         generations += generations_of(model, prompt, samplings[index])

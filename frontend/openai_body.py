@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from frontend.backend import ServedModel
-from frontend.body import Body, refuse, validate
+from frontend.body import Body, CacheSalt, Priority, refuse, validate
 from frontend.edge import part_id
 from frontend.generation import Generation, Prompt, Wishes, generations_of
 from frontend.grammars import openai_grammar
@@ -51,7 +51,8 @@ class OpenAIBody(Body):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    priority: Priority = 0
+    cache_salt: CacheSalt = ""
 
 
 def _off(value: object) -> object:
@@ -172,7 +173,7 @@ async def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICal
         raise InvalidRequest("prompt: is missing")
     prompts = any_prompts(body.prompt, "prompt")
     sampling = validate(CompletionSampling, data)
-    wishes = Wishes(body.priority, body.wanted(), openai_grammar(data))
+    wishes = Wishes(body.priority, body.cache_salt, body.wanted(), openai_grammar(data))
     ids = await prompt_ids(model, prompts)
     if not body.echo:
         require_tokens(sampling, "max_tokens")
@@ -191,7 +192,7 @@ async def read_chat(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
     body = validate(ChatBody, data)
     _check_model(model, body.model)
     sampling = validate(OpenAISampling, data)
-    wishes = Wishes(body.priority, body.wanted(), openai_grammar(data))
+    wishes = Wishes(body.priority, body.cache_salt, body.wanted(), openai_grammar(data))
     text = require_tokenizer(model).render_chat(
         [message.for_template() for message in body.messages],
         _tools(body),

@@ -67,6 +67,15 @@ async def test_sampling_parameters_may_stand_at_the_top_or_apart_and_unknown_fie
     assert first.sampling.stop_token_ids == [7]
 
 
+async def test_priority_and_salt_reach_the_engine(client, backend):
+    body = {"text": ["a", "b"], "max_new_tokens": 1, "priority": 5, "cache_salt": "tenant"}
+    assert (await post(client, "/generate", body))[0] == 200
+    assert [(request.priority, request.cache_salt) for request in backend.requests] == [
+        (5, "tenant"),
+        (5, "tenant"),
+    ]
+
+
 async def test_what_is_null_or_absent_has_sglangs_default(client, backend):
     body = {"input_ids": [5, 6], "sampling_params": {"temperature": None, "stop": None}}
     status, answer = await post(client, "/generate", body)
@@ -372,6 +381,8 @@ BAD_BODIES = {
     ),
     "named params": ({"sampling_params": {"top_p": 2}}, "sampling_params.top_p: must be at most 1"),
     "stream": ({"stream": "yes"}, "stream: must be true or false"),
+    "salt": ({"cache_salt": 5}, "cache_salt: must be a string"),
+    "long salt": ({"cache_salt": "a" * 257}, "cache_salt: must have at most 256 characters"),
     "rid": ({"rid": 5}, "rid: must be a string"),
     "long rid": ({"rid": "a" * 257}, "rid: must be a string"),
     "same rids": ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid: must be different"),
