@@ -55,6 +55,9 @@ class OpenAIBody(Body):
     cache_salt: CacheSalt = ""
 
 
+NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+
+
 def _off(value: object) -> object:
     return None if value is False else value
 
@@ -64,7 +67,7 @@ class CompletionBody(OpenAIBody):
 
     prompt: Any = None
     echo: bool = False
-    logprobs: Annotated[int | None, BeforeValidator(_off), Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    logprobs: Annotated[NumTop | None, BeforeValidator(_off)] = None
 
     def wanted(self) -> LogprobsWanted | None:
         """Return what the engine is asked for: an echoed prompt is told of as well."""
@@ -124,7 +127,7 @@ class ChatBody(OpenAIBody):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    top_logprobs: NumTop = 0
 
     def wanted(self) -> LogprobsWanted | None:
         """Return what the engine is asked for.

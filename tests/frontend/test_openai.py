@@ -319,5 +319,7 @@ async def test_what_is_off_is_not_refused(client, backend):
     backend.script = say(length(5))
     off = {"logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"}, "tools": []}
     assert (await post(client, "/v1/chat/completions", CHAT_BODY | off))[0] == 200
-    body = {"prompt": "a", "logprobs": None, "best_of": 1, "suffix": None}
-    assert (await post(client, "/v1/completions", body))[0] == 200
+    for none in (None, False):
+        body = {"prompt": "a", "logprobs": none, "best_of": 1, "suffix": None}
+        assert (await post(client, "/v1/completions", body))[0] == 200
+    assert [request.logprobs for request in backend.requests] == [None] * 3
