@@ -5,10 +5,10 @@ in `frontend/native_body.py` and `frontend/openai_body.py`.
 """
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from wire.errors import InvalidRequest
 
@@ -36,6 +36,12 @@ _SENTENCES = {
     "string_too_short": "must have at least {min_length} characters",
     "string_too_long": "must have at most {max_length} characters",
 }
+
+
+# Of the waiting, higher ones go first; what is beyond cannot be compared in 32 bits.
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+# As long as an id of a request: a salt is a tenant's name or a hash.
+CacheSalt = Annotated[str, Field(max_length=256)]
 
 
 class Body(BaseModel):

@@ -23,6 +23,7 @@ from typing_extensions import override
 from frontend.byte_level import token_bytes
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_SENTENCEPIECE_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -77,6 +78,21 @@ class Detokenizers:
         if self._is_byte_level:
             return ByteLevelDetokenizer(self._tables[skip_special_tokens])
         return WindowDetokenizer(self._backend, self._skipped[skip_special_tokens])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token by itself; none for an id that the vocabulary lacks.
+
+        Joined, they are the text's bytes, but for what a decoder does to the whole, such as dropping
+        a leading space.
+        """
+        if self._is_byte_level:
+            return self._tables[False][token_id]
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace(_SENTENCEPIECE_SPACE, " ").encode()
 
 
 class _TokenBytes(dict[int, bytes]):

@@ -53,8 +53,8 @@ StreamKey = tuple[RequestId, int]
 class TokenStream:
     """The tokens of one attempt at one engine, as an async iterator; also taken one by one.
 
-    What waits for a slow reader is merged into one delta, so that its memory is the ids and no
-    more. A context manager: leaving it early cancels the attempt at the engine.
+    What waits for a slow reader is merged into one delta, so that its memory is the ids (and the
+    log-probabilities, where they are wanted) and no more. A context manager: leaving it early cancels the attempt at the engine.
 
     Args:
         wake: Set whenever something arrives. Give two streams the same event to wait for both.
@@ -68,6 +68,16 @@ class TokenStream:
         self._failure: TandemError | None = None
         self._next_index = start.request.num_prior_tokens
         self._is_open = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more may arrive."""
+        return self._is_open
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be taken, but maybe a failure."""
+        return not self._waiting
 
     def take(self) -> TokenDelta | None:
         """Return what arrived since the last call, or None when nothing did.
@@ -84,13 +94,10 @@ class TokenStream:
     def put(self, delta: TokenDelta) -> None:
         """Add what the engine sent; a delta that continues the waiting one is merged into it."""
         self._next_index = delta.index + len(delta.token_ids)
-        last = self._waiting[-1] if self._waiting else None
-        if last is None or last.index + len(last.token_ids) != delta.index:
-            self._waiting.append(delta)
+        if self._waiting and (merged := _merged(self._waiting[-1], delta)) is not None:
+            self._waiting[-1] = merged
         else:
-            last.token_ids.extend(delta.token_ids)
-            if delta.finish is not None:
-                self._waiting[-1] = msgspec.structs.replace(last, finish=delta.finish)
+            self._waiting.append(delta)
         if delta.finish is not None:
             self.forget()
         self._wake.set()
@@ -148,6 +155,26 @@ class TokenStream:
             self._wake.clear()
             await self._wake.wait()
         return delta
+
+
+def _merged(last: TokenDelta, delta: TokenDelta) -> TokenDelta | None:
+    """Return both as one, made of `last`'s own lists; None when `delta` does not continue it."""
+    if last.index + len(last.token_ids) != delta.index or last.finish is not None:
+        return None
+    changes: dict[str, object] = {}
+    if delta.prompt_logprobs:
+        if not last.prompt_logprobs:
+            changes["prompt_index"] = delta.prompt_index
+        elif last.prompt_index + len(last.prompt_logprobs) != delta.prompt_index:
+            return None
+        last.prompt_logprobs.extend(delta.prompt_logprobs)
+    last.token_ids.extend(delta.token_ids)
+    last.logprobs.extend(delta.logprobs)
+    if delta.finish is not None:
+        changes["finish"] = delta.finish
+    if delta.cached_tokens > last.cached_tokens:
+        changes["cached_tokens"] = delta.cached_tokens
+    return msgspec.structs.replace(last, **changes) if changes else last
 
 
 class EngineClient:

@@ -1,7 +1,7 @@
 """One generation at the edge: from the backend's token deltas to pieces of text.
 
 ```
- TokenDelta ──▶ Transcript: stop token hidden → detokenizer → stop strings ──▶ Piece
+ TokenDelta ──▶ Transcript: stop token hidden → detokenizer → stops ──▶ Piece
 ```
 
 What is common to both APIs, without HTTP.
@@ -9,7 +9,7 @@ What is common to both APIs, without HTTP.
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -18,11 +18,19 @@ from typing_extensions import override
 from frontend.backend import Backend, Bootstrap, ServedModel
 from frontend.detokenizer import Detokenizer, NoText
 from frontend.sampling import SamplingBody, TextRules, engine_params, seeds
+from frontend.stop_patterns import StopPatterns
 from frontend.stops import StopStrings
 from frontend.tokenizer import Tokenizer
 from wire.errors import Aborted, EngineFailed, ErrorInfo
-from wire.ids import RequestId
-from wire.messages import Finish, GenerateRequest, TokenDelta
+from wire.ids import RequestId, new_request_id
+from wire.messages import (
+    Finish,
+    GenerateRequest,
+    Grammar,
+    LogprobsWanted,
+    TokenDelta,
+    TokenLogprobs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +49,18 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a client wants beside sampling parameters; see `GenerateRequest`."""
+
+    priority: int = 0
+    cache_salt: str = ""
+    logprobs: LogprobsWanted | None = None
+    grammar: Grammar | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
-    """One checked prompt, and who asks.
+    """One checked prompt, and what is wanted of it.
 
     Attributes:
         request_ids: One for each generation of it.
@@ -50,12 +68,12 @@ class Prompt:
 
     token_ids: list[int]
     request_ids: Sequence[RequestId]
+    wishes: Wishes
     bootstrap: Bootstrap | None = None
-    priority: int = 0
 
 
 def generations_of(model: ServedModel, prompt: Prompt, sampling: SamplingBody) -> list[Generation]:
-    """Return the generations of one prompt, each with a seed of its own.
+    """Return the generations of one prompt, each with a seed of its own; several are a group.
 
     Raises:
         InvalidRequest: The parameters do not fit the model.
@@ -65,13 +83,18 @@ def generations_of(model: ServedModel, prompt: Prompt, sampling: SamplingBody) -
     )
     params = engine_params(sampling, model, len(prompt.token_ids))
     rules = sampling.text_rules()
+    wishes = prompt.wishes
+    group = new_request_id() if len(prompt.request_ids) > 1 else ""
     return [
         Generation(
             request=GenerateRequest(
                 request_id=request_id,
                 prompt_ids=prompt.token_ids,
-                sampling=msgspec.structs.replace(params, seed=seed),
-                priority=prompt.priority,
+                sampling=msgspec.structs.replace(params, seed=seed, grammar=wishes.grammar),
+                priority=wishes.priority,
+                cache_salt=wishes.cache_salt,
+                group=group,
+                logprobs=wishes.logprobs,
             ),
             rules=rules,
             tokenizer=model.tokenizer,
@@ -86,7 +109,7 @@ class Ending:
     """Why a generation ended, as the client is told.
 
     Attributes:
-        matched: The stop token or stop string, for `stop`.
+        matched: The stop token, stop string or stop pattern, for `stop`.
         error: What went wrong, for `abort`.
     """
 
@@ -97,12 +120,19 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one delta became. The last piece of a generation has an `ending`."""
+    """What one delta became. The last piece of a generation has an `ending`.
+
+    Attributes:
+        logprobs: One for each of `token_ids`, when wanted.
+        prompt_logprobs: All that were wanted, on the first piece.
+    """
 
     text: str
     token_ids: list[int]
     cached_tokens: int = 0
     ending: Ending | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 def failed(error: ErrorInfo) -> Ending:
@@ -122,22 +152,33 @@ def _ending(finish: Finish) -> Ending:
 class Transcript:
     """Turns the deltas of one generation into pieces.
 
-    Its text does not depend on how tokens were grouped into deltas: with stop strings tokens are
+    Its text does not depend on how tokens were grouped into deltas: with stops tokens are
     read one by one, and those after the match are dropped.
     """
 
     def __init__(self, rules: TextRules, detokenizer: Detokenizer) -> None:
         self._rules = rules
         self._detokenizer = detokenizer
-        self._stops = StopStrings(rules.stops, rules.keeps_stop)
+        self._stops = _stops(rules)
         self._num_tokens = 0
+        self._cached_tokens = 0
+        self._prompt_logprobs: list[TokenLogprobs] = []
 
     @override
     def __repr__(self) -> str:
         return f"Transcript({self._num_tokens} tokens, {self._stops!r})"
 
-    def take(self, delta: TokenDelta) -> Piece:
-        """Return the next piece; nothing may be taken after one with an ending."""
+    def take(self, delta: TokenDelta) -> Piece | None:
+        """Return the next piece, or None for a delta that tells of the prompt only.
+
+        Nothing may be taken after a piece with an ending.
+        """
+        self._cached_tokens = max(self._cached_tokens, delta.cached_tokens)
+        self._prompt_logprobs += delta.prompt_logprobs
+        if not delta.token_ids and delta.finish is None:
+            return None
+        if self._rules.is_silent:
+            return self._piece("", [], delta, self._silent_ending(delta.finish))
         ids, finish = delta.token_ids, delta.finish
         text, num_read = self._read(self._visible(ids, finish))
         ending = None
@@ -149,7 +190,18 @@ class Transcript:
         if self._stops.matched is not None:
             ending = Ending("stop", self._stops.matched)
         self._num_tokens += len(ids)
-        return Piece(text, ids, delta.cached_tokens, ending)
+        return self._piece(text, ids, delta, ending)
+
+    def _piece(self, text: str, ids: list[int], delta: TokenDelta, ending: Ending | None) -> Piece:
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
+        logprobs = delta.logprobs[: len(ids)]
+        return Piece(text, ids, self._cached_tokens, ending, logprobs, prompt_logprobs)
+
+    def _silent_ending(self, finish: Finish | None) -> Ending:
+        """Return the end of a generation of no tokens: the first one that came is not shown."""
+        if finish is not None and finish.reason == "abort":
+            return _ending(finish)
+        return Ending("length")
 
     def _visible(self, ids: list[int], finish: Finish | None) -> list[int]:
         """Return the ids that make text: all but a stop token that is to be trimmed."""
@@ -158,8 +210,8 @@ class Transcript:
         return ids[:-1] if ids and ids[-1] == finish.matched else ids
 
     def _read(self, ids: list[int]) -> tuple[str, int]:
-        """Return the text of `ids` up to a stop string, and how many of them that took."""
-        if not self._rules.stops:
+        """Return the text of `ids` up to a stop, and how many of them that took."""
+        if not (self._rules.stops or self._rules.patterns):
             return self._detokenizer.push(ids), len(ids)
         text = ""
         for num_read, token_id in enumerate(ids, start=1):
@@ -169,6 +221,12 @@ class Transcript:
             if self._stops.matched is not None:
                 return text, num_read
         return text, len(ids)
+
+
+def _stops(rules: TextRules) -> StopStrings | StopPatterns:
+    if rules.patterns:
+        return StopPatterns(rules.patterns, rules.stops, rules.keeps_stop)
+    return StopStrings(rules.stops, rules.keeps_stop)
 
 
 def _detokenizer(generation: Generation) -> Detokenizer:
@@ -191,6 +249,8 @@ async def run(backend: Backend, generation: Generation) -> AsyncGenerator[Piece,
     async with aclosing(deltas):
         async for delta in deltas:
             piece = transcript.take(delta)
+            if piece is None:
+                continue
             if piece.ending is not None:
                 break
             yield piece
@@ -205,12 +265,16 @@ class Answer:
 
     Attributes:
         output_ids: All ids so far. Not copied: it grows as pieces are added.
+        logprobs: One for each of `output_ids`, when wanted.
+        prompt_logprobs: Of the wanted positions, in order.
     """
 
     text: str
     output_ids: list[int]
     cached_tokens: int = 0
     ending: Ending | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @classmethod
     def empty(cls) -> "Answer":
@@ -223,3 +287,5 @@ class Answer:
         self.output_ids += piece.token_ids
         self.cached_tokens = max(self.cached_tokens, piece.cached_tokens)
         self.ending = piece.ending
+        self.logprobs += piece.logprobs
+        self.prompt_logprobs += piece.prompt_logprobs

@@ -8,23 +8,34 @@ Leaves out answering, which is in `frontend/generate.py`.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
 from frontend.backend import Bootstrap, ServedModel
-from frontend.body import Body, refuse, validate
+from frontend.body import Body, BodyT, CacheSalt, Priority, refuse, validate
 from frontend.edge import part_id
-from frontend.generation import Generation, Prompt, generations_of
+from frontend.generation import Generation, Prompt, Wishes, generations_of
+from frontend.grammars import native_grammar
+from frontend.logprobs import MAX_TOP_LOGPROBS
 from frontend.prompts import MAX_GENERATIONS, Prompts, id_prompts, prompt_ids, text_prompts
-from frontend.sampling import NativeSampling
+from frontend.sampling import NativeSampling, require_tokens
 from wire.errors import InvalidRequest
 from wire.ids import RequestId, new_request_id
+from wire.messages import LogprobsWanted
 
-_NOT_YET = ("return_logprob", "image_data", "video_data", "audio_data", "input_embeds", "lora_path")
-_SAMPLING_NOT_YET = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex")
+_NOT_YET = (
+    "token_ids_logprob",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "input_embeds",
+    "lora_path",
+)
+_SAMPLING_NOT_YET = ("structural_tag",)
 _MAX_ID_CHARS = 256
 
+T = TypeVar("T")
 OneOrMore = Any  # checked by hand: a scalar for one prompt, a list for a batch
 
 
@@ -36,7 +47,12 @@ class GenerateBody(Body):
     sampling_params: OneOrMore = None
     rid: OneOrMore = None
     stream: bool = False
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    priority: Priority = 0
+    cache_salt: CacheSalt = ""
+    return_logprob: OneOrMore = None
+    logprob_start_len: OneOrMore = None
+    top_logprobs_num: OneOrMore = None
+    return_text_in_logprobs: bool = False
     bootstrap_host: OneOrMore = None
     bootstrap_port: OneOrMore = None
     bootstrap_room: OneOrMore = None
@@ -64,17 +80,44 @@ class BootstrapBody(Body):
     bootstrap_room: Annotated[int, Field(ge=0, lt=2**63)]
 
 
+class LogprobBody(Body):
+    """What is asked of one prompt's log-probabilities; a start of -1 tells of the output only."""
+
+    return_logprob: bool = False
+    logprob_start_len: Annotated[int, Field(ge=-1)] = -1
+    top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+
+    def wanted(self, num_prompt_tokens: int) -> LogprobsWanted | None:
+        """Return what the engine is asked for.
+
+        Raises:
+            InvalidRequest: The start is behind the prompt.
+        """
+        if not self.return_logprob:
+            return None
+        start = self.logprob_start_len
+        if start > num_prompt_tokens:
+            raise InvalidRequest(
+                f"logprob_start_len: {start} is behind the prompt of {num_prompt_tokens} tokens"
+            )
+        return LogprobsWanted(
+            num_top=self.top_logprobs_num, prompt_start=-1 if start == num_prompt_tokens else start
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class NativeCall:
     """One checked call of `/generate`.
 
     Attributes:
         is_list: Whether it is answered by a list.
+        has_text_in_logprobs: Whether log-probabilities tell the text of their tokens.
     """
 
     generations: list[Generation]
     is_list: bool
     is_stream: bool
+    has_text_in_logprobs: bool = False
 
 
 async def read_call(model: ServedModel, data: dict[str, Any]) -> NativeCall:
@@ -86,46 +129,72 @@ async def read_call(model: ServedModel, data: dict[str, Any]) -> NativeCall:
     refuse(data, _NOT_YET)
     body = validate(GenerateBody, data)
     prompts = body.prompts()
-    samplings = _samplings(data, body, len(prompts))
+    fields, prefix = _sampling_fields(data, body, len(prompts))
+    samplings = _each([validate(NativeSampling, part, prefix) for part in fields], len(prompts))
+    grammars = _each([native_grammar(part) for part in fields], len(prompts))
     bootstraps = _bootstraps(body, len(prompts), is_batch=prompts.is_batch)
+    logprobs = _rows(LogprobBody, body, len(prompts), is_batch=prompts.is_batch)
     n = samplings[0].n
     _check_counts(samplings, bootstraps)
     generations: list[Generation] = []
     rids = _request_ids(body.rid, len(prompts), n)
     for index, ids in enumerate(await prompt_ids(model, prompts)):
-        prompt = Prompt(ids, rids[index * n : (index + 1) * n], bootstraps[index], body.priority)
+        if not logprobs[index].return_logprob:
+            require_tokens(samplings[index], "max_new_tokens")
+        wishes = Wishes(
+            body.priority, body.cache_salt, logprobs[index].wanted(len(ids)), grammars[index]
+        )
+        names = rids[index * n : (index + 1) * n]
+        prompt = Prompt(ids, names, wishes, bootstraps[index])
         generations += generations_of(model, prompt, samplings[index])
-    return NativeCall(generations, is_list=prompts.is_batch or n > 1, is_stream=body.stream)
+    return NativeCall(
+        generations,
+        is_list=prompts.is_batch or n > 1,
+        is_stream=body.stream,
+        has_text_in_logprobs=body.return_text_in_logprobs,
+    )
 
 
-def _samplings(data: dict[str, Any], body: GenerateBody, count: int) -> list[NativeSampling]:
-    """Return the parameters of each prompt; those in `sampling_params` win over the top level."""
+def _sampling_fields(
+    data: dict[str, Any], body: GenerateBody, count: int
+) -> tuple[list[dict[str, Any]], str]:
+    """Return the parameters of each prompt, or one for all, and how errors call them.
+
+    Those in `sampling_params` win over the top level.
+    """
     given = body.sampling_params
     parts = given if isinstance(given, list) else [given or {}]
     if len(parts) not in {1, count} or not all(isinstance(part, dict) for part in parts):
         raise InvalidRequest(
             f"sampling_params: must be an object, or a list with one for each of {count} prompts"
         )
-    prefix = "sampling_params" if given else ""
-    read = [_sampling(data | part, prefix) for part in parts]
-    return read * count if len(read) == 1 else read
+    fields = [data | part for part in parts]
+    for part in fields:
+        refuse(part, _SAMPLING_NOT_YET)
+    return fields, "sampling_params" if given else ""
 
 
-def _sampling(data: dict[str, Any], prefix: str) -> NativeSampling:
-    refuse(data, _SAMPLING_NOT_YET)
-    return validate(NativeSampling, data, prefix)
+def _each(parts: list[T], count: int) -> list[T]:
+    return parts * count if len(parts) == 1 else parts
 
 
 def _bootstraps(body: GenerateBody, count: int, *, is_batch: bool) -> list[Bootstrap | None]:
     """Return where the other half of each prompt is; None for all when no router chose."""
     if body.bootstrap_host is None and body.bootstrap_room is None:
         return [None] * count
-    names = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
-    columns = [_column(getattr(body, name), count, name, is_batch=is_batch) for name in names]
-    rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
-    checked = [validate(BootstrapBody, row) for row in rows]
+    checked = _rows(BootstrapBody, body, count, is_batch=is_batch)
     return [
         Bootstrap(row.bootstrap_host, row.bootstrap_port, row.bootstrap_room) for row in checked
+    ]
+
+
+def _rows(row_class: type[BodyT], body: GenerateBody, count: int, *, is_batch: bool) -> list[BodyT]:
+    """Return the fields of `row_class` for each prompt: a scalar holds for all, a list for each."""
+    names = list(row_class.model_fields)
+    columns = [_column(getattr(body, name), count, name, is_batch=is_batch) for name in names]
+    return [
+        validate(row_class, dict(zip(names, values, strict=True)))
+        for values in zip(*columns, strict=True)
     ]
 
 

@@ -12,11 +12,15 @@ from aiohttp import web
 
 from frontend.body import read_json
 from frontend.edge import EDGE, Edge, side_by_side
-from frontend.generation import Answer, Piece
+from frontend.generation import Answer, Generation, Piece
+from frontend.logprobs import ChatLogprobs, CompletionLogprobs, LogprobWriter, Run
 from frontend.middleware import error_body, json_response, public_info
 from frontend.openai_body import OpenAICall, read_chat, read_completion
 from frontend.sse import EventStream, event
+from frontend.tokenizer import Tokenizer
 from wire.errors import TandemError
+
+Logprobs = dict[str, Any] | None
 
 
 class Shape(Protocol):
@@ -25,15 +29,23 @@ class Shape(Protocol):
     whole: str
     chunk: str
 
-    def choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+    def writer(self, tokenizer: Tokenizer | None, num_top: int) -> LogprobWriter:
+        """Return what writes the log-probabilities of one choice."""
+        ...
+
+    def choice(
+        self, index: int, text: str, reason: str | None, logprobs: Logprobs = None
+    ) -> dict[str, Any]:
         """Return a choice of a whole answer."""
         ...
 
-    def opening(self, index: int, echo: str) -> list[dict[str, Any]]:
+    def opening(self, index: int, echo: str, logprobs: Logprobs) -> list[dict[str, Any]]:
         """Return the choices, one a chunk, that stand before the first text."""
         ...
 
-    def delta(self, index: int, text: str, reason: str | None) -> list[dict[str, Any]]:
+    def delta(
+        self, index: int, text: str, reason: str | None, logprobs: Logprobs = None
+    ) -> list[dict[str, Any]]:
         """Return the choices, one a chunk, that add `text` and maybe end."""
         ...
 
@@ -43,17 +55,27 @@ class Completion:
 
     whole = chunk = "text_completion"
 
-    def choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+    def writer(self, tokenizer: Tokenizer | None, num_top: int) -> LogprobWriter:
         """See `Shape`."""
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+        return CompletionLogprobs(tokenizer, num_top)
 
-    def opening(self, index: int, echo: str) -> list[dict[str, Any]]:
+    def choice(
+        self, index: int, text: str, reason: str | None, logprobs: Logprobs = None
+    ) -> dict[str, Any]:
         """See `Shape`."""
-        return [self.choice(index, echo, None)] if echo else []
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def delta(self, index: int, text: str, reason: str | None) -> list[dict[str, Any]]:
-        """See `Shape`. A delta without text is not worth a chunk."""
-        return [self.choice(index, text, reason)] if text or reason else []
+    def opening(self, index: int, echo: str, logprobs: Logprobs) -> list[dict[str, Any]]:
+        """See `Shape`."""
+        is_worth = echo or (logprobs is not None and logprobs["tokens"])
+        return [self.choice(index, echo, None, logprobs)] if is_worth else []
+
+    def delta(
+        self, index: int, text: str, reason: str | None, logprobs: Logprobs = None
+    ) -> list[dict[str, Any]]:
+        """See `Shape`. A delta that tells nothing is not worth a chunk."""
+        is_worth = text or reason or logprobs
+        return [self.choice(index, text, reason, logprobs)] if is_worth else []
 
 
 class Chat:
@@ -62,22 +84,33 @@ class Chat:
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
 
-    def choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+    def writer(self, tokenizer: Tokenizer | None, num_top: int) -> LogprobWriter:
+        """See `Shape`."""
+        return ChatLogprobs(tokenizer, num_top)
+
+    def choice(
+        self, index: int, text: str, reason: str | None, logprobs: Logprobs = None
+    ) -> dict[str, Any]:
         """See `Shape`."""
         message = {"role": "assistant", "content": text}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
-    def opening(self, index: int, echo: str) -> list[dict[str, Any]]:
-        """See `Shape`."""
+    def opening(self, index: int, echo: str, logprobs: Logprobs) -> list[dict[str, Any]]:
+        """See `Shape`. A chat echoes nothing."""
         return [self._delta(index, {"role": "assistant", "content": echo}, None)]
 
-    def delta(self, index: int, text: str, reason: str | None) -> list[dict[str, Any]]:
+    def delta(
+        self, index: int, text: str, reason: str | None, logprobs: Logprobs = None
+    ) -> list[dict[str, Any]]:
         """See `Shape`. The end has a chunk of its own."""
-        text_part = [self._delta(index, {"content": text}, None)] if text else []
-        return text_part + ([self._delta(index, {}, reason)] if reason else [])
+        is_worth = text or logprobs
+        part = [self._delta(index, {"content": text}, None, logprobs)] if is_worth else []
+        return part + ([self._delta(index, {}, reason)] if reason else [])
 
-    def _delta(self, index: int, delta: dict[str, str], reason: str | None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _delta(
+        self, index: int, delta: dict[str, str], reason: str | None, logprobs: Logprobs = None
+    ) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -109,17 +142,31 @@ async def _answer(
         async with EventStream(request, edge.options.stall_timeout_s) as stream:
             return await _Chunks(call, shape, stream).send_all(edge)
     answers = await edge.answers(call.generations)
-    pairs = enumerate(zip(call.echoes, answers, strict=True))
+    choices = [_choice(call, shape, index, answer) for index, answer in enumerate(answers)]
     return json_response(
-        _head(call, shape.whole)
-        | {
-            "choices": [
-                shape.choice(index, echo + answer.text, _reason(answer))
-                for index, (echo, answer) in pairs
-            ],
-            "usage": _usage(call, answers),
-        }
+        _head(call, shape.whole) | {"choices": choices, "usage": _usage(call, answers)}
     )
+
+
+def _choice(call: OpenAICall, shape: Shape, index: int, answer: Answer) -> dict[str, Any]:
+    generation = call.generations[index]
+    text = call.echoes[index] + answer.text
+    logprobs = None
+    if (writer := _writer(shape, generation)) is not None:
+        logprobs = writer.write(
+            _prompt_run(generation, answer), (answer.output_ids, answer.logprobs)
+        )
+    return shape.choice(index, text, _reason(answer), logprobs)
+
+
+def _writer(shape: Shape, generation: Generation) -> LogprobWriter | None:
+    wanted = generation.request.logprobs
+    return None if wanted is None else shape.writer(generation.tokenizer, wanted.num_top)
+
+
+def _prompt_run(generation: Generation, part: Answer | Piece) -> Run:
+    """Return what came of the prompt: of all of it, where it is echoed, else of nothing."""
+    return generation.request.prompt_ids, part.prompt_logprobs
 
 
 def _head(call: OpenAICall, kind: str) -> dict[str, Any]:
@@ -154,6 +201,7 @@ class _Chunks:
         self._stream = stream
         self._head = _head(call, shape.chunk)
         self._answers = [Answer.empty() for _ in call.generations]
+        self._writers = [_writer(shape, generation) for generation in call.generations]
 
     async def send_all(self, edge: Edge) -> web.StreamResponse:
         """Send everything; return the response for aiohttp."""
@@ -166,17 +214,28 @@ class _Chunks:
         return await self._stream.finish()
 
     async def _send_choice(self, edge: Edge, index: int) -> None:
-        opening = self._shape.opening(index, self._call.echoes[index])
+        is_first = True
         try:
             async with aclosing(edge.run(self._call.generations[index])) as pieces:
                 async for piece in pieces:
                     self._answers[index].add(piece)
-                    await self._send(opening + self._shape.delta(index, piece.text, _reason(piece)))
-                    opening = []
+                    opening = self._opening(index, piece) if is_first else []
+                    await self._send(opening + self._delta(index, piece))
+                    is_first = False
         except TandemError as error:
             if not self._stream.is_started:
                 raise
             await self._send_error(index, error)
+
+    def _opening(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        writer, generation = self._writers[index], self._call.generations[index]
+        logprobs = writer.write(_prompt_run(generation, piece)) if writer is not None else None
+        return self._shape.opening(index, self._call.echoes[index], logprobs)
+
+    def _delta(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        writer, run = self._writers[index], (piece.token_ids, piece.logprobs)
+        logprobs = writer.write(run) if writer is not None and piece.token_ids else None
+        return self._shape.delta(index, piece.text, _reason(piece), logprobs)
 
     async def _send(self, choices: list[dict[str, Any]]) -> None:
         if not choices:

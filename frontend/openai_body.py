@@ -11,9 +11,11 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from frontend.backend import ServedModel
-from frontend.body import Body, refuse, validate
+from frontend.body import Body, CacheSalt, Priority, refuse, validate
 from frontend.edge import part_id
-from frontend.generation import Generation, Prompt, generations_of
+from frontend.generation import Generation, Prompt, Wishes, generations_of
+from frontend.grammars import openai_grammar
+from frontend.logprobs import MAX_TOP_LOGPROBS
 from frontend.prompts import (
     MAX_GENERATIONS,
     Prompts,
@@ -22,23 +24,15 @@ from frontend.prompts import (
     require_tokenizer,
     tokenize,
 )
-from frontend.sampling import CompletionSampling, OpenAISampling
+from frontend.sampling import CompletionSampling, OpenAISampling, require_tokens
 from wire.errors import InvalidRequest, ModelNotFound
 from wire.ids import new_request_id
+from wire.messages import LogprobsWanted
 
 _NOT_YET = (
-    "logprobs",
-    "top_logprobs",
     "prompt_logprobs",
     "suffix",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
-    "json_schema",
-    "regex",
-    "ebnf",
+    "structural_tag",
     "functions",
     "continue_final_message",
 )
@@ -57,7 +51,15 @@ class OpenAIBody(Body):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    priority: Priority = 0
+    cache_salt: CacheSalt = ""
+
+
+NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+
+
+def _off(value: object) -> object:
+    return None if value is False else value
 
 
 class CompletionBody(OpenAIBody):
@@ -65,6 +67,13 @@ class CompletionBody(OpenAIBody):
 
     prompt: Any = None
     echo: bool = False
+    logprobs: Annotated[NumTop | None, BeforeValidator(_off)] = None
+
+    def wanted(self) -> LogprobsWanted | None:
+        """Return what the engine is asked for: an echoed prompt is told of as well."""
+        if self.logprobs is None:
+            return None
+        return LogprobsWanted(num_top=self.logprobs, prompt_start=0 if self.echo else -1)
 
 
 def _text_of_parts(content: object) -> object:
@@ -117,6 +126,18 @@ class ChatBody(OpenAIBody):
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
+    logprobs: bool = False
+    top_logprobs: NumTop = 0
+
+    def wanted(self) -> LogprobsWanted | None:
+        """Return what the engine is asked for.
+
+        Raises:
+            InvalidRequest: `top_logprobs` stands alone.
+        """
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs: needs logprobs to be true")
+        return LogprobsWanted(num_top=self.top_logprobs) if self.logprobs else None
 
 
 _Prompt = tuple[list[int], str]  # its ids, and the text to echo
@@ -155,9 +176,12 @@ async def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICal
         raise InvalidRequest("prompt: is missing")
     prompts = any_prompts(body.prompt, "prompt")
     sampling = validate(CompletionSampling, data)
+    wishes = Wishes(body.priority, body.cache_salt, body.wanted(), openai_grammar(data))
     ids = await prompt_ids(model, prompts)
+    if not body.echo:
+        require_tokens(sampling, "max_tokens")
     echoes = _texts(model, prompts) if body.echo else [""] * len(ids)
-    return _call("cmpl", model, body, sampling, list(zip(ids, echoes, strict=True)))
+    return _call("cmpl", model, body, sampling, list(zip(ids, echoes, strict=True)), wishes=wishes)
 
 
 async def read_chat(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
@@ -171,6 +195,7 @@ async def read_chat(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
     body = validate(ChatBody, data)
     _check_model(model, body.model)
     sampling = validate(OpenAISampling, data)
+    wishes = Wishes(body.priority, body.cache_salt, body.wanted(), openai_grammar(data))
     text = require_tokenizer(model).render_chat(
         [message.for_template() for message in body.messages],
         _tools(body),
@@ -180,15 +205,12 @@ async def read_chat(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
     # The template has written the special tokens.
     tokenized = await tokenize(model, [text], add_special_tokens=False)
     ids = await prompt_ids(model, Prompts(is_batch=False, ids=tokenized))
-    return _call("chatcmpl", model, body, sampling, [(ids[0], "")])
+    return _call("chatcmpl", model, body, sampling, [(ids[0], "")], wishes=wishes)
 
 
 def _check(data: dict[str, Any]) -> None:
     """Refuse what is not there yet."""
     refuse(data, _NOT_YET)
-    kind = data.get("response_format")
-    if kind and (not isinstance(kind, dict) or kind.get("type") != "text"):
-        raise InvalidRequest("response_format: only {'type': 'text'} is supported yet")
     if data.get("best_of") not in {None, data.get("n", 1)}:
         raise InvalidRequest("best_of: not supported unless it equals n")
 
@@ -217,6 +239,8 @@ def _call(
     body: OpenAIBody,
     sampling: OpenAISampling,
     prompts: Sequence[_Prompt],
+    *,
+    wishes: Wishes,
 ) -> OpenAICall:
     n = sampling.n
     if n * len(prompts) > MAX_GENERATIONS:
@@ -225,7 +249,7 @@ def _call(
     generations: list[Generation] = []
     for position, (token_ids, _) in enumerate(prompts):
         names = [part_id(call_id, position * n + choice) for choice in range(n)]
-        prompt = Prompt(token_ids, names, priority=body.priority)
+        prompt = Prompt(token_ids, names, wishes)
         generations += generations_of(model, prompt, sampling)
     return OpenAICall(
         call_id=call_id,

@@ -12,12 +12,14 @@ from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
 from frontend.backend import ServedModel
 from frontend.body import Body
+from frontend.stop_patterns import MAX_PATTERN_CHARS, compile_pattern
 from wire.errors import InvalidRequest
 from wire.messages import SamplingParams
 
 # OpenAI takes 4 stop strings; these leave room and still bound the work for each token.
 MAX_STOPS = 64
 MAX_STOP_CHARS = 512
+MAX_STOP_PATTERNS = 16
 MAX_STOP_TOKEN_IDS = 1024
 # OpenAI takes 300 entries.
 MAX_LOGIT_BIAS = 1024
@@ -32,14 +34,18 @@ class TextRules:
 
     Attributes:
         stops: Strings that end it.
-        keeps_stop: Whether the stop string or stop token stays in the text.
-        min_new_tokens: Stop strings are not looked for before this many tokens.
+        patterns: Regular expressions that end it, as `frontend/stop_patterns.py` takes them.
+        keeps_stop: Whether the stop string, match or stop token stays in the text.
+        min_new_tokens: Stops are not looked for before this many tokens.
+        is_silent: Nothing that is generated is shown: the prompt's log-probabilities were wanted.
     """
 
     stops: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
     keeps_stop: bool = False
     skip_special_tokens: bool = True
     min_new_tokens: int = 0
+    is_silent: bool = False
 
 
 def _as_list(value: object) -> object:
@@ -51,6 +57,12 @@ def _top_k(value: int) -> int:
         raise ValueError("must be -1 (all) or at least 1")
     # SGLang and vLLM differ on whether 0 or -1 means all; nobody means none.
     return value if value > 0 else -1
+
+
+def _pattern(value: str) -> str:
+    if value:
+        compile_pattern(value)
+    return value
 
 
 def _id_keys(value: Any) -> Any:
@@ -68,6 +80,7 @@ _MAX_TOKENS = AliasChoices("max_completion_tokens", "max_tokens")
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+StopPattern = Annotated[str, Field(max_length=MAX_PATTERN_CHARS), AfterValidator(_pattern)]
 
 
 class SamplingBody(Body):
@@ -87,6 +100,11 @@ class SamplingBody(Body):
     stop: Annotated[
         list[Stop], BeforeValidator(_as_list), Field(default_factory=list, max_length=MAX_STOPS)
     ]
+    stop_regex: Annotated[
+        list[StopPattern],
+        BeforeValidator(_as_list),
+        Field(default_factory=list, max_length=MAX_STOP_PATTERNS),
+    ]
     stop_token_ids: Annotated[
         list[TokenId], Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
     ]
@@ -103,16 +121,18 @@ class SamplingBody(Body):
         """Return what the edge does with the text."""
         return TextRules(
             stops=tuple(stop for stop in self.stop if stop),
+            patterns=tuple(pattern for pattern in self.stop_regex if pattern),
             keeps_stop=self.no_stop_trim,
             skip_special_tokens=self.skip_special_tokens,
             min_new_tokens=self.min_new_tokens,
+            is_silent=self.max_new_tokens == 0,
         )
 
 
 class NativeSampling(SamplingBody):
     """`sampling_params` of /generate, with SGLang's names and defaults."""
 
-    max_new_tokens: Annotated[int | None, Field(ge=1)] = 128
+    max_new_tokens: Annotated[int | None, Field(ge=0)] = 128
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
     seed: Annotated[int | None, Field(validation_alias=AliasChoices("sampling_seed", "seed"))] = (
         None
@@ -132,13 +152,14 @@ class OpenAISampling(SamplingBody):
 class CompletionSampling(OpenAISampling):
     """Sampling parameters of /v1/completions, with OpenAI's default length."""
 
-    max_new_tokens: Annotated[int | None, Field(ge=1, validation_alias=_MAX_TOKENS)] = 16
+    max_new_tokens: Annotated[int | None, Field(ge=0, validation_alias=_MAX_TOKENS)] = 16
 
 
 def engine_params(body: SamplingBody, model: ServedModel, num_prompt_tokens: int) -> SamplingParams:
     """Return the engine's part for one prompt, but for the seed.
 
-    `max_new_tokens` is cut to what the context leaves; absent, it is all of that.
+    `max_new_tokens` is cut to what the context leaves; absent, it is all of that. An engine makes
+    at least one token: for 0 it makes the one that `TextRules` hides.
 
     Raises:
         InvalidRequest: `min_new_tokens` passes `max_new_tokens`, or a biased id is unknown.
@@ -148,7 +169,7 @@ def engine_params(body: SamplingBody, model: ServedModel, num_prompt_tokens: int
     _check_minimum(body)
     _check_bias(body.logit_bias, model.vocab_size)
     return SamplingParams(
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=max(1, max_new_tokens),
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=min(body.top_k, model.vocab_size),
@@ -161,6 +182,16 @@ def engine_params(body: SamplingBody, model: ServedModel, num_prompt_tokens: int
         ignore_eos=body.ignore_eos,
         logit_bias=body.logit_bias,
     )
+
+
+def require_tokens(body: SamplingBody, field: str) -> None:
+    """Refuse an answer of no tokens, for which there is a use only where the prompt is told of.
+
+    Raises:
+        InvalidRequest: The maximum is 0.
+    """
+    if body.max_new_tokens == 0:
+        raise InvalidRequest(f"{field}: must be at least 1")
 
 
 def _check_minimum(body: SamplingBody) -> None:

@@ -105,6 +105,10 @@ class Tokenizer:
         """Return the detokenizer of a new generation: `decode`, as tokens come."""
         return self._detokenizers.start(skip_special_tokens)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token by itself, which may be part of a character."""
+        return self._detokenizers.token_bytes(token_id)
+
     def least_tokens(self, text: str) -> int:
         """Return a number of tokens that `text` has at least, found without tokenizing it.
 

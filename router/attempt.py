@@ -2,7 +2,8 @@
 
 The rule that covers it all: tokens carry their index; the first copy of index i is taken and any
 other is dropped. So prefill's first token and decode's copy of it, a replay's overlap and a late
-message of a dead attempt need no special case.
+message of a dead attempt need no special case. Prompt positions follow the same rule: their
+log-probabilities are given once, in order.
 """
 
 import msgspec
@@ -10,7 +11,7 @@ from typing_extensions import override
 
 from wire.errors import PeerLost
 from wire.ids import RequestId
-from wire.messages import Finish, GenerateRequest, TokenDelta
+from wire.messages import Finish, GenerateRequest, TokenDelta, TokenLogprobs
 
 
 class Progress:
@@ -25,6 +26,8 @@ class Progress:
         self.sent_ids: list[int] = []
         self.is_finished = False
         self._request = request
+        start = request.logprobs.prompt_start if request.logprobs is not None else -1
+        self._next_position = start if start >= 0 else len(request.prompt_ids)
 
     @override
     def __repr__(self) -> str:
@@ -41,44 +44,80 @@ class Progress:
         """Index of the token that the client waits for."""
         return self._request.num_prior_tokens + len(self.sent_ids)
 
+    @property
+    def awaits_prompt_logprobs(self) -> bool:
+        """Whether the client was promised prompt positions that it has not got."""
+        return self._next_position < len(self._request.prompt_ids)
+
     def accept(self, delta: TokenDelta) -> TokenDelta | None:
         """Return the part of a delta that is new to the client, or None when nothing is.
 
         Raises:
-            PeerLost: Tokens before this delta never came: the stream is torn and can be replayed.
+            PeerLost: Something before this delta never came: the stream is torn and can be replayed.
         """
-        end = delta.index + len(delta.token_ids)
-        if self.is_finished or end < self.next_index:
+        if self.is_finished:
             return None
         if delta.index > self.next_index:
             raise PeerLost(f"tokens {self.next_index} to {delta.index - 1} never arrived")
-        token_ids = delta.token_ids[self.next_index - delta.index :]
-        finish = _end_of_request(delta)
-        if not token_ids and finish is None:
+        prompt_logprobs = self._new_prompt_logprobs(delta)
+        num_known = self.next_index - delta.index
+        token_ids, finish = delta.token_ids[num_known:], self._end_of_request(delta)
+        if not token_ids and not prompt_logprobs and finish is None:
             return None
-        # Of later attempts, most of the "cached" prompt is what this request itself computed.
-        cached_tokens = 0 if self.sent_ids else delta.cached_tokens
         new = msgspec.structs.replace(
             delta,
             index=self.next_index,
             token_ids=token_ids,
             finish=finish,
-            cached_tokens=cached_tokens,
+            # Of later attempts, most of the "cached" prompt is what this request itself computed.
+            cached_tokens=0 if self.sent_ids else delta.cached_tokens,
+            logprobs=delta.logprobs[num_known:],
+            prompt_index=self._next_position,
+            prompt_logprobs=prompt_logprobs,
         )
         self.sent_ids += token_ids
+        self._next_position += len(prompt_logprobs)
         self.is_finished = finish is not None
         return new
 
+    def _new_prompt_logprobs(self, delta: TokenDelta) -> list[TokenLogprobs]:
+        """Return those of positions that the client waits for.
+
+        A later attempt's prompt is longer: what the client was sent is not its prompt.
+        """
+        if not delta.prompt_logprobs or not self.awaits_prompt_logprobs:
+            return []
+        if delta.prompt_index > self._next_position:
+            raise PeerLost(
+                f"log-probabilities of prompt positions {self._next_position} to "
+                f"{delta.prompt_index - 1} never arrived"
+            )
+        first = self._next_position - delta.prompt_index
+        return delta.prompt_logprobs[first : len(self._request.prompt_ids) - delta.prompt_index]
+
+    def _end_of_request(self, delta: TokenDelta) -> Finish | None:
+        """Return why the request ended.
+
+        A hand-off ends prefill's part only. An abort is meant for the request wherever it stands:
+        the half that tells of it may not have heard of the tokens that the other sent.
+        """
+        finish = delta.finish
+        if finish is None or finish.reason == "handed_off":
+            return None
+        is_late = delta.index + len(delta.token_ids) < self.next_index
+        return None if is_late and finish.reason != "abort" else finish
+
     def remaining(self) -> GenerateRequest:
         """Return what an attempt has to do from here: the sent tokens become part of the prompt."""
+        request, logprobs = self._request, self._request.logprobs
+        if logprobs is not None:
+            start = self._next_position if self.awaits_prompt_logprobs else -1
+            logprobs = msgspec.structs.replace(logprobs, prompt_start=start)
         return msgspec.structs.replace(
-            self._request,
-            prompt_ids=self._request.prompt_ids + self.sent_ids,
+            request,
+            prompt_ids=request.prompt_ids + self.sent_ids,
             num_prior_tokens=self.next_index,
+            # With sent tokens behind it the prompt is no longer that of the others.
+            group="" if self.sent_ids else request.group,
+            logprobs=logprobs,
         )
-
-
-def _end_of_request(delta: TokenDelta) -> Finish | None:
-    """Return why the request ended; a hand-off ends prefill's part only."""
-    is_hand_off = delta.finish is not None and delta.finish.reason == "handed_off"
-    return None if is_hand_off else delta.finish

@@ -19,6 +19,7 @@ import msgspec
 from frontend.backend import Bootstrap, Health, ServedModel
 from router.attempt import Progress
 from router.cluster import Cluster
+from router.groups import Group, Groups
 from router.metrics import RouterMetrics
 from router.node import Node, Work
 from router.policy import Pair, Policy, choose
@@ -46,6 +47,7 @@ class ClusterBackend:
         self._policy, self._rng = policy, rng
         self._turns = itertools.count()
         self._max_attempts = max_attempts
+        self._groups = Groups()
         self._metrics = RouterMetrics()
 
     def model(self) -> ServedModel:
@@ -60,10 +62,10 @@ class ClusterBackend:
         Args:
             bootstrap: Not used: who pairs the nodes is this router.
         """
-        with self._metrics.request() as outcome:
+        with self._metrics.request() as outcome, self._groups.entered(request.group) as group:
             fingerprint = self._cluster.fingerprint()
-            progress, failed_urls = Progress(request), set[str]()
-            pair = self._choose(fingerprint, failed_urls)
+            progress, failed = Progress(request), set[Pair]()
+            pair = self._pair_for(group, fingerprint, failed)
             for attempt in itertools.count():
                 try:
                     async with aclosing(self._attempt(progress, pair, attempt)) as deltas:
@@ -75,8 +77,8 @@ class ClusterBackend:
                     if not self._may_replay(error, attempt):
                         raise
                     self._note_replay(progress, pair, error)
-                    failed_urls |= {pair.prefill, pair.decode}
-                    pair = self._choose(fingerprint, failed_urls, after=error)
+                    failed.add(pair)
+                    pair = self._pair_for(group, fingerprint, failed, after=error)
                 else:
                     return
 
@@ -115,15 +117,29 @@ class ClusterBackend:
         """Return this edge worker's counters."""
         return self._metrics.render(self._cluster.snapshot())
 
-    def _choose(
-        self, fingerprint: str, failed_urls: Set[str], after: TandemError | None = None
+    def _pair_for(
+        self,
+        group: Group,
+        fingerprint: str,
+        failed: Set[Pair],
+        after: TandemError | None = None,
     ) -> Pair:
+        """Return the group's pair while it serves and did not fail this request, else a new one."""
+        pair = group.pair
+        if pair is None or pair in failed or not self._serves(pair, fingerprint):
+            group.pair = pair = self._choose(fingerprint, failed, after)
+        return pair
+
+    def _serves(self, pair: Pair, fingerprint: str) -> bool:
+        nodes = [self._cluster.node(url).snapshot() for url in (pair.prefill, pair.decode)]
+        return all(node.is_up and node.fingerprint == fingerprint for node in nodes)
+
+    def _choose(self, fingerprint: str, failed: Set[Pair], after: TandemError | None) -> Pair:
         with self._metrics.pairing():
             snapshot, turn = self._cluster.snapshot(), next(self._turns)
+            avoid = {url for pair in failed for url in (pair.prefill, pair.decode)}
             try:
-                return choose(
-                    snapshot, fingerprint, self._policy, turn, self._rng, avoid=failed_urls
-                )
+                return choose(snapshot, fingerprint, self._policy, turn, self._rng, avoid=avoid)
             except NoNodeAvailable as none:
                 if after is None:
                     raise
@@ -163,7 +179,7 @@ class ClusterBackend:
             while not progress.is_finished:
                 await wake.wait()
                 wake.clear()
-                for delta in _arrivals(prefill_work, decode_work):
+                for delta in _arrivals(progress, prefill_work, decode_work):
                     if new := progress.accept(delta):
                         yield new
                     if progress.is_finished:
@@ -189,10 +205,14 @@ def _starts(
     return decode, StartPrefill(request=request, room=room, attempt=attempt)
 
 
-def _arrivals(prefill: Work, decode: Work) -> Iterator[TokenDelta]:
+def _arrivals(progress: Progress, prefill: Work, decode: Work) -> Iterator[TokenDelta]:
     """Yield what waits in both streams, prefill's first: it has the first token."""
     while delta := prefill.stream.take():
         yield delta
+    # The nodes' links do not keep pace with each other: while prefill owes log-probabilities of the
+    # prompt, which come before all tokens, decode's tokens wait. Its failure does not.
+    if progress.awaits_prompt_logprobs and prefill.stream.is_open and not decode.stream.is_empty:
+        return
     while delta := decode.stream.take():
         # Decode speaks once every page landed: prefill's part is done, and cannot fail any more.
         prefill.end(is_done=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from frontend.backend import Bootstrap, Health, ServedModel
 from frontend.tokenizer import Tokenizer
 from wire.errors import TandemError
-from wire.messages import Finish, GenerateRequest, TokenDelta
+from wire.messages import Finish, GenerateRequest, TokenDelta, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,15 @@ def say(*steps: Step) -> Script:
     return lambda _: steps
 
 
+def told(token_id: int, num_top: int) -> TokenLogprobs:
+    """What the fake says of a token: it is the likeliest, and its likelihood tells which it is."""
+    likeliest = [(token_id + rank, -token_id / 100 - rank) for rank in range(num_top)]
+    return TokenLogprobs(logprob=-token_id / 100, top=likeliest)
+
+
 class FakeBackend:
+    """Log-probabilities come as a prefill's do: the prompt's in runs of two, before any token."""
+
     def __init__(self, tokenizer: Tokenizer | None, context_length: int = 8192) -> None:
         self.served = ServedModel(
             name="smol",
@@ -95,6 +103,8 @@ class FakeBackend:
     async def _deltas(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         aborted = self.aborts[request.request_id] = asyncio.Event()
         self._changed.set()
+        for run in _prompt_runs(request):
+            yield run
         index = 0
         for step in self.script(request):
             if isinstance(step, TandemError):
@@ -115,8 +125,9 @@ class FakeBackend:
             request_id=request.request_id,
             attempt=0,
             index=index,
-            token_ids=end.token_ids,
+            token_ids=list(end.token_ids),
             finish=end.finish,
+            logprobs=_told_of(request, end.token_ids),
             cached_tokens=0 if index else len(request.prompt_ids) // 2,
         )
 
@@ -143,6 +154,28 @@ class FakeBackend:
 
     def metrics(self) -> str:
         return "# HELP fake_total Of the fake.\n# TYPE fake_total counter\nfake_total 1.0\n"
+
+
+def _told_of(request: GenerateRequest, token_ids: list[int]) -> list[TokenLogprobs]:
+    if request.logprobs is None:
+        return []
+    return [told(token_id, request.logprobs.num_top) for token_id in token_ids]
+
+
+def _prompt_runs(request: GenerateRequest) -> Iterable[TokenDelta]:
+    start = request.logprobs.prompt_start if request.logprobs is not None else -1
+    known = _told_of(request, request.prompt_ids)
+    if start >= 0:
+        known[0] = TokenLogprobs(logprob=None)
+    for first in range(start, len(known) if start >= 0 else start, 2):
+        yield TokenDelta(
+            request_id=request.request_id,
+            attempt=0,
+            index=0,
+            token_ids=[],
+            prompt_index=first,
+            prompt_logprobs=known[first : first + 2],
+        )
 
 
 async def _first_of(*events: asyncio.Event) -> None:

@@ -101,3 +101,15 @@ def test_bytes_that_are_no_utf8_stream_as_decoded_at_once(tokenizer, data):
     found = [tokenizer.backend.token_to_id(characters[byte]) for byte in data]
     ids = [token_id for token_id in found if token_id is not None]
     assert streamed(tokenizer, in_pieces(ids, 1)) == tokenizer.decode(ids)
+
+
+@given(st.text(max_size=40))
+def test_the_bytes_of_tokens_joined_are_the_texts(tokenizer, text):
+    ids = tokenizer.encode(text)
+    joined = b"".join([tokenizer.token_bytes(token_id) for token_id in ids])
+    assert joined.decode(errors="replace") == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_the_bytes_of_a_sentencepiece_token_have_its_space():
+    tokenizer = llama()
+    assert [tokenizer.token_bytes(id_) for id_ in (0, 3, 7, 999)] == [b"</s>", b" a", b"\n", b""]

@@ -8,6 +8,7 @@ from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say, stop
 from tests.frontend.helpers import each, post, stream
 from wire.errors import EngineFailed, NoNodeAvailable, Overloaded
+from wire.messages import Grammar
 
 EOS = 2
 
@@ -66,6 +67,15 @@ async def test_sampling_parameters_may_stand_at_the_top_or_apart_and_unknown_fie
     assert first.sampling.stop_token_ids == [7]
 
 
+async def test_priority_and_salt_reach_the_engine(client, backend):
+    body = {"text": ["a", "b"], "max_new_tokens": 1, "priority": 5, "cache_salt": "tenant"}
+    assert (await post(client, "/generate", body))[0] == 200
+    assert [(request.priority, request.cache_salt) for request in backend.requests] == [
+        (5, "tenant"),
+        (5, "tenant"),
+    ]
+
+
 async def test_what_is_null_or_absent_has_sglangs_default(client, backend):
     body = {"input_ids": [5, 6], "sampling_params": {"temperature": None, "stop": None}}
     status, answer = await post(client, "/generate", body)
@@ -88,6 +98,30 @@ async def test_a_batch_is_answered_by_a_list_with_parameters_for_each(client, ba
     assert status == 200
     assert [answer["meta_info"]["id"] for answer in answers] == ["x", "y"]
     assert [request.sampling.top_k for request in backend.requests] == [1, 2]
+
+
+async def test_the_prompts_of_a_batch_have_each_their_grammar(client, backend):
+    backend.script = say(length(5))
+    params = [{"regex": "a+"}, {"json_schema": {"type": "object"}}]
+    body = {"text": ["a", "b"], "sampling_params": params}
+    assert (await post(client, "/generate", body))[0] == 200
+    assert [request.sampling.grammar for request in backend.requests] == [
+        Grammar(kind="regex", text="a+"),
+        Grammar(kind="json_schema", text='{"type":"object"}'),
+    ]
+
+
+async def test_the_generations_of_one_prompt_are_a_group(client, backend):
+    body = {"text": ["a", "b"], "n": 2, "max_new_tokens": 1}
+    await post(client, "/generate", body)
+    first, second, third, fourth = [request.group for request in backend.requests]
+    assert first == second != third == fourth
+    assert "" not in {first, third}
+
+
+async def test_a_generation_alone_is_of_no_group(client, backend):
+    await post(client, "/generate", {"text": ["a", "b"], "max_new_tokens": 1})
+    assert [request.group for request in backend.requests] == ["", ""]
 
 
 async def test_a_batch_of_one_is_still_a_list(client):
@@ -189,6 +223,24 @@ async def test_a_stop_token_that_is_not_special_is_trimmed(client, backend, toke
     backend.script = say(*each(tokenizer, "One"), stop(last))
     body = {"text": "Count", "stop_token_ids": [last]}
     assert (await post(client, "/generate", body))[1]["text"] == "One"
+
+
+async def test_a_stop_pattern_ends_and_cancels_and_is_trimmed(client, backend, tokenizer):
+    backend.script = say(*each(tokenizer, "One two three four"), asyncio.Event())
+    body = {"text": "Count", "stop_regex": r"t[hr]+", "stop": "four"}
+    _, answer = await post(client, "/generate", body)
+    assert answer["text"] == "One two "
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": r"t[hr]+"}
+    assert answer["output_ids"] == tokenizer.encode("One two three")
+    assert len(backend.cancelled) == 1
+
+
+async def test_a_stop_pattern_that_takes_too_long_fails_its_own_request(client, backend):
+    backend.script = say([81] * 3000, asyncio.Event())
+    status, answer = await post(client, "/generate", {"text": "a", "stop_regex": "(a+)+b"})
+    assert (status, answer["error"]["code"]) == (400, "invalid_request")
+    assert "takes too long" in answer["error"]["message"]
+    assert len(backend.cancelled) == 1
 
 
 async def test_stop_strings_are_not_looked_for_before_the_minimum(client, backend, tokenizer):
@@ -298,7 +350,7 @@ BAD_BODIES = {
         "9000 tokens and this model takes at most 8191",
     ),
     "zero tokens": ({"max_new_tokens": 0}, "max_new_tokens: must be at least 1"),
-    "negative tokens": ({"max_new_tokens": -5}, "max_new_tokens: must be at least 1"),
+    "negative tokens": ({"max_new_tokens": -5}, "max_new_tokens: must be at least 0"),
     "tokens of a wrong type": ({"max_new_tokens": "many"}, "max_new_tokens: must be an integer"),
     "half a token": ({"max_new_tokens": 1.5}, "max_new_tokens: must be an integer"),
     "minimum over maximum": ({"max_new_tokens": 1, "min_new_tokens": 2}, "cannot both be"),
@@ -329,6 +381,8 @@ BAD_BODIES = {
     ),
     "named params": ({"sampling_params": {"top_p": 2}}, "sampling_params.top_p: must be at most 1"),
     "stream": ({"stream": "yes"}, "stream: must be true or false"),
+    "salt": ({"cache_salt": 5}, "cache_salt: must be a string"),
+    "long salt": ({"cache_salt": "a" * 257}, "cache_salt: must have at most 256 characters"),
     "rid": ({"rid": 5}, "rid: must be a string"),
     "long rid": ({"rid": "a" * 257}, "rid: must be a string"),
     "same rids": ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid: must be different"),
@@ -339,10 +393,19 @@ BAD_BODIES = {
         {"text": ["a", "b"], "bootstrap_host": "h", "bootstrap_room": 1},
         "a room of its own",
     ),
-    "logprobs": ({"return_logprob": True}, "return_logprob: not supported yet"),
-    "schema": ({"sampling_params": {"json_schema": "{}"}}, "json_schema: not supported yet"),
-    "regex": ({"regex": "a+"}, "regex: not supported yet"),
-    "stop regex": ({"stop_regex": "a"}, "stop_regex: not supported yet"),
+    "logprobs": ({"return_logprob": 1}, "return_logprob: must be true or false"),
+    "start": ({"return_logprob": True, "logprob_start_len": -2}, "logprob_start_len: must be at"),
+    "start behind": ({"return_logprob": True, "logprob_start_len": 2}, "behind the prompt of 1"),
+    "top": ({"return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num: must be at most"),
+    "one logprob list": ({"return_logprob": [True]}, "return_logprob: must have one entry"),
+    "chosen ids": ({"token_ids_logprob": [5]}, "token_ids_logprob: not supported yet"),
+    "schema": ({"sampling_params": {"json_schema": "{"}}, "json_schema: is not valid JSON"),
+    "two grammars": ({"regex": "a+", "ebnf": "b"}, "regex and ebnf: only one of these"),
+    "tag": ({"structural_tag": {"format": 1}}, "structural_tag: not supported yet"),
+    "stop regex": ({"stop_regex": "("}, "stop_regex.0: '(' is no regular expression"),
+    "stop regexes": ({"stop_regex": ["a"] * 17}, "stop_regex: must have at most 16 entries"),
+    "long stop regex": ({"stop_regex": "a" * 513}, "stop_regex.0: must have at most 512"),
+    "empty match": ({"stop_regex": "a*"}, "stop_regex.0: 'a*' matches the empty text"),
 }
 
 

@@ -1,4 +1,5 @@
 import asyncio
+import json
 
 import openai
 import pytest
@@ -6,6 +7,7 @@ import pytest
 from tests.frontend.fakes import FakeBackend, length, say, stop
 from tests.frontend.helpers import each, post, stream
 from wire.errors import EngineFailed, Overloaded
+from wire.messages import Grammar
 
 EOS = 2
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -145,6 +147,35 @@ async def test_a_stop_string_ends_a_chat(sdk, backend):
     assert answer.choices[0].finish_reason == "stop"
 
 
+async def test_a_stop_pattern_ends_a_chat(sdk, backend):
+    backend.script = say(*each(backend.served.tokenizer, "One two three"), asyncio.Event())
+    extra = {"stop_regex": [r"\sth\w+"]}
+    answer = await sdk.chat.completions.create(model="smol", messages=CHAT, extra_body=extra)
+    assert answer.choices[0].message.content == "One two"
+    assert answer.choices[0].finish_reason == "stop"
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+async def test_a_chat_may_be_asked_for_json(sdk, backend):
+    backend.script = say(length(5))
+    wrapped = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    for asked in (wrapped, {"type": "json_object"}, {"type": "text"}):
+        await sdk.chat.completions.create(model="smol", messages=CHAT, response_format=asked)
+    schema, any_object, text = [request.sampling.grammar for request in backend.requests]
+    assert (schema.kind, json.loads(schema.text)) == ("json_schema", SCHEMA)
+    assert any_object == Grammar(kind="json_object")
+    assert text is None
+
+
+async def test_a_completion_may_be_asked_for_a_choice(client, backend):
+    backend.script = say(length(5))
+    body = {"prompt": "a", "guided_choice": ["yes", "no"]}
+    assert (await post(client, "/v1/completions", body))[0] == 200
+    assert backend.requests[0].sampling.grammar == Grammar(kind="regex", text="(yes|no)")
+
+
 async def test_extra_parameters_reach_the_engine(sdk, backend):
     backend.script = say(length(5))
     extra = {
@@ -155,6 +186,8 @@ async def test_extra_parameters_reach_the_engine(sdk, backend):
         "min_tokens": 2,
         "stop_token_ids": [9],
         "skip_special_tokens": False,
+        "priority": -3,
+        "cache_salt": "tenant",
     }
     await sdk.chat.completions.create(
         model="smol", messages=CHAT, max_tokens=7, logit_bias={"5": 1}, extra_body=extra
@@ -163,6 +196,7 @@ async def test_extra_parameters_reach_the_engine(sdk, backend):
     assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (3, 0.1, 1.5)
     assert (sampling.ignore_eos, sampling.min_new_tokens, sampling.stop_token_ids) == (True, 2, [9])
     assert (sampling.max_new_tokens, sampling.logit_bias) == (7, {5: 1.0})
+    assert (backend.requests[0].priority, backend.requests[0].cache_salt) == (-3, "tenant")
 
 
 async def test_max_completion_tokens_is_the_newer_name(sdk, backend):
@@ -226,7 +260,9 @@ BAD_COMPLETIONS = {
     "mixed": ({"prompt": ["a", 5]}, "prompt: must be a string or a list of strings"),
     "object": ({"prompt": {}}, "prompt: must be a string or a list"),
     "zero": ({"prompt": "a", "max_tokens": 0}, "max_tokens: must be at least 1"),
-    "logprobs": ({"prompt": "a", "logprobs": 1}, "logprobs: not supported yet"),
+    "logprobs": ({"prompt": "a", "logprobs": 21}, "logprobs: must be at most 20"),
+    "true logprobs": ({"prompt": "a", "logprobs": True}, "logprobs: must be an integer"),
+    "prompt logprobs": ({"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs: not supported"),
     "suffix": ({"prompt": "a", "suffix": "b"}, "suffix: not supported yet"),
     "best_of": ({"prompt": "a", "best_of": 3}, "best_of: not supported"),
     "options": ({"prompt": "a", "stream_options": 5}, "stream_options: must be an object"),
@@ -253,8 +289,10 @@ BAD_CHATS = {
         },
         "tool_calls: arguments are not JSON",
     ),
-    "format": (CHAT_BODY | {"response_format": {"type": "json_object"}}, "response_format: only"),
-    "logprobs": (CHAT_BODY | {"logprobs": True}, "logprobs: not supported yet"),
+    "format": (CHAT_BODY | {"response_format": {"type": "x"}}, "response_format.type: must be"),
+    "logprobs": (CHAT_BODY | {"logprobs": 1}, "logprobs: must be true or false"),
+    "top": (CHAT_BODY | {"logprobs": True, "top_logprobs": 21}, "top_logprobs: must be at most 20"),
+    "top alone": (CHAT_BODY | {"top_logprobs": 1}, "top_logprobs: needs logprobs to be true"),
     "forced tool": (CHAT_BODY | {"tool_choice": "required"}, "tool_choice: only"),
     "NaN": (CHAT_BODY | {"temperature": float("nan")}, "temperature: must be a finite number"),
     "kwargs": (CHAT_BODY | {"chat_template_kwargs": 5}, "chat_template_kwargs: must be an object"),
@@ -281,5 +319,7 @@ async def test_what_is_off_is_not_refused(client, backend):
     backend.script = say(length(5))
     off = {"logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"}, "tools": []}
     assert (await post(client, "/v1/chat/completions", CHAT_BODY | off))[0] == 200
-    body = {"prompt": "a", "logprobs": None, "best_of": 1, "suffix": None}
-    assert (await post(client, "/v1/completions", body))[0] == 200
+    for none in (None, False):
+        body = {"prompt": "a", "logprobs": none, "best_of": 1, "suffix": None}
+        assert (await post(client, "/v1/completions", body))[0] == 200
+    assert [request.logprobs for request in backend.requests] == [None] * 3

@@ -23,6 +23,7 @@ from wire.messages import (
     ToEngine,
     TokenBatch,
     TokenDelta,
+    TokenLogprobs,
 )
 from wire.node_info import ModelInfo, NodeInfo
 
@@ -47,6 +48,14 @@ def delta(start, index, token_ids, reason=None, **fields) -> TokenDelta:
         finish=Finish(reason=reason) if reason else None,
         **fields,
     )
+
+
+def logprobs(first: int, end: int) -> list[TokenLogprobs]:
+    """Log-probabilities of some positions, each telling which it is."""
+    return [
+        TokenLogprobs(logprob=-float(position), top=[(position, -float(position))])
+        for position in range(first, end)
+    ]
 
 
 async def until(condition) -> None:

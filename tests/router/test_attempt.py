@@ -3,9 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.attempt import Progress
-from tests.router.fake_node import delta, request
+from tests.router.fake_node import delta, logprobs, request
 from wire.errors import PeerLost
-from wire.messages import StartColocated
+from wire.messages import LogprobsWanted, StartColocated
 
 START = StartColocated(request=request())
 
@@ -59,6 +59,14 @@ def test_a_late_finish_of_something_shorter_is_dropped():
     assert not progress.is_finished
 
 
+def test_an_abort_ends_the_request_whatever_the_half_that_tells_it_has_seen():
+    progress = Progress(request())
+    accept(progress, 0, [5])
+    new = accept(progress, 0, [], "abort")
+    assert (new.index, new.finish.reason) == (1, "abort")
+    assert progress.is_finished
+
+
 def test_a_replay_has_the_sent_tokens_in_its_prompt_and_its_index_continues():
     progress = Progress(request(prompt_ids=[1, 2]))
     accept(progress, 0, [5, 6])
@@ -81,6 +89,85 @@ def test_cached_tokens_are_those_of_the_first_delta():
     progress = Progress(request())
     assert accept(progress, 0, [5], cached_tokens=2).cached_tokens == 2
     assert accept(progress, 1, [6], cached_tokens=4).cached_tokens == 0
+
+
+def prompt_run(progress, first, end, **fields):
+    return accept(
+        progress, 0, [], prompt_index=first, prompt_logprobs=logprobs(first, end), **fields
+    )
+
+
+def wanting(start, num_tokens=6, **fields):
+    wanted = LogprobsWanted(num_top=1, prompt_start=start)
+    return request(prompt_ids=range(num_tokens), logprobs=wanted, **fields)
+
+
+def test_log_probabilities_are_cut_as_their_tokens_are():
+    progress = Progress(wanting(-1))
+    accept(progress, 0, [5], logprobs=logprobs(0, 1))
+    new = accept(progress, 0, [5, 6, 7], logprobs=logprobs(0, 3))
+    assert (new.token_ids, new.logprobs) == ([6, 7], logprobs(1, 3))
+
+
+def test_prompt_positions_alone_are_worth_giving_and_the_first_copy_is_taken():
+    progress = Progress(wanting(1))
+    assert prompt_run(progress, 1, 3).prompt_logprobs == logprobs(1, 3)
+    assert prompt_run(progress, 1, 3) is None
+    new = prompt_run(progress, 2, 5)
+    assert (new.prompt_index, new.prompt_logprobs) == (3, logprobs(3, 5))
+    assert progress.awaits_prompt_logprobs
+    prompt_run(progress, 5, 6)
+    assert not progress.awaits_prompt_logprobs
+
+
+def test_prompt_positions_that_nobody_wants_are_dropped():
+    assert prompt_run(Progress(request()), 0, 3) is None
+    assert prompt_run(Progress(wanting(-1)), 0, 3) is None
+
+
+def test_a_gap_in_the_prompt_is_an_error_that_a_replay_can_mend():
+    progress = Progress(wanting(0))
+    with pytest.raises(PeerLost, match="positions 0 to 1 never arrived"):
+        prompt_run(progress, 2, 4)
+    assert progress.remaining().logprobs.prompt_start == 0
+
+
+def test_a_replay_asks_only_for_the_prompt_positions_not_given_yet():
+    progress = Progress(wanting(1, group="g"))
+    prompt_run(progress, 1, 4)
+    assert progress.remaining() == wanting(4, group="g")
+    prompt_run(progress, 4, 6)
+    assert progress.remaining() == wanting(-1, group="g")
+
+
+def test_sent_tokens_are_no_part_of_the_prompt_that_is_told_of():
+    progress = Progress(wanting(0))
+    accept(progress, 0, [9], logprobs=logprobs(6, 7))
+    assert progress.remaining().logprobs.prompt_start == 0
+    new = accept(progress, 1, [], prompt_logprobs=logprobs(0, 7))
+    assert new.prompt_logprobs == logprobs(0, 6)
+
+
+def test_a_replay_with_sent_tokens_has_left_its_group():
+    progress = Progress(request(group="g"))
+    assert progress.remaining().group == "g"
+    accept(progress, 0, [5])
+    assert progress.remaining().group == ""
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30), st.integers(0, 9))
+def test_however_runs_repeat_and_overlap_each_prompt_position_is_given_once(windows, start):
+    progress = Progress(wanting(start, num_tokens=10))
+    told = []
+    for first, size in [*windows, (start, 10)]:
+        try:
+            new = prompt_run(progress, first, first + size)
+        except PeerLost:
+            continue
+        if new is not None:
+            assert new.prompt_index == start + len(told)
+            told += new.prompt_logprobs
+    assert told == logprobs(start, 10)
 
 
 @given(

@@ -8,9 +8,9 @@ from router.backend import ClusterBackend
 from router.cluster import Cluster
 from router.config import PrefillTarget, RouterConfig
 from router.policy import POLICIES
-from tests.router.fake_node import FakeNode, request, until
+from tests.router.fake_node import FakeNode, logprobs, request, until
 from wire.errors import EngineFailed, InvalidRequest, NoNodeAvailable, Overloaded
-from wire.messages import Cancel, FlushCache, StartDecode, StartPrefill
+from wire.messages import Cancel, FlushCache, LogprobsWanted, StartDecode, StartPrefill
 
 
 @asynccontextmanager
@@ -68,12 +68,15 @@ class Reader:
 
     def __init__(self, tasks, backend, generate_request) -> None:
         self.token_ids, self.finish = [], None
+        self.logprobs, self.prompt_logprobs = [], []
         self.task = tasks.create_task(self._read(backend, generate_request))
 
     async def _read(self, backend, generate_request):
         async for part in backend.generate(generate_request):
             assert part.index == generate_request.num_prior_tokens + len(self.token_ids)
             self.token_ids += part.token_ids
+            self.logprobs += part.logprobs
+            self.prompt_logprobs += part.prompt_logprobs
             self.finish = part.finish and part.finish.reason
 
     async def result(self):
@@ -90,6 +93,12 @@ async def reading(setup, generate_request=None):
 
 async def read(backend, generate_request=None):
     return [part async for part in backend.generate(generate_request or request())]
+
+
+def decode_streams(setup):
+    """What the router reads from decode nodes now."""
+    clients = [node.client for node in setup.backend._cluster.decodes]
+    return [stream for client in clients for stream in client._streams.values()]
 
 
 def in_flight(setup) -> list[tuple[int, int]]:
@@ -171,6 +180,49 @@ async def test_a_decode_that_dies_mid_stream_costs_and_repeats_no_token():
         prefill.engine.say(start_prefill, 3, [13])
         second.engine.say(start_decode, 3, [13, 14], "length")
         assert await reader.result() == ([10, 11, 12, 13, 14], "length")
+
+
+def wanting_prompt(start=0):
+    return request(logprobs=LogprobsWanted(num_top=1, prompt_start=start))
+
+
+async def test_decodes_tokens_wait_for_what_prefill_owes_of_the_prompt():
+    async with cluster() as setup, reading(setup, wanting_prompt()) as reader:
+        prefill, start_prefill, decode, start_decode = await setup.pair_of()
+        prefill.engine.say(start_prefill, 0, [], prompt_logprobs=logprobs(0, 1))
+        await until(lambda: reader.prompt_logprobs)
+        (work,) = decode_streams(setup)
+        decode.engine.say(start_decode, 0, [10, 11], logprobs=logprobs(3, 5))
+        await until(lambda: not work.is_empty)
+        assert reader.token_ids == []
+        rest = {"prompt_index": 1, "prompt_logprobs": logprobs(1, 3)}
+        prefill.engine.say(start_prefill, 0, [10], "handed_off", logprobs=logprobs(3, 4), **rest)
+        decode.engine.say(start_decode, 2, [12], "stop", logprobs=logprobs(5, 6))
+        assert await reader.result() == ([10, 11, 12], "stop")
+        assert reader.prompt_logprobs + reader.logprobs == logprobs(0, 6)
+
+
+async def test_decodes_failure_does_not_wait_for_the_prompt():
+    async with cluster(num_decodes=2) as setup, reading(setup, wanting_prompt()) as reader:
+        prefill, start_prefill, decode, _ = await setup.pair_of()
+        prefill.engine.say(start_prefill, 0, [], prompt_logprobs=logprobs(0, 1))
+        await until(lambda: reader.prompt_logprobs)
+        decode.engine.close()
+        await prefill.engine.next(Cancel)
+        prefill, start_prefill, decode, _ = await setup.pair_of(attempt=1)
+        assert start_prefill.request == wanting_prompt(1)
+        run = {"prompt_index": 1, "prompt_logprobs": logprobs(1, 3)}
+        prefill.engine.say(start_prefill, 0, [9], "stop", logprobs=logprobs(3, 4), **run)
+        assert await reader.result() == ([9], "stop")
+        assert reader.prompt_logprobs + reader.logprobs == logprobs(0, 4)
+
+
+async def test_a_prefill_that_tells_nothing_of_the_prompt_holds_nothing_up():
+    async with cluster() as setup, reading(setup, wanting_prompt()) as reader:
+        prefill, start_prefill, decode, start_decode = await setup.pair_of()
+        decode.engine.say(start_decode, 0, [10, 11], "stop")
+        prefill.engine.say(start_prefill, 0, [10], "handed_off")
+        assert await reader.result() == ([10, 11], "stop")
 
 
 async def test_a_prefill_that_dies_after_the_hand_off_is_not_noticed():
@@ -260,6 +312,16 @@ async def test_an_aborted_request_ends_with_that_reason():
         assert not await setup.backend.abort("r1")
 
 
+async def test_a_request_is_aborted_between_the_hand_off_and_decodes_first_word():
+    async with cluster() as setup, reading(setup) as reader:
+        prefill, start_prefill, decode, _ = await setup.pair_of()
+        prefill.engine.say(start_prefill, 0, [10], "handed_off")
+        await until(lambda: reader.token_ids == [10])
+        assert await setup.backend.abort("r1")
+        assert await reader.result() == ([10], "abort")
+        await decode.engine.next(Cancel)
+
+
 async def test_requests_at_once_spread_over_the_nodes():
     async with cluster(num_prefills=2, num_decodes=2) as setup:
         requests = [request(request_id=f"r{i}") for i in range(2)]
@@ -272,6 +334,53 @@ async def test_requests_at_once_spread_over_the_nodes():
         await asyncio.gather(*firsts)
         for generation in generations:
             await generation.aclose()
+
+
+def grouped(index: int):
+    return request(request_id=f"r{index}", group="g")
+
+
+async def test_requests_of_one_group_go_to_one_pair():
+    async with cluster(num_prefills=2, num_decodes=2) as setup, asyncio.TaskGroup() as tasks:
+        readers = [Reader(tasks, setup.backend, grouped(index)) for index in range(3)]
+        prefill, start, _, _ = await setup.pair_of()
+        starts = [start, *[await prefill.engine.next(StartPrefill) for _ in range(2)]]
+        for start in starts:
+            prefill.engine.say(start, 0, [2], "stop")
+        assert [await reader.result() for reader in readers] == [([2], "stop")] * 3
+        assert setup.others(prefill).engine.is_idle()
+        assert len(setup.backend._groups) == 0
+
+
+async def test_a_group_whose_pair_fails_moves_as_one():
+    async with cluster(num_prefills=3) as setup, asyncio.TaskGroup() as tasks:
+        readers = [Reader(tasks, setup.backend, grouped(index)) for index in range(2)]
+        prefill, first, decode, _ = await setup.pair_of()
+        await decode.engine.next(StartDecode)
+        for start in (first, await prefill.engine.next(StartPrefill)):
+            prefill.engine.fail(start, EngineFailed("bad luck"))
+        others = [node for node in setup.prefills if node != prefill]
+        await until(lambda: any(not node.engine.is_idle() for node in others))
+        (second,) = [node for node in others if not node.engine.is_idle()]
+        for _ in readers:
+            second.engine.say(await second.engine.next(StartPrefill), 0, [2], "stop")
+        assert [await reader.result() for reader in readers] == [([2], "stop")] * 2
+
+
+async def test_a_group_does_not_send_to_a_pair_that_is_gone():
+    async with cluster(num_prefills=2) as setup, asyncio.TaskGroup() as tasks:
+        first = Reader(tasks, setup.backend, grouped(0))
+        prefill, start_prefill, decode, start_decode = await setup.pair_of()
+        prefill.engine.say(start_prefill, 0, [10], "handed_off")
+        await until(lambda: first.token_ids == [10])
+        prefill.engine.close()
+        await until(lambda: not all(node.is_up for node in setup.backend._cluster.prefills))
+        second = Reader(tasks, setup.backend, grouped(1))
+        other = setup.others(prefill)
+        other.engine.say(await other.engine.next(StartPrefill), 0, [2], "stop")
+        assert await second.result() == ([2], "stop")
+        decode.engine.say(start_decode, 0, [10, 11], "stop")
+        assert await first.result() == ([10, 11], "stop")
 
 
 async def test_without_a_node_nothing_is_served_and_health_says_why():

@@ -1,0 +1,180 @@
+"""Log-probabilities as the APIs write them, from those that came with the tokens.
+
+```
+ /generate              lists of [logprob, token id, text or null]
+ /v1/completions        {tokens, token_logprobs, top_logprobs, text_offset}
+ /v1/chat/completions   {content: [{token, logprob, bytes, top_logprobs}]}
+```
+"""
+
+import codecs
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from frontend.generation import Generation
+from frontend.tokenizer import Tokenizer
+from wire.messages import LogprobsWanted, TokenLogprobs
+
+# OpenAI's limit for chats; what a step must sort out for each of its tokens.
+MAX_TOP_LOGPROBS = 20
+# JSON has no infinity. vLLM's number for what cannot be, as OpenAI's own.
+_IMPOSSIBLE = -9999.0
+
+Run = tuple[Sequence[int], Sequence[TokenLogprobs]]
+"""Ids that stand behind each other, with what is known of each."""
+
+
+class NativeLogprobs:
+    """The fields of one generation's `meta_info`, which grow as tokens come.
+
+    Args:
+        generation: Its request wants log-probabilities.
+        has_text: Whether the text of each token is told.
+    """
+
+    def __init__(self, generation: Generation, wanted: LogprobsWanted, *, has_text: bool) -> None:
+        self._num_top = wanted.num_top
+        # As SGLang: the first position that is told of has no value, wherever it is.
+        self._is_first = True
+        self._prompt_ids = generation.request.prompt_ids
+        self._position = wanted.prompt_start
+        self._tokenizer = generation.tokenizer if has_text else None
+        self._fields = self._empty()
+
+    def fields(self) -> dict[str, list[Any]]:
+        """Return what was added, to be put into `meta_info`."""
+        return self._fields
+
+    def add(self, output: Run, prompt: Sequence[TokenLogprobs]) -> None:
+        """Add what came."""
+        for entry in prompt:
+            known = TokenLogprobs(logprob=None) if self._is_first else entry
+            self._add("input", self._prompt_ids[self._position], known)
+            self._position += 1
+            self._is_first = False
+        for token_id, entry in _entries([output]):
+            self._add("output", token_id, entry)
+
+    def clear(self) -> None:
+        """Forget what was added: only what comes from now on is told."""
+        self._fields = self._empty()
+
+    def _empty(self) -> dict[str, list[Any]]:
+        kinds = ("token_logprobs", "top_logprobs") if self._num_top else ("token_logprobs",)
+        return {f"{side}_{kind}": [] for kind in kinds for side in ("input", "output")}
+
+    def _add(self, side: str, token_id: int, entry: TokenLogprobs) -> None:
+        self._fields[f"{side}_token_logprobs"].append(self._triple(token_id, entry.logprob))
+        if self._num_top:
+            top = [self._triple(id_, logprob) for id_, logprob in entry.top[: self._num_top]]
+            self._fields[f"{side}_top_logprobs"].append(top or None)
+
+    def _triple(self, token_id: int, logprob: float | None) -> list[float | int | str | None]:
+        text = None
+        if self._tokenizer is not None:
+            text = self._tokenizer.token_bytes(token_id).decode(errors="replace")
+        return [_finite(logprob), token_id, text]
+
+
+def native_logprobs(generation: Generation, *, has_text: bool) -> NativeLogprobs | None:
+    """Return what writes a generation's log-probabilities, or None when it wants none."""
+    wanted = generation.request.logprobs
+    return None if wanted is None else NativeLogprobs(generation, wanted, has_text=has_text)
+
+
+class LogprobWriter(Protocol):
+    """Writes the `logprobs` of one choice, piece by piece."""
+
+    def write(self, *runs: Run) -> dict[str, Any]:
+        """Return `logprobs` for the next tokens of the choice."""
+        ...
+
+
+class CompletionLogprobs:
+    """Writes those of `/v1/completions`.
+
+    The chosen token is among its `top_logprobs`, which are keyed by text: of two tokens that share
+    one the likelier is told. Offsets are in the text of all tokens, special ones included.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, num_top: int) -> None:
+        self._tokenizer, self._num_top = tokenizer, num_top
+        # The offset of a token inside a character is that of the character.
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._offset = 0
+
+    def write(self, *runs: Run) -> dict[str, Any]:
+        """See `LogprobWriter`."""
+        tokens: list[str] = []
+        token_logprobs: list[float | None] = []
+        top_logprobs: list[dict[str, float] | None] = []
+        text_offset: list[int] = []
+        for token_id, entry in _entries(runs):
+            tokens.append(_text(self._tokenizer, token_id))
+            token_logprobs.append(_finite(entry.logprob))
+            top_logprobs.append(self._top(token_id, entry))
+            text_offset.append(self._offset)
+            self._offset += len(self._decode(_bytes(self._tokenizer, token_id)))
+        return {
+            "tokens": tokens,
+            "token_logprobs": token_logprobs,
+            "top_logprobs": top_logprobs,
+            "text_offset": text_offset,
+        }
+
+    def _top(self, token_id: int, entry: TokenLogprobs) -> dict[str, float] | None:
+        if entry.logprob is None:
+            return None
+        top: dict[str, float] = {}
+        for id_, logprob in (*entry.top[: self._num_top], (token_id, entry.logprob)):
+            top.setdefault(_text(self._tokenizer, id_), max(logprob, _IMPOSSIBLE))
+        return top
+
+
+class ChatLogprobs:
+    """Writes those of `/v1/chat/completions`."""
+
+    def __init__(self, tokenizer: Tokenizer | None, num_top: int) -> None:
+        self._tokenizer, self._num_top = tokenizer, num_top
+
+    def write(self, *runs: Run) -> dict[str, Any]:
+        """See `LogprobWriter`."""
+        return {
+            "content": [
+                self._token(token_id, entry.logprob)
+                | {"top_logprobs": [self._token(*top) for top in entry.top[: self._num_top]]}
+                for token_id, entry in _entries(runs)
+            ]
+        }
+
+    def _token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        return {
+            "token": _text(self._tokenizer, token_id),
+            "logprob": _finite(logprob),
+            "bytes": list(_bytes(self._tokenizer, token_id)),
+        }
+
+
+def _entries(runs: Sequence[Run]) -> Iterator[tuple[int, TokenLogprobs]]:
+    for token_ids, entries in runs:
+        # Not strict: a node of an older release tells nothing.
+        yield from zip(token_ids, entries, strict=False)
+
+
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, _IMPOSSIBLE)
+
+
+def _bytes(tokenizer: Tokenizer | None, token_id: int) -> bytes:
+    return tokenizer.token_bytes(token_id) if tokenizer is not None else b""
+
+
+def _text(tokenizer: Tokenizer | None, token_id: int) -> str:
+    """Return a token's text; as OpenAI, `bytes:...` for one that is only part of a character."""
+    if tokenizer is None:
+        return f"token_id:{token_id}"
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -1,0 +1,294 @@
+"""Log-probabilities in every shape that clients know."""
+
+import asyncio
+
+import openai
+import pytest
+
+from frontend.generation import Generation
+from frontend.logprobs import ChatLogprobs, CompletionLogprobs, native_logprobs
+from frontend.options import FrontendOptions
+from frontend.sampling import TextRules
+from tests.frontend.conftest import serve
+from tests.frontend.fakes import length, say, stop
+from tests.frontend.helpers import each, post, stream
+from tests.router.fake_node import request
+from wire.messages import LogprobsWanted, TokenLogprobs
+
+EOS = 2
+NATIVE = {"input_ids": [5, 6, 7], "return_logprob": True}
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture
+async def sdk(client):
+    base = str(client._base_url / "v1")
+    async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as made:
+        yield made
+
+
+def triples(*token_ids):
+    """What the fake says of these tokens, as SGLang writes it."""
+    return [[-token_id / 100, token_id, None] for token_id in token_ids]
+
+
+async def meta_of(client, body):
+    status, answer = await post(client, "/generate", body)
+    assert status == 200, answer
+    return answer["meta_info"]
+
+
+async def test_by_default_only_the_output_is_told_of(client, backend):
+    backend.script = say([8], length(9))
+    meta = await meta_of(client, NATIVE)
+    assert meta["output_token_logprobs"] == triples(8, 9)
+    assert meta["input_token_logprobs"] == []
+    assert "output_top_logprobs" not in meta
+    assert backend.requests[0].logprobs == LogprobsWanted(num_top=0, prompt_start=-1)
+
+
+async def test_nothing_is_told_unless_asked(client, backend):
+    backend.script = say(length(9))
+    meta = await meta_of(client, {"input_ids": [5], "logprob_start_len": 0, "top_logprobs_num": 2})
+    assert not any("logprob" in name for name in meta)
+    assert backend.requests[0].logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [
+        (0, [[None, 5, None], *triples(6, 7)]),
+        (1, [[None, 6, None], *triples(7)]),  # as SGLang, the first has no value wherever it is
+        (2, [[None, 7, None]]),
+        (3, []),
+    ],
+)
+async def test_the_prompt_is_told_of_from_the_start_that_was_asked(
+    client, backend, start, expected
+):
+    backend.script = say(length(8))
+    meta = await meta_of(client, NATIVE | {"logprob_start_len": start})
+    assert meta["input_token_logprobs"] == expected
+
+
+async def test_the_likeliest_tokens_stand_beside_each(client, backend):
+    backend.script = say([8], length(9))
+    body = NATIVE | {"logprob_start_len": 0, "top_logprobs_num": 2}
+    meta = await meta_of(client, body)
+    top = [[[-0.08, 8, None], [-1.08, 9, None]], [[-0.09, 9, None], [-1.09, 10, None]]]
+    assert meta["output_top_logprobs"] == top
+    first, *others = meta["input_top_logprobs"]
+    assert (first, [len(entry) for entry in others]) == (None, [2, 2])
+
+
+async def test_the_text_of_each_token_may_be_told(client, backend, tokenizer):
+    ids = tokenizer.encode("Hi é日")
+    backend.script = say(ids, stop(EOS))
+    meta = await meta_of(client, NATIVE | {"return_text_in_logprobs": True})
+    texts = [text for _, _, text in meta["output_token_logprobs"]]
+    assert texts[0] == "Hi"
+    assert texts[-1] == "<|im_end|>"
+
+
+async def test_each_prompt_of_a_batch_has_its_own_wishes(client, backend):
+    backend.script = say(length(9))
+    body = {
+        "input_ids": [[5, 6], [7]],
+        "return_logprob": [True, False],
+        "logprob_start_len": [0, -1],
+    }
+    _, (first, second) = await post(client, "/generate", body)
+    assert len(first["meta_info"]["input_token_logprobs"]) == 2
+    assert "output_token_logprobs" not in second["meta_info"]
+
+
+async def test_a_prompt_may_be_scored_without_an_answer(client, backend):
+    body = NATIVE | {"logprob_start_len": 0, "max_new_tokens": 0}
+    status, answer = await post(client, "/generate", body)
+    assert (status, answer["text"], answer["output_ids"]) == (200, "", [])
+    meta = answer["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 0}
+    assert meta["input_token_logprobs"] == [[None, 5, None], *triples(6, 7)]
+    assert meta["output_token_logprobs"] == []
+    assert backend.requests[0].sampling.max_new_tokens == 1
+
+
+async def test_an_abort_of_a_scoring_is_no_answer(client, backend):
+    backend.script = say(asyncio.Event())
+    body = NATIVE | {"max_new_tokens": 0, "rid": "mine"}
+    async with asyncio.TaskGroup() as tasks:
+        asked = tasks.create_task(post(client, "/generate", body))
+        await backend.until(lambda: backend.aborts)
+        await post(client, "/abort_request", {"rid": "mine"})
+    _, answer = await asked
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+async def test_a_native_stream_is_cumulative_and_its_first_event_has_the_prompt(client, backend):
+    backend.script = say([8], [9], length(10))
+    got = await stream(client, "/generate", NATIVE | {"logprob_start_len": 0})
+    metas = [event["meta_info"] for event in got]
+    assert [len(meta["input_token_logprobs"]) for meta in metas] == [3, 3, 3]
+    assert [meta["output_token_logprobs"] for meta in metas] == [
+        triples(8),
+        triples(8, 9),
+        triples(8, 9, 10),
+    ]
+
+
+async def test_an_incremental_stream_tells_each_once(backend):
+    backend.script = say([8], [9], length(10))
+    async with serve(backend, FrontendOptions(incremental_streaming_output=True)) as client:
+        got = await stream(client, "/generate", NATIVE | {"logprob_start_len": 0})
+    metas = [event["meta_info"] for event in got]
+    assert [len(meta["input_token_logprobs"]) for meta in metas] == [3, 0, 0]
+    assert [meta["output_token_logprobs"] for meta in metas] == [
+        triples(8),
+        triples(9),
+        triples(10),
+    ]
+
+
+async def test_a_stop_string_keeps_the_log_probabilities_of_the_counted_tokens(
+    client, backend, tokenizer
+):
+    ids = tokenizer.encode("One two three four")
+    backend.script = say(ids, length(5))
+    body = NATIVE | {"stop": "thr"}
+    _, answer = await post(client, "/generate", body)
+    assert answer["text"] == "One two "
+    assert answer["output_ids"] == ids[:3]
+    assert answer["meta_info"]["output_token_logprobs"] == triples(*ids[:3])
+
+
+async def test_a_chat_tells_token_bytes_and_the_likeliest(sdk, backend, tokenizer):
+    ids = tokenizer.encode("Hi you")
+    backend.script = say(*each(tokenizer, "Hi you"), stop(EOS))
+    answer = await sdk.chat.completions.create(
+        model="smol", messages=CHAT, logprobs=True, top_logprobs=2
+    )
+    content = answer.choices[0].logprobs.content
+    assert [entry.token for entry in content] == ["Hi", " you", "<|im_end|>"]
+    assert [entry.logprob for entry in content] == [-id_ / 100 for id_ in (*ids, EOS)]
+    assert bytes(content[1].bytes) == b" you"
+    assert content[0].top_logprobs[0].token == "Hi"
+    assert [len(entry.top_logprobs) for entry in content] == [2, 2, 2]
+
+
+async def test_a_streamed_chat_tells_each_token_once(sdk, backend, tokenizer):
+    backend.script = say(*each(tokenizer, "Hi you"), stop(EOS))
+    chunks = await sdk.chat.completions.create(
+        model="smol", messages=CHAT, logprobs=True, stream=True
+    )
+    told = [chunk.choices[0].logprobs async for chunk in chunks]
+    tokens = [entry.token for part in told if part is not None for entry in part.content]
+    assert tokens == ["Hi", " you", "<|im_end|>"]
+
+
+async def test_a_completion_tells_tokens_values_and_offsets(sdk, backend, tokenizer):
+    backend.script = say(*each(tokenizer, "Hi you"), stop(EOS))
+    answer = await sdk.completions.create(model="smol", prompt="a", logprobs=2)
+    told = answer.choices[0].logprobs
+    assert told.tokens == ["Hi", " you", "<|im_end|>"]
+    assert told.text_offset == [0, 2, 6]
+    pairs = zip(told.tokens, told.top_logprobs, strict=True)
+    assert told.token_logprobs == [top[token] for token, top in pairs]
+
+
+async def test_a_streamed_completion_continues_its_offsets(sdk, backend, tokenizer):
+    backend.script = say(*each(tokenizer, "Hi you"), stop(EOS))
+    chunks = await sdk.completions.create(model="smol", prompt="a", logprobs=0, stream=True)
+    told = [chunk.choices[0].logprobs async for chunk in chunks]
+    assert [(part.tokens, part.text_offset) for part in told] == [
+        (["Hi"], [0]),
+        ([" you"], [2]),
+        (["<|im_end|>"], [6]),
+    ]
+
+
+def score(choice, context_length):
+    """Read a choice as lm_eval does: the continuation's sum, and whether it is what greedy says."""
+    values = choice.logprobs.token_logprobs[context_length:-1]
+    tops = choice.logprobs.top_logprobs[context_length:-1]
+    return sum(values), all(
+        value == max(top.values()) for value, top in zip(values, tops, strict=True)
+    )
+
+
+async def test_lm_eval_reads_the_prompts_log_probabilities(sdk, backend):
+    answer = await sdk.completions.create(
+        model="smol", prompt=[[5, 6, 7], [8, 9]], echo=True, logprobs=1, max_tokens=1
+    )
+    first, second = answer.choices
+    assert first.logprobs.token_logprobs == [None, -0.06, -0.07, -0.05]
+    assert first.logprobs.top_logprobs[0] is None
+    assert score(first, 1) == (pytest.approx(-0.13), True)
+    assert score(second, 1) == (pytest.approx(-0.09), True)
+    assert [request.logprobs.prompt_start for request in backend.requests] == [0, 0]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_echo_without_an_answer(sdk, backend, tokenizer, is_stream):
+    ids = tokenizer.encode("Hi you")
+    call = {"model": "smol", "prompt": "Hi you", "echo": True, "logprobs": 0, "max_tokens": 0}
+    if is_stream:
+        chunks = [chunk async for chunk in await sdk.completions.create(**call, stream=True)]
+        choices = [chunk.choices[0] for chunk in chunks]
+    else:
+        answer = await sdk.completions.create(**call)
+        choices = answer.choices
+        assert answer.usage.completion_tokens == 0
+    assert "".join(choice.text for choice in choices) == "Hi you"
+    told = choices[0].logprobs
+    assert told.tokens == ["Hi", " you"]
+    assert told.token_logprobs == [None, -ids[1] / 100]
+    assert told.text_offset == [0, 2]
+    assert choices[-1].finish_reason == "length"
+
+
+async def test_an_echo_and_its_answer_are_told_in_one(sdk, backend, tokenizer):
+    backend.script = say(*each(tokenizer, " there"), stop(EOS))
+    call = {"model": "smol", "prompt": "Hi you", "echo": True, "logprobs": 1}
+    answer = await sdk.completions.create(**call)
+    whole = answer.choices[0].logprobs
+    assert whole.tokens == ["Hi", " you", " there", "<|im_end|>"]
+    chunks = [chunk async for chunk in await sdk.completions.create(**call, stream=True)]
+    parts = [chunk.choices[0].logprobs for chunk in chunks]
+    assert [offset for part in parts for offset in part.text_offset] == whole.text_offset
+    assert [token for part in parts for token in part.tokens] == whole.tokens
+
+
+def known(*values):
+    return [TokenLogprobs(logprob=value) for value in values]
+
+
+def test_a_token_that_is_part_of_a_character_is_told_in_bytes(tokenizer):
+    ids = tokenizer.encode("🇫")
+    assert len(ids) > 1
+    entries = known(*[-1.0] * len(ids))
+    [chat] = [ChatLogprobs(tokenizer, 0).write((ids, entries))["content"]]
+    assert bytes(byte for entry in chat for byte in entry["bytes"]) == "🇫".encode()
+    assert chat[0]["token"].startswith("bytes:\\xf0")
+    told = CompletionLogprobs(tokenizer, 0).write((ids, entries))
+    assert told["text_offset"] == [0] * len(ids)
+
+
+def test_without_a_tokenizer_tokens_are_told_by_their_ids():
+    told = CompletionLogprobs(None, 1).write(([5], [TokenLogprobs(logprob=-1.0, top=[(6, -0.5)])]))
+    assert told["top_logprobs"] == [{"token_id:6": -0.5, "token_id:5": -1.0}]
+    [entry] = ChatLogprobs(None, 0).write(([5], known(-1.0)))["content"]
+    assert entry == {"token": "token_id:5", "logprob": -1.0, "bytes": [], "top_logprobs": []}
+
+
+def test_what_cannot_be_is_a_number_that_json_has(tokenizer):
+    impossible = known(float("-inf"))
+    told = CompletionLogprobs(tokenizer, 0).write(([5], impossible))
+    assert told["token_logprobs"] == [-9999.0]
+    wanting = request(logprobs=LogprobsWanted())
+    writer = native_logprobs(Generation(wanting, TextRules(), tokenizer), has_text=False)
+    writer.add(([5], impossible), [])
+    assert writer.fields()["output_token_logprobs"] == [[-9999.0, 5, None]]
+
+
+def test_what_an_older_node_does_not_tell_is_left_out(tokenizer):
+    assert ChatLogprobs(tokenizer, 0).write(([5, 6], [])) == {"content": []}

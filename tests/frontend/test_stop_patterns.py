@@ -1,0 +1,166 @@
+import itertools
+
+import pytest
+import regex
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from frontend.stop_patterns import MAX_MATCH_CHARS, StopPatterns, compile_pattern
+from tests.frontend.test_stops import SMALL, STOPS, cut
+from tests.frontend.test_stops import reference as reference_of_strings
+from wire.errors import InvalidRequest
+
+TEXTS = st.text(alphabet="abc \n", max_size=30)
+ATOMS = r"a|b|c|\n|\s|\w|[ab]|[^a\]]|.|^|$|\b|\B|\A|\Z|(?=a)|(?!b)|(?<=a)|(?<!b)|(?<=ab)|(?>a+)|(a)"
+GREEDY = ["*", "+", "?", "{2}", "{1,2}"]
+LAZY = ["*?", "+?", "??"]
+
+
+def patterns(quantifiers):
+    """One or two patterns of a few atoms."""
+    one = st.recursive(
+        st.sampled_from(ATOMS.split("|")),
+        lambda inner: st.one_of(
+            st.tuples(inner, inner).map("".join),
+            st.tuples(inner, inner).map(lambda pair: f"(?:{pair[0]}|{pair[1]})"),
+            st.tuples(inner, st.sampled_from(quantifiers)).map(
+                lambda pair: f"(?:{pair[0]}){pair[1]}"
+            ),
+        ),
+        max_leaves=6,
+    )
+    return st.lists(one, min_size=1, max_size=2)
+
+
+def usable(given_patterns):
+    for pattern in given_patterns:
+        try:
+            compile_pattern(pattern)
+        except ValueError:
+            return False
+    return True
+
+
+def reference(text, given_patterns, keep=False):
+    """The first prefix of the text that holds a match; of several matches in it the longest."""
+    for end in range(1, len(text) + 1):
+        found = [(pattern, regex.search(pattern, text[:end])) for pattern in given_patterns]
+        found = [(pattern, match) for pattern, match in found if match is not None]
+        if found:
+            pattern, match = min(found, key=lambda pair: pair[1].start())
+            return text[: match.end() if keep else match.start()], pattern
+    return text, None
+
+
+def fed(pieces, given_patterns, stops=(), keep=False):
+    watch = StopPatterns(given_patterns, stops, keep)
+    return "".join([watch.push(piece) for piece in pieces]) + watch.finish(), watch.matched
+
+
+PLACES = st.lists(st.integers(0, 30))
+
+
+@given(TEXTS, patterns(GREEDY + LAZY), st.booleans(), PLACES)
+def test_the_result_does_not_depend_on_how_the_text_was_cut(text, given_patterns, keep, places):
+    assume(usable(given_patterns))
+    whole = fed([text], given_patterns, keep=keep)
+    assert fed(cut(text, places), given_patterns, keep=keep) == whole
+
+
+# Of `regex` itself: a lazy repeat before a lookbehind is not told as a partial match.
+@given(TEXTS, patterns(GREEDY), st.booleans())
+def test_it_ends_where_the_text_first_holds_a_match(text, given_patterns, keep):
+    assume(usable(given_patterns))
+    assert fed(text, given_patterns, keep=keep) == reference(text, given_patterns, keep)
+
+
+@given(SMALL, STOPS, st.booleans())
+def test_stop_strings_beside_patterns_are_met_as_alone(text, stops, keep):
+    assert fed(text, ["never"], stops, keep) == reference_of_strings(text, stops, keep)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "shown"),
+    [
+        (r"\d+ apples", "I ate 12 apples today", "I ate "),
+        (r"(?i)user:", "Hi\nUSER: you", "Hi\n"),
+        (r"\n\bThe", "One.\nThe", "One."),
+        (r"(?m)^end$", "the end\nend", "the end\n"),
+        (r"(?<=: )no", "no: no", "no: "),
+        (r"<b>.*?</b>", "x<b>y</b>z", "x"),
+        (r"[^a\]]\B", "ab,,", "ab"),
+        ("日本", "東京、日本", "東京、"),
+    ],
+)
+def test_a_match_is_trimmed(pattern, text, shown):
+    assert fed(text, [pattern]) == (shown, pattern)
+
+
+def test_what_may_become_a_match_is_held_back_and_no_more():
+    watch = StopPatterns([r"\d+ apples"])
+    assert [watch.push(piece) for piece in ("a 1", "2", " app", "le 3", " ")] == [
+        "a ",
+        "",
+        "",
+        "12 apple ",
+        "",
+    ]
+    assert watch.finish() == "3 "
+
+
+def test_whichever_is_complete_first_wins():
+    assert fed("abX", ["b"], ["abX"]) == ("a", "b")
+    assert fed("abX", ["bX."], ["ab"]) == ("", "ab")
+    assert fed("abX", ["X"], ["abX"]) == ("", "abX")
+
+
+def test_nothing_comes_after_the_match():
+    watch = StopPatterns(["x"], keep_match=True)
+    assert [watch.push("axb"), watch.push("more"), watch.finish()] == ["ax", "", ""]
+
+
+def test_a_match_that_never_ends_is_not_waited_for_without_end():
+    watch = StopPatterns(["(?s)<.*>"])
+    text = "<" + "a" * (MAX_MATCH_CHARS - 1)
+    assert watch.push(text) == ""
+    assert watch.push("aa") == text + "aa"
+
+
+def test_a_long_text_is_forgotten_but_for_what_patterns_look_back_at():
+    watch = StopPatterns(["(?<=c)d", r"\Aa b"])
+    assert watch.push("a " * 5000) == "a " * 5000
+    assert len(watch._text) < 2000
+    assert watch.push("a bc") == "a bc"
+    assert watch.push("d") == ""
+    assert watch.matched == "(?<=c)d"
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+b", "(a|aa)+$x"])
+def test_a_pattern_that_backtracks_without_end_is_refused(pattern):
+    watch = StopPatterns([pattern])
+    with pytest.raises(InvalidRequest, match="takes too long"):
+        for _ in itertools.repeat(None, 3000):
+            watch.push("a")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sentence"),
+    [
+        ("(", "no regular expression: missing"),
+        ("a{2}{3}*+", "no regular expression"),
+        (r"\L<names>", "no regular expression"),
+        ("a*", "matches the empty text"),
+        ("(?r)ab", "has the flag"),
+        ("(?V1)[a--b]", "has the flag"),
+    ],
+)
+def test_a_pattern_that_cannot_be_used_is_refused(pattern, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        compile_pattern(pattern)
+
+
+@given(st.text(alphabet=r"ab()[]{}\*+?|^$.:<>=!PNpbLGKRXhdwZ019,-&~#ix'", max_size=14), TEXTS)
+def test_whatever_a_pattern_is_it_is_refused_or_works(pattern, text):
+    assume(usable([pattern]))
+    shown, _ = fed(text, [pattern])
+    assert text.startswith(shown)
