@@ -211,7 +211,8 @@ async def read_chat(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
 def _check(data: dict[str, Any]) -> None:
     """Refuse what is not there yet."""
     refuse(data, _NOT_YET)
-    if data.get("best_of") not in {None, data.get("n", 1)}:
+    n = data.get("n")
+    if data.get("best_of") not in (None, 1 if n is None else n):
         raise InvalidRequest("best_of: not supported unless it equals n")
 
 
