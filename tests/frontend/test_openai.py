@@ -291,6 +291,14 @@ BAD_CHATS = {
         },
         "tool_calls: arguments are not JSON",
     ),
+    "deep arguments": (
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 100_000}}]},
+            ]
+        },
+        "tool_calls: arguments are not JSON",
+    ),
     "format": (CHAT_BODY | {"response_format": {"type": "x"}}, "response_format.type: must be"),
     "logprobs": (CHAT_BODY | {"logprobs": 1}, "logprobs: must be true or false"),
     "top": (CHAT_BODY | {"logprobs": True, "top_logprobs": 21}, "top_logprobs: must be at most 20"),
