@@ -82,7 +82,7 @@ def generations_of(model: ServedModel, prompt: Prompt, sampling: SamplingBody) -
         sampling.seed, len(prompt.request_ids), is_left_open=prompt.bootstrap is not None
     )
     params = engine_params(sampling, model, len(prompt.token_ids))
-    rules = sampling.text_rules()
+    rules = sampling.text_rules
     wishes = prompt.wishes
     group = new_request_id() if len(prompt.request_ids) > 1 else ""
     return [
@@ -225,7 +225,7 @@ class Transcript:
 
 def _stops(rules: TextRules) -> StopStrings | StopPatterns:
     if rules.patterns:
-        return StopPatterns(rules.patterns, rules.stops, rules.keeps_stop)
+        return StopPatterns(rules.patterns, rules.keeps_stop)
     return StopStrings(rules.stops, rules.keeps_stop)
 
 

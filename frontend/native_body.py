@@ -19,7 +19,7 @@ from frontend.generation import Generation, Prompt, Wishes, generations_of
 from frontend.grammars import native_grammar
 from frontend.logprobs import MAX_TOP_LOGPROBS
 from frontend.prompts import MAX_GENERATIONS, Prompts, id_prompts, prompt_ids, text_prompts
-from frontend.sampling import NativeSampling, require_tokens
+from frontend.sampling import MAX_STOP_PATTERNS, NativeSampling, require_tokens
 from wire.errors import InvalidRequest
 from wire.ids import RequestId, new_request_id
 from wire.messages import LogprobsWanted
@@ -136,6 +136,7 @@ async def read_call(model: ServedModel, data: dict[str, Any]) -> NativeCall:
     logprobs = _rows(LogprobBody, body, len(prompts), is_batch=prompts.is_batch)
     n = samplings[0].n
     _check_counts(samplings, bootstraps)
+    _check_patterns(samplings)
     generations: list[Generation] = []
     rids = _request_ids(body.rid, len(prompts), n)
     for index, ids in enumerate(await prompt_ids(model, prompts)):
@@ -215,6 +216,15 @@ def _check_counts(samplings: list[NativeSampling], bootstraps: list[Bootstrap | 
     rooms = [bootstrap.room for bootstrap in bootstraps if bootstrap is not None]
     if len(set(rooms)) < len(rooms) or (rooms and n > 1):
         raise InvalidRequest("bootstrap_room: each generation needs a room of its own, and n is 1")
+
+
+def _check_patterns(samplings: list[NativeSampling]) -> None:
+    different = {id(sampling): len(sampling.stop_regex) for sampling in samplings}
+    if sum(different.values()) > MAX_STOP_PATTERNS:
+        raise InvalidRequest(
+            f"stop_regex: all prompts together may have {MAX_STOP_PATTERNS}; patterns that hold "
+            "for each prompt may be sent once, with sampling_params an object"
+        )
 
 
 def _request_ids(rid: object, count: int, n: int) -> list[RequestId]:

@@ -3,11 +3,11 @@
 Leaves out answering, which is in `frontend/openai.py`.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import pydantic_core
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from frontend.backend import ServedModel
@@ -112,7 +112,8 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"])
+        # Unlike json, it refuses what is nested without end as it refuses other bad JSON.
+        arguments = pydantic_core.from_json(function["arguments"])
     except ValueError as error:
         raise InvalidRequest(f"tool_calls: arguments are not JSON: {error}") from error
     return call | {"function": function | {"arguments": arguments}}
@@ -211,7 +212,8 @@ async def read_chat(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
 def _check(data: dict[str, Any]) -> None:
     """Refuse what is not there yet."""
     refuse(data, _NOT_YET)
-    if data.get("best_of") not in {None, data.get("n", 1)}:
+    n = data.get("n")
+    if data.get("best_of") not in (None, 1 if n is None else n):
         raise InvalidRequest("best_of: not supported unless it equals n")
 
 

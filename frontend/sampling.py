@@ -6,19 +6,21 @@ they do not. `engine_params` makes the part for the engine, `TextRules` the part
 
 import secrets
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
 from frontend.backend import ServedModel
 from frontend.body import Body
-from frontend.stop_patterns import MAX_PATTERN_CHARS, compile_pattern
+from frontend.stop_patterns import MAX_PATTERN_CHARS, StopPattern, any_of, compile_pattern
 from wire.errors import InvalidRequest
 from wire.messages import SamplingParams
 
 # OpenAI takes 4 stop strings; these leave room and still bound the work for each token.
 MAX_STOPS = 64
 MAX_STOP_CHARS = 512
+# Of all prompts of one body together: compiling each takes the loop up to 2 ms.
 MAX_STOP_PATTERNS = 16
 MAX_STOP_TOKEN_IDS = 1024
 # OpenAI takes 300 entries.
@@ -34,14 +36,15 @@ class TextRules:
 
     Attributes:
         stops: Strings that end it.
-        patterns: Regular expressions that end it, as `frontend/stop_patterns.py` takes them.
+        patterns: Regular expressions that end it, as `frontend/stop_patterns.py` makes them;
+            where there are any, `stops` are among them.
         keeps_stop: Whether the stop string, match or stop token stays in the text.
         min_new_tokens: Stops are not looked for before this many tokens.
         is_silent: Nothing that is generated is shown: the prompt's log-probabilities were wanted.
     """
 
     stops: tuple[str, ...] = ()
-    patterns: tuple[str, ...] = ()
+    patterns: tuple[StopPattern, ...] = ()
     keeps_stop: bool = False
     skip_special_tokens: bool = True
     min_new_tokens: int = 0
@@ -59,12 +62,6 @@ def _top_k(value: int) -> int:
     return value if value > 0 else -1
 
 
-def _pattern(value: str) -> str:
-    if value:
-        compile_pattern(value)
-    return value
-
-
 def _id_keys(value: Any) -> Any:
     """JSON has only string keys: turn them into token ids."""
     if not isinstance(value, dict):
@@ -80,7 +77,7 @@ _MAX_TOKENS = AliasChoices("max_completion_tokens", "max_tokens")
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
-StopPattern = Annotated[str, Field(max_length=MAX_PATTERN_CHARS), AfterValidator(_pattern)]
+PatternText = Annotated[str, Field(max_length=MAX_PATTERN_CHARS)]
 
 
 class SamplingBody(Body):
@@ -101,7 +98,7 @@ class SamplingBody(Body):
         list[Stop], BeforeValidator(_as_list), Field(default_factory=list, max_length=MAX_STOPS)
     ]
     stop_regex: Annotated[
-        list[StopPattern],
+        list[PatternText],
         BeforeValidator(_as_list),
         Field(default_factory=list, max_length=MAX_STOP_PATTERNS),
     ]
@@ -117,16 +114,29 @@ class SamplingBody(Body):
         Field(default_factory=dict, max_length=MAX_LOGIT_BIAS),
     ]
 
+    @cached_property
     def text_rules(self) -> TextRules:
-        """Return what the edge does with the text."""
+        """What the edge does with the text. Made once, for all generations.
+
+        Raises:
+            InvalidRequest: A stop pattern cannot be used.
+        """
+        stops = tuple(stop for stop in self.stop if stop)
         return TextRules(
-            stops=tuple(stop for stop in self.stop if stop),
-            patterns=tuple(pattern for pattern in self.stop_regex if pattern),
+            stops=stops,
+            patterns=self._patterns(stops),
             keeps_stop=self.no_stop_trim,
             skip_special_tokens=self.skip_special_tokens,
             min_new_tokens=self.min_new_tokens,
             is_silent=self.max_new_tokens == 0,
         )
+
+    def _patterns(self, stops: tuple[str, ...]) -> tuple[StopPattern, ...]:
+        try:
+            patterns = [compile_pattern(pattern) for pattern in self.stop_regex if pattern]
+        except ValueError as error:
+            raise InvalidRequest(f"stop_regex: {error}") from error
+        return (*patterns, any_of(stops)) if patterns and stops else tuple(patterns)
 
 
 class NativeSampling(SamplingBody):

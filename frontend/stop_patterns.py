@@ -13,6 +13,7 @@ generations with patterns pay.
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import regex
@@ -44,7 +45,19 @@ _SPELT_OUT = {
 }
 
 
-def compile_pattern(pattern: str) -> "regex.Pattern[str]":
+@dataclass(frozen=True, slots=True)
+class StopPattern:
+    """A pattern, compiled. That takes up to 2 ms: do it once a request.
+
+    Attributes:
+        source: As it was sent; empty for strings, of which a match tells which one it is.
+    """
+
+    source: str
+    compiled: "regex.Pattern[str]"
+
+
+def compile_pattern(pattern: str) -> StopPattern:
     """Return a compiled stop pattern.
 
     Raises:
@@ -64,7 +77,13 @@ def compile_pattern(pattern: str) -> "regex.Pattern[str]":
     for flag, name in _REFUSED_FLAGS.items():
         if compiled.flags & flag:
             raise ValueError(f"{pattern!r} has the flag {name}, which is not supported")
-    return compiled
+    return StopPattern(pattern, compiled)
+
+
+def any_of(stops: Sequence[str]) -> StopPattern:
+    """Return a pattern for stop strings that stand beside patterns; none of them is empty."""
+    text = "|".join(map(regex.escape, stops))
+    return StopPattern("", regex.compile(text, cache_pattern=False))
 
 
 class StopPatterns:
@@ -74,23 +93,15 @@ class StopPatterns:
     is complete first wins; of several that end together the longest.
 
     Args:
-        patterns: As `compile_pattern` takes them.
-        stops: Strings that end the text too; none of them empty.
+        patterns: At least one, as `compile_pattern` and `any_of` make them.
         keep_match: Show the match instead of trimming it.
 
     Attributes:
         matched: The pattern or string met, once it is. Nothing after it is ever returned.
-
-    Raises:
-        ValueError: As `compile_pattern`.
     """
 
-    def __init__(
-        self, patterns: Sequence[str], stops: Sequence[str] = (), keep_match: bool = False
-    ) -> None:
-        self._watches = [_Watch(compile_pattern(pattern), pattern) for pattern in patterns]
-        if stops:
-            self._watches.append(_Watch(_any_of(stops), None))
+    def __init__(self, patterns: Sequence[StopPattern], keep_match: bool = False) -> None:
+        self._watches = [_Watch(pattern) for pattern in patterns]
         self._keep_match = keep_match
         self._text = ""  # some context, which was shown, and what is held
         self._shown = 0  # how much of `_text` was shown
@@ -110,10 +121,8 @@ class StopPatterns:
         """
         if self.matched is not None:
             return ""
-        started, self._budget_s = (
-            time.thread_time(),
-            self._budget_s + _BUDGET_S_PER_CHAR * len(text),
-        )
+        started = time.thread_time()
+        self._budget_s += _BUDGET_S_PER_CHAR * len(text)
         shown = ""
         for character in text:
             self._text += character
@@ -135,7 +144,7 @@ class StopPatterns:
             left_s = self._budget_s - (time.thread_time() - started)
             match = watch.search(self._text, left_s)
             if match is not None and (best is None or match.start() < best.start()):
-                best, self.matched = match, watch.name or match.group()
+                best, self.matched = match, watch.source or match.group()
         return best
 
     def _end_at(self, match: "regex.Match[str]") -> str:
@@ -163,18 +172,18 @@ class _Watch:
     """One pattern and where its next match may begin.
 
     Attributes:
-        name: What is told of a match; None tells its text.
+        source: What is told of a match; empty tells its text.
         start: Everything before it is known to begin no match.
     """
 
-    def __init__(self, pattern: "regex.Pattern[str]", name: str | None) -> None:
-        self._pattern = pattern
-        self.name = name
+    def __init__(self, pattern: StopPattern) -> None:
+        self._pattern = pattern.compiled
+        self.source = pattern.source
         self.start = 0
 
     @override
     def __repr__(self) -> str:
-        return repr(self.name or self._pattern.pattern)
+        return repr(self.source or self._pattern.pattern)
 
     def search(self, text: str, timeout_s: float) -> "regex.Match[str] | None":
         """Return the match in `text`; else note where one may begin that later text completes."""
@@ -193,7 +202,3 @@ class _Watch:
 
 def _too_slow(watch: _Watch) -> InvalidRequest:
     return InvalidRequest(f"stop_regex: {watch!r} takes too long on this text; make it simpler")
-
-
-def _any_of(stops: Sequence[str]) -> "regex.Pattern[str]":
-    return regex.compile("|".join(map(regex.escape, stops)), cache_pattern=False)

@@ -13,7 +13,8 @@ from typing import Self
 
 from typing_extensions import override
 
-from frontend.engine_client import EngineClient, Start, TokenStream
+from frontend.engine_client import EngineClient
+from frontend.token_stream import Start, TokenStream
 from router.config import host_of
 from router.node_http import NodeUnusable
 from router.policy import NodeSnapshot

@@ -4,7 +4,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from frontend.engine_client import EngineClient
-from tests.router.fake_node import FakeEngine, delta, logprobs, request, until
+from tests.router.fake_node import FakeEngine, delta, request, until
 from wire.errors import EngineFailed, InvalidRequest, PeerLost
 from wire.ids import Epoch
 from wire.messages import Cancel, FlushCache, NodeLoad, Pong, StartColocated, TokenBatch
@@ -64,55 +64,6 @@ async def test_one_message_is_spread_over_its_requests(client, engine):
     deltas = [delta(START, 0, [1], "stop"), delta(other, 0, [2], "stop")]
     engine.send(TokenBatch(epoch=engine.epoch, deltas=deltas))
     assert [ids_of(await read(stream)) for stream in streams] == [[1], [2]]
-
-
-async def test_what_waits_for_a_slow_reader_is_one_delta(client):
-    stream = client.generate(START)
-    for index in range(100):
-        stream.put(delta(START, index, [index]))
-    stream.put(delta(START, 100, [], "stop"))
-    only = stream.take()
-    assert only.token_ids == list(range(100))
-    assert only.finish.reason == "stop"
-    assert stream.take() is None
-
-
-async def test_deltas_that_do_not_continue_each_other_stay_apart(client):
-    stream = client.generate(START)
-    stream.put(delta(START, 0, [1]))
-    stream.put(delta(START, 0, [1]))
-    assert [stream.take().index, stream.take().index] == [0, 0]
-
-
-async def test_log_probabilities_are_merged_with_their_tokens_and_none_is_lost(client):
-    stream = client.generate(START)
-    prompt, output = logprobs(0, 6), logprobs(10, 13)
-    stream.put(delta(START, 0, [], prompt_logprobs=prompt[:2]))
-    stream.put(delta(START, 0, [], prompt_index=2, prompt_logprobs=prompt[2:5]))
-    stream.put(
-        delta(
-            START,
-            0,
-            [7],
-            logprobs=output[:1],
-            prompt_index=5,
-            prompt_logprobs=prompt[5:],
-            cached_tokens=4,
-        )
-    )
-    stream.put(delta(START, 1, [8, 9], "length", logprobs=output[1:]))
-    only = stream.take()
-    assert stream.take() is None
-    assert (only.prompt_index, only.prompt_logprobs) == (0, logprobs(0, 6))
-    assert (only.token_ids, only.logprobs) == ([7, 8, 9], logprobs(10, 13))
-    assert (only.cached_tokens, only.finish.reason) == (4, "length")
-
-
-async def test_runs_of_prompt_positions_that_do_not_continue_each_other_stay_apart(client):
-    stream = client.generate(START)
-    stream.put(delta(START, 0, [], prompt_logprobs=logprobs(0, 2)))
-    stream.put(delta(START, 0, [], prompt_index=3, prompt_logprobs=logprobs(3, 4)))
-    assert [stream.take().prompt_index, stream.take().prompt_index] == [0, 3]
 
 
 async def test_a_failure_is_raised_after_the_tokens_before_it(client, engine):

@@ -243,6 +243,13 @@ async def test_a_stop_pattern_that_takes_too_long_fails_its_own_request(client, 
     assert len(backend.cancelled) == 1
 
 
+async def test_one_stop_pattern_holds_for_many_prompts(client, backend):
+    backend.script = say([81], length(81))
+    body = {"text": ["b"] * 20, "stop_regex": "aa"}
+    _, answers = await post(client, "/generate", body)
+    assert [answer["text"] for answer in answers] == [""] * 20
+
+
 async def test_stop_strings_are_not_looked_for_before_the_minimum(client, backend, tokenizer):
     backend.script = say(*each(tokenizer, "a a a a"), length(EOS))
     body = {"text": "Count", "stop": "a", "min_new_tokens": 2}
@@ -402,10 +409,14 @@ BAD_BODIES = {
     "schema": ({"sampling_params": {"json_schema": "{"}}, "json_schema: is not valid JSON"),
     "two grammars": ({"regex": "a+", "ebnf": "b"}, "regex and ebnf: only one of these"),
     "tag": ({"structural_tag": {"format": 1}}, "structural_tag: not supported yet"),
-    "stop regex": ({"stop_regex": "("}, "stop_regex.0: '(' is no regular expression"),
+    "stop regex": ({"stop_regex": "("}, "stop_regex: '(' is no regular expression"),
     "stop regexes": ({"stop_regex": ["a"] * 17}, "stop_regex: must have at most 16 entries"),
+    "stop regexes of two": (
+        {"text": ["a", "b"], "sampling_params": [{"stop_regex": ["a"] * 9}] * 2},
+        "stop_regex: all prompts together may have 16",
+    ),
     "long stop regex": ({"stop_regex": "a" * 513}, "stop_regex.0: must have at most 512"),
-    "empty match": ({"stop_regex": "a*"}, "stop_regex.0: 'a*' matches the empty text"),
+    "empty match": ({"stop_regex": "a*"}, "stop_regex: 'a*' matches the empty text"),
 }
 
 

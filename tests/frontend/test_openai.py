@@ -264,6 +264,8 @@ BAD_COMPLETIONS = {
     "true logprobs": ({"prompt": "a", "logprobs": True}, "logprobs: must be an integer"),
     "prompt logprobs": ({"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs: not supported"),
     "suffix": ({"prompt": "a", "suffix": "b"}, "suffix: not supported yet"),
+    "best_of list": ({"prompt": "a", "best_of": [1]}, "best_of: not supported"),
+    "n list": ({"prompt": "a", "n": [1]}, "n: must be an integer"),
     "best_of": ({"prompt": "a", "best_of": 3}, "best_of: not supported"),
     "options": ({"prompt": "a", "stream_options": 5}, "stream_options: must be an object"),
     "model": ({"prompt": "a", "model": 5}, "model: must be a string"),
@@ -285,6 +287,14 @@ BAD_CHATS = {
         {
             "messages": [
                 {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]},
+            ]
+        },
+        "tool_calls: arguments are not JSON",
+    ),
+    "deep arguments": (
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 100_000}}]},
             ]
         },
         "tool_calls: arguments are not JSON",
@@ -313,6 +323,12 @@ async def test_a_bad_chat_is_answered_with_a_sentence(client, name):
     status, answer = await post(client, "/v1/chat/completions", body)
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
     assert sentence in answer["error"]["message"]
+
+
+async def test_a_null_n_is_one(client, backend):
+    backend.script = say(length(5))
+    body = {"prompt": "a", "best_of": 1, "n": None}
+    assert (await post(client, "/v1/completions", body))[0] == 200
 
 
 async def test_what_is_off_is_not_refused(client, backend):

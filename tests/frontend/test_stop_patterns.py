@@ -5,7 +5,7 @@ import regex
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from frontend.stop_patterns import MAX_MATCH_CHARS, StopPatterns, compile_pattern
+from frontend.stop_patterns import MAX_MATCH_CHARS, StopPatterns, any_of, compile_pattern
 from tests.frontend.test_stops import SMALL, STOPS, cut
 from tests.frontend.test_stops import reference as reference_of_strings
 from wire.errors import InvalidRequest
@@ -52,8 +52,13 @@ def reference(text, given_patterns, keep=False):
     return text, None
 
 
+def watching(given_patterns, stops=(), keep=False):
+    compiled = [compile_pattern(pattern) for pattern in given_patterns]
+    return StopPatterns([*compiled, any_of(stops)] if stops else compiled, keep)
+
+
 def fed(pieces, given_patterns, stops=(), keep=False):
-    watch = StopPatterns(given_patterns, stops, keep)
+    watch = watching(given_patterns, stops, keep)
     return "".join([watch.push(piece) for piece in pieces]) + watch.finish(), watch.matched
 
 
@@ -97,7 +102,7 @@ def test_a_match_is_trimmed(pattern, text, shown):
 
 
 def test_what_may_become_a_match_is_held_back_and_no_more():
-    watch = StopPatterns([r"\d+ apples"])
+    watch = watching([r"\d+ apples"])
     assert [watch.push(piece) for piece in ("a 1", "2", " app", "le 3", " ")] == [
         "a ",
         "",
@@ -115,19 +120,19 @@ def test_whichever_is_complete_first_wins():
 
 
 def test_nothing_comes_after_the_match():
-    watch = StopPatterns(["x"], keep_match=True)
+    watch = watching(["x"], keep=True)
     assert [watch.push("axb"), watch.push("more"), watch.finish()] == ["ax", "", ""]
 
 
 def test_a_match_that_never_ends_is_not_waited_for_without_end():
-    watch = StopPatterns(["(?s)<.*>"])
+    watch = watching(["(?s)<.*>"])
     text = "<" + "a" * (MAX_MATCH_CHARS - 1)
     assert watch.push(text) == ""
     assert watch.push("aa") == text + "aa"
 
 
 def test_a_long_text_is_forgotten_but_for_what_patterns_look_back_at():
-    watch = StopPatterns(["(?<=c)d", r"\Aa b"])
+    watch = watching(["(?<=c)d", r"\Aa b"])
     assert watch.push("a " * 5000) == "a " * 5000
     assert len(watch._text) < 2000
     assert watch.push("a bc") == "a bc"
@@ -137,7 +142,7 @@ def test_a_long_text_is_forgotten_but_for_what_patterns_look_back_at():
 
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(a|aa)+$x"])
 def test_a_pattern_that_backtracks_without_end_is_refused(pattern):
-    watch = StopPatterns([pattern])
+    watch = watching([pattern])
     with pytest.raises(InvalidRequest, match="takes too long"):
         for _ in itertools.repeat(None, 3000):
             watch.push("a")

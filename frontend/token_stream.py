@@ -1,0 +1,159 @@
+"""The tokens of one attempt at one engine, on their way from the link to whoever reads them.
+
+```
+ open ──put (finish)──▶ ended     ──fail──▶ failed     ──close, abort──▶ cancelled, once
+```
+"""
+
+import asyncio
+from collections import deque
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+
+from wire.errors import TandemError
+from wire.ids import RequestId
+from wire.messages import Finish, StartColocated, StartDecode, StartPrefill, TokenDelta
+
+Start = StartPrefill | StartDecode | StartColocated
+StreamKey = tuple[RequestId, int]
+
+
+class StreamOwner(Protocol):
+    """Whoever puts into streams what an engine sends; see `EngineClient`."""
+
+    def cancel(self, request_id: RequestId, attempt: int) -> None:
+        """Tell the engine that nobody reads this attempt."""
+        ...
+
+    def forget(self, stream: "TokenStream") -> None:
+        """Put nothing more into a stream."""
+        ...
+
+
+class TokenStream:
+    """The tokens of one attempt at one engine, as an async iterator; also taken one by one.
+
+    What waits for a slow reader is merged into one delta, so that its memory is the ids (and the
+    log-probabilities, where they are wanted) and no more. A context manager: leaving it early cancels the attempt at the engine.
+
+    Args:
+        wake: Set whenever something arrives. Give two streams the same event to wait for both.
+    """
+
+    def __init__(self, client: StreamOwner, start: Start, wake: asyncio.Event | None) -> None:
+        self.key: StreamKey = (start.request.request_id, start.attempt)
+        self._client = client
+        self._wake = wake or asyncio.Event()
+        self._waiting: deque[TokenDelta] = deque()
+        self._failure: TandemError | None = None
+        self._next_index = start.request.num_prior_tokens
+        self._is_open = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more may arrive."""
+        return self._is_open
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be taken, but maybe a failure."""
+        return not self._waiting
+
+    def take(self) -> TokenDelta | None:
+        """Return what arrived since the last call, or None when nothing did.
+
+        Raises:
+            TandemError: The attempt failed, and everything that arrived before was taken.
+        """
+        if self._waiting:
+            return self._waiting.popleft()
+        if self._failure is not None:
+            raise self._failure
+        return None
+
+    def put(self, delta: TokenDelta) -> None:
+        """Add what the engine sent; a delta that continues the waiting one is merged into it."""
+        self._next_index = delta.index + len(delta.token_ids)
+        if self._waiting and (merged := _merged(self._waiting[-1], delta)) is not None:
+            self._waiting[-1] = merged
+        else:
+            self._waiting.append(delta)
+        if delta.finish is not None:
+            self.forget()
+        self._wake.set()
+
+    def fail(self, error: TandemError) -> None:
+        """End the stream with an error, after what already arrived."""
+        self._failure = error
+        self.forget()
+        self._wake.set()
+
+    def abort(self) -> None:
+        """Cancel the attempt; its reader sees a finish of reason `abort`."""
+        self.close()
+        request_id, attempt = self.key
+        finish = Finish(reason="abort")
+        self.put(
+            TokenDelta(
+                request_id=request_id,
+                attempt=attempt,
+                index=self._next_index,
+                token_ids=[],
+                finish=finish,
+            )
+        )
+
+    def forget(self) -> None:
+        """Take nothing more from the engine and do not cancel: its part is done."""
+        self._is_open = False
+        self._client.forget(self)
+
+    def close(self) -> None:
+        """Cancel the attempt unless it ended. Safe to call twice."""
+        if self._is_open:
+            self.forget()
+            self._client.cancel(*self.key)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        while (delta := self.take()) is None:
+            if not self._is_open:
+                raise StopAsyncIteration
+            self._wake.clear()
+            await self._wake.wait()
+        return delta
+
+
+def _merged(last: TokenDelta, delta: TokenDelta) -> TokenDelta | None:
+    """Return both as one, made of `last`'s own lists; None when `delta` does not continue it."""
+    if last.index + len(last.token_ids) != delta.index or last.finish is not None:
+        return None
+    changes: dict[str, object] = {}
+    if delta.prompt_logprobs:
+        if not last.prompt_logprobs:
+            changes["prompt_index"] = delta.prompt_index
+        elif last.prompt_index + len(last.prompt_logprobs) != delta.prompt_index:
+            return None
+        last.prompt_logprobs.extend(delta.prompt_logprobs)
+    last.token_ids.extend(delta.token_ids)
+    last.logprobs.extend(delta.logprobs)
+    if delta.finish is not None:
+        changes["finish"] = delta.finish
+    if delta.cached_tokens > last.cached_tokens:
+        changes["cached_tokens"] = delta.cached_tokens
+    return msgspec.structs.replace(last, **changes) if changes else last

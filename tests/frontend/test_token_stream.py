@@ -1,0 +1,96 @@
+import pytest
+
+from frontend.token_stream import TokenStream
+from tests.router.fake_node import delta, logprobs, request
+from wire.errors import PeerLost
+from wire.messages import StartColocated
+
+START = StartColocated(request=request())
+
+
+class Owner:
+    """Notes what a stream asks of the client."""
+
+    def __init__(self) -> None:
+        self.cancelled, self.num_forgotten = [], 0
+
+    def cancel(self, request_id, attempt) -> None:
+        self.cancelled.append((request_id, attempt))
+
+    def forget(self, stream) -> None:
+        self.num_forgotten += 1
+
+
+@pytest.fixture
+def owner():
+    return Owner()
+
+
+@pytest.fixture
+def stream(owner):
+    return TokenStream(owner, START, None)
+
+
+def test_what_waits_for_a_slow_reader_is_one_delta(stream):
+    for index in range(100):
+        stream.put(delta(START, index, [index]))
+    stream.put(delta(START, 100, [], "stop"))
+    only = stream.take()
+    assert only.token_ids == list(range(100))
+    assert only.finish.reason == "stop"
+    assert stream.take() is None
+
+
+def test_deltas_that_do_not_continue_each_other_stay_apart(stream):
+    stream.put(delta(START, 0, [1]))
+    stream.put(delta(START, 0, [1]))
+    assert [stream.take().index, stream.take().index] == [0, 0]
+
+
+def test_log_probabilities_are_merged_with_their_tokens_and_none_is_lost(stream):
+    prompt, output = logprobs(0, 6), logprobs(10, 13)
+    stream.put(delta(START, 0, [], prompt_logprobs=prompt[:2]))
+    stream.put(delta(START, 0, [], prompt_index=2, prompt_logprobs=prompt[2:5]))
+    stream.put(
+        delta(
+            START,
+            0,
+            [7],
+            logprobs=output[:1],
+            prompt_index=5,
+            prompt_logprobs=prompt[5:],
+            cached_tokens=4,
+        )
+    )
+    stream.put(delta(START, 1, [8, 9], "length", logprobs=output[1:]))
+    only = stream.take()
+    assert stream.take() is None
+    assert (only.prompt_index, only.prompt_logprobs) == (0, logprobs(0, 6))
+    assert (only.token_ids, only.logprobs) == ([7, 8, 9], logprobs(10, 13))
+    assert (only.cached_tokens, only.finish.reason) == (4, "length")
+
+
+def test_runs_of_prompt_positions_that_do_not_continue_each_other_stay_apart(stream):
+    stream.put(delta(START, 0, [], prompt_logprobs=logprobs(0, 2)))
+    stream.put(delta(START, 0, [], prompt_index=3, prompt_logprobs=logprobs(3, 4)))
+    assert [stream.take().prompt_index, stream.take().prompt_index] == [0, 3]
+
+
+def test_a_failure_comes_after_what_waits(stream):
+    stream.put(delta(START, 0, [1]))
+    stream.fail(PeerLost("gone"))
+    assert (stream.is_open, stream.is_empty) == (False, False)
+    assert stream.take().token_ids == [1]
+    assert stream.is_empty
+    with pytest.raises(PeerLost):
+        stream.take()
+
+
+def test_an_abort_cancels_once_and_ends_where_the_tokens_ended(stream, owner):
+    stream.put(delta(START, 0, [1, 2]))
+    assert stream.take().token_ids == [1, 2]
+    stream.abort()
+    stream.close()
+    last = stream.take()
+    assert (last.index, last.finish.reason) == (2, "abort")
+    assert owner.cancelled == [("r1", 0)]
