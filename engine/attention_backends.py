@@ -52,7 +52,7 @@ def _cpu(config: EngineConfig, shape: ModelShape) -> AttentionBackend:
             "--attention-backend cpu reads float32 and bfloat16 KV on a CPU; "
             "give --attention-backend auto"
         )
-    return CpuAttention(torch.get_num_threads())
+    return CpuAttention()
 
 
 def _triton(config: EngineConfig) -> AttentionBackend:

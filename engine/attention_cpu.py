@@ -4,12 +4,14 @@ One kernel, compiled by numba for the geometry of the model: for each sequence i
 takes a page of all heads at once (one contiguous run in memory), and keeps running sums as in online
 softmax (Milakov and Gimelshein 2018). Grouped heads share what was read. Rows of prompts go
 through torch: with hundreds of rows a page, copying the keys costs nothing beside the arithmetic.
+
+It runs on the calling thread alone. A second pool of threads meets torch's, whose threads spin between
+operations: on two cores that was measured to cost more than it gave (8 requests: 29 ms a step
+instead of 25). A machine with many cores runs several nodes.
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numba
@@ -28,19 +30,9 @@ Kernel = Callable[..., None]
 
 
 class CpuAttention:
-    """The CPU backend.
-
-    Args:
-        num_threads: Sequences are spread over these.
-    """
+    """The CPU backend."""
 
     name = "cpu"
-
-    def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
-        # Plain threads and not numba's own: a second pool that spins while torch's computes (and the
-        # other way round) was measured to be ten times slower as soon as a core is shared.
-        self._helpers = ThreadPoolExecutor(max(1, num_threads - 1), "attention")
 
     @staticmethod
     def supports(dtype: torch.dtype) -> bool:
@@ -71,37 +63,17 @@ class CpuAttention:
         )
         rows = (query.float() * scoring.scale).contiguous()
         out = torch.empty_like(rows)
-        queries, outs = rows.numpy(), out.numpy()
-
-        def run(part: slice) -> None:
-            kernel(
-                queries[part],
-                _bits(batch),
-                layer.index,
-                batch.host_page_table[part],
-                batch.host_kv_lens[part],
-                scoring.window or _NO_WINDOW,
-                np.float32(scoring.softcap or 0.0),
-                outs[part],
-            )
-
-        first, *others = self._parts(batch)
-        futures = [self._helpers.submit(run, part) for part in others]
-        run(first)
-        for future in futures:
-            future.result()
+        kernel(
+            rows.numpy(),
+            _bits(batch),
+            layer.index,
+            batch.host_page_table,
+            batch.host_kv_lens,
+            scoring.window or _NO_WINDOW,
+            np.float32(scoring.softcap or 0.0),
+            out.numpy(),
+        )
         return out
-
-    def _parts(self, batch: PagedBatch) -> list[slice]:
-        """Cut the decoding sequences into one run for each thread, of about as many keys each."""
-        found: list[slice] | None = batch.scratch.get("parts")
-        if found is None:
-            ends = np.cumsum(batch.host_kv_lens[: batch.num_decodes])
-            shares = ends[-1] * np.arange(1, self._num_threads) / self._num_threads
-            cuts = np.unique([0, *np.searchsorted(ends, shares), batch.num_decodes])
-            found = [slice(int(a), int(b)) for a, b in pairwise(cuts)]
-            batch.scratch["parts"] = found
-        return found
 
 
 def _bits(batch: PagedBatch) -> Any:

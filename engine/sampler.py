@@ -69,13 +69,20 @@ def sample(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
     """
     drawn = np.flatnonzero(columns.temperature > 0)
     if not len(drawn):
-        return logits.argmax(dim=-1)
+        return _largest(logits)
     if len(drawn) == len(logits):
         return _draw(logits, columns)
-    tokens = logits.argmax(dim=-1)
+    tokens = _largest(logits)
     rows = torch.from_numpy(drawn).to(logits.device, non_blocking=True)
     tokens[rows] = _draw(logits[rows], columns.take(drawn))
     return tokens
+
+
+def _largest(logits: torch.Tensor) -> torch.Tensor:
+    if logits.is_cuda:
+        return logits.argmax(dim=-1)
+    # Of 32 rows of 49k bfloat16, torch takes 5.5 ms on one core and numpy 0.3.
+    return torch.from_numpy(logits.float().numpy().argmax(axis=-1))
 
 
 def adjustments(

@@ -1,0 +1,236 @@
+"""Each feature of a generation gives the same through the cluster as in one engine."""
+
+import asyncio
+import json
+import re
+import urllib.request
+
+import aiohttp
+import pytest
+
+from tests.e2e.cluster import eventually, running_cluster, running_serve
+
+CHUNK = 64
+FLAGS = (
+    *("--dtype", "float32", "--chunked-prefill-size", str(CHUNK), "--num-threads", "1"),
+    *("--context-length", "1024", "--max-total-tokens", "8192", "--log-level", "warning"),
+)
+STORY = "Once upon a time there was a small house in the woods. " * 20
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "rivers": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 2},
+        "age": {"type": "integer"},
+    },
+    "required": ["city", "rivers", "age"],
+}
+EBNF = 'root ::= "yes, " ("red" | "blue") "!" | "no."'
+GREEDY = {"temperature": 0, "max_new_tokens": 12}
+SEEDED = {"temperature": 0.9, "top_p": 0.9, "sampling_seed": 7, "max_new_tokens": 12}
+
+
+def native(text=STORY[:100], **body):
+    params = GREEDY | body.pop("sampling", {})
+    return "/generate", {"text": text, "sampling_params": params, **body}
+
+
+def completion(**body):
+    return "/v1/completions", {"prompt": STORY[:100], "temperature": 0, "max_tokens": 8, **body}
+
+
+def chat(**body):
+    messages = [{"role": "user", "content": "Name a city and its rivers."}]
+    return "/v1/chat/completions", {
+        "messages": messages,
+        "temperature": 0,
+        "max_tokens": 60,
+        **body,
+    }
+
+
+CALLS = {
+    "plain": native(),
+    "a stop string": native(sampling={"stop": [" the"]}),
+    "a stop string that stays": native(sampling={"stop": ["house"], "no_stop_trim": True}),
+    "stop ids": native(sampling={"stop_token_ids": list(range(200, 2000))}),
+    "a stop pattern": native(sampling={"stop_regex": "w[a-z]+s", "max_new_tokens": 30}),
+    "no end of sequence": native("<|im_end|>", sampling={"ignore_eos": True}),
+    "a minimum": native("<|im_end|>", sampling={"min_new_tokens": 9}),
+    "several of one prompt": native(sampling={**SEEDED, "n": 3}),
+    "several of several": native([STORY[:40], STORY[:90]], sampling={**SEEDED, "n": 2}),
+    "penalties": native(
+        sampling={
+            "repetition_penalty": 1.3,
+            "frequency_penalty": 0.5,
+            "presence_penalty": 0.3,
+            "max_new_tokens": 30,
+        }
+    ),
+    "a bias": native(sampling={"logit_bias": {"1234": 30.0, "253": -100.0}}),
+    "a seed": native(sampling=SEEDED),
+    "log-probabilities": native(return_logprob=True, top_logprobs_num=3),
+    "those of a prompt of many chunks": native(
+        STORY, return_logprob=True, logprob_start_len=0, top_logprobs_num=2
+    ),
+    "those of a prompt's end": native(STORY, return_logprob=True, logprob_start_len=150),
+    "echo with log-probabilities": completion(echo=True, logprobs=2),
+    "an echo alone": completion(echo=True, logprobs=1, max_tokens=0),
+    "what lm_eval asks": completion(
+        prompt=[[504, 3575, 282, 4649, 314]], echo=True, logprobs=1, max_tokens=1
+    ),
+    "log-probabilities of a chat": chat(logprobs=True, top_logprobs=2, max_tokens=6),
+    "several answers of a chat": chat(n=3, seed=5, temperature=0.8, max_tokens=8),
+    "a schema": native(sampling={"json_schema": json.dumps(SCHEMA), "max_new_tokens": 120}),
+    "a seeded schema": native(sampling={**SEEDED, "json_schema": SCHEMA, "max_new_tokens": 120}),
+    "a regular expression": native(sampling={"regex": "[a-f]{3}-[0-9]{2}", **SEEDED}),
+    "a grammar": native(sampling={"ebnf": EBNF}),
+    "a schema in a chat": chat(
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+        max_tokens=120,
+    ),
+    "any object": chat(response_format={"type": "json_object"}),
+    "a schema with a penalty": native(
+        sampling={"json_schema": SCHEMA, "frequency_penalty": 0.2, "max_new_tokens": 120}
+    ),
+}
+# What differs between two calls of the same, or between one engine and two.
+CHANGING = {"id", "created", "e2e_latency", "cached_tokens", "prompt_tokens_details", "model"}
+
+
+async def post(session: aiohttp.ClientSession, url: str, path: str, body):
+    async with session.post(url + path, json=body) as response:
+        return response.status, await response.json()
+
+
+def ask_all(url: str, calls):
+    """Send all calls at once; return status and body of each, by name."""
+
+    async def send():
+        timeout = aiohttp.ClientTimeout(total=300)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            answers = [post(session, url, path, body) for path, body in calls.values()]
+            return dict(zip(calls, await asyncio.gather(*answers), strict=True))
+
+    return asyncio.run(send())
+
+
+def essence(value):
+    """Drop what may differ; round log-probabilities, which are sums in another order."""
+    if isinstance(value, dict):
+        return {key: essence(item) for key, item in value.items() if key not in CHANGING}
+    if isinstance(value, list):
+        return [essence(item) for item in value]
+    return pytest.approx(value, abs=2e-3) if isinstance(value, float) else value
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    with running_serve(*FLAGS) as url:
+        return ask_all(url, CALLS)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with running_cluster(*FLAGS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def answers(cluster):
+    return ask_all(cluster.url, CALLS)
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_the_cluster_answers_as_one_engine_does(name, oracle, answers):
+    status, answer = answers[name]
+    assert status == 200, answer
+    assert answer == essence(oracle[name][1])
+
+
+def text_of(answers, name: str) -> str:
+    return answers[name][1]["text"]
+
+
+def test_answers_are_what_their_grammars_say(answers):
+    for name in ("a schema", "a seeded schema", "a schema with a penalty"):
+        made = json.loads(text_of(answers, name))
+        assert set(made) == {"city", "rivers", "age"}
+        assert isinstance(made["age"], int)
+        assert len(made["rivers"]) <= 2
+    assert re.fullmatch("[a-f]{3}-[0-9]{2}", text_of(answers, "a regular expression"))
+    assert text_of(answers, "a grammar") in {"yes, red!", "yes, blue!", "no."}
+    chat_answer = answers["a schema in a chat"][1]["choices"][0]["message"]["content"]
+    assert set(json.loads(chat_answer)) == {"city", "rivers", "age"}
+
+
+def test_stops_leave_out_what_they_matched(answers):
+    assert " the" not in text_of(answers, "a stop string")
+    assert answers["a stop string"][1]["meta_info"]["finish_reason"]["matched"] == " the"
+    assert text_of(answers, "a stop string that stays").endswith("house")
+    assert not re.search("w[a-z]+s", text_of(answers, "a stop pattern"))
+
+
+def test_a_bad_schema_is_a_400_and_the_others_are_answered(cluster, oracle):
+    bad = {
+        "schema": native(sampling={"json_schema": '{"type": "no such type"}'}),
+        "expression": native(sampling={"regex": "(unclosed"}),
+        "grammar": native(sampling={"ebnf": "root ::= nothing"}),
+        "two": native(sampling={"regex": "a", "ebnf": EBNF}),
+    }
+    found = ask_all(cluster.url, bad | {"plain": CALLS["plain"]})
+    assert {name: status for name, (status, _) in found.items()} == {
+        "schema": 400,
+        "expression": 400,
+        "grammar": 400,
+        "two": 400,
+        "plain": 200,
+    }
+    assert found["plain"][1] == essence(oracle["plain"][1])
+
+
+def test_several_answers_to_one_prompt_compute_it_once(cluster):
+    def counted() -> tuple[int, int]:
+        prefill, _ = cluster.loads()
+        return prefill["prompt_tokens"], prefill["cached_tokens"]
+
+    num_prompt, num_cached = counted()
+    path, body = native(sampling={**SEEDED, "n": 4})
+    del body["text"]
+    call = path, {**body, "input_ids": list(range(1000, 1200))}
+    status, made = ask_all(cluster.url, {"n": call})["n"]
+    assert status == 200
+    assert len({tuple(one["output_ids"]) for one in made}) > 1
+    expected = (num_prompt + 4 * 200, num_cached + 3 * 192)
+    assert eventually(lambda: counted() == expected), (counted(), expected)
+
+
+def test_a_salt_keeps_prefixes_apart_and_a_flush_forgets_them(cluster):
+    def cached(**body) -> int:
+        path, call = native(STORY, **body)
+        return ask_all(cluster.url, {"x": (path, call)})["x"][1]["meta_info"]["cached_tokens"]
+
+    cached(cache_salt="tenant a")
+    assert cached(cache_salt="tenant a") > 0
+    assert cached(cache_salt="tenant b") == 0
+    urllib.request.urlopen(
+        urllib.request.Request(f"{cluster.url}/flush_cache", method="POST"), timeout=10
+    ).close()
+    assert cached(cache_salt="tenant a") == 0
+
+
+def test_a_decode_node_out_of_pages_retracts_and_no_token_differs(oracle):
+    prompts = [STORY[: 40 + 10 * i] for i in range(8)]
+    calls = {
+        str(i): native(text, sampling={"max_new_tokens": 90, "ignore_eos": True})
+        for i, text in enumerate(prompts)
+    }
+    with running_serve(*FLAGS) as url:
+        expected = ask_all(url, calls)
+    small = [flag if flag != "8192" else "384" for flag in FLAGS]
+    with running_cluster(*small) as running:
+        found = ask_all(running.url, calls)
+        assert eventually(lambda: running.loads()[1]["num_retracted"] > 0)
+    for name, (status, answer) in found.items():
+        assert status == 200, answer
+        assert answer["output_ids"] == expected[name][1]["output_ids"]
