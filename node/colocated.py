@@ -63,7 +63,7 @@ class ColocatedRole:
             self._answers.fail(ticket, failure.error)
         for run in result.prompt_logprobs:
             ticket = self._by_request[run.request]
-            index = run.request.next_index
+            index = run.request.request.num_prior_tokens  # before its first token
             self._answers.prompt_logprobs(ticket, run.first_position, run.entries, index)
         for token in result.tokens:
             ticket = self._by_request[token.request]

@@ -112,7 +112,8 @@ class PrefillRole:
         for pages in result.pages:
             self._push(pages)
         for run in result.prompt_logprobs:
-            half, index = self._by_active[run.request], run.request.next_index
+            half = self._by_active[run.request]
+            index = run.request.request.num_prior_tokens  # before its first token
             self._answers.prompt_logprobs(half.ticket, run.first_position, run.entries, index)
         for token in result.tokens:
             self._first_token(token)

@@ -26,6 +26,8 @@ SCHEMA = {
     "required": ["city", "rivers", "age"],
 }
 EBNF = 'root ::= "yes, " ("red" | "blue") "!" | "no."'
+# Without one the small model likes blanks better than words.
+EXAMPLE = 'Cities as JSON:\n{"city": "Rome", "rivers": ["Tiber"], "age": 2777}\n'
 GREEDY = {"temperature": 0, "max_new_tokens": 12}
 SEEDED = {"temperature": 0.9, "top_p": 0.9, "sampling_seed": 7, "max_new_tokens": 12}
 
@@ -40,7 +42,7 @@ def completion(**body):
 
 
 def chat(**body):
-    messages = [{"role": "user", "content": "Name a city and its rivers."}]
+    messages = [{"role": "user", "content": EXAMPLE + "Give me one more."}]
     return "/v1/chat/completions", {
         "messages": messages,
         "temperature": 0,
@@ -51,9 +53,9 @@ def chat(**body):
 
 CALLS = {
     "plain": native(),
-    "a stop string": native(sampling={"stop": [" the"]}),
+    "a stop string": native(sampling={"stop": [" small"]}),
     "a stop string that stays": native(sampling={"stop": ["house"], "no_stop_trim": True}),
-    "stop ids": native(sampling={"stop_token_ids": list(range(200, 2000))}),
+    "stop ids": native(sampling={"stop_token_ids": list(range(200, 1200))}),
     "a stop pattern": native(sampling={"stop_regex": "w[a-z]+s", "max_new_tokens": 30}),
     "no end of sequence": native("<|im_end|>", sampling={"ignore_eos": True}),
     "a minimum": native("<|im_end|>", sampling={"min_new_tokens": 9}),
@@ -81,8 +83,12 @@ CALLS = {
     ),
     "log-probabilities of a chat": chat(logprobs=True, top_logprobs=2, max_tokens=6),
     "several answers of a chat": chat(n=3, seed=5, temperature=0.8, max_tokens=8),
-    "a schema": native(sampling={"json_schema": json.dumps(SCHEMA), "max_new_tokens": 120}),
-    "a seeded schema": native(sampling={**SEEDED, "json_schema": SCHEMA, "max_new_tokens": 120}),
+    "a schema": native(
+        EXAMPLE, sampling={"json_schema": json.dumps(SCHEMA), "max_new_tokens": 120}
+    ),
+    "a seeded schema": native(
+        EXAMPLE, sampling={**SEEDED, "json_schema": SCHEMA, "max_new_tokens": 120}
+    ),
     "a regular expression": native(sampling={"regex": "[a-f]{3}-[0-9]{2}", **SEEDED}),
     "a grammar": native(sampling={"ebnf": EBNF}),
     "a schema in a chat": chat(
@@ -91,7 +97,7 @@ CALLS = {
     ),
     "any object": chat(response_format={"type": "json_object"}),
     "a schema with a penalty": native(
-        sampling={"json_schema": SCHEMA, "frequency_penalty": 0.2, "max_new_tokens": 120}
+        EXAMPLE, sampling={"json_schema": SCHEMA, "frequency_penalty": 0.2, "max_new_tokens": 120}
     ),
 }
 # What differs between two calls of the same, or between one engine and two.
@@ -116,12 +122,23 @@ def ask_all(url: str, calls):
 
 
 def essence(value):
-    """Drop what may differ; round log-probabilities, which are sums in another order."""
+    """Drop what may differ."""
     if isinstance(value, dict):
         return {key: essence(item) for key, item in value.items() if key not in CHANGING}
+    return [essence(item) for item in value] if isinstance(value, list) else value
+
+
+def about(value):
+    """Allow for log-probabilities that were summed in another order."""
+    if isinstance(value, dict):
+        return {key: about(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [essence(item) for item in value]
+        return [about(item) for item in value]
     return pytest.approx(value, abs=2e-3) if isinstance(value, float) else value
+
+
+def assert_same(answer, expected) -> None:
+    assert essence(answer) == about(essence(expected))
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +162,7 @@ def answers(cluster):
 def test_the_cluster_answers_as_one_engine_does(name, oracle, answers):
     status, answer = answers[name]
     assert status == 200, answer
-    assert answer == essence(oracle[name][1])
+    assert_same(answer, oracle[name][1])
 
 
 def text_of(answers, name: str) -> str:
@@ -165,8 +182,8 @@ def test_answers_are_what_their_grammars_say(answers):
 
 
 def test_stops_leave_out_what_they_matched(answers):
-    assert " the" not in text_of(answers, "a stop string")
-    assert answers["a stop string"][1]["meta_info"]["finish_reason"]["matched"] == " the"
+    assert "small" not in text_of(answers, "a stop string")
+    assert answers["a stop string"][1]["meta_info"]["finish_reason"]["matched"] == " small"
     assert text_of(answers, "a stop string that stays").endswith("house")
     assert not re.search("w[a-z]+s", text_of(answers, "a stop pattern"))
 
@@ -186,7 +203,7 @@ def test_a_bad_schema_is_a_400_and_the_others_are_answered(cluster, oracle):
         "two": 400,
         "plain": 200,
     }
-    assert found["plain"][1] == essence(oracle["plain"][1])
+    assert_same(found["plain"][1], oracle["plain"][1])
 
 
 def test_several_answers_to_one_prompt_compute_it_once(cluster):

@@ -1,0 +1,87 @@
+"""Computing prompts in one process, measured: the engine against a plain forward of transformers.
+
+Both compute the same prompt and the logits of its last token. Rounds alternate and medians are
+compared. Run from the root: `python -m benchmarks.prefill`.
+"""
+
+import argparse
+import random
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.decode import medians
+from benchmarks.engines import ask, make_engine, model_dir
+from benchmarks.verdict import result
+from engine.core import Engine
+
+GOAL_RATIO = 1.0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser, help included."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.prefill",
+        description="Measure prompts against a plain forward of transformers, in one process.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default=None, help="nothing for the embedded model")
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of weights and KV")
+    add("--tokens", type=int, nargs="+", default=[256, 1024], help="of each prompt")
+    add("--chunk", type=int, default=512, help="tokens of one forward of the engine")
+    add("--threads", type=int, default=1, help="of torch")
+    add("--rounds", type=int, default=5, help="of which the median counts")
+    return parser
+
+
+def engine_round(engine: Engine, prompt: list[int]) -> float:
+    """Return the seconds a token of the prompt takes."""
+    engine.submit(ask(prompt, 1))
+    begin = time.perf_counter()
+    while engine.has_work:
+        engine.step()
+    return (time.perf_counter() - begin) / len(prompt)
+
+
+@torch.inference_mode()
+def plain_round(model: Any, prompt: list[int]) -> float:
+    """Return the seconds a token of a plain forward takes."""
+    ids = torch.tensor([prompt])
+    begin = time.perf_counter()
+    model(input_ids=ids, use_cache=True, logits_to_keep=1)
+    return (time.perf_counter() - begin) / len(prompt)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    args = build_parser().parse_args()
+    torch.set_num_threads(args.threads)
+    path = model_dir(args.model)
+    engine = make_engine(path, args.dtype, 2 * max(args.tokens) + 64, args.chunk)
+    engine.warm_up()
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, args.dtype)).eval()
+    rng = random.Random(0)
+    ratios = []
+    print(f"{args.dtype}, {args.threads} threads, chunks of {args.chunk}; prompt tokens/s, medians")
+    for num_tokens in args.tokens:
+        prompt = [rng.randrange(9, 40_000) for _ in range(num_tokens)]
+        runs = {
+            "engine": partial(engine_round, engine, prompt),
+            "plain": partial(plain_round, plain, prompt),
+        }
+        speeds = medians(args.rounds, runs)
+        ratios.append(speeds["engine"] / speeds["plain"])
+        print(
+            f"{num_tokens:>6} tokens  engine {speeds['engine']:>8.0f}  "
+            f"plain {speeds['plain']:>8.0f}  ratio {ratios[-1]:.2f}",
+            flush=True,
+        )
+    print(result("prefill_vs_plain_forward", min(ratios), GOAL_RATIO))
+
+
+if __name__ == "__main__":
+    main()
