@@ -8,7 +8,7 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def generate_round(model: Any, prompts: list[list[int]], num_new: int) -> float:
     return (time.perf_counter() - begin) / (len(prompts) * num_new)
 
 
-def medians(rounds: int, runs: dict[str, Callable[[], float]]) -> dict[str, float]:
+def medians(rounds: int, runs: Mapping[str, Callable[[], float]]) -> dict[str, float]:
     """Run all in turn, a round to warm up first; return the median tokens/s of each."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):

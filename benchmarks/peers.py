@@ -2,7 +2,8 @@
 
 Two comparisons. *Together*: `tandem serve` on two threads against one vLLM server on two cores. *Apart*:
 prefill and decode on one core each, ours over shared memory against vLLM's over NIXL. The same load
-client, over OpenAI's API, drives both in turn; medians of the rounds. Run from the root:
+client, over OpenAI's API, drives one after the other, each alone on the machine; medians of the
+rounds. Run from the root:
 `python -m benchmarks.peers --vllm-python DIR/bin/python`; how that environment is made is told in
 `benchmarks/vllm_server.py`.
 """
@@ -24,6 +25,8 @@ from benchmarks.verdict import result
 # Ours over theirs, at every number of streams.
 GOAL_TOGETHER, GOAL_APART = 1.0, 4.0
 VOCAB_SIZE = 40_000
+
+Server = contextlib.AbstractContextManager[Target]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -85,28 +88,31 @@ def load(args: argparse.Namespace, target: Target, streams: int, seed: int) -> R
     return report(target.name, streams, drive(plans), args.output_tokens)
 
 
-def compare(args: argparse.Namespace, ours: Target, theirs: Target) -> dict[int, float]:
-    """Print both at each number of streams; return the ratios of their output tokens a second."""
-    ratios = {}
-    for streams in args.streams:
-        found: dict[str, list[Report]] = {ours.name: [], theirs.name: []}
-        for round_ in range(args.rounds + 1):
-            for target in (ours, theirs) if round_ % 2 else (theirs, ours):
-                one = load(args, target, streams, round_)
-                if round_:  # the first warms up
-                    found[target.name].append(one)
-        speeds = {}
-        for name, reports in found.items():
-            speeds[name] = statistics.median(one.tokens_per_s for one in reports)
+def measure(args: argparse.Namespace, server: Server) -> dict[int, float]:
+    """Run one server alone; print and return its output tokens a second by number of streams.
+
+    Alone: an idle peer that polls for transfers would take the cores it is compared on.
+    """
+    speeds = {}
+    with server as target:
+        load(args, target, max(args.streams), seed=-1)  # what is made lazily
+        for streams in args.streams:
+            reports = [load(args, target, streams, round_) for round_ in range(args.rounds)]
+            speeds[streams] = statistics.median(one.tokens_per_s for one in reports)
             tpot = statistics.median(one.times_ms["TPOT"][0] for one in reports)
             failed = sum(one.num_failed for one in reports)
             print(
-                f"{streams:>4} streams  {name:<12} {speeds[name]:>8.1f} tokens/s  "
+                f"{streams:>4} streams  {target.name:<12} {speeds[streams]:>8.1f} tokens/s  "
                 f"TPOT p50 {tpot:>6.1f} ms  {failed} failed",
                 flush=True,
             )
-        ratios[streams] = speeds[ours.name] / max(speeds[theirs.name], 1e-9)
-    return ratios
+    return speeds
+
+
+def compare(args: argparse.Namespace, ours: Server, theirs: Server) -> float:
+    """Return the least ratio of our output tokens a second to theirs, over all numbers of streams."""
+    own, other = measure(args, ours), measure(args, theirs)
+    return min(own[streams] / max(other[streams], 1e-9) for streams in args.streams)
 
 
 def main() -> None:
@@ -116,13 +122,11 @@ def main() -> None:
     print(f"{os.cpu_count()} cores; load average before the start {os.getloadavg()}")
     lines = []
     if args.only != "apart":
-        with ours_together() as ours, vllm_server.together(args.vllm_python, model) as theirs:
-            ratios = compare(args, ours, theirs)
-        lines.append(result("serve_vs_vllm", min(ratios.values()), GOAL_TOGETHER))
+        ratio = compare(args, ours_together(), vllm_server.together(args.vllm_python, model))
+        lines.append(result("serve_vs_vllm", ratio, GOAL_TOGETHER))
     if args.only != "together":
-        with ours_apart() as ours, vllm_server.apart(args.vllm_python, model) as theirs:
-            ratios = compare(args, ours, theirs)
-        lines.append(result("apart_vs_vllm_apart", min(ratios.values()), GOAL_APART))
+        ratio = compare(args, ours_apart(), vllm_server.apart(args.vllm_python, model))
+        lines.append(result("apart_vs_vllm_apart", ratio, GOAL_APART))
     print("\n".join(lines))
 
 

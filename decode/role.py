@@ -9,9 +9,10 @@
 
 from dataclasses import dataclass
 
-from engine.core import Engine, Token
+from engine.core import Engine
 from engine.grammar import GrammarViolated
 from engine.request import ActiveRequest, Stage
+from engine.results import Token
 from engine.waiting import Line
 from kvtransfer.agent import Receiver
 from kvtransfer.events import Failed, Landed, Lost

@@ -34,18 +34,32 @@ def attend_prompts(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) -> 
     starts = batch.host_query_starts
     for sequence in range(batch.num_decodes, len(batch.host_kv_lens)):
         rows = slice(int(starts[sequence]), int(starts[sequence + 1]))
-        kv_len = int(batch.host_kv_lens[sequence])
-        num_pages = -(-kv_len // batch.page_size)
-        pages = batch.page_table[sequence, :num_pages]
-        key, value = _gather(batch, sequence, pages, layer)
-        result = _attend(
-            layer.query[rows].transpose(0, 1)[None],
-            key[None, :, :kv_len],
-            value[None, :, :kv_len],
-            _prompt_mask(batch, sequence, rows.stop - rows.start, layer.scoring.window),
-            layer.scoring,
-        )
+        query = layer.query[rows].transpose(0, 1)[None]  # (1, heads, rows, dim)
+        result = _attend_whole(layer, rows, query, batch, sequence)
         out[rows] = result[0].transpose(0, 1)
+
+
+def _attend_whole(
+    layer: LayerInputs, rows: slice, query: torch.Tensor, batch: PagedBatch, sequence: int
+) -> torch.Tensor:
+    """Attend with the rows of one chunk. Shape (1, num_heads, num_rows, head_dim) in and out."""
+    scoring, kv_len = layer.scoring, int(batch.host_kv_lens[sequence])
+    num_rows = rows.stop - rows.start
+    is_plain = scoring.window is None and scoring.softcap is None
+    if num_rows == kv_len and is_plain and batch.kv.dtype == layer.key.dtype:
+        # A whole prompt: its keys are at hand, and need not be read back from the pages.
+        return functional.scaled_dot_product_attention(
+            query,
+            layer.key[rows].transpose(0, 1)[None],
+            layer.value[rows].transpose(0, 1)[None],
+            is_causal=True,
+            scale=scoring.scale,
+            enable_gqa=layer.key.shape[1] != layer.query.shape[1],
+        )
+    pages = batch.page_table[sequence, : -(-kv_len // batch.page_size)]
+    key, value = _gather(batch, sequence, pages, layer)
+    mask = _prompt_mask(batch, sequence, num_rows, scoring.window)
+    return _attend(query, key[None, :, :kv_len], value[None, :, :kv_len], mask, scoring)
 
 
 def _attend_decodes(layer: LayerInputs, batch: PagedBatch) -> torch.Tensor:

@@ -11,82 +11,27 @@ once pushed) or `reclaim` (decode, once no write can arrive).
 
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
-import msgspec
 import numpy as np
-import torch
 from typing_extensions import override
 
 from engine.config import EngineConfig
 from engine.forward import ForwardInputs, Ints
-from engine.grammar import GrammarMasks, GrammarViolated, apply_masks
+from engine.grammar import GrammarViolated
 from engine.grammar_compiler import GrammarCompiler
-from engine.inputs import forward_inputs, prompt_rows
 from engine.kv_cache import KVCache
-from engine.launched import ChunkEnd, Launched, LogprobRows, OnHost
-from engine.logprobs import logprobs
+from engine.launched import Launched
+from engine.launcher import Launcher
 from engine.model import ModelShape
 from engine.pages import PageCounts
 from engine.penalties import seen_by
 from engine.request import ActiveRequest, Stage
+from engine.results import CompletePages, Failure, PromptLogprobs, StepResult, Token
 from engine.runner import Runner
-from engine.sampler import SamplingColumns, adjustments, sample
 from engine.scheduler import Scheduler
 from wire.errors import InvalidRequest, OutOfPages, Overloaded, TandemError
 from wire.messages import Finish, GenerateRequest, TokenLogprobs
-
-
-class Token(msgspec.Struct, frozen=True, gc=False):
-    """One generated token.
-
-    Attributes:
-        index: Among the generated tokens of all attempts.
-        logprobs: When wanted, and known here.
-    """
-
-    request: ActiveRequest
-    index: int
-    token: int
-    finish: Finish | None = None
-    logprobs: TokenLogprobs | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CompletePages:
-    """Pages of a prompt-only request that no later forward changes: they may be pushed."""
-
-    request: ActiveRequest
-    first_page: int
-    page_ids: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Log-probabilities of a run of prompt positions; runs of a request come in order."""
-
-    request: ActiveRequest
-    first_position: int
-    entries: list[TokenLogprobs]
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A request that ended because of an error of its own; nothing is left of it."""
-
-    request: ActiveRequest
-    error: TandemError
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What one step produced."""
-
-    tokens: list[Token] = field(default_factory=list)
-    pages: list[CompletePages] = field(default_factory=list)
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
 
 
 class Engine:
@@ -123,7 +68,7 @@ class Engine:
             runner.device.type != "cpu" if config.is_overlapped is None else config.is_overlapped
         )
         self._compiler = compiler
-        self._masks = GrammarMasks(shape.vocab_size)
+        self._launcher = Launcher(runner, shape, self._scheduler.slots, config.page_size)
         self._wake = wake
         # In no line yet: their grammar is being compiled.
         self._compiling: list[ActiveRequest] = []
@@ -352,63 +297,14 @@ class Engine:
         batch = self._scheduler.next_batch()
         if not batch:
             return None
-        slots, before = self._scheduler.slots, self._launched
-        sampled = batch.decodes + [chunk.request for chunk in batch.chunks if chunk.is_last]
-        pending = self._masks.begin([request.grammar for request in sampled])
-        inputs = forward_inputs(batch, slots, self.cache.page_size)
-        logits = self._runner.forward(inputs, None if before is None else before.ids)
-        masks = pending.wait()
-        chunks = [
-            ChunkEnd(chunk, chunk.request.num_computed + chunk.num_tokens, prompt_rows(chunk))
-            for chunk in batch.chunks
-        ]
-        rows = np.array([request.slot for request in sampled], np.int64)
-        columns = SamplingColumns.of(slots, rows)
-        ids, told = self._sample(logits[: len(sampled)], sampled, columns, masks)
-        launched = Launched(
-            batch=batch,
-            chunks=chunks,
-            sampled=sampled,
-            indexes=columns.indexes.tolist(),
-            ids=ids,
-            host_ids=OnHost(ids),
-            told=told,
-            prompt_told=_prompt_logprobs(logits[len(sampled) :], chunks),
-        )
+        launched = self._launcher.launch(batch, self._launched)
         self._scheduler.advance(batch)
-        for end in chunks:
+        for end in launched.chunks:
             end.chunk.request.told_until = max(end.chunk.request.told_until, end.told.stop)
         for request in launched.participants():
             request.num_launched += 1
         self.num_prompt_tokens += sum(chunk.num_tokens for chunk in batch.chunks)
         return launched
-
-    def _sample(
-        self,
-        logits: torch.Tensor,
-        sampled: Sequence[ActiveRequest],
-        columns: SamplingColumns,
-        masks: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, tuple[list[int], LogprobRows] | None]:
-        """Choose the tokens, and the log-probabilities of those rows that want them."""
-        slots = self._scheduler.slots
-        raw = logits
-        is_special = slots.is_special[[request.slot for request in sampled]]
-        if is_special.any():
-            special = np.flatnonzero(is_special).tolist()
-            logits = raw.to(torch.float32, copy=True)
-            requests = [sampled[i] for i in special]
-            if masks is not None:
-                apply_masks(logits, masks)
-            adjustments(special, requests, self.shape.eos_token_ids, masks).apply(logits)
-        ids = sample(logits, columns)
-        rows = [i for i, request in enumerate(sampled) if request.request.logprobs is not None]
-        if not rows:
-            return ids, None
-        num_top = [_num_top(sampled[i]) for i in rows]
-        where = torch.tensor(rows, device=raw.device)
-        found = logprobs(raw[where], ids[where], max(num_top))
-        return ids, (rows, LogprobRows.start(found, num_top))
 
     def _count_cached(self) -> None:
         """Note what newly admitted requests found in the prefix cache."""
@@ -539,24 +435,6 @@ class Engine:
 
 def _is_settled(active: ActiveRequest) -> bool:
     return active.compiling is None or active.compiling.done()
-
-
-def _num_top(active: ActiveRequest) -> int:
-    return 0 if active.request.logprobs is None else active.request.logprobs.num_top
-
-
-def _prompt_logprobs(logits: torch.Tensor, chunks: Sequence[ChunkEnd]) -> LogprobRows | None:
-    """Start reading the log-probabilities of prompt positions. Logits: one row for each."""
-    if not len(logits):
-        return None
-    ids = [
-        token
-        for end in chunks
-        for token in end.chunk.request.token_ids[end.told.start : end.told.stop]
-    ]
-    num_top = [_num_top(end.chunk.request) for end in chunks for _ in end.told]
-    found = logprobs(logits, torch.tensor(ids, device=logits.device), max(num_top))
-    return LogprobRows.start(found, num_top)
 
 
 def _wants_only_position_0(active: ActiveRequest) -> bool:

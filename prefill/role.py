@@ -10,8 +10,9 @@
 
 from dataclasses import dataclass
 
-from engine.core import CompletePages, Engine, Token
+from engine.core import Engine
 from engine.request import ActiveRequest
+from engine.results import CompletePages, Token
 from kvtransfer.agent import Sender
 from kvtransfer.events import Granted, PushDone, Released
 from node.load import engine_load, hit_rate, token_usage

@@ -128,14 +128,15 @@ def test_other_page_sizes_at_the_two_ends_change_no_token(tiny_model):
 def test_a_forward_that_fails_costs_its_requests_and_no_page(pair, side):
     engine = pair.prefill_engine if side == "prefill" else pair.decode_engine
     role = pair.prefill if side == "prefill" else pair.decode
-    healthy, engine._runner = engine._runner, BrokenRunner()
+    launcher = engine._launcher
+    healthy, launcher._runner = launcher._runner, BrokenRunner()
     pair.start("a", prompt_of(60), max_new_tokens=8)
     with pytest.raises(ZeroDivisionError):
         pair.run_until(lambda: False)
     role.fail_all(EngineFailed("as the loop does"))
     answers = pair.prefill_answers if side == "prefill" else pair.decode_answers
     assert isinstance(answers.errors["a"], EngineFailed)
-    engine._runner = healthy
+    launcher._runner = healthy
     pair.run_until(pair.all_pages_are_back)
     pair.start("b", prompt_of(60), max_new_tokens=3)
     pair.run_until(lambda: pair.decode_answers.finishes["b"])

@@ -1,0 +1,60 @@
+"""What a step produced, for a role to act on."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from engine.request import ActiveRequest
+from wire.errors import TandemError
+from wire.messages import Finish, TokenLogprobs
+
+
+class Token(msgspec.Struct, frozen=True, gc=False):
+    """One generated token.
+
+    Attributes:
+        index: Among the generated tokens of all attempts.
+        logprobs: When wanted, and known here.
+    """
+
+    request: ActiveRequest
+    index: int
+    token: int
+    finish: Finish | None = None
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletePages:
+    """Pages of a prompt-only request that no later forward changes: they may be pushed."""
+
+    request: ActiveRequest
+    first_page: int
+    page_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of a run of prompt positions; runs of a request come in order."""
+
+    request: ActiveRequest
+    first_position: int
+    entries: list[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request that ended because of an error of its own; nothing is left of it."""
+
+    request: ActiveRequest
+    error: TandemError
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step produced."""
+
+    tokens: list[Token] = field(default_factory=list)
+    pages: list[CompletePages] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
