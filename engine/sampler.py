@@ -145,11 +145,31 @@ def _draw(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
 
 
 def _keep_top(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Mask all but the `top_k` largest, then all past a mass of `top_p`. Columns (n, 1)."""
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logits.shape[1], device=logits.device)
-    ordered = ordered.masked_fill(rank >= top_k, NEG_INF)
-    probs = ordered.softmax(dim=-1).double()
-    mass_before = probs.cumsum(dim=-1) - probs
-    ordered = ordered.masked_fill((mass_before >= top_p) & (rank > 0), NEG_INF)
-    return torch.full_like(logits, NEG_INF).scatter_(1, order, ordered)
+    """Mask all but the `top_k` largest, then all past a mass of `top_p`. Columns (n, 1).
+
+    What is kept is what reaches the least logit kept, so that equal ones are kept or masked together,
+    whatever order the device finds them in.
+    """
+    vocab_size = logits.shape[1]
+    probs = logits.softmax(dim=-1)
+    has_top_k = top_k < vocab_size
+    top = logits.topk(_num_candidates(probs, top_k, top_p), dim=-1)
+    rank = torch.arange(top.values.shape[1], device=logits.device)
+    mass = probs.gather(1, top.indices).double().masked_fill(rank >= top_k, 0.0)
+    # Of a distribution cut to its `top_k`, the mass is counted anew.
+    whole = torch.where(has_top_k, mass.sum(dim=-1, keepdim=True), 1.0)
+    mass_before = mass.cumsum(dim=-1) - mass
+    is_kept = (mass_before < top_p * whole) & (rank < top_k) | (rank == 0)
+    least = top.values.gather(1, is_kept.sum(dim=-1, keepdim=True) - 1)
+    return logits.masked_fill(logits < least, NEG_INF)
+
+
+def _num_candidates(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> int:
+    """Return how many of the largest can be kept, at most: sorting all takes most of a CPU's step."""
+    vocab_size = probs.shape[1]
+    if probs.is_cuda:
+        return vocab_size  # to count would be to wait for the device
+    # Tokens below this weigh less than 1 - top_p all together, so the nucleus is among the others.
+    floor = (1 - top_p) / vocab_size
+    in_nucleus = (probs >= floor).sum(dim=-1, keepdim=True)
+    return int(torch.where(top_k < vocab_size, top_k, in_nucleus).max().clamp(min=1))

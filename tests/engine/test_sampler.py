@@ -117,3 +117,27 @@ def test_tokens_of_an_earlier_attempt_count_as_output():
 def test_a_stop_id_that_the_vocabulary_does_not_have_stops_nothing_and_breaks_nothing():
     strange = active(temperature=0, min_new_tokens=3, stop_token_ids=[1, 99999, -3])
     assert sample(LOGITS.repeat(2, 1), [strange, active(temperature=0)], NO_EOS) == [4, 1]
+
+
+def _kept_by_definition(row: np.ndarray, top_k: int, top_p: float) -> set[int]:
+    """Sort, cut to the largest k, cut after the mass p; equal logits go together."""
+    order = np.argsort(-row, kind="stable")
+    size = len(row) if top_k <= 0 else min(top_k, len(row))
+    weights = np.exp(row[order] - row.max()).astype(np.float64)
+    weights = weights[:size] / weights[:size].sum()
+    before = np.cumsum(weights) - weights
+    count = max(1, int((before < top_p).sum()))
+    return set(np.flatnonzero(row >= row[order[count - 1]]).tolist())
+
+
+@pytest.mark.parametrize("top_k", [-1, 1, 3, 40])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.93, 1.0])
+def test_what_can_be_drawn_is_what_the_definition_keeps(top_k, top_p):
+    logits = torch.randn(8, 60, generator=torch.Generator().manual_seed(2)) * 2
+    logits[:4] = logits[:4].round()  # with ties
+    for row in logits:
+        seen = set(draws(400, row, top_k=top_k, top_p=top_p))
+        assert seen <= _kept_by_definition(row.numpy(), top_k, top_p)
+    together = [active(seed=i, top_k=top_k, top_p=top_p) for i in range(8)]
+    alone = [sample(logits[i : i + 1], [r])[0] for i, r in enumerate(together)]
+    assert sample(logits, [active(seed=i, top_k=top_k, top_p=top_p) for i in range(8)]) == alone
