@@ -72,10 +72,11 @@ def transformers_greedy(path, prompt, num_new) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
-def test_greedy_tokens_are_those_of_transformers(kind, tiny_model):
+def test_greedy_tokens_are_those_of_transformers(kind, backend, tiny_model):
     path = tiny_model(kind)
-    engine = make_engine(path)
+    engine = make_engine(path, attention_backend=backend)
     asked = prompts(9)
     for i, prompt in enumerate(asked):
         engine.submit(ask(prompt, str(i), max_new_tokens=12))
