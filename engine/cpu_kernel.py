@@ -1,0 +1,250 @@
+"""The kernel of the CPU's paged attention, compiled by numba for the geometry of a model.
+
+For each sequence and KV head it puts the row's own K and V into the page, then walks the pages with
+running sums as in online softmax (Milakov and Gimelshein 2018). The heads of a group share what was read.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from engine import cpu_threads
+
+# Below any score; finite, because with fast-math infinities are undefined.
+_FAR_BELOW = np.float32(-1e30)
+_LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
+
+CALL = np.dtype(
+    [
+        *((name, np.int64) for name in ("query", "query_row", "query_head")),
+        *((name, np.int64) for name in ("key", "key_row", "key_head")),
+        *((name, np.int64) for name in ("value", "value_row", "value_head")),
+        ("pool", np.int64),
+        ("pool_page", np.int64),
+        ("pool_layer", np.int64),
+        ("page_table", np.int64),
+        ("max_pages", np.int64),
+        ("kv_lens", np.int64),
+        ("num_seqs", np.int64),
+        ("out", np.int64),
+        ("num_threads", np.int64),
+        ("window", np.int64),
+        ("scale", np.float32),
+        ("softcap", np.float32),
+    ],
+    align=True,
+)
+"""What the kernel is told: addresses, and strides in elements.
+
+`pool_page` is from page to page, `pool_layer` from the page's begin to the layer. Dimensions of a head are
+neighbours everywhere. `out` is contiguous, (num_seqs, num_heads, head_dim). `softcap` 0 is none.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What a kernel is compiled for: with fixed sizes its inner loops become vectors.
+
+    Attributes:
+        group: Query heads of each KV head.
+        is_bfloat16: Whether everything is bfloat16, and not float32.
+    """
+
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    page_size: int
+    is_bfloat16: bool
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer(_typing: Any, _address: Any) -> Any:
+    """Make a pointer of an address."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _from_bfloat16(bits: Any) -> Any:
+    """A bfloat16 is the upper half of the float32 of the same value."""
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _to_bfloat16(value: Any) -> Any:
+    """Round to the nearest, ties to even."""
+    bits = np.float32(value).view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    return np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _float32(value: Any) -> Any:
+    return np.float32(value)
+
+
+@numba.njit(inline="always", fastmath=True)  # type: ignore[untyped-decorator]
+def _exp(x: Any) -> Any:
+    """e^x for x <= 0, to one unit in the last place or two: vectorised, which libm's is not."""
+    x = max(x, np.float32(-87.0)) * _LOG2_E
+    whole = np.floor(x + np.float32(0.5))
+    f = (x - whole) * _LN_2
+    # Taylor to the sixth power: |f| is at most ln(2) / 2.
+    series = np.float32(1 / 120) + f * np.float32(1 / 720)
+    series = np.float32(1 / 6) + f * (np.float32(1 / 24) + f * series)
+    series = np.float32(1) + f * (np.float32(1) + f * (np.float32(0.5) + f * series))
+    exponent = np.uint32(np.int32(whole) + np.int32(127)) << np.uint32(23)
+    return series * np.uint32(exponent).view(np.float32)
+
+
+@lru_cache
+def kernel_for(geometry: Geometry) -> int:
+    """Return the address of a C function that takes the address of a `CALL`; see `cpu_threads.run`."""
+    body = _compile(geometry)
+    record = types.CPointer(numba.from_dtype(CALL))
+
+    def entry(pointer: Any) -> None:
+        body(numba.carray(pointer, 1)[0])
+
+    _ENTRIES.append(compiled := numba.cfunc(types.void(record), nopython=True)(entry))
+    return int(compiled.address)
+
+
+# Compiled code lives as long as its function object.
+_ENTRIES: list[Any] = []
+
+
+class _PageFunctions(NamedTuple):
+    """What is done to one page of one KV head. They become part of the kernel that calls them."""
+
+    widen: Any
+    score: Any
+    weigh: Any
+    add: Any
+
+
+def _page_functions(geometry: Geometry) -> _PageFunctions:
+    page_size, head_dim = geometry.page_size, geometry.head_dim
+    load = _from_bfloat16 if geometry.is_bfloat16 else _float32
+    inline = numba.njit(inline="always", fastmath=True, error_model="numpy")
+
+    @inline  # type: ignore[untyped-decorator]
+    def widen(elements: Any, out: Any) -> None:
+        for i in range(len(out)):
+            out[i] = load(elements[i])
+
+    @inline  # type: ignore[untyped-decorator]
+    def score(q: Any, g: int, keys: Any, softcap: Any, scores: Any) -> None:
+        for t in range(page_size):
+            product = np.float32(0)
+            for d in range(head_dim):
+                product += q[g, d] * keys[t, d]
+            scores[t] = product
+        if softcap > 0:
+            for t in range(page_size):
+                scores[t] = softcap * np.tanh(scores[t] / softcap)
+
+    @inline  # type: ignore[untyped-decorator]
+    def weigh(scores: Any, begin: int, end: int, highest: Any) -> Any:
+        """Make weights of scores, none outside of begin ... end; return the new highest and the sum."""
+        top = highest
+        for t in range(begin, end):
+            top = max(top, scores[t])
+        for t in range(page_size):
+            scores[t] = _exp(scores[t] - top)
+        total = np.float32(0)
+        for t in range(page_size):
+            scores[t] = scores[t] if begin <= t < end else np.float32(0)
+            total += scores[t]
+        return top, total
+
+    @inline  # type: ignore[untyped-decorator]
+    def add(weights: Any, values: Any, shrink: Any, sums: Any, g: int) -> None:
+        for d in range(head_dim):
+            weighted = sums[g, d] * shrink
+            for t in range(page_size):
+                weighted += weights[t] * values[t, d]
+            sums[g, d] = weighted
+
+    return _PageFunctions(widen, score, weigh, add)
+
+
+def _compile(geometry: Geometry) -> Callable[[Any], None]:
+    num_kv_heads, group, head_dim = geometry.num_kv_heads, geometry.group, geometry.head_dim
+    page_shape = page_size, _ = (geometry.page_size, head_dim)
+    plane = page_size * head_dim  # elements of one head's K, or V, in a page
+    element = np.uint16 if geometry.is_bfloat16 else np.float32
+    store = _to_bfloat16 if geometry.is_bfloat16 else _float32
+    most = 1 << 62  # sizes of what is only known by its address
+    thread_number = cpu_threads.thread_number()
+    widen, score, weigh, add = _page_functions(geometry)
+
+    def kernel(call: Any) -> None:  # all in one: the arrays are made once for all units
+        query = numba.carray(_pointer(call.query), (most,), element)
+        key = numba.carray(_pointer(call.key), (most,), element)
+        value = numba.carray(_pointer(call.value), (most,), element)
+        pool = numba.carray(_pointer(call.pool), (most,), element)
+        page_table = numba.carray(_pointer(call.page_table), (most,), np.int32)
+        kv_lens = numba.carray(_pointer(call.kv_lens), (most,), np.int32)
+        out = numba.carray(_pointer(call.out), (most,), element)
+        q, sums = np.empty((group, head_dim), np.float32), np.empty((group, head_dim), np.float32)
+        highest, totals = np.empty(group, np.float32), np.empty(group, np.float32)
+        keys, values = np.empty(page_shape, np.float32), np.empty(page_shape, np.float32)
+        flat_keys, flat_values = keys.reshape(plane), values.reshape(plane)
+        scores = np.empty(page_size, np.float32)
+        for unit in range(thread_number(), call.num_seqs * num_kv_heads, call.num_threads):
+            n, kv_head = unit // num_kv_heads, unit % num_kv_heads
+            kv_len, pages = int(kv_lens[n]), n * call.max_pages
+            plane_k = call.pool_layer + kv_head * plane
+            plane_v = plane_k + num_kv_heads * plane
+
+            slot = int(page_table[pages + (kv_len - 1) // page_size]) * call.pool_page
+            slot += (kv_len - 1) % page_size * head_dim
+            start = n * call.key_row + kv_head * call.key_head
+            pool[plane_k + slot : plane_k + slot + head_dim] = key[start : start + head_dim]
+            start = n * call.value_row + kv_head * call.value_head
+            pool[plane_v + slot : plane_v + slot + head_dim] = value[start : start + head_dim]
+
+            for g in range(group):
+                start = n * call.query_row + (kv_head * group + g) * call.query_head
+                widen(query[start : start + head_dim], q[g])
+                q[g] *= call.scale
+            highest[:], totals[:], sums[:] = _FAR_BELOW, 0, 0
+            first = max(0, kv_len - call.window)
+            for p in range(first // page_size, (kv_len + page_size - 1) // page_size):
+                begin = max(0, first - p * page_size)
+                end = min(page_size, kv_len - p * page_size)
+                page = int(page_table[pages + p]) * call.pool_page
+                widen(pool[page + plane_k : page + plane_k + plane], flat_keys)
+                widen(pool[page + plane_v : page + plane_v + plane], flat_values)
+                # What lies past `end` is another request's, or nothing, and may be no number at all:
+                # a weight of zero would not do.
+                for t in range(end, page_size):
+                    for d in range(head_dim):
+                        values[t, d] = 0
+                for g in range(group):
+                    score(q, g, keys, call.softcap, scores)
+                    top, total = weigh(scores, begin, end, highest[g])
+                    shrink = _exp(highest[g] - top)
+                    highest[g], totals[g] = top, totals[g] * shrink + total
+                    add(scores, values, shrink, sums, g)
+
+            for g in range(group):
+                start = (n * num_kv_heads * group + kv_head * group + g) * head_dim
+                for d in range(head_dim):
+                    out[start + d] = store(sums[g, d] / totals[g])
+
+    compiled: Callable[[Any], None] = numba.njit(
+        kernel, fastmath=True, nogil=True, error_model="numpy"
+    )
+    return compiled
