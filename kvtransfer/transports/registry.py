@@ -1,6 +1,7 @@
 """Which transports there are, and which one two ends take. Built-in ones and installed ones."""
 
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import entry_points
 
 from kvtransfer.region import MemoryRegion
@@ -12,8 +13,6 @@ from kvtransfer.transports.base import (
     TransportConfig,
     TransportFactory,
 )
-from kvtransfer.transports.shm import ShmTransport
-from kvtransfer.transports.tcp import TcpTransport
 from telemetry.log import get_logger
 from wire.errors import ConfigInvalid, TransferRefused
 from wire.messages import TransportOffer
@@ -21,21 +20,28 @@ from wire.messages import TransportOffer
 log = get_logger("kvtransfer.registry")
 
 GROUP = "tandem.transports"
-# Best first: offers are made, and tried, in this order.
-BUILT_IN: dict[str, TransportFactory] = {"shm": ShmTransport, "tcp": TcpTransport}
+# Module and class of each; imported when asked for, since some stand on libraries that are optional.
+BUILT_IN = {
+    "shm": "kvtransfer.transports.shm:ShmTransport",
+    "tcp": "kvtransfer.transports.tcp:TcpTransport",
+}
+# What `auto` means, best first: offers are made, and tried, in this order.
+AUTO = ("shm", "tcp")
+# The extra of this package that brings the library a transport stands on.
+EXTRAS: dict[str, str] = {}
 
 
 def transports(name: str, config: TransportConfig) -> list[Transport]:
     """Return the transports that `--transfer-backend name` allows, best first.
 
     Args:
-        name: `auto` for the built-in ones, or one name; several may be joined with commas.
+        name: `auto` for the best of the built-in ones, or one name; several may be joined with commas.
         config: Passed to each.
 
     Raises:
-        ConfigInvalid: There is none of that name.
+        ConfigInvalid: There is none of that name, or what it stands on is not installed.
     """
-    names = list(BUILT_IN) if name == "auto" else name.split(",")
+    names = AUTO if name == "auto" else name.split(",")
     return [_factory(each)(config) for each in names]
 
 
@@ -79,11 +85,23 @@ def choose(
     raise TransferRefused("no transport in common: " + ("; ".join(reasons) or "nothing offered"))
 
 
+def known() -> list[str]:
+    """Return the names of all transports: built-in ones, then installed ones."""
+    return [*BUILT_IN, *sorted({entry.name for entry in entry_points(group=GROUP)} - set(BUILT_IN))]
+
+
 def _factory(name: str) -> TransportFactory:
-    if built_in := BUILT_IN.get(name):
+    if place := BUILT_IN.get(name):
+        module, _, attribute = place.partition(":")
+        try:
+            built_in: TransportFactory = getattr(import_module(module), attribute)
+        except ImportError as error:
+            raise ConfigInvalid(
+                f"--transfer-backend {name} needs a library that is not here ({error}): "
+                f"pip install 'tandem-serve[{EXTRAS.get(name, name)}]'"
+            ) from error
         return built_in
     for entry in entry_points(group=GROUP, name=name):
         factory: TransportFactory = entry.load()
         return factory
-    installed = sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=GROUP))})
-    raise ConfigInvalid(f"no transport {name!r} is installed; there are: {', '.join(installed)}")
+    raise ConfigInvalid(f"no transport {name!r} is installed; there are: {', '.join(known())}")
