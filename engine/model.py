@@ -2,12 +2,15 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -61,6 +64,14 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class ModelNeeds:
+    """What a model takes; the weights are those of all ranks together."""
+
+    shape: ModelShape
+    weight_bytes: int
+
+
 def load_model(config: EngineConfig) -> tuple[torch.nn.Module, ModelShape]:
     """Load weights, or make seeded random ones, with attention routed to the paged pool.
 
@@ -69,17 +80,10 @@ def load_model(config: EngineConfig) -> tuple[torch.nn.Module, ModelShape]:
     Raises:
         ConfigInvalid: The directory holds no model we can serve; the sentence says why.
     """
-    path = Path(config.model_dir)
-    if not (path / "config.json").is_file():
-        raise ConfigInvalid(
-            f"{path} has no config.json: give a transformers directory or a GGUF file"
-        )
     hf_logging.disable_progress_bar()  # a bar among log lines is noise; `engine.loaded` says it
-    try:
+    with _readable(config.model_dir) as path:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
         model = _build(config, hf_config)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConfigInvalid(f"cannot load the model in {path}: {error}") from error
     model = model.to(config.device).eval().requires_grad_(requires_grad=False)
     shape = _shape(config, model, hf_config)
     if config.is_compiled and not config.is_eager:
@@ -87,6 +91,39 @@ def load_model(config: EngineConfig) -> tuple[torch.nn.Module, ModelShape]:
     elif config.tp_size == 1:
         fuse(model)
     return model, shape
+
+
+def model_needs(config: EngineConfig) -> ModelNeeds:
+    """Return what a model takes, from its configuration alone: no weight is read or made.
+
+    Raises:
+        ConfigInvalid: The directory holds no model we can serve; the sentence says why.
+    """
+    with _readable(config.model_dir) as path:
+        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        unsharded = msgspec.structs.replace(config, load_format="dummy", tp_size=1)
+        with torch.device("meta"):
+            model = _build(unsharded, hf_config)
+    shape = _shape(config, model, hf_config)
+    if getattr(hf_config, "quantization_config", None) is not None:
+        sizes = [file.stat().st_size for file in path.glob("*.safetensors")]
+    else:
+        sizes = [each.numel() * each.itemsize for each in model.parameters()]
+    return ModelNeeds(shape, sum(sizes))
+
+
+@contextmanager
+def _readable(model_dir: str) -> Iterator[Path]:
+    """Give the directory; what transformers says about it becomes one kind of error."""
+    path = Path(model_dir)
+    if not (path / "config.json").is_file():
+        raise ConfigInvalid(
+            f"{path} has no config.json: give a transformers directory or a GGUF file"
+        )
+    try:
+        yield path
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ConfigInvalid(f"cannot load the model in {path}: {error}") from error
 
 
 def _build(config: EngineConfig, hf_config: object) -> torch.nn.Module:

@@ -11,6 +11,7 @@ import msgspec
 from frontend.backend import Bootstrap, Health, ServedModel
 from frontend.engine_client import EngineClient
 from frontend.tokenizer import Tokenizer
+from kvtransfer.transports.registry import names_of
 from node.config import NodeConfig
 from node.engine_report import Ready
 from node.metrics import load_metrics, render
@@ -129,6 +130,8 @@ class LocalBackend:
             is_healthy=self.health().is_serving,
             max_prompt_tokens=ready.max_prompt_tokens,
             load=self._load(),
+            tp_size=self._config.engine.tp_size,
+            transports=self._transports(),
             model=ModelInfo(
                 name=model.name,
                 fingerprint=ready.fingerprint,
@@ -140,6 +143,11 @@ class LocalBackend:
         )
         built: dict[str, object] = msgspec.to_builtins(info)
         return built
+
+    def _transports(self) -> list[str]:
+        if self._config.role == "colocated":
+            return []
+        return names_of(self._config.transfer.backend)
 
     def metrics(self) -> str:
         """See `Backend.metrics`."""

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from telemetry.version import package_version
 
@@ -15,6 +16,7 @@ Serve large language models with prefill and decode on separate nodes.
   decode    a decode node: takes over prompts whose KV landed, and generates
   lb        the router: HTTP, OpenAI API, pairing, detokenizing
   serve     both roles in one engine, without transfer
+  doctor    what works here or between two hosts, how fast it is, and what is missing
 
 `tandem COMMAND --help` lists a command's flags. A first try:
 
@@ -25,30 +27,24 @@ Serve large language models with prefill and decode on separate nodes.
 
 Command = Callable[[Sequence[str]], int]
 
+# Where the `main` of each is; imported when it is asked for: `lb` starts without torch.
+MODULES = {
+    "up": "tandem.up",
+    "prefill": "prefill.command",
+    "decode": "decode.command",
+    "lb": "router.command",
+    "router": "router.command",
+    "serve": "tandem.serve",
+    "doctor": "tandem.doctor.command",
+}
+
 
 def _command(name: str) -> Command | None:
-    """Return a command, importing only what it needs: `lb` starts without torch."""
-    if name == "prefill":
-        from prefill.command import main as prefill
-
-        return prefill
-    if name == "decode":
-        from decode.command import main as decode
-
-        return decode
-    if name in ("lb", "router"):
-        from router.command import main as router
-
-        return router
-    if name == "serve":
-        from tandem.serve import main as serve
-
-        return serve
-    if name == "up":
-        from tandem.up import main as up
-
-        return up
-    return None
+    """Return a command, importing only what it needs."""
+    if (module := MODULES.get(name)) is None:
+        return None
+    command: Command = import_module(module).main
+    return command
 
 
 def main() -> int:

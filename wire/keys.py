@@ -40,10 +40,13 @@ def is_loopback(host: str) -> bool:
     return bare == "localhost" or bare.startswith("127.") or bare == "::1"
 
 
-def cluster_key(host: str, *, is_insecure: bool) -> ChannelKey | None:
+def cluster_key(host: str, *, is_insecure: bool, flag: str = "--host") -> ChannelKey | None:
     """Return the cluster's key from `TANDEM_CLUSTER_KEY`, or None for a plain channel.
 
     Called by `__main__` modules only.
+
+    Args:
+        flag: What the user gave the host with.
 
     Raises:
         ConfigInvalid: `host` can be reached from elsewhere, there is no secret and `is_insecure`
@@ -55,6 +58,6 @@ def cluster_key(host: str, *, is_insecure: bool) -> ChannelKey | None:
     if is_loopback(host) or is_insecure:
         return None
     raise ConfigInvalid(
-        f"--host {host} can be reached from other machines: set TANDEM_CLUSTER_KEY to one secret on "
+        f"{flag} {host} can be reached from other machines: set TANDEM_CLUSTER_KEY to one secret on "
         "every node and router, or pass --insecure to trust the network"
     )

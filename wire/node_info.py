@@ -34,6 +34,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
         engine_port: Where its engine's inbox listens for edge workers.
         bootstrap_port: Where a prefill listens for grants; None on other roles.
         max_prompt_tokens: The longest prompt its pool can ever hold.
+        tp_size: Processes that share its model; 0: an older node, which does not tell.
+        transports: By which its KV may move, best first; empty on other roles and older nodes.
     """
 
     role: str
@@ -45,3 +47,5 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     is_healthy: bool = True
     max_prompt_tokens: int = 0
     load: NodeLoad = NodeLoad()
+    tp_size: int = 0
+    transports: list[str] = []

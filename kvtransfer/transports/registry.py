@@ -41,8 +41,12 @@ def transports(name: str, config: TransportConfig) -> list[Transport]:
     Raises:
         ConfigInvalid: There is none of that name, or what it stands on is not installed.
     """
-    names = AUTO if name == "auto" else name.split(",")
-    return [_factory(each)(config) for each in names]
+    return [_factory(each)(config) for each in names_of(name)]
+
+
+def names_of(name: str) -> list[str]:
+    """Return the names that `--transfer-backend name` stands for, best first."""
+    return list(AUTO) if name == "auto" else name.split(",")
 
 
 def listen(allowed: Sequence[Transport], pool: Pool) -> dict[str, Listener]:

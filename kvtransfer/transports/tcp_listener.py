@@ -82,7 +82,7 @@ class TcpListener:
         with self._changed:
             self._peers[key] = _Peer(secret, Permits(self._pool))
         offer = TcpOffer(
-            host=_address_toward(toward_host, self._host),
+            host=address_toward(toward_host, self._host),
             port=self._server.getsockname()[1],
             peer=key,
             secret=secret.hex(),
@@ -208,7 +208,7 @@ class TcpListener:
         log.warning("kv_stream.refused", reason=str(error))
 
 
-def _address_toward(host: str, bound: str) -> str:
+def address_toward(host: str, bound: str) -> str:
     """Return the address of this machine that `host` can connect to."""
     if bound not in ("0.0.0.0", "::"):
         return bound

@@ -1,0 +1,61 @@
+"""What a model would take of this machine, by the numbers that a node would use. Imports torch."""
+
+from pathlib import Path
+
+import msgspec
+import torch
+from transformers.utils import logging as hf_logging
+
+from engine.config import EngineConfig
+from engine.model import model_needs
+from engine.runner import pool_pages
+from node.checkpoint import model_name, resolve_model
+from tandem.doctor.facts import Model
+from wire.errors import ConfigInvalid
+
+
+def model_facts(settings: EngineConfig, cache_dir: Path) -> Model:
+    """Return the facts of a model; one that cannot be served is a fact, too.
+
+    Args:
+        settings: `model_dir` is a directory or a GGUF file, which is converted once, as a node would.
+    """
+    name = model_name(settings.model_dir)
+    hf_logging.disable_progress_bar()
+    try:
+        directory = resolve_model(settings.model_dir, cache_dir)
+        settings = msgspec.structs.replace(settings, model_dir=str(directory))
+        needs = model_needs(settings)
+    except ConfigInvalid as error:
+        return Model(name, problem=error.message)
+    shape, is_gpu = needs.shape, settings.device != "cpu"
+    device_bytes = _device_bytes(settings.device) if is_gpu else 0
+    room_bytes = (
+        int(device_bytes * settings.mem_fraction_static) - needs.weight_bytes // settings.tp_size
+        if is_gpu
+        else settings.kv_bytes // settings.tp_size
+    )
+    num_pages = (
+        settings.max_total_tokens // settings.page_size
+        if settings.max_total_tokens
+        else pool_pages(shape, settings.page_size, max(0, room_bytes))
+    )
+    num_tokens = num_pages * settings.page_size
+    return Model(
+        name=name,
+        dtype=str(shape.dtype).removeprefix("torch."),
+        weight_bytes=needs.weight_bytes,
+        kv_bytes_per_token=shape.kv_bytes_per_token * settings.tp_size,
+        num_tokens=num_tokens,
+        pool_bytes=num_tokens * shape.kv_bytes_per_token * settings.tp_size,
+        context_length=shape.context_length,
+        device=settings.device,
+        device_memory_bytes=device_bytes * settings.tp_size,
+    )
+
+
+def _device_bytes(device: str) -> int:
+    """Return the memory of one GPU; 0 where there is none."""
+    if not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.get_device_properties(device).total_memory)

@@ -1,0 +1,61 @@
+"""What a model takes, by its configuration alone, and by the numbers that a node uses."""
+
+import json
+import shutil
+
+from safetensors.torch import load_file
+
+from engine.config import EngineConfig
+from engine.model import load_model, model_needs
+from tandem.doctor.fit import model_facts
+
+# 3 layers of 2 KV heads of 16 elements of float32, K and V.
+TOKEN_BYTES = 3 * 2 * 16 * 4 * 2
+
+
+def test_the_numbers_are_those_of_the_loaded_model(tiny_model, tmp_path):
+    directory = tiny_model("llama")
+    settings = EngineConfig(model_dir=str(directory), max_total_tokens=4096)
+    needs = model_needs(settings)
+    assert needs.shape == load_model(settings)[1]
+    stored = load_file(directory / "model.safetensors").values()
+    assert needs.weight_bytes == sum(each.numel() * each.itemsize for each in stored)
+    facts = model_facts(settings, tmp_path)
+    assert (facts.problem, facts.name, facts.dtype) == ("", directory.name, "float32")
+    assert (facts.kv_bytes_per_token, facts.num_tokens) == (TOKEN_BYTES, 4096)
+    assert facts.pool_bytes == 4096 * TOKEN_BYTES
+
+
+def test_weights_are_not_read(tiny_model, tmp_path):
+    shutil.copy(tiny_model("llama") / "config.json", tmp_path)
+    facts = model_facts(EngineConfig(model_dir=str(tmp_path), dtype="bfloat16"), tmp_path)
+    assert facts.kv_bytes_per_token == TOKEN_BYTES // 2
+    assert facts.num_tokens == (1 << 30) // (16 * TOKEN_BYTES // 2) * 16  # of 1 GiB
+
+
+def test_ranks_share_the_pool(tiny_model, tmp_path):
+    settings = EngineConfig(model_dir=str(tiny_model("llama")), tp_size=2, max_total_tokens=160)
+    facts = model_facts(settings, tmp_path)
+    assert (facts.pool_bytes, facts.kv_bytes_per_token) == (160 * TOKEN_BYTES, TOKEN_BYTES)
+    odd = model_facts(EngineConfig(model_dir=str(tiny_model("llama")), tp_size=3), tmp_path)
+    assert "--tp 3 cannot share" in odd.problem
+
+
+def test_the_weights_of_a_quantised_model_are_as_large_as_its_files(tiny_model, tmp_path):
+    directory = tiny_model("llama")
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    settings = EngineConfig(model_dir=str(tmp_path), load_format="dummy")
+    assert model_needs(settings).weight_bytes == 1000
+
+
+def test_what_cannot_be_served_is_told_and_not_raised(tmp_path):
+    absent = model_facts(EngineConfig(model_dir=str(tmp_path / "absent")), tmp_path)
+    assert "models are not downloaded" in absent.problem
+    (tmp_path / "config.json").write_text("{}")
+    assert (
+        "cannot load the model"
+        in model_facts(EngineConfig(model_dir=str(tmp_path)), tmp_path).problem
+    )
