@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -32,9 +34,14 @@ from kvtransfer.transports.registry import transports
 from wire.ids import Room
 from wire.messages import TransportOffer
 
+if TYPE_CHECKING:
+    from benchmarks.bare_ucx import BareUcx
+
 ROOM = Room(1)
 BLOCK_BYTES = 64 << 10
-NAMES = ("shm", "tcp")
+NAMES = ["shm", "tcp", "nccl"]
+if find_spec("ucxx"):
+    NAMES.append("ucx")
 
 
 @dataclass(frozen=True)
@@ -187,10 +194,13 @@ def run(size_bytes: int, num_rounds: int) -> dict[tuple[str, str], list[Sample]]
         far_ends = {name: FarEnd(name, pool_bytes, source) for name in NAMES}
         bare = BareSocket(size_bytes)
         bare.write(source)
+        bare_ucx = make_bare_ucx(pool_bytes)
         for plan in plans.values():  # also touches every page once, before the clock runs
             copy_here(plan, source, here)
             for far in far_ends.values():
                 far.connection.write(ROOM, plan)
+            if bare_ucx:
+                bare_ucx.write(source, plan)
         for far in far_ends.values():
             check(far, plans["scattered"], source, here)
         for _ in range(num_rounds):
@@ -199,6 +209,10 @@ def run(size_bytes: int, num_rounds: int) -> dict[tuple[str, str], list[Sample]]
                 samples.setdefault(("memcpy", pattern), []).append(local)
                 sample = measure(partial(bare.write, source), bare.cpu_s, size_bytes)
                 samples.setdefault(("socket", pattern), []).append(sample)
+                if bare_ucx:
+                    write = partial(bare_ucx.write, source, plan)
+                    sample = measure(write, bare_ucx.cpu_s, size_bytes)
+                    samples.setdefault(("bare ucx", pattern), []).append(sample)
                 for name, far in far_ends.items():
                     write = partial(far.connection.write, ROOM, plan)
                     sample = measure(write, far.cpu_s, size_bytes)
@@ -207,7 +221,18 @@ def run(size_bytes: int, num_rounds: int) -> dict[tuple[str, str], list[Sample]]
             check(far, plans["scattered"], source, here)
             far.close()
         bare.close()
+        if bare_ucx:
+            bare_ucx.close()
     return samples
+
+
+def make_bare_ucx(pool_bytes: int) -> "BareUcx | None":
+    """Return ucxx driven bare, where it is installed."""
+    if "ucx" not in NAMES:
+        return None
+    from benchmarks.bare_ucx import BareUcx
+
+    return BareUcx(pool_bytes)
 
 
 def report(samples: dict[tuple[str, str], list[Sample]]) -> None:
@@ -225,6 +250,9 @@ def report(samples: dict[tuple[str, str], list[Sample]]) -> None:
     result("tcp_vs_socket", ratio, "ratio", 0.95)
     ratio = min(rates["shm", each] / rates["memcpy", each] for each in patterns)
     result("shm_vs_memcpy", ratio, "ratio", 0.8)
+    if "ucx" in NAMES:
+        ratio = min(rates["ucx", each] / rates["bare ucx", each] for each in patterns)
+        result("ucx_vs_bare", ratio, "ratio", 0.95)
 
 
 def result(name: str, value: float, unit: str, goal: float) -> None:

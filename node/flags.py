@@ -238,7 +238,7 @@ def _add_transfer_flags(group: argparse._ArgumentGroup) -> None:
         "--transfer-backend",
         "--disaggregation-transfer-backend",
         default=defaults.backend,
-        help="how KV moves: auto, shm (one host), tcp",
+        help="how KV moves: auto, shm (one host), tcp, ucx, nccl",
     )
     add(
         "--bootstrap-port",

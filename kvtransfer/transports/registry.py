@@ -24,11 +24,13 @@ GROUP = "tandem.transports"
 BUILT_IN = {
     "shm": "kvtransfer.transports.shm:ShmTransport",
     "tcp": "kvtransfer.transports.tcp:TcpTransport",
+    "nccl": "kvtransfer.transports.nccl:NcclTransport",
+    "ucx": "kvtransfer.transports.ucx:UcxTransport",
 }
 # What `auto` means, best first: offers are made, and tried, in this order.
 AUTO = ("shm", "tcp")
 # The extra of this package that brings the library a transport stands on.
-EXTRAS: dict[str, str] = {}
+EXTRAS = {"ucx": "ucx"}
 
 
 def transports(name: str, config: TransportConfig) -> list[Transport]:

@@ -57,7 +57,7 @@ class TcpConnection:
         try:
             facts = msgspec.convert(offer.descriptor, TcpOffer)
             for _ in range(num_streams):
-                self._streams.append(_open_stream(facts))
+                self._streams.append(open_stream(facts))
         except (msgspec.ValidationError, OSError, PeerLost) as error:
             self._hang_up()
             raise TransferRefused(f"cannot open a stream: {error}") from error
@@ -110,7 +110,13 @@ class TcpConnection:
             stream.close()
 
 
-def _open_stream(facts: TcpOffer) -> socket.socket:
+def open_stream(facts: TcpOffer) -> socket.socket:
+    """Return a stream on which the listener has accepted us.
+
+    Raises:
+        OSError: Nobody answers there.
+        PeerLost: Whoever does, does not accept us.
+    """
     stream = socket.create_connection((facts.host, facts.port), frames.HANDSHAKE_TIMEOUT_S)
     try:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

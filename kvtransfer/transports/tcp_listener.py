@@ -4,6 +4,9 @@ A thread accepts, and one more serves each stream. Bytes are read only after the
 to lie inside a live grant of that peer; anything else ends the stream and is counted. While a stream
 reads into the pages of a room it is marked with that room, so that a revocation or a fence can cut it
 and wait until it has let go of the pages.
+
+Transports that move bytes by other means listen here too: peers prove themselves and announce each
+batch on a stream, and a `Lane` beside it brings the bytes.
 """
 
 import contextlib
@@ -11,13 +14,16 @@ import hmac
 import secrets
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Protocol
 
 import msgspec
 
 from kvtransfer.plan import CopyPlan
+from kvtransfer.region import MemoryRegion
 from kvtransfer.transports import tcp_frames as frames
 from kvtransfer.transports.base import Admission, PeerKey, Permits, Pool, new_peer_key
 from telemetry.log import get_logger
@@ -41,24 +47,75 @@ class TcpOffer(msgspec.Struct, frozen=True, kw_only=True):
     secret: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
+OpenPages = Callable[[CopyPlan], AbstractContextManager[None]]
+"""Opens the destinations of a batch, or of part of it, for as long as they are written."""
+
+
+class Lane(Protocol):
+    """Brings the bytes of the batches that one stream announces. One thread uses it."""
+
+    def receive(self, batch: CopyPlan, open_pages: OpenPages) -> None:
+        """Fill the destinations of a batch. They may be touched only while they are open.
+
+        Nothing is read before they were opened once, since that checks them. Waiting for the peer
+        ends when the stream is shut down.
+
+        Raises:
+            PeerLost: The stream or the lane broke.
+            TransferRefused: The pages are not granted.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what the lane holds. The stream may be shut down, and is its caller's to close."""
+        ...
+
+
+class _StreamItself:
+    """The lane of TCP: the bytes follow their table."""
+
+    def __init__(self, stream: socket.socket, region: MemoryRegion) -> None:
+        self._stream, self._pool = stream, region.buffer
+
+    def receive(self, batch: CopyPlan, open_pages: OpenPages) -> None:
+        with open_pages(batch):
+            views = [self._pool[to : to + size] for _, to, size in batch.copies()]
+            frames.receive_into(self._stream, views)
+
+    def close(self) -> None:
+        pass
+
+
 @dataclass(slots=True)
 class _Peer:
     """One admitted peer. `reading` has its streams, and the room whose pages each reads into."""
 
     secret: bytes
     permits: Permits
+    is_fenced: bool = False
     reading: dict[socket.socket, Room | None] = field(default_factory=dict)
 
 
 class TcpListener:
     """Listens on one port for all peers of a pool.
 
+    Args:
+        name: Of the transport, for its offers.
+        open_lane: Called with a stream of an admitted peer, and the pool; raises PeerLost.
+
     Attributes:
         num_violations: Streams ended because of what they sent.
     """
 
-    def __init__(self, pool: Pool, host: str) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        host: str,
+        name: str = "tcp",
+        open_lane: Callable[[socket.socket, MemoryRegion], Lane] = _StreamItself,
+    ) -> None:
         self._pool, self._host = pool, host.strip("[]")
+        self._name, self._open_lane = name, open_lane
         self._peers: dict[PeerKey, _Peer] = {}
         self._changed = threading.Condition()
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
@@ -87,7 +144,8 @@ class TcpListener:
             peer=key,
             secret=secret.hex(),
         )
-        return Admission(key, TransportOffer(name="tcp", descriptor=msgspec.structs.asdict(offer)))
+        descriptor = msgspec.structs.asdict(offer)
+        return Admission(key, TransportOffer(name=self._name, descriptor=descriptor))
 
     def permit(self, peer: PeerKey, room: Room, page_ids: Sequence[int]) -> None:
         """Accept headers of `room` inside these pages."""
@@ -106,13 +164,14 @@ class TcpListener:
             self._changed.wait_for(lambda: room not in known.reading.values())
 
     def fence(self, peer: PeerKey) -> None:
-        """Forget the secret, cut the streams, wait until their threads have let go."""
+        """Forget the secret, cut the streams, wait until none has pages open."""
         with self._changed:
             if (known := self._peers.pop(peer, None)) is None:
                 return
+            known.is_fenced = True
             for stream in known.reading:
                 frames.shut_down(stream)
-            self._changed.wait_for(lambda: not known.reading)
+            self._changed.wait_for(lambda: all(room is None for room in known.reading.values()))
 
     def close(self) -> None:
         """Stop listening and fence everybody."""
@@ -149,18 +208,17 @@ class TcpListener:
                 self._strangers.release()
             try:
                 frames.send_from(stream, [memoryview(frames.ACCEPTED)])
-                while True:
-                    self._receive_batch(stream, peer)
+                with contextlib.closing(self._open_lane(stream, self._pool.region)) as lane:
+                    self._receive_batches(stream, peer, lane)
             except PeerLost:
                 return None
-            except TransferRefused as error:
-                self._count(error)
-                with contextlib.suppress(PeerLost):
-                    frames.send_from(stream, [memoryview(frames.REFUSED)])
             finally:
-                self._set_reading(stream, peer, is_gone=True)
+                with self._changed:
+                    del peer.reading[stream]
 
     def _greet(self, stream: socket.socket) -> _Peer:
+        # Answers are a byte each: without it the second waits 40 ms for the first to be acknowledged.
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         stream.settimeout(frames.HANDSHAKE_TIMEOUT_S)
         challenge = secrets.token_bytes(frames.CHALLENGE_BYTES)
         frames.send_from(stream, [memoryview(challenge)])
@@ -176,32 +234,39 @@ class TcpListener:
             peer.reading[stream] = None  # from here on `_serve` sees to it that it goes again
         return peer
 
-    def _receive_batch(self, stream: socket.socket, peer: _Peer) -> None:
+    def _receive_batches(self, stream: socket.socket, peer: _Peer, lane: Lane) -> None:
+        try:
+            while True:
+                self._receive_batch(stream, peer, lane)
+        except TransferRefused as error:
+            self._count(error)
+            frames.send_from(stream, [memoryview(frames.REFUSED)])
+
+    def _receive_batch(self, stream: socket.socket, peer: _Peer, lane: Lane) -> None:
         room, num_copies = frames.HEADER.unpack(frames.receive_exactly(stream, frames.HEADER.size))
         if not 0 < num_copies <= frames.MAX_COPIES:
             raise TransferRefused(f"a table of {num_copies} copies")
         batch = frames.plan_of(frames.receive_exactly(stream, num_copies * frames.COPY_BYTES))
-        views = self._open_pages(stream, peer, Room(room), batch)
-        frames.receive_into(stream, views)
-        # Before the answer: a revocation that follows it must not find the stream reading.
-        self._set_reading(stream, peer)
+        lane.receive(batch, partial(self._open_pages, stream, peer, Room(room)))
         frames.send_from(stream, [memoryview(frames.LANDED)])
 
+    @contextlib.contextmanager
     def _open_pages(
         self, stream: socket.socket, peer: _Peer, room: Room, batch: CopyPlan
-    ) -> list[memoryview]:
+    ) -> Iterator[None]:
         with self._changed:
+            if peer.is_fenced:
+                raise PeerLost("fenced")
             peer.permits.check(room, batch)
             peer.reading[stream] = room
-        pool = self._pool.region.buffer
-        return [pool[to : to + size] for _, to, size in batch.copies()]
-
-    def _set_reading(self, stream: socket.socket, peer: _Peer, *, is_gone: bool = False) -> None:
-        with self._changed:
-            peer.reading[stream] = None
-            if is_gone:
-                del peer.reading[stream]
             self._changed.notify_all()
+        try:
+            yield
+        finally:
+            # Before the answer: a revocation that follows it must not find the stream reading.
+            with self._changed:
+                peer.reading[stream] = None
+                self._changed.notify_all()
 
     def _count(self, error: PeerLost | TransferRefused) -> None:
         self.num_violations += 1

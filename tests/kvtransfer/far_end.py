@@ -13,16 +13,14 @@ import numpy as np
 from kvtransfer.layout import KVLayout
 from kvtransfer.plan import PagedTokens, plan_copies
 from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import Pool
-from kvtransfer.transports.shm import ShmTransport
-from kvtransfer.transports.tcp import TcpTransport
+from kvtransfer.transports.base import Pool, TransportConfig
+from kvtransfer.transports.registry import transports
 from wire.ids import Room
 from wire.messages import TransportOffer
 
 LAYOUT = KVLayout(
     num_pages=8, page_size=16, num_layers=4, num_kv_heads=8, head_dim=64, dtype="f", itemsize=64
 )
-TRANSPORTS = {"shm": ShmTransport, "tcp": TcpTransport}
 
 
 def whole_pool():
@@ -37,7 +35,7 @@ def say(line: str) -> None:
 
 def main(what: str, name: str) -> None:
     region = MemoryRegion.shared(LAYOUT.pool_bytes, "farend")
-    transport = TRANSPORTS[name]()
+    [transport] = transports(name, TransportConfig())
     if what == "listen":
         listener = transport.listen(Pool(region, LAYOUT.page_bytes, 8))
         admission = listener.admit("127.0.0.1")

@@ -1,5 +1,6 @@
 """One set of checks for every transport."""
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -41,6 +42,11 @@ ROOM = Room(1)
 FAR_END = Path(__file__).with_name("far_end.py")
 MAKERS = {"loopback": LoopbackTransport, "shm": ShmTransport, "tcp": TcpTransport}
 OTHER_PROCESS = ["shm", "tcp"]
+for optional in ("ucx", "nccl"):
+    with contextlib.suppress(ConfigInvalid):
+        [made] = transports(optional, TransportConfig())
+        MAKERS[optional] = type(made)
+        OTHER_PROCESS.append(optional)
 
 
 class Pair:
@@ -406,3 +412,11 @@ def test_no_transport_in_common_says_why():
 def test_an_unknown_transport_is_refused_naming_those_there_are():
     with pytest.raises(ConfigInvalid, match="shm, tcp"):
         transports("carrier_pigeon", TransportConfig())
+
+
+def test_a_transport_whose_library_is_missing_says_what_to_install(monkeypatch):
+    monkeypatch.delitem(sys.modules, "kvtransfer.transports.ucx", raising=False)
+    monkeypatch.setitem(sys.modules, "ucxx", None)
+    monkeypatch.setitem(sys.modules, "ucxx._lib.libucxx", None)
+    with pytest.raises(ConfigInvalid, match=r"pip install 'tandem-serve\[ucx\]'"):
+        transports("ucx", TransportConfig())

@@ -1,0 +1,40 @@
+"""What is UCX's own; what every transport does is in test_transports.py."""
+
+import pytest
+
+from kvtransfer.transports import lanes
+from kvtransfer.transports import tcp_frames as frames
+from kvtransfer.transports.tcp import open_stream
+from kvtransfer.transports.tcp_listener import TcpOffer
+from kvtransfer.transports.ucx import UcxLane, UcxTransport
+from tests.kvtransfer.transports.lane_cases import *  # noqa: F403
+from tests.kvtransfer.transports.lane_rig import POOL_BYTES, ROOM, LaneRig, copies
+from wire.errors import PeerLost
+
+
+@pytest.fixture
+def rig():
+    made = LaneRig(UcxTransport(), UcxLane)
+    yield made
+    made.close()
+
+
+def test_a_handshake_longer_than_it_may_be_is_not_read(rig):
+    with open_stream(TcpOffer(**rig.admission.offer.descriptor)) as stream:
+        stream.settimeout(5)
+        lanes.receive_blob(stream)
+        stream.sendall((lanes.MAX_BLOB_BYTES + 1).to_bytes(4, "little"))
+        with pytest.raises(PeerLost):
+            frames.receive_exactly(stream, 1)
+
+
+def test_a_message_longer_than_its_table_says_ends_the_peer_and_lands_nowhere_else(rig):
+    stream, lane = rig.stream()
+    with stream:
+        stream.sendall(frames.table_of(ROOM, copies((0, 0, 1000))))
+        assert frames.receive_exactly(stream, 1) == lanes.READY
+        with pytest.raises(PeerLost):
+            lane.send(copies((0, 0, POOL_BYTES)))
+            frames.receive_exactly(stream, 1)
+        lane.close()
+    assert not rig.pool.array()[1000:].any()
