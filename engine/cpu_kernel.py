@@ -17,6 +17,8 @@ from numba.extending import intrinsic
 
 from engine import cpu_threads
 
+# Elements of what is only known by its address.
+_MOST = 1 << 62
 # Below any score; finite, because with fast-math infinities are undefined.
 _FAR_BELOW = np.float32(-1e30)
 _LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
@@ -62,6 +64,10 @@ class Geometry:
     head_dim: int
     page_size: int
     is_bfloat16: bool
+
+
+# Offsets into what is known by its address only are unsigned: a signed one may be negative to numba, which
+# then cannot use vectors. Slices would do as well, and take twice as long to compile.
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -139,9 +145,9 @@ def _page_functions(geometry: Geometry) -> _PageFunctions:
     inline = numba.njit(inline="always", fastmath=True, error_model="numpy")
 
     @inline  # type: ignore[untyped-decorator]
-    def widen(elements: Any, out: Any) -> None:
+    def widen(elements: Any, start: int, out: Any) -> None:
         for i in range(len(out)):
-            out[i] = load(elements[i])
+            out[i] = load(elements[np.uint64(start + i)])
 
     @inline  # type: ignore[untyped-decorator]
     def score(q: Any, g: int, keys: Any, softcap: Any, scores: Any) -> None:
@@ -179,28 +185,36 @@ def _page_functions(geometry: Geometry) -> _PageFunctions:
     return _PageFunctions(widen, score, weigh, add)
 
 
+def _njit(kernel: Callable[[Any], None]) -> Callable[[Any], None]:
+    compiled: Callable[[Any], None] = numba.njit(
+        kernel, fastmath=True, nogil=True, error_model="numpy"
+    )
+    return compiled
+
+
 def _compile(geometry: Geometry) -> Callable[[Any], None]:
     num_kv_heads, group, head_dim = geometry.num_kv_heads, geometry.group, geometry.head_dim
-    page_shape = page_size, _ = (geometry.page_size, head_dim)
+    page_size = geometry.page_size
     plane = page_size * head_dim  # elements of one head's K, or V, in a page
     element = np.uint16 if geometry.is_bfloat16 else np.float32
+    load = _from_bfloat16 if geometry.is_bfloat16 else _float32
     store = _to_bfloat16 if geometry.is_bfloat16 else _float32
-    most = 1 << 62  # sizes of what is only known by its address
     thread_number = cpu_threads.thread_number()
     widen, score, weigh, add = _page_functions(geometry)
 
     def kernel(call: Any) -> None:  # all in one: the arrays are made once for all units
-        query = numba.carray(_pointer(call.query), (most,), element)
-        key = numba.carray(_pointer(call.key), (most,), element)
-        value = numba.carray(_pointer(call.value), (most,), element)
-        pool = numba.carray(_pointer(call.pool), (most,), element)
-        page_table = numba.carray(_pointer(call.page_table), (most,), np.int32)
-        kv_lens = numba.carray(_pointer(call.kv_lens), (most,), np.int32)
-        out = numba.carray(_pointer(call.out), (most,), element)
-        q, sums = np.empty((group, head_dim), np.float32), np.empty((group, head_dim), np.float32)
-        highest, totals = np.empty(group, np.float32), np.empty(group, np.float32)
-        keys, values = np.empty(page_shape, np.float32), np.empty(page_shape, np.float32)
-        flat_keys, flat_values = keys.reshape(plane), values.reshape(plane)
+        query = numba.carray(_pointer(call.query), (_MOST,), element)
+        key = numba.carray(_pointer(call.key), (_MOST,), element)
+        value = numba.carray(_pointer(call.value), (_MOST,), element)
+        pool = numba.carray(_pointer(call.pool), (_MOST,), element)
+        page_table = numba.carray(_pointer(call.page_table), (_MOST,), np.int32)
+        kv_lens = numba.carray(_pointer(call.kv_lens), (_MOST,), np.int32)
+        out = numba.carray(_pointer(call.out), (_MOST,), element)
+        q, sums = np.empty((2, group, head_dim), np.float32)
+        highest, totals = np.empty((2, group), np.float32)
+        flat_keys, flat_values = np.empty(plane, np.float32), np.empty(plane, np.float32)
+        keys = flat_keys.reshape((page_size, head_dim))
+        values = flat_values.reshape((page_size, head_dim))
         scores = np.empty(page_size, np.float32)
         for unit in range(thread_number(), call.num_seqs * num_kv_heads, call.num_threads):
             n, kv_head = unit // num_kv_heads, unit % num_kv_heads
@@ -208,25 +222,27 @@ def _compile(geometry: Geometry) -> Callable[[Any], None]:
             plane_k = call.pool_layer + kv_head * plane
             plane_v = plane_k + num_kv_heads * plane
 
-            slot = int(page_table[pages + (kv_len - 1) // page_size]) * call.pool_page
-            slot += (kv_len - 1) % page_size * head_dim
+            last_page, offset = divmod(kv_len - 1, page_size)
+            slot = int(page_table[pages + last_page]) * call.pool_page + offset * head_dim
             start = n * call.key_row + kv_head * call.key_head
-            pool[plane_k + slot : plane_k + slot + head_dim] = key[start : start + head_dim]
-            start = n * call.value_row + kv_head * call.value_head
-            pool[plane_v + slot : plane_v + slot + head_dim] = value[start : start + head_dim]
+            row = n * call.value_row + kv_head * call.value_head
+            for d in range(head_dim):
+                pool[np.uint64(plane_k + slot + d)] = key[np.uint64(start + d)]
+                pool[np.uint64(plane_v + slot + d)] = value[np.uint64(row + d)]
 
             for g in range(group):
                 start = n * call.query_row + (kv_head * group + g) * call.query_head
-                widen(query[start : start + head_dim], q[g])
-                q[g] *= call.scale
-            highest[:], totals[:], sums[:] = _FAR_BELOW, 0, 0
+                highest[g], totals[g] = _FAR_BELOW, 0
+                for d in range(head_dim):
+                    q[g, d] = load(query[np.uint64(start + d)]) * call.scale
+                    sums[g, d] = 0
             first = max(0, kv_len - call.window)
             for p in range(first // page_size, (kv_len + page_size - 1) // page_size):
                 begin = max(0, first - p * page_size)
                 end = min(page_size, kv_len - p * page_size)
                 page = int(page_table[pages + p]) * call.pool_page
-                widen(pool[page + plane_k : page + plane_k + plane], flat_keys)
-                widen(pool[page + plane_v : page + plane_v + plane], flat_values)
+                widen(pool, page + plane_k, flat_keys)
+                widen(pool, page + plane_v, flat_values)
                 # What lies past `end` is another request's, or nothing, and may be no number at all:
                 # a weight of zero would not do.
                 for t in range(end, page_size):
@@ -242,9 +258,6 @@ def _compile(geometry: Geometry) -> Callable[[Any], None]:
             for g in range(group):
                 start = (n * num_kv_heads * group + kv_head * group + g) * head_dim
                 for d in range(head_dim):
-                    out[start + d] = store(sums[g, d] / totals[g])
+                    out[np.uint64(start + d)] = store(sums[g, d] / totals[g])
 
-    compiled: Callable[[Any], None] = numba.njit(
-        kernel, fastmath=True, nogil=True, error_model="numpy"
-    )
-    return compiled
+    return _njit(kernel)
