@@ -17,6 +17,7 @@ from benchmarks.verdict import result
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.forward import ForwardInputs
+from engine.layer_events import Wrote
 from engine.model import ModelShape
 from node.colocated import ColocatedRole
 from node.loop import Answers, EngineLoop
@@ -48,7 +49,12 @@ class FreeRunner:
         generator = torch.Generator().manual_seed(0)
         self._logits = torch.randn(most_rows, VOCAB_SIZE, generator=generator)
 
-    def forward(self, inputs: ForwardInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        inputs: ForwardInputs,
+        sampled: torch.Tensor | None = None,
+        wrote: Wrote | None = None,
+    ) -> torch.Tensor:
         """Return logits that were there before."""
         del sampled
         return self._logits[: len(inputs.logit_rows)]

@@ -18,7 +18,7 @@ from kvtransfer.agent import Receiver
 from kvtransfer.events import Failed, Landed, Lost
 from node.load import engine_load, hit_rate, token_usage
 from node.loop import Answers, Start, Ticket
-from wire.errors import InvalidRequest, Overloaded, TandemError
+from wire.errors import InvalidRequest, KVCorrupted, Overloaded, TandemError
 from wire.messages import NodeLoad, StartDecode
 
 
@@ -57,7 +57,7 @@ class DecodeRole:
         self._granted: dict[int, _Half] = {}  # by room, quarantined ones included
         self._by_ticket: dict[Ticket, _Half] = {}
         self._by_active: dict[ActiveRequest, _Half] = {}  # running
-        self._num_aborted = 0
+        self._num_aborted = self._num_corrupted = 0
         self._logged = NodeLoad()
 
     @property
@@ -104,6 +104,8 @@ class DecodeRole:
         """See `Role.poll`."""
         for event in self._agent.events():
             half = self._granted[event.room]
+            if isinstance(event, Failed | Lost):
+                self._num_corrupted += isinstance(event.error, KVCorrupted)
             if isinstance(event, Landed):
                 self._landed(half, event)
             elif isinstance(event, Lost):
@@ -134,10 +136,14 @@ class DecodeRole:
 
     def load(self) -> NodeLoad:
         """See `Role.load`."""
+        moved = self._agent.statistics()
         return engine_load(
             self._engine,
             num_waiting=len(self._reserving),
             num_transferring=len(self._granted),
+            received_bytes=moved.received_bytes,
+            saved_bytes=moved.saved_bytes,
+            num_corrupted=self._num_corrupted,
             num_failed=self._answers.num_failed,
             num_aborted=self._num_aborted,
         )

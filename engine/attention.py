@@ -13,6 +13,7 @@ over the pages.
 | `flashinfer` | GPUs, 16-bit types; FlashInfer's kernels, where it is installed | `attention_flashinfer.py` |
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -66,6 +67,8 @@ class PagedBatch:
         kv_lens: Shape (num_seqs,), int32, on the pool's device.
         write_pages, write_offsets: Where each row's KV goes. Shape (num_rows,), int64, likewise.
         host_page_table, host_kv_lens, host_query_starts: The same numbers on the host.
+        wrote: Called with each layer's number when its K and V are written, or, on a device that runs
+            beside the host, queued to be.
         is_recorded: This forward is recorded into a graph: the tensors stay, what is in them changes.
         scratch: What the backend keeps between the layers of this forward.
     """
@@ -80,6 +83,7 @@ class PagedBatch:
     host_page_table: Ints32
     host_kv_lens: Ints32
     host_query_starts: Ints32
+    wrote: Callable[[int], None] | None = None
     is_recorded: bool = False
     scratch: dict[Any, Any] = field(default_factory=dict)
 
@@ -164,7 +168,10 @@ def paged_attention(
         value[0].transpose(0, 1),
         Scoring(scale, sliding_window, softcap),
     )
-    return paged_batch.backend.attend(layer, paged_batch).unsqueeze(0), None
+    attended = paged_batch.backend.attend(layer, paged_batch)
+    if paged_batch.wrote is not None:
+        paged_batch.wrote(layer.index)
+    return attended.unsqueeze(0), None
 
 
 def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:

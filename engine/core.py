@@ -16,6 +16,7 @@ from collections.abc import Callable
 import numpy as np
 from typing_extensions import override
 
+from engine.batcher import Chunk
 from engine.config import EngineConfig
 from engine.forward import ForwardInputs, Ints
 from engine.grammar import GrammarViolated
@@ -23,6 +24,7 @@ from engine.grammar_compiler import GrammarCompiler
 from engine.kv_cache import KVCache
 from engine.launched import Launched
 from engine.launcher import Launcher
+from engine.layer_events import Wrote
 from engine.model import ModelShape
 from engine.pages import PageCounts
 from engine.penalties import seen_by
@@ -70,6 +72,7 @@ class Engine:
         self._compiler = compiler
         self._launcher = Launcher(runner, shape, self._scheduler.slots, config.page_size)
         self._wake = wake
+        self._begin: Callable[[list[CompletePages]], Wrote] | None = None
         # In no line yet: their grammar is being compiled.
         self._compiling: list[ActiveRequest] = []
         self._launched: Launched | None = None
@@ -200,6 +203,14 @@ class Engine:
         )
         self._runner.forward(inputs)
 
+    def watch_layers(self, begin: Callable[[list[CompletePages]], Wrote]) -> None:
+        """Have `begin` told of the pages that a forward is about to complete.
+
+        What it returns is called with the number of each layer that is in these pages; perhaps from
+        another thread, perhaps not for all. `StepResult.pages` tells of the same pages at the end.
+        """
+        self._begin = begin
+
     # ── what runs ────────────────────────────────────────────────────────────────────────────────
 
     @property
@@ -297,7 +308,10 @@ class Engine:
         batch = self._scheduler.next_batch()
         if not batch:
             return None
-        launched = self._launcher.launch(batch, self._launched)
+        pages = [self._complete_pages(c) for c in batch.chunks if c.request.is_prompt_only]
+        pages = [each for each in pages if each.page_ids]
+        wrote = self._begin(pages) if self._begin is not None and pages else None
+        launched = self._launcher.launch(batch, self._launched, pages, wrote)
         self._scheduler.advance(batch)
         for end in launched.chunks:
             end.chunk.request.told_until = max(end.chunk.request.told_until, end.told.stop)
@@ -378,15 +392,17 @@ class Engine:
                 result.prompt_logprobs.append(_run(active, end.told.start, mine))
             if end.chunk.is_last:
                 self._scheduler.computed(active)
-            if active.is_prompt_only:
-                result.pages.append(self._complete_pages(active, is_done=end.chunk.is_last))
+        result.pages += [
+            pages for pages in launched.pages if pages.request.stage is not Stage.ENDED
+        ]
 
-    def _complete_pages(self, active: ActiveRequest, *, is_done: bool) -> CompletePages:
-        """Return the pages that became complete; the last one of a prompt may be partly filled."""
+    def _complete_pages(self, chunk: Chunk) -> CompletePages:
+        """Return the pages that `chunk` completes; the last one of a prompt may be partly filled."""
+        active = chunk.request
         end = (
             self.cache.num_pages_for(active.num_prompt)
-            if is_done
-            else active.num_collected // self.cache.page_size
+            if chunk.is_last
+            else (active.num_computed + chunk.num_tokens) // self.cache.page_size
         )
         first, active.num_pushable = active.num_pushable, end
         return CompletePages(active, first, active.page_ids[first:end])

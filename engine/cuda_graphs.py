@@ -21,6 +21,7 @@ import torch
 from engine.attention import AttentionBackend, GraphBackend, PagedBatch, to_device
 from engine.config import EngineConfig
 from engine.forward import ForwardInputs
+from engine.layer_events import Wrote
 from engine.model import ModelShape
 from engine.runner import ModelRunner, Runner, with_sampled
 from telemetry import log as logs
@@ -95,11 +96,16 @@ class GraphRunner:
         return self._runner.kv
 
     @torch.inference_mode()
-    def forward(self, inputs: ForwardInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Runner.forward`."""
+    def forward(
+        self,
+        inputs: ForwardInputs,
+        sampled: torch.Tensor | None = None,
+        wrote: Wrote | None = None,
+    ) -> torch.Tensor:
+        """See `Runner.forward`. A replay has no prompt in it, and tells of no layer."""
         graph = self._graph_for(inputs)
         if graph is None:
-            return self._runner.forward(inputs, sampled)
+            return self._runner.forward(inputs, sampled, wrote)
         self._load(inputs, sampled, graph)
         self._backend.prepare(graph.batch)
         logits = graph.replay()

@@ -7,6 +7,7 @@ import torch
 from engine.batcher import Chunk
 from engine.logprobs import LogprobTensors
 from engine.request import ActiveRequest
+from engine.results import CompletePages
 from engine.scheduler import Batch
 from wire.messages import TokenLogprobs
 
@@ -73,6 +74,7 @@ class Launched:
     """A forward that was queued on the device.
 
     Attributes:
+        pages: Pages of prompt-only requests that are complete after it.
         sampled: Requests whose next token it samples, in the order of its ids: those that decode,
             then those whose prompt ends.
         indexes: Of these tokens.
@@ -84,6 +86,7 @@ class Launched:
 
     batch: Batch
     chunks: list[ChunkEnd]
+    pages: list[CompletePages]
     sampled: list[ActiveRequest]
     indexes: list[int]
     ids: torch.Tensor

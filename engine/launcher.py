@@ -11,9 +11,11 @@ import torch
 from engine.grammar import GrammarMasks, apply_masks
 from engine.inputs import forward_inputs, prompt_rows
 from engine.launched import ChunkEnd, Launched, LogprobRows, OnHost
+from engine.layer_events import Wrote
 from engine.logprobs import logprobs
 from engine.model import ModelShape
 from engine.request import ActiveRequest
+from engine.results import CompletePages
 from engine.runner import Runner
 from engine.sampler import SamplingColumns, adjustments, sample
 from engine.scheduler import Batch
@@ -30,17 +32,25 @@ class Launcher:
         self._page_size = page_size
         self._masks = GrammarMasks(shape.vocab_size)
 
-    def launch(self, batch: Batch, before: Launched | None) -> Launched:
+    def launch(
+        self,
+        batch: Batch,
+        before: Launched | None,
+        pages: list[CompletePages],
+        wrote: Wrote | None,
+    ) -> Launched:
         """Queue a forward over `batch`.
 
         Args:
             before: The forward under way, whose tokens this one may take from the device.
+            pages: Those it completes.
+            wrote: See `Runner.forward`.
         """
         slots = self._slots
         sampled = batch.decodes + [chunk.request for chunk in batch.chunks if chunk.is_last]
         pending = self._masks.begin([request.grammar for request in sampled])
         inputs = forward_inputs(batch, slots, self._page_size)
-        logits = self._runner.forward(inputs, None if before is None else before.ids)
+        logits = self._runner.forward(inputs, None if before is None else before.ids, wrote)
         masks = pending.wait()
         chunks = [
             ChunkEnd(chunk, chunk.request.num_computed + chunk.num_tokens, prompt_rows(chunk))
@@ -52,6 +62,7 @@ class Launcher:
         return Launched(
             batch=batch,
             chunks=chunks,
+            pages=pages,
             sampled=sampled,
             indexes=columns.indexes.tolist(),
             ids=ids,

@@ -48,7 +48,7 @@ class ActiveRequest:
         told_until: Prompt positions before this one have had their log-probabilities told.
         is_released: Nobody reads the pages of this prompt-only request any more.
         num_granted: How many pages at `granted_from` a remote writer may write.
-        num_pushable: Pages already reported as complete by `Engine.step`.
+        num_pushable: Pages at the front that launched forwards complete.
         num_launched: Forwards under way that hold a row of it.
         held_by: A running request that computes the next page of this one's prompt; worth waiting.
         frontier: Name of the first page of its prompt that it computes and others may wait for.

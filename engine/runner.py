@@ -7,6 +7,7 @@ import torch
 
 from engine.attention import AttentionBackend, PagedBatch, to_device
 from engine.forward import ForwardInputs
+from engine.layer_events import LayerEvents, Wrote
 from engine.model import ModelShape
 
 
@@ -18,13 +19,20 @@ class Runner(Protocol):
         """Where logits are."""
         ...
 
-    def forward(self, inputs: ForwardInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        inputs: ForwardInputs,
+        sampled: torch.Tensor | None = None,
+        wrote: Wrote | None = None,
+    ) -> torch.Tensor:
         """Compute the KV of every row and the logits of the rows wanted.
 
         On a GPU the work is queued and the call returns before it is done.
 
         Args:
             sampled: Ids that `inputs.sources` points into, on the device. Shape (n,), int64.
+            wrote: Called with the numbers of layers, in order, as their K and V are in the pool; perhaps
+                from another thread, perhaps not for all of them.
 
         Returns:
             Logits of `inputs.logit_rows`, in order. Shape (num_logits, vocab_size).
@@ -44,6 +52,7 @@ class ModelRunner:
         self._model = model
         self.backend = backend
         self.kv = kv
+        self._events: LayerEvents | None = None
 
     @property
     def device(self) -> torch.device:
@@ -51,14 +60,19 @@ class ModelRunner:
         return self.kv.device
 
     @torch.inference_mode()
-    def forward(self, inputs: ForwardInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        inputs: ForwardInputs,
+        sampled: torch.Tensor | None = None,
+        wrote: Wrote | None = None,
+    ) -> torch.Tensor:
         """See `Runner.forward`."""
         token_ids = to_device(inputs.token_ids, self.device)
         token_ids = with_sampled(token_ids, inputs, sampled)
         # An empty selection is not supported everywhere; one row is computed and dropped.
         rows = inputs.logit_rows if len(inputs.logit_rows) else np.zeros(1, np.int64)
         positions = to_device(inputs.positions, self.device)
-        batch = self._paged(inputs)
+        batch = self._paged(inputs, wrote)
         logits = self.compute(token_ids, positions, to_device(rows, self.device), batch)
         return logits[: len(inputs.logit_rows)]
 
@@ -88,8 +102,11 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def _paged(self, inputs: ForwardInputs) -> PagedBatch:
+    def _paged(self, inputs: ForwardInputs, wrote: Wrote | None) -> PagedBatch:
         page_size = self.kv.shape[4]
+        if wrote is not None and self.device.type != "cpu":
+            self._events = self._events or LayerEvents()
+            wrote = self._events.after(wrote)
         return PagedBatch(
             backend=self.backend,
             kv=self.kv,
@@ -101,6 +118,7 @@ class ModelRunner:
             host_page_table=inputs.page_table,
             host_kv_lens=inputs.kv_lens,
             host_query_starts=inputs.query_starts,
+            wrote=wrote,
         )
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from engine.config import EngineConfig
 from engine.forward import ForwardInputs
+from engine.layer_events import Wrote
 from engine.runner import Runner
 from wire.errors import ConfigInvalid
 
@@ -51,8 +52,13 @@ class ShardedRunner:
         """See `Runner.device`."""
         return self._own.device
 
-    def forward(self, inputs: ForwardInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Runner.forward`. A forward that raises leaves the others waiting: they are ended."""
+    def forward(
+        self,
+        inputs: ForwardInputs,
+        sampled: torch.Tensor | None = None,
+        wrote: Wrote | None = None,
+    ) -> torch.Tensor:
+        """See `Runner.forward`, `wrote` being told of the own shard's layers. A forward that raises leaves the others waiting: they are ended."""
         needs_sampled = sampled is not None and bool((inputs.sources >= 0).any())
         try:
             if sampled is not None and needs_sampled:
@@ -60,23 +66,26 @@ class ShardedRunner:
                 dist.broadcast(sampled.contiguous(), src=0)
             else:
                 self._followers.forward(inputs, 0)
-            return self._own.forward(inputs, sampled)
+            return self._own.forward(inputs, sampled, wrote)
         except BaseException:
             self._followers.abandon()
             raise
 
 
-def follow(runner: Runner, inputs: ForwardInputs, num_sampled: int) -> None:
+def follow(
+    runner: Runner, inputs: ForwardInputs, num_sampled: int, wrote: Wrote | None = None
+) -> None:
     """Take part in one forward of rank 0.
 
     Args:
         num_sampled: Length of the `sampled` that rank 0 broadcasts first; 0 when it has none.
+        wrote: See `Runner.forward`.
     """
     sampled = None
     if num_sampled:
         sampled = torch.empty(num_sampled, dtype=torch.int64, device=runner.device)
         dist.broadcast(sampled, src=0)
-    runner.forward(inputs, sampled)
+    runner.forward(inputs, sampled, wrote)
 
 
 def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:

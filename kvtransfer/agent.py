@@ -6,6 +6,7 @@ from typing import Protocol
 from typing_extensions import override
 
 from kvtransfer.events import ReceiverEvent, SenderEvent
+from kvtransfer.layer_push import PageRun, Wrote
 from kvtransfer.receiver import ReceiverStatistics
 from kvtransfer.sender import SenderStatistics
 from wire.errors import TandemError
@@ -22,6 +23,10 @@ class SenderRank(Protocol):
 
     def push(self, room: Room, page_ids: Sequence[int], first_page_index: int) -> None:
         """See `PrefillAgent.push`."""
+        ...
+
+    def push_by_layer(self, runs: Sequence[PageRun]) -> Wrote:
+        """See `PrefillAgent.push_by_layer`."""
         ...
 
     def finish(self, room: Room, first_token: int, seed: int, cached_tokens: int = 0) -> None:

@@ -24,6 +24,7 @@ from kvtransfer.events import (
     SenderEvent,
 )
 from kvtransfer.fan_in import GroupAction, GroupState, RoomFanIn
+from kvtransfer.layer_push import PageRun, Wrote
 from kvtransfer.receiver import ReceiverStatistics
 from kvtransfer.sender import SenderStatistics
 from wire.errors import PeerLost, TandemError
@@ -61,6 +62,12 @@ class PrefillGroup:
         for rank in self._ranks:
             rank.push(room, page_ids, first_page_index)
 
+    def push_by_layer(self, runs: Sequence[PageRun]) -> Wrote:
+        """See `PrefillAgent.push_by_layer`. Each rank is told of layers by its own forward."""
+        for rank in self._ranks[1:]:
+            rank.push_by_layer(runs)
+        return self._own.push_by_layer(runs)
+
     def finish(
         self,
         room: Room,
@@ -90,7 +97,10 @@ class PrefillGroup:
     def statistics(self) -> SenderStatistics:
         """Return those of rank 0, with the bytes that all ranks pushed for rooms that are done."""
         own = self._own.statistics()
-        return msgspec.structs.replace(own, pushed_bytes=self._pushed_bytes)
+        saved_bytes = own.saved_bytes * len(self._ranks)
+        return msgspec.structs.replace(
+            own, pushed_bytes=self._pushed_bytes, saved_bytes=saved_bytes
+        )
 
     def close(self) -> None:
         """Close rank 0's agent; the others end with their ranks."""
@@ -177,8 +187,13 @@ class DecodeGroup:
         return self._outbox.take()
 
     def statistics(self) -> ReceiverStatistics:
-        """Return those of rank 0."""
-        return self._own.statistics()
+        """Return those of rank 0, with the bytes of all ranks, whose pages are of one size."""
+        own, num_ranks = self._own.statistics(), len(self._ranks)
+        return msgspec.structs.replace(
+            own,
+            received_bytes=own.received_bytes * num_ranks,
+            saved_bytes=own.saved_bytes * num_ranks,
+        )
 
     def close(self) -> None:
         """Close rank 0's agent; the others end with their ranks."""

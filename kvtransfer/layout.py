@@ -38,14 +38,24 @@ class KVLayout:
         return self.head_dim * self.itemsize
 
     @property
+    def all_heads_bytes(self) -> int:
+        """Bytes of one token in every layer and head, K and V."""
+        return self.num_layers * 2 * self.num_kv_heads * self.token_bytes
+
+    @property
     def head_bytes(self) -> int:
         """Bytes of one head of one layer's K or V in one page."""
         return self.page_size * self.token_bytes
 
     @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's K and V in one page; they lie together."""
+        return 2 * self.num_kv_heads * self.head_bytes
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page: all layers, K and V."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_bytes
+        return self.num_layers * self.layer_bytes
 
     @property
     def pool_bytes(self) -> int:

@@ -106,22 +106,30 @@ class _Runs(NamedTuple):
 
 
 def plan_copies(
-    source: PagedTokens, destination: PagedTokens, tokens: range, heads: HeadRange | None = None
+    source: PagedTokens,
+    destination: PagedTokens,
+    tokens: range,
+    heads: HeadRange | None = None,
+    layers: range | None = None,
 ) -> CopyPlan:
     """Return the copies that bring `tokens` of `heads` from source to destination pages.
 
-    Exactly those tokens are written; the rest of a page is left as it is.
+    Exactly those tokens of those layers are written; the rest of a page is left as it is.
 
     Args:
         source: Pages to read.
         destination: Pages to write; every layer, `head_dim` and `itemsize` as in the source.
         tokens: Positions in the prompt, step 1, that both sides' pages cover.
         heads: Which heads; None means all, and then both sides hold equally many.
+        layers: Which layers, step 1; None means all.
 
     Raises:
-        ValueError: A side does not cover the tokens or the heads, or has no such page.
+        ValueError: A side does not cover the tokens, heads or layers, or has no such page.
     """
     heads = heads or HeadRange(0, 0, source.layout.num_kv_heads)
+    layers = range(source.layout.num_layers) if layers is None else layers
+    if layers and (layers.start < 0 or layers.stop > source.layout.num_layers):
+        raise ValueError(f"{layers} of {source.layout.num_layers} layers")
     _check(source, tokens, heads.source_first, heads.num_heads)
     _check(destination, tokens, heads.destination_first, heads.num_heads)
     has_all_heads = heads.num_heads == source.layout.num_kv_heads
@@ -130,9 +138,13 @@ def plan_copies(
         has_all_heads and source.layout.has_same_pages(destination.layout)
     )
     parts = (
-        _whole_pages(source.layout, _Runs(*(column[is_whole] for column in runs))),
+        _whole_pages(source.layout, _Runs(*(column[is_whole] for column in runs)), layers),
         _slices(
-            source.layout, destination.layout, _Runs(*(column[~is_whole] for column in runs)), heads
+            source.layout,
+            destination.layout,
+            _Runs(*(column[~is_whole] for column in runs)),
+            heads,
+            layers,
         ),
     )
     return _merged(
@@ -175,26 +187,32 @@ def _runs(source: PagedTokens, destination: PagedTokens, tokens: range) -> _Runs
     return _Runs(pages[0][where[0][0]], where[0][1], pages[1][where[1][0]], where[1][1], num_tokens)
 
 
-def _whole_pages(layout: KVLayout, runs: _Runs) -> CopyPlan:
-    size = layout.page_bytes
+def _whole_pages(layout: KVLayout, runs: _Runs, layers: range) -> CopyPlan:
+    begin, num_copies = layers.start * layout.layer_bytes, len(runs.num_tokens) if layers else 0
     return CopyPlan(
-        runs.source_page * size, runs.destination_page * size, np.full(len(runs.num_tokens), size)
+        runs.source_page[:num_copies] * layout.page_bytes + begin,
+        runs.destination_page[:num_copies] * layout.page_bytes + begin,
+        np.full(num_copies, len(layers) * layout.layer_bytes),
     )
 
 
-def _slices(source: KVLayout, destination: KVLayout, runs: _Runs, heads: HeadRange) -> CopyPlan:
+def _slices(
+    source: KVLayout, destination: KVLayout, runs: _Runs, heads: HeadRange, layers: range
+) -> CopyPlan:
     """One copy for each run, layer, K or V, and head."""
 
     def offsets(layout: KVLayout, page: Int64s, slot: Int64s, first_head: int) -> Int64s:
         begin = page * layout.page_bytes + slot * layout.token_bytes  # (num_runs,)
-        plane = np.arange(layout.num_layers * 2) * layout.num_kv_heads  # (layers x k, v,)
+        plane = (
+            np.arange(layers.start * 2, layers.stop * 2) * layout.num_kv_heads
+        )  # (layers x k, v,)
         head = plane[:, None] + first_head + np.arange(heads.num_heads)  # (layers x k, v, heads)
         return (begin[:, None] + head.ravel() * layout.head_bytes).ravel()
 
     return CopyPlan(
         offsets(source, runs.source_page, runs.source_slot, heads.source_first),
         offsets(destination, runs.destination_page, runs.destination_slot, heads.destination_first),
-        np.repeat(runs.num_tokens * source.token_bytes, source.num_layers * 2 * heads.num_heads),
+        np.repeat(runs.num_tokens * source.token_bytes, len(layers) * 2 * heads.num_heads),
     )
 
 

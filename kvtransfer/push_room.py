@@ -1,4 +1,4 @@
-"""One room at prefill: what the role gave to push, and the jobs that push it. No sockets."""
+"""One room at prefill: what the role gave to push, and where it goes. No sockets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,14 +6,26 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvtransfer.bootstrap import DecodeLink
-from kvtransfer.checksum import page_checksums
+from kvtransfer.checksum import PushSums
 from kvtransfer.layout import KVLayout
 from kvtransfer.plan import CopyPlan, PagedTokens, plan_copies
 from kvtransfer.push_worker import PushWorker
-from kvtransfer.region import MemoryRegion
 from kvtransfer.session import SenderState, Session, sender_session
 from wire.errors import TransferRefused
 from wire.messages import Grant, Landed
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Own pages to push, which hold the prompt's pages `first_page_index` on.
+
+    Attributes:
+        layers: Those that are computed; None means all.
+    """
+
+    page_ids: Sequence[int]
+    first_page_index: int
+    layers: range | None = None
 
 
 @dataclass(slots=True)
@@ -23,18 +35,22 @@ class PushRoom:
     Attributes:
         deadline_s: When the half that is missing is given up.
         link: Who granted, once somebody has.
-        pending: First page index and own pages of each push that came before the grant.
+        pending: Pushes that came before the grant.
         landed: What to say at the end, once the role has finished.
-        sources: Which own page fills which granted one, by index in the grant.
+        num_layers_pushed: Of the run of own pages that begins at this place in the prompt.
+        own_pages: By their place in the prompt, own pages of which every layer was pushed.
+        sums: Of what is pushed; None where nothing is hashed. Used by the worker alone.
     """
 
     deadline_s: float
     session: Session[SenderState] = field(default_factory=sender_session)
     link: DecodeLink | None = None
     grant: Grant | None = None
-    pending: list[tuple[int, Sequence[int]]] = field(default_factory=list)
+    pending: list[Push] = field(default_factory=list)
     landed: Landed | None = None
-    sources: dict[int, int] = field(default_factory=dict)
+    num_layers_pushed: dict[int, int] = field(default_factory=dict)
+    own_pages: dict[int, int] = field(default_factory=dict)
+    sums: PushSums | None = None
     pushed_bytes: int = 0
 
     @property
@@ -50,57 +66,63 @@ class PushRoom:
         assert self.link is not None
         return self.link.worker
 
-    def plan(self, own: PagedTokens) -> CopyPlan:
+    def take(self, push: Push, layout: KVLayout) -> tuple[PagedTokens, range]:
+        """Return the own pages of a push and their layers that were not pushed before."""
+        first, num_layers = push.first_page_index, layout.num_layers
+        begin = self.num_layers_pushed.get(first, 0)
+        end = num_layers if push.layers is None else push.layers.stop
+        layers = range(begin, max(begin, end))
+        self.num_layers_pushed[first] = layers.stop
+        if layers.stop == num_layers:
+            self.own_pages.update(enumerate(push.page_ids, first))
+        return PagedTokens(layout, push.page_ids, first * layout.page_size), layers
+
+    def plan(self, own: PagedTokens, layers: range) -> CopyPlan:
         """Return the copies for own pages: from what decode has not, to the end of its grant.
 
         Raises:
-            TransferRefused: There are no such pages in the own pool.
+            TransferRefused: There are no such pages or layers in the own pool.
         """
         theirs = self.destination
         begin = max(own.first_token, theirs.first_token)
         tokens = range(begin, max(begin, min(own.end_token, theirs.end_token)))
         try:
-            plan = plan_copies(own, theirs, tokens)
+            plan = plan_copies(own, theirs, tokens, layers=layers)
         except ValueError as error:
             raise TransferRefused(f"cannot push: {error}") from error
-        self._note_sources(own, theirs, tokens)
         self.pushed_bytes += plan.total_bytes
         return plan
 
-    def check_complete(self) -> None:
-        """Make sure that something was pushed into every granted page.
+    def check_complete(self, page_size: int) -> None:
+        """Make sure that every granted page was pushed into, with every layer.
 
         Raises:
             TransferRefused: Decode granted for another prompt than prefill ran.
         """
-        missing = set(range(len(self.destination.page_ids))) - self.sources.keys()
-        if missing:
+        theirs, end_token = self.destination, self.end_token(page_size)
+        first_tokens = range(theirs.first_token, theirs.end_token, theirs.layout.page_size)
+        num_missing = sum(token >= end_token for token in first_tokens)
+        if num_missing:
+            first = len(first_tokens) - num_missing
             raise TransferRefused(
-                f"{len(missing)} granted pages were not pushed, the first is {min(missing)}"
+                f"{num_missing} granted pages were not pushed, the first is {first}"
             )
 
-    def sum_up(self, layout: KVLayout, region: MemoryRegion) -> None:
-        """Add the checksums of the granted pages to what will be said. Called by the worker.
+    def end_token(self, page_size: int) -> int:
+        """Return one past the last token pushed without a gap, in own pages of `page_size`."""
+        index = self.destination.first_token // page_size
+        while index in self.own_pages:
+            index += 1
+        return min(index * page_size, self.destination.end_token)
 
-        Pages of another size get none: we do not know the bytes between our tokens.
-        """
+    def sum_up(self, layout: KVLayout) -> None:
+        """Add the checksums to what will be said. Called by the worker, after `check_complete`."""
+        if self.sums is None or not self.destination.page_ids:
+            return
         assert self.landed is not None
-        if not layout.has_same_pages(self.destination.layout):
-            return
-        pages = [self.sources[index] for index in sorted(self.sources)]
-        sums = page_checksums(region, layout.page_bytes, pages)
-        self.landed = msgspec.structs.replace(self.landed, checksums=sums)
-
-    def _note_sources(self, own: PagedTokens, theirs: PagedTokens, tokens: range) -> None:
-        if not tokens:
-            return
-        size = theirs.layout.page_size
-        first = (tokens.start - theirs.first_token) // size
-        last = (tokens.stop - 1 - theirs.first_token) // size
-        for index in range(first, last + 1):
-            token = max(tokens.start, theirs.first_token + index * size)
-            page = (token - own.first_token) // own.layout.page_size
-            self.sources[index] = own.page_ids[page]
+        end_token = self.end_token(layout.page_size)
+        sums = self.sums.finish(self.own_pages, layout, end_token)
+        self.landed = msgspec.structs.replace(self.landed, checksums=sums, end_token=end_token)
 
 
 def grant_fault(grant: Grant, layout: KVLayout) -> str:

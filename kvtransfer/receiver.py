@@ -22,10 +22,11 @@ from itertools import zip_longest
 import msgspec
 from typing_extensions import override
 
-from kvtransfer.checksum import page_checksums
+from kvtransfer.checksum import Verify, arrived_sums, sampled_pages
 from kvtransfer.control import ControlThread, Outbox
 from kvtransfer.events import Failed, Landed, Lost, ReceiverEvent, Safe
 from kvtransfer.layout import KVLayout
+from kvtransfer.plan import PagedTokens
 from kvtransfer.prefill_links import PrefillLink, PrefillLinks, ReceiverEnd
 from kvtransfer.region import MemoryRegion
 from kvtransfer.session import (
@@ -46,6 +47,7 @@ from kvtransfer.session import (
 )
 from kvtransfer.transports.base import Pool, Transport
 from kvtransfer.transports.registry import listen
+from telemetry.log import get_logger
 from wire import messages
 from wire.channel import Waker
 from wire.errors import (
@@ -58,6 +60,8 @@ from wire.errors import (
 )
 from wire.ids import Epoch, Room
 from wire.keys import ChannelKey
+
+log = get_logger("kvtransfer.receiver")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +92,8 @@ class ReceiverStatistics(msgspec.Struct, frozen=True, kw_only=True):
     num_failed: int
     num_corrupted: int
     num_refused: int
+    received_bytes: int
+    saved_bytes: int
 
 
 @dataclass(slots=True)
@@ -98,6 +104,20 @@ class _Room:
     deadline_s: float = float("inf")
     session: Session[ReceiverState] = field(default_factory=receiver_session)
     landed: messages.Landed | None = None
+
+    def verify(self, landed: messages.Landed, layout: KVLayout, region: MemoryRegion) -> str:
+        """Return what is wrong with the bytes that arrived, or an empty string."""
+        granted = PagedTokens(layout, self.page_ids, self.have_tokens)
+        end_token = landed.end_token or granted.end_token
+        if not 0 <= granted.end_token - end_token < layout.page_size:
+            return f"tokens up to {end_token} were written and {granted.end_token} granted"
+        one_in = landed.checksum_one_in
+        pages = sampled_pages(landed.room, len(self.page_ids), one_in)
+        sums = arrived_sums(region, granted, end_token, pages)
+        if sums == landed.checksums:
+            return ""
+        num_bad = sum(a != b for a, b in zip_longest(sums, landed.checksums))
+        return f"{num_bad} of {len(sums)} pages looked at have other bytes than were sent"
 
 
 class DecodeAgent:
@@ -114,6 +134,7 @@ class DecodeAgent:
         waker: Rung whenever `events` has something.
         key: Proves to prefill nodes that we know the cluster's secret.
         tp_rank: Which rank of its node this is; it is linked to the same rank of each prefill.
+        verify: Whether the checksums that prefill gives are looked at; how many is up to it.
 
     Raises:
         ConfigInvalid: None of the transports can write this pool.
@@ -132,13 +153,15 @@ class DecodeAgent:
         timeouts: ReceiverTimeouts | None = None,
         clock: Callable[[], float] = time.monotonic,
         tp_rank: int = 0,
+        verify: Verify = "sample",
     ) -> None:
         self._epoch, self._layout, self._region = epoch, layout, region
+        self._is_verified = verify != "off"
         self._timeouts, self._clock = timeouts or ReceiverTimeouts(), clock
         self._outbox: Outbox[ReceiverEvent] = Outbox(waker, (Landed, Failed, Safe), Safe)
         self._rooms: dict[Room, _Room] = {}
         self._told: Counter[Action] = Counter()
-        self._num_corrupted = 0
+        self._num_corrupted = self._received_bytes = self._saved_bytes = 0
         self._control = ControlThread("kv-decode", self._turn)
         pool = Pool(region, layout.page_bytes, layout.num_pages)
         self._links = PrefillLinks(
@@ -201,6 +224,8 @@ class DecodeAgent:
             num_failed=self._told[Action.TELL_FAILED] + self._told[Action.TELL_LOST],
             num_corrupted=self._num_corrupted,
             num_refused=self._links.num_refused,
+            received_bytes=self._received_bytes,
+            saved_bytes=self._saved_bytes,
         )
 
     def close(self) -> None:
@@ -268,16 +293,13 @@ class DecodeAgent:
 
     def _verify(self, entry: _Room, landed: messages.Landed) -> Event:
         entry.landed = landed
-        if not landed.checksums:
+        if not landed.checksums or not self._is_verified:
             return LandedArrived()
-        sums = page_checksums(self._region, self._layout.page_bytes, entry.page_ids)
-        if sums == landed.checksums:
+        if not (fault := entry.verify(landed, self._layout, self._region)):
             return LandedArrived()
         self._num_corrupted += 1
-        num_bad = sum(a != b for a, b in zip_longest(sums, landed.checksums))
-        return CorruptedArrived(
-            KVCorrupted(f"{num_bad} of {len(sums)} pages arrived with other bytes than were sent")
-        )
+        log.warning("kv_push.corrupted", room=landed.room, reason=fault)
+        return CorruptedArrived(KVCorrupted(fault))
 
     def _apply(self, room: Room, event: Event) -> None:
         entry = self._rooms.get(room)
@@ -329,6 +351,8 @@ class DecodeAgent:
     def _tell_landed(self, room: Room, entry: _Room) -> None:
         landed = entry.landed
         assert landed is not None
+        self._received_bytes += len(entry.page_ids) * self._layout.page_bytes
+        self._saved_bytes += entry.have_tokens * self._layout.all_heads_bytes
         self._outbox.put(
             Landed(
                 room, landed.first_token, landed.seed, landed.cached_tokens, landed.first_logprobs

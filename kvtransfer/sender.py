@@ -1,7 +1,7 @@
 """Prefill's end: owns the bootstrap port, takes grants, pushes pages, says what landed.
 
-The role calls `expect`, then `push` as pages are computed and `finish` after the last; it may do so
-before the grant has come, the agent keeps it. Then one of
+The role calls `expect`, then `push` as pages (or layers of them) are computed and `finish` after the
+last; it may do so before the grant has come, the agent keeps it. Then one of
 
 - `PushDone`: all of it is in decode's memory and decode has been told. The pages may be reused.
 - `Released`: nothing more will be written, decode has been told. The pages may be reused.
@@ -20,10 +20,11 @@ import msgspec
 from typing_extensions import override
 
 from kvtransfer.bootstrap import BootstrapPort, DecodeLink, SenderEnd
+from kvtransfer.checksum import PushSums, Verify, one_in, sampled_pages
 from kvtransfer.control import ControlThread, Outbox
 from kvtransfer.events import Granted, PushDone, Released, SenderEvent
-from kvtransfer.plan import PagedTokens
-from kvtransfer.push_room import PushRoom, grant_fault
+from kvtransfer.layer_push import LEAST_BYTES, PageRun, Wrote, push_by_layer
+from kvtransfer.push_room import Push, PushRoom, grant_fault
 from kvtransfer.session import (
     AbortAsked,
     Action,
@@ -73,6 +74,7 @@ class SenderStatistics(msgspec.Struct, frozen=True, kw_only=True):
     num_released: int
     num_refused: int
     pushed_bytes: int
+    saved_bytes: int
 
 
 class PrefillAgent:
@@ -86,7 +88,8 @@ class PrefillAgent:
         end: Who we are and the pool we push from.
         waker: Rung whenever `events` has something.
         key: Requires decode nodes to know the cluster's secret.
-        has_checksums: Whether decode is given what it needs to find corrupted pages.
+        least_bytes: Of a push of layers; see `layer_push`.
+        verify: How many pages decode is given checksums of, to find those that were corrupted.
 
     Attributes:
         port: The bootstrap port that was bound.
@@ -103,18 +106,19 @@ class PrefillAgent:
         waker: Waker | None = None,
         key: ChannelKey | None = None,
         timeouts: SenderTimeouts | None = None,
-        has_checksums: bool = True,
+        verify: Verify = "sample",
+        least_bytes: int = LEAST_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._end, self._clock = end, clock
         self._timeouts = timeouts or SenderTimeouts()
-        self._has_checksums = has_checksums
+        self._one_in, self._least_bytes = one_in(verify), least_bytes
         inbox: Inbox[messages.ToPrefill] = Inbox(address, messages.ToPrefill, key)
         self.port = inbox.port
         self._bootstrap = BootstrapPort(end, inbox, clock, self._hear, self._lose)
         self._outbox: Outbox[SenderEvent] = Outbox(waker, (PushDone, Released), Released)
         self._rooms: dict[Room, PushRoom] = {}
-        self._num_landed = self._num_released = self._pushed_bytes = 0
+        self._num_landed = self._num_released = self._pushed_bytes = self._saved_bytes = 0
         self._control = ControlThread("kv-prefill", self._turn)
         self._control.start()
 
@@ -125,13 +129,31 @@ class PrefillAgent:
         self._outbox.open(room)
         self._control.post(lambda: self._apply(room, Expected()))
 
-    def push(self, room: Room, page_ids: Sequence[int], first_page_index: int) -> None:
+    def push(
+        self,
+        room: Room,
+        page_ids: Sequence[int],
+        first_page_index: int,
+        layers: range | None = None,
+    ) -> None:
         """Queue own pages, that hold the prompt's pages `first_page_index` on, to be written.
 
         They must keep their content until `PushDone` or `Released`. What decode already has is
         left out.
+
+        Args:
+            layers: Those that are computed, from the first not pushed yet on; None means all. The
+                same pages are then pushed again with their other layers: what went before is left out.
         """
-        self._control.post(lambda: self._push(room, first_page_index, page_ids))
+        self._control.post(lambda: self._push(room, Push(page_ids, first_page_index, layers)))
+
+    def push_by_layer(self, runs: Sequence[PageRun]) -> Wrote:
+        """A forward begins that completes these pages: return what it tells of its layers.
+
+        They are pushed while it runs. At its end `push` is called for each run as ever: it adds what
+        is left.
+        """
+        return push_by_layer(self.push, runs, self._end.layout, self._least_bytes)
 
     def finish(
         self,
@@ -150,6 +172,7 @@ class PrefillAgent:
             seed=seed,
             cached_tokens=cached_tokens,
             first_logprobs=logprobs,
+            checksum_one_in=self._one_in,
         )
         self._control.post(lambda: self._finish(room, landed))
 
@@ -175,6 +198,7 @@ class PrefillAgent:
             num_released=self._num_released,
             num_refused=self._bootstrap.num_refused,
             pushed_bytes=self._pushed_bytes,
+            saved_bytes=self._saved_bytes,
         )
 
     def close(self) -> None:
@@ -217,34 +241,39 @@ class PrefillAgent:
             return self._bootstrap.send(link, word)
         entry = entry or self._open(grant.room, self._timeouts.early_grant_s)
         entry.link, entry.grant = link, grant
+        if self._one_in:
+            pages = sampled_pages(grant.room, len(grant.page_ids), self._one_in)
+            entry.sums = PushSums(self._end.region, entry.destination, pages)
         return self._apply(grant.room, GrantArrived())
 
     def _open(self, room: Room, timeout_s: float) -> PushRoom:
         entry = self._rooms[room] = PushRoom(self._clock() + timeout_s)
         return entry
 
-    def _push(self, room: Room, first_page_index: int, page_ids: Sequence[int]) -> None:
+    def _push(self, room: Room, push: Push) -> None:
         entry = self._rooms.get(room)
         if entry is None:
             return  # it ended while the role computed
         if entry.session.state is SenderState.WAITING:
-            entry.pending.append((first_page_index, page_ids))
+            entry.pending.append(push)
         elif entry.session.state is SenderState.PUSHING:
-            self._write(room, entry, first_page_index, page_ids)
+            self._write(room, entry, push)
 
-    def _write(
-        self, room: Room, entry: PushRoom, first_page_index: int, page_ids: Sequence[int]
-    ) -> None:
-        layout = self._end.layout
+    def _write(self, room: Room, entry: PushRoom, push: Push) -> None:
+        own, layers = entry.take(push, self._end.layout)
         try:
-            plan = entry.plan(PagedTokens(layout, page_ids, first_page_index * layout.page_size))
+            plan = entry.plan(own, layers)
         except TransferRefused as error:
             return self._apply(room, WriteFailed(error))
-        return entry.worker.submit(
-            room,
-            lambda connection: connection.write(room, plan),
-            partial(self._report, room, None),
-        )
+        if not len(plan):
+            return None  # decode has it all, or it was pushed before
+
+        def write(connection: Connection) -> None:
+            connection.write(room, plan)
+            if entry.sums is not None:
+                entry.sums.add(own, layers)
+
+        return entry.worker.submit(room, write, partial(self._report, room, None))
 
     def _finish(self, room: Room, landed: messages.Landed) -> None:
         entry = self._rooms.get(room)
@@ -257,13 +286,12 @@ class PrefillAgent:
     def _conclude(self, room: Room, entry: PushRoom) -> None:
         """Queue the end behind the writes: checksums, then Landed."""
         try:
-            entry.check_complete()
+            entry.check_complete(self._end.layout.page_size)
         except TransferRefused as error:
             return self._apply(room, WriteFailed(error))
 
         def sum_up(_connection: Connection) -> None:
-            if self._has_checksums:
-                entry.sum_up(self._end.layout, self._end.region)
+            entry.sum_up(self._end.layout)
 
         return entry.worker.submit(room, sum_up, partial(self._report, room, WritesDone()))
 
@@ -310,6 +338,9 @@ class PrefillAgent:
                 assert entry.landed is not None
                 self._num_landed += 1
                 self._pushed_bytes += entry.pushed_bytes
+                self._saved_bytes += (
+                    entry.destination.first_token * self._end.layout.all_heads_bytes
+                )
                 self._send(entry, entry.landed)
             case Action.SEND_RELEASED:
                 info = None if error is None else error.info()
@@ -329,7 +360,7 @@ class PrefillAgent:
     def _flush(self, room: Room, entry: PushRoom) -> None:
         """Do what the role asked for before the grant came."""
         pending, entry.pending = entry.pending, []
-        for first_page_index, page_ids in pending:
-            self._push(room, first_page_index, page_ids)
+        for push in pending:
+            self._push(room, push)
         if entry.landed is not None:
             self._finish(room, entry.landed)

@@ -254,7 +254,25 @@ def _add_transfer_flags(group: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         help="how long prefill waits for decode to grant pages",
     )
-    add("--no-kv-checksum", action="store_true", help="do not hash pages on both sides")
+    add(
+        "--push-granularity",
+        choices=["layer", "chunk"],
+        default=defaults.push_granularity,
+        help="on prefill, when KV leaves: as layers are computed, or after each chunk of a prompt",
+    )
+    add(
+        "--verify-kv",
+        choices=["off", "sample", "always"],
+        default=defaults.verify,
+        help="which pages are hashed on both sides; sample: one in 16 of each prompt",
+    )
+    add(
+        "--no-kv-checksum",
+        action="store_const",
+        const="off",
+        dest="verify_kv",
+        help=argparse.SUPPRESS,
+    )
     add(
         "--disaggregation-mode",
         choices=["prefill", "decode"],
@@ -322,5 +340,6 @@ def _transfer(args: argparse.Namespace) -> TransferConfig:
         backend=args.transfer_backend,
         bootstrap_port=args.bootstrap_port,
         grant_timeout_s=args.grant_timeout,
-        is_verified=not args.no_kv_checksum,
+        push_granularity=args.push_granularity,
+        verify=args.verify_kv,
     )

@@ -10,6 +10,9 @@ def engine_load(
     num_waiting: int = 0,
     num_transferring: int = 0,
     pushed_bytes: int = 0,
+    received_bytes: int = 0,
+    saved_bytes: int = 0,
+    num_corrupted: int = 0,
     num_failed: int = 0,
     num_aborted: int = 0,
 ) -> NodeLoad:
@@ -31,6 +34,9 @@ def engine_load(
         generated_tokens=engine.num_generated_tokens,
         num_retracted=engine.num_retracted,
         pushed_bytes=pushed_bytes,
+        received_bytes=received_bytes,
+        saved_bytes=saved_bytes,
+        num_corrupted=num_corrupted,
         num_failed=num_failed,
         num_aborted=num_aborted,
     )

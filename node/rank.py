@@ -92,7 +92,8 @@ class _Rank:
 
     def _do(self, message: ToRank) -> None:
         if isinstance(message, Forward):
-            follow(self._runner, unpack_inputs(message), message.num_sampled)
+            wrote = self._agent.take_wrote()
+            follow(self._runner, unpack_inputs(message), message.num_sampled, wrote)
         else:
             self._agent.do(message)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing_extensions import override
 
 from kvtransfer.events import ReceiverEvent, SenderEvent
+from kvtransfer.layer_push import PageRun, Wrote
 from kvtransfer.receiver import DecodeAgent
 from kvtransfer.region import MemoryRegion
 from kvtransfer.sender import PrefillAgent
@@ -24,8 +25,10 @@ from node.rank_messages import (
     FromReceiver,
     FromSender,
     Push,
+    PushByLayer,
     RankStart,
     Request,
+    RunOfPages,
     ToReceiver,
     ToSender,
     WithdrawRoom,
@@ -71,6 +74,10 @@ class RankAgent(ABC):
     def do(self, message: ToSender | ToReceiver | RankStart) -> None:
         """Do what rank 0's agent does."""
 
+    def take_wrote(self) -> Wrote | None:
+        """Return what the forward that comes now tells of its layers, if it is to tell."""
+        return None
+
     @abstractmethod
     def events(self) -> Iterator[FromSender | FromReceiver]:
         """Yield what happened and was not told yet, oldest first."""
@@ -105,6 +112,7 @@ class _NoAgent(RankAgent):
 
 class _SenderAgent(RankAgent):
     _agent: PrefillAgent | None = None
+    _wrote: Wrote | None = None
 
     @override
     def start(self, plan: PoolPlan) -> None:
@@ -117,6 +125,9 @@ class _SenderAgent(RankAgent):
         match message:
             case Expect():
                 self._agent.expect(message.room)
+            case PushByLayer():
+                runs = [PageRun(r.room, r.page_ids, r.first_page_index) for r in message.runs]
+                self._wrote = self._agent.push_by_layer(runs)
             case Push():
                 self._agent.push(message.room, message.page_ids, message.first_page_index)
             case FinishPush():
@@ -127,6 +138,11 @@ class _SenderAgent(RankAgent):
                 self._agent.abort(message.room, unpack_error(message.error))
             case _:
                 raise AssertionError(message)
+
+    @override
+    def take_wrote(self) -> Wrote | None:
+        wrote, self._wrote = self._wrote, None
+        return wrote
 
     @override
     def events(self) -> Iterator[FromSender | FromReceiver]:
@@ -195,6 +211,19 @@ class RemoteSender:
     def expect(self, room: Room) -> None:
         """See `PrefillAgent.expect`."""
         self._rank.send(Expect(room=room))
+
+    def push_by_layer(self, runs: Sequence[PageRun]) -> Wrote:
+        """See `PrefillAgent.push_by_layer`. The rank's own forward tells it of layers."""
+        told = [
+            RunOfPages(
+                room=run.room,
+                page_ids=list(run.page_ids),
+                first_page_index=run.first_page_index,
+            )
+            for run in runs
+        ]
+        self._rank.send(PushByLayer(runs=told))
+        return lambda _layer: None
 
     def push(self, room: Room, page_ids: Sequence[int], first_page_index: int) -> None:
         """See `PrefillAgent.push`."""

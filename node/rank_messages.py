@@ -6,6 +6,7 @@
 ```
 """
 
+import msgspec
 import numpy as np
 
 from engine.forward import ForwardInputs
@@ -62,6 +63,20 @@ class Push(Message, frozen=True, kw_only=True):
     first_page_index: int
 
 
+class RunOfPages(msgspec.Struct, frozen=True, kw_only=True):
+    """See `PageRun`."""
+
+    room: Room
+    page_ids: list[int]
+    first_page_index: int
+
+
+class PushByLayer(Message, frozen=True, kw_only=True):
+    """See `Sender.push_by_layer`; about the `Forward` that follows."""
+
+    runs: list[RunOfPages]
+
+
 class FinishPush(Message, frozen=True, kw_only=True):
     """See `Sender.finish`."""
 
@@ -94,7 +109,7 @@ class WithdrawRoom(Message, frozen=True, kw_only=True):
     room: Room
 
 
-ToSender = Expect | Push | FinishPush | Abort
+ToSender = Expect | PushByLayer | Push | FinishPush | Abort
 ToReceiver = Request | WithdrawRoom
 ToRank = RankStart | Forward | ToSender | ToReceiver
 

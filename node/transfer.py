@@ -65,7 +65,7 @@ def make_sender(
             grant_s=config.transfer.grant_timeout_s,
             early_grant_s=config.transfer.early_grant_timeout_s,
         ),
-        has_checksums=config.transfer.is_verified,
+        verify=config.transfer.verify,
     )
 
 
@@ -86,4 +86,5 @@ def make_receiver(
         key=key,
         timeouts=ReceiverTimeouts(landed_s=config.transfer.landed_timeout_s),
         tp_rank=config.engine.tp_rank,
+        verify=config.transfer.verify,
     )

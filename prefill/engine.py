@@ -39,8 +39,13 @@ class _Host(RoleHost):
         )
         others = [RemoteSender(rank) for rank in parts.others]
         agent = PrefillGroup(self._agent, others) if others else self._agent
-        limit = parts.config.engine.max_waiting_requests
-        return PrefillRole(parts.engine, agent, parts.answers, limit)
+        return PrefillRole(
+            parts.engine,
+            agent,
+            parts.answers,
+            parts.config.engine.max_waiting_requests,
+            pushes_layers=parts.config.transfer.push_granularity == "layer",
+        )
 
     @override
     def bootstrap_port(self) -> int | None:

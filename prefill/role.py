@@ -1,7 +1,7 @@
 """What a prefill node does with a request.
 
 ```
- start ──▶ waiting for the grant ──Granted──▶ computing, pushing each chunk while the next computes
+ start ──▶ waiting for the grant ──Granted──▶ computing, pushing each layer while the next computes
                                                   └─ last chunk: first token to the client ──▶ landing
  landing ──PushDone──▶ handed off; the pages go back
  any stage: cancel, or Released by the transfer ──▶ the pages go back once no push reads them
@@ -15,6 +15,7 @@ from engine.request import ActiveRequest
 from engine.results import CompletePages, Token
 from kvtransfer.agent import Sender
 from kvtransfer.events import Granted, PushDone, Released
+from kvtransfer.layer_push import PageRun, Wrote
 from node.load import engine_load, hit_rate, token_usage
 from node.loop import Answers, Start, Ticket
 from telemetry.log import get_logger
@@ -46,9 +47,18 @@ class PrefillRole:
 
     Args:
         max_waiting: Requests that wait for a grant or for pages; beyond it they are refused.
+        pushes_layers: Whether layers are pushed while a forward still runs.
     """
 
-    def __init__(self, engine: Engine, agent: Sender, answers: Answers, max_waiting: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        agent: Sender,
+        answers: Answers,
+        max_waiting: int,
+        *,
+        pushes_layers: bool = True,
+    ) -> None:
         self._engine = engine
         self._agent = agent
         self._answers = answers
@@ -58,6 +68,8 @@ class PrefillRole:
         self._by_active: dict[ActiveRequest, _Half] = {}
         self._num_aborted = 0
         self._logged = NodeLoad()
+        if pushes_layers:
+            engine.watch_layers(self._push_by_layer)
 
     @property
     def has_work(self) -> bool:
@@ -132,13 +144,15 @@ class PrefillRole:
     def load(self) -> NodeLoad:
         """See `Role.load`."""
         num_pending = len(self._by_room) - len(self._by_active)
+        moved = self._agent.statistics()
         return engine_load(
             self._engine,
             num_waiting=num_pending,
             num_transferring=len(self._by_active)
             - self._engine.num_running
             - self._engine.num_waiting,
-            pushed_bytes=self._agent.statistics().pushed_bytes,
+            pushed_bytes=moved.pushed_bytes,
+            saved_bytes=moved.saved_bytes,
             num_failed=self._answers.num_failed,
             num_aborted=self._num_aborted,
         )
@@ -173,10 +187,18 @@ class PrefillRole:
         else:
             self._by_active[half.active] = half
 
+    def _push_by_layer(self, coming: list[CompletePages]) -> Wrote:
+        rooms = [self._by_active[pages.request].room for pages in coming]
+        return self._agent.push_by_layer(
+            [
+                PageRun(room, pages.page_ids, pages.first_page)
+                for room, pages in zip(rooms, coming, strict=True)
+            ]
+        )
+
     def _push(self, pages: CompletePages) -> None:
-        if pages.page_ids:
-            half = self._by_active[pages.request]
-            self._agent.push(half.room, pages.page_ids, pages.first_page)
+        half = self._by_active[pages.request]
+        self._agent.push(half.room, pages.page_ids, pages.first_page)
 
     def _first_token(self, token: Token) -> None:
         half = self._by_active[token.request]

@@ -47,14 +47,21 @@ class CollectedAnswers:
 class BrokenRunner:
     """A forward that fails."""
 
-    def forward(self, inputs, sampled=None):
+    def forward(self, inputs, sampled=None, wrote=None):
         raise ZeroDivisionError
 
 
 class Pair:
-    """A prefill and a decode role with their engines, agents and pools."""
+    """A prefill and a decode role with their engines, agents and pools.
 
-    def __init__(self, path, transport: str, decode_page: int = PAGE) -> None:
+    Args:
+        transport: Its name, or the transport itself.
+        pushes_layers: As soon as each is computed, or whole chunks.
+    """
+
+    def __init__(
+        self, path, transport, decode_page: int = PAGE, *, pushes_layers: bool = True
+    ) -> None:
         self.waker = Waker()
         self.prefill_answers, self.decode_answers = CollectedAnswers(), CollectedAnswers()
         self.colocated = self._engine(path, PAGE)[0]
@@ -63,12 +70,15 @@ class Pair:
             path, decode_page, MemoryRegion.shared
         )
         self.source, self.target = source, target
-        allowed = transports(transport, TransportConfig())
+        is_named = isinstance(transport, str)
+        allowed = transports(transport, TransportConfig()) if is_named else [transport]
         print_ = self.prefill_engine.shape.fingerprint
         self.sender = PrefillAgent(
             "tcp://127.0.0.1:0",
             SenderEnd(new_epoch(), print_, plan.layout, source, allowed),
             waker=self.waker,
+            least_bytes=1,
+            verify="always",
         )
         self.receiver = DecodeAgent(
             epoch=new_epoch(),
@@ -78,7 +88,13 @@ class Pair:
             transports=allowed,
             waker=self.waker,
         )
-        self.prefill = PrefillRole(self.prefill_engine, self.sender, self.prefill_answers, 100)
+        self.prefill = PrefillRole(
+            self.prefill_engine,
+            self.sender,
+            self.prefill_answers,
+            100,
+            pushes_layers=pushes_layers,
+        )
         self.decode = DecodeRole(self.decode_engine, self.receiver, self.decode_answers, 50, 100)
 
     def _engine(self, path, page_size, make_region=None):

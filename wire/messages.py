@@ -235,6 +235,9 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_aborted: int = 0
     num_failed: int = 0
     num_retracted: int = 0
+    received_bytes: int = 0
+    saved_bytes: int = 0
+    num_corrupted: int = 0
 
 
 class Pong(Message, frozen=True, kw_only=True):
@@ -331,7 +334,11 @@ class Landed(Message, frozen=True, kw_only=True):
     Attributes:
         first_token: Token of index `num_prior_tokens`, sampled by prefill.
         seed: Key of the request's random draws.
-        checksums: xxh3-64 of each granted page, in the grant's order; empty when not computed.
+        checksums: xxh3-64 of what was written into granted pages, in the grant's order; empty when
+            nothing was hashed.
+        checksum_one_in: Of how many pages one is in `checksums`, the last besides; which, follows from
+            the room.
+        end_token: One past the last token written; 0 means the end of the grant.
         first_logprobs: Of the first token, when wanted.
     """
 
@@ -342,6 +349,8 @@ class Landed(Message, frozen=True, kw_only=True):
     checksums: list[int] = []
     cached_tokens: int = 0
     first_logprobs: TokenLogprobs | None = None
+    checksum_one_in: int = 1
+    end_token: int = 0
 
 
 class Released(Message, frozen=True, kw_only=True):

@@ -69,13 +69,18 @@ def test_a_second_turn_pushes_only_what_decode_lacks(pair):
     prompt = prompt_of(48)
     pair.start("a", prompt, max_new_tokens=9)
     pair.run_until(pair.all_pages_are_back)
-    before = pair.sender.statistics().pushed_bytes
+    page = pair.source.size_bytes // NUM_PAGES
+    first = pair.decode.load()
+    assert first.received_bytes == pair.prefill.load().pushed_bytes == 6 * page
+    assert first.saved_bytes == 0
     turn = prompt + pair.decode_answers.tokens["a"] + [9, 9]
     pair.start("b", turn, max_new_tokens=2)
     pair.run_until(lambda: pair.decode_answers.finishes["b"])
     pair.run_until(pair.all_pages_are_back)
     # 48 prompt tokens and the 8 whose KV decode computed are 7 whole pages; 1 page is new.
-    assert pair.sender.statistics().pushed_bytes - before == pair.source.size_bytes // NUM_PAGES
+    prefill, decode = pair.prefill.load(), pair.decode.load()
+    assert prefill.pushed_bytes == decode.received_bytes == (6 + 1) * page
+    assert prefill.saved_bytes == decode.saved_bytes == 7 * page
 
 
 @pytest.mark.parametrize("num_passes", [0, 1, 2, 3, 5, 8])

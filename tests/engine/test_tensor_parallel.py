@@ -161,7 +161,7 @@ def test_a_forward_that_fails_here_ends_the_others():
     class Broken:
         device = torch.device("cpu")
 
-        def forward(self, inputs, sampled=None):
+        def forward(self, inputs, sampled=None, wrote=None):
             raise ZeroDivisionError
 
     class Others:

@@ -13,6 +13,7 @@ import torch
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.forward import ForwardInputs
+from engine.layer_events import Wrote
 from engine.model import ModelShape
 
 VOCAB = 50
@@ -47,7 +48,12 @@ class ToyRunner:
         self.pages = np.zeros((num_pages, page_size), np.int64)
         self.num_rows = self.largest = 0
 
-    def forward(self, inputs: ForwardInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        inputs: ForwardInputs,
+        sampled: torch.Tensor | None = None,
+        wrote: Wrote | None = None,
+    ) -> torch.Tensor:
         """See `Runner.forward`."""
         page_size = self.pages.shape[1]
         ids = inputs.token_ids.copy()
@@ -56,6 +62,8 @@ class ToyRunner:
             assert sampled is not None
             ids[late] = sampled.numpy()[inputs.sources[late]]
         self.pages[inputs.write_pages(page_size), inputs.positions % page_size] = ids
+        if wrote is not None:
+            wrote(0)
         self.num_rows += inputs.num_rows
         self.largest = max(self.largest, inputs.num_rows)
         logits = torch.zeros(len(inputs.logit_rows), VOCAB)

@@ -418,13 +418,90 @@ def test_no_transport_in_common_fails_the_request_saying_so(cluster):
 
 def test_a_corrupted_page_is_found_and_does_not_land(cluster):
     cluster.use(LoopbackTransport([Fault("corrupt")]))
-    prefill, decode = cluster.prefill(), cluster.decode()
+    prefill, decode = cluster.prefill(verify="always"), cluster.decode()
     prefill.agent.expect(ROOM)
     request(decode, prefill)
     push_all(prefill)
     error = decode.next(Failed).error
     assert isinstance(error, KVCorrupted)
     assert "1 of 4 pages" in error.message
+    assert decode.agent.statistics().num_corrupted == 1
+    assert decode.agent.statistics().received_bytes == 0
+
+
+def test_the_last_page_is_always_in_the_sample(cluster):
+    cluster.use(LoopbackTransport([Fault("corrupt")]))
+    prefill, decode = cluster.prefill(), cluster.decode()
+    prefill.agent.expect(ROOM)
+    request(decode, prefill, [5])
+    push_all(prefill, [3])
+    assert isinstance(decode.next(Failed).error, KVCorrupted)
+
+
+@pytest.mark.parametrize("off", ["prefill", "decode"])
+def test_nothing_is_looked_at_where_either_end_is_told_not_to(cluster, off):
+    cluster.use(LoopbackTransport([Fault("corrupt")]))
+    prefill = cluster.prefill(verify="off" if off == "prefill" else "always")
+    decode = cluster.decode(verify="off" if off == "decode" else "always")
+    prefill.agent.expect(ROOM)
+    request(decode, prefill)
+    push_all(prefill)
+    decode.next(Landed)
+    assert decode.agent.statistics().num_corrupted == 0
+
+
+@pytest.mark.parametrize("is_corrupt", [False, True])
+def test_pages_of_other_sizes_are_verified_as_well(cluster, is_corrupt):
+    cluster.use(LoopbackTransport([Fault("corrupt")] if is_corrupt else []))
+    small = layout(page_size=2, num_pages=20)
+    prefill, decode = cluster.prefill(verify="always"), cluster.decode(shape=small)
+    prefill.agent.expect(ROOM)
+    request(decode, prefill, [9, 3, 5])
+    push_all(prefill, [3, 1])
+    if is_corrupt:
+        assert "1 of 3 pages" in decode.next(Failed).error.message
+    else:
+        decode.next(Landed)
+
+
+def test_layers_may_be_pushed_one_after_another(cluster):
+    prefill, decode = cluster.prefill(verify="always"), cluster.decode()
+    prefill.agent.expect(ROOM)
+    request(decode, prefill)
+    for first, page_ids in ((0, PROMPT_PAGES[:3]), (3, PROMPT_PAGES[3:])):
+        prefill.agent.push(ROOM, page_ids, first, range(1))
+        prefill.agent.push(ROOM, page_ids, first)
+        prefill.agent.push(ROOM, page_ids, first, range(2))  # late, and known already
+    prefill.agent.finish(ROOM, 9, 77)
+    assert [prefill.next(), prefill.next()] == [
+        Granted(ROOM, 0),
+        PushDone(ROOM, 4 * layout().page_bytes),
+    ]
+    decode.next(Landed)
+    assert (pages(decode, DECODE_PAGES) == pages(prefill, PROMPT_PAGES)).all()
+
+
+def test_pages_of_which_a_layer_was_not_pushed_do_not_land(cluster):
+    prefill, decode = cluster.prefill(), cluster.decode()
+    prefill.agent.expect(ROOM)
+    request(decode, prefill)
+    prefill.agent.push(ROOM, PROMPT_PAGES, 0, range(1))
+    prefill.agent.finish(ROOM, 9, 77)
+    assert "4 granted pages were not pushed" in decode.next(Failed).error.message
+
+
+def test_both_ends_count_what_was_moved_and_what_need_not_be(cluster):
+    prefill, decode = cluster.prefill(), cluster.decode()
+    prefill.agent.expect(ROOM)
+    request(decode, prefill, [5], have_tokens=12)
+    push_all(prefill)
+    decode.next(Landed)
+    prefill.wait_until(lambda now: now.num_landed == 1)
+    page = layout().page_bytes
+    told = decode.agent.statistics()
+    assert (told.received_bytes, told.saved_bytes) == (page, 3 * page)
+    told = prefill.agent.statistics()
+    assert (told.pushed_bytes, told.saved_bytes) == (page, 3 * page)
 
 
 def test_a_write_that_comes_twice_does_no_harm(cluster):

@@ -9,7 +9,7 @@ from router.cluster import Cluster
 from router.config import PrefillTarget, RouterConfig
 from router.policy import POLICIES
 from tests.router.fake_node import FakeNode, logprobs, request, until
-from wire.errors import EngineFailed, InvalidRequest, NoNodeAvailable, Overloaded
+from wire.errors import EngineFailed, InvalidRequest, KVCorrupted, NoNodeAvailable, Overloaded
 from wire.messages import Cancel, FlushCache, LogprobsWanted, StartDecode, StartPrefill
 
 
@@ -164,6 +164,25 @@ async def test_a_prefill_that_fails_is_replayed_on_another():
         decode.engine.say(start_decode, 0, [10, 11], "stop")
         assert await reader.result() == ([10, 11], "stop")
         assert 'replays_total{error="engine_failed"} 1.0' in setup.backend.metrics()
+
+
+@pytest.mark.parametrize("num_decodes", [1, 2])
+async def test_pages_that_arrived_corrupted_are_computed_again_and_the_client_sees_nothing(
+    num_decodes,
+):
+    async with cluster(num_decodes=num_decodes) as setup, reading(setup) as reader:
+        prefill, start_prefill, decode, start_decode = await setup.pair_of()
+        prefill.engine.say(start_prefill, 0, [10], "handed_off")
+        await until(lambda: reader.token_ids == [10])
+        decode.engine.fail(start_decode, KVCorrupted("1 of 3 pages"))
+        prefill, start_prefill, other, start_decode = await setup.pair_of(attempt=1)
+        assert (other == decode) == (num_decodes == 1)
+        assert start_prefill.request.prompt_ids == [1, 2, 3, 10]
+        prefill.engine.say(start_prefill, 1, [11], "handed_off")
+        other.engine.say(start_decode, 1, [11, 12], "stop")
+        assert await reader.result() == ([10, 11, 12], "stop")
+        replays = 'tandem_router_replays_total{error="kv_corrupted"} 1.0'
+        assert replays in setup.backend.metrics()
 
 
 async def test_a_decode_that_dies_mid_stream_costs_and_repeats_no_token():

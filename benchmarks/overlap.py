@@ -1,0 +1,349 @@
+"""How much of a transfer is left to wait for when the prompt is computed, pushed layer by layer.
+
+    python -m benchmarks.overlap [--tokens 1024 4096 16384] [--chunk 2048 8192] [--rounds 5]
+
+Pages of Llama 3 8B (32 layers, 8 KV heads of 128, bfloat16, 16 tokens): 128 KiB a token, 2 GiB for 16k.
+Two processes with real agents. Prefill's is driven by the real role and engine; only the forward is a
+stand-in, which sleeps for each layer, as a host does beside a GPU, and tells of it through the real hook.
+A layer takes as long as makes a prompt's computing `--compute` times the transfer, and is printed.
+
+    whole      all pages pushed at once, nothing computed beside it: push ─▶ Landed told at decode
+    exposed    pushed while it is computed: last layer computed ─▶ Landed told at decode
+
+Checksums (`--verify-kv`) are part of both. The rounds of the two are interleaved, medians are shown. The
+last line has the largest share of any case.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from benchmarks.verdict import result
+from engine.config import EngineConfig
+from engine.core import Engine
+from engine.forward import ForwardInputs
+from engine.layer_events import Wrote
+from engine.model import ModelShape
+from kvtransfer.bootstrap import SenderEnd
+from kvtransfer.checksum import Verify
+from kvtransfer.events import Granted, Landed, PushDone, SenderEvent
+from kvtransfer.layout import KVLayout
+from kvtransfer.receiver import DecodeAgent
+from kvtransfer.region import MemoryRegion
+from kvtransfer.sender import PrefillAgent
+from kvtransfer.transports.base import TransportConfig
+from kvtransfer.transports.registry import transports
+from node.loop import Ticket
+from prefill.role import PrefillRole
+from telemetry import log as logs
+from wire.channel import Peer, Waker, wait
+from wire.errors import TandemError
+from wire.ids import RequestId, Room, new_epoch, new_room
+from wire.messages import Finish, GenerateRequest, SamplingParams, StartPrefill, TokenLogprobs
+
+GOAL = 0.125
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, VOCAB_SIZE = 32, 8, 128, 16, 256
+FINGERPRINT = "llama-8b-stand-in"
+TIMEOUT_S = 60.0
+
+E = TypeVar("E")
+
+
+def layout_for(num_tokens: int) -> KVLayout:
+    """Return a pool of the model's pages that holds one prompt."""
+    num_pages = -(-num_tokens // PAGE_SIZE)
+    return KVLayout(num_pages, PAGE_SIZE, NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, "bfloat16", 2)
+
+
+class StandInRunner:
+    """Takes the time of a forward, and computes nothing.
+
+    Attributes:
+        token_s: Seconds that one token takes in one layer.
+        computed_at_s: When the last layer of the last forward was done.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.token_s = self.computed_at_s = 0.0
+
+    def forward(
+        self,
+        inputs: ForwardInputs,
+        sampled: torch.Tensor | None = None,
+        wrote: Wrote | None = None,
+    ) -> torch.Tensor:
+        """See `Runner.forward`."""
+        del sampled
+        done_at_s = time.monotonic()
+        for layer in range(NUM_LAYERS):
+            done_at_s += self.token_s * inputs.num_rows
+            time.sleep(max(0.0, done_at_s - time.monotonic()))
+            self.computed_at_s = time.monotonic()
+            if wrote is not None:
+                wrote(layer)
+        return torch.zeros(len(inputs.logit_rows), VOCAB_SIZE)
+
+
+class Answers:
+    """Takes what the role says to clients; an error ends the benchmark."""
+
+    num_failed = 0
+
+    def token(
+        self,
+        ticket: Ticket,
+        index: int,
+        token_ids: list[int],
+        finish: Finish | None = None,
+        cached_tokens: int = 0,
+        *,
+        logprobs: TokenLogprobs | None = None,
+    ) -> None:
+        """See `node.loop.Answers.token`."""
+
+    def fail(self, ticket: Ticket, error: TandemError) -> None:
+        """See `node.loop.Answers.fail`."""
+        raise SystemExit(f"{ticket.request_id}: {error}")
+
+
+class Decode:
+    """The decode process. A line asks it to grant its pages; it answers with the time of Landed."""
+
+    def __init__(self, transport: str, most_tokens: int, port: int) -> None:
+        arguments = ["--decode", transport, str(most_tokens), str(port)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.overlap", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def grant(self, room: Room, num_tokens: int) -> None:
+        """Grant pages for a prompt."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{room} {num_tokens}\n")
+        self._process.stdin.flush()
+
+    def landed_at_s(self) -> float:
+        """Wait for the prompt; return when its agent told of it. Both processes read one clock."""
+        assert self._process.stdout is not None
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """End it."""
+        self._process.communicate()
+
+
+def decode(transport: str, most_tokens: int, port: int) -> None:
+    """Be the decode process until standard input ends."""
+    layout, waker = layout_for(most_tokens), Waker()
+    # As in a pool that has served for a while: else all of a prompt would be one copy.
+    pages = np.random.default_rng(0).permutation(layout.num_pages).tolist()
+    with MemoryRegion.shared(layout.pool_bytes, "overlap") as region:
+        agent = DecodeAgent(
+            epoch=new_epoch(),
+            fingerprint=FINGERPRINT,
+            layout=layout,
+            region=region,
+            transports=transports(transport, TransportConfig()),
+            waker=waker,
+        )
+        for line in sys.stdin:
+            room, num_tokens = map(int, line.split())
+            num_pages = -(-num_tokens // PAGE_SIZE)
+            agent.request(Room(room), "127.0.0.1", port, pages[:num_pages])
+            event = _next(agent.events, waker)
+            at_s = time.monotonic()
+            if not isinstance(event, Landed):
+                raise SystemExit(f"the prompt did not land: {event}")
+            print(at_s, flush=True)
+        agent.close()
+    waker.close()
+
+
+def _next(events: Callable[[], Iterable[E]], waker: Waker) -> E:
+    """Wait for one event of an agent."""
+    until_s = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < until_s:
+        for event in events():
+            return event
+        wait([], 1.0, waker)
+    raise SystemExit("nothing happened for a minute")
+
+
+class Prefill:
+    """A prefill node without its processes: role, engine with a stand-in forward, agent, pool."""
+
+    def __init__(self, transport: str, most_tokens: int, chunk: int, verify: Verify) -> None:
+        self.layout, self._waker = layout_for(most_tokens), Waker()
+        self._region = MemoryRegion.private(self.layout.pool_bytes)
+        self._region.array().view(np.uint64)[:] = np.arange(self.layout.pool_bytes // 8)
+        self.agent = PrefillAgent(
+            "tcp://127.0.0.1:0",
+            SenderEnd(
+                new_epoch(),
+                FINGERPRINT,
+                self.layout,
+                self._region,
+                transports(transport, TransportConfig()),
+            ),
+            waker=self._waker,
+            verify=verify,
+        )
+        self.runner = StandInRunner()
+        self._role = self._make_role(most_tokens, chunk)
+
+    def whole_s(self, far: Decode, num_tokens: int) -> float:
+        """Push a prompt at once; return seconds until it landed."""
+        room, num_pages = new_room(), -(-num_tokens // PAGE_SIZE)
+        self.agent.expect(room)
+        far.grant(room, num_tokens)
+        self._expect(Granted)
+        start_s = time.monotonic()
+        self.agent.push(room, range(num_pages), 0)
+        self.agent.finish(room, 1, 1)
+        landed_at_s = far.landed_at_s()
+        self._expect(PushDone)
+        return landed_at_s - start_s
+
+    def exposed_s(self, far: Decode, num_tokens: int) -> float:
+        """Compute a prompt and push it meanwhile; return seconds from the last layer to Landed."""
+        room, ticket = new_room(), Ticket(Peer(b"edge"), RequestId("r"), 0)
+        request = GenerateRequest(
+            request_id=ticket.request_id,
+            prompt_ids=[2] * num_tokens,
+            sampling=SamplingParams(max_new_tokens=2, ignore_eos=True),
+        )
+        self._role.start(ticket, StartPrefill(request=request, room=room))
+        far.grant(room, num_tokens)
+        while self._role.tickets():
+            self._role.poll()
+            if self._role.has_work:
+                self._role.step()
+            else:
+                wait([], 0.05, self._waker)
+        return far.landed_at_s() - self.runner.computed_at_s
+
+    def close(self) -> None:
+        """End it."""
+        self.agent.close()
+        self._waker.close()
+        self._region.close()
+
+    def _expect(self, kind: type[SenderEvent]) -> None:
+        event = _next(self.agent.events, self._waker)
+        if not isinstance(event, kind):
+            raise SystemExit(f"the hand-off failed: {event}")
+
+    def _make_role(self, most_tokens: int, chunk: int) -> PrefillRole:
+        shape = ModelShape(
+            num_layers=NUM_LAYERS,
+            num_kv_heads=NUM_KV_HEADS,
+            head_dim=HEAD_DIM,
+            vocab_size=VOCAB_SIZE,
+            context_length=2 * most_tokens,
+            eos_token_ids=frozenset(),
+            dtype=torch.bfloat16,
+            kv_dtype=torch.bfloat16,
+            fingerprint=FINGERPRINT,
+        )
+        config = EngineConfig(
+            model_dir="",
+            page_size=PAGE_SIZE,
+            chunked_prefill_size=chunk,
+            is_prefix_cache_enabled=False,
+        )
+        engine = Engine(self.runner, shape, config, self.layout.num_pages)
+        return PrefillRole(engine, self.agent, Answers(), 4)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What was measured of one prompt length."""
+
+    whole_s: float
+    exposed_s: float
+    layer_s: float
+
+    @property
+    def share(self) -> float:
+        """Return which part of the transfer is waited for."""
+        return self.exposed_s / self.whole_s
+
+
+def measure(prefill: Prefill, far: Decode, num_tokens: int, rounds: int, compute: float) -> Case:
+    """Measure one prompt length."""
+    prefill.whole_s(far, num_tokens)  # touches memory that no round has touched yet
+    whole, exposed = [], []
+    for _ in range(rounds):
+        whole.append(prefill.whole_s(far, num_tokens))
+        # By the transfer right before: a neighbour who slows one round slows both of its parts.
+        prefill.runner.token_s = compute * whole[-1] / NUM_LAYERS / num_tokens
+        exposed.append(prefill.exposed_s(far, num_tokens))
+    whole_s = statistics.median(whole)
+    return Case(whole_s, statistics.median(exposed), compute * whole_s / NUM_LAYERS)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure all cases and report."""
+    print(
+        f"{'transport':<11}{'tokens':>8}{'MiB':>7}{'chunk':>7}{'layer ms':>10}"
+        f"{'compute ms':>12}{'whole ms':>10}{'GB/s':>7}{'exposed ms':>12}{'share':>8}"
+    )
+    shares = []
+    most_tokens = max(args.tokens) + PAGE_SIZE  # the engine keeps room for a first token
+    for transport in args.transport:
+        for chunk in args.chunk:
+            prefill = Prefill(transport, most_tokens, chunk, args.verify_kv)
+            far = Decode(transport, most_tokens, prefill.agent.port)
+            for num_tokens in args.tokens:
+                case = measure(prefill, far, num_tokens, args.rounds, args.compute)
+                size_bytes = num_tokens * prefill.layout.all_heads_bytes
+                print(
+                    f"{transport:<11}{num_tokens:>8}{size_bytes >> 20:>7}{chunk:>7}"
+                    f"{case.layer_s * 1e3:>10.2f}{case.layer_s * NUM_LAYERS * 1e3:>12.1f}"
+                    f"{case.whole_s * 1e3:>10.1f}{size_bytes / case.whole_s / 1e9:>7.2f}"
+                    f"{case.exposed_s * 1e3:>12.2f}{case.share:>8.3f}",
+                    flush=True,
+                )
+                shares.append(case.share)
+            far.close()
+            prefill.close()
+    print(result("exposed_transfer_share", max(shares), GOAL, is_lower_better=True))
+
+
+def main() -> None:
+    first = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.overlap",
+        description=first,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--tokens", type=int, nargs="+", default=[1024, 4096, 16384], help="prompt lengths")
+    add("--chunk", type=int, nargs="+", default=[2048, 8192], help="tokens in one forward")
+    add("--transport", nargs="+", default=["shm", "tcp"], help="names of transports")
+    add("--rounds", type=int, default=5, help="of each case")
+    add("--compute", type=float, default=2.0, help="computing time, in transfers")
+    add("--verify-kv", choices=["off", "sample", "always"], default="sample", help="checksums")
+    add("--decode", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    logs.configure("error", "console", role="benchmark")
+    if args.decode:
+        transport, most_tokens, port = args.decode
+        return decode(transport, int(most_tokens), int(port))
+    return run(args)
+
+
+if __name__ == "__main__":
+    main()

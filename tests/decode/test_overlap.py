@@ -1,0 +1,105 @@
+"""Layers leave while the next are computed; the tokens are the same, and the first waits for no write."""
+
+import pytest
+
+from kvtransfer.transports.base import TransportConfig
+from kvtransfer.transports.loopback import Fault, LoopbackTransport
+from kvtransfer.transports.tcp import TcpTransport
+from tests.hand_off_rig import PAGE, Pair, prompt_of
+
+
+@pytest.fixture
+def make_pair(tiny_model):
+    made = []
+
+    def make(transport, **settings) -> Pair:
+        made.append(Pair(tiny_model("llama"), transport, **settings))
+        return made[-1]
+
+    yield make
+    for pair in made:
+        pair.close()
+
+
+def expected_tokens(pair: Pair, request) -> list[int]:
+    pair.colocated.submit(request)
+    tokens = []
+    while pair.colocated.has_work:
+        tokens += [token.token for token in pair.colocated.step().tokens]
+    return tokens
+
+
+@pytest.mark.parametrize("decode_page", [PAGE, 4, 16])
+@pytest.mark.parametrize("pushes_layers", [True, False])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_tokens_are_equal_however_pages_leave(make_pair, transport, pushes_layers, decode_page):
+    pair = make_pair(transport, decode_page=decode_page, pushes_layers=pushes_layers)
+    requests = [
+        pair.start(str(n), prompt_of(n), max_new_tokens=5, temperature=0.8, seed=n)
+        for n in (1, 24, 61, 100)
+    ]
+    names = [request.request_id for request in requests]
+    pair.run_until(lambda: all(pair.decode_answers.finishes[name] for name in names))
+    for request in requests:
+        assert pair.decode_answers.tokens[request.request_id] == expected_tokens(pair, request)
+    pair.run_until(pair.all_pages_are_back)
+
+
+class CountingTransport(LoopbackTransport):
+    """Counts its writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_writes = 0
+
+    def next_fault(self):
+        self.num_writes += 1
+        return super().next_fault()
+
+
+@pytest.mark.parametrize(("pushes_layers", "num_writes"), [(True, 3 * 3), (False, 3)])
+def test_each_layer_of_each_chunk_is_a_write_of_its_own(make_pair, pushes_layers, num_writes):
+    transport = CountingTransport()
+    pair = make_pair(transport, pushes_layers=pushes_layers)
+    pair.start("a", prompt_of(61), max_new_tokens=2)  # chunks of 24, 24 and 13; three layers
+    pair.run_until(lambda: pair.decode_answers.finishes["a"])
+    assert transport.num_writes == num_writes
+    pair.run_until(pair.all_pages_are_back)
+
+
+def test_the_first_token_does_not_wait_for_the_transfer(make_pair):
+    transport = LoopbackTransport([Fault("hang")])
+    pair = make_pair(transport)
+    pair.start("a", prompt_of(30), max_new_tokens=3)
+    pair.run_until(lambda: pair.prefill_answers.tokens["a"])
+    assert transport.hanging.wait(5)
+    assert pair.decode_answers.tokens["a"] == []
+    assert pair.prefill_answers.finishes["a"] == []
+    transport.release()
+    pair.run_until(lambda: pair.decode_answers.finishes["a"])
+    assert pair.decode_answers.tokens["a"][:1] == pair.prefill_answers.tokens["a"]
+
+
+def test_a_second_turn_moves_only_its_new_pages_layer_by_layer(make_pair):
+    pair = make_pair(TcpTransport(TransportConfig(num_streams=1)))
+    prompt = prompt_of(48)
+    pair.start("a", prompt, max_new_tokens=9)
+    pair.run_until(pair.all_pages_are_back)
+    before = pair.decode.load().received_bytes
+    pair.start("b", prompt + pair.decode_answers.tokens["a"] + [9, 9], max_new_tokens=2)
+    pair.run_until(lambda: pair.decode_answers.finishes["b"])
+    page_bytes = before // 6
+    assert pair.decode.load().received_bytes - before == page_bytes
+    assert pair.prefill.load().pushed_bytes == pair.decode.load().received_bytes
+    pair.run_until(pair.all_pages_are_back)
+
+
+def test_a_cancel_in_the_middle_of_a_layers_write_returns_every_page(make_pair):
+    transport = LoopbackTransport([Fault("hang", at_write=1)])
+    pair = make_pair(transport)
+    pair.start("a", prompt_of(100), max_new_tokens=8)
+    pair.run_until(transport.hanging.is_set)
+    pair.prefill.cancel(pair.ticket("a"))
+    assert pair.prefill_engine.counts().held > 0
+    transport.release()
+    pair.run_until(pair.all_pages_are_back)

@@ -1,0 +1,84 @@
+"""What a forward tells of its layers: on the CPU at once, on a device when its stream has come to them."""
+
+import threading
+
+import pytest
+import torch
+
+from engine.layer_events import LayerEvents
+from tests.engine.test_core import PAGE, ask, make_engine
+from tests.tiny_models import SIZES
+
+
+class FakeEvent:
+    """A device that comes to the mark when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_recorded, self.passed = False, threading.Event()
+
+    def record(self) -> None:
+        self.is_recorded = True
+
+    def synchronize(self) -> None:
+        assert self.is_recorded
+        assert self.passed.wait(5)
+
+
+def test_a_layer_is_told_of_when_the_device_has_come_to_it():
+    made, told, has_told = [], [], threading.Semaphore(0)
+
+    def wrote(layer: int) -> None:
+        told.append(layer)
+        has_told.release()
+
+    events = LayerEvents(lambda: made.append(FakeEvent()) or made[-1])
+    queued = events.after(wrote)
+    for layer in range(3):
+        queued(layer)
+    assert told == []
+    made[1].passed.set()
+    made[0].passed.set()
+    assert has_told.acquire(timeout=5)
+    assert has_told.acquire(timeout=5)
+    assert told == [0, 1]
+    made[2].passed.set()
+    assert has_told.acquire(timeout=5)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_a_layer_is_in_the_pool_when_it_is_told_of(tiny_model, backend):
+    engine = make_engine(tiny_model("llama"), attention_backend=backend)
+    pool = engine._launcher._runner.kv
+    begun, seen = [], []
+
+    def begin(pages):
+        assert not begun or pages[0].first_page == begun[-1][0].first_page + len(
+            begun[-1][0].page_ids
+        )
+        begun.append(pages)
+        ids = torch.tensor(pages[0].page_ids)
+
+        def wrote(layer):
+            seen.append((layer, pool[ids].clone()))
+
+        return wrote
+
+    engine.watch_layers(begin)
+    prompt = [3 + i % 300 for i in range(50)]  # chunks of 32 and 18: pages 0 ... 3, 4 ... 6
+    active = engine.submit(ask(prompt), is_prompt_only=True)
+    results = []
+    while engine.has_work:
+        results.append(engine.step())
+    assert [result.pages for result in results] == begun
+    assert [len(pages[0].page_ids) for pages in begun] == [4, 3]
+    num_layers = SIZES["num_hidden_layers"]
+    assert [layer for layer, _ in seen] == list(range(num_layers)) * 2
+    for pages, told in zip(begun, (seen[:num_layers], seen[num_layers:]), strict=True):
+        final = pool[torch.tensor(pages[0].page_ids)]
+        for layer, at_the_time in told:
+            # Everything up to this layer is what it is in the end, and nothing after it is there yet.
+            assert torch.equal(at_the_time[:, : layer + 1], final[:, : layer + 1])
+            assert not at_the_time[:, layer + 1 :].any()
+    assert final.any()
+    assert len(active.page_ids) * PAGE >= len(prompt)
+    engine.release(active)

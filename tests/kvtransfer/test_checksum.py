@@ -1,0 +1,113 @@
+"""What one end hashes as it pushes is what the other hashes of what arrived, whatever differs between them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.checksum import SAMPLE_ONE_IN, PushSums, arrived_sums, sampled_pages
+from kvtransfer.layout import KVLayout
+from kvtransfer.plan import HeadRange, PagedTokens, plan_copies
+from kvtransfer.region import MemoryRegion
+from wire.ids import Room, new_room
+
+NUM_LAYERS = 3
+
+
+def region_of(layout: KVLayout, seed: int) -> MemoryRegion:
+    region = MemoryRegion.private(layout.pool_bytes)
+    rng = np.random.default_rng(seed)
+    region.array()[:] = rng.integers(0, 256, layout.pool_bytes, np.uint8)
+    return region
+
+
+class Link:
+    """A prompt that is pushed run by run, layer by layer, hashed on the way and after."""
+
+    def __init__(self, own_size, their_size, heads, num_have, num_tokens):
+        own_heads, their_heads, self.heads = heads
+        self.own = KVLayout(16, own_size, NUM_LAYERS, own_heads, 4, "int16", 2)
+        self.theirs = KVLayout(16, their_size, NUM_LAYERS, their_heads, 4, "int16", 2)
+        self.source, self.target = region_of(self.own, 1), region_of(self.theirs, 2)
+        have = num_have // their_size * their_size
+        num_granted = -(-(num_tokens - have) // their_size)
+        self.granted = PagedTokens(self.theirs, range(15, 15 - num_granted, -1), have)
+        self.own_pages = dict(enumerate(range(-(-num_tokens // own_size))))
+        self.end = min(len(self.own_pages) * own_size, self.granted.end_token)
+        self.indexes = list(range(num_granted))
+
+    def push(self, num_pages_a_run: int, layers_at_a_time: int) -> list[int]:
+        sums = PushSums(self.source, self.granted, self.indexes, self.heads)
+        for first in range(0, len(self.own_pages), num_pages_a_run):
+            page_ids = list(self.own_pages.values())[first : first + num_pages_a_run]
+            own = PagedTokens(self.own, page_ids, first * self.own.page_size)
+            begin = max(own.first_token, self.granted.first_token)
+            tokens = range(begin, max(begin, min(own.end_token, self.granted.end_token)))
+            for layer in range(0, NUM_LAYERS, layers_at_a_time):
+                layers = range(layer, min(layer + layers_at_a_time, NUM_LAYERS))
+                plan = plan_copies(own, self.granted, tokens, self.heads, layers)
+                for at, to, size in plan.copies():
+                    self.target.array()[to : to + size] = self.source.array()[at : at + size]
+                if len(plan):
+                    sums.add(own, layers)
+        return sums.finish(self.own_pages, self.own, self.end)
+
+    def arrived(self) -> list[int]:
+        return arrived_sums(self.target, self.granted, self.end, self.indexes, self.heads)
+
+    def written(self) -> np.ndarray:
+        """Offsets of the bytes that were pushed, in their pool."""
+        heads = self.heads and HeadRange(
+            self.heads.destination_first, self.heads.destination_first, self.heads.num_heads
+        )
+        tokens = range(self.granted.first_token, self.end)
+        plan = plan_copies(self.granted, self.granted, tokens, heads)
+        return np.concatenate([np.arange(to, to + size) for _, to, size in plan.copies()])
+
+
+LINKS = st.builds(
+    Link,
+    st.sampled_from([1, 2, 3, 4, 8]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from(
+        [(2, 2, None), (2, 1, HeadRange(1, 0, 1)), (1, 2, HeadRange(0, 1, 1)), (4, 4, None)]
+    ),
+    st.integers(0, 8),
+    st.integers(9, 15),
+)
+
+
+@given(LINKS, st.integers(1, 16), st.integers(1, NUM_LAYERS))
+@settings(deadline=None)
+def test_both_ends_make_the_same_sums(link, num_pages_a_run, layers_at_a_time):
+    assert link.push(num_pages_a_run, layers_at_a_time) == link.arrived()
+
+
+@given(LINKS, st.integers(0, 1 << 30), st.integers(0, 7))
+@settings(deadline=None)
+def test_one_bit_makes_one_sum_another(link, place, bit):
+    sums = link.push(16, 1)
+    written = link.written()
+    link.target.array()[written[place % len(written)]] ^= 1 << bit
+    assert sum(a != b for a, b in zip(link.arrived(), sums, strict=True)) == 1
+
+
+def test_the_sample_is_some_pages_of_each_room_and_the_last():
+    assert sampled_pages(Room(7), 50, 0) == []
+    assert sampled_pages(Room(7), 0, 1) == []
+    assert sampled_pages(Room(7), 50, 1) == list(range(50))
+    some = sampled_pages(Room(7), 800, SAMPLE_ONE_IN)
+    assert some == sampled_pages(Room(7), 800, SAMPLE_ONE_IN)
+    assert some != sampled_pages(Room(8), 800, SAMPLE_ONE_IN)
+    assert some[-1] == 799
+    assert 25 < len(some) < 80
+
+
+@pytest.mark.parametrize("room", [0, -5, 2**64 + 3])
+def test_a_room_of_any_number_has_a_sample(room):
+    assert sampled_pages(Room(room), 9, SAMPLE_ONE_IN)[-1] == 8
+
+
+def test_every_page_is_looked_at_in_some_room():
+    seen = {page for _ in range(400) for page in sampled_pages(new_room(), 20, SAMPLE_ONE_IN)}
+    assert seen == set(range(20))

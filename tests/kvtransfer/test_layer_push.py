@@ -1,0 +1,39 @@
+from kvtransfer.layer_push import PageRun, layers_at_a_time, push_by_layer
+from kvtransfer.layout import KVLayout
+from wire.ids import Room
+
+LAYOUT = KVLayout(64, 16, 8, 2, 4, "float32", 4)  # 1 KiB a layer of a page
+RUNS = [PageRun(Room(1), [5, 6], 0), PageRun(Room(2), [7], 3)]
+
+
+def pushes_of(least_bytes: int, layers=range(8)) -> list[tuple]:
+    pushed = []
+    wrote = push_by_layer(
+        lambda room, page_ids, first, layers: pushed.append((room, page_ids, first, layers)),
+        RUNS,
+        LAYOUT,
+        least_bytes,
+    )
+    for layer in layers:
+        wrote(layer)
+    return pushed
+
+
+def test_each_run_is_pushed_up_to_the_layer_that_was_written():
+    assert pushes_of(1)[:4] == [
+        (1, [5, 6], 0, range(1)),
+        (2, [7], 3, range(1)),
+        (1, [5, 6], 0, range(2)),
+        (2, [7], 3, range(2)),
+    ]
+
+
+def test_layers_are_put_together_until_a_push_is_worth_while():
+    assert LAYOUT.layer_bytes == 1024
+    assert [push[3].stop for push in pushes_of(9 << 10)[::2]] == [3, 6, 8]
+    assert [push[3].stop for push in pushes_of(1 << 30)[::2]] == [8]
+    assert layers_at_a_time([], LAYOUT, 1) == 8
+
+
+def test_a_forward_that_tells_of_few_layers_is_pushed_as_far_as_it_tells():
+    assert [push[3].stop for push in pushes_of(1, [0, 5])[::2]] == [1, 6]
