@@ -10,7 +10,6 @@
 from dataclasses import dataclass
 
 from engine.core import Engine
-from engine.grammar import GrammarViolated
 from engine.request import ActiveRequest, Stage
 from engine.results import Token
 from engine.waiting import Line
@@ -18,7 +17,7 @@ from kvtransfer.agent import Receiver
 from kvtransfer.events import Failed, Landed, Lost
 from node.load import engine_load, hit_rate, token_usage
 from node.loop import Answers, Start, Ticket
-from wire.errors import InvalidRequest, KVCorrupted, Overloaded, TandemError
+from wire.errors import EngineFailed, InvalidRequest, KVCorrupted, Overloaded, TandemError
 from wire.messages import NodeLoad, StartDecode
 
 
@@ -196,7 +195,7 @@ class DecodeRole:
             token = self._engine.land(
                 half.active, event.first_token, event.seed, event.first_logprobs
             )
-        except GrammarViolated as error:
+        except EngineFailed as error:
             del self._by_active[half.active]
             self._engine.cancel(half.active)
             self._fail(half, error)

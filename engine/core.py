@@ -32,7 +32,7 @@ from engine.request import ActiveRequest, Stage
 from engine.results import CompletePages, Failure, PromptLogprobs, StepResult, Token
 from engine.runner import Runner
 from engine.scheduler import Scheduler
-from wire.errors import InvalidRequest, OutOfPages, Overloaded, TandemError
+from wire.errors import EngineFailed, InvalidRequest, OutOfPages, Overloaded, TandemError
 from wire.messages import Finish, GenerateRequest, TokenLogprobs
 
 
@@ -173,11 +173,15 @@ class Engine:
         """Take over a prompt whose pages all arrived; it decodes from the next step on.
 
         Raises:
+            EngineFailed: The first token is none of the vocabulary.
             GrammarViolated: The first token is not one that the grammar allows.
         """
         active.seed = seed
         self._scheduler.slots.set_seed(active)
         self._scheduler.land(active)
+        if not 0 <= first_token < self.shape.vocab_size:
+            # Another node chose it: in a batch it would fail every request that runs beside it.
+            raise EngineFailed(f"first token {first_token} of {self.shape.vocab_size}")
         self._is_stuck = False
         self.num_prompt_tokens += active.num_prompt
         self.num_cached_tokens += active.num_cached

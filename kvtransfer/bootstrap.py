@@ -23,7 +23,7 @@ from kvtransfer.transports.base import Connection, Transport
 from kvtransfer.transports.registry import choose
 from telemetry.log import get_logger
 from wire.channel import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, Inbox, Peer, Waker, wait
-from wire.errors import LayoutMismatch, PeerLost, TandemError
+from wire.errors import LayoutMismatch, PeerLost, TandemError, TransferRefused
 from wire.ids import Epoch
 from wire.messages import (
     Grant,
@@ -38,6 +38,9 @@ from wire.messages import (
 )
 
 log = get_logger("kvtransfer.bootstrap")
+
+# One for each transport there is, with room for more. Trying one may take seconds.
+MAX_OFFERS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +153,14 @@ class BootstrapPort:
             return self._redirect(peer, self._end.rank_ports[hello.tp_rank - 1])
         try:
             layout = self._check(hello)
-        except LayoutMismatch as error:
+        except (LayoutMismatch, TransferRefused) as error:
             log.warning("kv_link.refused", reason=str(error))
             self.num_refused += 1
             return self._refuse(peer, error)
-        for old in [each for each in self._links.values() if each.epoch == hello.epoch]:
+        olds = [
+            each for each in self._links.values() if peer == each.peer or each.epoch == hello.epoch
+        ]
+        for old in olds:
             self.drop(old, PeerLost("decode made a new link"))
         chosen: list[str] = []
 
@@ -172,6 +178,10 @@ class BootstrapPort:
         return None
 
     def _check(self, hello: Hello) -> KVLayout:
+        if len(hello.offers) > MAX_OFFERS:
+            raise TransferRefused(
+                f"{len(hello.offers)} offers, of which {MAX_OFFERS} are looked at"
+            )
         ours = f"{self._end.fingerprint} ({self._end.layout})"
         try:
             layout = KVLayout.from_info(hello.layout)

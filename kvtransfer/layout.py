@@ -6,6 +6,9 @@ from typing_extensions import override
 
 from wire.messages import LayoutInfo
 
+# 256 TiB, as much as a process can address. Beyond it no layout is meant, and offsets would not be int64.
+MAX_POOL_BYTES = 1 << 48
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
@@ -31,6 +34,8 @@ class KVLayout:
             value = getattr(self, field.name)
             if field.type is int and value < 1:
                 raise ValueError(f"{field.name} is {value}, must be at least 1")
+        if self.pool_bytes > MAX_POOL_BYTES:
+            raise ValueError(f"a pool of {self.pool_bytes} bytes, more than a process can address")
 
     @property
     def token_bytes(self) -> int:
@@ -84,7 +89,7 @@ class KVLayout:
         """Rebuild a layout that came over the wire.
 
         Raises:
-            ValueError: A size is not positive.
+            ValueError: A size is not positive, or the pool larger than any.
         """
         return cls(**{field.name: getattr(info, field.name) for field in fields(cls)})
 

@@ -232,6 +232,9 @@ class PrefillAgent:
                 self._apply(room, LinkLost(error))
 
     def _take_grant(self, link: DecodeLink, grant: messages.Grant, entry: PushRoom | None) -> None:
+        if entry is not None and entry.grant is not None and entry.link is link:
+            # Released would end the first grant at decode, under writes that are still going on.
+            return self._bootstrap.drop(link, PeerLost("decode granted a room twice"))
         fault = grant_fault(grant, link.layout)
         if entry is not None and entry.grant is not None:
             fault = "this room is granted already"

@@ -171,6 +171,8 @@ SENDER: Table[SenderState] = {
     _S.GRANTED_EARLY: {
         Expected: _to(_S.PUSHING, _A.TELL_GRANTED),
         WithdrawArrived: _to(_S.REFUSING, _A.SEND_RELEASED),
+        # The room was over, and is granted a second time: the role gave up the first.
+        AbortAsked: _to(_S.REFUSING, _A.SEND_RELEASED),
         LinkLost: _to(_S.REFUSING),
         TimedOut: _to(_S.REFUSING, _A.SEND_RELEASED),
     },

@@ -208,10 +208,12 @@ def _subclasses(base: type[TandemError]) -> dict[str, type[TandemError]]:
 def error_from_info(info: ErrorInfo) -> TandemError:
     """Rebuild the exception that `info` describes; an unknown code becomes a `TandemError`.
 
-    Status and retryability are the sender's, so that a newer peer's error keeps its meaning.
+    Status and retryability are the sender's, so that a newer peer's error keeps its meaning; what is no
+    status of an error becomes 500.
     """
     cls = _subclasses(TandemError).get(info.code, TandemError)
     error = cls.__new__(cls)
     TandemError.__init__(error, info.message)
-    error.code, error.status, error.is_retryable = info.code, info.status, info.is_retryable
+    error.code, error.is_retryable = info.code, info.is_retryable
+    error.status = info.status if 400 <= info.status < 600 else TandemError.status
     return error

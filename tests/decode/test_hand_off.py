@@ -187,3 +187,18 @@ def test_a_half_at_the_wrong_node_is_refused(pair):
             pair.ticket("a"),
             StartDecode(request=request, room=new_room(), bootstrap_host="h", bootstrap_port=1),
         )
+
+
+@pytest.mark.parametrize("first_token", [-1, 10**9, 2**63])
+def test_a_first_token_that_is_none_fails_its_request_and_no_other(pair, first_token):
+    honest = pair.sender.finish
+    pair.sender.finish = lambda room, _token, *rest, **more: honest(
+        room, first_token, *rest, **more
+    )
+    pair.start("lied to", prompt_of(30))
+    pair.run_until(lambda: "lied to" in pair.decode_answers.errors)
+    assert isinstance(pair.decode_answers.errors["lied to"], EngineFailed)
+    pair.sender.finish = honest
+    pair.start("next", prompt_of(30), max_new_tokens=3)
+    pair.run_until(lambda: pair.decode_answers.finishes["next"])
+    pair.run_until(pair.all_pages_are_back)

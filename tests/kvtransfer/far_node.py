@@ -1,0 +1,228 @@
+"""A prefill or a decode node without a model, in a process of its own: tests kill it, stop it, cut it off.
+
+`python far_node.py prefill|decode TRANSPORT HOST DIRECTORY` takes one JSON object a line: `do` names a
+method below, the rest are its arguments. It prints one JSON object a line: what its agent tells its
+role, and answers. It owns its pages as a role does, in a `PagePool`.
+"""
+
+import json
+import os
+import select
+import sys
+import threading
+
+import numpy as np
+
+from engine.pages import PagePool
+from kvtransfer.bootstrap import SenderEnd
+from kvtransfer.events import Failed, Landed, Lost, PushDone, Released, Safe
+from kvtransfer.layout import KVLayout
+from kvtransfer.receiver import DecodeAgent
+from kvtransfer.region import MemoryRegion
+from kvtransfer.sender import PrefillAgent
+from kvtransfer.transports.base import TransportConfig
+from kvtransfer.transports.registry import transports
+from wire.channel import Waker
+from wire.ids import Room, new_epoch
+
+LAYOUT = KVLayout(
+    num_pages=64,
+    page_size=16,
+    num_layers=4,
+    num_kv_heads=8,
+    head_dim=64,
+    dtype="float32",
+    itemsize=4,
+)
+PROMPT_PAGES = 24
+# What decode writes into pages that came back: it must stay.
+MARK = 7
+WATCH_S = 0.002
+# Logs, ours and those of libraries, go to where errors go: standard output is for the test alone.
+OUT = os.dup(1)
+
+
+def prompt():
+    """Return the bytes of every prompt: not 0, which is what a fresh grant holds, and not the mark."""
+    return np.random.default_rng(1).integers(
+        MARK + 1, 256, (PROMPT_PAGES, LAYOUT.page_bytes), np.uint8
+    )
+
+
+def say(**line):
+    os.write(OUT, json.dumps(line).encode() + b"\n")
+
+
+class EndlessConnection:
+    """A real connection whose writes are repeated until they may end: so a push is always under way."""
+
+    def __init__(self, connection, may_end):
+        self._connection, self._may_end = connection, may_end
+
+    def write(self, room, plan):
+        self._connection.write(room, plan)
+        while not self._may_end.is_set():
+            self._connection.write(room, plan)
+
+    def close(self):
+        self._connection.close()
+
+
+class EndlessTransport:
+    """A transport that connects so."""
+
+    def __init__(self, transport, may_end):
+        self._transport, self._may_end = transport, may_end
+        self.name = transport.name
+
+    def listen(self, pool):
+        return self._transport.listen(pool)
+
+    def connect(self, offer, region):
+        return EndlessConnection(self._transport.connect(offer, region), self._may_end)
+
+
+class Node:
+    """What both have: pages by room, and a loop over commands and events."""
+
+    def __init__(self, region):
+        self.region = region
+        self.waker = Waker()
+        self.pool = PagePool(LAYOUT.num_pages)
+        self.pages = {}
+        self.memory = region.array().reshape(LAYOUT.num_pages, -1)
+
+    def run(self):
+        while True:
+            select.select([sys.stdin, self.waker], [], [], self.watch_s)
+            self.waker.clear()
+            for event in self.agent.events():
+                error = getattr(event, "error", None)
+                say(event=type(event).__name__, room=event.room, error=error and error.code)
+                self.hear(event)
+            self.watch()
+            if select.select([sys.stdin], [], [], 0)[0]:
+                line = sys.stdin.buffer.raw.readline()
+                if not line:
+                    break
+                command = json.loads(line)
+                getattr(self, command.pop("do"))(**command)
+        self.agent.close()
+        self.region.close()
+
+    watch_s = None
+
+    def watch(self):
+        """Look at memory, where that is asked."""
+
+    def report(self):
+        self.pool.check_integrity()
+        counts = self.pool.counts()
+        say(
+            answer="report",
+            is_all_free=counts.free == counts.total,
+            num_quarantined=counts.quarantined,
+            statistics={
+                name: getattr(self.agent.statistics(), name)
+                for name in self.agent.statistics().__struct_fields__
+            },
+            **self.more(),
+        )
+
+
+class PrefillNode(Node):
+    def __init__(self, allowed, host):
+        super().__init__(MemoryRegion.private(LAYOUT.pool_bytes))
+        self.may_end = threading.Event()
+        allowed = [EndlessTransport(each, self.may_end) for each in allowed]
+        end = SenderEnd(new_epoch(), "model", LAYOUT, self.region, allowed)
+        self.agent = PrefillAgent(f"tcp://{host}:0", end, waker=self.waker)
+        say(answer="port", port=self.agent.port)
+
+    def push(self, room):
+        """Expect a room and push the whole prompt, over and over until `finish`."""
+        self.may_end.clear()
+        self.pages[room] = self.pool.allocate(PROMPT_PAGES)
+        self.memory[self.pages[room]] = prompt()
+        self.agent.expect(Room(room))
+        self.agent.push(Room(room), self.pages[room], 0)
+
+    def finish(self, room):
+        self.may_end.set()
+        self.agent.finish(Room(room), 9, 77)
+
+    def hear(self, event):
+        if isinstance(event, PushDone | Released):
+            self.pool.release(self.pages.pop(event.room), lambda _page: False)
+
+    def more(self):
+        return {}
+
+
+class DecodeNode(Node):
+    def __init__(self, allowed, host):
+        super().__init__(MemoryRegion.shared(LAYOUT.pool_bytes, "farnode"))
+        del host
+        self.watched = set()
+        self.marked = set()
+        self.agent = DecodeAgent(
+            epoch=new_epoch(),
+            fingerprint="model",
+            layout=LAYOUT,
+            region=self.region,
+            transports=allowed,
+            waker=self.waker,
+        )
+        say(answer="ready", region=str(self.region.path))
+
+    def request(self, room, host, port):
+        pages = self.pages[room] = self.pool.grant(PROMPT_PAGES)
+        self.marked -= set(pages)
+        self.memory[pages] = 0
+        self.watched.add(room)
+        self.agent.request(Room(room), host, port, pages)
+
+    @property
+    def watch_s(self):
+        return WATCH_S if self.watched else None
+
+    def watch(self):
+        for room in list(self.watched & self.pages.keys()):
+            if self.memory[self.pages[room][-1], -1]:
+                self.watched.discard(room)
+                say(event="Bytes", room=room, error=None)
+
+    def hear(self, event):
+        pages = self.pages[event.room]
+        match event:
+            case Landed():
+                self.pool.land(pages)
+                say(answer="pages", is_equal=bool((self.memory[pages] == prompt()).all()))
+                self.pool.release(pages, lambda _page: False)
+            case Failed():
+                self.pool.reclaim(pages)
+            case Lost():
+                self.pool.quarantine(pages)
+                return
+            case Safe():
+                self.pool.reclaim(pages)
+        del self.pages[event.room]
+        self.watched.discard(event.room)
+        self.memory[pages] = MARK
+        self.marked |= set(pages)
+
+    def more(self):
+        """Say whether a byte came into pages after they were taken back."""
+        return {"is_untouched": bool((self.memory[sorted(self.marked)] == MARK).all())}
+
+
+def main(kind, transport, host, directory):
+    os.dup2(2, 1)
+    allowed = transports(transport, TransportConfig(host=host, directory=directory))
+    node = {"prefill": PrefillNode, "decode": DecodeNode}[kind](allowed, host)
+    node.run()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

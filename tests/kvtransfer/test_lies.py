@@ -1,0 +1,296 @@
+"""A peer that lies, field by field: the other end stays whole, says so, and serves the next."""
+
+from contextlib import ExitStack
+
+import msgspec
+import pytest
+
+from kvtransfer.bootstrap import MAX_OFFERS
+from kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Safe
+from kvtransfer.receiver import ReceiverTimeouts
+from kvtransfer.region import MemoryRegion
+from kvtransfer.transports.base import Pool
+from tests.kvtransfer import test_agents as rig
+from tests.kvtransfer.test_agents import DECODE_PAGES, ROOM
+from wire import messages
+from wire.channel import Inbox, Link, wait
+from wire.errors import ErrorInfo, PeerLost
+from wire.ids import Epoch, Room
+
+HUGE = 2**62
+
+
+@pytest.fixture
+def cluster():
+    with ExitStack() as stack:
+        yield rig.Cluster(stack)
+
+
+def serve_the_next(prefill, decode):
+    """Do a hand-off between two honest ends."""
+    room = Room(777)
+    prefill.agent.expect(room)
+    rig.request(decode, prefill, room=room)
+    rig.push_all(prefill, room=room)
+    assert isinstance(prefill.next(), Granted)
+    assert isinstance(prefill.next(), PushDone)
+    assert isinstance(decode.next(), Landed)
+
+
+# ── a decode that lies to prefill ────────────────────────────────────────────────────────────────
+
+
+class LyingDecode:
+    """A link to a prefill's port, and a pool that it could write."""
+
+    def __init__(self, cluster, stack):
+        self.prefill = cluster.prefill()
+        self.link = Link(f"tcp://127.0.0.1:{self.prefill.agent.port}", messages.FromPrefill)
+        stack.callback(self.link.close)
+        region = stack.enter_context(MemoryRegion.private(rig.layout().pool_bytes))
+        self.listener = cluster.transport.listen(Pool(region, rig.layout().page_bytes, 16))
+
+    def say(self, message):
+        while True:
+            try:
+                return self.link.send(message)
+            except PeerLost:
+                wait([self.link], 0.001)
+
+    def hear(self):
+        while isinstance(answer := rig.receive(self.link), messages.LinkPing):
+            pass
+        return answer
+
+    def hello(self, **lies):
+        honest = messages.Hello(
+            epoch=Epoch(2),
+            fingerprint="llama",
+            layout=rig.layout().to_info(),
+            offers=[self.listener.admit("127.0.0.1").offer],
+        )
+        self.say(msgspec.structs.replace(honest, **lies))
+        return self.hear()
+
+
+@pytest.fixture
+def liar(cluster):
+    with ExitStack() as stack:
+        liar = LyingDecode(cluster, stack)
+        yield liar
+        serve_the_next(liar.prefill, cluster.decode(epoch=9))
+
+
+def absurd(**sizes):
+    return msgspec.structs.replace(rig.layout().to_info(), **sizes)
+
+
+@pytest.mark.parametrize("size", [-HUGE, -1, 0, HUGE, 2**63 - 1])
+@pytest.mark.parametrize(
+    "field", ["num_pages", "page_size", "num_layers", "num_kv_heads", "head_dim", "itemsize"]
+)
+def test_a_hello_with_an_absurd_layout_is_refused(liar, field, size):
+    answer = liar.hello(layout=absurd(**{field: size}))
+    assert answer.error.code == "layout_mismatch"
+    assert liar.prefill.agent.statistics().num_links == 0
+
+
+def test_a_hello_with_offers_without_end_is_refused_before_any_is_tried(liar):
+    offer = messages.TransportOffer(name="loopback", descriptor={})
+    answer = liar.hello(offers=[offer] * (MAX_OFFERS + 1))
+    assert answer.error.code == "transfer_refused"
+    assert liar.prefill.agent.statistics().num_links == 0
+
+
+@pytest.mark.parametrize("descriptor", [{}, {"peer": "x" * 100_000}, {"peer": -HUGE}])
+def test_a_hello_with_an_offer_of_nonsense_is_refused(liar, descriptor):
+    offer = messages.TransportOffer(name="loopback", descriptor=descriptor)
+    assert liar.hello(offers=[offer]).error.code == "transfer_refused"
+
+
+def test_a_hello_of_a_long_fingerprint_is_refused(liar):
+    assert liar.hello(fingerprint="x" * (1 << 20)).error.code == "layout_mismatch"
+
+
+@pytest.mark.parametrize("tp_rank", [-1, 99, HUGE])
+def test_a_hello_of_a_rank_that_does_not_exist_is_answered(liar, tp_rank):
+    assert isinstance(liar.hello(tp_rank=tp_rank), messages.Welcome)
+
+
+@pytest.mark.parametrize("epoch", [2, 3])
+def test_a_second_hello_on_a_link_ends_the_first(liar, epoch):
+    liar.hello()
+    liar.say(messages.Grant(epoch=Epoch(2), room=ROOM, page_ids=[1]))
+    liar.prefill.wait_until(lambda now: now.num_early_grants == 1)
+    assert isinstance(liar.hello(epoch=Epoch(epoch)), messages.Refused)
+    assert isinstance(liar.hear(), messages.Welcome)
+    liar.prefill.wait_until(lambda now: now.num_early_grants == 0)
+    assert liar.prefill.agent.statistics().num_links == 1
+
+
+@pytest.mark.parametrize(
+    "lies",
+    [
+        {"page_ids": [HUGE]},
+        {"page_ids": [-HUGE]},
+        {"page_ids": list(range(17))},
+        {"page_ids": [0] * 1_000_000},
+        {"have_tokens": -HUGE},
+        {"have_tokens": HUGE + 1},
+    ],
+)
+def test_a_grant_that_lies_is_released_at_once(liar, lies):
+    liar.hello()
+    liar.say(messages.Grant(**{"epoch": Epoch(2), "room": ROOM, "page_ids": [1], **lies}))
+    assert liar.hear().error.code == "transfer_refused"
+    assert liar.prefill.agent.statistics().num_early_grants == 0
+
+
+def test_a_grant_for_tokens_beyond_every_prompt_is_released_when_prefill_has_finished(liar):
+    liar.hello()
+    liar.say(messages.Grant(epoch=Epoch(2), room=ROOM, page_ids=[1], have_tokens=HUGE))
+    liar.prefill.agent.expect(ROOM)
+    assert liar.prefill.next(Granted).have_tokens == HUGE
+    rig.push_all(liar.prefill)
+    assert isinstance(liar.hear(), messages.Released)
+    assert liar.prefill.next().error.code == "transfer_refused"
+
+
+def test_a_room_granted_twice_costs_the_link_since_writes_of_the_first_go_on(liar):
+    liar.hello()
+    for page in (1, 2):
+        liar.say(messages.Grant(epoch=Epoch(2), room=ROOM, page_ids=[page]))
+    assert isinstance(liar.hear(), messages.Refused)
+    liar.prefill.wait_until(lambda now: now.num_links == 0)
+
+
+@pytest.mark.parametrize("room", [Room(5), Room(-HUGE)])
+def test_a_withdraw_of_a_room_of_nobody_is_passed_over(liar, room):
+    liar.hello()
+    liar.say(messages.Withdraw(epoch=Epoch(2), room=room))
+    liar.say(messages.Grant(epoch=Epoch(2), room=room, page_ids=[HUGE]))
+    assert isinstance(liar.hear(), messages.Released)
+
+
+# ── a prefill that lies to decode ────────────────────────────────────────────────────────────────
+
+
+class LyingPrefill:
+    """A port that decode takes for a prefill's."""
+
+    def __init__(self, decode, stack):
+        self.decode = decode
+        self.inbox = stack.enter_context(Inbox("tcp://127.0.0.1:0", messages.ToPrefill))
+        decode.agent.request(ROOM, "127.0.0.1", self.inbox.port, DECODE_PAGES)
+        self.peer = rig.receive(self.inbox).peer
+
+    def say(self, message):
+        self.inbox.send(self.peer, message)
+
+    def welcome(self):
+        """Be an honest prefill as far as the grant."""
+        self.say(messages.Welcome(epoch=Epoch(5), transport="loopback"))
+        while not isinstance(rig.receive(self.inbox).message, messages.Grant):
+            pass
+
+    def landed(self, **lies):
+        honest = {"epoch": Epoch(5), "room": ROOM, "first_token": 9, "seed": 77}
+        self.say(messages.Landed(**{**honest, **lies}))
+
+    def released(self, **lies):
+        self.say(messages.Released(**{"epoch": Epoch(5), "room": ROOM, **lies}))
+
+
+@pytest.fixture
+def false_prefill(cluster):
+    with ExitStack() as stack:
+        decode = cluster.decode(timeouts=ReceiverTimeouts(connect_s=0.3))
+        yield LyingPrefill(decode, stack)
+        serve_the_next(cluster.prefill(), decode)
+        now = decode.agent.statistics()
+        assert (now.num_reserving, now.num_granted, now.num_withdrawn, now.num_fencing) == (0,) * 4
+
+
+@pytest.mark.parametrize("transport", ["carrier pigeon", "", "x" * 100_000])
+def test_a_welcome_to_what_was_not_offered_fails_the_request(false_prefill, transport):
+    false_prefill.say(messages.Welcome(epoch=Epoch(5), transport=transport))
+    assert isinstance(false_prefill.decode.next(Failed).error, PeerLost)
+
+
+def test_a_second_welcome_costs_the_link(false_prefill):
+    false_prefill.welcome()
+    false_prefill.say(messages.Welcome(epoch=Epoch(6), transport="loopback"))
+    assert isinstance(false_prefill.decode.next(Lost).error, PeerLost)
+    assert false_prefill.decode.next() == Safe(ROOM)
+
+
+@pytest.mark.parametrize("port", [-HUGE, -1, 0, 1, 65536, HUGE])
+def test_a_redirect_to_a_port_of_nobody_fails_the_request(false_prefill, port):
+    false_prefill.say(messages.Redirect(epoch=Epoch(5), port=port))
+    assert isinstance(false_prefill.decode.next(Failed).error, PeerLost)
+
+
+def test_a_redirect_of_a_link_that_is_up_costs_the_link(false_prefill):
+    false_prefill.welcome()
+    false_prefill.say(messages.Redirect(epoch=Epoch(5), port=false_prefill.inbox.port))
+    assert isinstance(false_prefill.decode.next(Lost).error, PeerLost)
+    assert false_prefill.decode.next() == Safe(ROOM)
+
+
+@pytest.mark.parametrize("checksums", [[1], [1] * 3, [0] * 4, [1] * 5, [2**64 - 1] * 1_000_000])
+def test_a_landed_with_other_checksums_or_another_number_of_them_fails(false_prefill, checksums):
+    false_prefill.welcome()
+    false_prefill.landed(checksums=checksums)
+    assert false_prefill.decode.next(Failed).error.code == "kv_corrupted"
+
+
+@pytest.mark.parametrize("checksums", [[-1] * 4, [-(2**63)] * 4])
+def test_checksums_that_are_none_fail(false_prefill, checksums):
+    false_prefill.welcome()
+    false_prefill.landed(checksums=checksums)
+    assert false_prefill.decode.next(Failed).error.code == "kv_corrupted"
+
+
+@pytest.mark.parametrize("lie", [{"epoch": Epoch(6)}, {"room": Room(43)}, {"room": Room(-HUGE)}])
+def test_last_words_of_another_life_or_room_are_passed_over(false_prefill, lie):
+    false_prefill.welcome()
+    false_prefill.landed(**lie)
+    false_prefill.released(**lie)
+    false_prefill.released()
+    assert false_prefill.decode.next(Failed).room == ROOM
+
+
+def test_a_landed_before_the_welcome_is_passed_over(false_prefill):
+    false_prefill.landed()
+    assert isinstance(false_prefill.decode.next(Failed).error, PeerLost)
+
+
+def test_a_second_last_word_is_passed_over(false_prefill):
+    false_prefill.welcome()
+    false_prefill.released()
+    false_prefill.landed()
+    assert isinstance(false_prefill.decode.next(), Failed)
+
+
+@pytest.mark.parametrize("status", [-1, 0, 200, 999, HUGE])
+def test_an_error_with_a_status_that_is_none_keeps_its_words(false_prefill, status):
+    false_prefill.welcome()
+    info = ErrorInfo(code="no such code", message="so it is", status=status)
+    false_prefill.released(error=info)
+    error = false_prefill.decode.next(Failed).error
+    assert (error.message, error.status) == ("so it is", 500)
+
+
+def test_a_refusal_of_a_link_that_is_up_is_a_loss(false_prefill):
+    false_prefill.welcome()
+    false_prefill.say(messages.Refused(error=ErrorInfo(code="", message="")))
+    false_prefill.decode.next(Lost)
+    assert false_prefill.decode.next() == Safe(ROOM)
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x80" * 1000, bytes(1 << 20)])
+def test_bytes_that_are_no_message_are_passed_over(false_prefill, frame):
+    false_prefill.welcome()
+    false_prefill.inbox.socket.send_multipart([false_prefill.peer, frame])
+    false_prefill.released()
+    assert false_prefill.decode.next(Failed).room == ROOM
