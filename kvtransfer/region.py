@@ -1,4 +1,4 @@
-"""Memory that holds a pool: shared, so that another process of this host can map it, or private.
+"""Memory that holds a pool: shared, so that another process of this host can map it, private, or a GPU's.
 
 A shared region is a file in /dev/shm, locked (flock) by its owner for as long as it lives. The kernel
 drops the lock when the owner dies, however it dies: so a file that can be locked is stale, and each
@@ -12,16 +12,38 @@ import re
 import secrets
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from wire.errors import ConfigInvalid
+from wire.errors import ConfigInvalid, TransferRefused
 
 SHM_DIR = Path("/dev/shm")  # noqa: S108 - names in it are random and files are ours alone
 POOL_NAME = re.compile(r"tandem-[\w-]{1,64}-[0-9a-f]{16}\.pool")
+
+
+class DeviceTensor(Protocol):
+    """What is asked of a tensor in a device's memory; torch's have it all."""
+
+    @property
+    def device(self) -> object:
+        """Where it is; `cuda:0`, as text."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        ...
+
+    def data_ptr(self) -> int:
+        """Return the address of the first byte."""
+        ...
+
+    def is_contiguous(self) -> bool:
+        """Tell whether there are no gaps between the elements."""
+        ...
 
 
 class MemoryRegion:
@@ -29,13 +51,25 @@ class MemoryRegion:
 
     Attributes:
         path: The file another process can map; None for private memory.
+        device: Whose memory it is: `cpu`, or torch's name of a GPU.
     """
+
+    device = "cpu"
 
     def __init__(self, memory: mmap.mmap, path: Path | None = None, owner_fd: int = -1) -> None:
         self._memory = memory
         self._owner_fd = owner_fd
         self.path = path
-        self.buffer = memoryview(memory)
+        self._buffer = memoryview(memory)
+
+    @classmethod
+    def of_tensor(cls, tensor: DeviceTensor) -> "MemoryRegion":
+        """Return the memory of a tensor on a device; the tensor stays alive as long as the region.
+
+        Raises:
+            ValueError: It has gaps.
+        """
+        return _DeviceRegion(tensor)
 
     @classmethod
     def shared(cls, size_bytes: int, name_hint: str = "kv") -> "MemoryRegion":
@@ -67,6 +101,15 @@ class MemoryRegion:
         return cls(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
     @property
+    def buffer(self) -> memoryview:
+        """The bytes.
+
+        Raises:
+            TransferRefused: A device has them.
+        """
+        return self._buffer
+
+    @property
     def size_bytes(self) -> int:
         """Bytes in the region."""
         return len(self._memory)
@@ -77,7 +120,11 @@ class MemoryRegion:
         return self.array().ctypes.data
 
     def array(self) -> NDArray[np.uint8]:
-        """Return the bytes as a writable array that shares them."""
+        """Return the bytes as a writable array that shares them.
+
+        Raises:
+            TransferRefused: A device has them.
+        """
         return np.frombuffer(self._memory, np.uint8)
 
     def close(self) -> None:
@@ -85,7 +132,7 @@ class MemoryRegion:
 
         Where a tensor still looks at the memory, the mapping stays until that is gone.
         """
-        self.buffer.release()
+        self._buffer.release()
         if self._owner_fd >= 0:
             assert self.path is not None
             self.path.unlink(missing_ok=True)
@@ -110,6 +157,45 @@ class MemoryRegion:
     @override
     def __repr__(self) -> str:
         return f"MemoryRegion({self.path or 'private'}, {self.size_bytes >> 20} MiB)"
+
+
+class _DeviceRegion(MemoryRegion):
+    """Memory of a device, which the CPU does not look into."""
+
+    def __init__(self, tensor: DeviceTensor) -> None:
+        if not tensor.is_contiguous():
+            raise ValueError("a region is contiguous, and this tensor is not")
+        self._tensor: DeviceTensor | None = tensor
+        self._size_bytes, self._address = tensor.nbytes, tensor.data_ptr()
+        self.device = str(tensor.device)
+        self.path = None
+
+    @property
+    @override
+    def buffer(self) -> memoryview:
+        raise TransferRefused(f"memory of {self.device} is not the CPU's to read")
+
+    @override
+    def array(self) -> NDArray[np.uint8]:
+        raise TransferRefused(f"memory of {self.device} is not the CPU's to read")
+
+    @property
+    @override
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
+    @property
+    @override
+    def address(self) -> int:
+        return self._address
+
+    @override
+    def close(self) -> None:
+        self._tensor = None
+
+    @override
+    def __repr__(self) -> str:
+        return f"MemoryRegion({self.device}, {self.size_bytes >> 20} MiB)"
 
 
 def sweep_stale() -> list[Path]:

@@ -7,6 +7,7 @@ import msgspec
 from engine.config import EngineConfig
 from kvtransfer.checksum import Verify
 from wire.errors import ConfigInvalid
+from wire.keys import is_loopback
 
 NodeRole = Literal["prefill", "decode", "colocated"]
 
@@ -16,6 +17,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         backend: A transport's name, or `auto` for the best that both ends offer.
+        directory: What transport `file` shares with the other side; empty for none.
+        interface: Name of the network interface that `tcp` uses; empty for the one of the host.
         bootstrap_port: Where a prefill listens for grants. 8998: SGLang's default.
         grant_timeout_s: How long prefill waits for a grant, decode's queue for pages included. A half
             whose edge worker is gone ends at once; this is for halves that nobody follows. 300 s:
@@ -28,6 +31,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     backend: str = "auto"
+    directory: str = ""
+    interface: str = ""
     bootstrap_port: int = 8998
     grant_timeout_s: float = 300.0
     early_grant_timeout_s: float = 30.0
@@ -81,6 +86,16 @@ def check(config: NodeConfig) -> NodeConfig:
             raise ConfigInvalid(f"{flag} is {value}: give at least {least}")
     if max(config.port, config.transfer.bootstrap_port, config.engine_port) > 65535:
         raise ConfigInvalid("ports are at most 65535")
+    if "file" in config.transfer.backend.split(",") and not config.transfer.directory:
+        raise ConfigInvalid(
+            "--transfer-backend file needs --transfer-directory: a directory that both sides share"
+        )
+    # Else a node that is told to be reached from here only, and asks for no secret, would be reached.
+    if config.transfer.interface not in ("", "lo") and is_loopback(config.host):
+        raise ConfigInvalid(
+            f"--transfer-interface {config.transfer.interface} is for links to other hosts, and "
+            f"--host {config.host} is for this one: give a --host that they reach"
+        )
     if config.role != "colocated" and engine.device != "cpu":
         raise ConfigInvalid(
             f"--device {engine.device} works with `tandem serve` only: no transport of this release "

@@ -238,7 +238,19 @@ def _add_transfer_flags(group: argparse._ArgumentGroup) -> None:
         "--transfer-backend",
         "--disaggregation-transfer-backend",
         default=defaults.backend,
-        help="how KV moves: auto, shm (one host), tcp, ucx, nccl",
+        help="how KV moves: auto, shm, tcp, cuda_ipc, nixl, ucx, mooncake, nccl, file; docs/transports.md says which for what",
+    )
+    add(
+        "--transfer-directory",
+        default=defaults.directory,
+        metavar="DIR",
+        help="what --transfer-backend file goes through: writable from both sides",
+    )
+    add(
+        "--transfer-interface",
+        default=defaults.interface,
+        metavar="NAME",
+        help="network interface that tcp listens on and sends from, by its IPv4 or IPv6 address as in --host",
     )
     add(
         "--bootstrap-port",
@@ -338,6 +350,8 @@ def read_config(
 def _transfer(args: argparse.Namespace) -> TransferConfig:
     return TransferConfig(
         backend=args.transfer_backend,
+        directory=args.transfer_directory,
+        interface=args.transfer_interface,
         bootstrap_port=args.bootstrap_port,
         grant_timeout_s=args.grant_timeout,
         push_granularity=args.push_granularity,

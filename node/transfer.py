@@ -8,7 +8,7 @@ from kvtransfer.layout import KVLayout
 from kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
 from kvtransfer.region import MemoryRegion
 from kvtransfer.sender import PrefillAgent, SenderTimeouts
-from kvtransfer.transports.base import TransportConfig
+from kvtransfer.transports.base import Transport, TransportConfig
 from kvtransfer.transports.registry import transports
 from node.config import NodeConfig
 from wire.channel import Waker, tcp_address
@@ -34,6 +34,15 @@ def make_region(config: NodeConfig, layout: KVLayout) -> MemoryRegion:
     return make(layout.pool_bytes)
 
 
+def _transports(config: NodeConfig) -> list[Transport]:
+    told = TransportConfig(
+        host=config.host,
+        interface=config.transfer.interface,
+        directory=config.transfer.directory,
+    )
+    return transports(config.transfer.backend, told)
+
+
 def make_sender(
     config: NodeConfig,
     end: RankEnd,
@@ -56,7 +65,7 @@ def make_sender(
             end.fingerprint,
             end.layout,
             end.region,
-            transports(config.transfer.backend, TransportConfig(host=config.host)),
+            _transports(config),
             rank_ports=tuple(rank_ports),
         ),
         waker=waker,
@@ -81,7 +90,7 @@ def make_receiver(
         fingerprint=end.fingerprint,
         layout=end.layout,
         region=end.region,
-        transports=transports(config.transfer.backend, TransportConfig(host=config.host)),
+        transports=_transports(config),
         waker=waker,
         key=key,
         timeouts=ReceiverTimeouts(landed_s=config.transfer.landed_timeout_s),

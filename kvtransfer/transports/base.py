@@ -21,7 +21,7 @@ import numpy as np
 
 from kvtransfer.plan import CopyPlan, Int64s, touched_pages
 from kvtransfer.region import MemoryRegion
-from wire.errors import TransferRefused
+from wire.errors import ConfigInvalid, TransferRefused
 from wire.ids import Room
 from wire.messages import TransportOffer
 
@@ -58,6 +58,18 @@ class Admission:
 
     peer: PeerKey
     offer: TransportOffer
+
+
+def need_cpu_memory(name: str, pool: Pool) -> None:
+    """Refuse a pool that transport `name` cannot copy into.
+
+    Raises:
+        ConfigInvalid: It is in a device's memory.
+    """
+    if pool.region.device != "cpu":
+        raise ConfigInvalid(
+            f"transport {name} needs a pool in CPU memory, not {pool.region.device}"
+        )
 
 
 class Listener(Protocol):

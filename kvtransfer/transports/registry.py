@@ -24,6 +24,8 @@ GROUP = "tandem.transports"
 BUILT_IN = {
     "shm": "kvtransfer.transports.shm:ShmTransport",
     "tcp": "kvtransfer.transports.tcp:TcpTransport",
+    "cuda_ipc": "kvtransfer.transports.cuda_ipc:CudaIpcTransport",
+    "file": "kvtransfer.transports.file:FileTransport",
     "nccl": "kvtransfer.transports.nccl:NcclTransport",
     "ucx": "kvtransfer.transports.ucx:UcxTransport",
 }

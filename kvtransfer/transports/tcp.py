@@ -13,9 +13,10 @@ import msgspec
 from kvtransfer.plan import CopyPlan
 from kvtransfer.region import MemoryRegion
 from kvtransfer.transports import tcp_frames as frames
-from kvtransfer.transports.base import Pool, TransportConfig, check_bounds
+from kvtransfer.transports.base import Pool, TransportConfig, check_bounds, need_cpu_memory
+from kvtransfer.transports.interfaces import address_of, family_of
 from kvtransfer.transports.tcp_listener import TcpListener, TcpOffer
-from wire.errors import PeerLost, TransferRefused
+from wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from wire.ids import Room
 from wire.messages import TransportOffer
 
@@ -24,20 +25,28 @@ SHARE_BYTES = 4 << 20
 
 
 class TcpTransport:
-    """TCP with scatter and gather."""
+    """TCP with scatter and gather.
+
+    Raises:
+        ConfigInvalid: There is no such network interface, or it has no address.
+    """
 
     name = "tcp"
 
     def __init__(self, config: TransportConfig | None = None) -> None:
-        self._config = config or TransportConfig()
+        self._config = config = config or TransportConfig()
+        self._host = config.host
+        if config.interface:
+            self._host = address_of(config.interface, family_of(config.host))
 
     def listen(self, pool: Pool) -> TcpListener:
         """Begin to receive on a free port.
 
         Raises:
-            ConfigInvalid: The host is not an address of this machine.
+            ConfigInvalid: The host is not an address of this machine, or the pool is not the CPU's.
         """
-        return TcpListener(pool, self._config.host)
+        need_cpu_memory(self.name, pool)
+        return TcpListener(pool, self._host)
 
     def connect(self, offer: TransportOffer, region: MemoryRegion) -> "TcpConnection":
         """Open the streams.
@@ -45,23 +54,25 @@ class TcpTransport:
         Raises:
             TransferRefused: Nobody answers at the offer's address.
         """
-        return TcpConnection(offer, region, self._config.num_streams)
+        return TcpConnection(offer, region, self._config)
 
 
 class TcpConnection:
     """Streams to one listener, each fed by a thread of its own."""
 
-    def __init__(self, offer: TransportOffer, region: MemoryRegion, num_streams: int) -> None:
+    def __init__(
+        self, offer: TransportOffer, region: MemoryRegion, config: TransportConfig
+    ) -> None:
         self._view = region.buffer
         self._streams: list[socket.socket] = []
         try:
             facts = msgspec.convert(offer.descriptor, TcpOffer)
-            for _ in range(num_streams):
-                self._streams.append(open_stream(facts))
-        except (msgspec.ValidationError, OSError, PeerLost) as error:
+            for _ in range(config.num_streams):
+                self._streams.append(open_stream(facts, config.interface))
+        except (msgspec.ValidationError, OSError, PeerLost, ConfigInvalid) as error:
             self._hang_up()
             raise TransferRefused(f"cannot open a stream: {error}") from error
-        self._threads = ThreadPoolExecutor(num_streams, "kv-stream")
+        self._threads = ThreadPoolExecutor(config.num_streams, "kv-stream")
         self._writing = threading.Lock()
         self._is_closed = False
 
@@ -110,14 +121,22 @@ class TcpConnection:
             stream.close()
 
 
-def open_stream(facts: TcpOffer) -> socket.socket:
+def open_stream(facts: TcpOffer, interface: str = "") -> socket.socket:
     """Return a stream on which the listener has accepted us.
+
+    Args:
+        interface: To send from; empty for the one that routing picks.
 
     Raises:
         OSError: Nobody answers there.
         PeerLost: Whoever does, does not accept us.
+        ConfigInvalid: There is no such interface.
     """
-    stream = socket.create_connection((facts.host, facts.port), frames.HANDSHAKE_TIMEOUT_S)
+    # From the interface's address: binding to the device itself takes rights that nodes should not need.
+    source = (address_of(interface, family_of(facts.host)), 0) if interface else None
+    stream = socket.create_connection(
+        (facts.host, facts.port), frames.HANDSHAKE_TIMEOUT_S, source_address=source
+    )
     try:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         challenge = frames.receive_exactly(stream, frames.CHALLENGE_BYTES)

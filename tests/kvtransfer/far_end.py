@@ -13,8 +13,8 @@ import numpy as np
 from kvtransfer.layout import KVLayout
 from kvtransfer.plan import PagedTokens, plan_copies
 from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import Pool, TransportConfig
-from kvtransfer.transports.registry import transports
+from kvtransfer.transports.base import Pool
+from tests.kvtransfer.makers import make
 from wire.ids import Room
 from wire.messages import TransportOffer
 
@@ -35,7 +35,7 @@ def say(line: str) -> None:
 
 def main(what: str, name: str) -> None:
     region = MemoryRegion.shared(LAYOUT.pool_bytes, "farend")
-    [transport] = transports(name, TransportConfig())
+    transport = make(name)
     if what == "listen":
         listener = transport.listen(Pool(region, LAYOUT.page_bytes, 8))
         admission = listener.admit("127.0.0.1")

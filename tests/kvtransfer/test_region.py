@@ -6,7 +6,9 @@ import sys
 import pytest
 
 from kvtransfer.region import SHM_DIR, MemoryRegion, sweep_stale
-from wire.errors import ConfigInvalid
+from kvtransfer.transports.base import Pool, TransportConfig
+from kvtransfer.transports.registry import transports
+from wire.errors import ConfigInvalid, TransferRefused
 
 
 @pytest.mark.parametrize("make", [MemoryRegion.shared, MemoryRegion.private])
@@ -57,3 +59,39 @@ def test_a_pool_that_does_not_fit_is_refused_with_what_to_do():
     with pytest.raises(ConfigInvalid, match="--shm-size"):
         MemoryRegion.shared(1 << 60, "toolarge")
     assert not list(SHM_DIR.glob("tandem-toolarge-*"))
+
+
+class FakeTensor:
+    device, nbytes = "cuda:1", 4096
+    has_gaps = False
+
+    def data_ptr(self):
+        return 0x7000
+
+    def is_contiguous(self):
+        return not self.has_gaps
+
+
+def test_a_devices_memory_has_an_address_and_a_size_and_no_bytes_for_the_cpu():
+    region = MemoryRegion.of_tensor(FakeTensor())
+    assert (region.device, region.address, region.size_bytes) == ("cuda:1", 0x7000, 4096)
+    assert region.path is None
+    for look in (lambda: region.buffer, region.array):
+        with pytest.raises(TransferRefused, match="cuda:1"):
+            look()
+    region.close()
+    region.close()
+
+
+def test_a_tensor_with_gaps_is_no_region():
+    tensor = FakeTensor()
+    tensor.has_gaps = True
+    with pytest.raises(ValueError, match="contiguous"):
+        MemoryRegion.of_tensor(tensor)
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp", "file"])
+def test_transports_of_the_cpu_refuse_a_devices_memory(name, tmp_path):
+    [transport] = transports(name, TransportConfig(directory=str(tmp_path)))
+    with pytest.raises(ConfigInvalid, match="memory"):
+        transport.listen(Pool(MemoryRegion.of_tensor(FakeTensor()), 4096, 1))

@@ -1,6 +1,5 @@
 """One set of checks for every transport."""
 
-import contextlib
 import hashlib
 import os
 import signal
@@ -24,6 +23,7 @@ from kvtransfer.transports.loopback import Fault, LoopbackTransport
 from kvtransfer.transports.registry import choose, listen, transports
 from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.transports.tcp import TcpTransport
+from tests.kvtransfer.makers import DIRECTORY, NAMES, OTHER_PROCESS, make
 from wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from wire.ids import Room
 from wire.messages import TransportOffer
@@ -40,13 +40,13 @@ LAYOUT = KVLayout(
 )
 ROOM = Room(1)
 FAR_END = Path(__file__).with_name("far_end.py")
-MAKERS = {"loopback": LoopbackTransport, "shm": ShmTransport, "tcp": TcpTransport}
-OTHER_PROCESS = ["shm", "tcp"]
-for optional in ("ucx", "nccl"):
-    with contextlib.suppress(ConfigInvalid):
-        [made] = transports(optional, TransportConfig())
-        MAKERS[optional] = type(made)
-        OTHER_PROCESS.append(optional)
+
+
+@pytest.fixture(autouse=True)
+def shared_directory(tmp_path, monkeypatch):
+    """Where transport `file` works, here and in processes that a test starts."""
+    monkeypatch.setenv(DIRECTORY, str(tmp_path))
+    return tmp_path
 
 
 class Pair:
@@ -81,9 +81,9 @@ class Pair:
         self.destination.close()
 
 
-@pytest.fixture(params=MAKERS)
+@pytest.fixture(params=NAMES)
 def pair(request):
-    made = Pair(MAKERS[request.param]())
+    made = Pair(make(request.param))
     yield made
     made.close()
     assert not list(SHM_DIR.glob("tandem-conformance-*"))
@@ -221,7 +221,7 @@ def test_a_writer_notices_that_the_pools_owner_was_killed(name):
     layout, plan = far_plan()
     with far_end("listen", name) as child, MemoryRegion.private(layout.pool_bytes) as region:
         offer = msgspec.json.decode(child.stdout.readline(), type=TransportOffer)
-        connection = MAKERS[name]().connect(offer, region)
+        connection = make(name).connect(offer, region)
         connection.write(ROOM, plan)
         with ThreadPoolExecutor(1) as thread:
             killing = thread.submit(child.send_signal, signal.SIGKILL)
@@ -237,7 +237,7 @@ def test_a_writer_notices_that_the_pools_owner_was_killed(name):
 def test_nothing_is_written_after_a_busy_writer_is_fenced(name, death):
     layout, _ = far_plan()
     with MemoryRegion.shared(layout.pool_bytes, "fence") as region, far_end("write", name) as child:
-        listener = MAKERS[name]().listen(Pool(region, layout.page_bytes, 8))
+        listener = make(name).listen(Pool(region, layout.page_bytes, 8))
         admission = listener.admit("127.0.0.1")
         listener.permit(admission.peer, ROOM, range(8))
         child.stdin.write(msgspec.json.encode(admission.offer).decode() + "\n")
@@ -255,7 +255,7 @@ def test_nothing_is_written_after_a_busy_writer_is_fenced(name, death):
 def test_a_fence_waits_for_a_writer_stopped_in_the_middle_of_a_copy():
     pair = Pair(ShmTransport())
     pair.listener.permit(pair.peer, ROOM, [0])
-    with pair.connection._turn():  # as if SIGSTOPped here
+    with pair.connection._end.turn(ROOM, pair.plan([0], [0])):  # as if SIGSTOPped here
         fence = threading.Thread(target=pair.listener.fence, args=(pair.peer,))
         fence.start()
         fence.join(0.05)
@@ -379,8 +379,8 @@ def test_a_late_write_after_a_revocation_is_refused():
 
 def test_auto_takes_shm_where_it_works_and_tcp_where_it_does_not():
     allowed = transports("auto", TransportConfig())
-    for make, expected in ((MemoryRegion.shared, "shm"), (MemoryRegion.private, "tcp")):
-        with make(4096) as region:
+    for make_region, expected in ((MemoryRegion.shared, "shm"), (MemoryRegion.private, "tcp")):
+        with make_region(4096) as region:
             listeners = listen(allowed, Pool(region, 4096, 1))
             offers = [each.admit("127.0.0.1").offer for each in listeners.values()]
             name, connection = choose(offers, allowed, region)

@@ -40,6 +40,13 @@ def test_the_flags_of_sglangs_disaggregation_are_understood():
     assert args.meaningless == ["--disaggregation-ib-device", "--enable-metrics"]
 
 
+def test_the_flags_of_a_link_reach_its_transport():
+    config, _ = read("--transfer-backend", "file", "--transfer-directory", "/mnt/kv")
+    assert (config.transfer.backend, config.transfer.directory) == ("file", "/mnt/kv")
+    config, _ = read("--transfer-interface", "eth1", "--host", "0.0.0.0")
+    assert config.transfer.interface == "eth1"
+
+
 def test_a_flag_that_takes_no_value_does_not_swallow_the_next_one():
     config, _ = read("--enforce-eager", "--port", "5")
     assert config.port == 5
@@ -53,6 +60,9 @@ def test_a_flag_that_takes_no_value_does_not_swallow_the_next_one():
         ["--port", "70000"],
         ["--mem-fraction-static", "1.5"],
         ["--max-running-requests", "0"],
+        ["--transfer-interface", "eth1"],
+        ["--transfer-backend", "file"],
+        ["--transfer-backend", "tcp,file"],
         ["--device", "cuda:0"],
         ["--device", "cuda:0", "--tp", "2"],
         ["--tp", "0"],

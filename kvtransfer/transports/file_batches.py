@@ -1,0 +1,201 @@
+"""What lies in a shared directory, and how one batch gets into a file and out of it again.
+
+```
+ DIR/tandem-<owner>/               one listener's life; mode 0700: both ends run as one user
+     beat                          a counter, written anew all the time while the listener lives
+     <peer>/nonce                  16 bytes: who finds them looks at the same directory
+     <peer>/<number>.part          a batch under way
+     <peer>/<number>.batch         complete; its listener renames it to
+     <peer>/<number>.landed        or, where nothing of it was copied, to
+     <peer>/<number>.refused       and its writer removes it
+
+ a batch:  room int64, number of copies int64, then for each copy int64 offset and int64 size,
+           then the bytes themselves, copy after copy,
+           then 16 bytes: xxh3-128 of the nonce, the number and all of the above
+```
+
+Names are random and no clock of another host is read, so skew between hosts does not matter: an
+owner is alive as long as its beat changes. Each end looks by listing a directory and by opening files,
+which are what NFS asks its server about; a bare stat may be answered from a cache for seconds.
+"""
+
+import itertools
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvtransfer.plan import CopyPlan
+from kvtransfer.transports.tcp_frames import COPY_BYTES, HEADER, plan_of, table_of
+from wire.errors import PeerLost, TransferRefused
+
+# With what `remove` adds: whoever removed it may have died meanwhile.
+OWNER_NAME = re.compile(r"tandem-[0-9a-f]{16}(\.gone)*")
+BATCH_NAME = re.compile(r"[0-9a-f]{16}\.batch")
+
+# As in tcp: hides the round trip, and a table that no honest sender passes.
+BATCH_BYTES = 16 << 20
+MAX_COPIES = 8192
+DIGEST_BYTES = 16
+# A plan's batches hold at most twice what was asked for.
+MAX_FILE_BYTES = HEADER.size + MAX_COPIES * COPY_BYTES + 2 * BATCH_BYTES + DIGEST_BYTES
+
+BEAT_S = 0.25
+# Eight beats, and as long as a link waits for a silent peer.
+SILENT_AFTER_S = 2.0
+# An idle link asks the file server 50 times a second; a busy one at most 2,000 times.
+MIN_POLL_S, MAX_POLL_S = 0.0005, 0.02
+
+
+class Pace:
+    """How long to wait before looking again: the longer nothing happens, the longer."""
+
+    def __init__(self) -> None:
+        self._wait_s = MIN_POLL_S
+
+    def reset(self) -> None:
+        """Something happened."""
+        self._wait_s = MIN_POLL_S
+
+    def next_s(self) -> float:
+        """Return the next wait."""
+        wait_s, self._wait_s = self._wait_s, min(MAX_POLL_S, self._wait_s * 1.5)
+        return wait_s
+
+
+class Pulse:
+    """Watches the beat of an owner, by its changes alone."""
+
+    def __init__(self, beat: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._beat, self._clock = beat, clock
+        self._seen = b""
+        self._changed_s = self._looked_s = clock()
+
+    def check(self) -> None:
+        """Look, if a beat is due.
+
+        Raises:
+            PeerLost: It has not changed for `SILENT_AFTER_S`.
+        """
+        now_s = self._clock()
+        if now_s - self._looked_s < BEAT_S:
+            return
+        self._looked_s, seen = now_s, self._seen
+        with suppress(OSError):
+            seen = self._beat.read_bytes()
+        if seen != self._seen:
+            self._seen, self._changed_s = seen, now_s
+        elif now_s - self._changed_s > SILENT_AFTER_S:
+            raise PeerLost(f"the pool's owner has not touched {self._beat} for {SILENT_AFTER_S} s")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch that arrived as it was written. What it asks for may still be a lie.
+
+    Attributes:
+        plan: Where its bytes go; the source offsets mean nothing.
+    """
+
+    room: int
+    plan: CopyPlan
+    data: NDArray[np.uint8]
+
+
+def write_batch(
+    path: Path, nonce: bytes, room: int, plan: CopyPlan, views: Iterable[memoryview]
+) -> None:
+    """Write a whole batch and wait until it is on the file server.
+
+    Raises:
+        OSError: It is not.
+    """
+    digest = _hasher(path, nonce)
+    with path.open("xb") as file:
+        for part in itertools.chain([memoryview(table_of(room, plan))], views):
+            digest.update(part)
+            file.write(part)
+        file.write(digest.digest())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_batch(path: Path, nonce: bytes) -> Batch:
+    """Read a batch into memory of its own.
+
+    Raises:
+        TransferRefused: It is torn, too large, or was written under another name.
+        OSError: It cannot be read.
+    """
+    content = _content(path)
+    body = content[:-DIGEST_BYTES]
+    digest = _hasher(path, nonce)
+    digest.update(body.data)
+    if digest.digest() != content[-DIGEST_BYTES:].tobytes():
+        raise TransferRefused(f"{path.name} is torn, or not what its name says")
+    room, num_copies = HEADER.unpack(body[: HEADER.size].tobytes())
+    table_end = HEADER.size + num_copies * COPY_BYTES
+    if not 0 < num_copies <= MAX_COPIES or table_end > len(body):
+        raise TransferRefused(f"a table of {num_copies} copies")
+    plan = plan_of(body[HEADER.size : table_end].tobytes())
+    return Batch(room, plan, body[table_end:])
+
+
+def batches_in(directory: Path) -> Sequence[Path]:
+    """Return the complete batches, oldest first; none where the directory cannot be read."""
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return ()
+    return [directory / name for name in sorted(names) if BATCH_NAME.fullmatch(name)]
+
+
+def beats(directory: Path) -> dict[Path, bytes]:
+    """Return every owner's directory, with what its beat says now."""
+    found = {}
+    for owner in directory.glob("tandem-*"):
+        if OWNER_NAME.fullmatch(owner.name):
+            found[owner] = b""
+            with suppress(OSError):
+                found[owner] = (owner / "beat").read_bytes()
+    return found
+
+
+def sweep(directory: Path, seen: dict[Path, bytes]) -> None:
+    """Remove the directories of owners whose beat is what it was when `seen` was made."""
+    for owner, beat in beats(directory).items():
+        if seen.get(owner) == beat:
+            remove(owner)
+
+
+def remove(directory: Path) -> None:
+    """Take a directory away at once, then empty it at leisure."""
+    # Renamed first: emptying takes time, and NFS keeps a directory in which a file is still open.
+    gone = directory.with_name(f"{directory.name}.gone")
+    with suppress(OSError):
+        directory.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _hasher(path: Path, nonce: bytes) -> xxhash.xxh3_128:
+    return xxhash.xxh3_128(nonce + path.stem.encode())
+
+
+def _content(path: Path) -> NDArray[np.uint8]:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        size_bytes = os.fstat(fd).st_size
+        if not HEADER.size + DIGEST_BYTES <= size_bytes <= MAX_FILE_BYTES:
+            raise TransferRefused(f"a batch of {size_bytes} bytes")
+        content = np.empty(size_bytes, np.uint8)
+        if file.readinto(content.data) != size_bytes:
+            raise TransferRefused(f"{path.name} is torn")
+    return content

@@ -1,0 +1,152 @@
+"""What `cuda_ipc` does beyond the checks of every transport, over memory files instead of a GPU."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from kvtransfer.plan import CopyPlan
+from kvtransfer.region import SHM_DIR, MemoryRegion
+from kvtransfer.transports.base import Pool, TransportConfig
+from kvtransfer.transports.cuda_driver import CudaMemory
+from kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from kvtransfer.transports.registry import transports
+from tests.kvtransfer.host_device import HostDevice
+from wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from wire.ids import Room
+from wire.messages import TransportOffer
+
+PAGE_BYTES, NUM_PAGES = 4096, 8
+ROOM = Room(1)
+
+
+def one_page():
+    return CopyPlan(*(np.array([number], np.int64) for number in (0, 0, PAGE_BYTES)))
+
+
+class Rig:
+    def __init__(self):
+        self.transport = CudaIpcTransport(memory=HostDevice())
+        self.source = MemoryRegion.private(PAGE_BYTES * NUM_PAGES)
+        self.destination = MemoryRegion.shared(PAGE_BYTES * NUM_PAGES, "rig")
+        self.listener = self.transport.listen(Pool(self.destination, PAGE_BYTES, NUM_PAGES))
+        self.admission = self.listener.admit("")
+        self.peer = self.admission.peer
+        self.listener.permit(self.peer, ROOM, range(NUM_PAGES))
+
+    def connect(self, **changes):
+        facts = {**self.admission.offer.descriptor, **changes}
+        return self.transport.connect(
+            TransportOffer(name="cuda_ipc", descriptor=facts), self.source
+        )
+
+    def close(self):
+        self.listener.close()
+        self.destination.close()
+
+
+@pytest.fixture
+def rig():
+    made = Rig()
+    yield made
+    made.close()
+    made.listener.close()
+    stem = made.admission.offer.descriptor["pool"].removesuffix(".pool")
+    assert not list(SHM_DIR.glob(f"{stem}.*"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pid_namespace": 1},
+        {"handle": "00"},
+        {"handle": "xyz"},
+        {"handle": ""},
+        {"handle": "ab" * 257},
+        {"nonce": "00" * 16},
+        {"pool": "../../etc/passwd"},
+        {"num_pages": NUM_PAGES * 2},
+        {"num_pages": 2**62},
+        {"page_bytes": 2**62},
+        {"page_bytes": 0},
+    ],
+)
+def test_an_offer_that_is_not_what_it_says_is_refused_and_nothing_stays_open(rig, changes):
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TransferRefused):
+        rig.connect(**changes)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_closing_unmaps_the_pool(rig):
+    connection = rig.connect()
+    connection.close()
+    assert connection._pool.is_closed
+    with pytest.raises(PeerLost):
+        connection.write(ROOM, one_page())
+
+
+def test_a_fence_waits_for_the_process_of_a_writer_that_died_in_a_copy(rig):
+    """The kernel gives the lock up at death; the device's driver may clear up a moment later."""
+    control = rig.listener._controls[rig.peer]
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as writer:
+        control._writer[0] = writer.pid
+        fence = threading.Thread(target=rig.listener.fence, args=(rig.peer,))
+        fence.start()
+        fence.join(0.05)
+        assert fence.is_alive()
+        writer.kill()
+    fence.join(5)
+    assert not fence.is_alive()
+
+
+def test_a_fence_does_not_wait_for_a_process_that_is_gone(rig):
+    with subprocess.Popen([sys.executable, "-c", ""]) as writer:
+        pass
+    rig.listener._controls[rig.peer]._writer[0] = writer.pid
+    rig.listener.fence(rig.peer)
+    assert rig.peer not in rig.listener._controls
+
+
+@pytest.mark.parametrize("number", [-1, -(2**31)])
+def test_a_senseless_process_id_holds_up_no_fence(rig, number):
+    rig.listener._controls[rig.peer]._writer[0] = number
+    rig.listener.fence(rig.peer)
+    assert rig.peer not in rig.listener._controls
+
+
+def test_no_process_is_named_after_a_copy(rig):
+    connection = rig.connect()
+    connection.write(ROOM, one_page())
+    assert rig.listener._controls[rig.peer]._writer[0] == 0
+    connection.close()
+
+
+def test_after_a_copy_that_failed_the_connection_is_over_and_the_process_stays_named(rig):
+    connection = rig.connect()
+
+    def fail(_plan):
+        raise PeerLost("the device fell off the bus")
+
+    connection._pool.copy = fail
+    with pytest.raises(PeerLost, match="bus"):
+        connection.write(ROOM, one_page())
+    del connection._pool.copy
+    with pytest.raises(PeerLost, match="earlier"):
+        connection.write(ROOM, one_page())
+    control = rig.listener._controls[rig.peer]
+    assert control._writer[0] == os.getpid()
+    control._writer[0] = 0  # else the fence waits for this process to end
+    connection.close()
+
+
+def test_a_pool_of_the_cpu_is_refused_before_any_driver_is_asked():
+    [transport] = transports("cuda_ipc", TransportConfig())
+    with MemoryRegion.shared(PAGE_BYTES) as region:
+        with pytest.raises(ConfigInvalid, match="GPU memory"):
+            transport.listen(Pool(region, PAGE_BYTES, 1))
+        with pytest.raises(TransferRefused, match="not in GPU memory"):
+            CudaMemory().open(bytes(72), PAGE_BYTES, region)

@@ -1,0 +1,277 @@
+"""What the shared directory must survive beyond the checks of every transport."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from kvtransfer.plan import CopyPlan
+from kvtransfer.region import MemoryRegion
+from kvtransfer.transports import file_batches
+from kvtransfer.transports.base import Pool, TransportConfig
+from kvtransfer.transports.file import FileTransport
+from kvtransfer.transports.file_batches import Pulse, beats, read_batch, sweep, write_batch
+from wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from wire.ids import Room
+from wire.messages import TransportOffer
+
+PAGE_BYTES, NUM_PAGES = 4096, 8
+ROOM = Room(1)
+NONCE = bytes(16)
+
+
+def one_copy(source=0, destination=0, size=PAGE_BYTES):
+    return CopyPlan(*(np.array([number], np.int64) for number in (source, destination, size)))
+
+
+class Rig:
+    """A listener in a directory, and an offer of it that nobody has taken yet."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.transport = FileTransport(TransportConfig(directory=str(directory)))
+        self.source = MemoryRegion.private(PAGE_BYTES * NUM_PAGES)
+        self.source.array()[:] = 5
+        self.destination = MemoryRegion.private(PAGE_BYTES * NUM_PAGES)
+        self.listener = self.transport.listen(Pool(self.destination, PAGE_BYTES, NUM_PAGES))
+        self.admission = self.listener.admit("")
+        self.peer = self.admission.peer
+        self.nonce = bytes.fromhex(self.admission.offer.descriptor["nonce"])
+        self.listener.permit(self.peer, ROOM, range(NUM_PAGES))
+
+    @property
+    def path(self):
+        return self.directory / f"tandem-{self.admission.offer.descriptor['owner']}" / self.peer
+
+    def connect(self, **changes):
+        facts = {**self.admission.offer.descriptor, **changes}
+        return self.transport.connect(TransportOffer(name="file", descriptor=facts), self.source)
+
+    def put(self, number, data=b"\x05" * PAGE_BYTES, plan=None, nonce=None):
+        """Write a batch by hand, and return it when it can be read."""
+        path = self.path / f"{number:016x}.part"
+        write_batch(path, nonce or self.nonce, ROOM, plan or one_copy(), [memoryview(data)])
+        return path
+
+    def outcome(self, part):
+        """Offer a batch, and return what its listener called it."""
+        part.rename(part.with_suffix(".batch"))
+        names = {f"{part.stem}.landed", f"{part.stem}.refused"}
+        while not (found := names & set(os.listdir(self.path))):
+            pass
+        return found.pop().removeprefix(f"{part.stem}.")
+
+
+@pytest.fixture
+def rig(tmp_path):
+    made = Rig(tmp_path)
+    yield made
+    made.listener.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_whole_batch_lands(rig):
+    assert rig.outcome(rig.put(1)) == "landed"
+    assert (rig.destination.array()[:PAGE_BYTES] == 5).all()
+
+
+@pytest.mark.parametrize("keep", [0, 20, 60, PAGE_BYTES, PAGE_BYTES + 47])
+def test_a_torn_batch_is_refused(rig, keep):
+    part = rig.put(1)
+    os.truncate(part, keep)
+    assert rig.outcome(part) == "refused"
+    assert not rig.destination.array().any()
+    assert rig.listener.num_violations == 1
+
+
+def test_a_batch_with_a_flipped_bit_is_refused(rig):
+    part = rig.put(1)
+    with part.open("r+b") as file:
+        file.seek(100)
+        file.write(b"\x04")
+    assert rig.outcome(part) == "refused"
+    assert not rig.destination.array().any()
+
+
+def test_a_batch_of_another_peer_or_number_is_refused(rig):
+    assert rig.outcome(rig.put(1, nonce=bytes(16))) == "refused"
+    renamed = rig.put(2).rename(rig.path / f"{3:016x}.part")
+    assert rig.outcome(renamed) == "refused"
+    assert not rig.destination.array().any()
+
+
+def test_a_batch_lands_once(rig):
+    assert rig.outcome(rig.put(7)) == "landed"
+    (rig.path / f"{7:016x}.landed").unlink()
+    assert rig.outcome(rig.put(7)) == "refused"
+    assert rig.outcome(rig.put(6)) == "refused"
+
+
+def test_a_batch_with_fewer_or_more_bytes_than_its_table_says_is_refused(rig):
+    assert rig.outcome(rig.put(1, data=b"\x05" * 100)) == "refused"
+    assert rig.outcome(rig.put(2, data=b"\x05" * (PAGE_BYTES + 1))) == "refused"
+    assert not rig.destination.array().any()
+
+
+def test_a_file_larger_than_any_batch_is_refused_unread(rig):
+    part = rig.path / f"{1:016x}.part"
+    part.touch()
+    os.truncate(part, file_batches.MAX_FILE_BYTES + 1)
+    assert rig.outcome(part) == "refused"
+
+
+@pytest.mark.parametrize("num_copies", [-1, 0, 100, file_batches.MAX_COPIES + 1, 2**62])
+def test_a_table_of_a_senseless_length_is_refused(tmp_path, num_copies, monkeypatch):
+    path = tmp_path / f"{1:016x}.batch"
+    header = file_batches.HEADER.pack(ROOM, num_copies)
+    monkeypatch.setattr(file_batches, "table_of", lambda *_: header)
+    write_batch(path, NONCE, ROOM, one_copy(), [memoryview(bytes(64))])
+    with pytest.raises(TransferRefused, match="table"):
+        read_batch(path, NONCE)
+
+
+def test_a_link_in_place_of_a_batch_is_not_followed(rig, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"x" * 100)
+    part = rig.path / f"{1:016x}.part"
+    part.symlink_to(secret)
+    assert rig.outcome(part) == "refused"
+    secret.unlink()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"owner": "../../../../../etc"},
+        {"peer": ".."},
+        {"peer": "0123456789abcdef/../../x"},
+        {"nonce": "zz" * 16},
+        {"owner": 5},
+    ],
+)
+def test_an_offer_that_would_leave_the_directory_is_refused(rig, changes):
+    with pytest.raises(TransferRefused):
+        rig.connect(**changes)
+
+
+def test_a_directory_with_another_nonce_is_not_the_same_directory(rig):
+    with pytest.raises(TransferRefused, match="not the directory of the other end"):
+        rig.connect(nonce="00" * 16)
+
+
+def test_a_write_that_was_refused_leaves_no_file(rig):
+    connection = rig.connect()
+    rig.listener.revoke(rig.peer, ROOM)
+    with pytest.raises(TransferRefused):
+        connection.write(ROOM, one_copy())
+    assert os.listdir(rig.path) == ["nonce"]
+
+
+def test_a_connection_goes_on_after_a_write_that_failed(rig):
+    connection = rig.connect()
+    with pytest.raises(TransferRefused):
+        connection.write(Room(2), one_copy())
+    connection.write(ROOM, one_copy())
+    assert (rig.destination.array()[:PAGE_BYTES] == 5).all()
+
+
+def test_a_fence_waits_for_the_copy_under_way(rig):
+    known = rig.listener._peers[rig.peer]
+    with known.turn:
+        fence = threading.Thread(target=rig.listener.fence, args=(rig.peer,))
+        fence.start()
+        assert known.gone.wait(5)
+        assert rig.path.exists()
+    fence.join(5)
+    assert not rig.path.exists()
+
+
+def test_a_write_that_waits_for_a_silent_owner_ends_when_it_is_closed(rig):
+    connection = rig.connect()
+    rig.listener._peers[rig.peer].gone.set()  # nobody reads any more
+    errors = []
+
+    def write():
+        try:
+            connection.write(ROOM, one_copy())
+        except PeerLost as error:
+            errors.append(error)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    connection.close()
+    writer.join(5)
+    assert len(errors) == 1
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def test_an_owner_is_lost_when_its_beat_stays_the_same_and_not_before(tmp_path):
+    beat, clock = tmp_path / "beat", Clock()
+    pulse = Pulse(beat, clock)
+    for count in range(100):
+        beat.write_bytes(bytes([count]))
+        clock.now_s += 1.9
+        pulse.check()
+    clock.now_s += 1.9
+    pulse.check()
+    clock.now_s += 0.3
+    with pytest.raises(PeerLost):
+        pulse.check()
+
+
+def test_what_the_clock_of_the_file_says_does_not_matter(tmp_path):
+    beat, clock = tmp_path / "beat", Clock()
+    pulse = Pulse(beat, clock)
+    for count in range(5):
+        beat.write_bytes(bytes([count]))
+        os.utime(beat, (0, 0))
+        clock.now_s += 1.9
+        pulse.check()
+
+
+def test_a_directory_that_is_gone_is_silent(tmp_path):
+    clock = Clock()
+    pulse = Pulse(tmp_path / "nowhere" / "beat", clock)
+    clock.now_s += 2.1
+    with pytest.raises(PeerLost):
+        pulse.check()
+
+
+def test_leftovers_of_the_dead_are_swept_and_the_living_and_strangers_stay(tmp_path):
+    dead, alive, half_removed = (
+        tmp_path / f"tandem-{digit * 16}{end}"
+        for digit, end in (("a", ""), ("b", ""), ("c", ".gone"))
+    )
+    stranger = tmp_path / "tandem-notes"
+    for directory in (dead, alive, half_removed, stranger):
+        directory.mkdir()
+        (directory / "beat").write_bytes(b"1")
+    seen = beats(tmp_path)
+    (alive / "beat").write_bytes(b"2")
+    sweep(tmp_path, seen)
+    assert sorted(tmp_path.iterdir()) == [alive, stranger]
+
+
+def test_an_owner_swept_by_mistake_beats_again_and_admits(rig):
+    file_batches.remove(rig.path.parent)
+    rig.listener._beat(1)
+    rig.listener.admit("")
+
+
+def test_a_missing_directory_is_refused_naming_the_flag(tmp_path):
+    with pytest.raises(ConfigInvalid, match="--transfer-directory"):
+        FileTransport()
+    with pytest.raises(ConfigInvalid, match=r"--transfer-directory .*No such file"):
+        FileTransport(TransportConfig(directory=str(tmp_path / "nowhere")))
+
+
+def test_a_directory_that_cannot_be_written_is_refused():
+    with pytest.raises(ConfigInvalid, match="--transfer-directory /proc: cannot write"):
+        FileTransport(TransportConfig(directory="/proc"))

@@ -1,0 +1,61 @@
+"""The example of `docs/transports.md`, installed as a package would be and put through the checks of all."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from kvtransfer.transports.base import TransportConfig
+from kvtransfer.transports.registry import known, transports
+from tests.kvtransfer import test_transports as conformance
+
+PAGE = Path(__file__).parents[3] / "docs" / "transports.md"
+CHECKS = [
+    check
+    for name, check in vars(conformance).items()
+    if name.startswith("test_") and list(inspect.signature(check).parameters) == ["pair"]
+]
+
+
+@pytest.fixture
+def transport(tmp_path, monkeypatch):
+    """The example, found by its entry point."""
+    text = PAGE.read_text()
+    [code] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    [entry_point] = re.findall(
+        r"```toml\n\[project\.entry-points\.\"(.*?)\"\]\n(.*?)```", text, re.DOTALL
+    )
+    group, line = entry_point
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "pipe.py").write_text(code)
+    installed = tmp_path / "my_package-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: my_package\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(f"[{group}]\n{line.replace(chr(34), '')}")
+    monkeypatch.syspath_prepend(tmp_path)
+    [found] = transports("pipe", TransportConfig())
+    assert "pipe" in known()
+    return found
+
+
+@pytest.fixture
+def pair(transport):
+    made = conformance.Pair(transport)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_example_of_the_page_passes(check, pair):
+    check(pair)
+
+
+@pytest.mark.parametrize("destination", [[3, 4], [2, 3, 4, 5, 6]])
+def test_the_example_refuses_what_is_not_granted(pair, destination):
+    conformance.test_a_write_outside_the_grant_is_refused(pair, destination)
+
+
+@conformance.LIES
+def test_the_example_refuses_copies_that_leave_the_pool(pair, offset, size):
+    conformance.test_a_copy_that_leaves_the_pool_is_refused(pair, offset, size)
