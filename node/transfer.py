@@ -9,7 +9,7 @@ from kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
 from kvtransfer.region import MemoryRegion
 from kvtransfer.sender import PrefillAgent, SenderTimeouts
 from kvtransfer.transports.base import Transport, TransportConfig
-from kvtransfer.transports.registry import transports
+from kvtransfer.transports.registry import names_of, transports
 from node.config import NodeConfig
 from wire.channel import Waker, tcp_address
 from wire.ids import Epoch
@@ -29,7 +29,7 @@ class RankEnd:
 def make_region(config: NodeConfig, layout: KVLayout) -> MemoryRegion:
     """Return memory for a pool: on decode such as the other side can write into."""
     # Only memory in a file can be mapped by a prefill of this host.
-    is_shared = config.role == "decode" and config.transfer.backend in ("auto", "shm")
+    is_shared = config.role == "decode" and "shm" in names_of(config.transfer.backend)
     make = MemoryRegion.shared if is_shared else MemoryRegion.private
     return make(layout.pool_bytes)
 

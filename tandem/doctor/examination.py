@@ -135,7 +135,8 @@ def _facts(config: DoctorConfig) -> Facts:
         ports=gather.ports(config.host, config.ports),
         pool_bytes=model.pool_bytes if model is not None and has_pool else config.engine.kv_bytes,
         # As `node.transfer` decides it; a pool in GPU memory is nowhere else.
-        needs_shm=config.engine.device == "cpu" and config.backends in ((), ("shm",)),
+        needs_shm=config.engine.device == "cpu"
+        and (not config.backends or "shm" in config.backends),
         model=model,
     )
 
