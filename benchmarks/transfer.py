@@ -266,6 +266,7 @@ def main() -> None:
     parser.add_argument("--size-mib", type=int, default=256, help="moved in each round (256)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds of every case (15)")
     parser.add_argument("--quick", action="store_true", help="64 MiB and 5 rounds: a smoke test")
+    parser.add_argument("--tp", metavar="P:D", help="unequal tensor-parallel sizes, such as 2:1")
     parser.add_argument("--listen", nargs=2, metavar=("NAME", "BYTES"), help=argparse.SUPPRESS)
     parser.add_argument("--drain", nargs=2, metavar=("PORT", "BYTES"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -274,6 +275,11 @@ def main() -> None:
     if args.listen:
         return listen(args.listen[0], int(args.listen[1]))
     size_mib, num_rounds = (64, 5) if args.quick else (args.size_mib, args.rounds)
+    if args.tp:
+        # Not at the top: it stands on this module.
+        from benchmarks import transfer_tp
+
+        return transfer_tp.main(args.tp, min(size_mib, 128), num_rounds)
     print(f"{size_mib} MiB a round, {num_rounds} rounds, {os.cpu_count()} cores, medians")
     return report(run(size_mib << 20, num_rounds))
 

@@ -28,8 +28,8 @@ class _Host(RoleHost):
     @override
     def role(self, parts: Parts) -> DecodeRole:
         assert self._region is not None
-        fingerprint = parts.engine.shape.fingerprint
-        end = RankEnd(parts.epoch, fingerprint, self._plan.layout, self._region)
+        shape, layout = parts.engine.shape, self._plan.layout
+        end = RankEnd(parts.epoch, shape.fingerprint, layout, self._region, shape.model_kv_heads)
         self._agent = make_receiver(parts.config, end, parts.waker, parts.key)
         others = [RemoteReceiver(rank) for rank in parts.others]
         return DecodeRole(

@@ -39,8 +39,9 @@ class ModelShape:
 
     Attributes:
         num_kv_heads: Of this rank.
-        fingerprint: Equal for two ranks exactly when their KV is interchangeable; begins with
-            words that a person can compare.
+        fingerprint: Equal on two nodes exactly when a head's KV on one is what the other would have
+            computed; begins with words that a person can compare.
+        model_kv_heads: Of the whole model; 0 means as many as this rank has.
     """
 
     num_layers: int
@@ -52,6 +53,7 @@ class ModelShape:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     fingerprint: str
+    model_kv_heads: int = 0
 
     @property
     def kv_dtype_name(self) -> str:
@@ -204,6 +206,7 @@ def _shape(config: EngineConfig, model: torch.nn.Module, hf_config: object) -> M
     return ModelShape(
         num_layers=text.num_hidden_layers,
         num_kv_heads=_own_kv_heads(config, model, text),
+        model_kv_heads=_model_kv_heads(text),
         head_dim=head_dim,
         vocab_size=text.vocab_size,
         context_length=length,
@@ -214,10 +217,14 @@ def _shape(config: EngineConfig, model: torch.nn.Module, hf_config: object) -> M
     )
 
 
+def _model_kv_heads(text_config: Any) -> int:
+    own: int | None = getattr(text_config, "num_key_value_heads", None)
+    return own or int(text_config.num_attention_heads)
+
+
 def _own_kv_heads(config: EngineConfig, model: Any, text_config: Any) -> int:
     """Return how many KV heads are this rank's: all of them where the plan does not split heads."""
-    num_heads = text_config.num_attention_heads
-    num_kv_heads: int = getattr(text_config, "num_key_value_heads", None) or num_heads
+    num_heads, num_kv_heads = text_config.num_attention_heads, _model_kv_heads(text_config)
     is_split = config.tp_size > 1 and any(
         name.rpartition(".")[2] in _KEY_PROJECTIONS and style == "colwise"
         for name, style in model.tp_plan.items()
@@ -257,8 +264,7 @@ def _fingerprint(
     kind = type(text_config).__name__.removesuffix("Config")
     layers = text_config.num_hidden_layers  # type: ignore[attr-defined]
     name = str(dtype).removeprefix("torch.")
-    rank = f"-tp{config.tp_size}rank{config.tp_rank}" if config.tp_size > 1 else ""
-    return f"{kind}-{layers}layers-{name}-{digest.hexdigest()[:16]}{rank}"
+    return f"{kind}-{layers}layers-{name}-{digest.hexdigest()[:16]}"
 
 
 def _ends_of(file: Path) -> bytes:

@@ -2,23 +2,27 @@
 
 ```
  Hello ─▶ another model: Refused
-       ├▶ for another rank of this node: Redirect to its port
+       ├▶ this rank holds none of its heads: Redirect to one that does
        └▶ a worker connects by the best transport that works ─▶ Welcome ─▶ Grant, Withdraw ...
  LinkPing both ways; a link that is silent, broken or closed is lost, once, and never comes back:
  whoever still speaks on it is told so, and says Hello again on a new one
 ```
+
+Where several ranks hold heads of the one that said Hello, it is told the ports of all of them.
 
 Knows nothing of rooms. Everything runs in the agent's control thread, except the workers' writes.
 """
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtransfer.control import TURN_S, ControlThread
 from kvtransfer.layout import KVLayout
+from kvtransfer.plan import HeadRange
 from kvtransfer.push_worker import PushWorker
 from kvtransfer.region import MemoryRegion
+from kvtransfer.sharding import Links, Shard, held_heads, links_of, pair_ranks
 from kvtransfer.transports.base import Connection, Transport
 from kvtransfer.transports.registry import choose
 from telemetry.log import get_logger
@@ -53,6 +57,7 @@ class SenderEnd:
         layout: Of the own pool, which `region` holds.
         transports: Those that may be used.
         rank_ports: Where the ranks after this one take theirs; only rank 0's port is known outside.
+        shard: Which of the node's ranks this is.
     """
 
     epoch: Epoch
@@ -61,17 +66,29 @@ class SenderEnd:
     region: MemoryRegion
     transports: Sequence[Transport]
     rank_ports: Sequence[int] = ()
+    shard: Shard = field(default_factory=Shard)
 
 
 @dataclass(eq=False, slots=True)
 class DecodeLink:
-    """A decode node that said Hello, and the worker that writes to it."""
+    """A rank of a decode node that said Hello, and the worker that writes to it.
+
+    Attributes:
+        part: Its number among the ranks of its node that we push to.
+        num_parts: How many of them there are.
+        heads: Those that we push to it.
+        more_ports: Of the other ranks of our node that push to it, where this one knows them.
+    """
 
     peer: Peer
     epoch: Epoch
     layout: KVLayout
     worker: PushWorker
     last_heard_s: float
+    part: int
+    num_parts: int
+    heads: HeadRange
+    more_ports: list[int]
 
 
 class BootstrapPort:
@@ -149,14 +166,16 @@ class BootstrapPort:
                 self._heard(link, message)
 
     def _greet(self, peer: Peer, hello: Hello, control: ControlThread) -> None:
-        if 0 < hello.tp_rank <= len(self._end.rank_ports):
-            return self._redirect(peer, self._end.rank_ports[hello.tp_rank - 1])
         try:
             layout = self._check(hello)
+            sources, targets = self._links_of(hello, layout)
         except (LayoutMismatch, TransferRefused) as error:
             log.warning("kv_link.refused", reason=str(error))
             self.num_refused += 1
             return self._refuse(peer, error)
+        ports = self._ports_of(sources)
+        if hello.tp_rank not in targets:
+            return self._redirect(peer, ports)
         olds = [
             each for each in self._links.values() if peer == each.peer or each.epoch == hello.epoch
         ]
@@ -173,8 +192,17 @@ class BootstrapPort:
             control.post(lambda: self._welcome(link, "".join(chosen), error))
 
         worker = PushWorker(connect, connected)
-        link = DecodeLink(peer, hello.epoch, layout, worker, self._clock())
-        self._links[peer] = link
+        self._links[peer] = link = DecodeLink(
+            peer,
+            hello.epoch,
+            layout,
+            worker,
+            self._clock(),
+            list(targets).index(hello.tp_rank),
+            len(targets),
+            targets[hello.tp_rank],
+            ports,
+        )
         return None
 
     def _check(self, hello: Hello) -> KVLayout:
@@ -182,15 +210,36 @@ class BootstrapPort:
             raise TransferRefused(
                 f"{len(hello.offers)} offers, of which {MAX_OFFERS} are looked at"
             )
-        ours = f"{self._end.fingerprint} ({self._end.layout})"
+        end = self._end
+        ours = _described(end.fingerprint, end.layout, end.shard)
         try:
             layout = KVLayout.from_info(hello.layout)
         except ValueError as error:
             raise LayoutMismatch(ours, f"{hello.fingerprint} ({error})") from error
-        is_same_model = hello.fingerprint == self._end.fingerprint
-        if not is_same_model or not layout.holds_same_tokens(self._end.layout):
-            raise LayoutMismatch(ours, f"{hello.fingerprint} ({layout})")
+        theirs = _shard_of(hello)
+        is_same_model = hello.fingerprint == end.fingerprint and (
+            theirs.model_kv_heads or layout.num_kv_heads
+        ) == (end.shard.model_kv_heads or end.layout.num_kv_heads)
+        if not is_same_model or not layout.holds_same_heads(end.layout):
+            raise LayoutMismatch(ours, _described(hello.fingerprint, layout, theirs))
         return layout
+
+    def _links_of(self, hello: Hello, layout: KVLayout) -> Links:
+        end = self._end
+        try:
+            pairs = pair_ranks(
+                held_heads(end.shard, end.layout.num_kv_heads),
+                held_heads(_shard_of(hello), layout.num_kv_heads),
+            )
+            return links_of(pairs, end.shard.tp_rank, hello.tp_rank)
+        except ValueError as error:
+            ours = _described(end.fingerprint, end.layout, end.shard)
+            raise LayoutMismatch(ours, f"{hello.fingerprint} ({error})") from error
+
+    def _ports_of(self, sources: Sequence[int]) -> list[int]:
+        """Return the ports of ranks beside this one; only rank 0 knows them."""
+        ports = self._end.rank_ports
+        return [ports[rank - 1] for rank in sources if rank] if ports else []
 
     def _welcome(self, link: DecodeLink, transport: str, error: TandemError | None) -> None:
         if error is not None:
@@ -198,11 +247,22 @@ class BootstrapPort:
         if self._links.get(link.peer) is not link:
             return None  # lost while it was being connected
         log.info("kv_link.up", decode_epoch=link.epoch, transport=transport)
-        return self.send(link, Welcome(epoch=self._end.epoch, transport=transport))
+        welcome = Welcome(
+            epoch=self._end.epoch,
+            transport=transport,
+            more_ports=link.more_ports,
+            first_head=link.heads.destination_first,
+            num_heads=link.heads.num_heads,
+        )
+        return self.send(link, welcome)
 
-    def _redirect(self, peer: Peer, port: int) -> None:
+    def _redirect(self, peer: Peer, ports: Sequence[int]) -> None:
+        if not ports:
+            return self._refuse(peer, PeerLost("this rank of prefill holds no head of yours"))
+        redirect = Redirect(epoch=self._end.epoch, port=ports[0], more_ports=list(ports[1:]))
         with contextlib.suppress(PeerLost):
-            self._inbox.send(peer, Redirect(epoch=self._end.epoch, port=port))
+            self._inbox.send(peer, redirect)
+        return None
 
     def _refuse(self, peer: Peer, error: TandemError) -> None:
         with contextlib.suppress(PeerLost):
@@ -220,3 +280,15 @@ class BootstrapPort:
                 self._inbox.send(link.peer, LinkPing(epoch=self._end.epoch))
             except PeerLost as error:
                 self.drop(link, error)
+
+
+def _shard_of(hello: Hello) -> Shard:
+    return Shard(hello.tp_rank, hello.tp_size, hello.model_kv_heads)
+
+
+def _described(fingerprint: str, layout: KVLayout, shard: Shard) -> str:
+    if shard == Shard(model_kv_heads=shard.model_kv_heads):
+        return f"{fingerprint} ({layout})"
+    whole = shard.model_kv_heads or layout.num_kv_heads
+    place = f"rank {shard.tp_rank} of {shard.tp_size}, {whole} KV heads in all"
+    return f"{fingerprint} ({layout}; {place})"

@@ -1,4 +1,4 @@
-"""One room on all ranks as one: a pure state machine. No I/O, no clock.
+"""One room on all ranks, or over all links of a rank, as one: a pure state machine. No I/O, no clock.
 
 ```
  OPEN     every rank does its part of the hand-off, and none failed
@@ -7,6 +7,7 @@
 ```
 
 What happened on one rank is counted by `RoomFanIn`, which turns it into the few events of the table.
+What is said of ranks here holds for the links of one rank as well (`parts.py`).
 The rule: the last word to the role is said when every rank has said its own, and is good only if
 all of theirs were. A rank that failed makes the others end as well, since pages are the same on all.
 """
@@ -96,6 +97,11 @@ class RoomFanIn:
     def live_ranks(self) -> list[int]:
         """Ranks that have not said their last word: a write may be under way there."""
         return [number for number, rank in enumerate(self._ranks) if not rank.has_ended]
+
+    def widen(self, num_ranks: int) -> None:
+        """There are more ranks than was known; none has said anything yet."""
+        assert self.state is not GroupState.OVER, "a room that is over has no more ranks"
+        self._ranks += [_Rank() for _ in range(num_ranks - len(self._ranks))]
 
     def granted(self, rank: int) -> list[GroupAction]:
         """A rank's pages were granted."""

@@ -73,12 +73,16 @@ class KVLayout:
 
     def holds_same_tokens(self, other: "KVLayout") -> bool:
         """Tell whether tokens can be copied between the two; their page sizes may differ."""
-        return self.token_shape == other.token_shape
+        return self.num_kv_heads == other.num_kv_heads and self.holds_same_heads(other)
+
+    def holds_same_heads(self, other: "KVLayout") -> bool:
+        """Tell whether a head can be copied between the two; how many each has may differ."""
+        return self.head_shape == other.head_shape
 
     @property
-    def token_shape(self) -> tuple[int, int, int, str, int]:
-        """Everything that one token's bytes depend on."""
-        return (self.num_layers, self.num_kv_heads, self.head_dim, self.dtype, self.itemsize)
+    def head_shape(self) -> tuple[int, int, str, int]:
+        """Everything that the bytes of one token in one head depend on."""
+        return (self.num_layers, self.head_dim, self.dtype, self.itemsize)
 
     def to_info(self) -> LayoutInfo:
         """Return the travelling form."""

@@ -2,7 +2,7 @@
 
 ```
  want ─▶ CONNECTING  Hello goes out once there is a connection, with an offer of each transport
-      ─▶ GREETED     Redirect sends a rank to the port of prefill's rank: CONNECTING again, once
+      ─▶ GREETED     Redirect sends a rank to prefill's rank with heads of it: CONNECTING again, once
                      Welcome names the transport prefill took; the other offers are fenced
       ─▶ up          until prefill is silent, refuses, or the connection breaks: then the link is
                      lost, once, and the next `want` makes a new one
@@ -14,12 +14,13 @@ Knows nothing of rooms. Everything else runs in the agent's control thread.
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvtransfer.control import TURN_S, ControlThread
 from kvtransfer.layout import KVLayout
+from kvtransfer.sharding import Shard
 from kvtransfer.transports.base import Admission, Listener
 from telemetry.log import get_logger
 from wire.channel import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, Link, Waker, tcp_address, wait
@@ -53,14 +54,14 @@ class ReceiverEnd:
         fingerprint: Equal at both ends exactly when their KV is interchangeable.
         layout: Of the own pool.
         listeners: By transport name, best first.
-        tp_rank: Which rank of its node; it is linked to the same rank of prefill.
+        shard: Which of the node's ranks this is.
     """
 
     epoch: Epoch
     fingerprint: str
     layout: KVLayout
     listeners: Mapping[str, Listener]
-    tp_rank: int = 0
+    shard: Shard = field(default_factory=Shard)
 
 
 @dataclass(eq=False, slots=True)
@@ -71,6 +72,8 @@ class PrefillLink:
         address: The port that was wanted; the socket's own may be another after a Redirect.
         epoch: Prefill's, once it said Welcome.
         transport: The one it took; its admission is the only one left then.
+        more_ports: Of other ranks of prefill that hold heads of ours; known once the link is up.
+        heads: Those that come over this link, counted in our pages; known once it is up.
     """
 
     host: str
@@ -83,6 +86,8 @@ class PrefillLink:
     is_redirected: bool = False
     epoch: Epoch | None = None
     transport: str = ""
+    more_ports: Sequence[int] = ()
+    heads: range = range(0)
 
     @property
     def is_up(self) -> bool:
@@ -208,11 +213,24 @@ class PrefillLinks:
                     self.num_refused += 1
 
     def _welcome(self, link: PrefillLink, welcome: Welcome) -> None:
-        if link.is_up or welcome.transport not in link.admissions:
+        num_own = self._end.layout.num_kv_heads
+        num_heads = num_own if welcome.num_heads is None else welcome.num_heads
+        has_such_heads = welcome.first_head >= 0 and 0 <= num_heads <= num_own - welcome.first_head
+        if link.is_up or welcome.transport not in link.admissions or not has_such_heads:
             self.num_refused += 1
-            return self.drop(link, PeerLost("prefill said Welcome twice or to another offer"))
+            return self.drop(
+                link, PeerLost("prefill said Welcome twice, or to another offer or rank")
+            )
         link.epoch, link.transport = welcome.epoch, welcome.transport
-        log.info("kv_link.up", address=link.socket.address, transport=link.transport)
+        if not link.is_redirected:
+            link.more_ports = welcome.more_ports
+        link.heads = range(welcome.first_head, welcome.first_head + num_heads)
+        log.info(
+            "kv_link.up",
+            address=link.socket.address,
+            transport=link.transport,
+            num_heads=len(link.heads),
+        )
         unused = tuple(name for name in link.admissions if name != link.transport)
         self._fence(link, unused, lambda: None)
         return self._up(link)
@@ -229,6 +247,7 @@ class PrefillLinks:
             return self.drop(link, error)
         link.socket.close()
         link.socket, link.is_redirected, link.is_greeted = socket, True, False
+        link.more_ports = redirect.more_ports
         return None
 
     def _fence(self, link: PrefillLink, names: tuple[str, ...], fenced: Callable[[], None]) -> None:
@@ -261,7 +280,9 @@ class PrefillLinks:
             fingerprint=self._end.fingerprint,
             layout=self._end.layout.to_info(),
             offers=[admission.offer for admission in link.admissions.values()],
-            tp_rank=self._end.tp_rank,
+            tp_rank=self._end.shard.tp_rank,
+            tp_size=self._end.shard.tp_size,
+            model_kv_heads=self._end.shard.model_kv_heads,
         )
         with contextlib.suppress(PeerLost):  # there is no connection yet
             link.socket.send(hello)

@@ -1,6 +1,7 @@
-"""One room at prefill: what the role gave to push, and where it goes. No sockets."""
+"""One part of a room at prefill: what the role gave to push, and where it goes. No sockets."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import msgspec
@@ -8,6 +9,7 @@ import msgspec
 from kvtransfer.bootstrap import DecodeLink
 from kvtransfer.checksum import PushSums
 from kvtransfer.layout import KVLayout
+from kvtransfer.parts import RoomParts
 from kvtransfer.plan import CopyPlan, PagedTokens, plan_copies
 from kvtransfer.push_worker import PushWorker
 from kvtransfer.session import SenderState, Session, sender_session
@@ -28,9 +30,28 @@ class Push:
     layers: range | None = None
 
 
+class PushParts(RoomParts):
+    """The parts of one room.
+
+    Attributes:
+        is_expected: Whether the role asked for the room. From then on it has all its parts.
+        pushed_bytes: Of the parts that are done.
+    """
+
+    is_expected = False
+    pushed_bytes = 0
+
+    def expect(self) -> None:
+        """The role asked for the room."""
+        self.is_expected = True
+        if self.has_ended:
+            self.reopen()
+            self.pushed_bytes = 0
+
+
 @dataclass(slots=True)
 class PushRoom:
-    """Everything known of a room.
+    """Everything known of one part.
 
     Attributes:
         deadline_s: When the half that is missing is given up.
@@ -77,17 +98,25 @@ class PushRoom:
             self.own_pages.update(enumerate(push.page_ids, first))
         return PagedTokens(layout, push.page_ids, first * layout.page_size), layers
 
+    def twin(self) -> "PushRoom":
+        """Return the same for another link. Only before it is granted."""
+        assert self.grant is None
+        return PushRoom(
+            self.deadline_s, copy(self.session), pending=list(self.pending), landed=self.landed
+        )
+
     def plan(self, own: PagedTokens, layers: range) -> CopyPlan:
         """Return the copies for own pages: from what decode has not, to the end of its grant.
 
         Raises:
             TransferRefused: There are no such pages or layers in the own pool.
         """
-        theirs = self.destination
+        assert self.link is not None
+        theirs, heads = self.destination, self.link.heads
         begin = max(own.first_token, theirs.first_token)
         tokens = range(begin, max(begin, min(own.end_token, theirs.end_token)))
         try:
-            plan = plan_copies(own, theirs, tokens, layers=layers)
+            plan = plan_copies(own, theirs, tokens, heads, layers)
         except ValueError as error:
             raise TransferRefused(f"cannot push: {error}") from error
         self.pushed_bytes += plan.total_bytes

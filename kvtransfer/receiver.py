@@ -9,7 +9,8 @@
 
 On the right is what the role does with the pages it named in `request`. After `withdraw` the next
 and last event of the room is `Safe`, whatever crossed with it. What happens in between is the table
-in `session.py`; who is connected is kept by `prefill_links.py`.
+in `session.py`, for each part of the room, that is for each rank of prefill that holds heads of ours
+(`parts.py`); who is connected is kept by `prefill_links.py`.
 """
 
 import time
@@ -25,8 +26,10 @@ from typing_extensions import override
 from kvtransfer.checksum import Verify, arrived_sums, sampled_pages
 from kvtransfer.control import ControlThread, Outbox
 from kvtransfer.events import Failed, Landed, Lost, ReceiverEvent, Safe
+from kvtransfer.fan_in import GroupAction
 from kvtransfer.layout import KVLayout
-from kvtransfer.plan import PagedTokens
+from kvtransfer.parts import Part, RoomParts
+from kvtransfer.plan import HeadRange, PagedTokens
 from kvtransfer.prefill_links import PrefillLink, PrefillLinks, ReceiverEnd
 from kvtransfer.region import MemoryRegion
 from kvtransfer.session import (
@@ -45,6 +48,7 @@ from kvtransfer.session import (
     WithdrawAsked,
     receiver_session,
 )
+from kvtransfer.sharding import Shard
 from kvtransfer.transports.base import Pool, Transport
 from kvtransfer.transports.registry import listen
 from telemetry.log import get_logger
@@ -81,7 +85,7 @@ class ReceiverTimeouts:
 
 
 class ReceiverStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What a decode agent holds now and has done so far."""
+    """What a decode agent holds now and has done so far. Each part of a room counts."""
 
     num_links: int
     num_reserving: int
@@ -113,11 +117,25 @@ class _Room:
             return f"tokens up to {end_token} were written and {granted.end_token} granted"
         one_in = landed.checksum_one_in
         pages = sampled_pages(landed.room, len(self.page_ids), one_in)
-        sums = arrived_sums(region, granted, end_token, pages)
+        heads = HeadRange(0, self.link.heads.start, len(self.link.heads))
+        sums = arrived_sums(region, granted, end_token, pages, heads)
         if sums == landed.checksums:
             return ""
         num_bad = sum(a != b for a, b in zip_longest(sums, landed.checksums))
         return f"{num_bad} of {len(sums)} pages looked at have other bytes than were sent"
+
+
+class _Parts(RoomParts):
+    """The parts of one room.
+
+    Attributes:
+        first: Part 0. Its Landed says the most of the prompt: prefill's rank 0 wrote it, if that has
+            heads of ours.
+    """
+
+    def __init__(self, room: Room, first: _Room) -> None:
+        super().__init__(room)
+        self.first = first
 
 
 class DecodeAgent:
@@ -133,7 +151,7 @@ class DecodeAgent:
         transports: Those that may be used, best first.
         waker: Rung whenever `events` has something.
         key: Proves to prefill nodes that we know the cluster's secret.
-        tp_rank: Which rank of its node this is; it is linked to the same rank of each prefill.
+        shard: Which of the node's ranks this is; it is linked to those of prefill with heads of its.
         verify: Whether the checksums that prefill gives are looked at; how many is up to it.
 
     Raises:
@@ -152,20 +170,21 @@ class DecodeAgent:
         key: ChannelKey | None = None,
         timeouts: ReceiverTimeouts | None = None,
         clock: Callable[[], float] = time.monotonic,
-        tp_rank: int = 0,
+        shard: Shard | None = None,
         verify: Verify = "sample",
     ) -> None:
         self._epoch, self._layout, self._region = epoch, layout, region
         self._is_verified = verify != "off"
         self._timeouts, self._clock = timeouts or ReceiverTimeouts(), clock
         self._outbox: Outbox[ReceiverEvent] = Outbox(waker, (Landed, Failed, Safe), Safe)
-        self._rooms: dict[Room, _Room] = {}
+        self._rooms: dict[Room, _Parts] = {}
+        self._parts: dict[Part, _Room] = {}  # those that are not over
         self._told: Counter[Action] = Counter()
         self._num_corrupted = self._received_bytes = self._saved_bytes = 0
         self._control = ControlThread("kv-decode", self._turn)
         pool = Pool(region, layout.page_bytes, layout.num_pages)
         self._links = PrefillLinks(
-            ReceiverEnd(epoch, fingerprint, layout, listen(transports, pool), tp_rank),
+            ReceiverEnd(epoch, fingerprint, layout, listen(transports, pool), shard or Shard()),
             self._control,
             key=key,
             connect_timeout_s=self._timeouts.connect_s,
@@ -205,7 +224,7 @@ class DecodeAgent:
         """Take the pages back; they are quarantined until `Safe`. No-op when the room is over."""
         if self._outbox.cancel(room):
             why = Aborted("decode gave the request up")
-            self._control.post(partial(self._apply, room, WithdrawAsked(why)))
+            self._control.post(lambda: self._give_up(room, why))
 
     def events(self) -> Iterator[ReceiverEvent]:
         """Yield what happened and was not taken yet, oldest first."""
@@ -213,7 +232,7 @@ class DecodeAgent:
 
     def statistics(self) -> ReceiverStatistics:
         """Return what is held now and was done so far."""
-        states = Counter(entry.session.state for entry in list(self._rooms.values()))
+        states = Counter(entry.session.state for entry in list(self._parts.values()))
         return ReceiverStatistics(
             num_links=self._links.num_links,
             num_reserving=states[ReceiverState.RESERVING],
@@ -242,11 +261,11 @@ class DecodeAgent:
     def _turn(self, waker: Waker) -> None:
         self._links.turn(waker)
         now_s = self._clock()
-        for room, entry in list(self._rooms.items()):
+        for part, entry in list(self._parts.items()):
             if now_s < entry.deadline_s:
                 continue
             if entry.session.state is ReceiverState.GRANTED:
-                self._apply(room, TimedOut(TransferTimeout("prefill did not push in time")))
+                self._apply(part, TimedOut(TransferTimeout("prefill did not push in time")))
             elif entry.session.state is ReceiverState.WITHDRAWN:
                 self._links.drop(entry.link, PeerLost("prefill does not answer a Withdraw"))
 
@@ -257,37 +276,68 @@ class DecodeAgent:
             link = self._links.want(host, port)
         except TandemError as error:
             return self._outbox.put(Failed(room, error))
-        self._rooms[room] = _Room(link, page_ids, have_tokens)
+        self._parts[Part(room, 0)] = first = _Room(link, page_ids, have_tokens)
+        self._rooms[room] = _Parts(room, first)
         if link.is_up:
-            self._apply(room, LinkReady())
+            self._ready(Part(room, 0))
         return None
 
-    def _rooms_of(self, link: PrefillLink) -> list[Room]:
-        return [room for room, entry in self._rooms.items() if entry.link is link]
+    def _ready(self, part: Part) -> None:
+        """The link of a part is up. The first one's says over which others the room goes as well."""
+        if not self._rooms[part.room].is_spread:
+            self._spread(part.room)
+        self._apply(part, LinkReady())
+
+    def _spread(self, room: Room) -> None:
+        entry = self._rooms[room]
+        first, links = entry.first, [entry.first.link]
+        try:
+            for port in first.link.more_ports:
+                link = self._links.want(first.link.host, port)
+                links += [] if link in links else [link]
+        except TandemError as error:
+            entry.spread(1)
+            return self._tell(room, entry.fan_in.lost(error))
+        for part, link in zip(entry.spread(len(links)), links[1:], strict=True):
+            self._parts[part] = _Room(link, first.page_ids, first.have_tokens)
+            if link.is_up:
+                self._apply(part, LinkReady())
+        return None
+
+    def _part_of(self, link: PrefillLink, room: Room) -> Part | None:
+        """Return the part of a room that goes over a link, unless it is over."""
+        for part in self._rooms[room].parts if room in self._rooms else ():
+            entry = self._parts.get(part)
+            if entry is not None and entry.link is link:
+                return part
+        return None
+
+    def _parts_of(self, link: PrefillLink) -> list[Part]:
+        return [part for part, entry in self._parts.items() if entry.link is link]
 
     def _link_up(self, link: PrefillLink) -> None:
-        for room in self._rooms_of(link):
-            self._apply(room, LinkReady())
+        for part in self._parts_of(link):
+            self._ready(part)
 
     def _link_lost(self, link: PrefillLink, error: TandemError) -> None:
-        for room in self._rooms_of(link):
-            self._apply(room, LinkLost(error))
+        for part in self._parts_of(link):
+            self._apply(part, LinkLost(error))
 
     def _link_fenced(self, link: PrefillLink) -> None:
-        for room in self._rooms_of(link):
-            self._apply(room, Fenced())
+        for part in self._parts_of(link):
+            self._apply(part, Fenced())
 
     def _hear(self, link: PrefillLink, message: messages.Landed | messages.Released) -> None:
-        entry = self._rooms.get(message.room)
-        if entry is None or entry.link is not link:
+        part = self._part_of(link, message.room)
+        if part is None:
             return  # the last word came twice, or for a room of somebody else
         try:
             match message:
                 case messages.Released(error=info):
                     error = None if info is None else error_from_info(info)
-                    self._apply(message.room, ReleasedArrived(error))
+                    self._apply(part, ReleasedArrived(error))
                 case messages.Landed():
-                    self._apply(message.room, self._verify(entry, message))
+                    self._apply(part, self._verify(self._parts[part], message))
         except UnexpectedEvent as error:
             self._links.drop(link, error)
 
@@ -301,18 +351,21 @@ class DecodeAgent:
         log.warning("kv_push.corrupted", room=landed.room, reason=fault)
         return CorruptedArrived(KVCorrupted(fault))
 
-    def _apply(self, room: Room, event: Event) -> None:
-        entry = self._rooms.get(room)
+    def _apply(self, part: Part, event: Event) -> None:
+        entry = self._parts.get(part)
         if entry is None:
             return  # over, and forgotten: this crossed with the last word
         for action in entry.session.apply(event):
             self._told[action] += 1
-            self._act(room, entry, action)
+            self._act(part, entry, action)
         if entry.session.is_over:
-            del self._rooms[room]
+            del self._parts[part]
+            if self._rooms[part.room].has_ended:
+                del self._rooms[part.room]
 
-    def _act(self, room: Room, entry: _Room, action: Action) -> None:
+    def _act(self, part: Part, entry: _Room, action: Action) -> None:
         error = entry.session.error or PeerLost("prefill gave the request up")
+        room, fan_in = part.room, self._rooms[part.room].fan_in
         match action:
             case Action.PERMIT:
                 listener, admission = self._links.listener(entry.link)
@@ -329,15 +382,41 @@ class DecodeAgent:
             case Action.FENCE:
                 pass  # the whole link is: `PrefillLinks.drop` fences it when all its rooms know
             case Action.TELL_LANDED:
-                self._tell_landed(room, entry)
+                self._tell(room, fan_in.ended(part.number))
             case Action.TELL_FAILED:
-                self._outbox.put(Failed(room, error))
+                self._tell(room, fan_in.failed(part.number, error))
             case Action.TELL_LOST:
-                self._outbox.put(Lost(room, error))
+                self._tell(room, fan_in.lost(error))
             case Action.TELL_SAFE:
-                self._outbox.put(Safe(room))
+                self._tell(room, fan_in.ended(part.number))
             case _:
                 raise AssertionError(action)
+
+    def _tell(self, room: Room, actions: Sequence[GroupAction]) -> None:
+        """Do what follows from what one part said."""
+        entry = self._rooms[room]
+        error = entry.fan_in.error or PeerLost("prefill gave the request up")
+        is_over = GroupAction.TELL_ENDED in actions
+        for action in actions:
+            match action:
+                case GroupAction.END_OTHERS:
+                    self._control.post(partial(self._end_parts, room, error))
+                case GroupAction.TELL_LOST:
+                    self._outbox.put(Failed(room, error) if is_over else Lost(room, error))
+                case GroupAction.TELL_DONE:
+                    self._tell_landed(room, entry.first)
+                case GroupAction.TELL_ENDED if GroupAction.TELL_LOST not in actions:
+                    self._outbox.put(Safe(room))
+
+    def _give_up(self, room: Room, why: TandemError) -> None:
+        entry = self._rooms.get(room)
+        if entry is not None and entry.fan_in.give_up():
+            self._end_parts(room, why)
+
+    def _end_parts(self, room: Room, why: TandemError) -> None:
+        entry = self._rooms.get(room)
+        for part in () if entry is None else entry.parts:
+            self._apply(part, WithdrawAsked(why))
 
     def _send_grant(self, room: Room, entry: _Room) -> None:
         grant = messages.Grant(

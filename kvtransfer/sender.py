@@ -7,7 +7,8 @@ last; it may do so before the grant has come, the agent keeps it. Then one of
 - `Released`: nothing more will be written, decode has been told. The pages may be reused.
 
 ends the room. `abort` may be called at any time before that, and then `Released(room)` follows. What
-happens in between, and what decode and the network may do to it, is the table in `session.py`.
+happens in between, and what decode and the network may do to it, is the table in `session.py`; it
+holds for each part of the room, that is for each rank of decode that our heads go to (`parts.py`).
 """
 
 import time
@@ -23,8 +24,10 @@ from kvtransfer.bootstrap import BootstrapPort, DecodeLink, SenderEnd
 from kvtransfer.checksum import PushSums, Verify, one_in, sampled_pages
 from kvtransfer.control import ControlThread, Outbox
 from kvtransfer.events import Granted, PushDone, Released, SenderEvent
+from kvtransfer.fan_in import GroupAction
 from kvtransfer.layer_push import LEAST_BYTES, PageRun, Wrote, push_by_layer
-from kvtransfer.push_room import Push, PushRoom, grant_fault
+from kvtransfer.parts import Part
+from kvtransfer.push_room import Push, PushParts, PushRoom, grant_fault
 from kvtransfer.session import (
     AbortAsked,
     Action,
@@ -64,7 +67,7 @@ class SenderTimeouts:
 
 
 class SenderStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prefill agent holds now and has done so far."""
+    """What a prefill agent holds now and has done so far. Each part of a room counts."""
 
     num_links: int
     num_waiting: int
@@ -117,7 +120,8 @@ class PrefillAgent:
         self.port = inbox.port
         self._bootstrap = BootstrapPort(end, inbox, clock, self._hear, self._lose)
         self._outbox: Outbox[SenderEvent] = Outbox(waker, (PushDone, Released), Released)
-        self._rooms: dict[Room, PushRoom] = {}
+        self._rooms: dict[Room, PushParts] = {}
+        self._parts: dict[Part, PushRoom] = {}  # those that are not over
         self._num_landed = self._num_released = self._pushed_bytes = self._saved_bytes = 0
         self._control = ControlThread("kv-prefill", self._turn)
         self._control.start()
@@ -127,7 +131,7 @@ class PrefillAgent:
     def expect(self, room: Room) -> None:
         """A request came: wait for its grant."""
         self._outbox.open(room)
-        self._control.post(lambda: self._apply(room, Expected()))
+        self._control.post(lambda: self._expect(room))
 
     def push(
         self,
@@ -145,7 +149,8 @@ class PrefillAgent:
             layers: Those that are computed, from the first not pushed yet on; None means all. The
                 same pages are then pushed again with their other layers: what went before is left out.
         """
-        self._control.post(lambda: self._push(room, Push(page_ids, first_page_index, layers)))
+        push = Push(page_ids, first_page_index, layers)
+        self._control.post(lambda: self._for_parts(room, partial(self._push, push=push)))
 
     def push_by_layer(self, runs: Sequence[PageRun]) -> Wrote:
         """A forward begins that completes these pages: return what it tells of its layers.
@@ -174,13 +179,13 @@ class PrefillAgent:
             first_logprobs=logprobs,
             checksum_one_in=self._one_in,
         )
-        self._control.post(lambda: self._finish(room, landed))
+        self._control.post(lambda: self._for_parts(room, partial(self._finish, landed=landed)))
 
     def abort(self, room: Room, error: TandemError | None = None) -> None:
         """Give a room up; decode is told `error`. `Released` follows. No-op when it is over."""
         if self._outbox.cancel(room):
             why = error or Aborted("prefill gave the request up")
-            self._control.post(lambda: self._apply(room, AbortAsked(why)))
+            self._control.post(lambda: self._give_up(room, why))
 
     def events(self) -> Iterator[SenderEvent]:
         """Yield what happened and was not taken yet, oldest first."""
@@ -188,7 +193,7 @@ class PrefillAgent:
 
     def statistics(self) -> SenderStatistics:
         """Return what is held now and was done so far."""
-        states = Counter(entry.session.state for entry in list(self._rooms.values()))
+        states = Counter(entry.session.state for entry in list(self._parts.values()))
         return SenderStatistics(
             num_links=self._bootstrap.num_links,
             num_waiting=states[SenderState.WAITING],
@@ -215,128 +220,169 @@ class PrefillAgent:
     def _turn(self, waker: Waker) -> None:
         self._bootstrap.turn(waker, self._control)
         now_s = self._clock()
-        for room, entry in list(self._rooms.items()):
+        for part, entry in list(self._parts.items()):
             if entry.session.state in WAITS and now_s >= entry.deadline_s:
-                self._apply(room, TimedOut(TransferTimeout("the other half did not come in time")))
+                self._apply(part, TimedOut(TransferTimeout("the other half did not come in time")))
 
     def _hear(self, link: DecodeLink, message: messages.Grant | messages.Withdraw) -> None:
-        entry = self._rooms.get(message.room)
+        part = Part(message.room, link.part)
         if isinstance(message, messages.Grant):
-            self._take_grant(link, message, entry)
-        elif entry is not None and entry.link is link:
-            self._apply(message.room, WithdrawArrived(Aborted("decode withdrew its grant")))
+            return self._take_grant(link, message, part)
+        entry = self._parts.get(part)
+        if entry is not None and entry.link is link:
+            self._apply(part, WithdrawArrived(Aborted("decode withdrew its grant")))
+        return None
 
     def _lose(self, link: DecodeLink, error: TandemError) -> None:
-        for room, entry in list(self._rooms.items()):
+        for part, entry in list(self._parts.items()):
             if entry.link is link:
-                self._apply(room, LinkLost(error))
+                self._apply(part, LinkLost(error))
 
-    def _take_grant(self, link: DecodeLink, grant: messages.Grant, entry: PushRoom | None) -> None:
+    def _expect(self, room: Room) -> None:
+        entry = self._rooms.setdefault(room, PushParts(room))
+        entry.expect()
+        # All of them before any moves: the room is forgotten with its last part.
+        for part in entry.parts:
+            if part not in self._parts:
+                self._open(part, self._timeouts.grant_s)
+        for part in entry.parts:
+            self._apply(part, Expected())
+
+    def _for_parts(self, room: Room, do: Callable[[Part], None]) -> None:
+        """Do something for each part; nothing when the room ended while the role computed."""
+        entry = self._rooms.get(room)
+        for part in () if entry is None else entry.parts:
+            do(part)
+
+    def _take_grant(self, link: DecodeLink, grant: messages.Grant, part: Part) -> None:
+        entry = self._parts.get(part)
         if entry is not None and entry.grant is not None and entry.link is link:
             # Released would end the first grant at decode, under writes that are still going on.
             return self._bootstrap.drop(link, PeerLost("decode granted a room twice"))
-        fault = grant_fault(grant, link.layout)
-        if entry is not None and entry.grant is not None:
-            fault = "this room is granted already"
-        if fault:
+        if fault := grant_fault(grant, link.layout) or self._part_fault(link, part):
             info = TransferRefused(fault).info()
             word = messages.Released(epoch=self._end.epoch, room=grant.room, error=info)
             return self._bootstrap.send(link, word)
-        entry = entry or self._open(grant.room, self._timeouts.early_grant_s)
+        self._spread(part.room, link)
+        entry = self._parts.get(part) or self._open(part, self._timeouts.early_grant_s)
         entry.link, entry.grant = link, grant
-        if self._one_in:
+        if self._one_in and link.heads.num_heads:
             pages = sampled_pages(grant.room, len(grant.page_ids), self._one_in)
-            entry.sums = PushSums(self._end.region, entry.destination, pages)
-        return self._apply(grant.room, GrantArrived())
+            entry.sums = PushSums(self._end.region, entry.destination, pages, link.heads)
+        return self._apply(part, GrantArrived())
 
-    def _open(self, room: Room, timeout_s: float) -> PushRoom:
-        entry = self._rooms[room] = PushRoom(self._clock() + timeout_s)
+    def _part_fault(self, link: DecodeLink, part: Part) -> str:
+        """Return why a part cannot be granted over this link, or an empty string."""
+        room, entry = self._rooms.get(part.room), self._parts.get(part)
+        if entry is not None and entry.grant is not None:
+            return "this room is granted already"
+        if room is None or not room.is_spread:
+            return ""
+        if len(room.parts) != link.num_parts:
+            return "this room is granted by a node of another size"
+        if entry is None and room.is_expected and not room.has_ended:
+            return "this room is over"
+        return ""
+
+    def _spread(self, room: Room, link: DecodeLink) -> None:
+        """Make the parts of a room, once it is known of how many ranks decode is."""
+        entry = self._rooms.setdefault(room, PushParts(room))
+        if entry.is_spread:
+            return
+        first = self._parts.get(Part(room, 0))
+        for part in entry.spread(link.num_parts):
+            if first is not None:  # the role asked for the room already
+                self._parts[part] = first.twin()
+
+    def _open(self, part: Part, timeout_s: float) -> PushRoom:
+        entry = self._parts[part] = PushRoom(self._clock() + timeout_s)
         return entry
 
-    def _push(self, room: Room, push: Push) -> None:
-        entry = self._rooms.get(room)
+    def _push(self, part: Part, push: Push) -> None:
+        entry = self._parts.get(part)
         if entry is None:
             return  # it ended while the role computed
         if entry.session.state is SenderState.WAITING:
             entry.pending.append(push)
         elif entry.session.state is SenderState.PUSHING:
-            self._write(room, entry, push)
+            self._write(part, entry, push)
 
-    def _write(self, room: Room, entry: PushRoom, push: Push) -> None:
+    def _write(self, part: Part, entry: PushRoom, push: Push) -> None:
         own, layers = entry.take(push, self._end.layout)
         try:
             plan = entry.plan(own, layers)
         except TransferRefused as error:
-            return self._apply(room, WriteFailed(error))
+            return self._apply(part, WriteFailed(error))
         if not len(plan):
             return None  # decode has it all, or it was pushed before
 
         def write(connection: Connection) -> None:
-            connection.write(room, plan)
+            connection.write(part.room, plan)
             if entry.sums is not None:
                 entry.sums.add(own, layers)
 
-        return entry.worker.submit(room, write, partial(self._report, room, None))
+        return entry.worker.submit(part.room, write, partial(self._report, part, None))
 
-    def _finish(self, room: Room, landed: messages.Landed) -> None:
-        entry = self._rooms.get(room)
+    def _finish(self, part: Part, landed: messages.Landed) -> None:
+        entry = self._parts.get(part)
         if entry is None:
             return
         entry.landed = landed
         if entry.session.state is SenderState.PUSHING:
-            self._conclude(room, entry)
+            self._conclude(part, entry)
 
-    def _conclude(self, room: Room, entry: PushRoom) -> None:
+    def _conclude(self, part: Part, entry: PushRoom) -> None:
         """Queue the end behind the writes: checksums, then Landed."""
         try:
             entry.check_complete(self._end.layout.page_size)
         except TransferRefused as error:
-            return self._apply(room, WriteFailed(error))
+            return self._apply(part, WriteFailed(error))
 
         def sum_up(_connection: Connection) -> None:
             entry.sum_up(self._end.layout)
 
-        return entry.worker.submit(room, sum_up, partial(self._report, room, WritesDone()))
+        return entry.worker.submit(part.room, sum_up, partial(self._report, part, WritesDone()))
 
-    def _report(self, room: Room, success: Event | None, error: TandemError | None) -> None:
+    def _report(self, part: Part, success: Event | None, error: TandemError | None) -> None:
         """A worker is done with a job; called from its thread."""
         if isinstance(error, PeerLost):
-            self._control.post(partial(self._break_link, room, error))
+            self._control.post(partial(self._break_link, part, error))
         elif error is not None:
-            self._control.post(partial(self._apply, room, WriteFailed(error)))
+            self._control.post(partial(self._apply, part, WriteFailed(error)))
         elif success is not None:
-            self._control.post(partial(self._apply, room, success))
+            self._control.post(partial(self._apply, part, success))
 
-    def _break_link(self, room: Room, error: PeerLost) -> None:
+    def _break_link(self, part: Part, error: PeerLost) -> None:
         """No later write of this link can succeed either."""
-        entry = self._rooms.get(room)
+        entry = self._parts.get(part)
         if entry is not None and entry.link is not None:
             self._bootstrap.drop(entry.link, error)
 
-    def _apply(self, room: Room, event: Event) -> None:
-        entry = self._rooms.get(room)
+    def _apply(self, part: Part, event: Event) -> None:
+        entry = self._parts.get(part)
         if entry is None:
-            if not isinstance(event, Expected):
-                return  # over, and forgotten: this crossed with the last word
-            entry = self._open(room, self._timeouts.grant_s)
+            return  # over, and forgotten: this crossed with the last word
         before = entry.session.state
         for action in entry.session.apply(event):
-            self._act(room, entry, action)
+            self._act(part, entry, action)
         state = entry.session.state
         if state is SenderState.REFUSING and before is not state:
             entry.deadline_s = self._clock() + self._timeouts.early_grant_s
         if entry.session.is_over:
-            self._rooms.pop(room, None)
+            self._parts.pop(part, None)
+            room = self._rooms[part.room]
+            if not any(each in self._parts for each in room.parts):
+                del self._rooms[part.room]
 
-    def _act(self, room: Room, entry: PushRoom, action: Action) -> None:
-        error = entry.session.error
+    def _act(self, part: Part, entry: PushRoom, action: Action) -> None:
+        error, room = entry.session.error, self._rooms[part.room]
         match action:
             case Action.TELL_GRANTED:
-                self._outbox.put(Granted(room, entry.destination.first_token))
-                self._flush(room, entry)
+                self._tell(part.room, room.fan_in.granted(part.number), entry)
+                self._flush(part, entry)
             case Action.STOP_WRITES:
-                stopped = partial(self._apply, room, WritesStopped())
-                entry.worker.stop(room, lambda: self._control.post(stopped))
+                stopped = partial(self._apply, part, WritesStopped())
+                entry.worker.stop(part.room, lambda: self._control.post(stopped))
             case Action.SEND_LANDED:
                 assert entry.landed is not None
                 self._num_landed += 1
@@ -347,23 +393,52 @@ class PrefillAgent:
                 self._send(entry, entry.landed)
             case Action.SEND_RELEASED:
                 info = None if error is None else error.info()
-                self._send(entry, messages.Released(epoch=self._end.epoch, room=room, error=info))
+                word = messages.Released(epoch=self._end.epoch, room=part.room, error=info)
+                self._send(entry, word)
             case Action.TELL_PUSHED:
-                self._outbox.put(PushDone(room, entry.pushed_bytes))
+                room.pushed_bytes += entry.pushed_bytes
+                self._tell(part.room, room.fan_in.ended(part.number), entry)
             case Action.TELL_RELEASED:
                 self._num_released += 1
-                self._outbox.put(Released(room, error))
+                self._tell(part.room, room.fan_in.failed(part.number, error), entry)
             case _:
                 raise AssertionError(action)
+
+    def _tell(self, room: Room, actions: Sequence[GroupAction], entry: PushRoom) -> None:
+        """Do what follows from what one part said."""
+        parts = self._rooms[room]
+        for action in actions:
+            match action:
+                case GroupAction.TELL_GRANTED:
+                    self._outbox.put(Granted(room, entry.destination.first_token))
+                case GroupAction.END_OTHERS:
+                    why = parts.fan_in.error or Aborted("another part of the request ended")
+                    self._control.post(partial(self._end_parts, room, why))
+                case GroupAction.TELL_LOST:
+                    pass  # the own pages are in use until the end, whatever the end
+                case GroupAction.TELL_DONE:
+                    self._outbox.put(PushDone(room, parts.pushed_bytes))
+                case GroupAction.TELL_ENDED:
+                    self._outbox.put(Released(room, parts.fan_in.error))
+
+    def _give_up(self, room: Room, why: TandemError) -> None:
+        entry = self._rooms.get(room)
+        if entry is not None and not entry.has_ended and entry.fan_in.give_up():
+            self._end_parts(room, why)
+
+    def _end_parts(self, room: Room, why: TandemError) -> None:
+        entry = self._rooms.get(room)
+        if entry is not None and not entry.has_ended:
+            self._for_parts(room, lambda part: self._apply(part, AbortAsked(why)))
 
     def _send(self, entry: PushRoom, message: messages.Message) -> None:
         assert entry.link is not None
         self._bootstrap.send(entry.link, message)
 
-    def _flush(self, room: Room, entry: PushRoom) -> None:
+    def _flush(self, part: Part, entry: PushRoom) -> None:
         """Do what the role asked for before the grant came."""
         pending, entry.pending = entry.pending, []
         for push in pending:
-            self._push(room, push)
+            self._push(part, push)
         if entry.landed is not None:
-            self._finish(room, entry.landed)
+            self._finish(part, entry.landed)

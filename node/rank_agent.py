@@ -89,7 +89,10 @@ class RankAgent(ABC):
 
     def _end(self, plan: PoolPlan) -> RankEnd:
         assert self._region is not None
-        return RankEnd(new_epoch(), plan.shape.fingerprint, plan.layout, self._region)
+        shape = plan.shape
+        return RankEnd(
+            new_epoch(), shape.fingerprint, plan.layout, self._region, shape.model_kv_heads
+        )
 
 
 class _NoAgent(RankAgent):

@@ -8,6 +8,7 @@ from kvtransfer.layout import KVLayout
 from kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
 from kvtransfer.region import MemoryRegion
 from kvtransfer.sender import PrefillAgent, SenderTimeouts
+from kvtransfer.sharding import Shard
 from kvtransfer.transports.base import Transport, TransportConfig
 from kvtransfer.transports.registry import names_of, transports
 from node.config import NodeConfig
@@ -18,12 +19,17 @@ from wire.keys import ChannelKey
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """What one rank is to the ranks of other nodes."""
+    """What one rank is to the ranks of other nodes.
+
+    Attributes:
+        model_kv_heads: Of the whole model; `layout` has this rank's.
+    """
 
     epoch: Epoch
     fingerprint: str
     layout: KVLayout
     region: MemoryRegion
+    model_kv_heads: int
 
 
 def make_region(config: NodeConfig, layout: KVLayout) -> MemoryRegion:
@@ -67,6 +73,7 @@ def make_sender(
             end.region,
             _transports(config),
             rank_ports=tuple(rank_ports),
+            shard=_shard(config, end),
         ),
         waker=waker,
         key=key,
@@ -94,6 +101,10 @@ def make_receiver(
         waker=waker,
         key=key,
         timeouts=ReceiverTimeouts(landed_s=config.transfer.landed_timeout_s),
-        tp_rank=config.engine.tp_rank,
         verify=config.transfer.verify,
+        shard=_shard(config, end),
     )
+
+
+def _shard(config: NodeConfig, end: RankEnd) -> Shard:
+    return Shard(config.engine.tp_rank, config.engine.tp_size, end.model_kv_heads)

@@ -28,10 +28,10 @@ class _Host(RoleHost):
     @override
     def role(self, parts: Parts) -> PrefillRole:
         assert self._region is not None
-        fingerprint = parts.engine.shape.fingerprint
+        shape, layout = parts.engine.shape, self._plan.layout
         self._agent = make_sender(
             parts.config,
-            RankEnd(parts.epoch, fingerprint, self._plan.layout, self._region),
+            RankEnd(parts.epoch, shape.fingerprint, layout, self._region, shape.model_kv_heads),
             parts.waker,
             parts.key,
             port=parts.config.transfer.bootstrap_port,

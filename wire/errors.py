@@ -155,7 +155,7 @@ class LayoutMismatch(TandemError):
     def __init__(self, prefill: str, decode: str) -> None:
         super().__init__(
             f"prefill serves {prefill} and decode serves {decode}; "
-            "start both with the same model, dtype, KV layout and --tp"
+            "start both with the same model, dtype and KV layout; --tp may differ"
         )
         self.prefill, self.decode = prefill, decode
 

@@ -11,7 +11,7 @@ one release of difference between two nodes is safe.
 ```
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -273,11 +273,19 @@ class LayoutInfo(msgspec.Struct, frozen=True, kw_only=True):
     itemsize: int
 
 
+# Ranks of one node. No group of GPUs that shares every layer is as large.
+MAX_RANKS = 1024
+
+Ports = Annotated[list[int], msgspec.Meta(max_length=MAX_RANKS)]
+
+
 class Hello(Message, frozen=True, kw_only=True):
-    """First message on a link. `fingerprint` names model, dtype, weights, tp size and rank.
+    """First message on a link. `fingerprint` names model, dtype and weights.
 
     Attributes:
         tp_rank: Whose this link is to be; a prefill's bootstrap port knows the ports of its ranks.
+        tp_size: Ranks of this node; 1 to 1,024.
+        model_kv_heads: Of the whole model; 0 means those in `layout`.
     """
 
     epoch: Epoch
@@ -285,20 +293,36 @@ class Hello(Message, frozen=True, kw_only=True):
     layout: LayoutInfo
     offers: list[TransportOffer]
     tp_rank: int = 0
+    tp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
+    model_kv_heads: int = 0
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """The link stands; `transport` is the offer that prefill took."""
+    """The link stands; `transport` is the offer that prefill took.
+
+    Attributes:
+        more_ports: Of other ranks of prefill, on the same host, that hold heads of this rank.
+        first_head: Of those that come over this link, counted in the rank's own pages.
+        num_heads: That come over this link; None means all.
+    """
 
     epoch: Epoch
     transport: str
+    more_ports: Ports = []
+    first_head: int = 0
+    num_heads: int | None = None
 
 
 class Redirect(Message, frozen=True, kw_only=True):
-    """The rank of this Hello takes it at another port of the same host."""
+    """The rank of this Hello takes it at another port of the same host.
+
+    Attributes:
+        more_ports: See `Welcome`.
+    """
 
     epoch: Epoch
     port: int
+    more_ports: Ports = []
 
 
 class Refused(Message, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ import mmap
 
 import numpy as np
 
-from kvtransfer.plan import CopyPlan
+from kvtransfer.plan import CopyPlan, copy_blocks
 from kvtransfer.region import MemoryRegion
 from kvtransfer.transports.base import Pool, TransportConfig, check_bounds
 from kvtransfer.transports.shm_control import (
@@ -72,9 +72,7 @@ class ShmConnection:
         check_bounds(len(pool), plan.destination_offset, plan.size_bytes)
         for batch in plan.batches(BATCH_BYTES, BATCH_COPIES):
             with self._end.turn(room, batch):
-                # Array slices, not memoryviews: as fast from 64 KiB up, and the GIL is released.
-                for begin, to, size in batch.copies():
-                    pool[to : to + size] = source[begin : begin + size]
+                copy_blocks(batch, source, pool)
 
     def close(self) -> None:
         """Hang up after the batch under way. The mapping goes when nothing looks at it."""

@@ -17,7 +17,7 @@ import hashlib
 import itertools
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -35,8 +35,10 @@ ACCEPTED, LANDED, REFUSED = b"\x02", b"\x01", b"\x00"
 BATCH_BYTES = 32 << 20
 # A table of 128 KiB. No honest sender passes it, so a listener reads no larger one.
 MAX_COPIES = 8192
-# Measured best on loopback, and far below the kernel's limit of 1,024.
-MAX_IOVECS = 64
+# Of one system call, measured best on loopback with blocks of 16 and of 64 KiB. The kernel's limit is
+# 1,024 views.
+CALL_BYTES = 4 << 20
+MAX_IOVECS = 512
 HANDSHAKE_TIMEOUT_S = 5.0
 
 
@@ -94,7 +96,7 @@ def plan_of(table: bytes) -> CopyPlan:
 
 def _move(call: Callable[[list[memoryview]], int], views: Sequence[memoryview]) -> None:
     remaining = iter(views)
-    while some := list(itertools.islice(remaining, MAX_IOVECS)):
+    while some := _next_of(remaining):
         while some:
             try:
                 num_bytes = call(some)
@@ -103,6 +105,17 @@ def _move(call: Callable[[list[memoryview]], int], views: Sequence[memoryview]) 
             if not num_bytes:
                 raise PeerLost("the stream ended")
             some = _without(some, num_bytes)
+
+
+def _next_of(views: Iterator[memoryview]) -> list[memoryview]:
+    """Return the views of the next system call; none at the end."""
+    some, num_bytes = [], 0
+    for view in itertools.islice(views, MAX_IOVECS):
+        some.append(view)
+        num_bytes += len(view)
+        if num_bytes >= CALL_BYTES:
+            break
+    return some
 
 
 def _without(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:

@@ -8,11 +8,12 @@ from kvtransfer.group import DecodeGroup, PrefillGroup
 from kvtransfer.receiver import DecodeAgent
 from kvtransfer.region import MemoryRegion
 from kvtransfer.sender import PrefillAgent
+from kvtransfer.sharding import Shard
 from kvtransfer.transports.base import TransportConfig
 from kvtransfer.transports.registry import transports
 from prefill.role import PrefillRole
 from tests.hand_off_rig import NUM_PAGES, Pair, prompt_of
-from wire.errors import LayoutMismatch, PeerLost
+from wire.errors import PeerLost
 from wire.ids import new_epoch
 
 
@@ -34,13 +35,9 @@ class CopiedSender:
 
 
 class GroupPair(Pair):
-    """A pair whose roles have agents on two ranks.
+    """A pair whose roles have agents on two ranks."""
 
-    Args:
-        decode_tp: What decode says of its tensor parallelism.
-    """
-
-    def __init__(self, path, transport: str, decode_tp: int = 2) -> None:
+    def __init__(self, path, transport: str) -> None:
         super().__init__(path, transport)
         self.sender.close()
         self.receiver.close()
@@ -52,7 +49,7 @@ class GroupPair(Pair):
         last = self._sender(1)
         self.sender = self._sender(0, [last.port])
         self.senders = [self.sender, last]
-        self.receivers = [self._receiver(rank, decode_tp) for rank in range(2)]
+        self.receivers = [self._receiver(rank) for rank in range(2)]
         self.receiver = self.receivers[0]
         copied = CopiedSender(last, self.sources[1], self.sources[0])
         self.prefill = PrefillRole(
@@ -71,24 +68,29 @@ class GroupPair(Pair):
             "tcp://127.0.0.1:0",
             SenderEnd(
                 new_epoch(),
-                f"m-tp2rank{rank}",
+                "m",
                 self.layout,
                 self.sources[rank],
                 self.allowed,
                 rank_ports,
+                shard=self._shard(rank),
             ),
             waker=self.waker,
         )
 
-    def _receiver(self, rank: int, tp: int) -> DecodeAgent:
+    def _shard(self, rank: int) -> Shard:
+        """Return the place of a rank in a model of twice as many heads."""
+        return Shard(rank, 2, 2 * self.layout.num_kv_heads)
+
+    def _receiver(self, rank: int) -> DecodeAgent:
         return DecodeAgent(
             epoch=new_epoch(),
-            fingerprint=f"m-tp{tp}rank{rank}",
+            fingerprint="m",
             layout=self.layout,
             region=self.targets[rank],
             transports=self.allowed,
             waker=self.waker,
-            tp_rank=rank,
+            shard=self._shard(rank),
         )
 
     def expected(self, request) -> list[int]:
@@ -184,19 +186,3 @@ def test_a_rank_of_prefill_that_dies_fails_the_hand_off_and_costs_no_page(pair, 
 
     pair.run_until(decode_is_clean)
     pair.decode_engine.cache.check_integrity()
-
-
-def test_another_tp_size_is_refused_in_words(tiny_model):
-    pair = GroupPair(tiny_model("qwen3"), "tcp", decode_tp=4)
-    try:
-        pair.start("a", prompt_of(30), max_new_tokens=4)
-        pair.run_until(lambda: "a" in pair.decode_answers.errors)
-        error = pair.decode_answers.errors["a"]
-        assert isinstance(error, LayoutMismatch)
-        assert "tp2rank" in error.message
-        assert "tp4rank" in error.message
-        assert "--tp" in error.message
-        pair.prefill.cancel(pair.ticket("a"))
-        pair.run_until(pair.all_pages_are_back)
-    finally:
-        pair.close()

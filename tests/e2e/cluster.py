@@ -113,6 +113,8 @@ class Cluster:
         router_flags: tuple = (),
         env: dict[str, str] | None = None,
         host: str = "127.0.0.1",
+        prefill_flags: tuple = (),
+        decode_flags: tuple = (),
     ) -> None:
         node_flags = (*node_flags, "--host", host)
         host = f"[{host}]" if ":" in host else host
@@ -125,11 +127,12 @@ class Cluster:
             self.prefill_urls.append(f"http://{host}:{port}")
             bootstrap_ports.append(bootstrap_port)
             argv = ["prefill", "--port", str(port), "--bootstrap-port", bootstrap_port]
-            self.processes.append(Process(*argv, *node_flags, env=env))
+            self.processes.append(Process(*argv, *node_flags, *prefill_flags, env=env))
         for _ in range(decodes):
             port = next(ports)
             self.decode_urls.append(f"http://{host}:{port}")
-            self.processes.append(Process("decode", "--port", str(port), *node_flags, env=env))
+            argv = ["decode", "--port", str(port), *node_flags, *decode_flags]
+            self.processes.append(Process(*argv, env=env))
         port = next(ports)
         self.url = f"http://{host}:{port}"
         self.router = Process(

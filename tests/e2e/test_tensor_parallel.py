@@ -50,6 +50,18 @@ def test_a_cluster_of_two_ranks_a_node_gives_the_tokens_of_one_process(
         )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_nodes_of_different_sizes_give_the_tokens_of_one_process(expected, tiny_model, sizes):
+    prefill_tp, decode_tp = (("--tp", str(size)) for size in sizes)
+    model = ("--model", str(tiny_model("qwen3")), *FLAGS)
+    with running_cluster(*model, prefill_flags=prefill_tp, decode_flags=decode_tp) as cluster:
+        assert tokens(cluster.url) == expected
+        assert eventually(
+            lambda: not any(unaccounted(u) for u in cluster.prefill_urls + cluster.decode_urls)
+        )
+
+
 def kill_rank_of(node: Process) -> None:
     (engine,) = children(node.pid)
     (rank,) = children(engine)

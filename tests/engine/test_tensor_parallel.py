@@ -126,11 +126,13 @@ def test_heads_that_cannot_be_shared_are_refused_by_name(other, tiny_model):
         load_both(other, config)
 
 
-def test_ranks_of_other_number_or_size_have_other_fingerprints(other, tiny_model):
+def test_a_shard_has_the_fingerprint_of_the_whole_and_knows_its_heads(other, tiny_model):
     config = config_of(tiny_model("llama"))
     _, whole = load_shard(config)
     _, shard = load_both(other, config)
-    assert shard.fingerprint == f"{whole.fingerprint}-tp2rank0"
+    assert shard.fingerprint == whole.fingerprint
+    assert (shard.num_kv_heads, shard.model_kv_heads) == (1, 2)
+    assert (whole.num_kv_heads, whole.model_kv_heads) == (2, 2)
 
 
 def inputs_of(token_ids, sources) -> ForwardInputs:

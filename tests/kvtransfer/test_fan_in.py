@@ -134,3 +134,24 @@ def test_every_state_but_the_last_knows_every_event():
     for state, arrows in TRANSITIONS.items():
         expected = set() if state is GroupState.OVER else set(GroupEvent)
         assert set(arrows) == expected
+
+
+@settings(deadline=None)  # a busy machine is no bug
+@given(transcripts(), st.booleans())
+def test_a_room_whose_ranks_are_known_late_ends_as_if_they_had_been_known(transcript, is_given_up):
+    num_ranks, words = transcript
+    late, early = RoomFanIn(1), RoomFanIn(num_ranks)
+    if is_given_up:
+        assert late.give_up() == early.give_up()
+    late.widen(num_ranks)
+    for who, word in words:
+        if early.state is not GroupState.OVER:
+            assert play(late, who, word) == play(early, who, word)
+    assert late.state is early.state
+
+
+def test_a_room_that_is_over_has_no_more_ranks():
+    fan_in = RoomFanIn(1)
+    fan_in.ended(0)
+    with pytest.raises(AssertionError, match="has no more ranks"):
+        fan_in.widen(2)

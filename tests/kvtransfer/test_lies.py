@@ -113,8 +113,8 @@ def test_a_hello_of_a_long_fingerprint_is_refused(liar):
 
 
 @pytest.mark.parametrize("tp_rank", [-1, 99, HUGE])
-def test_a_hello_of_a_rank_that_does_not_exist_is_answered(liar, tp_rank):
-    assert isinstance(liar.hello(tp_rank=tp_rank), messages.Welcome)
+def test_a_hello_of_a_rank_that_does_not_exist_is_refused(liar, tp_rank):
+    assert isinstance(liar.hello(tp_rank=tp_rank), messages.Refused)
 
 
 @pytest.mark.parametrize("epoch", [2, 3])

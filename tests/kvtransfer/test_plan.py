@@ -4,7 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.layout import KVLayout
-from kvtransfer.plan import CopyPlan, HeadRange, PagedTokens, plan_copies, touched_pages
+from kvtransfer.plan import (
+    LEAST_ROWS,
+    CopyPlan,
+    HeadRange,
+    PagedTokens,
+    copy_blocks,
+    plan_copies,
+    touched_pages,
+)
 
 
 def layout(page_size=4, heads=2, num_pages=12):
@@ -79,6 +87,55 @@ def test_batches_do_the_same_copies_within_their_limits(problem, max_bytes, max_
         assert batch.size_bytes.max() <= max_bytes
         out = execute(batch, src, out)
     np.testing.assert_array_equal(out, once)
+
+
+@given(problems())
+def test_blocks_do_the_same_copies(problem):
+    source, destination, tokens, heads = problem
+    rng = np.random.default_rng(0)
+    src = pool(source.layout, lambda s: rng.integers(0, 30000, s, np.int16))
+    dst = pool(destination.layout, lambda s: np.full(s, -1, np.int16))
+    plan = plan_copies(source, destination, tokens, heads)
+    expected = execute(plan, src, dst)
+    copy_blocks(plan, *(each.reshape(-1).view(np.uint8) for each in (src, dst)))
+    np.testing.assert_array_equal(dst, expected)
+
+
+@st.composite
+def rows(draw):
+    """Return copies at distances of a few kinds, none over another."""
+    steps = draw(st.lists(st.sampled_from([(8, 8), (8, 16), (24, 8), (0, 8)]), max_size=30))
+    sizes = draw(st.lists(st.sampled_from([4, 8]), min_size=len(steps), max_size=len(steps)))
+    begin, to = (np.cumsum([0] + [step[i] for step in steps])[: len(steps)] for i in range(2))
+    return CopyPlan(begin.astype(np.int64), to.astype(np.int64), np.array(sizes, np.int64))
+
+
+@given(rows())
+def test_every_copy_is_in_one_block_or_alone(plan):
+    blocks, alone = plan.blocks()
+    copies = list(alone.copies())
+    for block in blocks:
+        copies += [
+            (
+                block.source_offset + i * block.source_stride,
+                block.destination_offset + i * block.destination_stride,
+                block.row_bytes,
+            )
+            for i in range(block.num_rows)
+        ]
+        assert block.num_rows >= LEAST_ROWS - 1
+    assert sorted(copies, key=lambda copy: copy[1]) == list(plan.copies())
+
+
+def test_some_heads_of_a_page_are_one_block():
+    few, many = KVLayout(8, 4, 5, 2, 3, "int16", 2), KVLayout(8, 4, 5, 4, 3, "int16", 2)
+    plan = plan_copies(
+        PagedTokens(few, [1, 5]), PagedTokens(many, [2, 6]), range(8), HeadRange(0, 2, 2)
+    )
+    assert plan.size_bytes.tolist() == [2 * few.head_bytes] * 20
+    blocks, alone = plan.blocks()
+    assert [block.num_rows for block in blocks] == [10, 10]
+    assert not len(alone)
 
 
 def test_equal_pages_that_are_apart_become_one_copy_each():

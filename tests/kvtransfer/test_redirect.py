@@ -6,6 +6,7 @@ from kvtransfer.events import Failed
 from kvtransfer.layout import KVLayout
 from kvtransfer.receiver import DecodeAgent
 from kvtransfer.region import MemoryRegion
+from kvtransfer.sharding import Shard
 from kvtransfer.transports.loopback import LoopbackTransport
 from wire.channel import Envelope, Inbox, Waker, wait
 from wire.errors import PeerLost
@@ -28,12 +29,12 @@ def decode():
     region, waker = MemoryRegion.private(LAYOUT.pool_bytes), Waker()
     agent = DecodeAgent(
         epoch=Epoch(2),
-        fingerprint="m-tp2rank1",
+        fingerprint="m",
         layout=LAYOUT,
         region=region,
         transports=[LoopbackTransport()],
         waker=waker,
-        tp_rank=1,
+        shard=Shard(1, 2, 2),
     )
     yield agent, waker
     agent.close()
@@ -66,7 +67,7 @@ def test_a_rank_says_hello_again_where_it_is_sent_once(decode):
     ):
         agent.request(Room(7), "127.0.0.1", first.port, [0])
         hello = hello_at(first)
-        assert hello.message.tp_rank == 1
+        assert (hello.message.tp_rank, hello.message.tp_size) == (1, 2)
         first.send(hello.peer, Redirect(epoch=Epoch(1), port=own.port))
         again = hello_at(own)
         assert again.message == hello.message

@@ -1,0 +1,549 @@
+"""Nodes of different tensor-parallel sizes, all ranks in one process: every head of every page."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.kv_cache import KVCache
+from kvtransfer.bootstrap import SenderEnd
+from kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
+from kvtransfer.group import DecodeGroup, PrefillGroup
+from kvtransfer.layout import KVLayout
+from kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
+from kvtransfer.region import MemoryRegion
+from kvtransfer.sender import PrefillAgent
+from kvtransfer.sharding import Shard, held_heads
+from kvtransfer.transports.base import Pool
+from kvtransfer.transports.loopback import Fault, LoopbackTransport
+from kvtransfer.transports.shm import ShmTransport
+from kvtransfer.transports.tcp import TcpTransport
+from wire.channel import Link, Waker, wait
+from wire.errors import Aborted, LayoutMismatch, PeerLost, TandemError
+from wire.ids import Epoch, Room, new_epoch
+from wire.messages import FromPrefill, Grant, Hello, LinkPing, Welcome, Withdraw
+from wire.messages import Landed as LandedWord
+from wire.messages import Released as ReleasedWord
+
+ROOM = Room(42)
+NUM_PAGES = 16
+LAYERS, PAGE, TOKEN_BYTES = 2, 4, 32
+SIZES = [(1, 2), (2, 1), (2, 4), (4, 2), (4, 1), (1, 4), (2, 2)]
+
+
+class Half:
+    """One node: its ranks, what each holds of `kv`, and the pages as its role counts them.
+
+    Attributes:
+        kv: Memory of each rank, (pages, layers, k v, heads of the rank, bytes).
+    """
+
+    def __init__(self, stack, size, num_heads, is_split, page_size, make_region):
+        self.size, self.waker = size, Waker()
+        stack.callback(self.waker.close)
+        own = num_heads
+        if is_split:
+            own = -(-num_heads // size)
+        self.held = held_heads(Shard(0, size, num_heads), own)
+        self.shards = [Shard(rank, size, num_heads) for rank in range(size)]
+        self.layouts = [
+            KVLayout(NUM_PAGES, page_size, LAYERS, len(heads), TOKEN_BYTES // 4, "float32", 4)
+            for heads in self.held
+        ]
+        self.regions = [make_region(layout.pool_bytes) for layout in self.layouts]
+        for region in self.regions:
+            stack.callback(region.close)
+        self.kv = [
+            region.array().reshape(NUM_PAGES, LAYERS, 2, len(heads), page_size * TOKEN_BYTES)
+            for region, heads in zip(self.regions, self.held, strict=True)
+        ]
+        self.cache = KVCache(NUM_PAGES, page_size)
+        self.pages: list[int] = []
+        self._seen: list[object] = []
+
+    def next(self):
+        for _ in range(200):
+            self._seen += self.group.events()
+            if self._seen:
+                return self._seen.pop(0)
+            wait([], 0.05, self.waker)
+        raise AssertionError(([agent.statistics() for agent in self.agents], self))
+
+    def wait_until(self, is_so):
+        for _ in range(1000):
+            if all(is_so(agent.statistics()) for agent in self.agents):
+                return
+            wait([], 0.01, self.waker)
+        raise AssertionError([agent.statistics() for agent in self.agents])
+
+    def check_all_back(self):
+        self.cache.check_integrity()
+        assert self.cache.counts().free == NUM_PAGES
+
+
+class Prefill(Half):
+    def __init__(self, stack, size, num_heads, transports, *, is_split=True, page_size=PAGE):
+        super().__init__(stack, size, num_heads, is_split, page_size, MemoryRegion.private)
+        # The whole model's KV, of which each rank has its heads.
+        rng = np.random.default_rng(size)
+        self.truth = rng.integers(
+            0, 256, (NUM_PAGES, LAYERS, 2, num_heads, page_size * TOKEN_BYTES), np.uint8
+        )
+        for kv, heads in zip(self.kv, self.held, strict=True):
+            kv[:] = self.truth[:, :, :, heads.start : heads.stop]
+        self.agents: list[PrefillAgent] = []
+        for rank in reversed(range(size)):  # rank 0 last: it is told the ports of the others
+            ports = [agent.port for agent in self.agents] if rank == 0 else []
+            end = SenderEnd(
+                new_epoch(),
+                "llama",
+                self.layouts[rank],
+                self.regions[rank],
+                [transports[rank]],
+                ports,
+                self.shards[rank],
+            )
+            agent = PrefillAgent("tcp://127.0.0.1:0", end, waker=self.waker)
+            stack.callback(agent.close)
+            self.agents.insert(0, agent)
+        self.group = PrefillGroup(self.agents[0], self.agents[1:]) if size > 1 else self.agents[0]
+
+    def take_pages(self, count):
+        self.pages = self.cache.allocate(count)[::-1]  # so that no two are neighbours
+
+    def push_all(self, room=ROOM):
+        self.group.push(room, self.pages, 0)
+        self.group.finish(room, 9, 77, 0)
+
+    def hear_end(self):
+        """Return the last event of the room; its pages go back."""
+        while not isinstance(event := self.next(), PushDone | Released):
+            assert isinstance(event, Granted)
+        self.cache.release(self.pages)
+        return event
+
+    def is_idle(self):
+        self.wait_until(lambda now: not (now.num_waiting or now.num_pushing))
+
+
+class Decode(Half):
+    def __init__(
+        self, stack, size, num_heads, transports, *, is_split=True, page_size=PAGE, **more
+    ):
+        super().__init__(stack, size, num_heads, is_split, page_size, MemoryRegion.shared)
+        self.agents = [
+            DecodeAgent(
+                epoch=new_epoch(),
+                fingerprint="llama",
+                layout=self.layouts[rank],
+                region=self.regions[rank],
+                transports=transports,
+                waker=self.waker,
+                shard=self.shards[rank],
+                **more,
+            )
+            for rank in range(size)
+        ]
+        for agent in self.agents:
+            stack.callback(agent.close)
+        self.group = DecodeGroup(self.agents[0], self.agents[1:]) if size > 1 else self.agents[0]
+
+    def request(self, port, count, have_tokens=0, room=ROOM):
+        self.pages = self.cache.grant(count)
+        self.group.request(room, "127.0.0.1", port, self.pages, have_tokens)
+
+    def withdraw(self):
+        self.cache.quarantine(self.pages)
+        self.group.withdraw(ROOM)
+
+    def hear_end(self):
+        """Return all events of the room, the last being its end; the pages go back."""
+        events = [self.next()]
+        if isinstance(events[0], Lost):
+            self.cache.quarantine(self.pages)
+            events.append(self.next())
+        if isinstance(events[-1], Landed):
+            self.cache.land(self.pages)
+            self.cache.release(self.pages)
+        else:
+            assert isinstance(events[-1], Failed | Safe)
+            self.cache.reclaim(self.pages)
+        return events
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as opened:
+        yield opened
+
+
+def check_heads(prefill, decode, first_page=0):
+    """Every head of every page on every rank is that of the model; nothing else was written."""
+    for kv, heads in zip(decode.kv, decode.held, strict=True):
+        expected = np.zeros_like(kv)
+        expected[decode.pages] = prefill.truth[prefill.pages[first_page:]][
+            :, :, :, heads.start : heads.stop
+        ]
+        assert (kv == expected).all()
+
+
+def pair(stack, sizes, num_heads=4, *, faults=None, make=LoopbackTransport, **decode):
+    """Return two nodes, ranks of prefill with transports of their own; `faults` by rank."""
+    transports = [
+        LoopbackTransport((faults or {}).get(rank, ())) if make is LoopbackTransport else make()
+        for rank in range(sizes[0])
+    ]
+    listen = _Merged(transports) if make is LoopbackTransport else make()
+    prefill = Prefill(stack, sizes[0], num_heads, transports)
+    return prefill, Decode(stack, sizes[1], num_heads, [listen], **decode), transports
+
+
+class _Merged:
+    """Loopback transports as one to listen on: each rank of prefill has faults of its own."""
+
+    name = "loopback"
+
+    def __init__(self, transports):
+        self._first, *self._others = transports
+
+    def listen(self, pool):
+        listener = self._first.listen(pool)
+        for other in self._others:
+            other._listeners = self._first._listeners
+        return listener
+
+
+@pytest.mark.parametrize("make", [LoopbackTransport, ShmTransport, TcpTransport])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("is_request_first", [True, False])
+def test_every_head_of_every_page_lands_on_every_rank(stack, sizes, make, is_request_first):
+    prefill, decode, _ = pair(stack, sizes, make=make)
+    prefill.take_pages(5)
+    if is_request_first:
+        prefill.group.expect(ROOM)
+        prefill.push_all()
+        decode.request(prefill.agents[0].port, 5)
+    else:
+        decode.request(prefill.agents[0].port, 5)
+        prefill.wait_until(lambda now: now.num_early_grants)
+        prefill.group.expect(ROOM)
+        assert prefill.next() == Granted(ROOM, 0)
+        prefill.push_all()
+    done = prefill.hear_end()
+    assert done == PushDone(ROOM, 5 * sum(layout.page_bytes for layout in decode.layouts))
+    assert decode.hear_end() == [Landed(ROOM, 9, 77, 0)]
+    check_heads(prefill, decode)
+    prefill.check_all_back()
+    decode.check_all_back()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_heads"), [((2, 1), 3), ((1, 2), 3), ((3, 2), 8), ((2, 4), 2), ((4, 2), 2)]
+)
+def test_heads_that_do_not_divide_evenly_or_are_on_several_ranks(stack, sizes, num_heads):
+    prefill, decode, _ = pair(stack, sizes, num_heads)
+    prefill.take_pages(3)
+    decode.request(prefill.agents[0].port, 3)
+    prefill.group.expect(ROOM)
+    prefill.push_all()
+    assert decode.hear_end() == [Landed(ROOM, 9, 77, 0)]
+    assert isinstance(prefill.hear_end(), PushDone)
+    check_heads(prefill, decode)
+
+
+@pytest.mark.parametrize("is_prefill_split", [True, False])
+def test_a_node_that_splits_no_heads_and_one_that_does(stack, is_prefill_split):
+    """And ranks that no head is wanted of hear the end of the room all the same."""
+    transport = LoopbackTransport()
+    prefill = Prefill(stack, 4, 2, [transport] * 4, is_split=is_prefill_split)
+    decode = Decode(stack, 1, 2, [transport])
+    prefill.take_pages(3)
+    decode.request(prefill.agents[0].port, 3)
+    prefill.group.expect(ROOM)
+    prefill.push_all()
+    assert decode.hear_end() == [Landed(ROOM, 9, 77, 0)]
+    assert isinstance(prefill.hear_end(), PushDone)
+    check_heads(prefill, decode)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (4, 1)])
+def test_only_what_decode_does_not_have_is_pushed(stack, sizes):
+    prefill, decode, _ = pair(stack, sizes)
+    prefill.take_pages(5)
+    decode.request(prefill.agents[0].port, 3, have_tokens=2 * PAGE)
+    prefill.group.expect(ROOM)
+    prefill.push_all()
+    assert prefill.next() == Granted(ROOM, 2 * PAGE)
+    assert isinstance(prefill.hear_end(), PushDone)
+    decode.hear_end()
+    check_heads(prefill, decode, first_page=2)
+
+
+def test_pages_of_another_size_at_another_tp(stack):
+    transport = LoopbackTransport()
+    prefill = Prefill(stack, 2, 4, [transport] * 2)
+    decode = Decode(stack, 1, 4, [transport], page_size=PAGE // 2)
+    prefill.take_pages(2)
+    decode.request(prefill.agents[0].port, 4)
+    prefill.group.expect(ROOM)
+    prefill.push_all()
+    decode.hear_end()
+    sent = prefill.truth[prefill.pages].reshape(2, LAYERS, 2, 4, 2, -1)
+    landed = decode.kv[0][decode.pages].reshape(2, 2, LAYERS, 2, 4, -1)
+    assert (landed == sent.transpose(0, 4, 1, 2, 3, 5)).all()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_next_request_takes_the_links_there_are(stack, sizes):
+    prefill, decode, _ = pair(stack, sizes)
+    for _ in range(3):
+        prefill.take_pages(2)
+        decode.request(prefill.agents[0].port, 2)
+        prefill.group.expect(ROOM)  # the same room again, as a driver of its own numbers may
+        prefill.push_all()
+        assert isinstance(prefill.hear_end(), PushDone)
+        assert isinstance(decode.hear_end()[-1], Landed)
+    num_links = sum(agent.statistics().num_links for agent in decode.agents)
+    assert num_links == sum(agent.statistics().num_links for agent in prefill.agents)
+    assert num_links == max(sizes)
+
+
+# ── one of several fails, or gives up ────────────────────────────────────────────────────────────
+
+
+def start(prefill, decode, room=ROOM):
+    """Grant and push."""
+    prefill.take_pages(4)
+    prefill.group.expect(room)
+    decode.request(prefill.agents[0].port, 4, room=room)
+    prefill.push_all(room)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (4, 2), (4, 1)])
+def test_a_source_that_is_killed_in_a_write_fails_the_room_and_costs_no_page(stack, sizes):
+    last = sizes[0] - 1
+    prefill, decode, transports = pair(stack, sizes, faults={last: [Fault("hang")]})
+    start(prefill, decode)
+    assert transports[last].hanging.wait(10)
+    prefill.agents[last].close()
+    lost, safe = decode.hear_end()
+    assert isinstance(lost.error, PeerLost)
+    assert safe == Safe(ROOM)
+    decode.check_all_back()
+    before = [kv.copy() for kv in decode.kv]
+    for transport in transports:
+        transport.release()
+    assert all((kv == was).all() for kv, was in zip(decode.kv, before, strict=True))
+    decode.wait_until(lambda now: not (now.num_granted or now.num_withdrawn or now.num_fencing))
+    # Those that live have let go of it; of the node as a whole nothing is left with its rank.
+    prefill.agents = prefill.agents[:last]
+    prefill.is_idle()
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (4, 2), (1, 2), (2, 4)])
+def test_a_source_that_is_fenced_in_a_write_returns_the_pages_of_both_nodes(stack, sizes):
+    prefill, decode, transports = pair(
+        stack, sizes, faults={0: [Fault("hang")]}, timeouts=ReceiverTimeouts(released_s=0.05)
+    )
+    start(prefill, decode)
+    assert transports[0].hanging.wait(10)
+    decode.withdraw()
+    assert decode.hear_end() == [Safe(ROOM)]
+    assert isinstance(prefill.hear_end(), Released)
+    prefill.check_all_back()
+    decode.check_all_back()
+    prefill.is_idle()
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (4, 2), (2, 4)])
+def test_pages_are_safe_only_when_the_last_source_has_stopped(stack, sizes):
+    last = sizes[0] - 1
+    prefill, decode, transports = pair(stack, sizes, faults={last: [Fault("hang")]})
+    start(prefill, decode)
+    assert transports[last].hanging.wait(10)
+    decode.withdraw()
+    decode.wait_until(lambda now: not now.num_granted)
+    assert list(decode.group.events()) == []
+    transports[last].release()
+    assert decode.hear_end() == [Safe(ROOM)]
+    assert isinstance(prefill.hear_end(), Released)
+    prefill.check_all_back()
+    decode.check_all_back()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_write_that_fails_on_one_link_ends_the_room_on_all_and_the_next_one_works(stack, sizes):
+    prefill, decode, _ = pair(stack, sizes, faults={sizes[0] - 1: [Fault("fail")]})
+    start(prefill, decode)
+    events = decode.hear_end()
+    assert isinstance(events[0].error, PeerLost)
+    assert isinstance(prefill.hear_end(), Released)
+    prefill.check_all_back()
+    decode.check_all_back()
+    prefill.is_idle()
+    for kv in decode.kv:
+        kv[:] = 0
+    start(prefill, decode, Room(43))
+    assert isinstance(decode.hear_end()[-1], Landed)
+    assert isinstance(prefill.hear_end(), PushDone)
+    check_heads(prefill, decode)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_an_abort_before_the_grant_answers_every_rank_of_decode(stack, sizes):
+    prefill, decode, _ = pair(stack, sizes)
+    prefill.take_pages(4)
+    prefill.group.expect(ROOM)
+    prefill.group.abort(ROOM, TandemError("the forward raised"))
+    assert prefill.hear_end() == Released(ROOM)
+    decode.request(prefill.agents[0].port, 4)
+    assert decode.hear_end()[0].error.message == "the forward raised"
+    prefill.check_all_back()
+    decode.check_all_back()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_an_abort_after_the_grant_releases_every_rank(stack, sizes):
+    prefill, decode, _ = pair(stack, sizes)
+    prefill.take_pages(4)
+    prefill.group.expect(ROOM)
+    decode.request(prefill.agents[0].port, 4)
+    assert isinstance(prefill.next(), Granted)
+    prefill.group.abort(ROOM)
+    assert prefill.hear_end() == Released(ROOM)
+    decode.hear_end()
+    prefill.is_idle()
+    prefill.check_all_back()
+    decode.check_all_back()
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 4)])
+def test_a_rank_of_decode_that_is_killed_releases_prefills_pages(stack, sizes):
+    prefill, decode, _ = pair(stack, sizes)
+    prefill.take_pages(4)
+    prefill.group.expect(ROOM)
+    decode.request(prefill.agents[0].port, 4)
+    assert isinstance(prefill.next(), Granted)
+    decode.agents[-1].close()
+    assert isinstance(prefill.hear_end().error, PeerLost)
+    prefill.check_all_back()
+
+
+# ── what cannot be ───────────────────────────────────────────────────────────────────────────────
+
+
+def refusal(stack, prefill, decode):
+    decode.request(prefill.agents[0].port, 1)
+    return decode.hear_end()[0].error
+
+
+def test_a_model_of_other_heads_is_refused_naming_both(stack):
+    transport = LoopbackTransport()
+    prefill, decode = (
+        Prefill(stack, 2, 4, [transport] * 2),
+        Decode(stack, 1, 3, [transport]),
+    )
+    error = refusal(stack, prefill, decode)
+    assert isinstance(error, LayoutMismatch)
+    assert "rank 0 of 2, 4 KV heads in all" in error.message
+    assert "3 KV heads" in error.message
+
+
+def test_a_rank_that_holds_another_share_than_its_own_is_refused(stack):
+    transport = LoopbackTransport()
+    prefill, decode = Prefill(stack, 2, 4, [transport] * 2), Decode(stack, 1, 2, [transport])
+    decode.agents[0].close()
+    decode.agents[0] = decode.group = DecodeAgent(
+        epoch=new_epoch(),
+        fingerprint="llama",
+        layout=decode.layouts[0],
+        region=decode.regions[0],
+        transports=[transport],
+        waker=decode.waker,
+        shard=Shard(0, 4, 4),  # of which each rank has one
+    )
+    stack.callback(decode.group.close)
+    error = refusal(stack, prefill, decode)
+    assert isinstance(error, LayoutMismatch)
+    assert "rank 0 of 4 holds 2 of 4 KV heads; its share is 1" in error.message
+
+
+@pytest.fixture
+def stranger(stack):
+    """Return what to say to, and to hear from, a prefill of one rank with four heads."""
+    transport = LoopbackTransport()
+    prefill = Prefill(stack, 1, 4, [transport])
+    links = [Link(f"tcp://127.0.0.1:{prefill.agents[0].port}", FromPrefill) for _ in range(2)]
+    for each in links:
+        stack.callback(each.close)
+
+    def say(link, message):
+        while True:
+            try:
+                return link.send(message)
+            except PeerLost:
+                wait([link], 0.001)
+
+    def hear(link):
+        for _ in range(100):
+            while (message := link.receive()) is not None:
+                if not isinstance(message, LinkPing):
+                    return message
+            wait([link], 0.1)
+        raise AssertionError("nothing came in 10 s")
+
+    def greet(link, number, tp_rank, tp_size):
+        layout = replace(prefill.layouts[0], num_kv_heads=4 // tp_size)
+        region = stack.enter_context(MemoryRegion.private(layout.pool_bytes))
+        listener = transport.listen(Pool(region, layout.page_bytes, NUM_PAGES))
+        hello = Hello(
+            epoch=Epoch(number),
+            fingerprint="llama",
+            layout=layout.to_info(),
+            offers=[listener.admit("127.0.0.1").offer],
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            model_kv_heads=4,
+        )
+        say(link, hello)
+        assert isinstance(hear(link), Welcome)
+
+    return prefill, links, say, hear, greet
+
+
+def test_nodes_of_two_sizes_cannot_grant_parts_of_one_room(stranger):
+    prefill, links, say, hear, greet = stranger
+    greet(links[0], 5, tp_rank=0, tp_size=2)
+    greet(links[1], 6, tp_rank=1, tp_size=4)
+    say(links[0], Grant(epoch=Epoch(5), room=ROOM, page_ids=[1]))
+    prefill.wait_until(lambda now: now.num_early_grants)
+    say(links[1], Grant(epoch=Epoch(6), room=ROOM, page_ids=[1]))
+    word = hear(links[1])
+    assert isinstance(word, ReleasedWord)
+    assert word.error.message == "this room is granted by a node of another size"
+
+
+def test_a_part_that_is_over_cannot_be_granted_again_while_others_go_on(stranger):
+    prefill, links, say, hear, greet = stranger
+    greet(links[0], 5, tp_rank=0, tp_size=2)
+    prefill.group.expect(ROOM)
+    say(links[0], Grant(epoch=Epoch(5), room=ROOM, page_ids=[]))
+    prefill.group.finish(ROOM, 9, 77, 0)
+    assert isinstance(hear(links[0]), LandedWord)
+    say(links[0], Grant(epoch=Epoch(5), room=ROOM, page_ids=[]))
+    assert "this room is over" in hear(links[0]).error.message
+
+
+def test_a_request_whose_grant_was_taken_back_by_one_rank_fails_at_once(stranger):
+    prefill, links, say, hear, greet = stranger
+    greet(links[0], 5, tp_rank=0, tp_size=2)
+    say(links[0], Grant(epoch=Epoch(5), room=ROOM, page_ids=[1]))
+    say(links[0], Withdraw(epoch=Epoch(5), room=ROOM))
+    assert isinstance(hear(links[0]), ReleasedWord)
+    prefill.group.expect(ROOM)
+    assert isinstance(prefill.next().error, Aborted)
+    prefill.is_idle()
+    greet(links[1], 6, tp_rank=1, tp_size=2)
+    say(links[1], Grant(epoch=Epoch(6), room=ROOM, page_ids=[1]))
+    assert hear(links[1]).error.code == "aborted"  # the other rank's grant is answered, too
