@@ -8,10 +8,9 @@ from tandem.doctor.nodes import NodeAnswer
 from tandem.doctor.report import Finding
 from wire.node_info import NodeInfo
 
-# As `engine.model` makes it: kind, layers, type of the weights, digest, and under --tp the rank.
+# As `engine.model` makes it: kind, layers, type of the weights, digest.
 FINGERPRINT = re.compile(
     r"(?P<kind>.+)-(?P<layers>\d+)layers-(?P<dtype>\w+)-(?P<digest>[0-9a-f]{16})"
-    r"(?:-tp(?P<tp>\d+)rank\d+)?"
 )
 
 
@@ -107,9 +106,8 @@ def _difference(prefill: str, decode: str) -> str:
         ("kind", "different models ({} and {}): give both the same --model"),
         ("layers", "different models ({} and {} layers): give both the same --model"),
         ("dtype", "weights of different types ({} and {}): give both the same --dtype"),
-        ("tp", "different --tp ({} and {}): give both the same"),
     ):
-        values = ours[group] or "1", theirs[group] or "1"
+        values = ours[group], theirs[group]
         if values[0] != values[1]:
             return advice.format(*values)
     return (

@@ -43,7 +43,6 @@ def test_two_nodes_of_one_model_can_pair():
         (f"Qwen3-30layers-bfloat16-{DIGEST}", "--model"),
         (f"Llama-16layers-bfloat16-{DIGEST}", "16 layers"),
         (f"Llama-30layers-float32-{DIGEST}", "--dtype"),
-        (f"Llama-30layers-bfloat16-{DIGEST}-tp2rank0", "--tp"),
         (f"Llama-30layers-bfloat16-{DIGEST[::-1]}", "--kv-cache-dtype"),
         ("something else", "different models"),
     ],
