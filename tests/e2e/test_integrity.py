@@ -22,7 +22,7 @@ class FlipsOneBit(TcpTransport):
     is_well = False
 
     def connect(self, offer, region):
-        connection = TcpConnection(offer, region, 1)
+        connection = TcpConnection(offer, region, self._config)
         healthy, pool = connection.write, region.array()
 
         def write(room, plan):
