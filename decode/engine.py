@@ -2,6 +2,7 @@
 
 import sys
 
+import torch
 from typing_extensions import override
 
 from decode.role import DecodeRole
@@ -10,8 +11,9 @@ from kvtransfer.receiver import DecodeAgent
 from kvtransfer.region import MemoryRegion
 from node.config import NodeConfig
 from node.engine_host import Parts, PoolPlan, RoleHost, main
+from node.pool_memory import bytes_of, make_region
 from node.rank_agent import RemoteReceiver
-from node.transfer import RankEnd, make_receiver, make_region
+from node.transfer import RankEnd, make_receiver
 
 
 class _Host(RoleHost):
@@ -20,10 +22,10 @@ class _Host(RoleHost):
     _agent: DecodeAgent | None = None
 
     @override
-    def memory(self, config: NodeConfig, plan: PoolPlan) -> memoryview:
+    def memory(self, config: NodeConfig, plan: PoolPlan) -> torch.Tensor:
         self._plan = plan
-        self._region = make_region(config, plan.layout)
-        return self._region.buffer
+        self._region = make_region(config, plan.memory_bytes)
+        return bytes_of(self._region)
 
     @override
     def role(self, parts: Parts) -> DecodeRole:

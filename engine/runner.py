@@ -147,15 +147,15 @@ def make_pool(
     num_pages: int,
     page_size: int,
     device: str,
-    buffer: memoryview | None = None,
+    memory: torch.Tensor | None = None,
     *,
     has_scratch_page: bool = False,
 ) -> torch.Tensor:
     """Make the tensor of a pool.
 
     Args:
-        buffer: Memory to use instead of torch's own, such as a shared region; at least
-            `num_pages * page_size * shape.kv_bytes_per_token` bytes.
+        memory: Bytes on `device` to use, such as a shared region's; None takes new ones. At least
+            `page_size * shape.kv_bytes_per_token` for each page.
         has_scratch_page: Add one page behind those counted, with the number `num_pages`. Nobody owns it;
             rows that pad a batch write there.
 
@@ -165,7 +165,7 @@ def make_pool(
     """
     num_made = num_pages + has_scratch_page
     sizes = (num_made, shape.num_layers, 2, shape.num_kv_heads, page_size, shape.head_dim)
-    if buffer is None:
+    if memory is None:
         return torch.zeros(sizes, dtype=shape.kv_dtype, device=device)
-    num_elements = torch.Size(sizes).numel()
-    return torch.frombuffer(buffer, dtype=shape.kv_dtype, count=num_elements).view(sizes)
+    size_bytes = torch.Size(sizes).numel() * shape.kv_dtype.itemsize
+    return memory[:size_bytes].view(shape.kv_dtype).view(sizes)

@@ -172,6 +172,5 @@ def _extents(
 
 
 def _feed(digest: xxhash.xxh3_64, region: MemoryRegion, extents: Iterable[slice]) -> None:
-    pool = region.buffer
     for extent in extents:
-        digest.update(pool[extent])
+        digest.update(region.read(extent))

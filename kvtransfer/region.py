@@ -10,13 +10,14 @@ import mmap
 import os
 import re
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import override
+from typing_extensions import Buffer, override
 
 from wire.errors import ConfigInvalid, TransferRefused
 
@@ -63,13 +64,18 @@ class MemoryRegion:
         self._buffer = memoryview(memory)
 
     @classmethod
-    def of_tensor(cls, tensor: DeviceTensor) -> "MemoryRegion":
+    def of_tensor(
+        cls, tensor: DeviceTensor, read: Callable[[slice], Buffer] | None = None
+    ) -> "DeviceRegion":
         """Return the memory of a tensor on a device; the tensor stays alive as long as the region.
+
+        Args:
+            read: Copies bytes to the CPU, at once and on any thread; None: nobody is going to ask.
 
         Raises:
             ValueError: It has gaps.
         """
-        return _DeviceRegion(tensor)
+        return DeviceRegion(tensor, read)
 
     @classmethod
     def shared(cls, size_bytes: int, name_hint: str = "kv") -> "MemoryRegion":
@@ -127,6 +133,10 @@ class MemoryRegion:
         """
         return np.frombuffer(self._memory, np.uint8)
 
+    def read(self, extent: slice) -> Buffer:
+        """Return some of the bytes where the CPU can look at them: a copy if a device has them."""
+        return self._buffer[extent]
+
     def close(self) -> None:
         """Remove the file and unmap. Safe to call twice.
 
@@ -159,13 +169,18 @@ class MemoryRegion:
         return f"MemoryRegion({self.path or 'private'}, {self.size_bytes >> 20} MiB)"
 
 
-class _DeviceRegion(MemoryRegion):
-    """Memory of a device, which the CPU does not look into."""
+class DeviceRegion(MemoryRegion):
+    """Memory of a device, which the CPU does not look into.
 
-    def __init__(self, tensor: DeviceTensor) -> None:
+    Attributes:
+        tensor: What it is the memory of; None once it is closed.
+    """
+
+    def __init__(self, tensor: DeviceTensor, read: Callable[[slice], Buffer] | None) -> None:
         if not tensor.is_contiguous():
             raise ValueError("a region is contiguous, and this tensor is not")
-        self._tensor: DeviceTensor | None = tensor
+        self.tensor: DeviceTensor | None = tensor
+        self._read = read
         self._size_bytes, self._address = tensor.nbytes, tensor.data_ptr()
         self.device = str(tensor.device)
         self.path = None
@@ -190,8 +205,14 @@ class _DeviceRegion(MemoryRegion):
         return self._address
 
     @override
+    def read(self, extent: slice) -> Buffer:
+        if self._read is None:
+            raise TransferRefused(f"memory of {self.device} is not the CPU's to read")
+        return self._read(extent)
+
+    @override
     def close(self) -> None:
-        self._tensor = None
+        self.tensor = self._read = None
 
     @override
     def __repr__(self) -> str:

@@ -6,6 +6,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from kvtransfer.checksum import Verify
+from kvtransfer.transports.registry import names_of
 from wire.errors import ConfigInvalid
 from wire.keys import is_loopback
 
@@ -96,11 +97,8 @@ def check(config: NodeConfig) -> NodeConfig:
             f"--transfer-interface {config.transfer.interface} is for links to other hosts, and "
             f"--host {config.host} is for this one: give a --host that they reach"
         )
-    if config.role != "colocated" and engine.device != "cpu":
-        raise ConfigInvalid(
-            f"--device {engine.device} works with `tandem serve` only: no transport of this release "
-            "reaches GPU memory"
-        )
+    if config.role != "colocated":
+        names_of(config.transfer.backend, engine.device)
     if engine.tp_size > 1 and engine.device not in ("cpu", "cuda"):
         raise ConfigInvalid(
             f"--device {engine.device} is one device and --tp {engine.tp_size} takes more: give "

@@ -51,11 +51,16 @@ RANK_LOST_GRACE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """How large the pool is going to be: what a role needs to make memory for it."""
+    """How large the pool is going to be: what a role needs to make memory for it.
+
+    Attributes:
+        has_scratch_page: One page more lies behind those counted; see `make_pool`.
+    """
 
     shape: ModelShape
     num_pages: int
     page_size: int
+    has_scratch_page: bool = False
 
     @property
     def layout(self) -> KVLayout:
@@ -69,6 +74,11 @@ class PoolPlan:
             dtype=self.shape.kv_dtype_name,
             itemsize=self.shape.kv_dtype.itemsize,
         )
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return what the pool takes."""
+        return self.layout.pool_bytes + self.has_scratch_page * self.layout.page_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +104,8 @@ class RoleHost(ABC):
     `memory` is called once, before `role`.
     """
 
-    def memory(self, config: NodeConfig, plan: PoolPlan) -> memoryview | None:
-        """Return the memory of the pool; None leaves it to torch."""
+    def memory(self, config: NodeConfig, plan: PoolPlan) -> torch.Tensor | None:
+        """Return the memory of the pool, as bytes; None leaves it to torch."""
         del config, plan
         return None
 
@@ -233,7 +243,7 @@ def build_engine(
 
 
 def build_shard(
-    config: NodeConfig, memory: Callable[[PoolPlan], memoryview | None]
+    config: NodeConfig, memory: Callable[[PoolPlan], torch.Tensor | None]
 ) -> tuple[Runner, PoolPlan]:
     """Load this rank's shard of the model and make its pool.
 
@@ -245,18 +255,17 @@ def build_shard(
         torch.set_num_threads(settings.num_threads)
     model, shape = load_model(settings)
     num_pages = least(_num_pages(config, shape), settings)
-    plan = PoolPlan(shape, num_pages, settings.page_size)
-    if plan.num_pages < 1:
+    if num_pages < 1:
         raise ConfigInvalid("the KV pool holds no page: raise --max-total-tokens")
-    buffer = memory(plan)
     backend = choose_backend(settings, shape)
+    plan = PoolPlan(shape, num_pages, settings.page_size, is_recording(settings, backend))
     kv = make_pool(
         shape,
         plan.num_pages,
         plan.page_size,
         settings.device,
-        buffer,
-        has_scratch_page=is_recording(settings, backend),
+        memory(plan),
+        has_scratch_page=plan.has_scratch_page,
     )
     log.info(
         "engine.loaded",

@@ -166,7 +166,7 @@ def _add_server_flags(group: argparse._ArgumentGroup, default_port: int) -> None
 def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     defaults = EngineConfig(model_dir="")
-    add("--device", default="cpu", help="cpu; with `tandem serve` also cuda:N, or cuda with --tp")
+    add("--device", default="cpu", help="cpu, cuda:N, or cuda with --tp")
     add("--page-size", "--block-size", type=int, default=defaults.page_size, help="tokens a page")
     add(
         "--max-total-tokens",

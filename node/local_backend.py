@@ -147,7 +147,7 @@ class LocalBackend:
     def _transports(self) -> list[str]:
         if self._config.role == "colocated":
             return []
-        return names_of(self._config.transfer.backend)
+        return names_of(self._config.transfer.backend, self._config.engine.device)
 
     def metrics(self) -> str:
         """See `Backend.metrics`."""

@@ -9,6 +9,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from typing_extensions import override
 
 from kvtransfer.events import ReceiverEvent, SenderEvent
@@ -18,6 +19,7 @@ from kvtransfer.region import MemoryRegion
 from kvtransfer.sender import PrefillAgent
 from node.config import NodeConfig, NodeRole
 from node.engine_host import PoolPlan
+from node.pool_memory import bytes_of, make_region
 from node.rank_messages import (
     Abort,
     Expect,
@@ -40,7 +42,7 @@ from node.rank_messages import (
     unpack_sender_event,
 )
 from node.ranks import RankProcess
-from node.transfer import RankEnd, make_receiver, make_region, make_sender
+from node.transfer import RankEnd, make_receiver, make_sender
 from wire.channel import Waker
 from wire.errors import TandemError
 from wire.ids import Room, new_epoch
@@ -61,10 +63,10 @@ class RankAgent(ABC):
         self._key = cluster_key(config.host, is_insecure=config.is_insecure)
         self._region: MemoryRegion | None = None
 
-    def memory(self, plan: PoolPlan) -> memoryview | None:
+    def memory(self, plan: PoolPlan) -> torch.Tensor | None:
         """Return the memory of the pool; None leaves it to torch. Called once, before `start`."""
-        self._region = make_region(self._config, plan.layout)
-        return self._region.buffer
+        self._region = make_region(self._config, plan.memory_bytes)
+        return bytes_of(self._region)
 
     @abstractmethod
     def start(self, plan: PoolPlan) -> None:

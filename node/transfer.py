@@ -1,4 +1,4 @@
-"""The transfer agent of one rank, and its memory: made alike on every rank of a node."""
+"""The transfer agent of one rank: made alike on every rank of a node."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from kvtransfer.region import MemoryRegion
 from kvtransfer.sender import PrefillAgent, SenderTimeouts
 from kvtransfer.sharding import Shard
 from kvtransfer.transports.base import Transport, TransportConfig
-from kvtransfer.transports.registry import names_of, transports
+from kvtransfer.transports.registry import transports
 from node.config import NodeConfig
 from wire.channel import Waker, tcp_address
 from wire.ids import Epoch
@@ -32,21 +32,13 @@ class RankEnd:
     model_kv_heads: int
 
 
-def make_region(config: NodeConfig, layout: KVLayout) -> MemoryRegion:
-    """Return memory for a pool: on decode such as the other side can write into."""
-    # Only memory in a file can be mapped by a prefill of this host.
-    is_shared = config.role == "decode" and "shm" in names_of(config.transfer.backend)
-    make = MemoryRegion.shared if is_shared else MemoryRegion.private
-    return make(layout.pool_bytes)
-
-
 def _transports(config: NodeConfig) -> list[Transport]:
     told = TransportConfig(
         host=config.host,
         interface=config.transfer.interface,
         directory=config.transfer.directory,
     )
-    return transports(config.transfer.backend, told)
+    return transports(config.transfer.backend, told, config.engine.device)
 
 
 def make_sender(

@@ -16,6 +16,7 @@ from kvtransfer.transports.base import TransportConfig
 from kvtransfer.transports.registry import transports
 from node.engine_host import PoolPlan
 from node.loop import Ticket
+from node.pool_memory import bytes_of
 from prefill.role import PrefillRole
 from wire.channel import Peer, Waker, wait
 from wire.ids import RequestId, new_epoch, new_room
@@ -104,7 +105,7 @@ class Pair:
         model, shape = load_model(config)
         plan = PoolPlan(shape, NUM_PAGES * PAGE // page_size, page_size)
         region = make_region(plan.layout.pool_bytes) if make_region else None
-        pool = make_pool(shape, plan.num_pages, page_size, "cpu", region and region.buffer)
+        pool = make_pool(shape, plan.num_pages, page_size, "cpu", region and bytes_of(region))
         return (
             Engine(
                 ModelRunner(model, pool, choose_backend(config, shape)),

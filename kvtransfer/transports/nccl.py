@@ -12,7 +12,7 @@ The fence. A receive that was posted cannot be taken back, so none is posted on 
 writes into staging memory, and only the copy out of it, for which pages are opened, writes into
 the pool. A fence waits for that copy. The cut stream aborts the group, which ends all else.
 
-Pools are in CPU memory today, which makes every group one of gloo: that of NCCL has never run.
+Pools in CPU memory make a group of gloo. That of NCCL has never run.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from torch.distributed.distributed_c10d import Store
 from typing_extensions import override
 
 from kvtransfer.plan import CopyPlan
-from kvtransfer.region import MemoryRegion
+from kvtransfer.region import DeviceRegion, MemoryRegion
 from kvtransfer.transports import lanes
 from kvtransfer.transports import tcp_frames as frames
 from kvtransfer.transports.base import Pool, TransportConfig
@@ -85,6 +85,9 @@ class NcclTransport:
 
 
 def _tensor(region: MemoryRegion) -> torch.Tensor:
+    if isinstance(region, DeviceRegion):
+        assert isinstance(region.tensor, torch.Tensor)
+        return region.tensor
     return torch.from_numpy(region.array())
 
 

@@ -31,26 +31,44 @@ BUILT_IN = {
 }
 # What `auto` means, best first: offers are made, and tried, in this order.
 AUTO = ("shm", "tcp")
+AUTO_ON_GPUS = ("cuda_ipc", "nccl")
+# Those of them, and others, that only reach pools in the CPU's memory.
+CPU_ONLY = frozenset({"shm", "tcp", "file", "ucx"})
 # The extra of this package that brings the library a transport stands on.
 EXTRAS = {"ucx": "ucx"}
 
 
-def transports(name: str, config: TransportConfig) -> list[Transport]:
+def transports(name: str, config: TransportConfig, device: str = "cpu") -> list[Transport]:
     """Return the transports that `--transfer-backend name` allows, best first.
 
     Args:
         name: `auto` for the best of the built-in ones, or one name; several may be joined with commas.
         config: Passed to each.
+        device: Whose memory the pool is in.
 
     Raises:
-        ConfigInvalid: There is none of that name, or what it stands on is not installed.
+        ConfigInvalid: There is none of that name, what it stands on is not installed, or it does not
+            reach that memory.
     """
-    return [_factory(each)(config) for each in names_of(name)]
+    return [_factory(each)(config) for each in names_of(name, device)]
 
 
-def names_of(name: str) -> list[str]:
-    """Return the names that `--transfer-backend name` stands for, best first."""
-    return list(AUTO) if name == "auto" else name.split(",")
+def names_of(name: str, device: str = "cpu") -> list[str]:
+    """Return the names that `--transfer-backend name` stands for, best first.
+
+    Raises:
+        ConfigInvalid: One of them does not reach the memory of `device`.
+    """
+    automatic = AUTO if device == "cpu" else AUTO_ON_GPUS
+    if name == "auto":
+        return list(automatic)
+    names = name.split(",")
+    if device != "cpu" and (beside := [each for each in names if each in CPU_ONLY]):
+        raise ConfigInvalid(
+            f"--transfer-backend {beside[0]} does not reach the memory of --device {device}: give auto "
+            f"or {' or '.join(automatic)}"
+        )
+    return names
 
 
 def listen(allowed: Sequence[Transport], pool: Pool) -> dict[str, Listener]:

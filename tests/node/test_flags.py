@@ -40,6 +40,14 @@ def test_the_flags_of_sglangs_disaggregation_are_understood():
     assert args.meaningless == ["--disaggregation-ib-device", "--enable-metrics"]
 
 
+def test_a_node_on_a_gpu_takes_transports_that_reach_its_memory():
+    config, _ = read("--device", "cuda:0")
+    assert config.engine.device == "cuda:0"
+    read("--device", "cuda", "--tp", "2", "--transfer-backend", "cuda_ipc,nccl")
+    with pytest.raises(ConfigInvalid, match="--transfer-backend tcp does not reach"):
+        read("--device", "cuda:0", "--transfer-backend", "cuda_ipc,tcp")
+
+
 def test_the_flags_of_a_link_reach_its_transport():
     config, _ = read("--transfer-backend", "file", "--transfer-directory", "/mnt/kv")
     assert (config.transfer.backend, config.transfer.directory) == ("file", "/mnt/kv")
@@ -63,9 +71,9 @@ def test_a_flag_that_takes_no_value_does_not_swallow_the_next_one():
         ["--transfer-interface", "eth1"],
         ["--transfer-backend", "file"],
         ["--transfer-backend", "tcp,file"],
-        ["--device", "cuda:0"],
         ["--device", "cuda:0", "--tp", "2"],
         ["--tp", "0"],
+        ["--transfer-backend", "shm", "--device", "cuda:0"],
     ],
 )
 def test_a_value_that_cannot_work_is_refused_by_the_name_of_its_flag(argv):

@@ -1,12 +1,11 @@
 """What memory a pool gets."""
 
 import pytest
+import torch
 
-from kvtransfer.layout import KVLayout
-from node.transfer import make_region
+from kvtransfer.region import MemoryRegion
+from node.pool_memory import bytes_of, make_region
 from tests.node.test_flags import read
-
-LAYOUT = KVLayout(2, 4, 1, 1, 8, "float32", 4)
 
 
 @pytest.mark.parametrize(
@@ -21,5 +20,13 @@ LAYOUT = KVLayout(2, 4, 1, 1, 8, "float32", 4)
 )
 def test_a_pool_is_in_shared_memory_where_a_prefill_may_map_it(role, backend, is_shared):
     config, _ = read("--transfer-backend", backend, role=role)
-    with make_region(config, LAYOUT) as region:
+    with make_region(config, 4096) as region:
         assert (region.path is not None) == is_shared
+
+
+def test_the_bytes_of_a_region_are_the_regions_own():
+    region = MemoryRegion.private(4096)
+    bytes_of(region)[5] = 7
+    assert region.buffer[5] == 7
+    on_device = torch.zeros(4096, dtype=torch.uint8)
+    assert bytes_of(MemoryRegion.of_tensor(on_device)) is on_device
