@@ -113,6 +113,7 @@ class BootstrapPort:
         self._end, self._inbox, self._clock = end, inbox, clock
         self._heard, self._lost = heard, lost
         self._links: dict[Peer, DecodeLink] = {}
+        self._ending: list[PushWorker] = []  # of lost links; perhaps in a write still
         self._next_ping_s = clock()
         self.num_refused = 0
 
@@ -143,14 +144,15 @@ class BootstrapPort:
         self._refuse(link.peer, error)
         del self._links[link.peer]
         link.worker.close()
+        self._ending = [each for each in self._ending if each.is_running] + [link.worker]
         self._lost(link, error)
 
     def close(self) -> None:
         """Hang up on everybody. After it no write of ours is under way."""
         for link in self._links.values():
             link.worker.close()
-        for link in self._links.values():
-            link.worker.join()
+        for worker in (*self._ending, *(link.worker for link in self._links.values())):
+            worker.join()
         self._inbox.close()
 
     def _hear(self, peer: Peer, message: ToPrefill, control: ControlThread) -> None:

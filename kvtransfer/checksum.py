@@ -1,18 +1,16 @@
 """Checksums of pages: how decode finds that bytes arrived other than they were sent.
 
-Of a granted page the bytes that prefill wrote are hashed, in the order in which they lie in decode's
-page. Both ends work out for themselves which those are: prefill plans the page's tokens from its own
-pages to decode's, decode plans the same tokens from its pages to themselves. So page sizes and heads
-may differ, and what lies between the written bytes does not matter.
+Of a granted page the bytes that prefill wrote are hashed, layer by layer, in the order in which they
+lie in decode's page. Both ends work out for themselves which those are: prefill plans the page's tokens
+from its own pages to decode's, decode plans the same tokens from its pages to themselves. So page sizes
+and heads may differ, and what lies between the written bytes does not matter.
 
-Which pages are hashed follows from the room, so the two ends need not speak of it: one in
-`SAMPLE_ONE_IN` by a draw keyed with the room, and the last. A link that corrupts does so again and
-again, and is found in the first prompts; hashing every byte on both sides would cost as much as half
-the copy does.
+Which layers are hashed follows from the room, so the two ends need not speak of it: one in
+`SAMPLE_ONE_IN`, from a draw keyed with the room. A page that went elsewhere, or nowhere, is found in
+any layer; a link that flips bits does so again and again, and is found in the first prompts.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
@@ -24,52 +22,48 @@ from kvtransfer.region import MemoryRegion
 from wire.ids import Room
 
 Verify = Literal["off", "sample", "always"]
-"""How much is hashed: nothing, some pages of each room, all of them."""
+"""How much is hashed: nothing, some layers of each room, all of them."""
 
-# Decode hashes after the last byte came, so all of it is waited for: at 16, a thirtieth of a memcpy.
-SAMPLE_ONE_IN = 16
+# Decode hashes after the last byte came, so all of it is waited for.
+SAMPLE_ONE_IN = 32
 _ONE_IN: Mapping[Verify, int] = {"off": 0, "sample": SAMPLE_ONE_IN, "always": 1}
 
 
 def one_in(verify: Verify) -> int:
-    """Return of how many pages one is hashed; 0 for none."""
+    """Return of how many layers one is hashed; 0 for none."""
     return _ONE_IN[verify]
 
 
-def sampled_pages(room: Room, num_pages: int, one_in: int) -> list[int]:
-    """Return which pages of a grant are hashed, by their place in it, ascending."""
-    if not one_in or not num_pages:
-        return []
-    last = num_pages - 1
-    seed = room % 2**64  # drivers other than our router may number rooms as they like
-    draws = (xxhash.xxh3_64_intdigest(i.to_bytes(8, "little"), seed=seed) for i in range(last))
-    return [i for i, draw in enumerate(draws) if draw % one_in == 0] + [last]
+def sampled_layers(room: Room, num_layers: int, one_in: int) -> range:
+    """Return which layers of a room's pages are hashed; one at least, unless `one_in` is 0."""
+    if not one_in:
+        return range(0)
+    key = room % 2**64  # drivers other than our router may number rooms as they like
+    draw = xxhash.xxh3_64_intdigest(key.to_bytes(8, "little"))
+    return range(draw % min(one_in, num_layers), num_layers, one_in)
 
 
 def arrived_sums(
     region: MemoryRegion,
     granted: PagedTokens,
     end_token: int,
-    indexes: Iterable[int],
+    layers: range,
     heads: HeadRange | None = None,
 ) -> list[int]:
-    """Return the xxh3-64 of what was written into pages of a grant, at the receiving end.
+    """Return, at the receiving end, the xxh3-64 of what was written into each page of a grant.
 
     Args:
         region: The own pool, which holds the pages.
         end_token: One past the last token that was written.
-        indexes: Which pages, by their place in the grant.
+        layers: Those that are hashed.
         heads: Those written, by their place in the own pages; None means all.
     """
     if heads is not None:
         heads = HeadRange(heads.destination_first, heads.destination_first, heads.num_heads)
-    sums = []
-    for index in indexes:
-        page, tokens = _page(granted, index, end_token)
-        digest = xxhash.xxh3_64()
-        _feed(digest, region, _extents(page, page, tokens, heads))
-        sums.append(digest.intdigest())
-    return sums
+    sums = _PageSums(region, granted, heads)
+    for layer in layers:
+        sums.feed(granted, range(granted.first_token, end_token), layer)
+    return sums.all()
 
 
 class PushSums:
@@ -81,7 +75,7 @@ class PushSums:
     Args:
         region: The own pool.
         granted: Where the prompt goes.
-        indexes: Which of these pages, ascending.
+        layers: Those that are hashed.
         heads: Those pushed over this link; None means all.
     """
 
@@ -89,27 +83,28 @@ class PushSums:
         self,
         region: MemoryRegion,
         granted: PagedTokens,
-        indexes: Sequence[int],
+        layers: range,
         heads: HeadRange | None = None,
     ) -> None:
-        self._region, self._granted, self._heads = region, granted, heads
-        self._indexes = indexes
-        self._digests: dict[int, xxhash.xxh3_64] = {}
-        self._complete: set[int] = set()
+        self._granted, self._layers = granted, layers
+        self._sums = _PageSums(region, granted, heads)
+        self._incomplete = set(range(len(granted.page_ids)))
 
     def add(self, own: PagedTokens, layers: range) -> None:
         """Hash what was just pushed. Layers of a run come in order, each once."""
         size, first = self._granted.layout.page_size, self._granted.first_token
-        begin = bisect_left(self._indexes, -(-(own.first_token - first) // size))
-        for index in self._indexes[begin:]:
-            page, tokens = _page(self._granted, index, self._granted.end_token)
-            if tokens.stop > own.end_token:
-                break
-            digest = self._digests.setdefault(index, xxhash.xxh3_64())
-            extents = _extents(_holding(own, tokens), page, tokens, self._heads, layers)
-            _feed(digest, self._region, extents)
-            if layers.stop == own.layout.num_layers:
-                self._complete.add(index)
+        end_token = min(own.end_token, self._granted.end_token)
+        begin = max(0, -(-(own.first_token - first) // size))
+        is_to_the_end = end_token == self._granted.end_token
+        end = len(self._granted.page_ids) if is_to_the_end else (end_token - first) // size
+        if begin >= end:
+            return
+        tokens = range(first + begin * size, min(first + end * size, end_token))
+        for layer in self._layers:
+            if layer in layers:
+                self._sums.feed(own, tokens, layer)
+        if layers.stop == own.layout.num_layers:
+            self._incomplete.difference_update(range(begin, end))
 
     def finish(self, own_pages: Mapping[int, int], layout: KVLayout, end_token: int) -> list[int]:
         """Hash the rest; return the sums.
@@ -119,58 +114,48 @@ class PushSums:
             layout: Of the own pool.
             end_token: One past the last token that was pushed.
         """
-        for index in self._indexes:
-            if index in self._complete:
-                continue
-            page, tokens = _page(self._granted, index, end_token)
+        size = self._granted.layout.page_size
+        for index in sorted(self._incomplete):
+            begin = self._granted.first_token + index * size
+            tokens = range(begin, min(begin + size, end_token))
             first, last = tokens.start // layout.page_size, (tokens.stop - 1) // layout.page_size
             held = [own_pages[i] for i in range(first, last + 1)]
-            own = PagedTokens(layout, held, first * layout.page_size)
-            self._digests[index] = digest = xxhash.xxh3_64()
-            _feed(digest, self._region, _extents(own, page, tokens, self._heads))
-        return [self._digests[index].intdigest() for index in self._indexes]
+            self._sums.begin_again(index)
+            for layer in self._layers:
+                self._sums.feed(PagedTokens(layout, held, first * layout.page_size), tokens, layer)
+        return self._sums.all()
 
 
-def _page(granted: PagedTokens, index: int, end_token: int) -> tuple[PagedTokens, range]:
-    """Return one granted page, and its tokens before `end_token`."""
-    begin = granted.first_token + index * granted.layout.page_size
-    page = PagedTokens(granted.layout, [granted.page_ids[index]], begin)
-    return page, range(begin, min(page.end_token, end_token))
+class _PageSums:
+    """A digest for each page of a grant, of bytes that a pool holds now."""
 
+    def __init__(self, region: MemoryRegion, granted: PagedTokens, heads: HeadRange | None) -> None:
+        self._region, self._granted, self._heads = region, granted, heads
+        self._digests = [xxhash.xxh3_64() for _ in granted.page_ids]
+        self._index_of = {page_id: index for index, page_id in enumerate(granted.page_ids)}
 
-def _holding(own: PagedTokens, tokens: range) -> PagedTokens:
-    """Return only the pages that hold `tokens`: planning looks at every page it is given."""
-    size = own.layout.page_size
-    first = (tokens.start - own.first_token) // size
-    last = (tokens.stop - 1 - own.first_token) // size
-    return PagedTokens(own.layout, own.page_ids[first : last + 1], own.first_token + first * size)
+    def begin_again(self, index: int) -> None:
+        """Forget what was hashed of a page."""
+        self._digests[index].reset()
 
+    def feed(self, source: PagedTokens, tokens: range, layer: int) -> None:
+        """Hash one layer of tokens that lie in pages of `source`, all that a granted page has of them."""
+        layers = range(layer, layer + 1)
+        plan = plan_copies(source, self._granted, tokens, self._heads, layers)
+        page_bytes = self._granted.layout.page_bytes
+        extents, digests = [], []
+        for copy in np.argsort(plan.destination_offset).tolist():
+            begin, to = int(plan.source_offset[copy]), int(plan.destination_offset[copy])
+            end = to + int(plan.size_bytes[copy])
+            while to < end:  # pages of one layer that follow each other are one copy
+                page_id = to // page_bytes
+                size = min(end, (page_id + 1) * page_bytes) - to
+                extents.append(slice(begin, begin + size))
+                digests.append(self._digests[self._index_of[page_id]])
+                begin, to = begin + size, to + size
+        for digest, content in zip(digests, self._region.read(extents), strict=True):
+            digest.update(content)
 
-def _extents(
-    source: PagedTokens,
-    page: PagedTokens,
-    tokens: range,
-    heads: HeadRange | None,
-    layers: range | None = None,
-) -> Iterator[slice]:
-    """Yield where the bytes of `tokens` are in the source's pool, as they follow in `page`."""
-    layout = source.layout
-    layers = range(layout.num_layers) if layers is None else layers
-    if (
-        heads is None
-        and len(tokens) == page.layout.page_size
-        and layout.has_same_pages(page.layout)
-    ):
-        # The usual case, without the arrays that a plan takes 0.1 ms for.
-        begin = source.page_ids[0] * layout.page_bytes + layers.start * layout.layer_bytes
-        yield slice(begin, begin + len(layers) * layout.layer_bytes)
-        return
-    plan = plan_copies(source, page, tokens, heads, layers)
-    for i in np.argsort(plan.destination_offset):
-        begin = int(plan.source_offset[i])
-        yield slice(begin, begin + int(plan.size_bytes[i]))
-
-
-def _feed(digest: xxhash.xxh3_64, region: MemoryRegion, extents: Iterable[slice]) -> None:
-    for extent in extents:
-        digest.update(region.read(extent))
+    def all(self) -> list[int]:
+        """Return the sums."""
+        return [digest.intdigest() for digest in self._digests]

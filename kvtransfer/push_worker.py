@@ -68,6 +68,11 @@ class PushWorker:
         if connection is not None:
             connection.close()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread has not ended."""
+        return self._thread.is_alive()
+
     def join(self) -> None:
         """Wait for the thread to end."""
         self._thread.join()

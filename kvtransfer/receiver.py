@@ -23,7 +23,7 @@ from itertools import zip_longest
 import msgspec
 from typing_extensions import override
 
-from kvtransfer.checksum import Verify, arrived_sums, sampled_pages
+from kvtransfer.checksum import Verify, arrived_sums, sampled_layers
 from kvtransfer.control import ControlThread, Outbox
 from kvtransfer.events import Failed, Landed, Lost, ReceiverEvent, Safe
 from kvtransfer.fan_in import GroupAction
@@ -116,13 +116,13 @@ class _Room:
         if not 0 <= granted.end_token - end_token < layout.page_size:
             return f"tokens up to {end_token} were written and {granted.end_token} granted"
         one_in = landed.checksum_one_in
-        pages = sampled_pages(landed.room, len(self.page_ids), one_in)
+        layers = sampled_layers(landed.room, layout.num_layers, one_in)
         heads = HeadRange(0, self.link.heads.start, len(self.link.heads))
-        sums = arrived_sums(region, granted, end_token, pages, heads)
+        sums = arrived_sums(region, granted, end_token, layers, heads)
         if sums == landed.checksums:
             return ""
         num_bad = sum(a != b for a, b in zip_longest(sums, landed.checksums))
-        return f"{num_bad} of {len(sums)} pages looked at have other bytes than were sent"
+        return f"{num_bad} of {len(sums)} pages have other bytes than were sent"
 
 
 class _Parts(RoomParts):

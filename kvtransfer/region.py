@@ -10,7 +10,7 @@ import mmap
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -47,6 +47,10 @@ class DeviceTensor(Protocol):
         ...
 
 
+Read = Callable[[Sequence[slice]], Iterable[Buffer]]
+"""Returns what is at some places of a region."""
+
+
 class MemoryRegion:
     """One contiguous piece of memory. Whoever makes it closes it.
 
@@ -64,9 +68,7 @@ class MemoryRegion:
         self._buffer = memoryview(memory)
 
     @classmethod
-    def of_tensor(
-        cls, tensor: DeviceTensor, read: Callable[[slice], Buffer] | None = None
-    ) -> "DeviceRegion":
+    def of_tensor(cls, tensor: DeviceTensor, read: Read | None = None) -> "DeviceRegion":
         """Return the memory of a tensor on a device; the tensor stays alive as long as the region.
 
         Args:
@@ -133,9 +135,9 @@ class MemoryRegion:
         """
         return np.frombuffer(self._memory, np.uint8)
 
-    def read(self, extent: slice) -> Buffer:
+    def read(self, extents: Sequence[slice]) -> Iterable[Buffer]:
         """Return some of the bytes where the CPU can look at them: a copy if a device has them."""
-        return self._buffer[extent]
+        return (self._buffer[extent] for extent in extents)
 
     def close(self) -> None:
         """Remove the file and unmap. Safe to call twice.
@@ -176,7 +178,7 @@ class DeviceRegion(MemoryRegion):
         tensor: What it is the memory of; None once it is closed.
     """
 
-    def __init__(self, tensor: DeviceTensor, read: Callable[[slice], Buffer] | None) -> None:
+    def __init__(self, tensor: DeviceTensor, read: Read | None) -> None:
         if not tensor.is_contiguous():
             raise ValueError("a region is contiguous, and this tensor is not")
         self.tensor: DeviceTensor | None = tensor
@@ -205,10 +207,10 @@ class DeviceRegion(MemoryRegion):
         return self._address
 
     @override
-    def read(self, extent: slice) -> Buffer:
+    def read(self, extents: Sequence[slice]) -> Iterable[Buffer]:
         if self._read is None:
             raise TransferRefused(f"memory of {self.device} is not the CPU's to read")
-        return self._read(extent)
+        return self._read(extents)
 
     @override
     def close(self) -> None:

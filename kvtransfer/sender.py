@@ -21,7 +21,7 @@ import msgspec
 from typing_extensions import override
 
 from kvtransfer.bootstrap import BootstrapPort, DecodeLink, SenderEnd
-from kvtransfer.checksum import PushSums, Verify, one_in, sampled_pages
+from kvtransfer.checksum import PushSums, Verify, one_in, sampled_layers
 from kvtransfer.control import ControlThread, Outbox
 from kvtransfer.events import Granted, PushDone, Released, SenderEvent
 from kvtransfer.fan_in import GroupAction
@@ -92,7 +92,7 @@ class PrefillAgent:
         waker: Rung whenever `events` has something.
         key: Requires decode nodes to know the cluster's secret.
         least_bytes: Of a push of layers; see `layer_push`.
-        verify: How many pages decode is given checksums of, to find those that were corrupted.
+        verify: How much of each page is in the checksums that decode is given, to find a corrupted one.
 
     Attributes:
         port: The bootstrap port that was bound.
@@ -267,8 +267,8 @@ class PrefillAgent:
         entry = self._parts.get(part) or self._open(part, self._timeouts.early_grant_s)
         entry.link, entry.grant = link, grant
         if self._one_in and link.heads.num_heads:
-            pages = sampled_pages(grant.room, len(grant.page_ids), self._one_in)
-            entry.sums = PushSums(self._end.region, entry.destination, pages, link.heads)
+            layers = sampled_layers(grant.room, self._end.layout.num_layers, self._one_in)
+            entry.sums = PushSums(self._end.region, entry.destination, layers, link.heads)
         return self._apply(part, GrantArrived())
 
     def _part_fault(self, link: DecodeLink, part: Part) -> str:
@@ -309,12 +309,14 @@ class PrefillAgent:
 
     def _write(self, part: Part, entry: PushRoom, push: Push) -> None:
         own, layers = entry.take(push, self._end.layout)
+        if not layers:
+            return None  # they were pushed while they were computed
         try:
             plan = entry.plan(own, layers)
         except TransferRefused as error:
             return self._apply(part, WriteFailed(error))
         if not len(plan):
-            return None  # decode has it all, or it was pushed before
+            return None  # decode has it all
 
         def write(connection: Connection) -> None:
             connection.write(part.room, plan)

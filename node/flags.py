@@ -276,7 +276,7 @@ def _add_transfer_flags(group: argparse._ArgumentGroup) -> None:
         "--verify-kv",
         choices=["off", "sample", "always"],
         default=defaults.verify,
-        help="which pages are hashed on both sides; sample: one in 16 of each prompt",
+        help="how much of each page is hashed on both sides; sample: one layer in 32",
     )
     add(
         "--no-kv-checksum",

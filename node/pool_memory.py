@@ -1,5 +1,7 @@
 """Memory for a pool: where the engine computes, and where the other side can write or read."""
 
+from collections.abc import Iterable, Sequence
+
 import torch
 
 from kvtransfer.region import DeviceRegion, MemoryRegion
@@ -32,8 +34,10 @@ def _device_region(size_bytes: int, device: str) -> MemoryRegion:
     # Not the stream of the forwards: a checksum would wait for all that is queued there.
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def read(extent: slice) -> memoryview:
+    def read(extents: Sequence[slice]) -> Iterable[memoryview]:
         with torch.cuda.stream(stream):
-            return memory[extent].cpu().numpy().data
+            gathered = torch.cat([memory[extent] for extent in extents]).cpu()
+        sizes = [extent.stop - extent.start for extent in extents]
+        return [piece.numpy().data for piece in torch.split(gathered, sizes)]
 
     return MemoryRegion.of_tensor(memory, read)

@@ -358,10 +358,9 @@ class Landed(Message, frozen=True, kw_only=True):
     Attributes:
         first_token: Token of index `num_prior_tokens`, sampled by prefill.
         seed: Key of the request's random draws.
-        checksums: xxh3-64 of what was written into granted pages, in the grant's order; empty when
-            nothing was hashed.
-        checksum_one_in: Of how many pages one is in `checksums`, the last besides; which, follows from
-            the room.
+        checksums: xxh3-64 of what was written into each granted page, in the grant's order; empty
+            when nothing was hashed.
+        checksum_one_in: Of how many layers one is in `checksums`; which, follows from the room.
         end_token: One past the last token written; 0 means the end of the grant.
         first_logprobs: Of the first token, when wanted.
     """
@@ -373,7 +372,7 @@ class Landed(Message, frozen=True, kw_only=True):
     checksums: list[int] = []
     cached_tokens: int = 0
     first_logprobs: TokenLogprobs | None = None
-    checksum_one_in: int = 1
+    checksum_one_in: Annotated[int, msgspec.Meta(ge=0)] = 1
     end_token: int = 0
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.checksum import SAMPLE_ONE_IN, PushSums, arrived_sums, sampled_pages
+from kvtransfer.checksum import SAMPLE_ONE_IN, PushSums, arrived_sums, sampled_layers
 from kvtransfer.layout import KVLayout
 from kvtransfer.plan import HeadRange, PagedTokens, plan_copies
 from kvtransfer.region import MemoryRegion
@@ -24,7 +24,8 @@ def region_of(layout: KVLayout, seed: int) -> MemoryRegion:
 class Link:
     """A prompt that is pushed run by run, layer by layer, hashed on the way and after."""
 
-    def __init__(self, own_size, their_size, heads, num_have, num_tokens):
+    def __init__(self, own_size, their_size, heads, num_have, num_tokens, hashed):
+        self.hashed = hashed
         own_heads, their_heads, self.heads = heads
         self.own = KVLayout(16, own_size, NUM_LAYERS, own_heads, 4, "int16", 2)
         self.theirs = KVLayout(16, their_size, NUM_LAYERS, their_heads, 4, "int16", 2)
@@ -34,10 +35,9 @@ class Link:
         self.granted = PagedTokens(self.theirs, range(15, 15 - num_granted, -1), have)
         self.own_pages = dict(enumerate(range(-(-num_tokens // own_size))))
         self.end = min(len(self.own_pages) * own_size, self.granted.end_token)
-        self.indexes = list(range(num_granted))
 
     def push(self, num_pages_a_run: int, layers_at_a_time: int) -> list[int]:
-        sums = PushSums(self.source, self.granted, self.indexes, self.heads)
+        sums = PushSums(self.source, self.granted, self.hashed, self.heads)
         for first in range(0, len(self.own_pages), num_pages_a_run):
             page_ids = list(self.own_pages.values())[first : first + num_pages_a_run]
             own = PagedTokens(self.own, page_ids, first * self.own.page_size)
@@ -53,16 +53,20 @@ class Link:
         return sums.finish(self.own_pages, self.own, self.end)
 
     def arrived(self) -> list[int]:
-        return arrived_sums(self.target, self.granted, self.end, self.indexes, self.heads)
+        return arrived_sums(self.target, self.granted, self.end, self.hashed, self.heads)
 
     def written(self) -> np.ndarray:
-        """Offsets of the bytes that were pushed, in their pool."""
+        """Offsets of the bytes that are hashed, in their pool."""
         heads = self.heads and HeadRange(
             self.heads.destination_first, self.heads.destination_first, self.heads.num_heads
         )
         tokens = range(self.granted.first_token, self.end)
-        plan = plan_copies(self.granted, self.granted, tokens, heads)
-        return np.concatenate([np.arange(to, to + size) for _, to, size in plan.copies()])
+        plans = [
+            plan_copies(self.granted, self.granted, tokens, heads, range(layer, layer + 1))
+            for layer in self.hashed
+        ]
+        copies = [copy for plan in plans for copy in plan.copies()]
+        return np.concatenate([np.arange(to, to + size) for _, to, size in copies])
 
 
 LINKS = st.builds(
@@ -74,6 +78,7 @@ LINKS = st.builds(
     ),
     st.integers(0, 8),
     st.integers(9, 15),
+    st.sampled_from([range(NUM_LAYERS), range(1, 2), range(0, NUM_LAYERS, 2)]),
 )
 
 
@@ -92,22 +97,42 @@ def test_one_bit_makes_one_sum_another(link, place, bit):
     assert sum(a != b for a, b in zip(link.arrived(), sums, strict=True)) == 1
 
 
-def test_the_sample_is_some_pages_of_each_room_and_the_last():
-    assert sampled_pages(Room(7), 50, 0) == []
-    assert sampled_pages(Room(7), 0, 1) == []
-    assert sampled_pages(Room(7), 50, 1) == list(range(50))
-    some = sampled_pages(Room(7), 800, SAMPLE_ONE_IN)
-    assert some == sampled_pages(Room(7), 800, SAMPLE_ONE_IN)
-    assert some != sampled_pages(Room(8), 800, SAMPLE_ONE_IN)
-    assert some[-1] == 799
-    assert 25 < len(some) < 80
+def test_a_page_that_went_elsewhere_is_found_in_any_layer():
+    link = Link(4, 4, (2, 2, None), 0, 15, range(2, 3))
+    sums = link.push(16, 1)
+    first, second = (page_id * link.theirs.page_bytes for page_id in link.granted.page_ids[:2])
+    pool, size = link.target.array(), link.theirs.page_bytes
+    pool[second : second + size] = pool[first : first + size]
+    assert sum(a != b for a, b in zip(link.arrived(), sums, strict=True)) == 1
+
+
+def test_pages_of_one_layer_are_hashed_each_for_itself():
+    layout = KVLayout(4, 2, 1, 1, 4, "int16", 2)
+    region = region_of(layout, 1)
+    one, other = (
+        arrived_sums(region, PagedTokens(layout, page_ids, 0), 4, range(1))
+        for page_ids in ([1, 2], [2, 1])
+    )
+    assert one == other[::-1]
+    assert one[0] != one[1]
+
+
+def test_the_sample_is_some_layers_of_each_room():
+    assert not sampled_layers(Room(7), 80, 0)
+    assert sampled_layers(Room(7), 80, 1) == range(80)
+    some = sampled_layers(Room(7), 80, SAMPLE_ONE_IN)
+    assert some == sampled_layers(Room(7), 80, SAMPLE_ONE_IN)
+    assert len(some) in (2, 3)
 
 
 @pytest.mark.parametrize("room", [0, -5, 2**64 + 3])
-def test_a_room_of_any_number_has_a_sample(room):
-    assert sampled_pages(Room(room), 9, SAMPLE_ONE_IN)[-1] == 8
+@pytest.mark.parametrize("num_layers", [1, 30, 32, 100])
+def test_a_room_of_any_number_has_a_sample_of_any_model(room, num_layers):
+    layers = sampled_layers(Room(room), num_layers, SAMPLE_ONE_IN)
+    assert layers
+    assert set(layers) <= set(range(num_layers))
 
 
-def test_every_page_is_looked_at_in_some_room():
-    seen = {page for _ in range(400) for page in sampled_pages(new_room(), 20, SAMPLE_ONE_IN)}
-    assert seen == set(range(20))
+def test_every_layer_is_looked_at_in_some_room():
+    seen = {layer for _ in range(600) for layer in sampled_layers(new_room(), 36, SAMPLE_ONE_IN)}
+    assert seen == set(range(36))

@@ -30,9 +30,14 @@ def test_each_run_is_pushed_up_to_the_layer_that_was_written():
 
 def test_layers_are_put_together_until_a_push_is_worth_while():
     assert LAYOUT.layer_bytes == 1024
-    assert [push[3].stop for push in pushes_of(9 << 10)[::2]] == [3, 6, 8]
+    assert [push[3].stop for push in pushes_of(9 << 10)[::2]] == [3, 6, 7, 8]
     assert [push[3].stop for push in pushes_of(1 << 30)[::2]] == [8]
     assert layers_at_a_time([], LAYOUT, 1) == 8
+
+
+def test_the_last_pushes_halve_down_to_a_quarter_of_what_is_worth_while():
+    assert [push[3].stop for push in pushes_of(20 << 10)[::2]] == [4, 6, 8]
+    assert [push[3].stop for push in pushes_of(36 << 10)[::2]] == [4, 7, 8]
 
 
 def test_a_forward_that_tells_of_few_layers_is_pushed_as_far_as_it_tells():

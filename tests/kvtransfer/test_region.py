@@ -85,10 +85,12 @@ def test_a_devices_memory_has_an_address_and_a_size_and_no_bytes_for_the_cpu():
 
 def test_a_devices_memory_is_read_through_what_its_owner_gave():
     content = bytes(range(256))
-    region = MemoryRegion.of_tensor(FakeTensor(), lambda extent: content[extent])
-    assert bytes(region.read(slice(3, 6))) == content[3:6]
+    region = MemoryRegion.of_tensor(
+        FakeTensor(), lambda extents: [content[extent] for extent in extents]
+    )
+    assert list(region.read([slice(3, 6), slice(0, 1)])) == [content[3:6], content[:1]]
     with pytest.raises(TransferRefused, match="cuda:1"):
-        MemoryRegion.of_tensor(FakeTensor()).read(slice(3, 6))
+        MemoryRegion.of_tensor(FakeTensor()).read([slice(3, 6)])
 
 
 def test_a_tensor_with_gaps_is_no_region():
