@@ -11,8 +11,8 @@ from engine.model import load_model
 from engine.runner import ModelRunner, make_pool
 from node.checkpoint import resolve_model
 from node.command import default_cache_dir
+from wire.generation import GenerateRequest, SamplingParams
 from wire.ids import new_request_id
-from wire.messages import GenerateRequest, SamplingParams
 
 
 def model_dir(model: str | None) -> Path:

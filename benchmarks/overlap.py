@@ -46,8 +46,9 @@ from prefill.role import PrefillRole
 from telemetry import log as logs
 from wire.channel import Peer, Waker, wait
 from wire.errors import TandemError
+from wire.generation import Finish, GenerateRequest, SamplingParams, TokenLogprobs
 from wire.ids import RequestId, Room, new_epoch, new_room
-from wire.messages import Finish, GenerateRequest, SamplingParams, StartPrefill, TokenLogprobs
+from wire.messages import StartPrefill
 
 GOAL = 0.125
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, VOCAB_SIZE = 32, 8, 128, 16, 256

@@ -23,15 +23,9 @@ from node.colocated import ColocatedRole
 from node.loop import Answers, EngineLoop
 from wire.channel import Inbox, Link, Waker, wait
 from wire.errors import PeerLost
+from wire.generation import GenerateRequest, SamplingParams
 from wire.ids import Epoch, RequestId
-from wire.messages import (
-    FromEngine,
-    GenerateRequest,
-    Ping,
-    SamplingParams,
-    StartColocated,
-    ToEngine,
-)
+from wire.messages import FromEngine, Ping, StartColocated, ToEngine
 
 VOCAB_SIZE = 128
 PAGE_SIZE = 16

@@ -1,4 +1,4 @@
-"""Paged attention for GPUs in our own Triton kernels, which `triton_kernels` holds.
+"""Paged attention for GPUs in our own Triton kernels, which `triton_kernels` and `triton_pages` hold.
 
 How large a block is and how often a decode is split depends on nothing that only the host knows of
 this forward, so a decode-only forward may be recorded into a CUDA graph.
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import triton
 
-from engine import triton_kernels
+from engine import triton_kernels, triton_pages
 from engine.attention import LayerInputs, PagedBatch, to_device
 from engine.forward import Ints32
 
@@ -159,7 +159,7 @@ def write(batch: PagedBatch, layer: LayerInputs) -> None:
     pages = _pages(batch, layer)
     num_kv_heads, page_size, head_dim = pages.shape[2:]
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (layer.key, layer.value))
-    triton_kernels.write_rows[len(key),](
+    triton_pages.write_rows[len(key),](
         key,
         value,
         pages,

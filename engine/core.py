@@ -9,31 +9,29 @@ Every page a request holds goes back through exactly one of `_let_go` (here), `r
 once pushed) or `reclaim` (decode, once no write can arrive).
 """
 
-import itertools
-import secrets
 from collections.abc import Callable
 
 import numpy as np
 from typing_extensions import override
 
 from engine.batcher import Chunk
+from engine.collector import Collector
 from engine.config import EngineConfig
-from engine.forward import ForwardInputs, Ints
-from engine.grammar import GrammarViolated
+from engine.forward import ForwardInputs
 from engine.grammar_compiler import GrammarCompiler
+from engine.intake import Intake
 from engine.kv_cache import KVCache
 from engine.launched import Launched
 from engine.launcher import Launcher
 from engine.layer_events import Wrote
 from engine.model import ModelShape
 from engine.pages import PageCounts
-from engine.penalties import seen_by
 from engine.request import ActiveRequest, Stage
-from engine.results import CompletePages, Failure, PromptLogprobs, StepResult, Token
+from engine.results import CompletePages, Failure, StepResult, Token
 from engine.runner import Runner
 from engine.scheduler import Scheduler
-from wire.errors import EngineFailed, InvalidRequest, OutOfPages, Overloaded, TandemError
-from wire.messages import Finish, GenerateRequest, TokenLogprobs
+from wire.errors import EngineFailed, Overloaded, TandemError
+from wire.generation import GenerateRequest, TokenLogprobs
 
 
 class Engine:
@@ -66,24 +64,20 @@ class Engine:
         self._runner = runner
         self._config = config
         self._scheduler = Scheduler(self.cache, config, self.max_tokens)
+        self._collector = Collector(self._scheduler, shape, self._end)
         self._is_overlapped = (
             runner.device.type != "cpu" if config.is_overlapped is None else config.is_overlapped
         )
-        self._compiler = compiler
+        self._intake = Intake(shape, self.cache, self.max_tokens, compiler, wake)
         self._launcher = Launcher(runner, shape, self._scheduler.slots, config.page_size)
-        self._wake = wake
         self._begin: Callable[[list[CompletePages]], Wrote] | None = None
         # In no line yet: their grammar is being compiled.
         self._compiling: list[ActiveRequest] = []
         self._launched: Launched | None = None
-        self._arrivals = itertools.count()
-        self._is_eos = np.zeros(shape.vocab_size, np.bool_)
-        self._is_eos[[i for i in shape.eos_token_ids if i < shape.vocab_size]] = True
         # Nothing could be launched: until something changes, another step would be the same.
         self._is_stuck = False
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-        self.num_generated_tokens = 0
 
     # ── what comes in ────────────────────────────────────────────────────────────────────────────
 
@@ -109,44 +103,8 @@ class Engine:
         return active
 
     def check(self, request: GenerateRequest, *, is_prompt_only: bool = False) -> ActiveRequest:
-        """Return the request in this engine's terms, neither queued nor holding anything.
-
-        Its grammar, if it has one, begins to be compiled.
-
-        Raises:
-            InvalidRequest: The prompt is empty, too long or holds ids that are not in the vocabulary.
-            OutOfPages: The prompt can never fit into the pool.
-        """
-        prompt = request.prompt_ids
-        if not prompt:
-            raise InvalidRequest("the prompt is empty")
-        if min(prompt) < 0 or max(prompt) >= self.shape.vocab_size:
-            raise InvalidRequest(f"prompt ids must be in 0 ... {self.shape.vocab_size - 1}")
-        if any(not 0 <= i < self.shape.vocab_size for i in request.sampling.logit_bias):
-            raise InvalidRequest(f"logit_bias ids must be in 0 ... {self.shape.vocab_size - 1}")
-        if len(prompt) >= self.shape.context_length:
-            raise InvalidRequest(
-                f"the prompt has {len(prompt)} tokens and the context holds "
-                f"{self.shape.context_length}, the answer included"
-            )
-        if len(prompt) >= self.max_tokens:
-            raise OutOfPages(self.cache.num_pages_for(len(prompt) + 1), self.cache.num_pages)
-        new_tokens = request.sampling.max_new_tokens - request.num_prior_tokens
-        active = ActiveRequest(
-            request,
-            arrival=next(self._arrivals),
-            max_tokens=min(len(prompt) + max(1, new_tokens), self.max_tokens),
-            seed=secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed,
-            is_prompt_only=is_prompt_only,
-            token_ids=list(prompt),
-            seen=seen_by(request),
-        )
-        if request.sampling.grammar is not None:
-            if self._compiler is None:
-                raise InvalidRequest("this node compiles no grammars")
-            active.compiling = self._compiler.compile(request.sampling.grammar)
-            active.compiling.add_done_callback(lambda _future: self._wake())
-        return active
+        """See `Intake.check`."""
+        return self._intake.check(request, is_prompt_only=is_prompt_only)
 
     def reserve(self, active: ActiveRequest) -> bool:
         """Set pages aside for a prompt that another node computes; False when it has to wait.
@@ -189,7 +147,7 @@ class Engine:
         self._scheduler.slots.num_tokens[slot] += 1
         self._scheduler.slots.next_index[slot] += 1
         self._scheduler.slots.last_token[slot] = first_token
-        finish = self._accept(active, first_token)
+        finish = self._collector.accept(active, first_token)
         return Token(active, index, first_token, finish, first_logprobs)
 
     def warm_up(self) -> None:
@@ -287,6 +245,11 @@ class Engine:
         return len(self._scheduler.waiting) + len(self._compiling)
 
     @property
+    def num_generated_tokens(self) -> int:
+        """Tokens generated so far, those that another node chose included."""
+        return self._collector.num_tokens
+
+    @property
     def num_retracted(self) -> int:
         """How often a running request had to give its pages back."""
         return self._scheduler.num_retracted
@@ -341,64 +304,10 @@ class Engine:
             launched, self._launched = self._launched, None
         if launched is None:
             return
-        told = launched.token_logprobs()
-        (host_ids,) = launched.host_ids.read()
-        participants = launched.participants()
-        for request in participants:
-            request.num_launched -= 1
-        self._collect_chunks(result, launched)
-        self._collect_tokens(result, launched, host_ids.numpy(), told)
-        for request in participants:
+        self._collector.collect(launched, result)
+        for request in launched.participants():
             if request.stage is Stage.ENDED:
                 self._let_go(request)
-
-    def _collect_tokens(
-        self,
-        result: StepResult,
-        launched: Launched,
-        tokens: Ints,
-        told: dict[int, TokenLogprobs],
-    ) -> None:
-        slots, out = self._scheduler.slots, result.tokens
-        rows = np.array([request.slot for request in launched.sampled], np.int64)
-        slots.last_token[rows] = tokens
-        slots.num_pending[rows] -= 1
-        may_end = slots.num_tokens[rows] >= slots.max_tokens[rows]
-        may_end |= self._is_eos[tokens] & slots.stops_at_eos[rows]
-        may_end |= slots.ends_specially[rows]
-        columns = zip(launched.indexes, tokens.tolist(), may_end.tolist(), strict=True)
-        for row, (request, (index, token, is_end)) in enumerate(
-            zip(launched.sampled, columns, strict=True)
-        ):
-            if request.stage is Stage.ENDED:
-                continue  # it ended while this forward ran
-            finish = None
-            try:
-                if is_end or request.is_prompt_only:
-                    finish = self._accept(request, token)
-                else:
-                    request.accept(token)
-                    self.num_generated_tokens += 1
-            except GrammarViolated as error:
-                self._fail(result, request, error)
-                continue
-            out.append(Token(request, index, token, finish, told.get(row) if told else None))
-
-    def _collect_chunks(self, result: StepResult, launched: Launched) -> None:
-        entries = [] if launched.prompt_told is None else launched.prompt_told.read()
-        for end in launched.chunks:
-            mine, entries = entries[: len(end.told)], entries[len(end.told) :]
-            active = end.chunk.request
-            active.num_collected = end.num_computed
-            if active.stage is Stage.ENDED:
-                continue
-            if mine or (end.chunk.is_last and _wants_only_position_0(active)):
-                result.prompt_logprobs.append(_run(active, end.told.start, mine))
-            if end.chunk.is_last:
-                self._scheduler.computed(active)
-        result.pages += [
-            pages for pages in launched.pages if pages.request.stage is not Stage.ENDED
-        ]
 
     def _complete_pages(self, chunk: Chunk) -> CompletePages:
         """Return the pages that `chunk` completes; the last one of a prompt may be partly filled."""
@@ -418,22 +327,11 @@ class Engine:
                 if not active.is_ready:
                     continue
             except TandemError as error:
-                self._fail(result, active, error)
+                self._end(active)
+                result.failures.append(Failure(active, error))
             else:
                 self._compiling.remove(active)
                 self._scheduler.waiting.add(active)
-
-    def _fail(self, result: StepResult, active: ActiveRequest, error: TandemError) -> None:
-        self._end(active)
-        result.failures.append(Failure(active, error))
-
-    def _accept(self, active: ActiveRequest, token: int) -> Finish | None:
-        active.accept(token)
-        finish = active.finish_at(token, self.shape.eos_token_ids)
-        self.num_generated_tokens += 1
-        if finish is not None or active.is_prompt_only:
-            self._end(active)
-        return finish
 
     def _end(self, active: ActiveRequest) -> None:
         if active in self._compiling:
@@ -455,17 +353,3 @@ class Engine:
 
 def _is_settled(active: ActiveRequest) -> bool:
     return active.compiling is None or active.compiling.done()
-
-
-def _wants_only_position_0(active: ActiveRequest) -> bool:
-    wanted = active.request.logprobs
-    is_asked = wanted is not None and wanted.prompt_start == 0
-    return is_asked and active.num_prompt == 1 and len(active.token_ids) == 1
-
-
-def _run(active: ActiveRequest, start: int, entries: list[TokenLogprobs]) -> PromptLogprobs:
-    """Return a run of prompt positions; position 0, which has no probability, goes with the first."""
-    wanted = active.request.logprobs
-    if start == 1 and wanted is not None and wanted.prompt_start == 0:
-        return PromptLogprobs(active, 0, [TokenLogprobs(logprob=None), *entries])
-    return PromptLogprobs(active, start, entries)

@@ -202,7 +202,9 @@ def _compile(geometry: Geometry) -> Callable[[Any], None]:
     thread_number = cpu_threads.thread_number()
     widen, score, weigh, add = _page_functions(geometry)
 
-    def kernel(call: Any) -> None:  # all in one: the arrays are made once for all units
+    # One function, long as it is: the arrays are made once for all units, and any part of it would take
+    # most of them. What stands alone is in `_page_functions`.
+    def kernel(call: Any) -> None:
         query = numba.carray(_pointer(call.query), (_MOST,), element)
         key = numba.carray(_pointer(call.key), (_MOST,), element)
         value = numba.carray(_pointer(call.value), (_MOST,), element)

@@ -26,7 +26,7 @@ import xgrammar
 from engine.vocabulary import load_vocabulary
 from telemetry.log import get_logger
 from wire.errors import EngineFailed, InvalidRequest, Overloaded, TandemError
-from wire.messages import Grammar
+from wire.generation import Grammar
 
 log = get_logger(__name__)
 
@@ -154,6 +154,8 @@ class GrammarCompiler:
         except TandemError as error:
             return error
         except Exception as error:
+            # The top of the thread's loop, and a native library that raises what it likes: the request
+            # that waits fails, and the next one is compiled.
             log.exception("grammar.failed", kind=job.grammar.kind)
             return EngineFailed(f"compiling the grammar failed: {type(error).__name__}")
 

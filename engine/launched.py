@@ -9,7 +9,7 @@ from engine.logprobs import LogprobTensors
 from engine.request import ActiveRequest
 from engine.results import CompletePages
 from engine.scheduler import Batch
-from wire.messages import TokenLogprobs
+from wire.generation import TokenLogprobs
 
 
 class OnHost:

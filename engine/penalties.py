@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from wire.messages import GenerateRequest
+from wire.generation import GenerateRequest
 
 NEG_INF = float("-inf")
 

@@ -18,7 +18,7 @@ from xgrammar import CompiledGrammar
 from engine.grammar import GrammarState
 from engine.penalties import Seen
 from engine.prefix_cache import Key
-from wire.messages import Finish, GenerateRequest
+from wire.generation import Finish, GenerateRequest
 
 
 class Stage(Enum):

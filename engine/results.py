@@ -6,7 +6,7 @@ import msgspec
 
 from engine.request import ActiveRequest
 from wire.errors import TandemError
-from wire.messages import Finish, TokenLogprobs
+from wire.generation import Finish, TokenLogprobs
 
 
 class Token(msgspec.Struct, frozen=True, gc=False):

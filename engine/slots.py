@@ -9,7 +9,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from engine.request import ActiveRequest
-from wire.messages import SamplingParams
+from wire.generation import SamplingParams
 
 Rows = npt.NDArray[np.int64]
 

@@ -68,6 +68,7 @@ class ShardedRunner:
                 self._followers.forward(inputs, 0)
             return self._own.forward(inputs, sampled, wrote)
         except BaseException:
+            # Whatever it was, an interrupt too: the others wait in a collective that cannot end any more.
             self._followers.abandon()
             raise
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from frontend.tokenizer import Tokenizer
-from wire.messages import GenerateRequest, TokenDelta
+from wire.generation import GenerateRequest
+from wire.messages import TokenDelta
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,15 +22,9 @@ from frontend.stop_patterns import StopPatterns
 from frontend.stops import StopStrings
 from frontend.tokenizer import Tokenizer
 from wire.errors import Aborted, EngineFailed, ErrorInfo
+from wire.generation import Finish, GenerateRequest, Grammar, LogprobsWanted, TokenLogprobs
 from wire.ids import RequestId, new_request_id
-from wire.messages import (
-    Finish,
-    GenerateRequest,
-    Grammar,
-    LogprobsWanted,
-    TokenDelta,
-    TokenLogprobs,
-)
+from wire.messages import TokenDelta
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 import pydantic_core
 
 from wire.errors import InvalidRequest
-from wire.messages import Grammar
+from wire.generation import Grammar
 
 # Of the text that the engine compiles. The largest schemas of JSONSchemaBench are of this order.
 MAX_GRAMMAR_BYTES = 64 * 1024

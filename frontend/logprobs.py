@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from frontend.generation import Generation
 from frontend.tokenizer import Tokenizer
-from wire.messages import LogprobsWanted, TokenLogprobs
+from wire.generation import LogprobsWanted, TokenLogprobs
 
 # OpenAI's limit for chats; what a step must sort out for each of its tokens.
 MAX_TOP_LOGPROBS = 20

@@ -21,8 +21,8 @@ from frontend.logprobs import MAX_TOP_LOGPROBS
 from frontend.prompts import MAX_GENERATIONS, Prompts, id_prompts, prompt_ids, text_prompts
 from frontend.sampling import MAX_STOP_PATTERNS, NativeSampling, require_tokens
 from wire.errors import InvalidRequest
+from wire.generation import LogprobsWanted
 from wire.ids import RequestId, new_request_id
-from wire.messages import LogprobsWanted
 
 _NOT_YET = (
     "token_ids_logprob",

@@ -26,8 +26,8 @@ from frontend.prompts import (
 )
 from frontend.sampling import CompletionSampling, OpenAISampling, require_tokens
 from wire.errors import InvalidRequest, ModelNotFound
+from wire.generation import LogprobsWanted
 from wire.ids import new_request_id
-from wire.messages import LogprobsWanted
 
 _NOT_YET = (
     "prompt_logprobs",

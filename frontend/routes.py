@@ -14,8 +14,8 @@ from frontend.edge import EDGE
 from frontend.middleware import json_response
 from frontend.tokenizer_files import tokenizer_hash
 from wire.errors import InvalidRequest, ModelNotFound, NoNodeAvailable
+from wire.generation import GenerateRequest, SamplingParams
 from wire.ids import new_request_id
-from wire.messages import GenerateRequest, SamplingParams
 
 
 class AbortBody(Body):

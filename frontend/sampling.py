@@ -15,7 +15,7 @@ from frontend.backend import ServedModel
 from frontend.body import Body
 from frontend.stop_patterns import MAX_PATTERN_CHARS, StopPattern, any_of, compile_pattern
 from wire.errors import InvalidRequest
-from wire.messages import SamplingParams
+from wire.generation import SamplingParams
 
 # OpenAI takes 4 stop strings; these leave room and still bound the work for each token.
 MAX_STOPS = 64

@@ -7,14 +7,14 @@
 
 import asyncio
 from collections import deque
-from types import TracebackType
 from typing import Protocol, Self
 
 import msgspec
 
 from wire.errors import TandemError
+from wire.generation import Finish
 from wire.ids import RequestId
-from wire.messages import Finish, StartColocated, StartDecode, StartPrefill, TokenDelta
+from wire.messages import StartColocated, StartDecode, StartPrefill, TokenDelta
 
 Start = StartPrefill | StartDecode | StartColocated
 StreamKey = tuple[RequestId, int]
@@ -119,12 +119,7 @@ class TokenStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.close()
 
     def __aiter__(self) -> Self:

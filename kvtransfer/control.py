@@ -122,4 +122,6 @@ class ControlThread:
         try:
             call()
         except Exception:
+            # The top of the loop: what is refused on purpose was answered below it, so this is a bug. It is
+            # logged, and every other link and room lives on; the one it hit ends by its time limit.
             log.exception("kv_control.failed")

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from wire.errors import TandemError
+from wire.generation import TokenLogprobs
 from wire.ids import Room
-from wire.messages import TokenLogprobs
 
 # ── prefill ──────────────────────────────────────────────────────────────────────────────────────
 

@@ -28,8 +28,8 @@ from kvtransfer.layer_push import PageRun, Wrote
 from kvtransfer.receiver import ReceiverStatistics
 from kvtransfer.sender import SenderStatistics
 from wire.errors import PeerLost, TandemError
+from wire.generation import TokenLogprobs
 from wire.ids import Room
-from wire.messages import TokenLogprobs
 
 
 class PrefillGroup:

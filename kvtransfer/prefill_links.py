@@ -24,7 +24,7 @@ from kvtransfer.sharding import Shard
 from kvtransfer.transports.base import Admission, Listener
 from telemetry.log import get_logger
 from wire.channel import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, Link, Waker, tcp_address, wait
-from wire.errors import PeerLost, TandemError, error_from_info
+from wire.errors import PeerLost, TandemError, TransferRefused, error_from_info
 from wire.ids import Epoch
 from wire.keys import ChannelKey
 from wire.messages import (
@@ -185,11 +185,16 @@ class PrefillLinks:
 
     def _make(self, host: str, address: str) -> PrefillLink:
         now_s, socket = self._clock(), Link[FromPrefill](address, FromPrefill, self._key)
-        try:
-            admissions = {name: each.admit(host) for name, each in self._end.listeners.items()}
-        except TandemError:
+        admissions, reasons = {}, []
+        for name, listener in self._end.listeners.items():
+            try:
+                admissions[name] = listener.admit(host)
+            except TransferRefused as error:  # the others are offered all the same
+                log.warning("kv_transport.not_offered", transport=name, reason=str(error))
+                reasons.append(str(error))
+        if not admissions:
             socket.close()
-            raise
+            raise TransferRefused("; ".join(reasons))
         deadline_s = now_s + self._connect_timeout_s
         return PrefillLink(host, address, socket, admissions, deadline_s, last_heard_s=now_s)
 

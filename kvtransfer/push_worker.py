@@ -8,7 +8,7 @@ from functools import partial
 
 from kvtransfer.transports.base import Connection
 from telemetry.log import get_logger
-from wire.errors import TandemError
+from wire.errors import TandemError, TransferFailed
 from wire.ids import Room
 
 log = get_logger("kvtransfer.push")
@@ -27,7 +27,7 @@ class PushWorker:
     """Connects, then does one job after another, in the order they came.
 
     Args:
-        connect: Returns the connection; may block, may raise a `TandemError`.
+        connect: Returns the connection; may block, may raise.
         connected: Called from the thread when that is done, with the error if it failed.
     """
 
@@ -78,17 +78,18 @@ class PushWorker:
         self._thread.join()
 
     def _run(self) -> None:
-        try:
-            connection = self._connect()
-        except TandemError as error:
-            return self._connected(error)
-        with self._changed:
-            self._connection = connection  # a `close` from before now is seen by `_next`
-        self._connected(None)
+        error = _attempt(self._open)
+        self._connected(error)
+        if (connection := self._connection) is None:
+            return
         while (task := self._next()) is not None:
             self._settle(task, _attempt(partial(task.job, connection)))
         connection.close()
-        return None
+
+    def _open(self) -> None:
+        connection = self._connect()
+        with self._changed:
+            self._connection = connection  # a `close` from before now is seen by `_next`
 
     def _next(self) -> _Task | None:
         with self._changed:
@@ -114,6 +115,8 @@ def _attempt(job: Callable[[], None]) -> TandemError | None:
     except TandemError as error:
         return error
     except Exception as error:
+        # A transport's library raises what it likes: the link or the room fails, and may be tried again;
+        # the thread lives.
         log.exception("kv_push.failed")
-        return TandemError(f"a push failed: {error!r}")
+        return TransferFailed(f"the transport failed: {error!r}")
     return None

@@ -46,6 +46,7 @@ from kvtransfer.transports.base import Connection
 from wire import messages
 from wire.channel import Inbox, Waker
 from wire.errors import Aborted, PeerLost, TandemError, TransferRefused, TransferTimeout
+from wire.generation import TokenLogprobs
 from wire.ids import Room
 from wire.keys import ChannelKey
 
@@ -167,7 +168,7 @@ class PrefillAgent:
         seed: int,
         cached_tokens: int = 0,
         *,
-        logprobs: messages.TokenLogprobs | None = None,
+        logprobs: TokenLogprobs | None = None,
     ) -> None:
         """Every page was pushed: tell decode as soon as all of them landed."""
         landed = messages.Landed(

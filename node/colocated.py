@@ -57,10 +57,6 @@ class ColocatedRole:
     def step(self) -> None:
         """See `Role.step`."""
         result = self._engine.step()
-        for failure in result.failures:
-            ticket = self._by_request.pop(failure.request)
-            del self._by_ticket[ticket]
-            self._answers.fail(ticket, failure.error)
         for run in result.prompt_logprobs:
             ticket = self._by_request[run.request]
             index = run.request.request.num_prior_tokens  # before its first token
@@ -77,6 +73,11 @@ class ColocatedRole:
             )
             if token.finish is not None:
                 del self._by_ticket[ticket], self._by_request[token.request]
+        # Last: one that fails with its first token may have log-probabilities of its prompt above.
+        for failure in result.failures:
+            ticket = self._by_request.pop(failure.request)
+            del self._by_ticket[ticket]
+            self._answers.fail(ticket, failure.error)
 
     def fail_all(self, error: TandemError) -> None:
         """See `Role.fail_all`."""

@@ -6,13 +6,14 @@ argparse, not a library above it: one flag has up to three names, three commands
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from typing_extensions import override
 
-from engine.config import EngineConfig
 from node.checkpoint import model_name
 from node.config import NodeConfig, NodeRole, TransferConfig, check
+from node.engine_flags import add_engine_flags, add_model_flags, read_engine
+from telemetry.flags import add_format_flag, add_level_flag
+from wire.hosts import bare_host
 
 # Known elsewhere, without meaning here: accepted, said once. Value: why.
 MEANINGLESS = {
@@ -53,12 +54,12 @@ def build_parser(
         prog=prog,
         description=summary,
         epilog=EXAMPLES[role],
-        formatter_class=_HelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    _add_model_flags(parser.add_argument_group("model"))
+    add_model_flags(parser.add_argument_group("model"))
     _add_server_flags(parser.add_argument_group("server"), default_port)
-    _add_engine_flags(parser.add_argument_group("engine"))
+    add_engine_flags(parser.add_argument_group("engine"))
     if role != "colocated":
         _add_transfer_flags(parser.add_argument_group("transfer"))
     for flag in MEANINGLESS:
@@ -68,12 +69,12 @@ def build_parser(
     return parser
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Keeps the examples' lines, and shows a default where there is something to show."""
 
     @override
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, []):
+        if action.default in (None, False, [], ""):
             return action.help
         return super()._get_help_string(action)
 
@@ -93,64 +94,14 @@ class _Meaningless(argparse.Action):
         namespace.meaningless = [*(namespace.meaningless or []), option_string]
 
 
-def _add_model_flags(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--model",
-        "--model-path",
-        default=None,
-        metavar="PATH",
-        help="a transformers directory or a GGUF file; nothing for the embedded SmolLM2-135M-Instruct",
-    )
-    add("--served-model-name", default=None, metavar="NAME", help="how clients name the model")
-    add(
-        "--load-format",
-        choices=["auto", "dummy"],
-        default="auto",
-        help="dummy: seeded random weights from config.json alone",
-    )
-    add(
-        "--dtype",
-        choices=["auto", "float32", "bfloat16", "float16", "half"],
-        default="auto",
-        help="of weights; auto takes the checkpoint's",
-    )
-    add(
-        "--kv-cache-dtype",
-        choices=["auto", "fp8_e4m3"],
-        default="auto",
-        help="of K and V in the pool; auto is the weights'",
-    )
-    add("--context-length", "--max-model-len", type=int, default=0, help="0: the model's own")
-    add("--random-seed", "--seed", type=int, default=0, help="of --load-format dummy")
-    add("--trust-remote-code", action="store_true", help="run modelling code from the checkpoint")
-    add(
-        "--cache-dir",
-        type=Path,
-        default=None,
-        metavar="DIR",
-        help="where converted models are kept (default: $XDG_CACHE_HOME/tandem)",
-    )
-
-
 def _add_server_flags(group: argparse._ArgumentGroup, default_port: int) -> None:
     add = group.add_argument
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=default_port, help="of HTTP")
     add("--engine-port", type=int, default=0, help="of the token plane; 0: any free port")
     add("--api-key", action="append", default=[], metavar="KEY", help="required of HTTP clients")
-    add(
-        "--log-level",
-        default="info",
-        choices=["debug", "info", "warning", "error"],
-        help="lowest level that is written",
-    )
-    add(
-        "--log-format",
-        default="auto",
-        choices=["auto", "console", "json"],
-        help="auto: console on a terminal, else JSON lines",
-    )
+    add_level_flag(group)
+    add_format_flag(group)
     add(
         "--incremental-streaming-output",
         action="store_true",
@@ -160,74 +111,6 @@ def _add_server_flags(group: argparse._ArgumentGroup, default_port: int) -> None
         "--insecure",
         action="store_true",
         help="listen beyond loopback without TANDEM_CLUSTER_KEY, trusting the network",
-    )
-
-
-def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    defaults = EngineConfig(model_dir="")
-    add("--device", default="cpu", help="cpu, cuda:N, or cuda with --tp")
-    add("--page-size", "--block-size", type=int, default=defaults.page_size, help="tokens a page")
-    add(
-        "--max-total-tokens",
-        type=int,
-        default=0,
-        help="tokens the KV pool holds; 0: 1 GiB of them on the CPU, else --mem-fraction-static",
-    )
-    add(
-        "--mem-fraction-static",
-        "--gpu-memory-utilization",
-        type=float,
-        default=defaults.mem_fraction_static,
-        help="share of GPU memory for weights and KV",
-    )
-    add(
-        "--max-running-requests",
-        "--max-num-seqs",
-        type=int,
-        default=defaults.max_running_requests,
-        help="requests in one batch",
-    )
-    add(
-        "--max-waiting-requests",
-        type=int,
-        default=defaults.max_waiting_requests,
-        help="requests in line; one more is refused with 429",
-    )
-    add(
-        "--chunked-prefill-size",
-        type=int,
-        default=defaults.chunked_prefill_size,
-        help="prompt tokens in one forward",
-    )
-    add(
-        "--attention-backend",
-        choices=["auto", "torch", "cpu", "triton", "flashinfer"],
-        default="auto",
-        help="auto: the fastest that runs on the device",
-    )
-    add("--enable-torch-compile", action="store_true", help="compile the model: a slower start")
-    add(
-        "--enforce-eager",
-        "--disable-cuda-graph",
-        action="store_true",
-        help="record no CUDA graphs and compile nothing",
-    )
-    add("--num-threads", type=int, default=0, help="of torch on the CPU; 0: torch's choice")
-    add(
-        "--disable-prefix-cache",
-        "--disable-radix-cache",
-        action="store_true",
-        help="compute every prompt anew",
-    )
-    add(
-        "--tensor-parallel-size",
-        "--tp",
-        "--tp-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="processes of this host that share the model; the KV heads must divide evenly",
     )
 
 
@@ -266,6 +149,12 @@ def _add_transfer_flags(group: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         help="how long prefill waits for decode to grant pages",
     )
+    _add_push_flags(group)
+
+
+def _add_push_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    defaults = TransferConfig()
     add(
         "--push-granularity",
         choices=["layer", "chunk"],
@@ -308,34 +197,12 @@ def read_config(
     args = parser.parse_args(argv)
     if getattr(args, "disaggregation_mode", None) not in (None, role):
         parser.error(f"--disaggregation-mode {args.disaggregation_mode} given to a {role} node")
-    engine = EngineConfig(
-        model_dir=args.model or "",
-        dtype="float16" if args.dtype == "half" else args.dtype,
-        load_format=args.load_format,
-        kv_cache_dtype=args.kv_cache_dtype,
-        attention_backend=args.attention_backend,
-        is_eager=args.enforce_eager,
-        is_compiled=args.enable_torch_compile,
-        tp_size=args.tensor_parallel_size,
-        device=args.device,
-        trust_remote_code=args.trust_remote_code,
-        random_seed=args.random_seed,
-        page_size=args.page_size,
-        max_total_tokens=args.max_total_tokens,
-        mem_fraction_static=args.mem_fraction_static,
-        max_running_requests=args.max_running_requests,
-        max_waiting_requests=args.max_waiting_requests,
-        chunked_prefill_size=args.chunked_prefill_size,
-        context_length=args.context_length,
-        num_threads=args.num_threads,
-        is_prefix_cache_enabled=not args.disable_prefix_cache,
-    )
     config = NodeConfig(
         role=role,
         served_model_name=args.served_model_name or model_name(args.model),
-        engine=engine,
+        engine=read_engine(args),
         transfer=TransferConfig() if role == "colocated" else _transfer(args),
-        host=args.host.strip("[]"),
+        host=bare_host("--host", args.host),
         port=args.port,
         engine_port=args.engine_port,
         api_keys=tuple(args.api_key),

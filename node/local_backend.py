@@ -16,15 +16,9 @@ from node.config import NodeConfig
 from node.engine_report import Ready
 from node.metrics import load_metrics, render
 from wire.errors import InvalidRequest, NoNodeAvailable
+from wire.generation import GenerateRequest
 from wire.ids import Room
-from wire.messages import (
-    GenerateRequest,
-    NodeLoad,
-    StartColocated,
-    StartDecode,
-    StartPrefill,
-    TokenDelta,
-)
+from wire.messages import NodeLoad, StartColocated, StartDecode, StartPrefill, TokenDelta
 from wire.node_info import ModelInfo, NodeInfo
 
 

@@ -14,10 +14,10 @@ from typing import Protocol
 from telemetry.log import get_logger
 from wire.channel import HEARTBEAT_TIMEOUT_S, Inbox, Peer, Waker, wait
 from wire.errors import Aborted, EngineFailed, PeerLost, TandemError
+from wire.generation import Finish, TokenLogprobs
 from wire.ids import Epoch, RequestId
 from wire.messages import (
     Cancel,
-    Finish,
     FlushCache,
     NodeLoad,
     Ping,
@@ -29,7 +29,6 @@ from wire.messages import (
     ToEngine,
     TokenBatch,
     TokenDelta,
-    TokenLogprobs,
 )
 
 log = get_logger(__name__)
@@ -230,6 +229,7 @@ class EngineLoop:
             if self._role.has_work:
                 self._role.step()
         except Exception:
+            # The top of the loop: nobody knows whose request broke the step, so all fail, and the node goes on.
             log.exception("engine.step_failed")
             self._role.fail_all(EngineFailed("the engine failed while it ran this request"))
         self._answers.flush()

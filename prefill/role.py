@@ -20,8 +20,9 @@ from node.load import engine_load, hit_rate, token_usage
 from node.loop import Answers, Start, Ticket
 from telemetry.log import get_logger
 from wire.errors import InvalidRequest, Overloaded, TandemError
+from wire.generation import Finish, GenerateRequest
 from wire.ids import Room
-from wire.messages import Finish, GenerateRequest, NodeLoad, StartPrefill
+from wire.messages import NodeLoad, StartPrefill
 
 log = get_logger(__name__)
 

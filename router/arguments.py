@@ -11,7 +11,9 @@ from typing import get_args
 from typing_extensions import override
 
 from router.config import PolicyName, PrefillTarget, RouterConfig, node_url
+from telemetry.flags import add_format_flag, add_level_flag
 from wire.errors import ConfigInvalid
+from wire.hosts import bare_host
 
 EXAMPLES = """\
 examples:
@@ -152,19 +154,8 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         help="clients must send one of these as a bearer token; may be repeated; the first is also "
         "what this router sends to nodes",
     )
-    group.add_argument(
-        "--log-level",
-        type=str.lower,
-        choices=["debug", "info", "warning", "error"],
-        default="info",
-        help="lowest level that is logged (default: info)",
-    )
-    group.add_argument(
-        "--log-format",
-        choices=["auto", "console", "json"],
-        default="auto",
-        help="auto: console on a terminal, else JSON lines (default: auto)",
-    )
+    add_level_flag(group)
+    add_format_flag(group)
 
 
 def _add_model_flags(group: argparse._ArgumentGroup) -> None:
@@ -197,7 +188,7 @@ def parse(argv: Sequence[str], prog: str = "tandem lb") -> RouterConfig:
     return RouterConfig(
         prefills=_with_ports(prefill_targets(args.prefill), ports),
         decodes=tuple(node_url(text) for group in args.decode for text in group),
-        host=args.host.strip("[]"),
+        host=bare_host("--host", args.host),
         port=args.port,
         num_workers=args.num_workers,
         policy=POLICY_ALIASES.get(args.policy, args.policy),

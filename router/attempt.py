@@ -10,8 +10,9 @@ import msgspec
 from typing_extensions import override
 
 from wire.errors import PeerLost
+from wire.generation import Finish, GenerateRequest, TokenLogprobs
 from wire.ids import RequestId
-from wire.messages import Finish, GenerateRequest, TokenDelta, TokenLogprobs
+from wire.messages import TokenDelta
 
 
 class Progress:

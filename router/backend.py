@@ -25,8 +25,9 @@ from router.node import Node, Work
 from router.policy import Pair, Policy, choose
 from telemetry.log import get_logger
 from wire.errors import NoNodeAvailable, Overloaded, PeerLost, TandemError
+from wire.generation import GenerateRequest
 from wire.ids import new_room
-from wire.messages import GenerateRequest, StartDecode, StartPrefill, TokenDelta
+from wire.messages import StartDecode, StartPrefill, TokenDelta
 
 log = get_logger(__name__)
 

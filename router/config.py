@@ -18,8 +18,10 @@ def node_url(text: str) -> str:
     """
     try:
         parts = urlsplit(text)
-        is_whole = parts.scheme == "http" and bool(parts.hostname) and parts.port is not None
-    except ValueError:  # a port that is no number, an unclosed bracket
+        # As the resolver does, which would raise in the middle of serving.
+        host = (parts.hostname or "").encode("idna")
+        is_whole = parts.scheme == "http" and bool(host) and parts.port is not None
+    except ValueError:  # a port that is no number, an unclosed bracket, no name of a host
         is_whole = False
     if not is_whole:
         raise ConfigInvalid(

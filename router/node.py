@@ -8,7 +8,6 @@
 """
 
 import asyncio
-from types import TracebackType
 from typing import Self
 
 from typing_extensions import override
@@ -52,12 +51,7 @@ class Work:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.end()
 
 

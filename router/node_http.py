@@ -4,7 +4,6 @@ Every failure becomes a `NodeUnusable` whose sentence an operator can act on.
 """
 
 import asyncio
-import os
 
 import aiohttp
 import msgspec
@@ -12,6 +11,7 @@ import msgspec
 from frontend.tokenizer import Tokenizer
 from frontend.tokenizer_files import tokenizer_hash
 from wire.errors import ConfigInvalid
+from wire.hosts import reason_of
 from wire.node_info import NodeInfo
 
 # A node answers from memory: what takes longer is a node in trouble.
@@ -74,8 +74,7 @@ async def _get(
                 raise NodeUnusable(_refusal(response.status, await _read(response, limit_bytes)))
             return await _read(response, limit_bytes)
     except aiohttp.ClientConnectorError as error:
-        number = error.os_error.errno
-        raise NodeUnusable(os.strerror(number) if number else str(error)) from error
+        raise NodeUnusable(reason_of(error.os_error)) from error
     except TimeoutError as error:
         raise NodeUnusable(f"does not answer within {timeout_s:g} s") from error
     except aiohttp.ClientError as error:

@@ -18,6 +18,8 @@ import uvloop
 from rich.console import Console
 from rich.text import Text
 
+from telemetry.flags import add_level_flag
+
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
 STOP_TIMEOUT_S = 10.0
 
@@ -49,12 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--policy", default="least_load", help="how the router chooses a pair")
     add("--num-threads", type=int, default=0, help="of torch in each node; 0: cores shared evenly")
     add("--api-key", action="append", default=[], metavar="KEY", help="required of HTTP clients")
-    add(
-        "--log-level",
-        default="info",
-        choices=["debug", "info", "warning", "error"],
-        help="lowest level that is written",
-    )
+    add_level_flag(parser)
     return parser
 
 

@@ -19,8 +19,9 @@ from node.loop import Ticket
 from node.pool_memory import bytes_of
 from prefill.role import PrefillRole
 from wire.channel import Peer, Waker, wait
+from wire.generation import GenerateRequest, SamplingParams
 from wire.ids import RequestId, new_epoch, new_room
-from wire.messages import GenerateRequest, SamplingParams, StartDecode, StartPrefill
+from wire.messages import StartDecode, StartPrefill
 
 PAGE = 8
 NUM_PAGES = 60

@@ -138,6 +138,14 @@ class TransferRefused(TandemError):
     is_retryable = True
 
 
+class TransferFailed(TandemError):
+    """A transport broke in a way that it has no name for: what its library raised."""
+
+    code = "transfer_failed"
+    is_retryable = True
+    is_public = False
+
+
 class KVCorrupted(TandemError):
     """Pages arrived with other bytes than were computed."""
 

@@ -1,8 +1,13 @@
 """What a node says of itself at `GET /server_info`: enough for a router to use it."""
 
+from typing import Annotated
+
 import msgspec
 
 from wire.messages import NodeLoad
+
+# What cannot be connected to is refused as it is read.
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 ROLES = ("prefill", "decode", "colocated")
 
@@ -41,9 +46,9 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     version: str
     epoch: int
-    engine_port: int
+    engine_port: Port
     model: ModelInfo
-    bootstrap_port: int | None = None
+    bootstrap_port: Port | None = None
     is_healthy: bool = True
     max_prompt_tokens: int = 0
     load: NodeLoad = NodeLoad()

@@ -9,8 +9,11 @@ import msgspec
 
 from engine.config import EngineConfig
 from kvtransfer.transports.registry import known
+from node.engine_flags import add_dtype_flags, add_page_size_flag, add_tp_flag, add_trust_flag
+from node.flags import HelpFormatter
 from router.config import node_url
 from wire.errors import ConfigInvalid
+from wire.hosts import bare_host
 
 EXAMPLES = """\
 between the two ends of a link (one direction; swap them for the other):
@@ -89,7 +92,7 @@ def parse(argv: Sequence[str]) -> DoctorConfig:
         is_insecure=args.insecure,
         interface=args.interface,
         directory=args.directory,
-        host=args.host.strip("[]"),
+        host=bare_host("--host", args.host),
         ports=_ports(args),
         engine=_engine(args),
     )
@@ -102,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Say what works on this machine, between two hosts or between running nodes, how "
         "fast it is against what it could be, what is missing, and how to get it.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     where = parser.add_argument_group("what is looked at (nothing: this machine)")
@@ -137,8 +140,8 @@ def _add_measuring(group: argparse._ArgumentGroup) -> None:
         "--transfer-backend",
         default="auto",
         metavar="NAMES",
-        help="what is measured and has to work, joined with commas (auto: all there are, of which one "
-        "has to)",
+        help="what is measured and has to work, joined with commas; auto: all there are, of which one "
+        "has to",
     )
     add(
         "--quick", action="store_true", help="a fraction of a second each instead of one and a half"
@@ -165,40 +168,16 @@ def _add_measuring(group: argparse._ArgumentGroup) -> None:
 
 def _add_node(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    defaults = EngineConfig(model_dir="")
     add("--model", "--model-path", default="", metavar="PATH", help="say whether it fits")
-    add("--max-total-tokens", type=int, default=0, help="tokens the KV pool holds (1 GiB of them)")
     add(
-        "--dtype",
-        choices=["auto", "float32", "bfloat16", "float16", "half"],
-        default="auto",
-        help="of weights (the checkpoint's)",
+        "--max-total-tokens", type=int, default=0, help="tokens the KV pool holds; 0: 1 GiB of them"
     )
-    add(
-        "--kv-cache-dtype",
-        choices=["auto", "fp8_e4m3"],
-        default="auto",
-        help="of K and V in the pool (the weights')",
-    )
-    add(
-        "--page-size",
-        "--block-size",
-        type=int,
-        default=defaults.page_size,
-        help="tokens a page (16)",
-    )
-    add(
-        "--tensor-parallel-size",
-        "--tp",
-        "--tp-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="ranks",
-    )
-    add("--device", default="cpu", help="cpu, cuda or cuda:N (cpu)")
-    add("--trust-remote-code", action="store_true", help="run modelling code from the checkpoint")
-    add("--host", default="127.0.0.1", help="where it is to listen (127.0.0.1)")
+    add_dtype_flags(group)
+    add_page_size_flag(group)
+    add_tp_flag(group)
+    add("--device", default="cpu", help="cpu, cuda or cuda:N")
+    add_trust_flag(group)
+    add("--host", default="127.0.0.1", help="where it is to listen")
     add(
         "--port",
         type=int,
@@ -230,7 +209,7 @@ def _address(flag: str, text: str, default_host: str) -> Address:
             f"{flag} {text}: give {'[HOST:]PORT' if default_host else 'HOST:PORT'}, an IPv6 host in "
             "brackets"
         )
-    return Address(bare, int(port))
+    return Address(bare_host(flag, bare), int(port))
 
 
 def _backends(names: str) -> tuple[str, ...]:

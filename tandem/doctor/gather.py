@@ -31,6 +31,7 @@ from tandem.doctor.facts import (
     Rdma,
     RdmaPort,
 )
+from wire.hosts import reason_of
 
 ROOT = Path("/")
 DISTRIBUTION = "tandem-serve"
@@ -231,7 +232,7 @@ def _bind_problem(host: str, number: int) -> str:
     try:
         socket.create_server((host, number), family=family).close()
     except OSError as error:
-        return os.strerror(error.errno) if error.errno else str(error)
+        return reason_of(error)
     return ""
 
 

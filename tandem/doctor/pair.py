@@ -188,12 +188,11 @@ class RemoteFarEnd:
     def __init__(self, host: str, port: int, key: ChannelKey | None, begin: Begin) -> None:
         self._name = tcp_address(host, port).removeprefix("tcp://")
         self._link: Link[ToConnecting] = Link(tcp_address(host, port), ToConnecting, key)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._link.close)
             self._connect(host, port, begin, has_key=key is not None)
             self.peer = _is_a(Welcome, self._answer(CONNECT_TIMEOUT_S))
-        except BaseException:
-            self._link.close()
-            raise
+            undo.pop_all()
 
     def _connect(self, host: str, port: int, begin: Begin, *, has_key: bool) -> None:
         try:  # at once where nobody listens; the link would try again and again

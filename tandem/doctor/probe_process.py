@@ -7,7 +7,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from node.rank_pipe import RankPipe
@@ -87,12 +86,7 @@ class Probe:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.close()
 
     def _read(self) -> None:

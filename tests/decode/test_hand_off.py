@@ -7,8 +7,9 @@ from kvtransfer.region import MemoryRegion
 from tandem.up import free_ports
 from tests.hand_off_rig import NUM_PAGES, PAGE, BrokenRunner, Pair, prompt_of
 from wire.errors import EngineFailed, InvalidRequest, PeerLost
+from wire.generation import GenerateRequest, SamplingParams
 from wire.ids import RequestId, new_room
-from wire.messages import GenerateRequest, SamplingParams, StartDecode, StartPrefill
+from wire.messages import StartDecode, StartPrefill
 
 
 @pytest.fixture(params=["shm", "tcp"])

@@ -1,7 +1,7 @@
 from engine.batcher import MAX_LOGPROB_ROWS, next_chunks
 from engine.request import ActiveRequest
+from wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
 from wire.ids import RequestId
-from wire.messages import GenerateRequest, LogprobsWanted, SamplingParams
 
 
 def request(num_prompt: int, num_computed: int, logprobs=None) -> ActiveRequest:

@@ -14,8 +14,8 @@ from engine.request import Stage
 from engine.runner import ModelRunner, make_pool
 from tests.tiny_models import CONFIGS, CONTEXT_LENGTH, VOCAB_SIZE
 from wire.errors import InvalidRequest, OutOfPages, Overloaded
+from wire.generation import Finish, GenerateRequest, SamplingParams
 from wire.ids import RequestId
-from wire.messages import Finish, GenerateRequest, SamplingParams
 
 PAGE = 8
 

@@ -11,7 +11,7 @@ import xgrammar
 from engine.grammar import GrammarMasks, GrammarState, GrammarViolated, apply_masks, leaves_only
 from engine.grammar_compiler import GrammarCompiler, compile_text
 from wire.errors import EngineFailed, InvalidRequest, Overloaded
-from wire.messages import Grammar
+from wire.generation import Grammar
 
 # Wider than the embedded model's 49152 and no multiple of 32, as padded embeddings are.
 VOCAB_SIZE = 49_163

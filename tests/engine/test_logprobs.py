@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.core import Engine
 from tests.engine.test_core import ask, make_engine, prompts
-from wire.messages import LogprobsWanted
+from wire.generation import LogprobsWanted
 
 
 def run_with_logprobs(engine: Engine, request):

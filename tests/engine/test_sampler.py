@@ -7,8 +7,8 @@ from engine.request import ActiveRequest
 from engine.sampler import SamplingColumns, adjustments
 from engine.sampler import sample as sample_columns
 from engine.slots import Slots
+from wire.generation import GenerateRequest, SamplingParams
 from wire.ids import RequestId
-from wire.messages import GenerateRequest, SamplingParams
 
 NO_EOS: frozenset[int] = frozenset()
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.5, 2.5])

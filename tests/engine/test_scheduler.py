@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from engine.core import Engine
 from engine.request import ActiveRequest
 from tests.engine.toy_runner import EOS, toy_answer, toy_engine
+from wire.generation import GenerateRequest, SamplingParams
 from wire.ids import RequestId
-from wire.messages import GenerateRequest, SamplingParams
 
 OVERLAP = pytest.mark.parametrize("is_overlapped", [False, True])
 

@@ -21,8 +21,8 @@ from node.rank_pipe import RankPipe
 from tests.engine.follower import NUM_PAGES, load_shard
 from tests.tiny_models import CONFIGS
 from wire.errors import ConfigInvalid
+from wire.generation import GenerateRequest, SamplingParams
 from wire.ids import RequestId
-from wire.messages import GenerateRequest, SamplingParams
 
 PAGE = 8
 PROMPTS = [[3 + (i * 7 + n) % 300 for i in range(n)] for n in (1, 30, 61)]

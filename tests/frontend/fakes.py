@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from frontend.backend import Bootstrap, Health, ServedModel
 from frontend.tokenizer import Tokenizer
 from wire.errors import TandemError
-from wire.messages import Finish, GenerateRequest, TokenDelta, TokenLogprobs
+from wire.generation import Finish, GenerateRequest, TokenLogprobs
+from wire.messages import TokenDelta
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say, stop
 from tests.frontend.helpers import each, post, stream
 from wire.errors import EngineFailed, NoNodeAvailable, Overloaded
-from wire.messages import Grammar
+from wire.generation import Grammar
 
 EOS = 2
 

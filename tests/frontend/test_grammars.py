@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from frontend.grammars import MAX_GRAMMAR_BYTES, native_grammar, openai_grammar
 from wire.errors import InvalidRequest
-from wire.messages import Grammar
+from wire.generation import Grammar
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
 SCHEMA_TEXT = '{"type":"object","properties":{"é":{"type":"integer"}}}'

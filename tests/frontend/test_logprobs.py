@@ -13,7 +13,7 @@ from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say, stop
 from tests.frontend.helpers import each, post, stream
 from tests.router.fake_node import request
-from wire.messages import LogprobsWanted, TokenLogprobs
+from wire.generation import LogprobsWanted, TokenLogprobs
 
 EOS = 2
 NATIVE = {"input_ids": [5, 6, 7], "return_logprob": True}

@@ -7,7 +7,7 @@ import pytest
 from tests.frontend.fakes import FakeBackend, length, say, stop
 from tests.frontend.helpers import each, post, stream
 from wire.errors import EngineFailed, Overloaded
-from wire.messages import Grammar
+from wire.generation import Grammar
 
 EOS = 2
 CHAT = [{"role": "user", "content": "Hi"}]

@@ -13,7 +13,7 @@ from kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
 from kvtransfer.region import MemoryRegion
 from kvtransfer.sender import PrefillAgent, SenderTimeouts
 from kvtransfer.transports.base import TransportConfig
-from kvtransfer.transports.loopback import Fault, LoopbackTransport
+from kvtransfer.transports.loopback import Fault, LoopbackListener, LoopbackTransport
 from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.transports.tcp import TcpTransport
 from wire.channel import Inbox, Link, Waker, wait
@@ -97,11 +97,11 @@ class Cluster:
 
     def __init__(self, stack):
         self._stack = stack
-        self.transport = LoopbackTransport()
+        self.use(LoopbackTransport())
         self.clock = FakeClock()
 
-    def use(self, transport):
-        self.transport = transport
+    def use(self, transport, *others):
+        self.transport, self.transports = transport, [transport, *others]
 
     def prefill(
         self, address="tcp://127.0.0.1:0", *, fingerprint="llama", shape=None, epoch=1, **more
@@ -111,7 +111,7 @@ class Cluster:
         region.array()[:] = np.random.default_rng(epoch).integers(
             0, 256, shape.pool_bytes, np.uint8
         )
-        end = SenderEnd(Epoch(epoch), fingerprint, shape, region, [self.transport])
+        end = SenderEnd(Epoch(epoch), fingerprint, shape, region, self.transports)
         node = Node(PrefillAgent(address, end, waker=waker, **more), waker, region)
         self._stack.callback(node.close)
         return node
@@ -124,7 +124,7 @@ class Cluster:
             fingerprint=fingerprint,
             layout=shape,
             region=region,
-            transports=[self.transport],
+            transports=self.transports,
             waker=waker,
             **more,
         )
@@ -521,6 +521,38 @@ def test_pages_that_were_not_pushed_do_not_land(cluster):
     assert "1 granted pages were not pushed" in decode.next(Failed).error.message
     prefill.next(Granted)
     prefill.next(Released)
+
+
+class FullTransport(LoopbackTransport):
+    """Has no room for a peer."""
+
+    name = "full"
+
+    def listen(self, pool):
+        return FullListener(pool, {})
+
+
+class FullListener(LoopbackListener):
+    def admit(self, toward_host):
+        raise TransferRefused(f"no space left for {toward_host}")
+
+
+def test_a_transport_without_room_is_not_offered_and_the_others_are(cluster):
+    cluster.use(FullTransport(), LoopbackTransport())
+    prefill, decode = cluster.prefill(), cluster.decode()
+    prefill.agent.expect(ROOM)
+    request(decode, prefill)
+    push_all(prefill)
+    decode.next(Landed)
+
+
+def test_with_room_in_no_transport_the_hand_off_fails_and_says_why(cluster):
+    cluster.use(FullTransport())
+    prefill, decode = cluster.prefill(), cluster.decode()
+    request(decode, prefill)
+    error = decode.next(Failed).error
+    assert isinstance(error, TransferRefused)
+    assert error.message == "no space left for 127.0.0.1"
 
 
 def test_pushing_a_page_that_does_not_exist_fails_the_room(cluster):

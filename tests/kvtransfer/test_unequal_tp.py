@@ -178,6 +178,17 @@ def stack():
         yield opened
 
 
+def check_hand_off(prefill, decode):
+    """Hand a prompt of three pages off, and look at every head."""
+    prefill.take_pages(3)
+    decode.request(prefill.agents[0].port, 3)
+    prefill.group.expect(ROOM)
+    prefill.push_all()
+    assert decode.hear_end() == [Landed(ROOM, 9, 77, 0)]
+    assert isinstance(prefill.hear_end(), PushDone)
+    check_heads(prefill, decode)
+
+
 def check_heads(prefill, decode, first_page=0):
     """Every head of every page on every rank is that of the model; nothing else was written."""
     for kv, heads in zip(decode.kv, decode.held, strict=True):
@@ -243,13 +254,7 @@ def test_every_head_of_every_page_lands_on_every_rank(stack, sizes, make, is_req
 )
 def test_heads_that_do_not_divide_evenly_or_are_on_several_ranks(stack, sizes, num_heads):
     prefill, decode, _ = pair(stack, sizes, num_heads)
-    prefill.take_pages(3)
-    decode.request(prefill.agents[0].port, 3)
-    prefill.group.expect(ROOM)
-    prefill.push_all()
-    assert decode.hear_end() == [Landed(ROOM, 9, 77, 0)]
-    assert isinstance(prefill.hear_end(), PushDone)
-    check_heads(prefill, decode)
+    check_hand_off(prefill, decode)
 
 
 @pytest.mark.parametrize("is_prefill_split", [True, False])
@@ -258,13 +263,7 @@ def test_a_node_that_splits_no_heads_and_one_that_does(stack, is_prefill_split):
     transport = LoopbackTransport()
     prefill = Prefill(stack, 4, 2, [transport] * 4, is_split=is_prefill_split)
     decode = Decode(stack, 1, 2, [transport])
-    prefill.take_pages(3)
-    decode.request(prefill.agents[0].port, 3)
-    prefill.group.expect(ROOM)
-    prefill.push_all()
-    assert decode.hear_end() == [Landed(ROOM, 9, 77, 0)]
-    assert isinstance(prefill.hear_end(), PushDone)
-    check_heads(prefill, decode)
+    check_hand_off(prefill, decode)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (4, 1)])

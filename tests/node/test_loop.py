@@ -5,17 +5,15 @@ import pytest
 from node.loop import Answers, EngineLoop, Ticket
 from wire.channel import HEARTBEAT_TIMEOUT_S, Inbox, Link, Waker, wait
 from wire.errors import EngineFailed, Overloaded, PeerLost
+from wire.generation import Finish, GenerateRequest, SamplingParams
 from wire.ids import Epoch, RequestId
 from wire.messages import (
     Cancel,
-    Finish,
     FromEngine,
-    GenerateRequest,
     NodeLoad,
     Ping,
     Pong,
     RequestFailed,
-    SamplingParams,
     StartColocated,
     ToEngine,
     TokenBatch,

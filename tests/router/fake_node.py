@@ -11,20 +11,9 @@ from aiohttp import web
 
 from wire.channel import Inbox, Peer, Waker, wait
 from wire.errors import PeerLost, TandemError
+from wire.generation import Finish, GenerateRequest, SamplingParams, TokenLogprobs
 from wire.ids import RequestId, new_epoch
-from wire.messages import (
-    Finish,
-    GenerateRequest,
-    NodeLoad,
-    Ping,
-    Pong,
-    RequestFailed,
-    SamplingParams,
-    ToEngine,
-    TokenBatch,
-    TokenDelta,
-    TokenLogprobs,
-)
+from wire.messages import NodeLoad, Ping, Pong, RequestFailed, ToEngine, TokenBatch, TokenDelta
 from wire.node_info import ModelInfo, NodeInfo
 
 TIMEOUT_S = 5

@@ -76,6 +76,8 @@ def test_familiar_flags_are_taken(flags, field, value):
         (f"--prefill {P} --decode 127.0.0.1:7001", "not a node's URL: give http://HOST:PORT"),
         (f"--prefill {P} --decode http://d", "not a node's URL"),
         (f"--prefill {P} --decode http://d:x", "not a node's URL"),
+        (f"--prefill {P} --decode http://a..b:1", "not a node's URL"),
+        (f"--prefill {P} --decode {D} --host a..b", "--host a..b: give an address, or a name"),
         (f"--prefill 8998 {P} --decode {D}", "follows the URL it is of"),
         (f"--prefill {P} 8998 8999 --decode {D}", "follows the URL it is of"),
         (f"--prefill {P} 99999 --decode {D}", "neither 1 to 65535"),

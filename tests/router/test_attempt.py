@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from router.attempt import Progress
 from tests.router.fake_node import delta, logprobs, request
 from wire.errors import PeerLost
-from wire.messages import LogprobsWanted, StartColocated
+from wire.generation import LogprobsWanted
+from wire.messages import StartColocated
 
 START = StartColocated(request=request())
 

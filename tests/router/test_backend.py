@@ -10,7 +10,8 @@ from router.config import PrefillTarget, RouterConfig
 from router.policy import POLICIES
 from tests.router.fake_node import FakeNode, logprobs, request, until
 from wire.errors import EngineFailed, InvalidRequest, KVCorrupted, NoNodeAvailable, Overloaded
-from wire.messages import Cancel, FlushCache, LogprobsWanted, StartDecode, StartPrefill
+from wire.generation import LogprobsWanted
+from wire.messages import Cancel, FlushCache, StartDecode, StartPrefill
 
 
 @asynccontextmanager

@@ -56,6 +56,7 @@ async def test_a_tokenizer_is_fetched_once_for_all_nodes_that_have_it():
         ),
         (lambda: FakeNode("prefill", engine_port=1), "does not answer"),
         (lambda: FakeNode("prefill", engine_port="x"), "is not that of a node"),
+        (lambda: FakeNode("prefill", engine_port=70000), "is not that of a node"),
         (lambda: FakeNode("prefill", refusal="it loads the model"), "it loads the model"),
     ],
 )

@@ -1,0 +1,53 @@
+"""What the engine processes of prefill and decode have in common: the pool's memory, and an agent over it."""
+
+from typing import Protocol
+
+import torch
+from typing_extensions import override
+
+from kvtransfer.region import MemoryRegion
+from node.config import NodeConfig
+from node.engine_host import Parts, PoolPlan, RoleHost
+from node.pool_memory import bytes_of, make_region
+from node.transfer import RankEnd
+
+
+class Agent(Protocol):
+    """An end of transfers."""
+
+    def close(self) -> None:
+        """Cut every peer off; nothing reads or writes the memory any more."""
+        ...
+
+
+class TransferHost(RoleHost):
+    """Owns the memory, and the agent that `role` makes over it.
+
+    Attributes:
+        agent: Set by `role`.
+    """
+
+    agent: Agent | None = None
+    _plan: PoolPlan
+    _region: MemoryRegion | None = None
+
+    @override
+    def memory(self, config: NodeConfig, plan: PoolPlan) -> torch.Tensor:
+        self._plan = plan
+        self._region = make_region(config, plan.memory_bytes)
+        return bytes_of(self._region)
+
+    def end(self, parts: Parts) -> RankEnd:
+        """Return what this rank is to those of other nodes."""
+        assert self._region is not None
+        shape = parts.engine.shape
+        return RankEnd(
+            parts.epoch, shape.fingerprint, self._plan.layout, self._region, shape.model_kv_heads
+        )
+
+    @override
+    def close(self) -> None:
+        if self.agent is not None:
+            self.agent.close()
+        if self._region is not None:
+            self._region.close()

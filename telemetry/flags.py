@@ -1,0 +1,24 @@
+"""The flags of logging, the same for every command."""
+
+import argparse
+
+
+def add_level_flag(parser: argparse._ActionsContainer) -> None:
+    """Add `--log-level`."""
+    parser.add_argument(
+        "--log-level",
+        type=str.lower,
+        choices=["debug", "info", "warning", "error"],
+        default="info",
+        help="lowest level that is written (default: %(default)s)",
+    )
+
+
+def add_format_flag(parser: argparse._ActionsContainer) -> None:
+    """Add `--log-format`."""
+    parser.add_argument(
+        "--log-format",
+        choices=["auto", "console", "json"],
+        default="auto",
+        help="auto: console on a terminal, else JSON lines (default: %(default)s)",
+    )

@@ -1,0 +1,38 @@
+"""Hosts as people type them."""
+
+import errno
+import socket
+
+import pytest
+
+from wire.errors import ConfigInvalid
+from wire.hosts import bare_host, reason_of
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "::1", "fe80::1%eth0", "node-1.example.org", "käse.de"]
+)
+def test_a_host_is_taken_as_it_is(host):
+    assert bare_host("--host", host) == host
+
+
+def test_an_ipv6_host_loses_its_brackets():
+    assert bare_host("--host", "[::1]") == "::1"
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".org", ".org"])
+def test_what_no_resolver_can_be_asked_for_is_refused_with_its_flag(host):
+    with pytest.raises(ConfigInvalid, match=r"^--host .*: give an address, or a name"):
+        bare_host("--host", host)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed"), "Connection refused"),
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), "Name or service not"),
+        (OSError("several addresses failed"), "several addresses failed"),
+    ],
+)
+def test_an_address_that_cannot_be_had_says_why_in_words(error, words):
+    assert reason_of(error).startswith(words)
