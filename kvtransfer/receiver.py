@@ -16,20 +16,19 @@ in `session.py`, for each part of the room, that is for each rank of prefill tha
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 
 import msgspec
 from typing_extensions import override
 
-from kvtransfer.checksum import Verify, arrived_sums, sampled_layers
+from kvtransfer.checksum import Verify
 from kvtransfer.control import ControlThread, Outbox
 from kvtransfer.events import Failed, Landed, Lost, ReceiverEvent, Safe
 from kvtransfer.fan_in import GroupAction
+from kvtransfer.grant_room import GrantParts, GrantRoom
 from kvtransfer.layout import KVLayout
-from kvtransfer.parts import Part, RoomParts
-from kvtransfer.plan import HeadRange, PagedTokens
+from kvtransfer.parts import Part
 from kvtransfer.prefill_links import PrefillLink, PrefillLinks, ReceiverEnd
 from kvtransfer.region import MemoryRegion
 from kvtransfer.session import (
@@ -42,11 +41,9 @@ from kvtransfer.session import (
     LinkReady,
     ReceiverState,
     ReleasedArrived,
-    Session,
     TimedOut,
     UnexpectedEvent,
     WithdrawAsked,
-    receiver_session,
 )
 from kvtransfer.sharding import Shard
 from kvtransfer.transports.base import Pool, Transport
@@ -100,44 +97,6 @@ class ReceiverStatistics(msgspec.Struct, frozen=True, kw_only=True):
     saved_bytes: int
 
 
-@dataclass(slots=True)
-class _Room:
-    link: PrefillLink
-    page_ids: Sequence[int]
-    have_tokens: int
-    deadline_s: float = float("inf")
-    session: Session[ReceiverState] = field(default_factory=receiver_session)
-    landed: messages.Landed | None = None
-
-    def verify(self, landed: messages.Landed, layout: KVLayout, region: MemoryRegion) -> str:
-        """Return what is wrong with the bytes that arrived, or an empty string."""
-        granted = PagedTokens(layout, self.page_ids, self.have_tokens)
-        end_token = landed.end_token or granted.end_token
-        if not 0 <= granted.end_token - end_token < layout.page_size:
-            return f"tokens up to {end_token} were written and {granted.end_token} granted"
-        one_in = landed.checksum_one_in
-        layers = sampled_layers(landed.room, layout.num_layers, one_in)
-        heads = HeadRange(0, self.link.heads.start, len(self.link.heads))
-        sums = arrived_sums(region, granted, end_token, layers, heads)
-        if sums == landed.checksums:
-            return ""
-        num_bad = sum(a != b for a, b in zip_longest(sums, landed.checksums))
-        return f"{num_bad} of {len(sums)} pages have other bytes than were sent"
-
-
-class _Parts(RoomParts):
-    """The parts of one room.
-
-    Attributes:
-        first: Part 0. Its Landed says the most of the prompt: prefill's rank 0 wrote it, if that has
-            heads of ours.
-    """
-
-    def __init__(self, room: Room, first: _Room) -> None:
-        super().__init__(room)
-        self.first = first
-
-
 class DecodeAgent:
     """The receiving end of every room of one decode node.
 
@@ -177,8 +136,8 @@ class DecodeAgent:
         self._is_verified = verify != "off"
         self._timeouts, self._clock = timeouts or ReceiverTimeouts(), clock
         self._outbox: Outbox[ReceiverEvent] = Outbox(waker, (Landed, Failed, Safe), Safe)
-        self._rooms: dict[Room, _Parts] = {}
-        self._parts: dict[Part, _Room] = {}  # those that are not over
+        self._rooms: dict[Room, GrantParts] = {}
+        self._parts: dict[Part, GrantRoom] = {}  # those that are not over
         self._told: Counter[Action] = Counter()
         self._num_corrupted = self._received_bytes = self._saved_bytes = 0
         self._control = ControlThread("kv-decode", self._turn)
@@ -276,8 +235,8 @@ class DecodeAgent:
             link = self._links.want(host, port)
         except TandemError as error:
             return self._outbox.put(Failed(room, error))
-        self._parts[Part(room, 0)] = first = _Room(link, page_ids, have_tokens)
-        self._rooms[room] = _Parts(room, first)
+        self._parts[Part(room, 0)] = first = GrantRoom(link, page_ids, have_tokens)
+        self._rooms[room] = GrantParts(room, first)
         if link.is_up:
             self._ready(Part(room, 0))
         return None
@@ -299,7 +258,7 @@ class DecodeAgent:
             entry.spread(1)
             return self._tell(room, entry.fan_in.lost(error))
         for part, link in zip(entry.spread(len(links)), links[1:], strict=True):
-            self._parts[part] = _Room(link, first.page_ids, first.have_tokens)
+            self._parts[part] = GrantRoom(link, first.page_ids, first.have_tokens)
             if link.is_up:
                 self._apply(part, LinkReady())
         return None
@@ -341,7 +300,7 @@ class DecodeAgent:
         except UnexpectedEvent as error:
             self._links.drop(link, error)
 
-    def _verify(self, entry: _Room, landed: messages.Landed) -> Event:
+    def _verify(self, entry: GrantRoom, landed: messages.Landed) -> Event:
         entry.landed = landed
         if not landed.checksums or not self._is_verified:
             return LandedArrived()
@@ -363,7 +322,7 @@ class DecodeAgent:
             if self._rooms[part.room].has_ended:
                 del self._rooms[part.room]
 
-    def _act(self, part: Part, entry: _Room, action: Action) -> None:
+    def _act(self, part: Part, entry: GrantRoom, action: Action) -> None:
         error = entry.session.error or PeerLost("prefill gave the request up")
         room, fan_in = part.room, self._rooms[part.room].fan_in
         match action:
@@ -418,7 +377,7 @@ class DecodeAgent:
         for part in () if entry is None else entry.parts:
             self._apply(part, WithdrawAsked(why))
 
-    def _send_grant(self, room: Room, entry: _Room) -> None:
+    def _send_grant(self, room: Room, entry: GrantRoom) -> None:
         grant = messages.Grant(
             epoch=self._epoch,
             room=room,
@@ -427,7 +386,7 @@ class DecodeAgent:
         )
         self._links.send(entry.link, grant)
 
-    def _tell_landed(self, room: Room, entry: _Room) -> None:
+    def _tell_landed(self, room: Room, entry: GrantRoom) -> None:
         landed = entry.landed
         assert landed is not None
         self._received_bytes += len(entry.page_ids) * self._layout.page_bytes
