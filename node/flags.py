@@ -121,7 +121,7 @@ def _add_transfer_flags(group: argparse._ArgumentGroup) -> None:
         "--transfer-backend",
         "--disaggregation-transfer-backend",
         default=defaults.backend,
-        help="how KV moves: auto, shm, tcp, cuda_ipc, ucx, nccl, file; docs/transports.md says which for what",
+        help="how KV moves: auto, shm, tcp, cuda_ipc, nixl, ucx, mooncake, nccl, file; docs/transports.md says which for what",
     )
     add(
         "--transfer-directory",

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 
 from kvtransfer.region import MemoryRegion
 from kvtransfer.transports.base import (
@@ -28,14 +29,16 @@ BUILT_IN = {
     "file": "kvtransfer.transports.file:FileTransport",
     "nccl": "kvtransfer.transports.nccl:NcclTransport",
     "ucx": "kvtransfer.transports.ucx:UcxTransport",
+    "nixl": "kvtransfer.transports.nixl:NixlTransport",
+    "mooncake": "kvtransfer.transports.mooncake:MooncakeTransport",
 }
 # What `auto` means, best first: offers are made, and tried, in this order.
 AUTO = ("shm", "tcp")
-AUTO_ON_GPUS = ("cuda_ipc", "nccl")
-# Those of them, and others, that only reach pools in the CPU's memory.
-CPU_ONLY = frozenset({"shm", "tcp", "file", "ucx"})
-# The extra of this package that brings the library a transport stands on.
-EXTRAS = {"ucx": "ucx"}
+AUTO_ON_GPUS = ("cuda_ipc", "nixl", "nccl")
+# Those that only reach pools in the CPU's memory.
+CPU_ONLY = frozenset({"shm", "tcp", "file", "ucx", "mooncake"})
+# What `auto` looks for before it takes a transport that stands on it.
+LIBRARIES = {"nixl": "nixl_cu12"}
 
 
 def transports(name: str, config: TransportConfig, device: str = "cpu") -> list[Transport]:
@@ -59,14 +62,13 @@ def names_of(name: str, device: str = "cpu") -> list[str]:
     Raises:
         ConfigInvalid: One of them does not reach the memory of `device`.
     """
-    automatic = AUTO if device == "cpu" else AUTO_ON_GPUS
     if name == "auto":
-        return list(automatic)
+        return list(AUTO) if device == "cpu" else [n for n in AUTO_ON_GPUS if _may_be_loaded(n)]
     names = name.split(",")
     if device != "cpu" and (beside := [each for each in names if each in CPU_ONLY]):
         raise ConfigInvalid(
-            f"--transfer-backend {beside[0]} does not reach the memory of --device {device}: give auto "
-            f"or {' or '.join(automatic)}"
+            f"--transfer-backend {beside[0]} does not reach the memory of --device {device}: give auto, "
+            f"{' or '.join(AUTO_ON_GPUS)}"
         )
     return names
 
@@ -116,6 +118,10 @@ def known() -> list[str]:
     return [*BUILT_IN, *sorted({entry.name for entry in entry_points(group=GROUP)} - set(BUILT_IN))]
 
 
+def _may_be_loaded(name: str) -> bool:
+    return name not in LIBRARIES or find_spec(LIBRARIES[name]) is not None
+
+
 def _factory(name: str) -> TransportFactory:
     if place := BUILT_IN.get(name):
         module, _, attribute = place.partition(":")
@@ -124,7 +130,7 @@ def _factory(name: str) -> TransportFactory:
         except ImportError as error:
             raise ConfigInvalid(
                 f"--transfer-backend {name} needs a library that is not here ({error}): "
-                f"pip install 'tandem-serve[{EXTRAS.get(name, name)}]'"
+                f"pip install 'tandem-serve[{name}]'"
             ) from error
         return built_in
     for entry in entry_points(group=GROUP, name=name):

@@ -26,9 +26,11 @@ from wire.errors import PeerLost
 from wire.messages import TransportOffer
 
 # Read as the library is loaded. Its own choice is standard output, on which a rank answers rank 0; and
-# it warns of the variables that ucxx sets.
+# it warns of the variables that ucxx sets. Of these the threshold would reach NIXL, which cannot do with
+# it; here OPTIONS have the last word.
 os.environ.setdefault("UCX_LOG_FILE", "stderr")
 os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+os.environ.setdefault("UCX_RNDV_THRESH", "inf")
 import ucxx._lib.libucxx as ucx
 from ucxx._lib.arr import Array
 

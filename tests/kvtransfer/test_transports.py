@@ -40,6 +40,10 @@ LAYOUT = KVLayout(
 )
 ROOM = Room(1)
 FAR_END = Path(__file__).with_name("far_end.py")
+# By the module of the library that each stands on, which need not be installed.
+OPTIONAL = {"nixl": "nixl_cu12", "mooncake": "mooncake", "ucx": "ucxx"}
+# Those whose writer copies by itself: a write ends although the owner is stopped.
+WITHOUT_THE_OWNER = {"shm", "cuda_ipc"}
 
 
 @pytest.fixture(autouse=True)
@@ -252,6 +256,22 @@ def test_nothing_is_written_after_a_busy_writer_is_fenced(name, death):
         listener.close()
 
 
+@pytest.mark.parametrize("name", [each for each in OTHER_PROCESS if each not in WITHOUT_THE_OWNER])
+def test_a_write_to_a_stopped_owner_ends_when_the_connection_is_closed(name):
+    layout, plan = far_plan()
+    with far_end("listen", name) as child, MemoryRegion.private(layout.pool_bytes) as region:
+        offer = msgspec.json.decode(child.stdout.readline(), type=TransportOffer)
+        connection = make(name).connect(offer, region)
+        connection.write(ROOM, plan)
+        child.send_signal(signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        with ThreadPoolExecutor(1) as thread:
+            writing = thread.submit(connection.write, ROOM, plan)
+            connection.close()
+            assert isinstance(writing.exception(10), PeerLost)
+        child.kill()
+
+
 def test_a_fence_waits_for_a_writer_stopped_in_the_middle_of_a_copy():
     pair = Pair(ShmTransport())
     pair.listener.permit(pair.peer, ROOM, [0])
@@ -409,14 +429,16 @@ def test_no_transport_in_common_says_why():
         choose(offers, transports("tcp", TransportConfig()), region)
 
 
+@pytest.mark.parametrize(("name", "library"), OPTIONAL.items())
+def test_a_transport_without_its_library_says_what_to_install(monkeypatch, name, library):
+    ours = f"kvtransfer.transports.{name}"
+    for each in [each for each in sys.modules if each.startswith((ours, f"{library}."))]:
+        monkeypatch.delitem(sys.modules, each)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ConfigInvalid, match=rf"pip install 'tandem-serve\[{name}\]'"):
+        transports(name, TransportConfig())
+
+
 def test_an_unknown_transport_is_refused_naming_those_there_are():
     with pytest.raises(ConfigInvalid, match="shm, tcp"):
         transports("carrier_pigeon", TransportConfig())
-
-
-def test_a_transport_whose_library_is_missing_says_what_to_install(monkeypatch):
-    monkeypatch.delitem(sys.modules, "kvtransfer.transports.ucx", raising=False)
-    monkeypatch.setitem(sys.modules, "ucxx", None)
-    monkeypatch.setitem(sys.modules, "ucxx._lib.libucxx", None)
-    with pytest.raises(ConfigInvalid, match=r"pip install 'tandem-serve\[ucx\]'"):
-        transports("ucx", TransportConfig())

@@ -73,11 +73,10 @@ def test_a_bare_stream_that_could_not_be_opened_leaves_no_limit():
 
 def test_a_missing_library_is_shown_with_the_line_that_brings_it(monkeypatch):
     monkeypatch.setitem(registry.BUILT_IN, "fabric", "kvtransfer.transports.absent:Absent")
-    monkeypatch.setitem(registry.EXTRAS, "fabric", "fabric-extra")
     with pytest.raises(Unusable) as unusable:
         make_transport("fabric", Where(host="127.0.0.1"))
     answer = unusable.value.answer
     assert answer.stage == "library"
     [row] = judge([Outcome("fabric", "no_library", reason=answer.reason)], LIMITS, (), AUTO)
     assert row.advice.startswith("needs a library that is not here")
-    assert "pip install 'tandem-serve[fabric-extra]'" in row.advice
+    assert "pip install 'tandem-serve[fabric]'" in row.advice

@@ -1,0 +1,75 @@
+"""What is Mooncake's own; what it shares is in `test_transports` and `test_one_sided`."""
+
+import numpy as np
+import pytest
+
+from kvtransfer.plan import CopyPlan
+from kvtransfer.region import MemoryRegion
+from kvtransfer.transports.base import Pool
+from kvtransfer.transports.mooncake import PIECE_BYTES, PIECES_UNDER_WAY, MooncakeTransport
+from wire.errors import PeerLost, TransferRefused
+from wire.ids import Room
+from wire.messages import TransportOffer
+
+ROOM = Room(1)
+PAGE_BYTES, NUM_PAGES = 4096, 2 * PIECES_UNDER_WAY
+
+
+@pytest.fixture
+def region():
+    with MemoryRegion.private(PAGE_BYTES * NUM_PAGES) as region:
+        yield region
+
+
+@pytest.fixture
+def listener(region):
+    listener = MooncakeTransport().listen(Pool(region, PAGE_BYTES, NUM_PAGES))
+    yield listener
+    listener.close()
+
+
+def test_more_copies_than_may_be_under_way_all_land(listener, region):
+    admission = listener.admit("127.0.0.1")
+    listener.permit(admission.peer, ROOM, range(NUM_PAGES))
+    with MemoryRegion.private(region.size_bytes) as source:
+        source.array()[:] = np.random.default_rng(0).integers(0, 256, region.size_bytes, np.uint8)
+        connection = MooncakeTransport().connect(admission.offer, source)
+        at = np.arange(NUM_PAGES, dtype=np.int64) * PAGE_BYTES
+        connection.write(ROOM, CopyPlan(at, at[::-1], np.full(NUM_PAGES, PAGE_BYTES, np.int64)))
+        pages = source.array().reshape(NUM_PAGES, -1)
+        assert (region.array().reshape(NUM_PAGES, -1) == pages[::-1]).all()
+        connection.close()
+
+
+def test_a_write_beside_the_registered_memory_is_refused_by_the_engine(listener, region):
+    admission = listener.admit("127.0.0.1")
+    with MemoryRegion.private(PIECE_BYTES) as elsewhere:
+        lies = {**admission.offer.descriptor, "pool_address": elsewhere.address}
+        listener.permit(admission.peer, ROOM, [0])
+        region.array()[:] = 1
+        connection = MooncakeTransport().connect(
+            TransportOffer(name="mooncake", descriptor=lies), region
+        )
+        zero = np.zeros(1, np.int64)
+        with pytest.raises(PeerLost):
+            connection.write(ROOM, CopyPlan(zero, zero, np.array([PAGE_BYTES], np.int64)))
+        assert not elsewhere.array().any()
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("host", ""),
+        ("host", "x" * 300),
+        ("port", 0),
+        ("port", 1 << 16),
+        ("protocol", "carrier_pigeon"),
+        ("num_pages", 1 << 40),
+        ("table_address", 8),
+    ],
+)
+def test_an_offer_of_a_senseless_size_is_refused(listener, region, name, value):
+    descriptor = {**listener.admit("127.0.0.1").offer.descriptor, name: value}
+    with pytest.raises(TransferRefused):
+        MooncakeTransport().connect(TransportOffer(name="mooncake", descriptor=descriptor), region)

@@ -1,0 +1,122 @@
+"""What is NIXL's own; what it shares is in `test_transports` and `test_one_sided`."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtransfer.plan import CopyPlan
+from kvtransfer.region import MemoryRegion
+from kvtransfer.transports.base import Pool
+from kvtransfer.transports.nixl import NixlTransport
+from wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from wire.ids import Room
+from wire.messages import TransportOffer
+
+ROOM = Room(1)
+POOL_BYTES = 1 << 20
+
+
+@pytest.fixture
+def region():
+    with MemoryRegion.private(POOL_BYTES) as region:
+        yield region
+
+
+@pytest.fixture
+def listener(region):
+    listener = NixlTransport().listen(Pool(region, 4096, POOL_BYTES // 4096))
+    yield listener
+    listener.close()
+
+
+def whole_pool():
+    zero = np.zeros(1, np.int64)
+    return CopyPlan(zero, zero, np.array([POOL_BYTES], np.int64))
+
+
+@pytest.mark.parametrize("links", ["all", "rc,cma", "^ib", "posix,tcp", "tcp,sm"])
+def test_links_that_cannot_be_fenced_are_refused_by_name(monkeypatch, links):
+    monkeypatch.setenv("UCX_TLS", links)
+    with pytest.raises(ConfigInvalid, match="cannot be cut off"):
+        NixlTransport()
+
+
+@pytest.mark.parametrize("threshold", ["8192", "auto"])
+def test_a_setting_with_which_ucx_aborts_is_refused(monkeypatch, threshold):
+    monkeypatch.setenv("UCX_RNDV_THRESH", threshold)
+    with pytest.raises(ConfigInvalid, match=f"UCX_RNDV_THRESH={threshold} makes UCX abort"):
+        NixlTransport()
+
+
+def test_links_between_hosts_may_be_named(region, monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "rc_x,tcp")
+    NixlTransport().listen(Pool(region, 4096, 1)).close()
+
+
+def test_nothing_lands_that_this_process_did_not_read(listener, region):
+    admission = listener.admit("127.0.0.1")
+    listener.permit(admission.peer, ROOM, range(POOL_BYTES // 4096))
+    with MemoryRegion.private(POOL_BYTES) as source:
+        source.array()[:] = 1
+        connection = NixlTransport().connect(admission.offer, source)
+        connection._check = lambda *_: None  # a peer that does not even look at its table
+        errors = []
+
+        def write():
+            try:
+                connection.write(ROOM, whole_pool())
+            except PeerLost as error:
+                errors.append(error)
+
+        writing = threading.Thread(target=write)
+        with listener._peers[admission.peer].end._lock:
+            writing.start()
+            writing.join(0.05)
+            assert writing.is_alive()
+            assert not region.array().any()
+            connection.close()
+        writing.join()
+        assert errors
+
+
+def test_a_fence_gives_the_agents_sockets_back(listener):
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    peers = [listener.admit("127.0.0.1").peer for _ in range(3)]
+    assert len(list(Path("/proc/self/fd").iterdir())) > before
+    for peer in peers:
+        listener.fence(peer)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40, -20])
+def test_metadata_that_is_cut_short_is_refused(listener, region, cut):
+    descriptor = dict(listener.admit("127.0.0.1").offer.descriptor)
+    descriptor["metadata"] = descriptor["metadata"][:cut]
+    with pytest.raises(TransferRefused):
+        NixlTransport().connect(TransportOffer(name="nixl", descriptor=descriptor), region)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("metadata", "A" * (1 << 17)),
+        ("num_pages", 1 << 40),
+        ("page_bytes", 0),
+        ("pool_address", -1),
+        ("pool_address", (1 << 57) - 1),
+        ("table_address", 1 << 60),
+    ],
+)
+def test_an_offer_of_a_senseless_size_is_refused(listener, region, name, value):
+    descriptor = {**listener.admit("127.0.0.1").offer.descriptor, name: value}
+    with pytest.raises(TransferRefused):
+        NixlTransport().connect(TransportOffer(name="nixl", descriptor=descriptor), region)
+
+
+def test_a_restarted_peer_is_another_agent(listener, region):
+    offers = [listener.admit("127.0.0.1").offer for _ in range(2)]
+    assert offers[0].descriptor["metadata"] != offers[1].descriptor["metadata"]
+    for offer in offers:
+        NixlTransport().connect(offer, region).close()
