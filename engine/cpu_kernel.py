@@ -116,13 +116,7 @@ def _exp(x: Any) -> Any:
 @lru_cache
 def kernel_for(geometry: Geometry) -> int:
     """Return the address of a C function that takes the address of a `CALL`; see `cpu_threads.run`."""
-    body = _compile(geometry)
-    record = types.CPointer(numba.from_dtype(CALL))
-
-    def entry(pointer: Any) -> None:
-        body(numba.carray(pointer, 1)[0])
-
-    _ENTRIES.append(compiled := numba.cfunc(types.void(record), nopython=True)(entry))
+    _ENTRIES.append(compiled := _compile(geometry))
     return int(compiled.address)
 
 
@@ -185,26 +179,24 @@ def _page_functions(geometry: Geometry) -> _PageFunctions:
     return _PageFunctions(widen, score, weigh, add)
 
 
-def _njit(kernel: Callable[[Any], None]) -> Callable[[Any], None]:
-    compiled: Callable[[Any], None] = numba.njit(
-        kernel, fastmath=True, nogil=True, error_model="numpy"
-    )
-    return compiled
+def _c_function(kernel: Callable[[Any], None]) -> Any:
+    signature = types.void(types.CPointer(numba.from_dtype(CALL)))
+    return numba.cfunc(signature, nopython=True, fastmath=True, error_model="numpy")(kernel)
 
 
-def _compile(geometry: Geometry) -> Callable[[Any], None]:
+def _compile(geometry: Geometry) -> Any:
     num_kv_heads, group, head_dim = geometry.num_kv_heads, geometry.group, geometry.head_dim
     page_size = geometry.page_size
     plane = page_size * head_dim  # elements of one head's K, or V, in a page
     element = np.uint16 if geometry.is_bfloat16 else np.float32
-    load = _from_bfloat16 if geometry.is_bfloat16 else _float32
-    store = _to_bfloat16 if geometry.is_bfloat16 else _float32
+    load, store = (_from_bfloat16, _to_bfloat16) if geometry.is_bfloat16 else (_float32, _float32)
     thread_number = cpu_threads.thread_number()
     widen, score, weigh, add = _page_functions(geometry)
 
     # One function, long as it is: the arrays are made once for all units, and any part of it would take
     # most of them. What stands alone is in `_page_functions`.
-    def kernel(call: Any) -> None:
+    def kernel(pointer: Any) -> None:
+        call = numba.carray(pointer, 1)[0]
         query = numba.carray(_pointer(call.query), (_MOST,), element)
         key = numba.carray(_pointer(call.key), (_MOST,), element)
         value = numba.carray(_pointer(call.value), (_MOST,), element)
@@ -262,4 +254,4 @@ def _compile(geometry: Geometry) -> Callable[[Any], None]:
                 for d in range(head_dim):
                     out[np.uint64(start + d)] = store(sums[g, d] / totals[g])
 
-    return _njit(kernel)
+    return _c_function(kernel)

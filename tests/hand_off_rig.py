@@ -9,7 +9,7 @@ from engine.core import Engine
 from engine.model import load_model
 from engine.runner import ModelRunner, make_pool
 from kvtransfer.bootstrap import SenderEnd
-from kvtransfer.receiver import DecodeAgent
+from kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
 from kvtransfer.region import MemoryRegion
 from kvtransfer.sender import PrefillAgent
 from kvtransfer.transports.base import TransportConfig
@@ -25,6 +25,8 @@ from wire.messages import StartDecode, StartPrefill
 
 PAGE = 8
 NUM_PAGES = 60
+# Where the other end is gone, and the test would only wait.
+IMPATIENT = ReceiverTimeouts(connect_s=0.5, released_s=0.5)
 
 
 class CollectedAnswers:
@@ -59,10 +61,17 @@ class Pair:
     Args:
         transport: Its name, or the transport itself.
         pushes_layers: As soon as each is computed, or whole chunks.
+        timeouts: Of decode.
     """
 
     def __init__(
-        self, path, transport, decode_page: int = PAGE, *, pushes_layers: bool = True
+        self,
+        path,
+        transport,
+        decode_page: int = PAGE,
+        *,
+        pushes_layers: bool = True,
+        timeouts: ReceiverTimeouts | None = None,
     ) -> None:
         self.waker = Waker()
         self.prefill_answers, self.decode_answers = CollectedAnswers(), CollectedAnswers()
@@ -89,6 +98,7 @@ class Pair:
             region=target,
             transports=allowed,
             waker=self.waker,
+            timeouts=timeouts,
         )
         self.prefill = PrefillRole(
             self.prefill_engine,

@@ -5,14 +5,14 @@ import pytest
 from decode.role import DecodeRole
 from kvtransfer.bootstrap import SenderEnd
 from kvtransfer.group import DecodeGroup, PrefillGroup
-from kvtransfer.receiver import DecodeAgent
+from kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
 from kvtransfer.region import MemoryRegion
 from kvtransfer.sender import PrefillAgent
 from kvtransfer.sharding import Shard
 from kvtransfer.transports.base import TransportConfig
 from kvtransfer.transports.registry import transports
 from prefill.role import PrefillRole
-from tests.hand_off_rig import NUM_PAGES, Pair, prompt_of
+from tests.hand_off_rig import IMPATIENT, NUM_PAGES, Pair, prompt_of
 from wire.errors import PeerLost
 from wire.ids import new_epoch
 
@@ -37,8 +37,9 @@ class CopiedSender:
 class GroupPair(Pair):
     """A pair whose roles have agents on two ranks."""
 
-    def __init__(self, path, transport: str) -> None:
+    def __init__(self, path, transport: str, timeouts: ReceiverTimeouts | None = None) -> None:
         super().__init__(path, transport)
+        self.timeouts = timeouts
         self.sender.close()
         self.receiver.close()
         self.layout = self.receiver._layout
@@ -90,6 +91,7 @@ class GroupPair(Pair):
             region=self.targets[rank],
             transports=self.allowed,
             waker=self.waker,
+            timeouts=self.timeouts,
             shard=self._shard(rank),
         )
 
@@ -121,6 +123,13 @@ class GroupPair(Pair):
 @pytest.fixture(params=["shm", "tcp"])
 def pair(request, tiny_model):
     made = GroupPair(tiny_model("qwen3"), request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def impatient_pair(request, tiny_model):
+    made = GroupPair(tiny_model("qwen3"), request.param, IMPATIENT)
     yield made
     made.close()
 
@@ -169,7 +178,10 @@ def test_a_cancel_at_any_time_returns_every_page_of_every_rank(pair, num_passes,
 
 
 @pytest.mark.parametrize("num_passes", [1, 3, 5])
-def test_a_rank_of_prefill_that_dies_fails_the_hand_off_and_costs_no_page(pair, num_passes):
+def test_a_rank_of_prefill_that_dies_fails_the_hand_off_and_costs_no_page(
+    impatient_pair, num_passes
+):
+    pair = impatient_pair
     for i in range(4):
         pair.start(str(i), prompt_of(100), max_new_tokens=8)
     passes = iter(range(num_passes))

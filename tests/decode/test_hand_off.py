@@ -5,7 +5,7 @@ import xxhash
 
 from kvtransfer.region import MemoryRegion
 from tandem.up import free_ports
-from tests.hand_off_rig import NUM_PAGES, PAGE, BrokenRunner, Pair, prompt_of
+from tests.hand_off_rig import IMPATIENT, NUM_PAGES, PAGE, BrokenRunner, Pair, prompt_of
 from wire.errors import EngineFailed, InvalidRequest, PeerLost
 from wire.generation import GenerateRequest, SamplingParams
 from wire.ids import RequestId, new_room
@@ -163,7 +163,9 @@ def test_a_room_in_use_is_refused_and_its_owner_is_not_harmed(pair):
     pair.run_until(pair.all_pages_are_back)
 
 
-def test_a_prefill_that_is_not_there_fails_the_request_and_frees_its_pages(pair):
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_prefill_that_is_not_there_fails_the_request_and_frees_its_pages(tiny_model, transport):
+    pair = Pair(tiny_model("qwen3"), transport, timeouts=IMPATIENT)
     request = GenerateRequest(
         request_id=RequestId("a"), prompt_ids=prompt_of(30), sampling=SamplingParams()
     )
@@ -177,6 +179,7 @@ def test_a_prefill_that_is_not_there_fails_the_request_and_frees_its_pages(pair)
     pair.run_until(lambda: "a" in pair.decode_answers.errors)
     assert isinstance(pair.decode_answers.errors["a"], PeerLost)
     pair.run_until(pair.all_pages_are_back)
+    pair.close()
 
 
 def test_a_half_at_the_wrong_node_is_refused(pair):

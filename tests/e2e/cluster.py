@@ -24,6 +24,7 @@ class Process:
 
     def __init__(self, *argv: str, env: dict[str, str] | None = None) -> None:
         self.argv = argv
+        self._is_interrupted = False
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in stop
         self._popen = subprocess.Popen(
             [sys.executable, "-m", "tandem", *argv],
@@ -50,10 +51,15 @@ class Process:
     def signal(self, number: int) -> None:
         self._popen.send_signal(number)
 
+    def interrupt(self) -> None:
+        """Begin to stop, as Ctrl-C does; once, for a second one forces."""
+        if self.is_running() and not self._is_interrupted:
+            self.signal(signal.SIGINT)
+        self._is_interrupted = True
+
     def stop(self) -> int:
         """Stop as Ctrl-C does; return the exit status."""
-        if self.is_running():
-            self.signal(signal.SIGINT)
+        self.interrupt()
         try:
             status = self.wait(20)
         except subprocess.TimeoutExpired:
@@ -87,7 +93,7 @@ def wait_healthy(url: str, *processes: Process) -> None:
         ended = [process for process in processes if not process.is_running()]
         if ended:
             break
-        time.sleep(0.1)
+        time.sleep(0.1)  # another process's state: nothing here to wait on
     logs = "\n".join(f"--- {' '.join(p.argv)}\n{p.output()}" for p in processes)
     raise AssertionError(f"{url} did not become healthy:\n{logs}")
 
@@ -98,7 +104,7 @@ def eventually(is_so: Callable[[], bool], within_s: float = 10) -> bool:
     while not is_so():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.02)
+        time.sleep(0.02)  # as above
     return True
 
 
@@ -149,8 +155,12 @@ class Cluster:
         return [get_json(f"{url}/server_info")[1]["load"] for url in urls]
 
     def stop(self) -> list[int]:
-        """Stop the router, then the nodes; return their exit statuses."""
-        return [process.stop() for process in reversed(self.processes)]
+        """Stop the router, then all nodes at once; return their exit statuses."""
+        status = self.router.stop()
+        nodes = self.processes[:-1]
+        for node in nodes:
+            node.interrupt()
+        return [*(node.stop() for node in nodes), status]
 
 
 @contextlib.contextmanager

@@ -6,17 +6,13 @@ import urllib.request
 
 import pytest
 
-from tests.e2e.cluster import get_json, running_cluster
+from tests.e2e.cluster import get_json
+from tests.e2e.conftest import CONTEXT
 
-CONTEXT = 512
 
-
-@pytest.fixture(scope="module")
-def url(embedded_model):
-    flags = ("--model", str(embedded_model), "--context-length", str(CONTEXT))
-    pool = ("--max-total-tokens", "4096", "--num-threads", "1", "--log-level", "warning")
-    with running_cluster(*flags, *pool) as cluster:
-        yield cluster.url
+@pytest.fixture
+def url(cluster):
+    return cluster.url
 
 
 def send(url: str, path: str, body: bytes, method: str = "POST") -> tuple[int, dict]:

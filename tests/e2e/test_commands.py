@@ -4,6 +4,7 @@ import json
 import signal
 import socket
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -155,26 +156,22 @@ def test_a_router_without_nodes_keeps_trying_and_says_so(tiny_model):
 
 
 @pytest.mark.slow
-def test_a_decode_node_under_sglangs_protocol_answers_with_every_token(tiny_model):
-    flags = ("--model", str(tiny_model("llama")), "--log-level", "warning", *POOL)
-    with running_cluster(*flags) as cluster:
-        sampling = {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True}
-        whole = post(f"{cluster.url}/generate", input_ids=[9, 8, 7], sampling_params=sampling)
-        bootstrap_port = cluster.processes[0].argv[4]
-        body = {
-            "input_ids": [9, 8, 7],
-            "sampling_params": sampling,
-            "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": int(bootstrap_port),
-            "bootstrap_room": 12345,
-        }
-        import concurrent.futures
-
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            urls = (cluster.prefill_urls[0], cluster.decode_urls[0])
-            halves = list(pool.map(lambda url: post(f"{url}/generate", **body), urls))
-        assert halves[1]["output_ids"] == whole["output_ids"]
-        assert halves[0]["output_ids"] == whole["output_ids"][:1]
+def test_a_decode_node_under_sglangs_protocol_answers_with_every_token(cluster):
+    sampling = {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True}
+    whole = post(f"{cluster.url}/generate", input_ids=[9, 8, 7], sampling_params=sampling)
+    bootstrap_port = cluster.processes[0].argv[4]
+    body = {
+        "input_ids": [9, 8, 7],
+        "sampling_params": sampling,
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": int(bootstrap_port),
+        "bootstrap_room": 12345,
+    }
+    with ThreadPoolExecutor() as pool:
+        urls = (cluster.prefill_urls[0], cluster.decode_urls[0])
+        halves = list(pool.map(lambda url: post(f"{url}/generate", **body), urls))
+    assert halves[1]["output_ids"] == whole["output_ids"]
+    assert halves[0]["output_ids"] == whole["output_ids"][:1]
 
 
 @pytest.mark.slow
@@ -235,37 +232,24 @@ def test_a_mistyped_flag_is_refused():
 
 
 @pytest.mark.slow
-def test_a_key_is_asked_of_clients_and_known_between_router_and_nodes(tiny_model):
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_cluster_on_ipv6_keeps_to_those_with_its_key_and_its_secret(tiny_model, transport):
     key = ("--api-key", "a-key")
     flags = ("--model", str(tiny_model("llama")), "--log-level", "warning", *POOL, *key)
-    with running_cluster(*flags, router_flags=key) as cluster:
+    settings = {
+        "host": "::1",
+        "env": {"TANDEM_CLUSTER_KEY": "one secret for all"},
+        "router_flags": key,
+    }
+    with running_cluster(*flags, "--transfer-backend", transport, **settings) as cluster:
         with pytest.raises(urllib.error.HTTPError) as raised:
             post(f"{cluster.url}/generate", input_ids=[5])
         with raised.value as answer:
             assert answer.code == 401
         request = urllib.request.Request(
             f"{cluster.url}/generate",
-            b'{"input_ids": [5], "max_new_tokens": 1}',
+            b'{"input_ids": [5], "max_new_tokens": 3}',
             {"Content-Type": "application/json", "Authorization": "Bearer a-key"},
         )
         with urllib.request.urlopen(request, timeout=60) as response:
-            assert len(json.loads(response.read())["output_ids"]) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_secret_shared_by_all_keeps_the_cluster_to_itself(tiny_model, transport):
-    flags = ("--model", str(tiny_model("llama")), "--log-level", "warning", *POOL)
-    secret = {"TANDEM_CLUSTER_KEY": "one secret for all"}
-    with running_cluster(*flags, "--transfer-backend", transport, env=secret) as cluster:
-        answer = post(f"{cluster.url}/generate", input_ids=[5], max_new_tokens=3)
-        assert len(answer["output_ids"]) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_cluster_on_ipv6_serves(tiny_model, transport):
-    flags = ("--model", str(tiny_model("llama")), "--log-level", "warning", *POOL)
-    with running_cluster(*flags, "--transfer-backend", transport, host="::1") as cluster:
-        answer = post(f"{cluster.url}/generate", input_ids=[5], max_new_tokens=3)
-        assert len(answer["output_ids"]) == 3
+            assert len(json.loads(response.read())["output_ids"]) == 3

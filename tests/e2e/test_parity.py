@@ -1,23 +1,20 @@
-"""Tokens through the router are those of `tandem serve` and of transformers' `generate`."""
+"""Tokens through the router are those of one engine and of transformers' `generate`."""
 
 import asyncio
 import random
-from itertools import islice
 
 import aiohttp
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.cluster import running_cluster, running_serve
-from tests.tiny_models import CONFIGS, VOCAB_SIZE
+from tests.e2e.cluster import running_cluster
+from tests.e2e.conftest import CHUNK, CONTEXT, FLAGS, PAGE
+from tests.one_engine import tokens_of_one_engine
+from tests.tiny_models import CONFIGS, CONTEXT_LENGTH, VOCAB_SIZE
+from wire.generation import SamplingParams
 
-PAGE, CHUNK, CONTEXT = 16, 64, 512
-FLAGS = (
-    *("--dtype", "float32", "--page-size", str(PAGE), "--chunked-prefill-size", str(CHUNK)),
-    *("--context-length", str(CONTEXT), "--max-total-tokens", "16384", "--num-threads", "1"),
-    *("--log-level", "warning"),
-)
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "frequency_penalty": 0.1}
 TEXTS = (
     "The capital of France is",
@@ -30,10 +27,18 @@ TEXTS = (
 LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1, 3 * CHUNK + 5)
 ARRIVALS_OVER_S = 0.1  # about three steps: requests join batches at every stage of others
 NEAR_THE_LIMIT = (CONTEXT - 20, CONTEXT - 2, CONTEXT - 1)
-
-
-def length_of_answer(prompt: list[int]) -> int:
-    return min(8, CONTEXT - len(prompt))
+NUM_NEW = 8
+# Of each architecture's cluster, so that every transport pushes layers and whole chunks.
+LINKS = {
+    "gemma": ("shm", "layer"),
+    "llama": ("tcp", "chunk"),
+    "mistral": ("shm", "chunk"),
+    "phi3": ("tcp", "layer"),
+    "qwen2": ("shm", "layer"),
+    "qwen3": ("tcp", "layer"),
+}
+# 32 pages of 24 KiB a layer in one chunk: layers leave eleven at a time.
+LARGE_CHUNKS = ("--chunked-prefill-size", "512", "--push-granularity", "layer")
 
 
 def embedded_prompts(directory) -> list[list[int]]:
@@ -49,13 +54,13 @@ def embedded_prompts(directory) -> list[list[int]]:
 
 def tiny_prompts() -> list[list[int]]:
     rng = random.Random(3)
-    lengths = (*LENGTHS, CONTEXT - 6)
+    lengths = (*LENGTHS, CONTEXT_LENGTH - 6)
     return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
 async def generate(session, url: str, prompt: list[int], **sampling) -> list[int]:
-    """Return the generated ids, asked for with `ignore_eos` so that lengths are known."""
-    params = {"max_new_tokens": length_of_answer(prompt), "ignore_eos": True, **sampling}
+    """Return the generated ids: `NUM_NEW`, or what the context has room for."""
+    params = {"max_new_tokens": NUM_NEW, "ignore_eos": True, **sampling}
     body = {"input_ids": prompt, "sampling_params": params}
     async with session.post(f"{url}/generate", json=body) as response:
         answer = await response.json()
@@ -75,6 +80,7 @@ async def generate_all(url: str, prompts, num_at_once: int, sampled: bool) -> li
         async def one(index: int, prompt: list[int]) -> None:
             sampling = {**SAMPLED, "sampling_seed": index} if sampled else {"temperature": 0}
             async with limit:
+                # No wait for anything: the times at which requests come are what is tried.
                 await asyncio.sleep(arrivals.random() * ARRIVALS_OVER_S)
                 answers[index] = await generate(session, url, prompt, **sampling)
 
@@ -85,9 +91,9 @@ async def generate_all(url: str, prompts, num_at_once: int, sampled: bool) -> li
 
 
 @torch.inference_mode()
-def transformers_greedy(model, prompt: list[int]) -> list[int]:
+def transformers_greedy(model, prompt: list[int], context: int) -> list[int]:
     ids = torch.tensor([prompt])
-    num_new = length_of_answer(prompt)
+    num_new = min(NUM_NEW, context - len(prompt))
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -99,19 +105,28 @@ def transformers_greedy(model, prompt: list[int]) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+@torch.inference_mode()
+def choices(model, prompt: list[int], answer: list[int]) -> list[int]:
+    """Return what transformers chooses after the prompt and each begin of an answer, in one forward.
+
+    An answer that is equal to it is what `generate` gives, by induction over its tokens.
+    """
+    logits = model(torch.tensor([prompt + answer])).logits[0]
+    return logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+
+
 def load_reference(directory):
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
-def oracle(embedded_model):
+def oracle(embedded_model, serve):
     """Prompts, and the tokens of transformers and of `tandem serve` for them."""
     prompts = embedded_prompts(embedded_model)
     model = load_reference(embedded_model)
-    greedy = [transformers_greedy(model, prompt) for prompt in prompts]
-    with running_serve("--model", str(embedded_model), *FLAGS) as url:
-        served = asyncio.run(generate_all(url, prompts, 16, sampled=False))
-        sampled = asyncio.run(generate_all(url, prompts[::2], 16, sampled=True))
+    served = asyncio.run(generate_all(serve, prompts, 16, sampled=False))
+    greedy = [choices(model, *pair) for pair in zip(prompts, served, strict=True)]
+    sampled = asyncio.run(generate_all(serve, prompts[::2], 16, sampled=True))
     return prompts, greedy, served, sampled
 
 
@@ -120,18 +135,38 @@ def test_one_engine_alone_gives_the_tokens_of_transformers(oracle):
     prompts, greedy, served, _ = oracle
     assert len(prompts) >= 60
     assert served == greedy
+    assert [len(tokens) for tokens in served] == [min(NUM_NEW, CONTEXT - len(p)) for p in prompts]
+
+
+def assert_gives(url: str, oracle) -> None:
+    prompts, greedy, _, sampled = oracle
+    alone = asyncio.run(generate_all(url, prompts[::4], 1, sampled=False))
+    assert alone == greedy[::4]
+    assert asyncio.run(generate_all(url, prompts, 16, sampled=False)) == greedy
+    assert asyncio.run(generate_all(url, prompts[::2], 16, sampled=True)) == sampled
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_the_cluster_gives_the_tokens_of_one_engine(oracle, embedded_model, transport):
-    prompts, greedy, _, sampled = oracle
-    flags = ("--model", str(embedded_model), "--transfer-backend", transport, *FLAGS)
-    with running_cluster(*flags) as cluster:
-        alone = asyncio.run(generate_all(cluster.url, prompts[::4], 1, sampled=False))
-        assert alone == greedy[::4]
-        assert asyncio.run(generate_all(cluster.url, prompts, 16, sampled=False)) == greedy
-        assert asyncio.run(generate_all(cluster.url, prompts[::2], 16, sampled=True)) == sampled
+def test_a_cluster_through_shared_memory_gives_the_tokens_of_one_engine(oracle, cluster):
+    assert_gives(cluster.url, oracle)
+
+
+@pytest.mark.slow
+def test_a_cluster_whose_layers_leave_over_tcp_during_the_forward_does_too(oracle, embedded_model):
+    transport = ("--transfer-backend", "tcp", "--verify-kv", "always")
+    flags = ("--model", str(embedded_model), *FLAGS, *transport, *LARGE_CHUNKS)
+    with running_cluster(*flags) as own:
+        assert_gives(own.url, oracle)
+
+
+def sampling(prompts: list[list[int]], is_seeded: bool) -> list[SamplingParams]:
+    """Return what `generate_all` asks of a tiny model, as an engine is told it."""
+    lengths = [min(NUM_NEW, CONTEXT_LENGTH - len(prompt)) for prompt in prompts]
+    if not is_seeded:
+        greedy = SamplingParams(temperature=0, ignore_eos=True)
+        return [replace(greedy, max_new_tokens=length) for length in lengths]
+    drawn = SamplingParams(**SAMPLED, ignore_eos=True)
+    return [replace(drawn, max_new_tokens=n, seed=seed) for seed, n in enumerate(lengths)]
 
 
 @pytest.mark.slow
@@ -139,12 +174,13 @@ def test_the_cluster_gives_the_tokens_of_one_engine(oracle, embedded_model, tran
 def test_every_architecture_gives_the_tokens_of_transformers(tiny_model, kind):
     path, prompts = tiny_model(kind), tiny_prompts()
     model = load_reference(path)
-    greedy = [transformers_greedy(model, prompt) for prompt in prompts]
-    transport = next(islice(("shm", "tcp") * 3, sorted(CONFIGS).index(kind), None))
-    flags = ("--model", str(path), "--transfer-backend", transport, *FLAGS)
-    with running_serve("--model", str(path), *FLAGS) as url:
-        sampled = asyncio.run(generate_all(url, prompts, 16, sampled=True))
-    with running_cluster(*flags) as cluster:
-        assert asyncio.run(generate_all(cluster.url, prompts, 1, sampled=False)) == greedy
-        assert asyncio.run(generate_all(cluster.url, prompts, 16, sampled=False)) == greedy
-        assert asyncio.run(generate_all(cluster.url, prompts, 16, sampled=True)) == sampled
+    greedy = [transformers_greedy(model, prompt, CONTEXT_LENGTH) for prompt in prompts]
+    settings = {"page_size": PAGE, "chunked_prefill_size": CHUNK}
+    sampled = tokens_of_one_engine(path, prompts, sampling(prompts, is_seeded=True), **settings)
+    transport, granularity = LINKS[kind]
+    link = ("--transfer-backend", transport, "--push-granularity", granularity)
+    flags = ("--model", str(path), *FLAGS, "--context-length", str(CONTEXT_LENGTH), *link)
+    with running_cluster(*flags) as own:
+        assert asyncio.run(generate_all(own.url, prompts, 1, sampled=False)) == greedy
+        assert asyncio.run(generate_all(own.url, prompts, 16, sampled=False)) == greedy
+        assert asyncio.run(generate_all(own.url, prompts, 16, sampled=True)) == sampled

@@ -8,7 +8,8 @@ import pytest
 
 from tests.e2e.cluster import Process, eventually, running_cluster, running_serve
 from tests.e2e.test_deaths import children, is_alive, stream_all, unaccounted
-from tests.e2e.test_parity import generate_all
+from tests.e2e.test_parity import generate_all, sampling
+from tests.one_engine import tokens_of_one_engine
 
 FLAGS = (
     *("--dtype", "float32", "--page-size", "8", "--chunked-prefill-size", "32"),
@@ -27,8 +28,11 @@ def tokens(url: str) -> list[list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_model):
-    with running_serve("--model", str(tiny_model("qwen3")), *FLAGS) as url:
-        return tokens(url)
+    settings = {"page_size": 8, "chunked_prefill_size": 32, "attention_backend": "torch"}
+    return [
+        tokens_of_one_engine(tiny_model("qwen3"), PROMPTS, sampling(PROMPTS, is_seeded), **settings)
+        for is_seeded in (False, True)
+    ]
 
 
 @pytest.mark.slow
@@ -38,11 +42,9 @@ def test_one_engine_of_two_ranks_gives_the_tokens_of_one_process(expected, tiny_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_cluster_of_two_ranks_a_node_gives_the_tokens_of_one_process(
-    expected, tiny_model, transport
-):
-    model = ("--model", str(tiny_model("qwen3")), "--transfer-backend", transport)
+def test_a_cluster_of_two_ranks_a_node_gives_the_tokens_of_one_process(expected, tiny_model):
+    # Through shared memory it does too: `test_a_rank_that_is_killed_...`.
+    model = ("--model", str(tiny_model("qwen3")), "--transfer-backend", "tcp")
     with running_cluster(*model, *FLAGS, "--tp", "2") as cluster:
         assert tokens(cluster.url) == expected
         assert eventually(
@@ -75,9 +77,13 @@ def has_ended_for_it(node: Process) -> bool:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_ends_its_node_and_costs_no_token(tiny_model):
-    flags = ("--model", str(tiny_model("llama")), *FLAGS, "--tp", "2")
-    with running_cluster(*flags, decodes=2) as cluster:
+def test_a_rank_that_is_killed_ends_its_node_and_costs_no_token(expected, tiny_model):
+    model = ("--model", str(tiny_model("qwen3")), "--transfer-backend", "shm")
+    with running_cluster(*model, *FLAGS, "--tp", "2", decodes=2) as cluster:
+        assert tokens(cluster.url) == expected
+        assert eventually(
+            lambda: not any(unaccounted(u) for u in cluster.prefill_urls + cluster.decode_urls)
+        )
         undisturbed = asyncio.run(stream_all(cluster.url))
         prefill, decode = cluster.processes[:2]
         assert asyncio.run(stream_all(cluster.url, lambda: kill_rank_of(decode))) == undisturbed

@@ -60,8 +60,9 @@ class OtherRank:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
+    # Beside GPUs it is no test of anything: transformers would shard over them.
     if torch.cuda.is_available():
-        pytest.skip("transformers would shard over the GPUs: hide them with CUDA_VISIBLE_DEVICES=")
+        pytest.skip("hide the GPUs with CUDA_VISIBLE_DEVICES=")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -38,10 +38,11 @@ def test_closing_under_a_tensor_keeps_the_tensors_memory():
 
 def test_a_dead_owners_files_are_swept_and_a_living_owners_are_not():
     code = (
-        "import time; from kvtransfer.region import MemoryRegion; "
-        "r = MemoryRegion.shared(4096, 'doomed'); print(r.path, flush=True); time.sleep(60)"
+        "import sys; from kvtransfer.region import MemoryRegion; "
+        "r = MemoryRegion.shared(4096, 'doomed'); print(r.path, flush=True); sys.stdin.read()"
     )
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True)
     with child, MemoryRegion.shared(4096) as ours:
         path = SHM_DIR / os.path.basename(child.stdout.readline().strip())
         belonging = path.with_suffix(".abc.ctl")
