@@ -12,7 +12,6 @@ holds for each part of the room, that is for each rank of decode that our heads 
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,8 @@ from kvtransfer.events import Granted, PushDone, Released, SenderEvent
 from kvtransfer.fan_in import GroupAction
 from kvtransfer.layer_push import LEAST_BYTES, PageRun, Wrote, push_by_layer
 from kvtransfer.parts import Part
-from kvtransfer.push_room import Push, PushParts, PushRoom, grant_fault
+from kvtransfer.push_room import Push, PushRoom, grant_fault
+from kvtransfer.push_rooms import PushRooms
 from kvtransfer.session import (
     AbortAsked,
     Action,
@@ -121,8 +121,7 @@ class PrefillAgent:
         self.port = inbox.port
         self._bootstrap = BootstrapPort(end, inbox, clock, self._hear, self._lose)
         self._outbox: Outbox[SenderEvent] = Outbox(waker, (PushDone, Released), Released)
-        self._rooms: dict[Room, PushParts] = {}
-        self._parts: dict[Part, PushRoom] = {}  # those that are not over
+        self._rooms = PushRooms()
         self._num_landed = self._num_released = self._pushed_bytes = self._saved_bytes = 0
         self._control = ControlThread("kv-prefill", self._turn)
         self._control.start()
@@ -194,7 +193,7 @@ class PrefillAgent:
 
     def statistics(self) -> SenderStatistics:
         """Return what is held now and was done so far."""
-        states = Counter(entry.session.state for entry in list(self._parts.values()))
+        states = self._rooms.states()
         return SenderStatistics(
             num_links=self._bootstrap.num_links,
             num_waiting=states[SenderState.WAITING],
@@ -221,7 +220,7 @@ class PrefillAgent:
     def _turn(self, waker: Waker) -> None:
         self._bootstrap.turn(waker, self._control)
         now_s = self._clock()
-        for part, entry in list(self._parts.items()):
+        for part, entry in self._rooms.parts():
             if entry.session.state in WAITS and now_s >= entry.deadline_s:
                 self._apply(part, TimedOut(TransferTimeout("the other half did not come in time")))
 
@@ -229,78 +228,45 @@ class PrefillAgent:
         part = Part(message.room, link.part)
         if isinstance(message, messages.Grant):
             return self._take_grant(link, message, part)
-        entry = self._parts.get(part)
+        entry = self._rooms.part(part)
         if entry is not None and entry.link is link:
             self._apply(part, WithdrawArrived(Aborted("decode withdrew its grant")))
         return None
 
     def _lose(self, link: DecodeLink, error: TandemError) -> None:
-        for part, entry in list(self._parts.items()):
+        for part, entry in self._rooms.parts():
             if entry.link is link:
                 self._apply(part, LinkLost(error))
 
     def _expect(self, room: Room) -> None:
-        entry = self._rooms.setdefault(room, PushParts(room))
-        entry.expect()
-        # All of them before any moves: the room is forgotten with its last part.
-        for part in entry.parts:
-            if part not in self._parts:
-                self._open(part, self._timeouts.grant_s)
-        for part in entry.parts:
+        for part in self._rooms.expect(room, self._clock() + self._timeouts.grant_s):
             self._apply(part, Expected())
 
     def _for_parts(self, room: Room, do: Callable[[Part], None]) -> None:
         """Do something for each part; nothing when the room ended while the role computed."""
-        entry = self._rooms.get(room)
+        entry = self._rooms.room(room)
         for part in () if entry is None else entry.parts:
             do(part)
 
     def _take_grant(self, link: DecodeLink, grant: messages.Grant, part: Part) -> None:
-        entry = self._parts.get(part)
+        entry = self._rooms.part(part)
         if entry is not None and entry.grant is not None and entry.link is link:
             # Released would end the first grant at decode, under writes that are still going on.
             return self._bootstrap.drop(link, PeerLost("decode granted a room twice"))
-        if fault := grant_fault(grant, link.layout) or self._part_fault(link, part):
+        if fault := grant_fault(grant, link.layout) or self._rooms.grant_fault(part, link):
             info = TransferRefused(fault).info()
             word = messages.Released(epoch=self._end.epoch, room=grant.room, error=info)
             return self._bootstrap.send(link, word)
-        self._spread(part.room, link)
-        entry = self._parts.get(part) or self._open(part, self._timeouts.early_grant_s)
+        deadline_s = self._clock() + self._timeouts.early_grant_s
+        entry = self._rooms.granted(part, link, deadline_s)
         entry.link, entry.grant = link, grant
         if self._one_in and link.heads.num_heads:
             layers = sampled_layers(grant.room, self._end.layout.num_layers, self._one_in)
             entry.sums = PushSums(self._end.region, entry.destination, layers, link.heads)
         return self._apply(part, GrantArrived())
 
-    def _part_fault(self, link: DecodeLink, part: Part) -> str:
-        """Return why a part cannot be granted over this link, or an empty string."""
-        room, entry = self._rooms.get(part.room), self._parts.get(part)
-        if entry is not None and entry.grant is not None:
-            return "this room is granted already"
-        if room is None or not room.is_spread:
-            return ""
-        if len(room.parts) != link.num_parts:
-            return "this room is granted by a node of another size"
-        if entry is None and room.is_expected and not room.has_ended:
-            return "this room is over"
-        return ""
-
-    def _spread(self, room: Room, link: DecodeLink) -> None:
-        """Make the parts of a room, once it is known of how many ranks decode is."""
-        entry = self._rooms.setdefault(room, PushParts(room))
-        if entry.is_spread:
-            return
-        first = self._parts.get(Part(room, 0))
-        for part in entry.spread(link.num_parts):
-            if first is not None:  # the role asked for the room already
-                self._parts[part] = first.twin()
-
-    def _open(self, part: Part, timeout_s: float) -> PushRoom:
-        entry = self._parts[part] = PushRoom(self._clock() + timeout_s)
-        return entry
-
     def _push(self, part: Part, push: Push) -> None:
-        entry = self._parts.get(part)
+        entry = self._rooms.part(part)
         if entry is None:
             return  # it ended while the role computed
         if entry.session.state is SenderState.WAITING:
@@ -327,7 +293,7 @@ class PrefillAgent:
         return entry.worker.submit(part.room, write, partial(self._report, part, None))
 
     def _finish(self, part: Part, landed: messages.Landed) -> None:
-        entry = self._parts.get(part)
+        entry = self._rooms.part(part)
         if entry is None:
             return
         entry.landed = landed
@@ -357,12 +323,12 @@ class PrefillAgent:
 
     def _break_link(self, part: Part, error: PeerLost) -> None:
         """No later write of this link can succeed either."""
-        entry = self._parts.get(part)
+        entry = self._rooms.part(part)
         if entry is not None and entry.link is not None:
             self._bootstrap.drop(entry.link, error)
 
     def _apply(self, part: Part, event: Event) -> None:
-        entry = self._parts.get(part)
+        entry = self._rooms.part(part)
         if entry is None:
             return  # over, and forgotten: this crossed with the last word
         before = entry.session.state
@@ -372,13 +338,11 @@ class PrefillAgent:
         if state is SenderState.REFUSING and before is not state:
             entry.deadline_s = self._clock() + self._timeouts.early_grant_s
         if entry.session.is_over:
-            self._parts.pop(part, None)
-            room = self._rooms[part.room]
-            if not any(each in self._parts for each in room.parts):
-                del self._rooms[part.room]
+            self._rooms.end(part)
 
     def _act(self, part: Part, entry: PushRoom, action: Action) -> None:
-        error, room = entry.session.error, self._rooms[part.room]
+        error, room = entry.session.error, self._rooms.room(part.room)
+        assert room is not None
         match action:
             case Action.TELL_GRANTED:
                 self._tell(part.room, room.fan_in.granted(part.number), entry)
@@ -409,7 +373,8 @@ class PrefillAgent:
 
     def _tell(self, room: Room, actions: Sequence[GroupAction], entry: PushRoom) -> None:
         """Do what follows from what one part said."""
-        parts = self._rooms[room]
+        parts = self._rooms.room(room)
+        assert parts is not None
         for action in actions:
             match action:
                 case GroupAction.TELL_GRANTED:
@@ -425,12 +390,12 @@ class PrefillAgent:
                     self._outbox.put(Released(room, parts.fan_in.error))
 
     def _give_up(self, room: Room, why: TandemError) -> None:
-        entry = self._rooms.get(room)
+        entry = self._rooms.room(room)
         if entry is not None and not entry.has_ended and entry.fan_in.give_up():
             self._end_parts(room, why)
 
     def _end_parts(self, room: Room, why: TandemError) -> None:
-        entry = self._rooms.get(room)
+        entry = self._rooms.room(room)
         if entry is not None and not entry.has_ended:
             self._for_parts(room, lambda part: self._apply(part, AbortAsked(why)))
 

@@ -366,7 +366,8 @@ def test_pages_are_safe_only_when_the_last_source_has_stopped(stack, sizes):
     assert list(decode.group.events()) == []
     transports[last].release()
     assert decode.hear_end() == [Safe(ROOM)]
-    assert isinstance(prefill.hear_end(), Released)
+    # Or the withdrawal crossed with the last write.
+    assert isinstance(prefill.hear_end(), Released | PushDone)
     prefill.check_all_back()
     decode.check_all_back()
 
