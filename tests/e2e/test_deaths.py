@@ -13,7 +13,10 @@ import pytest
 
 from tests.e2e.cluster import Process, eventually, get_json, running_cluster
 
-FLAGS = ("--page-size", "8", "--chunked-prefill-size", "32", "--max-total-tokens", "4096")
+FLAGS = (
+    *("--page-size", "8", "--chunked-prefill-size", "32", "--max-total-tokens", "4096"),
+    *("--attention-backend", "torch"),  # no kernel to compile at each start
+)
 PROMPTS = [[5 + i, 6, 7, 8] * 20 for i in range(6)]
 NUM_NEW = 300
 

@@ -49,6 +49,7 @@ class FlipsOneBit(TcpTransport):
 FLAGS = (
     *("--dtype", "float32", "--context-length", "512", "--max-total-tokens", "4096"),
     *("--num-threads", "1", "--log-level", "warning", "--transfer-backend", "flips"),
+    *("--attention-backend", "torch"),
     *("--verify-kv", "always"),  # one bit may be in a layer that no sample looks at
 )
 

@@ -12,7 +12,10 @@ from tests.tiny_models import VOCAB_SIZE
 NUM_REQUESTS = 500
 NUM_AT_ONCE = 24
 PAGES_BACK_WITHIN_S = 2.0
-FLAGS = ("--page-size", "8", "--chunked-prefill-size", "32", "--max-total-tokens", "4096")
+FLAGS = (
+    *("--page-size", "8", "--chunked-prefill-size", "32", "--max-total-tokens", "4096"),
+    *("--attention-backend", "torch"),  # no kernel to compile at each start
+)
 
 
 async def ask(session, url: str, rng: random.Random) -> None:
