@@ -41,6 +41,7 @@ from kvtransfer.region import MemoryRegion
 from kvtransfer.sender import PrefillAgent
 from kvtransfer.transports.base import TransportConfig
 from kvtransfer.transports.registry import transports
+from node.engine_host import SWITCH_S
 from node.loop import Ticket
 from prefill.role import PrefillRole
 from telemetry import log as logs
@@ -223,7 +224,7 @@ class Prefill:
         request = GenerateRequest(
             request_id=ticket.request_id,
             prompt_ids=[2] * num_tokens,
-            sampling=SamplingParams(max_new_tokens=2, ignore_eos=True),
+            sampling=SamplingParams(max_new_tokens=2, temperature=0, ignore_eos=True),
         )
         self._role.start(ticket, StartPrefill(request=request, room=room))
         far.grant(room, num_tokens)
@@ -340,6 +341,7 @@ def main() -> None:
     add("--decode", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     logs.configure("error", "console", role="benchmark")
+    sys.setswitchinterval(SWITCH_S)
     if args.decode:
         transport, most_tokens, port = args.decode
         return decode(transport, int(most_tokens), int(port))

@@ -1,16 +1,16 @@
 """Checksums of pages: how decode finds that bytes arrived other than they were sent.
 
-Of a granted page the bytes that prefill wrote are hashed, layer by layer, in the order in which they
-lie in decode's page. Both ends work out for themselves which those are: prefill plans the page's tokens
+Of a granted page the bytes that prefill wrote are hashed, slab by slab (K or V of one layer), in the
+order in which they lie in decode's page. Both ends work out for themselves which those are: prefill plans the page's tokens
 from its own pages to decode's, decode plans the same tokens from its pages to themselves. So page sizes
 and heads may differ, and what lies between the written bytes does not matter.
 
-Which layers are hashed follows from the room, so the two ends need not speak of it: one in
+Which slabs are hashed follows from the room, so the two ends need not speak of it: one in
 `SAMPLE_ONE_IN`, from a draw keyed with the room. A page that went elsewhere, or nowhere, is found in
-any layer; a link that flips bits does so again and again, and is found in the first prompts.
+any slab; a link that flips bits does so again and again, and is found in the first prompts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import numpy as np
@@ -22,32 +22,37 @@ from kvtransfer.region import MemoryRegion
 from wire.ids import Room
 
 Verify = Literal["off", "sample", "always"]
-"""How much is hashed: nothing, some layers of each room, all of them."""
+"""How much is hashed: nothing, some slabs of each room, all of them."""
 
-# Decode hashes after the last byte came, so all of it is waited for.
-SAMPLE_ONE_IN = 32
+# Decode hashes after the last byte came, so all of it is waited for, and bytes that another core has just
+# written are read at half the speed of a memcpy.
+SAMPLE_ONE_IN = 64
 _ONE_IN: Mapping[Verify, int] = {"off": 0, "sample": SAMPLE_ONE_IN, "always": 1}
 
 
 def one_in(verify: Verify) -> int:
-    """Return of how many layers one is hashed; 0 for none."""
+    """Return of how many slabs one is hashed; 0 for none."""
     return _ONE_IN[verify]
 
 
-def sampled_layers(room: Room, num_layers: int, one_in: int) -> range:
-    """Return which layers of a room's pages are hashed; one at least, unless `one_in` is 0."""
+def sampled_slabs(room: Room, num_layers: int, one_in: int) -> range:
+    """Return which slabs of a room's pages are hashed; one at least, unless `one_in` is 0.
+
+    The slabs of layer i are 2 i, its K, and 2 i + 1, its V.
+    """
     if not one_in:
         return range(0)
     key = room % 2**64  # drivers other than our router may number rooms as they like
     draw = xxhash.xxh3_64_intdigest(key.to_bytes(8, "little"))
-    return range(draw % min(one_in, num_layers), num_layers, one_in)
+    num_slabs = 2 * num_layers
+    return range(draw % min(one_in, num_slabs), num_slabs, one_in)
 
 
 def arrived_sums(
     region: MemoryRegion,
     granted: PagedTokens,
     end_token: int,
-    layers: range,
+    slabs: range,
     heads: HeadRange | None = None,
 ) -> list[int]:
     """Return, at the receiving end, the xxh3-64 of what was written into each page of a grant.
@@ -55,14 +60,14 @@ def arrived_sums(
     Args:
         region: The own pool, which holds the pages.
         end_token: One past the last token that was written.
-        layers: Those that are hashed.
+        slabs: Those that are hashed.
         heads: Those written, by their place in the own pages; None means all.
     """
     if heads is not None:
         heads = HeadRange(heads.destination_first, heads.destination_first, heads.num_heads)
     sums = _PageSums(region, granted, heads)
-    for layer in layers:
-        sums.feed(granted, range(granted.first_token, end_token), layer)
+    for slab in slabs:
+        sums.feed(granted, range(granted.first_token, end_token), slab)
     return sums.all()
 
 
@@ -75,7 +80,7 @@ class PushSums:
     Args:
         region: The own pool.
         granted: Where the prompt goes.
-        layers: Those that are hashed.
+        slabs: Those that are hashed.
         heads: Those pushed over this link; None means all.
     """
 
@@ -83,10 +88,10 @@ class PushSums:
         self,
         region: MemoryRegion,
         granted: PagedTokens,
-        layers: range,
+        slabs: range,
         heads: HeadRange | None = None,
     ) -> None:
-        self._granted, self._layers = granted, layers
+        self._granted, self._slabs = granted, slabs
         self._sums = _PageSums(region, granted, heads)
         self._incomplete = set(range(len(granted.page_ids)))
 
@@ -100,9 +105,9 @@ class PushSums:
         if begin >= end:
             return
         tokens = range(first + begin * size, min(first + end * size, end_token))
-        for layer in self._layers:
-            if layer in layers:
-                self._sums.feed(own, tokens, layer)
+        for slab in self._slabs:
+            if slab // 2 in layers:
+                self._sums.feed(own, tokens, slab)
         if layers.stop == own.layout.num_layers:
             self._incomplete.difference_update(range(begin, end))
 
@@ -121,8 +126,9 @@ class PushSums:
             first, last = tokens.start // layout.page_size, (tokens.stop - 1) // layout.page_size
             held = [own_pages[i] for i in range(first, last + 1)]
             self._sums.begin_again(index)
-            for layer in self._layers:
-                self._sums.feed(PagedTokens(layout, held, first * layout.page_size), tokens, layer)
+            own = PagedTokens(layout, held, first * layout.page_size)
+            for slab in self._slabs:
+                self._sums.feed(own, tokens, slab)
         return self._sums.all()
 
 
@@ -131,6 +137,7 @@ class _PageSums:
 
     def __init__(self, region: MemoryRegion, granted: PagedTokens, heads: HeadRange | None) -> None:
         self._region, self._granted, self._heads = region, granted, heads
+        self._has_all_heads = heads is None or heads.num_heads == granted.layout.num_kv_heads
         self._digests = [xxhash.xxh3_64() for _ in granted.page_ids]
         self._index_of = {page_id: index for index, page_id in enumerate(granted.page_ids)}
 
@@ -138,23 +145,39 @@ class _PageSums:
         """Forget what was hashed of a page."""
         self._digests[index].reset()
 
-    def feed(self, source: PagedTokens, tokens: range, layer: int) -> None:
-        """Hash one layer of tokens that lie in pages of `source`, all that a granted page has of them."""
-        layers = range(layer, layer + 1)
-        plan = plan_copies(source, self._granted, tokens, self._heads, layers)
-        page_bytes = self._granted.layout.page_bytes
+    def feed(self, source: PagedTokens, tokens: range, slab: int) -> None:
+        """Hash one slab of tokens that lie in pages of `source`, all that a granted page has of them."""
         extents, digests = [], []
-        for copy in np.argsort(plan.destination_offset).tolist():
-            begin, to = int(plan.source_offset[copy]), int(plan.destination_offset[copy])
-            end = to + int(plan.size_bytes[copy])
-            while to < end:  # pages of one layer that follow each other are one copy
-                page_id = to // page_bytes
-                size = min(end, (page_id + 1) * page_bytes) - to
-                extents.append(slice(begin, begin + size))
-                digests.append(self._digests[self._index_of[page_id]])
-                begin, to = begin + size, to + size
+        for index, extent in self._extents(source, tokens, slab):
+            extents.append(extent)
+            digests.append(self._digests[index])
         for digest, content in zip(digests, self._region.read(extents), strict=True):
             digest.update(content)
+
+    def _extents(
+        self, source: PagedTokens, tokens: range, slab: int
+    ) -> Iterator[tuple[int, slice]]:
+        """Yield places in the grant, and what goes there of a slab: where it is in the source's pool."""
+        granted, layout = self._granted, self._granted.layout
+        slab_bytes, page_bytes = layout.layer_bytes // 2, layout.page_bytes
+        is_all = tokens == range(granted.first_token, granted.end_token)
+        if source is granted and is_all and self._has_all_heads:
+            # The usual case at decode, where all this is waited for: without the arrays of a plan.
+            for index, page_id in enumerate(granted.page_ids):
+                begin = page_id * page_bytes + slab * slab_bytes
+                yield index, slice(begin, begin + slab_bytes)
+            return
+        plan = plan_copies(source, granted, tokens, self._heads, range(slab // 2, slab // 2 + 1))
+        for copy in np.argsort(plan.destination_offset).tolist():
+            to = int(plan.destination_offset[copy])
+            shift = int(plan.source_offset[copy]) - to
+            end = to + int(plan.size_bytes[copy])
+            # Both slabs of a layer, and pages of one layer that follow each other, are one copy.
+            for page_id in range(to // page_bytes, -(-end // page_bytes)):
+                first = page_id * page_bytes + slab * slab_bytes
+                begin, stop = max(to, first), min(end, first + slab_bytes)
+                if begin < stop:
+                    yield self._index_of[page_id], slice(begin + shift, stop + shift)
 
     def all(self) -> list[int]:
         """Return the sums."""

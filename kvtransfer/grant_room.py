@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from kvtransfer.checksum import arrived_sums, sampled_layers
+from kvtransfer.checksum import arrived_sums, sampled_slabs
 from kvtransfer.layout import KVLayout
 from kvtransfer.parts import RoomParts
 from kvtransfer.plan import HeadRange, PagedTokens
@@ -40,9 +40,9 @@ class GrantRoom:
         if not 0 <= granted.end_token - end_token < layout.page_size:
             return f"tokens up to {end_token} were written and {granted.end_token} granted"
         one_in = landed.checksum_one_in
-        layers = sampled_layers(landed.room, layout.num_layers, one_in)
+        slabs = sampled_slabs(landed.room, layout.num_layers, one_in)
         heads = HeadRange(0, self.link.heads.start, len(self.link.heads))
-        sums = arrived_sums(region, granted, end_token, layers, heads)
+        sums = arrived_sums(region, granted, end_token, slabs, heads)
         if sums == landed.checksums:
             return ""
         num_bad = sum(a != b for a, b in zip_longest(sums, landed.checksums))

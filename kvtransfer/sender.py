@@ -20,7 +20,7 @@ import msgspec
 from typing_extensions import override
 
 from kvtransfer.bootstrap import BootstrapPort, DecodeLink, SenderEnd
-from kvtransfer.checksum import PushSums, Verify, one_in, sampled_layers
+from kvtransfer.checksum import PushSums, Verify, one_in, sampled_slabs
 from kvtransfer.control import ControlThread, Outbox
 from kvtransfer.events import Granted, PushDone, Released, SenderEvent
 from kvtransfer.fan_in import GroupAction
@@ -261,8 +261,8 @@ class PrefillAgent:
         entry = self._rooms.granted(part, link, deadline_s)
         entry.link, entry.grant = link, grant
         if self._one_in and link.heads.num_heads:
-            layers = sampled_layers(grant.room, self._end.layout.num_layers, self._one_in)
-            entry.sums = PushSums(self._end.region, entry.destination, layers, link.heads)
+            slabs = sampled_slabs(grant.room, self._end.layout.num_layers, self._one_in)
+            entry.sums = PushSums(self._end.region, entry.destination, slabs, link.heads)
         return self._apply(part, GrantArrived())
 
     def _push(self, part: Part, push: Push) -> None:

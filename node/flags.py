@@ -165,7 +165,7 @@ def _add_push_flags(group: argparse._ArgumentGroup) -> None:
         "--verify-kv",
         choices=["off", "sample", "always"],
         default=defaults.verify,
-        help="how much of each page is hashed on both sides; sample: one layer in 32",
+        help="how much of each page is hashed on both sides; sample: K or V of one layer in 32",
     )
     add(
         "--no-kv-checksum",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine.runner import Runner
 from engine.tensor_parallel import follow, join
-from node.engine_host import build_shard
+from node.engine_host import SWITCH_S, build_shard
 from node.rank_agent import RankAgent, rank_agent
 from node.rank_messages import (
     Forward,
@@ -39,6 +39,7 @@ def main() -> int:
     # Rank 0 decides when to end, and says so by hanging up.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    sys.setswitchinterval(SWITCH_S)
     pipe: RankPipe[ToRank] = RankPipe(sys.stdin.buffer, claim_stdout(), ToRank)
     start = pipe.receive()
     if not isinstance(start, RankStart):

@@ -253,7 +253,8 @@ class Landed(Message, frozen=True, kw_only=True):
         seed: Key of the request's random draws.
         checksums: xxh3-64 of what was written into each granted page, in the grant's order; empty
             when nothing was hashed.
-        checksum_one_in: Of how many layers one is in `checksums`; which, follows from the room.
+        checksum_one_in: Of how many slabs (K or V of one layer) one is in `checksums`; which, follows
+            from the room.
         end_token: One past the last token written; 0 means the end of the grant.
         first_logprobs: Of the first token, when wanted.
     """

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.checksum import SAMPLE_ONE_IN, PushSums, arrived_sums, sampled_layers
+from kvtransfer.checksum import SAMPLE_ONE_IN, PushSums, arrived_sums, sampled_slabs
 from kvtransfer.layout import KVLayout
 from kvtransfer.plan import HeadRange, PagedTokens, plan_copies
 from kvtransfer.region import MemoryRegion
@@ -62,11 +62,13 @@ class Link:
         )
         tokens = range(self.granted.first_token, self.end)
         plans = [
-            plan_copies(self.granted, self.granted, tokens, heads, range(layer, layer + 1))
-            for layer in self.hashed
+            plan_copies(self.granted, self.granted, tokens, heads, range(slab // 2, slab // 2 + 1))
+            for slab in self.hashed
         ]
         copies = [copy for plan in plans for copy in plan.copies()]
-        return np.concatenate([np.arange(to, to + size) for _, to, size in copies])
+        places = np.concatenate([np.arange(to, to + size) for _, to, size in copies])
+        slabs = places % self.theirs.page_bytes // (self.theirs.layer_bytes // 2)
+        return places[np.isin(slabs, self.hashed)]
 
 
 LINKS = st.builds(
@@ -78,7 +80,7 @@ LINKS = st.builds(
     ),
     st.integers(0, 8),
     st.integers(9, 15),
-    st.sampled_from([range(NUM_LAYERS), range(1, 2), range(0, NUM_LAYERS, 2)]),
+    st.sampled_from([range(2 * NUM_LAYERS), range(1, 2), range(4, 5), range(0, 2 * NUM_LAYERS, 3)]),
 )
 
 
@@ -97,8 +99,9 @@ def test_one_bit_makes_one_sum_another(link, place, bit):
     assert sum(a != b for a, b in zip(link.arrived(), sums, strict=True)) == 1
 
 
-def test_a_page_that_went_elsewhere_is_found_in_any_layer():
-    link = Link(4, 4, (2, 2, None), 0, 15, range(2, 3))
+@pytest.mark.parametrize("slab", range(2 * NUM_LAYERS))
+def test_a_page_that_went_elsewhere_is_found_in_any_slab(slab):
+    link = Link(4, 4, (2, 2, None), 0, 15, range(slab, slab + 1))
     sums = link.push(16, 1)
     first, second = (page_id * link.theirs.page_bytes for page_id in link.granted.page_ids[:2])
     pool, size = link.target.array(), link.theirs.page_bytes
@@ -110,29 +113,29 @@ def test_pages_of_one_layer_are_hashed_each_for_itself():
     layout = KVLayout(4, 2, 1, 1, 4, "int16", 2)
     region = region_of(layout, 1)
     one, other = (
-        arrived_sums(region, PagedTokens(layout, page_ids, 0), 4, range(1))
+        arrived_sums(region, PagedTokens(layout, page_ids, 0), 4, range(2))
         for page_ids in ([1, 2], [2, 1])
     )
     assert one == other[::-1]
     assert one[0] != one[1]
 
 
-def test_the_sample_is_some_layers_of_each_room():
-    assert not sampled_layers(Room(7), 80, 0)
-    assert sampled_layers(Room(7), 80, 1) == range(80)
-    some = sampled_layers(Room(7), 80, SAMPLE_ONE_IN)
-    assert some == sampled_layers(Room(7), 80, SAMPLE_ONE_IN)
+def test_the_sample_is_some_slabs_of_each_room():
+    assert not sampled_slabs(Room(7), 80, 0)
+    assert sampled_slabs(Room(7), 80, 1) == range(160)
+    some = sampled_slabs(Room(7), 80, SAMPLE_ONE_IN)
+    assert some == sampled_slabs(Room(7), 80, SAMPLE_ONE_IN)
     assert len(some) in (2, 3)
 
 
 @pytest.mark.parametrize("room", [0, -5, 2**64 + 3])
 @pytest.mark.parametrize("num_layers", [1, 30, 32, 100])
 def test_a_room_of_any_number_has_a_sample_of_any_model(room, num_layers):
-    layers = sampled_layers(Room(room), num_layers, SAMPLE_ONE_IN)
-    assert layers
-    assert set(layers) <= set(range(num_layers))
+    slabs = sampled_slabs(Room(room), num_layers, SAMPLE_ONE_IN)
+    assert slabs
+    assert set(slabs) <= set(range(2 * num_layers))
 
 
-def test_every_layer_is_looked_at_in_some_room():
-    seen = {layer for _ in range(600) for layer in sampled_layers(new_room(), 36, SAMPLE_ONE_IN)}
-    assert seen == set(range(36))
+def test_every_slab_is_looked_at_in_some_room():
+    seen = {slab for _ in range(1500) for slab in sampled_slabs(new_room(), 36, SAMPLE_ONE_IN)}
+    assert seen == set(range(72))
