@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
+from kvtransfer import plan
 from kvtransfer.plan import CopyPlan
 from kvtransfer.region import MemoryRegion
 from kvtransfer.transports import tcp_frames as frames
@@ -142,18 +144,24 @@ def gather(memory: Any, batch: CopyPlan, staging: Any) -> None:
     """Copy the sources of a batch, one after the other, to the start of `staging`.
 
     Args:
-        memory: The pool's bytes: a memoryview, a numpy array, or a tensor of any device.
+        memory: The pool's bytes: a numpy array, or a device's tensor.
         staging: The same kind.
     """
+    if isinstance(memory, np.ndarray):
+        return plan.gather(memory, batch, staging)
     at = 0
     for begin, _, size in batch.copies():
         staging[at : at + size] = memory[begin : begin + size]
         at += size
+    return None
 
 
 def scatter(staging: Any, batch: CopyPlan, memory: Any) -> None:
     """Copy the start of `staging` out to the destinations of a batch: the inverse of `gather`."""
+    if isinstance(memory, np.ndarray):
+        return plan.scatter(staging, batch, memory)
     at = 0
     for _, to, size in batch.copies():
         memory[to : to + size] = staging[at : at + size]
         at += size
+    return None

@@ -14,7 +14,6 @@ Integers are little-endian. The secret itself never travels here: it came with t
 
 import contextlib
 import hashlib
-import itertools
 import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -95,27 +94,30 @@ def plan_of(table: bytes) -> CopyPlan:
 
 
 def _move(call: Callable[[list[memoryview]], int], views: Sequence[memoryview]) -> None:
-    remaining = iter(views)
-    while some := _next_of(remaining):
-        while some:
+    for some, num_bytes in _calls(views):
+        while num_bytes:
             try:
-                num_bytes = call(some)
+                moved = call(some)
             except OSError as error:
                 raise PeerLost(f"the stream broke: {error}") from error
-            if not num_bytes:
+            if not moved:
                 raise PeerLost("the stream ended")
-            some = _without(some, num_bytes)
+            num_bytes -= moved
+            if num_bytes:  # hardly ever, and views are many where they are small
+                some = _without(some, moved)
 
 
-def _next_of(views: Iterator[memoryview]) -> list[memoryview]:
-    """Return the views of the next system call; none at the end."""
-    some, num_bytes = [], 0
-    for view in itertools.islice(views, MAX_IOVECS):
+def _calls(views: Sequence[memoryview]) -> Iterator[tuple[list[memoryview], int]]:
+    """Yield the views of each system call, and their bytes."""
+    some: list[memoryview] = []
+    num_bytes = 0
+    for view in views:
         some.append(view)
         num_bytes += len(view)
-        if num_bytes >= CALL_BYTES:
-            break
-    return some
+        if num_bytes >= CALL_BYTES or len(some) == MAX_IOVECS:
+            yield some, num_bytes
+            some, num_bytes = [], 0
+    yield some, num_bytes
 
 
 def _without(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:

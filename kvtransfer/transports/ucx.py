@@ -16,6 +16,8 @@ import select
 import socket
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvtransfer.plan import CopyPlan
 from kvtransfer.region import MemoryRegion
 from kvtransfer.transports import lanes
@@ -85,7 +87,7 @@ class UcxLane:
     """
 
     def __init__(self, stream: socket.socket, region: MemoryRegion, interface: str = "") -> None:
-        self._stream, self._view = stream, region.buffer
+        self._stream, self._view, self._memory = stream, region.buffer, region.array()
         options = {**OPTIONS, "NET_DEVICES": interface} if interface else OPTIONS
         context = ucx.UCXContext(options, (ucx.Feature.TAG, ucx.Feature.WAKEUP))
         self._worker = ucx.UCXWorker(
@@ -112,18 +114,18 @@ class UcxLane:
         """Send each copy as a message, or all as one where they are small."""
         views = [self._view[begin : begin + size] for begin, _, size in batch.copies()]
         if _is_staged(batch):
-            staging = memoryview(bytearray(batch.total_bytes))
-            lanes.gather(self._view, batch, staging)
-            views = [staging]
+            staging = np.empty(batch.total_bytes, np.uint8)
+            lanes.gather(self._memory, batch, staging)
+            views = [staging.data]
         self._run([self._endpoint.tag_send(Array(view), self._peers_tag) for view in views])
 
     def receive(self, batch: CopyPlan, open_pages: OpenPages) -> None:
         """Post the receives, say so, and see to them."""
         with open_pages(batch):
             if _is_staged(batch):
-                staging = memoryview(bytearray(batch.total_bytes))
-                self._receive([staging])
-                return lanes.scatter(staging, batch, self._view)
+                staging = np.empty(batch.total_bytes, np.uint8)
+                self._receive([staging.data])
+                return lanes.scatter(staging, batch, self._memory)
             return self._receive([self._view[to : to + size] for _, to, size in batch.copies()])
 
     def _receive(self, views: Sequence[memoryview]) -> None:
