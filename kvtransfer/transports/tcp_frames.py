@@ -95,16 +95,17 @@ def plan_of(table: bytes) -> CopyPlan:
 
 def _move(call: Callable[[list[memoryview]], int], views: Sequence[memoryview]) -> None:
     for some, num_bytes in _calls(views):
-        while num_bytes:
+        left, num_left = some, num_bytes
+        while num_left:
             try:
-                moved = call(some)
+                moved = call(left)
             except OSError as error:
                 raise PeerLost(f"the stream broke: {error}") from error
             if not moved:
                 raise PeerLost("the stream ended")
-            num_bytes -= moved
-            if num_bytes:  # hardly ever, and views are many where they are small
-                some = _without(some, moved)
+            num_left -= moved
+            if num_left:  # hardly ever, and views are many where they are small
+                left = _without(left, moved)
 
 
 def _calls(views: Sequence[memoryview]) -> Iterator[tuple[list[memoryview], int]]:
