@@ -5,6 +5,7 @@ drops the lock when the owner dies, however it dies: so a file that can be locke
 start removes the stale ones.
 """
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -217,6 +218,11 @@ class DeviceRegion(MemoryRegion):
 
 def sweep_stale() -> list[Path]:
     """Remove pool files (and what belongs to them) whose owners are dead; return the pools."""
+    for belonging in SHM_DIR.glob("tandem-*.ctl"):
+        # Its owner died after it had removed the pool: nobody else would ever look for it.
+        if not (SHM_DIR / f"{belonging.name.partition('.')[0]}.pool").exists():
+            with contextlib.suppress(OSError):  # gone, or another user's
+                belonging.unlink()
     return [
         path
         for path in SHM_DIR.glob("tandem-*.pool")

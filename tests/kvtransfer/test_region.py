@@ -36,6 +36,17 @@ def test_closing_under_a_tensor_keeps_the_tensors_memory():
     array[0] = 1  # would crash if the memory were unmapped
 
 
+def test_what_belongs_to_a_pool_that_is_gone_is_swept():
+    with MemoryRegion.shared(4096) as ours:
+        kept, orphan = ours.path.with_suffix(".abc.ctl"), SHM_DIR / "tandem-kv-gone.abc.ctl"
+        kept.touch()
+        orphan.touch()
+        sweep_stale()
+        assert kept.exists()
+        assert not orphan.exists()
+        kept.unlink()
+
+
 def test_a_dead_owners_files_are_swept_and_a_living_owners_are_not():
     code = (
         "import sys; from kvtransfer.region import MemoryRegion; "
