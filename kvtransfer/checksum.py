@@ -1,9 +1,9 @@
 """Checksums of pages: how decode finds that bytes arrived other than they were sent.
 
 Of a granted page the bytes that prefill wrote are hashed, slab by slab (K or V of one layer), in the
-order in which they lie in decode's page. Both ends work out for themselves which those are: prefill plans the page's tokens
-from its own pages to decode's, decode plans the same tokens from its pages to themselves. So page sizes
-and heads may differ, and what lies between the written bytes does not matter.
+order in which they lie in decode's page. Both ends work out for themselves which those are: prefill
+plans the page's tokens from its own pages to decode's, decode plans the same tokens from its pages to
+themselves. So page sizes and heads may differ, and what lies between the written bytes does not matter.
 
 Which slabs are hashed follows from the room, so the two ends need not speak of it: one in
 `SAMPLE_ONE_IN`, from a draw keyed with the room. A page that went elsewhere, or nowhere, is found in

@@ -75,9 +75,8 @@ class CopyPlan:
         for begin, steps in zip(
             begins[is_block].tolist(), num_steps[is_block].tolist(), strict=True
         ):
-            first = (
-                begin if is_alone[begin] else begin + 1
-            )  # the block before may end with this copy
+            # The block before may end with this copy.
+            first = begin if is_alone[begin] else begin + 1
             is_alone[first : begin + steps + 1] = False
             blocks.append(
                 Block(

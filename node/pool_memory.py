@@ -35,6 +35,8 @@ def _device_region(size_bytes: int, device: str) -> MemoryRegion:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def read(extents: Sequence[slice]) -> Iterable[memoryview]:
+        if not extents:
+            return []  # torch joins no empty list
         with torch.cuda.stream(stream):
             gathered = torch.cat([memory[extent] for extent in extents]).cpu()
         sizes = [extent.stop - extent.start for extent in extents]
