@@ -208,7 +208,7 @@ class DecodeRole:
             token.index,
             [token.token],
             token.finish,
-            half.active.num_cached,
+            token.cached_tokens,
             logprobs=token.logprobs,
         )
         if token.finish is not None:

@@ -23,6 +23,12 @@ class Token(msgspec.Struct, frozen=True, gc=False):
     finish: Finish | None = None
     logprobs: TokenLogprobs | None = None
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache, told with the first token only."""
+        is_first = self.index == self.request.request.num_prior_tokens
+        return self.request.num_cached if is_first else 0
+
 
 @dataclass(frozen=True, slots=True)
 class CompletePages:

@@ -3,13 +3,16 @@
 The frontend is given a `Backend` and knows nothing of nodes; a backend knows nothing of text.
 """
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from frontend.tokenizer import Tokenizer
 from wire.generation import GenerateRequest
 from wire.messages import TokenDelta
+
+# Takes ordinary tokens at once; whether it did. What it refuses is yielded as a delta.
+Tap = Callable[[Sequence[int]], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +68,16 @@ class Backend(Protocol):
         ...
 
     def generate(
-        self, request: GenerateRequest, bootstrap: Bootstrap | None = None
+        self,
+        request: GenerateRequest,
+        bootstrap: Bootstrap | None = None,
+        tap: Tap | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Yield the tokens of one request, each index once and in order.
+
+        While the caller waits for the next delta, a token of which there is nothing more to say than
+        its id may be given to `tap` instead: never the first, never the last, and in order with what
+        is yielded. It must not wait.
 
         The last delta has `finish`, and the id that ended a `stop` is its last. What came while
         the caller was away comes as one delta, so that a slow client costs ids and not events.

@@ -11,6 +11,7 @@ incremental decoder are right there, and take half its time.
 """
 
 import codecs
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -34,6 +35,10 @@ class Detokenizer(Protocol):
         """Take the next ids; return the text that is now certain, maybe none."""
         ...
 
+    def preview(self, token_ids: Sequence[int]) -> str | None:
+        """Return what `push` would and take nothing; None where that is not cheap to know."""
+        ...
+
     def finish(self) -> str:
         """Return the text held back, with U+FFFD for what never became a character."""
         ...
@@ -43,6 +48,10 @@ class NoText:
     """The detokenizer of a model without a tokenizer: ids have no text."""
 
     def push(self, token_ids: Sequence[int]) -> str:
+        """Return nothing."""
+        return ""
+
+    def preview(self, token_ids: Sequence[int]) -> str | None:
         """Return nothing."""
         return ""
 
@@ -96,12 +105,17 @@ class Detokenizers:
 
 
 class _TokenBytes(dict[int, bytes]):
-    """The bytes of each id met so far; ids without text have none."""
+    """The bytes of each id met so far; ids without text have none.
+
+    Attributes:
+        texts: Of each id met, the same as text; None for one that begins or ends inside a character.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer, skipped: AbstractSet[int]) -> None:
         super().__init__()
         self._backend = backend
         self._skipped = skipped
+        self.texts = _TokenTexts(self)
 
     def __missing__(self, token_id: int) -> bytes:
         token = None if token_id in self._skipped else self._backend.id_to_token(token_id)
@@ -109,24 +123,48 @@ class _TokenBytes(dict[int, bytes]):
         return found
 
 
+class _TokenTexts(dict[int, str | None]):
+    """The text of each id met so far; None for one that begins or ends inside a character."""
+
+    def __init__(self, table: _TokenBytes) -> None:
+        super().__init__()
+        self._table = table
+
+    def __missing__(self, token_id: int) -> str | None:
+        text: str | None = None
+        with contextlib.suppress(UnicodeDecodeError):
+            text = self._table[token_id].decode()
+        self[token_id] = text
+        return text
+
+
 class ByteLevelDetokenizer:
     """Joins the bytes of tokens and holds back an incomplete character at the end."""
 
     def __init__(self, table: _TokenBytes) -> None:
-        self._table = table
+        self._table, self._texts = table, table.texts
         # "replace" marks maximal ill-formed runs as Unicode recommends, and as tokenizers does.
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_inside = False  # a character
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the next ids; return the text that is now certain."""
+        if (text := self.preview(token_ids)) is not None:
+            return text
         table = self._table
-        if len(token_ids) == 1:
-            return self._decode(table[token_ids[0]])
-        return self._decode(b"".join([table[token_id] for token_id in token_ids]))
+        text = self._decoder.decode(b"".join([table[token_id] for token_id in token_ids]))
+        self._is_inside = bool(self._decoder.getstate()[0])
+        return text
+
+    def preview(self, token_ids: Sequence[int]) -> str | None:
+        """See `Detokenizer`. Known between characters, for one token of whole characters."""
+        if self._is_inside or len(token_ids) != 1:
+            return None
+        return self._texts[token_ids[0]]
 
     def finish(self) -> str:
         """Return U+FFFD for a character that stayed incomplete, or nothing."""
-        return self._decode(b"", True)
+        return self._decoder.decode(b"", True)
 
 
 class WindowDetokenizer:
@@ -154,6 +192,10 @@ class WindowDetokenizer:
         if last is None or _BYTE_TOKEN.fullmatch(last):
             return ""
         return self._take(is_final=False)
+
+    def preview(self, token_ids: Sequence[int]) -> str | None:
+        """See `Detokenizer`. Never known: the decoder would run twice."""
+        return None
 
     def finish(self) -> str:
         """Return what was held back."""

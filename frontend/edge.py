@@ -10,7 +10,7 @@ from aiohttp import web
 from typing_extensions import override
 
 from frontend.backend import Backend
-from frontend.generation import Answer, Generation, Piece, run
+from frontend.generation import Answer, Generation, Outlet, Piece, Reading
 from frontend.metrics import FrontendMetrics
 from frontend.options import FrontendOptions
 from wire.errors import InvalidRequest
@@ -32,24 +32,28 @@ class Edge:
     def __repr__(self) -> str:
         return f"Edge({len(self._running)} running)"
 
-    async def run(self, generation: Generation) -> AsyncGenerator[Piece, None]:
+    async def run(
+        self, generation: Generation, outlet: Outlet | None = None
+    ) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of a generation. Close it when leaving early: that cancels.
+
+        Args:
+            outlet: Takes ordinary tokens between two pieces.
 
         Raises:
             InvalidRequest: A generation with this id is running.
             TandemError: As the backend raises it.
         """
-        started = time.perf_counter()
-        num_tokens = 0
+        started, is_first = time.perf_counter(), True
         with self._entered(generation):
-            pieces = run(self.backend, generation)
-            async with aclosing(pieces):
+            reading = Reading(generation, outlet)
+            async with aclosing(reading.run(self.backend)) as pieces:
                 async for piece in pieces:
-                    if not num_tokens and piece.token_ids:
+                    if is_first and piece.token_ids:
+                        is_first = False
                         self.metrics.time_to_first_token.observe(time.perf_counter() - started)
-                    num_tokens += len(piece.token_ids)
                     if piece.ending is not None:
-                        self.metrics.output_tokens.inc(num_tokens)
+                        self.metrics.output_tokens.inc(reading.num_tokens)
                         self.metrics.duration.observe(time.perf_counter() - started)
                     yield piece
 
@@ -60,7 +64,7 @@ class Edge:
             TandemError: As `run`.
         """
         answer = Answer.empty()
-        async with aclosing(self.run(generation)) as pieces:
+        async with aclosing(self.run(generation, answer)) as pieces:
             async for piece in pieces:
                 answer.add(piece)
         return answer

@@ -10,13 +10,16 @@ Holds streams of token ids by request and attempt. Knows nothing of text, of pai
 """
 
 import asyncio
+import itertools
+from collections.abc import Mapping
 
+import msgspec
 from typing_extensions import override
 
 from frontend.token_stream import Start, StreamKey, TokenStream
 from telemetry.log import get_logger
 from wire.channel import AsyncLink
-from wire.errors import InvalidRequest, PeerLost, error_from_info
+from wire.errors import EngineFailed, InvalidRequest, PeerLost, error_from_info
 from wire.ids import Epoch, RequestId
 from wire.keys import ChannelKey
 from wire.messages import (
@@ -64,6 +67,8 @@ class EngineClient:
         self.lost = asyncio.Event()
         self._epoch = epoch
         self._streams: dict[StreamKey, TokenStream] = {}
+        self._by_number: dict[int, TokenStream] = {}
+        self._numbers = itertools.count(1)
         self._key = key
         self._link: AsyncLink[FromEngine] | None = None
 
@@ -114,11 +119,12 @@ class EngineClient:
         """
         if self.lost.is_set():
             raise self._peer_lost("it is gone")
+        start = msgspec.structs.replace(start, stream=next(self._numbers))
         stream = TokenStream(self, start, wake)
         if stream.key in self._streams:
             raise InvalidRequest(f"request id {start.request.request_id!r} is in use")
         self._send(start)
-        self._streams[stream.key] = stream
+        self._streams[stream.key] = self._by_number[stream.number] = stream
         return stream
 
     def abort(self, request_id: str) -> bool:
@@ -146,7 +152,7 @@ class EngineClient:
     def forget(self, stream: TokenStream) -> None:
         """Stop routing tokens to a stream. Called by the stream."""
         if self._streams.get(stream.key) is stream:
-            del self._streams[stream.key]
+            del self._streams[stream.key], self._by_number[stream.number]
 
     def _send(self, message: ToEngine) -> None:
         if self._link is None:
@@ -155,20 +161,26 @@ class EngineClient:
 
     async def _receive(self, link: AsyncLink[FromEngine]) -> None:
         while True:
-            self._dispatch(await link.receive())
+            waiting = _Waiting(self._by_number)
+            for message in await link.receive():
+                self._dispatch(message, waiting)
+            waiting.put_all()
 
-    def _dispatch(self, message: FromEngine) -> None:
+    def _dispatch(self, message: FromEngine, waiting: "_Waiting") -> None:
         self._epoch = self._epoch or message.epoch
         if message.epoch != self._epoch:
             self._lose("it restarted")
             return
         match message:
             case TokenBatch(deltas=deltas):
+                waiting.add(message)
                 for delta in deltas:
                     if stream := self._streams.get((delta.request_id, delta.attempt)):
+                        waiting.put(stream.number)
                         stream.put(delta)
             case RequestFailed(request_id=request_id, attempt=attempt, error=info):
                 if stream := self._streams.get((request_id, attempt)):
+                    waiting.put(stream.number)
                     stream.fail(error_from_info(info))
             case Pong(load=load):
                 self.load = load
@@ -194,3 +206,49 @@ class EngineClient:
 
     def _peer_lost(self, reason: str) -> PeerLost:
         return PeerLost(f"the engine at {self.address} was lost: {reason}")
+
+
+class _Waiting:
+    """The ordinary tokens of the messages that arrived together, one run for each stream.
+
+    A process that falls behind finds several steps at once, and then makes one event of them.
+    """
+
+    def __init__(self, streams: Mapping[int, TokenStream]) -> None:
+        self._streams = streams
+        self._runs: dict[int, tuple[int, list[int]]] = {}
+
+    def add(self, batch: TokenBatch) -> None:
+        """Take the columns of one step."""
+        runs = self._runs
+        for number, index, token_id in zip(
+            batch.streams, batch.indexes, batch.token_ids, strict=False
+        ):
+            run = runs.get(number)
+            if run is not None and run[0] + len(run[1]) != index:
+                self.put(number)
+                run = None
+            if run is None:
+                runs[number] = (index, [token_id])
+            else:
+                run[1].append(token_id)
+
+    def put(self, number: int) -> None:
+        """Put what waits for one stream into it: something else follows."""
+        if (run := self._runs.pop(number, None)) is not None:
+            self._put(number, *run)
+
+    def put_all(self) -> None:
+        """Put everything into its stream."""
+        for number, (index, token_ids) in self._runs.items():
+            self._put(number, index, token_ids)
+
+    def _put(self, number: int, index: int, token_ids: list[int]) -> None:
+        if (stream := self._streams.get(number)) is None:
+            return
+        try:
+            stream.put_ordinary(index, token_ids)
+        except Exception as error:
+            # The top of what a token runs through: its stream fails, the others go on.
+            log.exception("stream.failed", request_id=stream.key[0])
+            stream.fail(EngineFailed(f"the edge failed with its tokens: {type(error).__name__}"))

@@ -4,6 +4,7 @@ What may be in a body is in `frontend/native_body.py`.
 """
 
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -15,7 +16,7 @@ from frontend.generation import Answer, Ending, Generation, Piece, failed
 from frontend.logprobs import NativeLogprobs, native_logprobs
 from frontend.middleware import json_response, public_info
 from frontend.native_body import NativeCall, read_call
-from frontend.sse import EventStream, event
+from frontend.sse import EventStream, encode
 from wire.errors import TandemError
 
 
@@ -68,19 +69,24 @@ def finish_reason(ending: Ending | None, num_tokens: int) -> dict[str, object] |
 def _result(
     generation: Generation, answer: Answer, logprobs: NativeLogprobs | None, elapsed_s: float
 ) -> dict[str, Any]:
-    num_tokens = len(answer.output_ids)
-    meta: dict[str, Any] = {
-        "id": generation.request.request_id,
-        "finish_reason": finish_reason(answer.ending, num_tokens),
-        "prompt_tokens": len(generation.request.prompt_ids),
-        "completion_tokens": num_tokens,
-        "cached_tokens": answer.cached_tokens,
-    }
+    meta = _meta(generation, answer.cached_tokens, answer.ending, len(answer.output_ids))
     if logprobs is not None:
         meta |= logprobs.fields()
     if answer.ending is not None:
         meta["e2e_latency"] = elapsed_s
     return {"text": answer.text, "output_ids": answer.output_ids, "meta_info": meta}
+
+
+def _meta(
+    generation: Generation, cached_tokens: int, ending: Ending | None, num_tokens: int
+) -> dict[str, Any]:
+    return {
+        "id": generation.request.request_id,
+        "finish_reason": finish_reason(ending, num_tokens),
+        "prompt_tokens": len(generation.request.prompt_ids),
+        "cached_tokens": cached_tokens,
+        "completion_tokens": num_tokens,
+    }
 
 
 async def _stream(
@@ -97,17 +103,25 @@ async def _stream(
 
 
 class _Events:
-    """Sends the events of one generation: all so far each time, or only what is new."""
+    """Sends the events of one generation: all so far each time, or only what is new.
+
+    What events repeat is kept as the bytes it is sent as, so that an ordinary token costs joining
+    them. It is the generation's `Outlet`.
+    """
 
     def __init__(
         self, edge: Edge, stream: EventStream, call: NativeCall, index: int, started: float
     ) -> None:
         self._edge, self._stream = edge, stream
         self._generation, self._started = call.generations[index], started
-        self._label = {"index": index} if call.is_list else {}
+        self._label = b',"index":%d' % index if call.is_list else b""
         self._is_incremental = edge.options.incremental_streaming_output
-        self._answer = Answer.empty()
+        # JSON, without quotes and brackets.
+        self._text, self._ids = bytearray(), bytearray()
+        self._num_tokens = self._cached_tokens = 0
+        self._meta_head = b""
         self._logprobs = native_logprobs(self._generation, has_text=call.has_text_in_logprobs)
+        self.has_room = stream.has_room
 
     async def send_all(self) -> None:
         """Send every event, an error after the first one included.
@@ -116,7 +130,7 @@ class _Events:
             TandemError: Nothing was sent yet.
         """
         try:
-            async with aclosing(self._edge.run(self._generation)) as pieces:
+            async with aclosing(self._edge.run(self._generation, self)) as pieces:
                 async for piece in pieces:
                     await self._send(piece)
         except TandemError as error:
@@ -124,14 +138,44 @@ class _Events:
                 raise
             await self._send(Piece("", [], ending=failed(public_info(error))))
 
+    def write(self, text: str, token_ids: Sequence[int]) -> None:
+        """See `Outlet`."""
+        self._add(text, token_ids)
+        self._stream.send_now(self._event(b"%b%d}" % (self._meta_head, self._num_tokens)))
+
     async def _send(self, piece: Piece) -> None:
-        self._answer.add(piece)
+        self._add(piece.text, piece.token_ids)
+        self._cached_tokens = max(self._cached_tokens, piece.cached_tokens)
+        meta = _meta(self._generation, self._cached_tokens, piece.ending, self._num_tokens)
+        self._meta_head = encode(_meta(self._generation, self._cached_tokens, None, 0))[:-2]
         if self._logprobs is not None:
             if self._is_incremental:
                 self._logprobs.clear()
             self._logprobs.add((piece.token_ids, piece.logprobs), piece.prompt_logprobs)
-        elapsed_s = time.perf_counter() - self._started
-        result = _result(self._generation, self._answer, self._logprobs, elapsed_s)
+            meta |= self._logprobs.fields()
+        if piece.ending is not None:
+            meta["e2e_latency"] = time.perf_counter() - self._started
+        await self._stream.send(self._event(encode(meta)))
+
+    def _event(self, meta: bytes) -> bytes:
+        return b"".join(
+            (
+                b'data: {"text":"',
+                self._text,
+                b'","output_ids":[',
+                self._ids,
+                b'],"meta_info":',
+                meta,
+                self._label,
+                b"}\n\n",
+            )
+        )
+
+    def _add(self, text: str, token_ids: Sequence[int]) -> None:
         if self._is_incremental:
-            result |= {"text": piece.text, "output_ids": piece.token_ids}
-        await self._stream.send(event(result | self._label))
+            self._text.clear()
+            self._ids.clear()
+        self._text += encode(text)[1:-1]
+        for token_id in token_ids:
+            self._ids += b",%d" % token_id if self._ids else b"%d" % token_id
+        self._num_tokens += len(token_ids)

@@ -10,7 +10,7 @@ What is common to both APIs, without HTTP.
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 from typing_extensions import override
@@ -148,19 +148,24 @@ class Transcript:
 
     Its text does not depend on how tokens were grouped into deltas: with stops tokens are
     read one by one, and those after the match are dropped.
+
+    Attributes:
+        num_tokens: Shown so far.
     """
 
     def __init__(self, rules: TextRules, detokenizer: Detokenizer) -> None:
         self._rules = rules
         self._detokenizer = detokenizer
         self._stops = _stops(rules)
-        self._num_tokens = 0
+        # With nothing to look for, every token is ordinary.
+        self._is_plain = not (rules.stops or rules.patterns or rules.is_silent)
+        self.num_tokens = 0
         self._cached_tokens = 0
         self._prompt_logprobs: list[TokenLogprobs] = []
 
     @override
     def __repr__(self) -> str:
-        return f"Transcript({self._num_tokens} tokens, {self._stops!r})"
+        return f"Transcript({self.num_tokens} tokens, {self._stops!r})"
 
     def take(self, delta: TokenDelta) -> Piece | None:
         """Return the next piece, or None for a delta that tells of the prompt only.
@@ -183,8 +188,21 @@ class Transcript:
             ending = _ending(finish)
         if self._stops.matched is not None:
             ending = Ending("stop", self._stops.matched)
-        self._num_tokens += len(ids)
+        self.num_tokens += len(ids)
         return self._piece(text, ids, delta, ending)
+
+    def take_ordinary(self, token_ids: Sequence[int]) -> str | None:
+        """Return the text of tokens that surely end nothing; None, and nothing is taken, if unsure.
+
+        Tokens that it is unsure of are to come again, in a delta.
+        """
+        if not self._is_plain:
+            text = self._detokenizer.preview(token_ids)
+            is_early = self.num_tokens < self._rules.min_new_tokens
+            if text is None or is_early or not self._stops.lets_pass(text):
+                return None
+        self.num_tokens += len(token_ids)
+        return self._detokenizer.push(token_ids)
 
     def _piece(self, text: str, ids: list[int], delta: TokenDelta, ending: Ending | None) -> Piece:
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
@@ -210,7 +228,7 @@ class Transcript:
         text = ""
         for num_read, token_id in enumerate(ids, start=1):
             new = self._detokenizer.push((token_id,))
-            is_too_early = self._num_tokens + num_read <= self._rules.min_new_tokens
+            is_too_early = self.num_tokens + num_read <= self._rules.min_new_tokens
             text += new if is_too_early else self._stops.push(new)
             if self._stops.matched is not None:
                 return text, num_read
@@ -229,28 +247,66 @@ def _detokenizer(generation: Generation) -> Detokenizer:
     return generation.tokenizer.detokenizer(generation.rules.skip_special_tokens)
 
 
-async def run(backend: Backend, generation: Generation) -> AsyncGenerator[Piece, None]:
-    """Yield the pieces of a generation; the last one has an ending.
+class Outlet(Protocol):
+    """Where the text of ordinary tokens may go at once, between two pieces."""
 
-    The backend's part is over, or cancelled, before the last piece is yielded and when the caller
-    closes the generator early.
+    def has_room(self) -> bool:
+        """Whether `write` can take more without waiting; if not, it comes as a piece."""
+        ...
 
-    Raises:
-        TandemError: As the backend raises it, at any point.
+    def write(self, text: str, token_ids: Sequence[int]) -> None:
+        """Take what stands behind everything before. Must neither wait nor raise."""
+        ...
+
+
+class Reading:
+    """The reading of one generation: its transcript, and how it is fed.
+
+    Args:
+        outlet: For ordinary tokens; without one, everything comes as pieces.
     """
-    transcript = Transcript(generation.rules, _detokenizer(generation))
-    deltas = backend.generate(generation.request, generation.bootstrap)
-    async with aclosing(deltas):
-        async for delta in deltas:
-            piece = transcript.take(delta)
-            if piece is None:
-                continue
-            if piece.ending is not None:
-                break
-            yield piece
-        else:
-            raise EngineFailed("the generation ended without saying why")
-    yield piece
+
+    def __init__(self, generation: Generation, outlet: Outlet | None = None) -> None:
+        self._generation, self._outlet = generation, outlet
+        self._transcript = Transcript(generation.rules, _detokenizer(generation))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens shown so far, by piece or outlet."""
+        return self._transcript.num_tokens
+
+    async def run(self, backend: Backend) -> AsyncGenerator[Piece, None]:
+        """Yield the pieces of the generation; the last one has an ending.
+
+        The backend's part is over, or cancelled, before the last piece is yielded and when the caller
+        closes the generator early.
+
+        Raises:
+            TandemError: As the backend raises it, at any point.
+        """
+        request, bootstrap = self._generation.request, self._generation.bootstrap
+        # Log-probabilities belong to pieces.
+        has_tap = self._outlet is not None and request.logprobs is None
+        deltas = backend.generate(request, bootstrap, self._tap if has_tap else None)
+        async with aclosing(deltas):
+            async for delta in deltas:
+                piece = self._transcript.take(delta)
+                if piece is None:
+                    continue
+                if piece.ending is not None:
+                    break
+                yield piece
+            else:
+                raise EngineFailed("the generation ended without saying why")
+        yield piece
+
+    def _tap(self, token_ids: Sequence[int]) -> bool:
+        outlet = self._outlet
+        assert outlet is not None
+        if not outlet.has_room() or (text := self._transcript.take_ordinary(token_ids)) is None:
+            return False
+        outlet.write(text, token_ids)
+        return True
 
 
 @dataclass(slots=True)
@@ -283,3 +339,12 @@ class Answer:
         self.ending = piece.ending
         self.logprobs += piece.logprobs
         self.prompt_logprobs += piece.prompt_logprobs
+
+    def has_room(self) -> bool:
+        """See `Outlet`. There always is."""
+        return True
+
+    def write(self, text: str, token_ids: Sequence[int]) -> None:
+        """See `Outlet`."""
+        self.text += text
+        self.output_ids += token_ids

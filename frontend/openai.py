@@ -5,9 +5,11 @@ a choice, which `Completion` and `Chat` hold.
 """
 
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
+import msgspec
 from aiohttp import web
 
 from frontend.body import read_json
@@ -16,7 +18,7 @@ from frontend.generation import Answer, Generation, Piece
 from frontend.logprobs import ChatLogprobs, CompletionLogprobs, LogprobWriter, Run
 from frontend.middleware import error_body, json_response, public_info
 from frontend.openai_body import OpenAICall, read_chat, read_completion
-from frontend.sse import EventStream, event
+from frontend.sse import EventStream, encode, event
 from frontend.tokenizer import Tokenizer
 from wire.errors import TandemError
 
@@ -143,8 +145,11 @@ async def _answer(
             return await _Chunks(call, shape, stream).send_all(edge)
     answers = await edge.answers(call.generations)
     choices = [_choice(call, shape, index, answer) for index, answer in enumerate(answers)]
+    num_output = sum(len(answer.output_ids) for answer in answers)
+    num_cached = sum(answer.cached_tokens for answer in answers)
     return json_response(
-        _head(call, shape.whole) | {"choices": choices, "usage": _usage(call, answers)}
+        _head(call, shape.whole)
+        | {"choices": choices, "usage": _usage(call, num_output, num_cached)}
     )
 
 
@@ -182,13 +187,12 @@ def _reason(part: Answer | Piece) -> str | None:
     return part.ending.reason if part.ending is not None else None
 
 
-def _usage(call: OpenAICall, answers: list[Answer]) -> dict[str, Any]:
-    num_output = sum(len(answer.output_ids) for answer in answers)
+def _usage(call: OpenAICall, num_output: int, num_cached: int) -> dict[str, Any]:
     return {
         "prompt_tokens": call.num_prompt_tokens,
         "completion_tokens": num_output,
         "total_tokens": call.num_prompt_tokens + num_output,
-        "prompt_tokens_details": {"cached_tokens": sum(part.cached_tokens for part in answers)},
+        "prompt_tokens_details": {"cached_tokens": num_cached},
     }
 
 
@@ -197,58 +201,113 @@ class _Chunks:
 
     def __init__(self, call: OpenAICall, shape: Shape, stream: EventStream) -> None:
         self._call = call
-        self._shape = shape
         self._stream = stream
         self._head = _head(call, shape.chunk)
-        self._answers = [Answer.empty() for _ in call.generations]
-        self._writers = [_writer(shape, generation) for generation in call.generations]
+        self._choices = [
+            _Choice(self, call, shape, index) for index in range(len(call.generations))
+        ]
+        self.has_room = stream.has_room
+        self.send_now = stream.send_now
 
     async def send_all(self, edge: Edge) -> web.StreamResponse:
         """Send everything; return the response for aiohttp."""
-        await side_by_side(
-            [self._send_choice(edge, index) for index in range(len(self._call.generations))]
-        )
+        await side_by_side([self._send_choice(edge, choice) for choice in self._choices])
         if self._call.usage.include_usage:
-            usage = _usage(self._call, self._answers)
-            await self._stream.send(event(self._head | {"choices": [], "usage": usage}))
+            await self._stream.send(event(self._head | {"choices": [], "usage": self.usage()}))
         return await self._stream.finish()
 
-    async def _send_choice(self, edge: Edge, index: int) -> None:
-        is_first = True
+    def usage(self) -> dict[str, Any]:
+        """Return the usage of all choices so far."""
+        num_output = sum(choice.num_tokens for choice in self._choices)
+        num_cached = sum(choice.cached_tokens for choice in self._choices)
+        return _usage(self._call, num_output, num_cached)
+
+    def chunk(self, choice: dict[str, Any], usage: object) -> bytes:
+        """Return one choice as an event.
+
+        Args:
+            usage: Told where the call wants it with every chunk.
+        """
+        options = self._call.usage
+        extra: dict[str, object] = {"usage": None} if options.include_usage else {}
+        if options.continuous_usage_stats:
+            extra = {"usage": usage}
+        return event(self._head | {"choices": [choice]} | extra)
+
+    async def _send_choice(self, edge: Edge, choice: "_Choice") -> None:
         try:
-            async with aclosing(edge.run(self._call.generations[index])) as pieces:
+            async with aclosing(edge.run(choice.generation, choice)) as pieces:
                 async for piece in pieces:
-                    self._answers[index].add(piece)
-                    opening = self._opening(index, piece) if is_first else []
-                    await self._send(opening + self._delta(index, piece))
-                    is_first = False
+                    if parts := choice.take(piece):
+                        usage = self.usage()
+                        await self._stream.send(b"".join(self.chunk(part, usage) for part in parts))
         except TandemError as error:
             if not self._stream.is_started:
                 raise
-            await self._send_error(index, error)
+            body = error_body(public_info(error))
+            await self._stream.send(event(self._head | {"choices": choice.cut_short()} | body))
 
-    def _opening(self, index: int, piece: Piece) -> list[dict[str, Any]]:
-        writer, generation = self._writers[index], self._call.generations[index]
-        logprobs = writer.write(_prompt_run(generation, piece)) if writer is not None else None
-        return self._shape.opening(index, self._call.echoes[index], logprobs)
 
-    def _delta(self, index: int, piece: Piece) -> list[dict[str, Any]]:
-        writer, run = self._writers[index], (piece.token_ids, piece.logprobs)
-        logprobs = writer.write(run) if writer is not None and piece.token_ids else None
-        return self._shape.delta(index, piece.text, _reason(piece), logprobs)
+# Stands for what changes from chunk to chunk, to see where that lies. No text has it: it is escaped.
+_TEXT, _USAGE = "\0text", b'"\\0usage"'
 
-    async def _send(self, choices: list[dict[str, Any]]) -> None:
-        if not choices:
+
+class _Choice:
+    """What one choice has told so far, and how its next part looks. Its generation's `Outlet`.
+
+    Attributes:
+        num_tokens, cached_tokens: For the usage.
+    """
+
+    def __init__(self, chunks: _Chunks, call: OpenAICall, shape: Shape, index: int) -> None:
+        self.generation = call.generations[index]
+        self.num_tokens = self.cached_tokens = 0
+        self._chunks, self._shape, self._index = chunks, shape, index
+        self._echo = call.echoes[index]
+        self._writer = _writer(shape, self.generation)
+        self._is_opened = False
+        self._has_usage = call.usage.continuous_usage_stats
+        # Of an ordinary chunk: before its text, up to its usage, to its end.
+        self._frame: tuple[bytes, bytes, bytes] | None = None
+
+    def has_room(self) -> bool:
+        """See `Outlet`."""
+        return self._chunks.has_room()
+
+    def write(self, text: str, token_ids: Sequence[int]) -> None:
+        """See `Outlet`."""
+        self.num_tokens += len(token_ids)
+        if not text:
             return
-        options = self._call.usage
-        extra: dict[str, Any] = {"usage": None} if options.include_usage else {}
-        if options.continuous_usage_stats:
-            extra = {"usage": _usage(self._call, self._answers)}
-        events = [event(self._head | {"choices": [choice]} | extra) for choice in choices]
-        await self._stream.send(b"".join(events))
+        if self._frame is None:
+            self._frame = self._make_frame()
+        before, between, end = self._frame
+        usage = encode(self._chunks.usage()) if self._has_usage else b""
+        self._chunks.send_now(b"%b%b%b%b%b" % (before, encode(text), between, usage, end))
 
-    async def _send_error(self, index: int, error: TandemError) -> None:
-        """End a choice that has begun. Clients of OpenAI's raise on the field `error`."""
-        choices = self._shape.delta(index, "", "abort")
-        body = error_body(public_info(error))
-        await self._stream.send(event(self._head | {"choices": choices} | body))
+    def take(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the choices, one a chunk, that a piece makes."""
+        self.num_tokens += len(piece.token_ids)
+        self.cached_tokens = max(self.cached_tokens, piece.cached_tokens)
+        opening = [] if self._is_opened else self._opening(piece)
+        self._is_opened = True
+        logprobs = None
+        if self._writer is not None and piece.token_ids:
+            logprobs = self._writer.write((piece.token_ids, piece.logprobs))
+        return opening + self._shape.delta(self._index, piece.text, _reason(piece), logprobs)
+
+    def cut_short(self) -> list[dict[str, Any]]:
+        """Return the end of a choice that has begun. Clients of OpenAI's raise on `error` beside it."""
+        return self._shape.delta(self._index, "", "abort")
+
+    def _opening(self, piece: Piece) -> list[dict[str, Any]]:
+        logprobs = None
+        if self._writer is not None:
+            logprobs = self._writer.write(_prompt_run(self.generation, piece))
+        return self._shape.opening(self._index, self._echo, logprobs)
+
+    def _make_frame(self) -> tuple[bytes, bytes, bytes]:
+        (choice,) = self._shape.delta(self._index, _TEXT, None)
+        before, _, rest = self._chunks.chunk(choice, msgspec.Raw(_USAGE)).partition(encode(_TEXT))
+        between, _, end = rest.partition(_USAGE)
+        return before, between, end

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from typing_extensions import override
 
 from telemetry.log import get_logger
@@ -24,12 +24,12 @@ _HEADERS = {
     "X-Accel-Buffering": "no",  # nginx would hold events back
 }
 DONE = b"data: [DONE]\n\n"
-_encoder = msgspec.json.Encoder()
+encode = msgspec.json.Encoder().encode
 
 
 def event(data: object) -> bytes:
     """Return `data` as one event."""
-    return b"data: " + _encoder.encode(data) + b"\n\n"
+    return b"data: " + encode(data) + b"\n\n"
 
 
 class EventStream:
@@ -81,6 +81,23 @@ class EventStream:
         else:
             await self._send_slowly(events)
 
+    def has_room(self) -> bool:
+        """Whether `send_now` may be called: the stream has begun, and its client keeps up."""
+        transport = self._request.transport
+        return (
+            self.is_started
+            and transport is not None
+            and transport.get_write_buffer_size() < WRITE_BUFFER_BYTES // 2
+        )
+
+    def send_now(self, events: bytes) -> None:
+        """Send without waiting, when there is room: in one write, past aiohttp's writer."""
+        transport = self._request.transport
+        assert transport is not None
+        if self._response.chunked:
+            events = b"%x\r\n%b\r\n" % (len(events), events)
+        transport.write(events)
+
     async def finish(self) -> web.StreamResponse:
         """Send the end of the stream; return the response for aiohttp.
 
@@ -101,7 +118,10 @@ class EventStream:
                 return
             if (transport := self._request.transport) is not None:
                 transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+            if self._request.version >= HttpVersion11:
+                self._response.enable_chunked_encoding()
             await self._response.prepare(self._request)
+            # The head itself goes with the first event, before anybody else runs.
             self.is_started = True
 
     def _has_room(self, size_bytes: int) -> bool:

@@ -34,6 +34,7 @@ class StopStrings:
         self._stops = stops
         self._keep_match = keep_match
         self._held = ""
+        self._first_characters = frozenset(stop[0] for stop in stops)
         self.matched: str | None = None
 
     @override
@@ -53,6 +54,10 @@ class StopStrings:
         shown = len(text) - self._held_length(text)
         self._held = text[shown:]
         return text[:shown]
+
+    def lets_pass(self, text: str) -> bool:
+        """Tell whether `push` would return `text` as it is and hold nothing, by a quick look."""
+        return not self._held and self._first_characters.isdisjoint(text)
 
     def finish(self) -> str:
         """Return what was held back: no stop string will complete it."""

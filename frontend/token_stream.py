@@ -3,14 +3,21 @@
 ```
  open ──put (finish)──▶ ended     ──fail──▶ failed     ──close, abort──▶ cancelled, once
 ```
+
+Two ways lead out. Everything can be taken by the reader, a task that wakes for it: 20 µs and more.
+While the reader has taken all and waits for more, it may leave a tap open, through which ordinary
+tokens run at once, in the call that brought them.
 """
 
 import asyncio
 from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from typing import Protocol, Self
 
 import msgspec
 
+from frontend.backend import Tap
 from wire.errors import TandemError
 from wire.generation import Finish
 from wire.ids import RequestId
@@ -18,6 +25,8 @@ from wire.messages import StartColocated, StartDecode, StartPrefill, TokenDelta
 
 Start = StartPrefill | StartDecode | StartColocated
 StreamKey = tuple[RequestId, int]
+# Given the index of the first and the ids of ordinary tokens; whether it took them.
+StreamTap = Callable[[int, Sequence[int]], bool]
 
 
 class StreamOwner(Protocol):
@@ -40,10 +49,16 @@ class TokenStream:
 
     Args:
         wake: Set whenever something arrives. Give two streams the same event to wait for both.
+
+    Attributes:
+        number: The stream's short name on its link.
+        tap: Open only while the reader waits and has taken all; closed by whatever it did not take.
     """
 
     def __init__(self, client: StreamOwner, start: Start, wake: asyncio.Event | None) -> None:
         self.key: StreamKey = (start.request.request_id, start.attempt)
+        self.number = start.stream
+        self.tap: StreamTap | None = None
         self._client = client
         self._wake = wake or asyncio.Event()
         self._waiting: deque[TokenDelta] = deque()
@@ -73,8 +88,21 @@ class TokenStream:
             raise self._failure
         return None
 
+    def put_ordinary(self, index: int, token_ids: Sequence[int]) -> None:
+        """Add tokens of which there is nothing more to say, through the tap if it takes them."""
+        if self.tap is not None and self.tap(index, token_ids):
+            self._next_index = index + len(token_ids)
+            return
+        request_id, attempt = self.key
+        self.put(
+            TokenDelta(
+                request_id=request_id, attempt=attempt, index=index, token_ids=list(token_ids)
+            )
+        )
+
     def put(self, delta: TokenDelta) -> None:
         """Add what the engine sent; a delta that continues the waiting one is merged into it."""
+        self.tap = None
         self._next_index = delta.index + len(delta.token_ids)
         if self._waiting and (merged := _merged(self._waiting[-1], delta)) is not None:
             self._waiting[-1] = merged
@@ -86,6 +114,7 @@ class TokenStream:
 
     def fail(self, error: TandemError) -> None:
         """End the stream with an error, after what already arrived."""
+        self.tap = None
         self._failure = error
         self.forget()
         self._wake.set()
@@ -107,6 +136,7 @@ class TokenStream:
 
     def forget(self) -> None:
         """Take nothing more from the engine and do not cancel: its part is done."""
+        self.tap = None
         self._is_open = False
         self._client.forget(self)
 
@@ -122,16 +152,30 @@ class TokenStream:
     def __exit__(self, *_raised: object) -> None:
         self.close()
 
-    def __aiter__(self) -> Self:
-        return self
+    def __aiter__(self) -> AsyncGenerator[TokenDelta, None]:
+        return self.read()
 
-    async def __anext__(self) -> TokenDelta:
-        while (delta := self.take()) is None:
+    async def read(self, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
+        """Yield what arrives until the end, but for what `tap` takes; see `Backend.generate`.
+
+        Raises:
+            TandemError: The attempt failed.
+        """
+        may_tap = False
+        while True:
+            while (delta := self.take()) is not None:
+                yield delta
+                may_tap = tap is not None and bool(may_tap or delta.token_ids)
             if not self._is_open:
-                raise StopAsyncIteration
+                return
+            if tap is not None and may_tap:
+                self.tap = partial(self._give, tap)
             self._wake.clear()
             await self._wake.wait()
-        return delta
+            self.tap = None
+
+    def _give(self, tap: Tap, index: int, token_ids: Sequence[int]) -> bool:
+        return index == self._next_index and tap(token_ids)
 
 
 def _merged(last: TokenDelta, delta: TokenDelta) -> TokenDelta | None:

@@ -68,7 +68,7 @@ class ColocatedRole:
                 token.index,
                 [token.token],
                 token.finish,
-                token.request.num_cached,
+                token.cached_tokens,
                 logprobs=token.logprobs,
             )
             if token.finish is not None:

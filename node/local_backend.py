@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Mapping
 
 import msgspec
 
-from frontend.backend import Bootstrap, Health, ServedModel
+from frontend.backend import Bootstrap, Health, ServedModel, Tap
 from frontend.engine_client import EngineClient
 from frontend.tokenizer import Tokenizer
 from kvtransfer.transports.registry import names_of
@@ -61,13 +61,16 @@ class LocalBackend:
         )
 
     async def generate(
-        self, request: GenerateRequest, bootstrap: Bootstrap | None = None
+        self,
+        request: GenerateRequest,
+        bootstrap: Bootstrap | None = None,
+        tap: Tap | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """See `Backend.generate`."""
         if self._client is None:
             raise NoNodeAvailable(f"not serving: {self._detail}")
         with self._client.generate(self._start(request, bootstrap)) as stream:
-            async for delta in stream:
+            async for delta in stream.read(tap):
                 yield delta
 
     def _start(

@@ -8,7 +8,7 @@ through is the role's.
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from telemetry.log import get_logger
@@ -41,11 +41,28 @@ IDLE_WAIT_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """One attempt of one edge worker's request."""
+    """One attempt of one edge worker's request.
+
+    Attributes:
+        stream: The edge's short name for its tokens, or 0; no part of what it is.
+    """
 
     peer: Peer
     request_id: RequestId
     attempt: int
+    stream: int = field(default=0, compare=False)
+
+
+class _Outgoing:
+    """What one edge worker is told at the end of a pass."""
+
+    def __init__(self) -> None:
+        self.deltas: list[TokenDelta] = []
+        self.streams: list[int] = []
+        self.indexes: list[int] = []
+        self.token_ids: list[int] = []
+        # Columns are read first: what follows a delta in its stream is one too.
+        self.with_delta: set[int] = set()
 
 
 class Answers:
@@ -54,7 +71,7 @@ class Answers:
     def __init__(self, inbox: Inbox[ToEngine], epoch: Epoch) -> None:
         self._inbox = inbox
         self._epoch = epoch
-        self._deltas: dict[Peer, list[TokenDelta]] = defaultdict(list)
+        self._outgoing: dict[Peer, _Outgoing] = defaultdict(_Outgoing)
         self.num_failed = 0
 
     def token(
@@ -68,7 +85,20 @@ class Answers:
         logprobs: TokenLogprobs | None = None,
     ) -> None:
         """Queue tokens for the end of this pass."""
-        self._deltas[ticket.peer].append(
+        out = self._outgoing[ticket.peer]
+        is_ordinary = finish is None and logprobs is None and not cached_tokens
+        if (
+            is_ordinary
+            and ticket.stream
+            and len(token_ids) == 1
+            and ticket.stream not in out.with_delta
+        ):
+            out.streams.append(ticket.stream)
+            out.indexes.append(index)
+            out.token_ids += token_ids
+            return
+        self._queue(
+            ticket,
             TokenDelta(
                 request_id=ticket.request_id,
                 attempt=ticket.attempt,
@@ -77,7 +107,7 @@ class Answers:
                 finish=finish,
                 cached_tokens=cached_tokens,
                 logprobs=[] if logprobs is None else [logprobs],
-            )
+            ),
         )
 
     def prompt_logprobs(
@@ -88,7 +118,8 @@ class Answers:
         Args:
             index: Of the request's next token.
         """
-        self._deltas[ticket.peer].append(
+        self._queue(
+            ticket,
             TokenDelta(
                 request_id=ticket.request_id,
                 attempt=ticket.attempt,
@@ -96,7 +127,7 @@ class Answers:
                 token_ids=[],
                 prompt_index=first_position,
                 prompt_logprobs=entries,
-            )
+            ),
         )
 
     def fail(self, ticket: Ticket, error: TandemError) -> None:
@@ -119,9 +150,23 @@ class Answers:
 
     def flush(self) -> None:
         """Send what was queued."""
-        for peer, deltas in self._deltas.items():
-            self._send(peer, TokenBatch(epoch=self._epoch, deltas=deltas))
-        self._deltas.clear()
+        for peer, out in self._outgoing.items():
+            self._send(
+                peer,
+                TokenBatch(
+                    epoch=self._epoch,
+                    deltas=out.deltas,
+                    streams=out.streams,
+                    indexes=out.indexes,
+                    token_ids=out.token_ids,
+                ),
+            )
+        self._outgoing.clear()
+
+    def _queue(self, ticket: Ticket, delta: TokenDelta) -> None:
+        out = self._outgoing[ticket.peer]
+        out.deltas.append(delta)
+        out.with_delta.add(ticket.stream)
 
     def _send(self, peer: Peer, message: TokenBatch | RequestFailed | Pong) -> None:
         try:
@@ -244,7 +289,8 @@ class EngineLoop:
         elif isinstance(message, Cancel):
             self._role.cancel(Ticket(peer, message.request_id, message.attempt))
         else:
-            self._start(Ticket(peer, message.request.request_id, message.attempt), message)
+            ticket = Ticket(peer, message.request.request_id, message.attempt, message.stream)
+            self._start(ticket, message)
 
     def _start(self, ticket: Ticket, message: Start) -> None:
         # An edge worker uses an id twice only when it has forgotten the first use.

@@ -209,7 +209,7 @@ class PrefillRole:
             token.index,
             [token.token],
             token.finish,
-            active.num_cached,
+            token.cached_tokens,
             logprobs=token.logprobs,
         )
         self._agent.finish(

@@ -6,9 +6,12 @@ message of a dead attempt need no special case. Prompt positions follow the same
 log-probabilities are given once, in order.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 from typing_extensions import override
 
+from frontend.backend import Tap
 from wire.errors import PeerLost
 from wire.generation import Finish, GenerateRequest, TokenLogprobs
 from wire.ids import RequestId
@@ -80,6 +83,13 @@ class Progress:
         self._next_position += len(prompt_logprobs)
         self.is_finished = finish is not None
         return new
+
+    def accept_ordinary(self, tap: Tap, index: int, token_ids: Sequence[int]) -> bool:
+        """Give tokens of which there is nothing more to say to `tap`; False if nothing happened."""
+        if index != self.next_index or self.is_finished or not tap(token_ids):
+            return False
+        self.sent_ids += token_ids
+        return True
 
     def _new_prompt_logprobs(self, delta: TokenDelta) -> list[TokenLogprobs]:
         """Return those of positions that the client waits for.

@@ -13,10 +13,11 @@ import itertools
 import random
 from collections.abc import AsyncGenerator, Iterator, Mapping, Set
 from contextlib import aclosing
+from functools import partial
 
 import msgspec
 
-from frontend.backend import Bootstrap, Health, ServedModel
+from frontend.backend import Bootstrap, Health, ServedModel, Tap
 from router.attempt import Progress
 from router.cluster import Cluster
 from router.groups import Group, Groups
@@ -56,7 +57,10 @@ class ClusterBackend:
         return self._cluster.model()
 
     async def generate(
-        self, request: GenerateRequest, bootstrap: Bootstrap | None = None
+        self,
+        request: GenerateRequest,
+        bootstrap: Bootstrap | None = None,
+        tap: Tap | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Yield the tokens of one request, over as many attempts as it takes; see `Backend`.
 
@@ -69,7 +73,7 @@ class ClusterBackend:
             pair = self._pair_for(group, fingerprint, failed)
             for attempt in itertools.count():
                 try:
-                    async with aclosing(self._attempt(progress, pair, attempt)) as deltas:
+                    async with aclosing(self._attempt(progress, pair, attempt, tap)) as deltas:
                         async for delta in deltas:
                             if delta.finish is not None:
                                 outcome.finished()
@@ -163,7 +167,7 @@ class ClusterBackend:
         )
 
     async def _attempt(
-        self, progress: Progress, pair: Pair, attempt: int
+        self, progress: Progress, pair: Pair, attempt: int, tap: Tap | None
     ) -> AsyncGenerator[TokenDelta, None]:
         """Yield what one pair adds to the request. Both halves have ended when it returns.
 
@@ -178,8 +182,12 @@ class ClusterBackend:
             prefill.start(start_prefill, wake) as prefill_work,
         ):
             while not progress.is_finished:
+                # Once decode has spoken, only its tokens can follow.
+                if tap is not None and progress.sent_ids and not prefill_work.is_counted:
+                    decode_work.stream.tap = partial(progress.accept_ordinary, tap)
                 await wake.wait()
                 wake.clear()
+                decode_work.stream.tap = None
                 for delta in _arrivals(progress, prefill_work, decode_work):
                     if new := progress.accept(delta):
                         yield new

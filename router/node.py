@@ -29,12 +29,15 @@ class Work:
     """One half of an attempt: its stream, and its share of the node's load until it ends.
 
     A context manager: leaving it ends it.
+
+    Attributes:
+        is_counted: Whether it has not ended.
     """
 
     def __init__(self, node: "Node", stream: TokenStream, num_tokens: int) -> None:
         self.stream = stream
         self._node, self._num_tokens = node, num_tokens
-        self._is_counted = True
+        self.is_counted = True
         node.in_flight_requests += 1
         node.in_flight_tokens += num_tokens
 
@@ -43,8 +46,8 @@ class Work:
         if is_done:
             self.stream.forget()
         self.stream.close()
-        if self._is_counted:
-            self._is_counted = False
+        if self.is_counted:
+            self.is_counted = False
             self._node.in_flight_requests -= 1
             self._node.in_flight_tokens -= self._num_tokens
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 
-from frontend.backend import Bootstrap, Health, ServedModel
+from frontend.backend import Bootstrap, Health, ServedModel, Tap
 from frontend.tokenizer import Tokenizer
 from wire.errors import TandemError
 from wire.generation import Finish, GenerateRequest, TokenLogprobs
@@ -81,7 +81,10 @@ class FakeBackend:
         return self.served
 
     async def generate(
-        self, request: GenerateRequest, bootstrap: Bootstrap | None = None
+        self,
+        request: GenerateRequest,
+        bootstrap: Bootstrap | None = None,
+        tap: Tap | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         self.requests.append(request)
         self.bootstraps.append(bootstrap)
@@ -91,7 +94,9 @@ class FakeBackend:
                 self.num_yielded += 1
                 self._changed.set()
                 is_finished = delta.finish is not None
-                yield delta
+                is_ordinary = delta.index and not is_finished and not delta.logprobs
+                if not (is_ordinary and tap is not None and tap(delta.token_ids)):
+                    yield delta
         except TandemError:
             is_finished = True
             raise

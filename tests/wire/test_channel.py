@@ -39,7 +39,7 @@ async def test_a_message_reaches_the_inbox_and_its_answer_comes_back():
     envelope = receive(inbox)
     inbox.send(envelope.peer, PONG)
     async with asyncio.timeout(5):
-        assert (envelope.message, await link.receive()) == (Ping(), PONG)
+        assert (envelope.message, await link.receive()) == (Ping(), [PONG])
     link.close()
     inbox.close()
 
