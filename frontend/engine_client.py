@@ -11,7 +11,7 @@ Holds streams of token ids by request and attempt. Knows nothing of text, of pai
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 from typing_extensions import override
@@ -161,30 +161,59 @@ class EngineClient:
 
     async def _receive(self, link: AsyncLink[FromEngine]) -> None:
         while True:
-            waiting = _Waiting(self._by_number)
-            for message in await link.receive():
-                self._dispatch(message, waiting)
-            waiting.put_all()
+            self._take(await link.receive())
 
-    def _dispatch(self, message: FromEngine, waiting: "_Waiting") -> None:
+    def _take(self, messages: Sequence[FromEngine]) -> None:
+        """Spread what arrived together."""
+        # Most often one step. A process that falls behind finds several, and makes one event of them.
+        runs = _Runs() if len(messages) > 1 else None
+        for message in messages:
+            self._dispatch(message, runs)
+        if runs is not None:
+            self._put_ordinary(runs.take_all())
+
+    def _dispatch(self, message: FromEngine, runs: "_Runs | None") -> None:
         self._epoch = self._epoch or message.epoch
         if message.epoch != self._epoch:
             self._lose("it restarted")
             return
         match message:
             case TokenBatch(deltas=deltas):
-                waiting.add(message)
+                if runs is None:
+                    self._put_ordinary(_columns(message))
+                else:
+                    self._put_ordinary(runs.add(message))
                 for delta in deltas:
-                    if stream := self._streams.get((delta.request_id, delta.attempt)):
-                        waiting.put(stream.number)
+                    if stream := self._stream(delta.request_id, delta.attempt, runs):
                         stream.put(delta)
             case RequestFailed(request_id=request_id, attempt=attempt, error=info):
-                if stream := self._streams.get((request_id, attempt)):
-                    waiting.put(stream.number)
+                if stream := self._stream(request_id, attempt, runs):
                     stream.fail(error_from_info(info))
             case Pong(load=load):
                 self.load = load
                 self.answered.set()
+
+    def _stream(
+        self, request_id: RequestId, attempt: int, runs: "_Runs | None"
+    ) -> TokenStream | None:
+        """Return a stream, with the tokens that waited for it put in."""
+        stream = self._streams.get((request_id, attempt))
+        if stream is not None and runs is not None:
+            self._put_ordinary(runs.take(stream.number))
+        return stream
+
+    def _put_ordinary(self, runs: Iterable[tuple[int, int, Sequence[int]]]) -> None:
+        find = self._by_number.get
+        for number, index, token_ids in runs:
+            if (stream := find(number)) is None:
+                continue
+            try:
+                stream.put_ordinary(index, token_ids)
+            except Exception as error:
+                # The top of what a token runs through: its stream fails, the others go on.
+                log.exception("stream.failed", request_id=stream.key[0])
+                name = type(error).__name__
+                stream.fail(EngineFailed(f"the edge failed with its tokens: {name}"))
 
     async def _ping(self) -> None:
         while True:
@@ -208,47 +237,35 @@ class EngineClient:
         return PeerLost(f"the engine at {self.address} was lost: {reason}")
 
 
-class _Waiting:
-    """The ordinary tokens of the messages that arrived together, one run for each stream.
+def _columns(batch: TokenBatch) -> Iterator[tuple[int, int, Sequence[int]]]:
+    """Yield stream, index and ids of each ordinary token."""
+    # Not strict: what a column lacks is lost, and its stream's next token tells.
+    columns = zip(batch.streams, batch.indexes, batch.token_ids, strict=False)
+    return ((number, index, (token_id,)) for number, index, token_id in columns)
 
-    A process that falls behind finds several steps at once, and then makes one event of them.
-    """
 
-    def __init__(self, streams: Mapping[int, TokenStream]) -> None:
-        self._streams = streams
-        self._runs: dict[int, tuple[int, list[int]]] = {}
+class _Runs:
+    """Ordinary tokens of several steps, one run for each stream."""
 
-    def add(self, batch: TokenBatch) -> None:
-        """Take the columns of one step."""
-        runs = self._runs
-        for number, index, token_id in zip(
-            batch.streams, batch.indexes, batch.token_ids, strict=False
-        ):
-            run = runs.get(number)
-            if run is not None and run[0] + len(run[1]) != index:
-                self.put(number)
-                run = None
-            if run is None:
-                runs[number] = (index, [token_id])
+    def __init__(self) -> None:
+        self._runs: dict[int, tuple[int, int, list[int]]] = {}
+
+    def add(self, batch: TokenBatch) -> Iterator[tuple[int, int, Sequence[int]]]:
+        """Take one step; yield the runs that it does not continue."""
+        for number, index, token_ids in _columns(batch):
+            run = self._runs.get(number)
+            if run is not None and run[1] + len(run[2]) == index:
+                run[2].extend(token_ids)
             else:
-                run[1].append(token_id)
+                self._runs[number] = (number, index, list(token_ids))
+                if run is not None:
+                    yield run
 
-    def put(self, number: int) -> None:
-        """Put what waits for one stream into it: something else follows."""
+    def take(self, number: int) -> Iterator[tuple[int, int, Sequence[int]]]:
+        """Yield the run of one stream, if there is one, and forget it."""
         if (run := self._runs.pop(number, None)) is not None:
-            self._put(number, *run)
+            yield run
 
-    def put_all(self) -> None:
-        """Put everything into its stream."""
-        for number, (index, token_ids) in self._runs.items():
-            self._put(number, index, token_ids)
-
-    def _put(self, number: int, index: int, token_ids: list[int]) -> None:
-        if (stream := self._streams.get(number)) is None:
-            return
-        try:
-            stream.put_ordinary(index, token_ids)
-        except Exception as error:
-            # The top of what a token runs through: its stream fails, the others go on.
-            log.exception("stream.failed", request_id=stream.key[0])
-            stream.fail(EngineFailed(f"the edge failed with its tokens: {type(error).__name__}"))
+    def take_all(self) -> Iterable[tuple[int, int, Sequence[int]]]:
+        """Return every run."""
+        return self._runs.values()

@@ -7,7 +7,7 @@
 What is common to both APIs, without HTTP.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -250,8 +250,9 @@ def _detokenizer(generation: Generation) -> Detokenizer:
 class Outlet(Protocol):
     """Where the text of ordinary tokens may go at once, between two pieces."""
 
-    def has_room(self) -> bool:
-        """Whether `write` can take more without waiting; if not, it comes as a piece."""
+    @property
+    def has_room(self) -> Callable[[], bool]:
+        """Tells whether `write` can take more without waiting; if not, it comes as a piece."""
         ...
 
     def write(self, text: str, token_ids: Sequence[int]) -> None:

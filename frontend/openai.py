@@ -203,11 +203,11 @@ class _Chunks:
         self._call = call
         self._stream = stream
         self._head = _head(call, shape.chunk)
+        self.has_room = stream.has_room
+        self.send_now = stream.send_now
         self._choices = [
             _Choice(self, call, shape, index) for index in range(len(call.generations))
         ]
-        self.has_room = stream.has_room
-        self.send_now = stream.send_now
 
     async def send_all(self, edge: Edge) -> web.StreamResponse:
         """Send everything; return the response for aiohttp."""
@@ -263,16 +263,13 @@ class _Choice:
         self.generation = call.generations[index]
         self.num_tokens = self.cached_tokens = 0
         self._chunks, self._shape, self._index = chunks, shape, index
+        self.has_room = chunks.has_room
         self._echo = call.echoes[index]
         self._writer = _writer(shape, self.generation)
         self._is_opened = False
         self._has_usage = call.usage.continuous_usage_stats
         # Of an ordinary chunk: before its text, up to its usage, to its end.
         self._frame: tuple[bytes, bytes, bytes] | None = None
-
-    def has_room(self) -> bool:
-        """See `Outlet`."""
-        return self._chunks.has_room()
 
     def write(self, text: str, token_ids: Sequence[int]) -> None:
         """See `Outlet`."""

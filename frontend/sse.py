@@ -50,6 +50,9 @@ class EventStream:
         self._stall_timeout_s = stall_timeout_s
         self._response = web.StreamResponse(headers=_HEADERS)
         self._starting = asyncio.Lock()
+        # Of a stream that has begun.
+        self._transport: asyncio.Transport | None = None
+        self._is_chunked = request.version >= HttpVersion11
         self.is_started = False
 
     @override
@@ -83,20 +86,19 @@ class EventStream:
 
     def has_room(self) -> bool:
         """Whether `send_now` may be called: the stream has begun, and its client keeps up."""
-        transport = self._request.transport
+        transport = self._transport
         return (
-            self.is_started
-            and transport is not None
+            transport is not None
+            and not transport.is_closing()
             and transport.get_write_buffer_size() < WRITE_BUFFER_BYTES // 2
         )
 
     def send_now(self, events: bytes) -> None:
         """Send without waiting, when there is room: in one write, past aiohttp's writer."""
-        transport = self._request.transport
-        assert transport is not None
-        if self._response.chunked:
+        assert self._transport is not None
+        if self._is_chunked:
             events = b"%x\r\n%b\r\n" % (len(events), events)
-        transport.write(events)
+        self._transport.write(events)
 
     async def finish(self) -> web.StreamResponse:
         """Send the end of the stream; return the response for aiohttp.
@@ -118,11 +120,11 @@ class EventStream:
                 return
             if (transport := self._request.transport) is not None:
                 transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-            if self._request.version >= HttpVersion11:
+            if self._is_chunked:
                 self._response.enable_chunked_encoding()
             await self._response.prepare(self._request)
             # The head itself goes with the first event, before anybody else runs.
-            self.is_started = True
+            self.is_started, self._transport = True, transport
 
     def _has_room(self, size_bytes: int) -> bool:
         """Tell whether a write cannot block, so that the price of a timer can be saved."""
