@@ -3,7 +3,7 @@
 The frontend is given a `Backend` and knows nothing of nodes; a backend knows nothing of text.
 """
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,8 +11,13 @@ from frontend.tokenizer import Tokenizer
 from wire.generation import GenerateRequest
 from wire.messages import TokenDelta
 
-# Takes ordinary tokens at once; whether it did. What it refuses is yielded as a delta.
-Tap = Callable[[Sequence[int]], bool]
+
+class Tap(Protocol):
+    """Takes ordinary tokens at once."""
+
+    def take_ordinary(self, token_ids: Sequence[int]) -> bool:
+        """Take what stands behind everything before, or say no to have it yielded as a delta."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

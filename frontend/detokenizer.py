@@ -141,6 +141,8 @@ class _TokenTexts(dict[int, str | None]):
 class ByteLevelDetokenizer:
     """Joins the bytes of tokens and holds back an incomplete character at the end."""
 
+    __slots__ = ("_decoder", "_is_inside", "_table", "_texts")
+
     def __init__(self, table: _TokenBytes) -> None:
         self._table, self._texts = table, table.texts
         # "replace" marks maximal ill-formed runs as Unicode recommends, and as tokenizers does.
@@ -149,8 +151,10 @@ class ByteLevelDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the next ids; return the text that is now certain."""
-        if (text := self.preview(token_ids)) is not None:
-            return text
+        if len(token_ids) == 1 and not self._is_inside:  # as `preview`, without the call
+            text = self._texts[token_ids[0]]
+            if text is not None:
+                return text
         table = self._table
         text = self._decoder.decode(b"".join([table[token_id] for token_id in token_ids]))
         self._is_inside = bool(self._decoder.getstate()[0])

@@ -109,6 +109,21 @@ class _Events:
     them. It is the generation's `Outlet`.
     """
 
+    __slots__ = (
+        "_cached_tokens",
+        "_edge",
+        "_generation",
+        "_ids",
+        "_is_incremental",
+        "_label",
+        "_logprobs",
+        "_meta_head",
+        "_num_tokens",
+        "_started",
+        "_stream",
+        "_text",
+    )
+
     def __init__(
         self, edge: Edge, stream: EventStream, call: NativeCall, index: int, started: float
     ) -> None:
@@ -121,7 +136,6 @@ class _Events:
         self._num_tokens = self._cached_tokens = 0
         self._meta_head = b""
         self._logprobs = native_logprobs(self._generation, has_text=call.has_text_in_logprobs)
-        self.has_room = stream.has_room
 
     async def send_all(self) -> None:
         """Send every event, an error after the first one included.
@@ -137,6 +151,10 @@ class _Events:
             if not self._stream.is_started:
                 raise
             await self._send(Piece("", [], ending=failed(public_info(error))))
+
+    def has_room(self) -> bool:
+        """See `Outlet`."""
+        return self._stream.has_room()
 
     def write(self, text: str, token_ids: Sequence[int]) -> None:
         """See `Outlet`."""

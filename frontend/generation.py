@@ -7,7 +7,7 @@
 What is common to both APIs, without HTTP.
 """
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -153,6 +153,16 @@ class Transcript:
         num_tokens: Shown so far.
     """
 
+    __slots__ = (
+        "_cached_tokens",
+        "_detokenizer",
+        "_is_plain",
+        "_prompt_logprobs",
+        "_rules",
+        "_stops",
+        "num_tokens",
+    )
+
     def __init__(self, rules: TextRules, detokenizer: Detokenizer) -> None:
         self._rules = rules
         self._detokenizer = detokenizer
@@ -250,9 +260,8 @@ def _detokenizer(generation: Generation) -> Detokenizer:
 class Outlet(Protocol):
     """Where the text of ordinary tokens may go at once, between two pieces."""
 
-    @property
-    def has_room(self) -> Callable[[], bool]:
-        """Tells whether `write` can take more without waiting; if not, it comes as a piece."""
+    def has_room(self) -> bool:
+        """Tell whether `write` can take more without waiting; if not, it comes as a piece."""
         ...
 
     def write(self, text: str, token_ids: Sequence[int]) -> None:
@@ -266,6 +275,8 @@ class Reading:
     Args:
         outlet: For ordinary tokens; without one, everything comes as pieces.
     """
+
+    __slots__ = ("_generation", "_outlet", "_transcript")
 
     def __init__(self, generation: Generation, outlet: Outlet | None = None) -> None:
         self._generation, self._outlet = generation, outlet
@@ -288,7 +299,7 @@ class Reading:
         request, bootstrap = self._generation.request, self._generation.bootstrap
         # Log-probabilities belong to pieces.
         has_tap = self._outlet is not None and request.logprobs is None
-        deltas = backend.generate(request, bootstrap, self._tap if has_tap else None)
+        deltas = backend.generate(request, bootstrap, self if has_tap else None)
         async with aclosing(deltas):
             async for delta in deltas:
                 piece = self._transcript.take(delta)
@@ -301,7 +312,8 @@ class Reading:
                 raise EngineFailed("the generation ended without saying why")
         yield piece
 
-    def _tap(self, token_ids: Sequence[int]) -> bool:
+    def take_ordinary(self, token_ids: Sequence[int]) -> bool:
+        """See `Tap`."""
         outlet = self._outlet
         assert outlet is not None
         if not outlet.has_room() or (text := self._transcript.take_ordinary(token_ids)) is None:

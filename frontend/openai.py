@@ -197,14 +197,16 @@ def _usage(call: OpenAICall, num_output: int, num_cached: int) -> dict[str, Any]
 
 
 class _Chunks:
-    """Sends one call's chunks: for each choice an opening, its text, its end; then the usage."""
+    """Sends one call's chunks: for each choice an opening, its text, its end; then the usage.
+
+    Attributes:
+        stream: Where they go.
+    """
 
     def __init__(self, call: OpenAICall, shape: Shape, stream: EventStream) -> None:
         self._call = call
-        self._stream = stream
+        self.stream = stream
         self._head = _head(call, shape.chunk)
-        self.has_room = stream.has_room
-        self.send_now = stream.send_now
         self._choices = [
             _Choice(self, call, shape, index) for index in range(len(call.generations))
         ]
@@ -213,8 +215,8 @@ class _Chunks:
         """Send everything; return the response for aiohttp."""
         await side_by_side([self._send_choice(edge, choice) for choice in self._choices])
         if self._call.usage.include_usage:
-            await self._stream.send(event(self._head | {"choices": [], "usage": self.usage()}))
-        return await self._stream.finish()
+            await self.stream.send(event(self._head | {"choices": [], "usage": self.usage()}))
+        return await self.stream.finish()
 
     def usage(self) -> dict[str, Any]:
         """Return the usage of all choices so far."""
@@ -240,12 +242,12 @@ class _Chunks:
                 async for piece in pieces:
                     if parts := choice.take(piece):
                         usage = self.usage()
-                        await self._stream.send(b"".join(self.chunk(part, usage) for part in parts))
+                        await self.stream.send(b"".join(self.chunk(part, usage) for part in parts))
         except TandemError as error:
-            if not self._stream.is_started:
+            if not self.stream.is_started:
                 raise
             body = error_body(public_info(error))
-            await self._stream.send(event(self._head | {"choices": choice.cut_short()} | body))
+            await self.stream.send(event(self._head | {"choices": choice.cut_short()} | body))
 
 
 # Stands for what changes from chunk to chunk, to see where that lies. No text has it: it is escaped.
@@ -259,17 +261,36 @@ class _Choice:
         num_tokens, cached_tokens: For the usage.
     """
 
+    __slots__ = (
+        "_chunks",
+        "_echo",
+        "_frame",
+        "_has_usage",
+        "_index",
+        "_is_opened",
+        "_shape",
+        "_stream",
+        "_writer",
+        "cached_tokens",
+        "generation",
+        "num_tokens",
+    )
+
     def __init__(self, chunks: _Chunks, call: OpenAICall, shape: Shape, index: int) -> None:
         self.generation = call.generations[index]
         self.num_tokens = self.cached_tokens = 0
         self._chunks, self._shape, self._index = chunks, shape, index
-        self.has_room = chunks.has_room
+        self._stream = chunks.stream
         self._echo = call.echoes[index]
         self._writer = _writer(shape, self.generation)
         self._is_opened = False
         self._has_usage = call.usage.continuous_usage_stats
         # Of an ordinary chunk: before its text, up to its usage, to its end.
         self._frame: tuple[bytes, bytes, bytes] | None = None
+
+    def has_room(self) -> bool:
+        """See `Outlet`."""
+        return self._stream.has_room()
 
     def write(self, text: str, token_ids: Sequence[int]) -> None:
         """See `Outlet`."""
@@ -280,7 +301,7 @@ class _Choice:
             self._frame = self._make_frame()
         before, between, end = self._frame
         usage = encode(self._chunks.usage()) if self._has_usage else b""
-        self._chunks.send_now(b"%b%b%b%b%b" % (before, encode(text), between, usage, end))
+        self._stream.send_now(b"%b%b%b%b%b" % (before, encode(text), between, usage, end))
 
     def take(self, piece: Piece) -> list[dict[str, Any]]:
         """Return the choices, one a chunk, that a piece makes."""

@@ -18,6 +18,8 @@ log = get_logger(__name__)
 
 # aiohttp and uvloop stop the writer at the same size by default.
 WRITE_BUFFER_BYTES = 64 * 1024
+# Below it a write cannot block.
+_ROOM_BYTES = WRITE_BUFFER_BYTES // 2
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -44,6 +46,16 @@ class EventStream:
     Attributes:
         is_started: Whether the status is sent: from then on an error is an event.
     """
+
+    __slots__ = (
+        "_is_chunked",
+        "_request",
+        "_response",
+        "_stall_timeout_s",
+        "_starting",
+        "_transport",
+        "is_started",
+    )
 
     def __init__(self, request: web.Request, stall_timeout_s: float) -> None:
         self._request = request
@@ -87,18 +99,18 @@ class EventStream:
     def has_room(self) -> bool:
         """Whether `send_now` may be called: the stream has begun, and its client keeps up."""
         transport = self._transport
-        return (
-            transport is not None
-            and not transport.is_closing()
-            and transport.get_write_buffer_size() < WRITE_BUFFER_BYTES // 2
-        )
+        return transport is not None and transport.get_write_buffer_size() < _ROOM_BYTES
 
     def send_now(self, events: bytes) -> None:
         """Send without waiting, when there is room: in one write, past aiohttp's writer."""
         assert self._transport is not None
         if self._is_chunked:
             events = b"%x\r\n%b\r\n" % (len(events), events)
-        self._transport.write(events)
+        try:
+            self._transport.write(events)
+        except RuntimeError:
+            # So says uvloop of a connection that is gone. The handler is about to hear of it.
+            log.debug("client.gone", path=self._request.path)
 
     async def finish(self) -> web.StreamResponse:
         """Send the end of the stream; return the response for aiohttp.
@@ -131,7 +143,7 @@ class EventStream:
         transport = self._request.transport
         if transport is None:
             raise ConnectionResetError("the client is gone")
-        return transport.get_write_buffer_size() + size_bytes < WRITE_BUFFER_BYTES // 2
+        return transport.get_write_buffer_size() + size_bytes < _ROOM_BYTES
 
     async def _send_slowly(self, events: bytes) -> None:
         try:

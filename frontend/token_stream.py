@@ -11,8 +11,7 @@ tokens run at once, in the call that brought them.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol, Self
 
 import msgspec
@@ -25,8 +24,14 @@ from wire.messages import StartColocated, StartDecode, StartPrefill, TokenDelta
 
 Start = StartPrefill | StartDecode | StartColocated
 StreamKey = tuple[RequestId, int]
-# Given the index of the first and the ids of ordinary tokens; whether it took them.
-StreamTap = Callable[[int, Sequence[int]], bool]
+
+
+class StreamTap(Protocol):
+    """Takes ordinary tokens at once."""
+
+    def take_ordinary_at(self, index: int, token_ids: Sequence[int]) -> bool:
+        """Take tokens from `index` on, or say no to have them put into the stream."""
+        ...
 
 
 class StreamOwner(Protocol):
@@ -54,6 +59,19 @@ class TokenStream:
         number: The stream's short name on its link.
         tap: Open only while the reader waits and has taken all; closed by whatever it did not take.
     """
+
+    # With thousands of streams a token's time is that of fetching what it touches from memory.
+    __slots__ = (
+        "_client",
+        "_failure",
+        "_is_open",
+        "_next_index",
+        "_waiting",
+        "_wake",
+        "key",
+        "number",
+        "tap",
+    )
 
     def __init__(self, client: StreamOwner, start: Start, wake: asyncio.Event | None) -> None:
         self.key: StreamKey = (start.request.request_id, start.attempt)
@@ -90,7 +108,7 @@ class TokenStream:
 
     def put_ordinary(self, index: int, token_ids: Sequence[int]) -> None:
         """Add tokens of which there is nothing more to say, through the tap if it takes them."""
-        if self.tap is not None and self.tap(index, token_ids):
+        if self.tap is not None and self.tap.take_ordinary_at(index, token_ids):
             self._next_index = index + len(token_ids)
             return
         request_id, attempt = self.key
@@ -169,13 +187,26 @@ class TokenStream:
             if not self._is_open:
                 return
             if tap is not None and may_tap:
-                self.tap = partial(self._give, tap)
+                self.tap = _InOrder(tap, self._next_index)
             self._wake.clear()
             await self._wake.wait()
             self.tap = None
 
-    def _give(self, tap: Tap, index: int, token_ids: Sequence[int]) -> bool:
-        return index == self._next_index and tap(token_ids)
+
+class _InOrder:
+    """Lets a tap have tokens in order only."""
+
+    __slots__ = ("_next_index", "_tap")
+
+    def __init__(self, tap: Tap, next_index: int) -> None:
+        self._tap, self._next_index = tap, next_index
+
+    def take_ordinary_at(self, index: int, token_ids: Sequence[int]) -> bool:
+        """See `StreamTap`."""
+        if index != self._next_index or not self._tap.take_ordinary(token_ids):
+            return False
+        self._next_index += len(token_ids)
+        return True
 
 
 def _merged(last: TokenDelta, delta: TokenDelta) -> TokenDelta | None:

@@ -21,15 +21,22 @@ from wire.messages import TokenDelta
 class Progress:
     """What a request's client has been given so far, and what is still to come.
 
+    Args:
+        tap: Given ordinary tokens; see `Backend.generate`.
+
     Attributes:
         sent_ids: Tokens given to the client, over all attempts.
+        next_index: Index of the token that the client waits for.
         is_finished: The last delta was given.
     """
 
-    def __init__(self, request: GenerateRequest) -> None:
+    __slots__ = ("_next_position", "_request", "_tap", "is_finished", "next_index", "sent_ids")
+
+    def __init__(self, request: GenerateRequest, tap: Tap | None = None) -> None:
         self.sent_ids: list[int] = []
+        self.next_index = request.num_prior_tokens
         self.is_finished = False
-        self._request = request
+        self._request, self._tap = request, tap
         start = request.logprobs.prompt_start if request.logprobs is not None else -1
         self._next_position = start if start >= 0 else len(request.prompt_ids)
 
@@ -42,11 +49,6 @@ class Progress:
     def request_id(self) -> RequestId:
         """The request's id: the same in every attempt."""
         return self._request.request_id
-
-    @property
-    def next_index(self) -> int:
-        """Index of the token that the client waits for."""
-        return self._request.num_prior_tokens + len(self.sent_ids)
 
     @property
     def awaits_prompt_logprobs(self) -> bool:
@@ -80,15 +82,18 @@ class Progress:
             prompt_logprobs=prompt_logprobs,
         )
         self.sent_ids += token_ids
+        self.next_index += len(token_ids)
         self._next_position += len(prompt_logprobs)
         self.is_finished = finish is not None
         return new
 
-    def accept_ordinary(self, tap: Tap, index: int, token_ids: Sequence[int]) -> bool:
-        """Give tokens of which there is nothing more to say to `tap`; False if nothing happened."""
-        if index != self.next_index or self.is_finished or not tap(token_ids):
+    def take_ordinary_at(self, index: int, token_ids: Sequence[int]) -> bool:
+        """See `StreamTap`."""
+        tap = self._tap
+        if index != self.next_index or tap is None or not tap.take_ordinary(token_ids):
             return False
         self.sent_ids += token_ids
+        self.next_index = index + len(token_ids)
         return True
 
     def _new_prompt_logprobs(self, delta: TokenDelta) -> list[TokenLogprobs]:

@@ -13,7 +13,6 @@ import itertools
 import random
 from collections.abc import AsyncGenerator, Iterator, Mapping, Set
 from contextlib import aclosing
-from functools import partial
 
 import msgspec
 
@@ -69,11 +68,11 @@ class ClusterBackend:
         """
         with self._metrics.request() as outcome, self._groups.entered(request.group) as group:
             fingerprint = self._cluster.fingerprint()
-            progress, failed = Progress(request), set[Pair]()
+            progress, failed = Progress(request, tap), set[Pair]()
             pair = self._pair_for(group, fingerprint, failed)
             for attempt in itertools.count():
                 try:
-                    async with aclosing(self._attempt(progress, pair, attempt, tap)) as deltas:
+                    async with aclosing(self._attempt(progress, pair, attempt)) as deltas:
                         async for delta in deltas:
                             if delta.finish is not None:
                                 outcome.finished()
@@ -167,7 +166,7 @@ class ClusterBackend:
         )
 
     async def _attempt(
-        self, progress: Progress, pair: Pair, attempt: int, tap: Tap | None
+        self, progress: Progress, pair: Pair, attempt: int
     ) -> AsyncGenerator[TokenDelta, None]:
         """Yield what one pair adds to the request. Both halves have ended when it returns.
 
@@ -183,8 +182,8 @@ class ClusterBackend:
         ):
             while not progress.is_finished:
                 # Once decode has spoken, only its tokens can follow.
-                if tap is not None and progress.sent_ids and not prefill_work.is_counted:
-                    decode_work.stream.tap = partial(progress.accept_ordinary, tap)
+                if progress.sent_ids and not prefill_work.is_counted:
+                    decode_work.stream.tap = progress
                 await wake.wait()
                 wake.clear()
                 decode_work.stream.tap = None

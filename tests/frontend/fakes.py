@@ -95,7 +95,7 @@ class FakeBackend:
                 self._changed.set()
                 is_finished = delta.finish is not None
                 is_ordinary = delta.index and not is_finished and not delta.logprobs
-                if not (is_ordinary and tap is not None and tap(delta.token_ids)):
+                if not (is_ordinary and tap is not None and tap.take_ordinary(delta.token_ids)):
                     yield delta
         except TandemError:
             is_finished = True
