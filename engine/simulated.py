@@ -14,6 +14,7 @@ A token is a function of (key, index), and the key one of the prompt, and of the
 greedy. So prefill, decode, another attempt and another day choose the same.
 """
 
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,14 +54,15 @@ class SimulatedPages:
     ) -> None:
         self._slabs = memory.reshape(num_pages, num_slabs, -1)
         self._page_size = page_size
-        self._num_marked = 0
+        # Not from 0: two nodes are to mark their pages differently, and no page is to stay as it was.
+        self._next_mark = secrets.randbits(62)
 
     def fill(self, chunk: Chunk) -> None:
         """Mark the pages that a chunk writes into; nobody reads them yet."""
         begin, end = chunk.request.num_computed, chunk.request.num_computed + chunk.num_tokens
         pages = chunk.request.page_ids[begin // self._page_size : -(-end // self._page_size)]
-        numbers = np.arange(self._num_marked, self._num_marked + len(pages), dtype=np.int64)
-        self._num_marked += len(pages)
+        numbers = np.arange(self._next_mark, self._next_mark + len(pages), dtype=np.int64)
+        self._next_mark += len(pages)
         marks = numbers.view(np.uint8).reshape(-1, 1, _MARK_BYTES)
         room = min(_MARK_BYTES, self._slabs.shape[2])
         self._slabs[pages, :, :room] = marks[:, :, :room]
