@@ -1,7 +1,11 @@
+from pathlib import Path
+
 import pytest
 
 from engine.profile import DecodeTimes, PrefillTimes, Profile, read_profile
 from wire.errors import ConfigInvalid
+
+PROFILES = list((Path(__file__).parents[2] / "docs/profiles").glob("*.json"))
 
 
 def test_a_forward_takes_the_sum_of_its_parts_in_seconds():
@@ -33,6 +37,13 @@ def test_what_is_no_profile_is_refused_by_its_place(tmp_path, text, place):
     file.write_text(text)
     with pytest.raises(ConfigInvalid, match=place):
         read_profile(file)
+
+
+@pytest.mark.parametrize("file", PROFILES, ids=lambda file: file.name)
+def test_the_profiles_that_come_with_the_documentation_say_where_they_are_from(file):
+    profile = read_profile(file)
+    assert profile.origin
+    assert 0 < profile.decode.forward_s(1, 0) < 1
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):

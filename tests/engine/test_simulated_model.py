@@ -73,7 +73,10 @@ def test_without_a_tokenizer_all_but_the_end_is_a_word(tiny_model):
 )
 def test_a_config_that_cannot_work_is_refused_with_what_to_do(tmp_path, facts, words):
     whole = {
-        "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 9,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "hidden_size": 8,
+        "vocab_size": 9,
         "max_position_embeddings": 64,
     }
     write_config(tmp_path, **(facts if "model_type" in facts else whole | facts))
