@@ -7,6 +7,7 @@ import torch
 from engine.attention_backends import choose_backend
 from engine.config import DType, EngineConfig
 from engine.core import Engine
+from engine.launcher import ModelLauncher
 from engine.model import load_model
 from engine.runner import ModelRunner, make_pool
 from node.checkpoint import resolve_model
@@ -33,7 +34,8 @@ def make_engine(path: Path, dtype: DType, max_total_tokens: int, chunk: int) -> 
     model, shape = load_model(config)
     num_pages = max_total_tokens // config.page_size
     pool = make_pool(shape, num_pages, config.page_size, "cpu")
-    return Engine(ModelRunner(model, pool, choose_backend(config, shape)), shape, config, num_pages)
+    runner = ModelRunner(model, pool, choose_backend(config, shape))
+    return Engine(ModelLauncher(runner, shape, config.page_size), shape, config, num_pages)
 
 
 def ask(prompt: list[int], num_new: int) -> GenerateRequest:

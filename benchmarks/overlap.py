@@ -29,9 +29,9 @@ import torch
 from benchmarks.verdict import result
 from engine.config import EngineConfig
 from engine.core import Engine
-from engine.forward import ForwardInputs
-from engine.layer_events import Wrote
-from engine.model import ModelShape
+from engine.forward import ForwardInputs, Wrote
+from engine.launcher import ModelLauncher
+from engine.shape import ModelShape
 from kvtransfer.bootstrap import SenderEnd
 from kvtransfer.checksum import Verify
 from kvtransfer.events import Granted, Landed, PushDone, SenderEvent
@@ -255,8 +255,8 @@ class Prefill:
             vocab_size=VOCAB_SIZE,
             context_length=2 * most_tokens,
             eos_token_ids=frozenset(),
-            dtype=torch.bfloat16,
-            kv_dtype=torch.bfloat16,
+            dtype="bfloat16",
+            kv_dtype="bfloat16",
             fingerprint=FINGERPRINT,
         )
         config = EngineConfig(
@@ -265,7 +265,8 @@ class Prefill:
             chunked_prefill_size=chunk,
             is_prefix_cache_enabled=False,
         )
-        engine = Engine(self.runner, shape, config, self.layout.num_pages)
+        launcher = ModelLauncher(self.runner, shape, PAGE_SIZE)
+        engine = Engine(launcher, shape, config, self.layout.num_pages)
         return PrefillRole(engine, self.agent, Answers(), 4)  # type: ignore[arg-type]
 
 

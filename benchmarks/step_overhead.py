@@ -16,9 +16,9 @@ import torch
 from benchmarks.verdict import result
 from engine.config import EngineConfig
 from engine.core import Engine
-from engine.forward import ForwardInputs
-from engine.layer_events import Wrote
-from engine.model import ModelShape
+from engine.forward import ForwardInputs, Wrote
+from engine.launcher import ModelLauncher
+from engine.shape import ModelShape
 from node.colocated import ColocatedRole
 from node.loop import Answers, EngineLoop
 from wire.channel import Inbox, Link, Waker, wait
@@ -77,8 +77,8 @@ def make_engine(batch: int, steps: int) -> Engine:
         vocab_size=VOCAB_SIZE,
         context_length=8192,
         eos_token_ids=frozenset({0}),
-        dtype=torch.bfloat16,
-        kv_dtype=torch.bfloat16,
+        dtype="bfloat16",
+        kv_dtype="bfloat16",
         fingerprint="free",
     )
     config = EngineConfig(
@@ -87,7 +87,8 @@ def make_engine(batch: int, steps: int) -> Engine:
         max_running_requests=batch,
         chunked_prefill_size=batch * PROMPT_TOKENS,
     )
-    return Engine(FreeRunner(batch), shape, config, batch * pages_each)
+    launcher = ModelLauncher(FreeRunner(batch), shape, PAGE_SIZE)
+    return Engine(launcher, shape, config, batch * pages_each)
 
 
 def step_ms(batch: int, steps: int, sampling: SamplingParams) -> float:

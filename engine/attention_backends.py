@@ -8,7 +8,7 @@ from engine.attention import AttentionBackend
 from engine.attention_cpu import CpuAttention
 from engine.attention_torch import TorchAttention
 from engine.config import AttentionName, EngineConfig
-from engine.model import ModelShape
+from engine.shape import ModelShape
 from wire.errors import ConfigInvalid
 
 
@@ -35,19 +35,19 @@ def choose_backend(config: EngineConfig, shape: ModelShape) -> AttentionBackend:
 def fastest(config: EngineConfig, shape: ModelShape) -> AttentionName:
     """Name the backend that is fastest among those that run on the device with this model."""
     if config.device == "cpu":
-        return "cpu" if CpuAttention.supports(shape.kv_dtype) else "torch"
+        return "cpu" if CpuAttention.supports(getattr(torch, shape.kv_dtype)) else "torch"
     if not _is_gpu(config) or find_spec("triton") is None:
         return "torch"
     if find_spec("flashinfer") is not None:
         from engine.attention_flashinfer import FlashInferAttention
 
-        if FlashInferAttention.supports(shape.dtype, shape.head_dim):
+        if FlashInferAttention.supports(getattr(torch, shape.dtype), shape.head_dim):
             return "flashinfer"
     return "triton"
 
 
 def _cpu(config: EngineConfig, shape: ModelShape) -> AttentionBackend:
-    if config.device != "cpu" or not CpuAttention.supports(shape.kv_dtype):
+    if config.device != "cpu" or not CpuAttention.supports(getattr(torch, shape.kv_dtype)):
         raise ConfigInvalid(
             "--attention-backend cpu reads float32 and bfloat16 KV on a CPU; "
             "give --attention-backend auto"
@@ -71,7 +71,7 @@ def _flashinfer(config: EngineConfig, shape: ModelShape) -> AttentionBackend:
     from engine.attention_flashinfer import FlashInferAttention
     from engine.attention_triton import write
 
-    if not FlashInferAttention.supports(shape.dtype, shape.head_dim):
+    if not FlashInferAttention.supports(getattr(torch, shape.dtype), shape.head_dim):
         raise ConfigInvalid(
             f"--attention-backend flashinfer knows 16-bit types and head dims 64, 128 and 256; this "
             f"model has {shape.dtype} and {shape.head_dim}: give --attention-backend triton"

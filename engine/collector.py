@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from engine.errors import GrammarViolated
 from engine.forward import Ints
-from engine.grammar import GrammarViolated
 from engine.launched import Launched
-from engine.model import ModelShape
 from engine.request import ActiveRequest, Stage
 from engine.results import Failure, PromptLogprobs, StepResult, Token
 from engine.scheduler import Scheduler
+from engine.shape import ModelShape
 from wire.generation import Finish, TokenLogprobs
 
 
@@ -39,12 +39,12 @@ class Collector:
 
     def collect(self, launched: Launched, result: StepResult) -> None:
         """Wait for a forward and add what it produced to `result`."""
-        told = launched.token_logprobs()
-        (host_ids,) = launched.host_ids.read()
+        tokens = launched.outcome.token_ids()
+        told = launched.outcome.token_logprobs()
         for request in launched.participants():
             request.num_launched -= 1
         self._collect_chunks(result, launched)
-        self._collect_tokens(result, launched, host_ids.numpy(), told)
+        self._collect_tokens(result, launched, tokens, told)
 
     def accept(self, active: ActiveRequest, token: int) -> Finish | None:
         """Append a token to a request, and end it when that was its last here.
@@ -93,7 +93,7 @@ class Collector:
             out.append(Token(request, index, token, finish, told.get(row) if told else None))
 
     def _collect_chunks(self, result: StepResult, launched: Launched) -> None:
-        entries = [] if launched.prompt_told is None else launched.prompt_told.read()
+        entries = launched.outcome.prompt_logprobs()
         for end in launched.chunks:
             mine, entries = entries[: len(end.told)], entries[len(end.told) :]
             active = end.chunk.request

@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from engine.profile import Simulation
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "fp8_e4m3"]
 LoadFormat = Literal["auto", "dummy"]
@@ -39,6 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         is_overlapped: Whether a forward is prepared while the one before runs; None: on devices that
             compute beside the host.
         num_threads: Of torch on the CPU; 0 leaves torch's own choice.
+        simulation: What stands in for the model; None computes with it.
     """
 
     model_dir: str
@@ -64,3 +67,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     is_overlapped: bool | None = None
     num_threads: int = 0
     is_prefix_cache_enabled: bool = True
+    simulation: Simulation | None = None
+
+
+def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
+    """Return the config of one rank: its number, and the device that is its own."""
+    device = f"cuda:{rank}" if config.device == "cuda" else config.device
+    return msgspec.structs.replace(config, tp_rank=rank, device=device)

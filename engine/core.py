@@ -10,35 +10,34 @@ once pushed) or `reclaim` (decode, once no write can arrive).
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import numpy as np
 from typing_extensions import override
 
 from engine.batcher import Chunk
 from engine.collector import Collector
 from engine.config import EngineConfig
-from engine.forward import ForwardInputs
-from engine.grammar_compiler import GrammarCompiler
+from engine.forward import Wrote
 from engine.intake import Intake
 from engine.kv_cache import KVCache
-from engine.launched import Launched
-from engine.launcher import Launcher
-from engine.layer_events import Wrote
-from engine.model import ModelShape
+from engine.launched import Launched, Launcher
 from engine.pages import PageCounts
 from engine.request import ActiveRequest, Stage
 from engine.results import CompletePages, Failure, StepResult, Token
-from engine.runner import Runner
 from engine.scheduler import Scheduler
+from engine.shape import ModelShape
 from wire.errors import EngineFailed, Overloaded, TandemError
 from wire.generation import GenerateRequest, TokenLogprobs
+
+if TYPE_CHECKING:
+    from engine.grammar_compiler import GrammarCompiler
 
 
 class Engine:
     """A model, its pages and its batches.
 
     Args:
-        runner: Computes forwards over the same pages that `num_pages` counts.
+        launcher: Computes forwards over the same pages that `num_pages` counts.
         compiler: Of grammars; without one, requests with a grammar are refused.
         wake: Called from another thread when a request's grammar was compiled.
 
@@ -49,27 +48,28 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
+        launcher: Launcher,
         shape: ModelShape,
         config: EngineConfig,
         num_pages: int,
         *,
-        compiler: GrammarCompiler | None = None,
+        compiler: "GrammarCompiler | None" = None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.shape = shape
         self.cache = KVCache(
             num_pages, config.page_size, is_prefix_cache_enabled=config.is_prefix_cache_enabled
         )
-        self._runner = runner
+        self._launcher = launcher
         self._config = config
         self._scheduler = Scheduler(self.cache, config, self.max_tokens)
         self._collector = Collector(self._scheduler, shape, self._end)
         self._is_overlapped = (
-            runner.device.type != "cpu" if config.is_overlapped is None else config.is_overlapped
+            launcher.is_beside_host if config.is_overlapped is None else config.is_overlapped
         )
-        self._intake = Intake(shape, self.cache, self.max_tokens, compiler, wake)
-        self._launcher = Launcher(runner, shape, self._scheduler.slots, config.page_size)
+        self._intake = Intake(
+            shape, self.cache, self.max_tokens, launcher, compiler=compiler, wake=wake
+        )
         self._begin: Callable[[list[CompletePages]], Wrote] | None = None
         # In no line yet: their grammar is being compiled.
         self._compiling: list[ActiveRequest] = []
@@ -152,18 +152,7 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run what is compiled or allocated at its first use. Before the first request."""
-        one = np.zeros(1, np.int64)
-        inputs = ForwardInputs(
-            token_ids=np.zeros(3, np.int64),
-            sources=np.full(3, -1),
-            positions=np.array([0, 0, 1]) % self.cache.page_size,
-            query_starts=np.array([0, 1, 3], np.int32),
-            kv_lens=np.array([1, 2], np.int32),
-            page_table=np.zeros((2, 2), np.int32),  # what it leaves in page 0 is never read
-            num_decodes=1,
-            logit_rows=one,
-        )
-        self._runner.forward(inputs)
+        self._launcher.warm_up()
 
     def watch_layers(self, begin: Callable[[list[CompletePages]], Wrote]) -> None:
         """Have `begin` told of the pages that a forward is about to complete.
@@ -278,7 +267,7 @@ class Engine:
         pages = [self._complete_pages(c) for c in batch.chunks if c.request.is_prompt_only]
         pages = [each for each in pages if each.page_ids]
         wrote = self._begin(pages) if self._begin is not None and pages else None
-        launched = self._launcher.launch(batch, self._launched, pages, wrote)
+        launched = self._launcher.launch(batch, self._scheduler.slots, pages, wrote)
         self._scheduler.advance(batch)
         for end in launched.chunks:
             end.chunk.request.told_until = max(end.chunk.request.told_until, end.told.stop)

@@ -20,10 +20,9 @@ import torch
 
 from engine.attention import AttentionBackend, GraphBackend, PagedBatch, to_device
 from engine.config import EngineConfig
-from engine.forward import ForwardInputs
-from engine.layer_events import Wrote
-from engine.model import ModelShape
+from engine.forward import ForwardInputs, Wrote
 from engine.runner import ModelRunner, Runner, with_sampled
+from engine.shape import ModelShape
 from telemetry import log as logs
 from wire.errors import ConfigInvalid
 

@@ -1,5 +1,6 @@
 """One forward as numbers: all that a rank needs to compute it, and nothing of requests."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,6 +8,9 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
+
+Wrote = Callable[[int], None]
+"""Called with a layer's number once its K and V are in the pool."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,18 +17,7 @@ import numpy as np
 import torch
 import xgrammar
 
-from wire.errors import EngineFailed
-
-
-class GrammarViolated(EngineFailed):
-    """A token came that the grammar does not allow: a bug, or another node's grammar differs."""
-
-    code = "grammar_violated"
-    is_retryable = False
-
-    def __init__(self, token_id: int, index: int) -> None:
-        super().__init__(f"token {token_id} at index {index} is not allowed by the grammar")
-        self.token_id, self.index = token_id, index
+from engine.errors import GrammarViolated
 
 
 class GrammarState:

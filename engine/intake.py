@@ -3,14 +3,18 @@
 import itertools
 import secrets
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from engine.grammar_compiler import GrammarCompiler
 from engine.kv_cache import KVCache
-from engine.model import ModelShape
-from engine.penalties import seen_by
+from engine.launched import Launcher
 from engine.request import ActiveRequest
+from engine.seen import seen_by
+from engine.shape import ModelShape
 from wire.errors import InvalidRequest, OutOfPages
 from wire.generation import GenerateRequest
+
+if TYPE_CHECKING:
+    from engine.grammar_compiler import GrammarCompiler
 
 
 class Intake:
@@ -18,6 +22,7 @@ class Intake:
 
     Args:
         max_tokens: Prompt plus generated tokens of one request, at most.
+        launcher: Says whether what a request asks for can be had, and what its draws are keyed with.
         compiler: Of grammars; without one, requests with a grammar are refused.
         wake: Called from another thread when a request's grammar was compiled.
     """
@@ -27,12 +32,15 @@ class Intake:
         shape: ModelShape,
         cache: KVCache,
         max_tokens: int,
-        compiler: GrammarCompiler | None,
+        launcher: Launcher,
+        *,
+        compiler: "GrammarCompiler | None",
         wake: Callable[[], None],
     ) -> None:
         self._shape = shape
         self._cache = cache
         self._max_tokens = max_tokens
+        self._launcher = launcher
         self._compiler = compiler
         self._wake = wake
         self._arrivals = itertools.count()
@@ -43,16 +51,19 @@ class Intake:
         Its grammar, if it has one, begins to be compiled.
 
         Raises:
-            InvalidRequest: The prompt is empty, too long or holds ids that are not in the vocabulary.
+            InvalidRequest: The prompt is empty, too long or holds ids that are not in the vocabulary; or
+                it asks for what cannot be had here.
             OutOfPages: The prompt can never fit into the pool.
         """
         self._refuse_impossible(request)
+        self._launcher.check(request)
+        drawn = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         new_tokens = request.sampling.max_new_tokens - request.num_prior_tokens
         active = ActiveRequest(
             request,
             arrival=next(self._arrivals),
             max_tokens=min(len(request.prompt_ids) + max(1, new_tokens), self._max_tokens),
-            seed=secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed,
+            seed=self._launcher.seed(request, drawn),
             is_prompt_only=is_prompt_only,
             token_ids=list(request.prompt_ids),
             seen=seen_by(request),

@@ -1,58 +1,37 @@
-"""A forward under way: who takes part in it, and what it will have produced."""
+"""A forward under way, and the seam behind which it is computed and its tokens are chosen.
+
+```
+ engine ── batch ──▶ Launcher ─┬─ ModelLauncher (launcher.py)      a model on a device, a sampler
+        ◀─ Launched ───────────┴─ SimulatedLauncher (simulated.py)  a clock, no model
+```
+"""
 
 from dataclasses import dataclass
-
-import torch
+from typing import Protocol
 
 from engine.batcher import Chunk
-from engine.logprobs import LogprobTensors
+from engine.forward import Ints, Wrote
 from engine.request import ActiveRequest
 from engine.results import CompletePages
 from engine.scheduler import Batch
-from wire.generation import TokenLogprobs
+from engine.slots import Slots
+from wire.generation import GenerateRequest, TokenLogprobs
 
 
-class OnHost:
-    """Tensors on their way to the host, so that reading them waits for nothing queued later."""
+class Outcome(Protocol):
+    """What a forward computes. It is read once, in the order of launches; reading waits for it."""
 
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._copies = tensors
-        if tensors and tensors[0].is_cuda:
-            # Into pinned memory, or the copy would wait for the device here and now.
-            self._copies = tuple(
-                torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
-                for t in tensors
-            )
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+    def token_ids(self) -> Ints:
+        """Return the tokens chosen, in the order of `Launched.sampled`."""
+        ...
 
-    def read(self) -> tuple[torch.Tensor, ...]:
-        """Wait until they have arrived, and return them."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._copies
+    def token_logprobs(self) -> dict[int, TokenLogprobs]:
+        """Return log-probabilities of these, where wanted; by row of `Launched.sampled`."""
+        ...
 
-
-@dataclass(frozen=True, slots=True)
-class LogprobRows:
-    """Log-probabilities of some rows of a forward.
-
-    Attributes:
-        num_top: How many of the likeliest each row's request wants.
-    """
-
-    num_top: list[int]
-    tensors: OnHost
-
-    @classmethod
-    def start(cls, tensors: LogprobTensors, num_top: list[int]) -> "LogprobRows":
-        """Send them on their way to the host."""
-        return cls(num_top, OnHost(tensors.chosen, tensors.top_values, tensors.top_ids))
-
-    def read(self) -> list[TokenLogprobs]:
-        """Wait for them; return one entry a row."""
-        return LogprobTensors(*self.tensors.read()).read(self.num_top)
+    def prompt_logprobs(self) -> list[TokenLogprobs]:
+        """Return those of prompt positions, `ChunkEnd.told` of chunk after chunk."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +50,12 @@ class ChunkEnd:
 
 @dataclass(slots=True)
 class Launched:
-    """A forward that was queued on the device.
+    """A forward that was begun.
 
     Attributes:
         pages: Pages of prompt-only requests that are complete after it.
-        sampled: Requests whose next token it samples, in the order of its ids: those that decode,
-            then those whose prompt ends.
+        sampled: Requests whose next token it chooses: those that decode, then those whose prompt ends.
         indexes: Of these tokens.
-        ids: On the device. Shape (len(sampled),).
-        host_ids: The same, on their way.
-        told: Rows of `sampled` with log-probabilities, and these.
-        prompt_told: Those of prompts, chunk by chunk.
     """
 
     batch: Batch
@@ -89,18 +63,54 @@ class Launched:
     pages: list[CompletePages]
     sampled: list[ActiveRequest]
     indexes: list[int]
-    ids: torch.Tensor
-    host_ids: OnHost
-    told: tuple[list[int], LogprobRows] | None
-    prompt_told: LogprobRows | None
+    outcome: Outcome
 
     def participants(self) -> list[ActiveRequest]:
         """Return every request with a row in it, once."""
         return [*self.batch.decodes, *(chunk.request for chunk in self.batch.chunks)]
 
-    def token_logprobs(self) -> dict[int, TokenLogprobs]:
-        """Wait for log-probabilities of sampled tokens; by row of `sampled`."""
-        if self.told is None:
-            return {}
-        rows, entries = self.told
-        return dict(zip(rows, entries.read(), strict=True))
+
+class Launcher(Protocol):
+    """Computes forwards and chooses tokens. The engine is given one."""
+
+    @property
+    def is_beside_host(self) -> bool:
+        """Whether forwards run while the host does other things."""
+        ...
+
+    def check(self, request: GenerateRequest) -> None:
+        """Make sure that what a request asks for can be had.
+
+        Raises:
+            InvalidRequest: It cannot; the sentence says what.
+        """
+        ...
+
+    def seed(self, request: GenerateRequest, drawn: int) -> int:
+        """Return the key of a request's draws.
+
+        Args:
+            drawn: The client's seed, or one that was drawn where it gave none.
+        """
+        ...
+
+    def launch(
+        self, batch: Batch, slots: Slots, pages: list[CompletePages], wrote: Wrote | None
+    ) -> Launched:
+        """Begin a forward over `batch`; it may take tokens of the one launched before.
+
+        Args:
+            pages: Those it completes.
+            wrote: Called with the numbers of layers, in order, as their K and V are in the pool;
+                perhaps from another thread, perhaps not for all of them.
+        """
+        ...
+
+    def warm_up(self) -> None:
+        """Run what is compiled or allocated at its first use. Before the first request."""
+        ...
+
+
+def sampled_of(batch: Batch) -> list[ActiveRequest]:
+    """Return the requests whose next token a forward over `batch` chooses, in order."""
+    return batch.decodes + [chunk.request for chunk in batch.chunks if chunk.is_last]

@@ -6,51 +6,62 @@ Masks of grammars are built while the model runs.
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from engine.forward import ForwardInputs, Wrote
 from engine.grammar import GrammarMasks, apply_masks
 from engine.inputs import forward_inputs, prompt_rows
-from engine.launched import ChunkEnd, Launched, LogprobRows, OnHost
-from engine.layer_events import Wrote
+from engine.launched import ChunkEnd, Launched, sampled_of
 from engine.logprobs import logprobs
-from engine.model import ModelShape
+from engine.outcome import LogprobRows, ModelOutcome, OnHost
 from engine.request import ActiveRequest
 from engine.results import CompletePages
 from engine.runner import Runner
 from engine.sampler import SamplingColumns, adjustments, sample
 from engine.scheduler import Batch
+from engine.shape import ModelShape
 from engine.slots import Slots
+from wire.generation import GenerateRequest
 
 
-class Launcher:
-    """Turns batches into forwards under way."""
+class ModelLauncher:
+    """Turns batches into forwards of a model under way; a `Launcher`.
 
-    def __init__(self, runner: Runner, shape: ModelShape, slots: Slots, page_size: int) -> None:
+    Args:
+        runner: Computes over the pages that the engine counts.
+        page_size: Of these.
+    """
+
+    def __init__(self, runner: Runner, shape: ModelShape, page_size: int) -> None:
         self._runner = runner
         self._eos_token_ids = shape.eos_token_ids
-        self._slots = slots
         self._page_size = page_size
         self._masks = GrammarMasks(shape.vocab_size)
+        # What the newest forward chose, which the host may not know yet.
+        self._newest: torch.Tensor | None = None
+
+    @property
+    def is_beside_host(self) -> bool:
+        """See `Launcher.is_beside_host`."""
+        return self._runner.device.type != "cpu"
+
+    def check(self, request: GenerateRequest) -> None:
+        """A model computes all that a request can ask for."""
+
+    def seed(self, request: GenerateRequest, drawn: int) -> int:
+        """See `Launcher.seed`."""
+        del request
+        return drawn
 
     def launch(
-        self,
-        batch: Batch,
-        before: Launched | None,
-        pages: list[CompletePages],
-        wrote: Wrote | None,
+        self, batch: Batch, slots: Slots, pages: list[CompletePages], wrote: Wrote | None
     ) -> Launched:
-        """Queue a forward over `batch`.
-
-        Args:
-            before: The forward under way, whose tokens this one may take from the device.
-            pages: Those it completes.
-            wrote: See `Runner.forward`.
-        """
-        slots = self._slots
-        sampled = batch.decodes + [chunk.request for chunk in batch.chunks if chunk.is_last]
+        """See `Launcher.launch`."""
+        sampled = sampled_of(batch)
         pending = self._masks.begin([request.grammar for request in sampled])
         inputs = forward_inputs(batch, slots, self._page_size)
-        logits = self._runner.forward(inputs, None if before is None else before.ids, wrote)
+        logits = self._runner.forward(inputs, self._newest, wrote)
         masks = pending.wait()
         chunks = [
             ChunkEnd(chunk, chunk.request.num_computed + chunk.num_tokens, prompt_rows(chunk))
@@ -58,30 +69,38 @@ class Launcher:
         ]
         rows = np.array([request.slot for request in sampled], np.int64)
         columns = SamplingColumns.of(slots, rows)
-        ids, told = self._sample(logits[: len(sampled)], sampled, columns, masks)
-        return Launched(
-            batch=batch,
-            chunks=chunks,
-            pages=pages,
-            sampled=sampled,
-            indexes=columns.indexes.tolist(),
-            ids=ids,
-            host_ids=OnHost(ids),
-            told=told,
-            prompt_told=_prompt_logprobs(logits[len(sampled) :], chunks),
+        is_special = slots.is_special[rows]
+        ids, told = self._sample(logits[: len(sampled)], sampled, columns, is_special, masks)
+        self._newest = ids
+        prompt_told = _prompt_logprobs(logits[len(sampled) :], chunks)
+        outcome = ModelOutcome(OnHost(ids), told, prompt_told)
+        return Launched(batch, chunks, pages, sampled, columns.indexes.tolist(), outcome)
+
+    def warm_up(self) -> None:
+        """See `Launcher.warm_up`."""
+        one = np.zeros(1, np.int64)
+        inputs = ForwardInputs(
+            token_ids=np.zeros(3, np.int64),
+            sources=np.full(3, -1),
+            positions=np.array([0, 0, 1]) % self._page_size,
+            query_starts=np.array([0, 1, 3], np.int32),
+            kv_lens=np.array([1, 2], np.int32),
+            page_table=np.zeros((2, 2), np.int32),  # what it leaves in page 0 is never read
+            num_decodes=1,
+            logit_rows=one,
         )
+        self._runner.forward(inputs)
 
     def _sample(
         self,
         logits: torch.Tensor,
         sampled: Sequence[ActiveRequest],
         columns: SamplingColumns,
+        is_special: npt.NDArray[np.bool_],
         masks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, tuple[list[int], LogprobRows] | None]:
         """Choose the tokens, and the log-probabilities of those rows that want them."""
-        slots = self._slots
         raw = logits
-        is_special = slots.is_special[[request.slot for request in sampled]]
         if is_special.any():
             special = np.flatnonzero(is_special).tolist()
             logits = raw.to(torch.float32, copy=True)

@@ -11,8 +11,7 @@ from typing import Protocol
 
 import torch
 
-Wrote = Callable[[int], None]
-"""Called with a layer's number once its K and V are in the pool."""
+from engine.forward import Wrote
 
 
 class DeviceEvent(Protocol):

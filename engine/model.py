@@ -13,13 +13,14 @@ from typing import Any
 import msgspec
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging as hf_logging
 
 from engine import attention
 from engine.config import EngineConfig
 from engine.fusion import fuse
+from engine.shape import KV_DTYPES, ModelShape, context_length, eos_token_ids, head_dim, kv_heads
 from wire.errors import ConfigInvalid
 
 # Bytes at each end of a weights file that enter the fingerprint: enough to tell two fine-tunes apart
@@ -28,42 +29,6 @@ _SAMPLE_BYTES = 1 << 20
 
 # Whose output is keys, under the names that transformers' tensor parallel plans have for it.
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
-
-# `--kv-cache-dtype` beside `auto`.
-KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn}
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Geometry of a loaded model, or of one rank's shard of it.
-
-    Attributes:
-        num_kv_heads: Of this rank.
-        fingerprint: Equal on two nodes exactly when a head's KV on one is what the other would have
-            computed; begins with words that a person can compare.
-        model_kv_heads: Of the whole model; 0 means as many as this rank has.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    context_length: int
-    eos_token_ids: frozenset[int]
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    fingerprint: str
-    model_kv_heads: int = 0
-
-    @property
-    def kv_dtype_name(self) -> str:
-        """Name of the type of K and V, such as bfloat16."""
-        return str(self.kv_dtype).removeprefix("torch.")
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,37 +159,25 @@ def _dtype(config: EngineConfig, hf_config: object) -> torch.dtype:
 
 def _shape(config: EngineConfig, model: torch.nn.Module, hf_config: object) -> ModelShape:
     text = hf_config.get_text_config()  # type: ignore[attr-defined]
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    own_length = int(text.max_position_embeddings)
-    length = config.context_length or own_length
-    if length > own_length:
-        raise ConfigInvalid(
-            f"--context-length {length} is over the model's own {own_length}; give at most that"
-        )
-    dtype = next(model.parameters()).dtype
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, dtype)
     return ModelShape(
         num_layers=text.num_hidden_layers,
         num_kv_heads=_own_kv_heads(config, model, text),
-        model_kv_heads=_model_kv_heads(text),
-        head_dim=head_dim,
+        model_kv_heads=kv_heads(text),
+        head_dim=head_dim(text),
         vocab_size=text.vocab_size,
-        context_length=length,
-        eos_token_ids=_eos_token_ids(Path(config.model_dir), text),
+        context_length=context_length(config.context_length, text),
+        eos_token_ids=eos_token_ids(Path(config.model_dir), text),
         dtype=dtype,
         kv_dtype=kv_dtype,
         fingerprint=_fingerprint(config, text, dtype, kv_dtype),
     )
 
 
-def _model_kv_heads(text_config: Any) -> int:
-    own: int | None = getattr(text_config, "num_key_value_heads", None)
-    return own or int(text_config.num_attention_heads)
-
-
 def _own_kv_heads(config: EngineConfig, model: Any, text_config: Any) -> int:
     """Return how many KV heads are this rank's: all of them where the plan does not split heads."""
-    num_heads, num_kv_heads = text_config.num_attention_heads, _model_kv_heads(text_config)
+    num_heads, num_kv_heads = text_config.num_attention_heads, kv_heads(text_config)
     is_split = config.tp_size > 1 and any(
         name.rpartition(".")[2] in _KEY_PROJECTIONS and style == "colwise"
         for name, style in model.tp_plan.items()
@@ -239,22 +192,11 @@ def _own_kv_heads(config: EngineConfig, model: Any, text_config: Any) -> int:
     return num_kv_heads // config.tp_size
 
 
-def _eos_token_ids(path: Path, text_config: object) -> frozenset[int]:
-    found = getattr(text_config, "eos_token_id", None)
-    if (path / "generation_config.json").is_file():
-        found = GenerationConfig.from_pretrained(path).eos_token_id or found
-    if found is None:
-        return frozenset()
-    return frozenset([found] if isinstance(found, int) else found)
-
-
-def _fingerprint(
-    config: EngineConfig, text_config: object, dtype: torch.dtype, kv_dtype: torch.dtype
-) -> str:
+def _fingerprint(config: EngineConfig, text_config: object, dtype: str, kv_dtype: str) -> str:
     path = Path(config.model_dir)
     facts = json.loads((path / "config.json").read_text())
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    digest.update(str(kv_dtype).encode())
+    digest.update(f"torch.{kv_dtype}".encode())
     if config.load_format == "dummy":
         digest.update(f"dummy {config.random_seed}".encode())
     else:
@@ -263,8 +205,7 @@ def _fingerprint(
             digest.update(_ends_of(file))
     kind = type(text_config).__name__.removesuffix("Config")
     layers = text_config.num_hidden_layers  # type: ignore[attr-defined]
-    name = str(dtype).removeprefix("torch.")
-    return f"{kind}-{layers}layers-{name}-{digest.hexdigest()[:16]}"
+    return f"{kind}-{layers}layers-{dtype}-{digest.hexdigest()[:16]}"
 
 
 def _ends_of(file: Path) -> bytes:

@@ -12,13 +12,16 @@
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from xgrammar import CompiledGrammar
-
-from engine.grammar import GrammarState
-from engine.penalties import Seen
 from engine.prefix_cache import Key
+from engine.seen import Seen
 from wire.generation import Finish, GenerateRequest
+
+if TYPE_CHECKING:  # a simulated engine starts without the library of grammars, and torch under it
+    from xgrammar import CompiledGrammar
+
+    from engine.grammar import GrammarState
 
 
 class Stage(Enum):
@@ -82,7 +85,7 @@ class ActiveRequest:
     blocked_at: int = -1
     seen: Seen | None = None
     compiling: "Future[CompiledGrammar] | None" = None
-    grammar: GrammarState | None = None
+    grammar: "GrammarState | None" = None
 
     @property
     def num_prompt(self) -> int:
@@ -122,6 +125,8 @@ class ActiveRequest:
             TandemError: The grammar cannot be compiled; the sentence says why.
         """
         if self.compiling is not None and self.compiling.done():
+            from engine.grammar import GrammarState
+
             self.grammar = GrammarState(self.compiling.result(), self.output_ids)
             self.compiling = None
         return self.compiling is None

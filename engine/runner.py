@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from engine.attention import AttentionBackend, PagedBatch, to_device
-from engine.forward import ForwardInputs
-from engine.layer_events import LayerEvents, Wrote
-from engine.model import ModelShape
+from engine.forward import ForwardInputs, Wrote
+from engine.layer_events import LayerEvents
+from engine.shape import ModelShape
 
 
 class Runner(Protocol):
@@ -164,8 +164,9 @@ def make_pool(
         for.
     """
     num_made = num_pages + has_scratch_page
+    dtype: torch.dtype = getattr(torch, shape.kv_dtype)
     sizes = (num_made, shape.num_layers, 2, shape.num_kv_heads, page_size, shape.head_dim)
     if memory is None:
-        return torch.zeros(sizes, dtype=shape.kv_dtype, device=device)
-    size_bytes = torch.Size(sizes).numel() * shape.kv_dtype.itemsize
-    return memory[:size_bytes].view(shape.kv_dtype).view(sizes)
+        return torch.zeros(sizes, dtype=dtype, device=device)
+    size_bytes = torch.Size(sizes).numel() * dtype.itemsize
+    return memory[:size_bytes].view(dtype).view(sizes)

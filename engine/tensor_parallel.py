@@ -17,13 +17,11 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from engine.config import EngineConfig
-from engine.forward import ForwardInputs
-from engine.layer_events import Wrote
+from engine.forward import ForwardInputs, Wrote
 from engine.runner import Runner
 from wire.errors import ConfigInvalid
 
@@ -87,12 +85,6 @@ def follow(
         sampled = torch.empty(num_sampled, dtype=torch.int64, device=runner.device)
         dist.broadcast(sampled, src=0)
     runner.forward(inputs, sampled, wrote)
-
-
-def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
-    """Return the config of one rank: its number, and the device that is its own."""
-    device = f"cuda:{rank}" if config.device == "cuda" else config.device
-    return msgspec.structs.replace(config, tp_rank=rank, device=device)
 
 
 def join(config: EngineConfig, store: Path) -> None:

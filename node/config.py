@@ -99,6 +99,16 @@ def check(config: NodeConfig) -> NodeConfig:
         )
     if config.role != "colocated":
         names_of(config.transfer.backend, engine.device)
+    if engine.simulation is not None and engine.tp_size > 1:
+        raise ConfigInvalid(
+            f"--engine simulated is one process and --tp is {engine.tp_size}: leave --tp out, and have "
+            "--sim-profile say how fast the devices are together"
+        )
+    if engine.simulation is not None and engine.device != "cpu":
+        raise ConfigInvalid(
+            f"--engine simulated uses no device and --device is {engine.device}: leave it out, and have "
+            "--sim-profile say how fast it is"
+        )
     if engine.tp_size > 1 and engine.device not in ("cpu", "cuda"):
         raise ConfigInvalid(
             f"--device {engine.device} is one device and --tp {engine.tp_size} takes more: give "

@@ -7,6 +7,8 @@ import argparse
 from pathlib import Path
 
 from engine.config import EngineConfig
+from engine.profile import Profile, Simulation, read_profile
+from wire.errors import ConfigInvalid
 
 
 def add_model_flags(group: argparse._ArgumentGroup) -> None:
@@ -105,6 +107,31 @@ def _add_compute_flags(group: argparse._ArgumentGroup) -> None:
     add_tp_flag(group)
 
 
+def add_simulation_flags(group: argparse._ArgumentGroup) -> None:
+    """Add what stands in for a model."""
+    add = group.add_argument
+    add(
+        "--engine",
+        choices=["model", "simulated"],
+        default="model",
+        help="simulated: the whole node, but forwards only take time; docs/simulation.md tells how",
+    )
+    add(
+        "--sim-profile",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="JSON that says how long forwards take, in milliseconds; none: no time at all",
+    )
+    add(
+        "--sim-kv",
+        choices=["real", "none"],
+        default=None,
+        help="real (default): pages have the model's bytes, and these are pushed; none: two bytes a token, "
+        "so that a pool of any size fits, of a million tokens unless --max-total-tokens says more",
+    )
+
+
 def add_dtype_flags(group: argparse._ArgumentGroup) -> None:
     """Add the types of weights and of KV."""
     add = group.add_argument
@@ -154,7 +181,11 @@ def add_trust_flag(group: argparse._ArgumentGroup) -> None:
 
 
 def read_engine(args: argparse.Namespace) -> EngineConfig:
-    """Return what the flags say; `model_dir` is still what the user gave."""
+    """Return what the flags say; `model_dir` is still what the user gave.
+
+    Raises:
+        ConfigInvalid: A profile is none.
+    """
     return EngineConfig(
         model_dir=args.model or "",
         dtype="float16" if args.dtype == "half" else args.dtype,
@@ -176,4 +207,15 @@ def read_engine(args: argparse.Namespace) -> EngineConfig:
         context_length=args.context_length,
         num_threads=args.num_threads,
         is_prefix_cache_enabled=not args.disable_prefix_cache,
+        simulation=_simulation(args),
     )
+
+
+def _simulation(args: argparse.Namespace) -> Simulation | None:
+    if args.engine == "simulated":
+        profile = Profile() if args.sim_profile is None else read_profile(args.sim_profile)
+        return Simulation(profile=profile, kv=args.sim_kv or "real")
+    for flag, value in (("--sim-profile", args.sim_profile), ("--sim-kv", args.sim_kv)):
+        if value is not None:
+            raise ConfigInvalid(f"{flag} {value} is for --engine simulated: give that, too")
+    return None

@@ -14,31 +14,24 @@ import signal
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
-import torch
 
-from engine.attention_backends import choose_backend
 from engine.core import Engine
-from engine.cuda_graphs import is_recording, make_runner
-from engine.grammar_compiler import GrammarCompiler
-from engine.model import ModelShape, load_model
-from engine.runner import Runner, make_pool, pool_pages
-from engine.tensor_parallel import ShardedRunner, config_of_rank, join, least
-from kvtransfer.layout import KVLayout
+from kvtransfer.region import MemoryRegion
 from node.config import NodeConfig
 from node.engine_report import Failed, Ready
 from node.loop import Answers, EngineLoop, Role
+from node.pool_plan import PoolPlan
 from node.rank_pipe import claim_stdout, end_process_after
 from node.ranks import RankProcess, Ranks
 from telemetry import log as logs
 from wire.channel import Inbox, Waker, tcp_address
-from wire.errors import ConfigInvalid, TandemError
+from wire.errors import TandemError
 from wire.ids import Epoch, new_epoch
 from wire.keys import ChannelKey, cluster_key
 from wire.messages import ToEngine
@@ -50,38 +43,6 @@ RANK_LOST_GRACE_S = 2.0
 # How long a thread in the interpreter makes another wait. The pushing thread waits for the loop's after the
 # last layer, when every tenth of a millisecond is in the time to the second token; Python's own is 5 ms.
 SWITCH_S = 0.0005
-
-
-@dataclass(frozen=True, slots=True)
-class PoolPlan:
-    """How large the pool is going to be: what a role needs to make memory for it.
-
-    Attributes:
-        has_scratch_page: One page more lies behind those counted; see `make_pool`.
-    """
-
-    shape: ModelShape
-    num_pages: int
-    page_size: int
-    has_scratch_page: bool = False
-
-    @property
-    def layout(self) -> KVLayout:
-        """The pool as transfer sees it."""
-        return KVLayout(
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-            num_layers=self.shape.num_layers,
-            num_kv_heads=self.shape.num_kv_heads,
-            head_dim=self.shape.head_dim,
-            dtype=self.shape.kv_dtype_name,
-            itemsize=self.shape.kv_dtype.itemsize,
-        )
-
-    @property
-    def memory_bytes(self) -> int:
-        """Return what the pool takes."""
-        return self.layout.pool_bytes + self.has_scratch_page * self.layout.page_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +68,8 @@ class RoleHost(ABC):
     `memory` is called once, before `role`.
     """
 
-    def memory(self, config: NodeConfig, plan: PoolPlan) -> torch.Tensor | None:
-        """Return the memory of the pool, as bytes; None leaves it to torch."""
+    def memory(self, config: NodeConfig, plan: PoolPlan) -> MemoryRegion | None:
+        """Return the memory of the pool, which stays this host's; None where nobody else needs it."""
         del config, plan
         return None
 
@@ -222,76 +183,20 @@ class _EngineProcess:
 def build_engine(
     config: NodeConfig, host: RoleHost, waker: Waker, ranks: Ranks | None = None
 ) -> Engine:
-    """Load the model and make its pool in the memory that the role gives.
-
-    Returns once the other ranks have done so too.
+    """Make the engine that was asked for, and its pool in the memory that the role gives.
 
     Raises:
         ConfigInvalid: The model cannot be loaded, or no page fits.
     """
-    runner: Runner
-    if ranks is not None:
-        config = msgspec.structs.replace(config, engine=config_of_rank(config.engine, 0))
-        join(config.engine, ranks.store)
-    own, plan = build_shard(config, partial(host.memory, config))
-    if ranks is None:
-        runner = own
-    else:
-        ranks.wait_ready()
-        runner = ShardedRunner(own, ranks)
-    settings, shape = config.engine, plan.shape
-    compiler = GrammarCompiler(Path(settings.model_dir), shape.vocab_size, shape.eos_token_ids)
-    engine = Engine(runner, shape, settings, plan.num_pages, compiler=compiler, wake=waker.wake)
-    engine.warm_up()
-    return engine
+    # What one needs the other never loads: torch alone is 200 MB and a second.
+    simulation = config.engine.simulation
+    if simulation is not None:
+        from node.simulated_engine import build_simulated
 
+        return build_simulated(config, simulation, partial(host.memory, config))
+    from node.model_engine import build_model
 
-def build_shard(
-    config: NodeConfig, memory: Callable[[PoolPlan], torch.Tensor | None]
-) -> tuple[Runner, PoolPlan]:
-    """Load this rank's shard of the model and make its pool.
-
-    Raises:
-        ConfigInvalid: The model cannot be loaded, or no page fits.
-    """
-    settings = config.engine
-    if settings.num_threads:
-        torch.set_num_threads(settings.num_threads)
-    model, shape = load_model(settings)
-    num_pages = least(_num_pages(config, shape), settings)
-    if num_pages < 1:
-        raise ConfigInvalid("the KV pool holds no page: raise --max-total-tokens")
-    backend = choose_backend(settings, shape)
-    plan = PoolPlan(shape, num_pages, settings.page_size, is_recording(settings, backend))
-    kv = make_pool(
-        shape,
-        plan.num_pages,
-        plan.page_size,
-        settings.device,
-        memory(plan),
-        has_scratch_page=plan.has_scratch_page,
-    )
-    log.info(
-        "engine.loaded",
-        model=config.served_model_name,
-        fingerprint=shape.fingerprint,
-        num_pages=plan.num_pages,
-        max_total_tokens=plan.num_pages * plan.page_size,
-        pool_bytes=plan.layout.pool_bytes,
-    )
-    return make_runner(model, kv, backend, settings, shape, num_pages=plan.num_pages), plan
-
-
-def _num_pages(config: NodeConfig, shape: ModelShape) -> int:
-    settings = config.engine
-    if settings.max_total_tokens:
-        return settings.max_total_tokens // settings.page_size
-    if settings.device == "cpu":
-        return pool_pages(shape, settings.page_size, settings.kv_bytes // settings.tp_size)
-    free, total = torch.cuda.mem_get_info(settings.device)
-    budget = int(total * settings.mem_fraction_static) - (total - free)
-    # One page stays behind those counted: recorded batches are padded into it.
-    return pool_pages(shape, settings.page_size, max(0, budget)) - 1
+    return build_model(config, partial(host.memory, config), waker, ranks)
 
 
 def _stop_at_eof(loop: EngineLoop) -> None:

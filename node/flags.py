@@ -11,7 +11,12 @@ from typing_extensions import override
 
 from node.checkpoint import model_name
 from node.config import NodeConfig, NodeRole, TransferConfig, check
-from node.engine_flags import add_engine_flags, add_model_flags, read_engine
+from node.engine_flags import (
+    add_engine_flags,
+    add_model_flags,
+    add_simulation_flags,
+    read_engine,
+)
 from telemetry.flags import add_format_flag, add_level_flag
 from wire.hosts import bare_host
 
@@ -60,6 +65,7 @@ def build_parser(
     add_model_flags(parser.add_argument_group("model"))
     _add_server_flags(parser.add_argument_group("server"), default_port)
     add_engine_flags(parser.add_argument_group("engine"))
+    add_simulation_flags(parser.add_argument_group("simulation"))
     if role != "colocated":
         _add_transfer_flags(parser.add_argument_group("transfer"))
     for flag in MEANINGLESS:

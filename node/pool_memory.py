@@ -1,12 +1,14 @@
 """Memory for a pool: where the engine computes, and where the other side can write or read."""
 
 from collections.abc import Iterable, Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from kvtransfer.region import DeviceRegion, MemoryRegion
 from kvtransfer.transports.registry import names_of
 from node.config import NodeConfig
+
+if TYPE_CHECKING:  # an engine that is simulated has memory, and no tensors
+    import torch
 
 
 def make_region(config: NodeConfig, size_bytes: int) -> MemoryRegion:
@@ -21,8 +23,10 @@ def make_region(config: NodeConfig, size_bytes: int) -> MemoryRegion:
     return make(size_bytes)
 
 
-def bytes_of(region: MemoryRegion) -> torch.Tensor:
+def bytes_of(region: MemoryRegion) -> "torch.Tensor":
     """Return a region's memory as a tensor of bytes."""
+    import torch
+
     if isinstance(region, DeviceRegion):
         assert isinstance(region.tensor, torch.Tensor)
         return region.tensor
@@ -30,6 +34,8 @@ def bytes_of(region: MemoryRegion) -> torch.Tensor:
 
 
 def _device_region(size_bytes: int, device: str) -> MemoryRegion:
+    import torch
+
     memory = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     # Not the stream of the forwards: a checksum would wait for all that is queued there.
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

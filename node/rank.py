@@ -13,7 +13,8 @@ from pathlib import Path
 
 from engine.runner import Runner
 from engine.tensor_parallel import follow, join
-from node.engine_host import SWITCH_S, build_shard
+from node.engine_host import SWITCH_S
+from node.model_engine import build_shard
 from node.rank_agent import RankAgent, rank_agent
 from node.rank_messages import (
     Forward,

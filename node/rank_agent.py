@@ -9,7 +9,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from typing_extensions import override
 
 from kvtransfer.events import ReceiverEvent, SenderEvent
@@ -18,8 +17,8 @@ from kvtransfer.receiver import DecodeAgent
 from kvtransfer.region import MemoryRegion
 from kvtransfer.sender import PrefillAgent
 from node.config import NodeConfig, NodeRole
-from node.engine_host import PoolPlan
-from node.pool_memory import bytes_of, make_region
+from node.pool_memory import make_region
+from node.pool_plan import PoolPlan
 from node.rank_messages import (
     Abort,
     Expect,
@@ -63,10 +62,10 @@ class RankAgent(ABC):
         self._key = cluster_key(config.host, is_insecure=config.is_insecure)
         self._region: MemoryRegion | None = None
 
-    def memory(self, plan: PoolPlan) -> torch.Tensor | None:
+    def memory(self, plan: PoolPlan) -> MemoryRegion | None:
         """Return the memory of the pool; None leaves it to torch. Called once, before `start`."""
         self._region = make_region(self._config, plan.memory_bytes)
-        return bytes_of(self._region)
+        return self._region
 
     @abstractmethod
     def start(self, plan: PoolPlan) -> None:

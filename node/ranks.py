@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 from typing_extensions import override
 
+from engine.config import config_of_rank
 from engine.forward import ForwardInputs
-from engine.tensor_parallel import config_of_rank
 from node.config import NodeConfig
 from node.rank_messages import (
     FromRank,

@@ -2,13 +2,13 @@
 
 from typing import Protocol
 
-import torch
 from typing_extensions import override
 
 from kvtransfer.region import MemoryRegion
 from node.config import NodeConfig
-from node.engine_host import Parts, PoolPlan, RoleHost
-from node.pool_memory import bytes_of, make_region
+from node.engine_host import Parts, RoleHost
+from node.pool_memory import make_region
+from node.pool_plan import PoolPlan
 from node.transfer import RankEnd
 
 
@@ -32,10 +32,10 @@ class TransferHost(RoleHost):
     _region: MemoryRegion | None = None
 
     @override
-    def memory(self, config: NodeConfig, plan: PoolPlan) -> torch.Tensor:
+    def memory(self, config: NodeConfig, plan: PoolPlan) -> MemoryRegion:
         self._plan = plan
         self._region = make_region(config, plan.memory_bytes)
-        return bytes_of(self._region)
+        return self._region
 
     def end(self, parts: Parts) -> RankEnd:
         """Return what this rank is to those of other nodes."""

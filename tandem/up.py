@@ -37,7 +37,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tandem up",
         description="Start prefill nodes, decode nodes and a router on this machine.",
-        epilog="Any other flag goes to every node, such as --dtype float32 or --page-size 32.",
+        epilog="Any other flag goes to every node, such as --dtype float32 or --page-size 32. With "
+        "--engine simulated --sim-kv none nodes only take the time that --sim-profile says: a cluster of "
+        "any size, of a model of any size, on one machine.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )

@@ -6,6 +6,7 @@ from decode.role import DecodeRole
 from engine.attention_backends import choose_backend
 from engine.config import EngineConfig
 from engine.core import Engine
+from engine.launcher import ModelLauncher
 from engine.model import load_model
 from engine.runner import ModelRunner, make_pool
 from kvtransfer.bootstrap import SenderEnd
@@ -14,9 +15,9 @@ from kvtransfer.region import MemoryRegion
 from kvtransfer.sender import PrefillAgent
 from kvtransfer.transports.base import TransportConfig
 from kvtransfer.transports.registry import transports
-from node.engine_host import PoolPlan
 from node.loop import Ticket
 from node.pool_memory import bytes_of
+from node.pool_plan import PoolPlan
 from prefill.role import PrefillRole
 from wire.channel import Peer, Waker, wait
 from wire.generation import GenerateRequest, SamplingParams
@@ -117,16 +118,9 @@ class Pair:
         plan = PoolPlan(shape, NUM_PAGES * PAGE // page_size, page_size)
         region = make_region(plan.layout.pool_bytes) if make_region else None
         pool = make_pool(shape, plan.num_pages, page_size, "cpu", region and bytes_of(region))
-        return (
-            Engine(
-                ModelRunner(model, pool, choose_backend(config, shape)),
-                shape,
-                config,
-                plan.num_pages,
-            ),
-            plan,
-            region,
-        )
+        runner = ModelRunner(model, pool, choose_backend(config, shape))
+        launcher = ModelLauncher(runner, shape, page_size)
+        return Engine(launcher, shape, config, plan.num_pages), plan, region
 
     def ticket(self, name: str) -> Ticket:
         return Ticket(Peer(b"edge"), RequestId(name), 0)

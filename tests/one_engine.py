@@ -8,6 +8,7 @@ import torch
 from engine.attention_backends import choose_backend
 from engine.config import EngineConfig
 from engine.core import Engine
+from engine.launcher import ModelLauncher
 from engine.model import load_model
 from engine.runner import ModelRunner, make_pool
 from wire.generation import GenerateRequest, SamplingParams
@@ -30,7 +31,8 @@ def tokens_of_one_engine(
         model, shape = load_model(config)
         pool = make_pool(shape, num_pages, config.page_size, "cpu")
         runner = ModelRunner(model, pool, choose_backend(config, shape))
-        engine = Engine(runner, shape, config, num_pages)
+        launcher = ModelLauncher(runner, shape, config.page_size)
+        engine = Engine(launcher, shape, config, num_pages)
         names = [RequestId(str(i)) for i in range(len(prompts))]
         for name, prompt, params in zip(names, prompts, sampling, strict=True):
             engine.submit(GenerateRequest(request_id=name, prompt_ids=prompt, sampling=params))

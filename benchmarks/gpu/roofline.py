@@ -31,8 +31,8 @@ from engine.attention_backends import choose_backend, fastest
 from engine.config import AttentionName, EngineConfig
 from engine.cuda_graphs import is_recording, make_runner
 from engine.forward import ForwardInputs
-from engine.model import ModelShape
 from engine.runner import Runner, make_pool
+from engine.shape import ModelShape
 
 PAGE_SIZE = 16
 BATCHES, CONTEXTS = (1, 16, 64, 256), (1024, 8192)
@@ -170,8 +170,8 @@ def make_rig(name: str, config: Any, device: str, num_pages: int | None) -> Rig:
         vocab_size=config.vocab_size,
         context_length=config.max_position_embeddings,
         eos_token_ids=frozenset(),
-        dtype=torch.bfloat16,
-        kv_dtype=torch.bfloat16,
+        dtype="bfloat16",
+        kv_dtype="bfloat16",
         fingerprint=name,
     )
     head_params = model.get_output_embeddings().weight.numel()

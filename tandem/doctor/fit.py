@@ -43,7 +43,7 @@ def model_facts(settings: EngineConfig, cache_dir: Path) -> Model:
     num_tokens = num_pages * settings.page_size
     return Model(
         name=name,
-        dtype=str(shape.dtype).removeprefix("torch."),
+        dtype=shape.dtype,
         weight_bytes=needs.weight_bytes,
         kv_bytes_per_token=shape.kv_bytes_per_token * settings.tp_size,
         num_tokens=num_tokens,

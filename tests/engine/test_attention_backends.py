@@ -1,15 +1,14 @@
 """Which backend is chosen, and what is said when the one asked for cannot run."""
 
 import pytest
-import torch
 
 from engine.attention_backends import choose_backend, fastest
 from engine.config import EngineConfig
-from engine.model import ModelShape
+from engine.shape import ModelShape
 from wire.errors import ConfigInvalid
 
 
-def shape(dtype=torch.bfloat16, kv_dtype=None, head_dim=128) -> ModelShape:
+def shape(dtype="bfloat16", kv_dtype=None, head_dim=128) -> ModelShape:
     return ModelShape(
         num_layers=1,
         num_kv_heads=1,
@@ -27,23 +26,21 @@ def config(device="cpu", backend="auto") -> EngineConfig:
     return EngineConfig(model_dir="", device=device, attention_backend=backend)
 
 
-@pytest.mark.parametrize(
-    ("kv_dtype", "name"), [(torch.bfloat16, "cpu"), (torch.float8_e4m3fn, "torch")]
-)
+@pytest.mark.parametrize(("kv_dtype", "name"), [("bfloat16", "cpu"), ("float8_e4m3fn", "torch")])
 def test_a_cpu_has_its_own_backend_for_the_types_it_reads(kv_dtype, name):
     assert choose_backend(config(), shape(kv_dtype=kv_dtype)).name == name
 
 
 def test_a_gpu_has_our_kernels_for_what_flashinfer_does_not_know():
-    assert fastest(config("cuda:1"), shape(torch.float32)) == "triton"
+    assert fastest(config("cuda:1"), shape("float32")) == "triton"
 
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "name"),
     [
-        (torch.bfloat16, 128, "flashinfer"),
-        (torch.float32, 128, "triton"),
-        (torch.bfloat16, 96, "triton"),
+        ("bfloat16", 128, "flashinfer"),
+        ("float32", 128, "triton"),
+        ("bfloat16", 96, "triton"),
     ],
 )
 def test_flashinfer_is_taken_where_it_is_installed_and_knows_the_model(

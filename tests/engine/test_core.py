@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from engine.attention_backends import choose_backend
 from engine.config import EngineConfig
 from engine.core import Engine
+from engine.launcher import ModelLauncher
 from engine.model import load_model
 from engine.request import Stage
 from engine.runner import ModelRunner, make_pool
@@ -29,7 +30,8 @@ def make_engine(path, num_pages=200, **settings) -> Engine:
     )
     model, shape = load_model(config)
     pool = make_pool(shape, num_pages, PAGE, "cpu")
-    return Engine(ModelRunner(model, pool, choose_backend(config, shape)), shape, config, num_pages)
+    runner = ModelRunner(model, pool, choose_backend(config, shape))
+    return Engine(ModelLauncher(runner, shape, PAGE), shape, config, num_pages)
 
 
 def ask(prompt, request_id="r", num_prior=0, **sampling) -> GenerateRequest:
@@ -123,7 +125,7 @@ def test_a_hand_off_continues_with_the_tokens_of_one_engine(tiny_model):
             complete += pages.page_ids
     rest = decode.check(request)
     assert decode.reserve(rest)
-    source, target = prefill._runner.kv, decode._runner.kv
+    source, target = prefill._launcher._runner.kv, decode._launcher._runner.kv
     target[rest.granted_pages] = source[complete]
     prefill.release(half)
     decode.land(rest, half.token_ids[-1], half.seed)

@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from engine.core import Engine
 from engine.cuda_graphs import GraphRunner, batch_sizes, is_recording, make_runner
 from engine.forward import ForwardInputs
+from engine.launcher import ModelLauncher
 from engine.model import load_model
 from engine.runner import ModelRunner, make_pool
 from tests.engine.test_core import PAGE, ask, prompts, run
@@ -173,7 +174,8 @@ def test_an_engine_answers_with_graphs_as_without_and_decodes_in_them(tiny_model
         rig = Rig(tiny_model("mistral"), num_decodes=4)
         rig.graphs._runner.kv.zero_()
         runner = rig.graphs if is_recorded else rig.plain
-        engine = Engine(runner, rig.shape, rig.config, NUM_PAGES)
+        launcher = ModelLauncher(runner, rig.shape, PAGE)
+        engine = Engine(launcher, rig.shape, rig.config, NUM_PAGES)
         for i, prompt in enumerate(prompts(4)):
             engine.submit(ask(prompt, str(i), max_new_tokens=6))
         answers.append(run(engine))

@@ -60,6 +60,6 @@ def test_a_generation_is_the_same_from_chunks_or_from_a_cached_prefix(engine, ti
 def test_the_pool_is_of_bytes_and_its_fingerprint_its_own(engine, tiny_model):
     path = tiny_model("llama")
     _, shape = load_model(EngineConfig(model_dir=str(path), dtype="float32"))
-    assert engine._runner.kv.dtype is torch.float8_e4m3fn
+    assert engine._launcher._runner.kv.dtype is torch.float8_e4m3fn
     assert engine.shape.kv_bytes_per_token * 4 == shape.kv_bytes_per_token
     assert engine.shape.fingerprint != shape.fingerprint

@@ -8,7 +8,8 @@ import pytest
 import torch
 import xgrammar
 
-from engine.grammar import GrammarMasks, GrammarState, GrammarViolated, apply_masks, leaves_only
+from engine.errors import GrammarViolated
+from engine.grammar import GrammarMasks, GrammarState, apply_masks, leaves_only
 from engine.grammar_compiler import GrammarCompiler, compile_text
 from wire.errors import EngineFailed, InvalidRequest, Overloaded
 from wire.generation import Grammar

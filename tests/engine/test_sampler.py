@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.penalties import seen_by
 from engine.request import ActiveRequest
 from engine.sampler import SamplingColumns, adjustments
 from engine.sampler import sample as sample_columns
+from engine.seen import seen_by
 from engine.slots import Slots
 from wire.generation import GenerateRequest, SamplingParams
 from wire.ids import RequestId

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, config_of_rank
 from engine.core import Engine
 from engine.forward import ForwardInputs
-from engine.tensor_parallel import ShardedRunner, config_of_rank, join, least
+from engine.launcher import ModelLauncher
+from engine.tensor_parallel import ShardedRunner, join, least
 from node.config import NodeConfig
 from node.rank_messages import FromRank, RankStart, pack_inputs, unpack_inputs
 from node.rank_pipe import RankPipe
@@ -92,7 +93,8 @@ def load_both(other: OtherRank, config: EngineConfig):
 
 def generate(runner, shape, config, **sampling) -> list[list[int]]:
     """Return the tokens of all prompts, run together."""
-    engine = Engine(runner, shape, config, NUM_PAGES)
+    launcher = ModelLauncher(runner, shape, config.page_size)
+    engine = Engine(launcher, shape, config, NUM_PAGES)
     params = SamplingParams(
         **{"temperature": 0, "max_new_tokens": 6, "ignore_eos": True, **sampling}
     )

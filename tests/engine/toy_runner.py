@@ -12,9 +12,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core import Engine
-from engine.forward import ForwardInputs
-from engine.layer_events import Wrote
-from engine.model import ModelShape
+from engine.forward import ForwardInputs, Wrote
+from engine.launcher import ModelLauncher
+from engine.shape import ModelShape
 
 VOCAB = 50
 EOS = 1
@@ -83,12 +83,13 @@ def toy_engine(num_pages: int, page_size: int = 4, context_length: int = 1 << 20
         vocab_size=VOCAB,
         context_length=context_length,
         eos_token_ids=frozenset({EOS}),
-        dtype=torch.float32,
-        kv_dtype=torch.float32,
+        dtype="float32",
+        kv_dtype="float32",
         fingerprint="toy",
     )
     config = EngineConfig(
         model_dir="", page_size=page_size, **{"chunked_prefill_size": 16, **settings}
     )
     runner = ToyRunner(num_pages, page_size)
-    return Engine(runner, shape, config, num_pages), runner
+    launcher = ModelLauncher(runner, shape, page_size)
+    return Engine(launcher, shape, config, num_pages), runner

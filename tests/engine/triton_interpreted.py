@@ -12,6 +12,7 @@ from engine.attention import AttentionBackend
 from engine.attention_triton import TritonAttention
 from engine.config import EngineConfig
 from engine.core import Engine
+from engine.launcher import ModelLauncher
 from engine.model import load_model
 from engine.runner import ModelRunner, make_pool
 from tests.attention_cases import CASES, error
@@ -30,7 +31,8 @@ def generate(path: str, kv_cache_dtype: str, backend: AttentionBackend) -> dict[
     )
     model, shape = load_model(config)
     pool = make_pool(shape, NUM_PAGES, PAGE, "cpu")
-    engine = Engine(ModelRunner(model, pool, backend), shape, config, NUM_PAGES)
+    launcher = ModelLauncher(ModelRunner(model, pool, backend), shape, config.page_size)
+    engine = Engine(launcher, shape, config, NUM_PAGES)
     for i, prompt in enumerate(prompts(5)):
         engine.submit(ask(prompt, str(i), max_new_tokens=4))
     return run(engine)

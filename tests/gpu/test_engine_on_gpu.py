@@ -9,6 +9,7 @@ from engine.attention_backends import choose_backend
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.cuda_graphs import GraphRunner, is_recording, make_runner
+from engine.launcher import ModelLauncher
 from engine.model import load_model
 from engine.runner import make_pool
 from tests.engine.test_core import PAGE, ask, make_engine, prompts, run
@@ -31,7 +32,8 @@ def gpu_engine(path, **settings) -> Engine:
     has_scratch_page = is_recording(config, backend)
     pool = make_pool(shape, NUM_PAGES, PAGE, "cuda", has_scratch_page=has_scratch_page)
     runner = make_runner(model, pool, backend, config, shape, num_pages=NUM_PAGES)
-    return Engine(runner, shape, config, NUM_PAGES)
+    launcher = ModelLauncher(runner, shape, config.page_size)
+    return Engine(launcher, shape, config, NUM_PAGES)
 
 
 def generate(engine: Engine, **sampling) -> dict[str, list[int]]:
@@ -58,7 +60,7 @@ def test_graphs_change_no_token(tiny_model, kv_cache_dtype):
     path = tiny_model("llama")
     settings = {"attention_backend": "triton", "kv_cache_dtype": kv_cache_dtype}
     with_graphs = gpu_engine(path, **settings)
-    assert isinstance(with_graphs._runner, GraphRunner)
+    assert isinstance(with_graphs._launcher._runner, GraphRunner)
     assert generate(with_graphs) == generate(gpu_engine(path, is_eager=True, **settings))
 
 
@@ -72,7 +74,7 @@ def test_eight_bit_pools_give_the_tokens_of_the_reference(tiny_model):
 def test_a_compiled_model_runs_inside_graphs(tiny_model):
     path = tiny_model("llama")
     engine = gpu_engine(path, attention_backend="triton", is_compiled=True)
-    assert isinstance(engine._runner, GraphRunner)
+    assert isinstance(engine._launcher._runner, GraphRunner)
     assert generate(engine) == generate(make_engine(path))
 
 
@@ -88,5 +90,5 @@ if find_spec("flashinfer"):
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
         settings = {"attention_backend": "flashinfer", "dtype": "bfloat16"}
         with_graphs = gpu_engine(tmp_path, **settings)
-        assert isinstance(with_graphs._runner, GraphRunner)
+        assert isinstance(with_graphs._launcher._runner, GraphRunner)
         assert generate(with_graphs) == generate(gpu_engine(tmp_path, is_eager=True, **settings))

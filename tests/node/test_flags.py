@@ -1,5 +1,6 @@
 import pytest
 
+from engine.profile import DecodeTimes, Profile, Simulation
 from node.flags import build_parser, read_config
 from wire.errors import ConfigInvalid
 
@@ -55,6 +56,16 @@ def test_the_flags_of_a_link_reach_its_transport():
     assert config.transfer.interface == "eth1"
 
 
+def test_a_simulation_takes_no_time_and_real_pages_unless_told_otherwise(tmp_path):
+    assert read()[0].engine.simulation is None
+    assert read("--engine", "simulated")[0].engine.simulation == Simulation()
+    file = tmp_path / "profile.json"
+    file.write_text('{"decode": {"base_ms": 12}}')
+    flags = ["--engine", "simulated", "--sim-profile", str(file), "--sim-kv", "none"]
+    profile = Profile(decode=DecodeTimes(base_ms=12))
+    assert read(*flags)[0].engine.simulation == Simulation(profile=profile, kv="none")
+
+
 def test_a_flag_that_takes_no_value_does_not_swallow_the_next_one():
     config, _ = read("--enforce-eager", "--port", "5")
     assert config.port == 5
@@ -74,6 +85,11 @@ def test_a_flag_that_takes_no_value_does_not_swallow_the_next_one():
         ["--device", "cuda:0", "--tp", "2"],
         ["--tp", "0"],
         ["--transfer-backend", "shm", "--device", "cuda:0"],
+        ["--sim-kv", "none"],
+        ["--sim-profile", "profile.json"],
+        ["--engine", "simulated", "--tp", "2"],
+        ["--engine", "simulated", "--device", "cuda:0"],
+        ["--sim-profile", "/nowhere/profile.json", "--engine", "simulated"],
     ],
 )
 def test_a_value_that_cannot_work_is_refused_by_the_name_of_its_flag(argv):

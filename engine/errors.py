@@ -1,0 +1,14 @@
+"""Errors of the engine's own, beside those of `wire.errors`."""
+
+from wire.errors import EngineFailed
+
+
+class GrammarViolated(EngineFailed):
+    """A token came that the grammar does not allow: a bug, or another node's grammar differs."""
+
+    code = "grammar_violated"
+    is_retryable = False
+
+    def __init__(self, token_id: int, index: int) -> None:
+        super().__init__(f"token {token_id} at index {index} is not allowed by the grammar")
+        self.token_id, self.index = token_id, index

@@ -1,0 +1,84 @@
+"""What a forward of a model computes, on its way from the device."""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.forward import Ints
+from engine.logprobs import LogprobTensors
+from wire.generation import TokenLogprobs
+
+
+class OnHost:
+    """Tensors on their way to the host, so that reading them waits for nothing queued later."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._copies = tensors
+        if tensors and tensors[0].is_cuda:
+            # Into pinned memory, or the copy would wait for the device here and now.
+            self._copies = tuple(
+                torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+                for t in tensors
+            )
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def read(self) -> tuple[torch.Tensor, ...]:
+        """Wait until they have arrived, and return them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copies
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """Log-probabilities of some rows of a forward.
+
+    Attributes:
+        num_top: How many of the likeliest each row's request wants.
+    """
+
+    num_top: list[int]
+    tensors: OnHost
+
+    @classmethod
+    def start(cls, tensors: LogprobTensors, num_top: list[int]) -> "LogprobRows":
+        """Send them on their way to the host."""
+        return cls(num_top, OnHost(tensors.chosen, tensors.top_values, tensors.top_ids))
+
+    def read(self) -> list[TokenLogprobs]:
+        """Wait for them; return one entry a row."""
+        return LogprobTensors(*self.tensors.read()).read(self.num_top)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutcome:
+    """An `Outcome` on a device.
+
+    Attributes:
+        ids: Tokens chosen.
+        told: Rows with log-probabilities, and these.
+        prompt_told: Those of prompts, chunk by chunk.
+    """
+
+    ids: OnHost
+    told: tuple[list[int], LogprobRows] | None
+    prompt_told: LogprobRows | None
+
+    def token_ids(self) -> Ints:
+        """See `Outcome.token_ids`."""
+        (ids,) = self.ids.read()
+        host: Ints = ids.numpy()
+        return host
+
+    def token_logprobs(self) -> dict[int, TokenLogprobs]:
+        """See `Outcome.token_logprobs`."""
+        if self.told is None:
+            return {}
+        rows, entries = self.told
+        return dict(zip(rows, entries.read(), strict=True))
+
+    def prompt_logprobs(self) -> list[TokenLogprobs]:
+        """See `Outcome.prompt_logprobs`."""
+        return [] if self.prompt_told is None else self.prompt_told.read()

@@ -1,0 +1,92 @@
+"""What an engine and its pool need to know of a model. Numbers and names: nothing is loaded for it."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wire.errors import ConfigInvalid
+
+# `--kv-cache-dtype` beside `auto`.
+KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn"}
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "uint8": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Geometry of a model, or of one rank's shard of it.
+
+    Attributes:
+        num_kv_heads: Of this rank.
+        dtype: Name of the type of weights, such as bfloat16.
+        kv_dtype: Name of the type of K and V; one of `ITEM_BYTES`.
+        fingerprint: Equal on two nodes exactly when a head's KV on one is what the other would have
+            computed; begins with words that a person can compare.
+        model_kv_heads: Of the whole model; 0 means as many as this rank has.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+    eos_token_ids: frozenset[int]
+    dtype: str
+    kv_dtype: str
+    fingerprint: str
+    model_kv_heads: int = 0
+
+    @property
+    def kv_item_bytes(self) -> int:
+        """Bytes of one element of K or V."""
+        return ITEM_BYTES[self.kv_dtype]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_item_bytes
+
+
+def kv_heads(text_config: Any) -> int:
+    """Return the KV heads of a whole model; its attention heads where it does not say."""
+    own: int | None = getattr(text_config, "num_key_value_heads", None)
+    return own or int(text_config.num_attention_heads)
+
+
+def head_dim(text_config: Any) -> int:
+    """Return the width of one head."""
+    own: int | None = getattr(text_config, "head_dim", None)
+    return own or int(text_config.hidden_size // text_config.num_attention_heads)
+
+
+def context_length(asked: int, text_config: Any) -> int:
+    """Return the tokens of one request at most: what was asked for, or the model's own for 0.
+
+    Raises:
+        ConfigInvalid: The model has fewer.
+    """
+    own = int(text_config.max_position_embeddings)
+    if asked > own:
+        raise ConfigInvalid(
+            f"--context-length {asked} is over the model's own {own}; give at most that"
+        )
+    return asked or own
+
+
+def eos_token_ids(model_dir: Path, text_config: Any) -> frozenset[int]:
+    """Return the ids that end an answer: of generation_config.json, or else of the model's config."""
+    found = getattr(text_config, "eos_token_id", None)
+    path = model_dir / "generation_config.json"
+    if path.is_file():
+        found = json.loads(path.read_text()).get("eos_token_id") or found
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)

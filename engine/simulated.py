@@ -1,0 +1,222 @@
+"""A forward that only takes time: a `Launcher` without a model.
+
+Everything around it is the real thing. It is a device beside the host, as a GPU is: forwards run one
+after the other, each as long as the profile says, while the host prepares the next. So a step takes the
+modelled time or the host's own, whichever is longer, and not their sum.
+
+```
+ host     launch 1 ─ launch 2 ┐        ┌ hand out 1 ─ launch 3 ┐      ┌ hand out 2 ...
+ device   ╞══════ 1 ═══════════════════╡╞════════ 2 ══════════════════╡╞═ 3 ...
+                              └ sleeps ┘                       └sleeps┘
+```
+
+A token is a function of (key, index), and the key one of the prompt, and of the seed unless the request is
+greedy. So prefill, decode, another attempt and another day choose the same.
+"""
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from engine.batcher import Chunk
+from engine.forward import Ints, Wrote
+from engine.launched import ChunkEnd, Launched, sampled_of
+from engine.philox import uniforms
+from engine.profile import Profile
+from engine.results import CompletePages
+from engine.scheduler import Batch
+from engine.slots import Slots
+from wire.errors import InvalidRequest
+from wire.generation import GenerateRequest, TokenLogprobs
+
+# Beginning of each layer's K and of its V that a forward writes: enough to tell one page from another.
+_MARK_BYTES = 8
+
+
+class SimulatedPages:
+    """Bytes of a pool that are pushed as KV would be.
+
+    A forward marks what it fills with numbers that come once, so that a page which went elsewhere is
+    found as one of real KV would be. What lies between the marks stays as it was.
+
+    Args:
+        memory: At least `num_pages * page_bytes`.
+        num_slabs: Pieces of a page that begin with a mark: K and V of each layer.
+    """
+
+    def __init__(
+        self, memory: npt.NDArray[np.uint8], num_pages: int, page_size: int, num_slabs: int
+    ) -> None:
+        self._slabs = memory.reshape(num_pages, num_slabs, -1)
+        self._page_size = page_size
+        # Not from 0: two nodes are to mark their pages differently, and no page is to stay as it was.
+        self._next_mark = secrets.randbits(62)
+
+    def fill(self, chunk: Chunk) -> None:
+        """Mark the pages that a chunk writes into; nobody reads them yet."""
+        begin, end = chunk.request.num_computed, chunk.request.num_computed + chunk.num_tokens
+        pages = chunk.request.page_ids[begin // self._page_size : -(-end // self._page_size)]
+        numbers = np.arange(self._next_mark, self._next_mark + len(pages), dtype=np.int64)
+        self._next_mark += len(pages)
+        marks = numbers.view(np.uint8).reshape(-1, 1, _MARK_BYTES)
+        room = min(_MARK_BYTES, self._slabs.shape[2])
+        self._slabs[pages, :, :room] = marks[:, :, :room]
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """What passes the time; tests give another."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+    def wait_until(self, due_s: float) -> None:
+        """Return when it is `due_s`, at once if it was before."""
+        if (left_s := due_s - self.now()) > 0:
+            self.sleep(left_s)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedOutcome:
+    """An `Outcome` that is there when its time has come.
+
+    Attributes:
+        begin_s: When the device begins with it; it ends at `end_s`.
+        wrote: Told of each of `num_layers` as its share of that time is over.
+    """
+
+    ids: Ints
+    clock: Clock
+    begin_s: float
+    end_s: float
+    wrote: Wrote | None
+    num_layers: int
+
+    def token_ids(self) -> Ints:
+        """See `Outcome.token_ids`."""
+        if self.wrote is not None:
+            a_layer_s = (self.end_s - self.begin_s) / self.num_layers
+            for layer in range(self.num_layers):
+                self.clock.wait_until(self.begin_s + (layer + 1) * a_layer_s)
+                self.wrote(layer)
+        self.clock.wait_until(self.end_s)
+        return self.ids
+
+    def token_logprobs(self) -> dict[int, TokenLogprobs]:
+        """There are none: see `SimulatedLauncher.check`."""
+        return {}
+
+    def prompt_logprobs(self) -> list[TokenLogprobs]:
+        """There are none: see `SimulatedLauncher.check`."""
+        return []
+
+
+class SimulatedLauncher:
+    """Chooses tokens by number and lets time pass; a `Launcher`.
+
+    Args:
+        ordinary_ids: What answers are made of.
+        num_layers: How many layers tell that they are written.
+        pages: Where prompts leave bytes to push; None where nobody reads them.
+    """
+
+    is_beside_host = True
+
+    def __init__(
+        self,
+        profile: Profile,
+        ordinary_ids: Ints,
+        num_layers: int,
+        *,
+        pages: SimulatedPages | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._profile = profile
+        self._ordinary_ids = ordinary_ids
+        self._num_layers = num_layers
+        self._pages = pages
+        self._clock = clock or Clock()
+        self._idle_at_s = 0.0
+
+    def check(self, request: GenerateRequest) -> None:
+        """See `Launcher.check`."""
+        asked = unsupported(request)
+        if asked:
+            raise InvalidRequest(
+                f"{asked} cannot be had of a simulated engine, which has no probabilities; leave it out"
+            )
+
+    def seed(self, request: GenerateRequest, drawn: int) -> int:
+        """See `Launcher.seed`."""
+        num_prompt = len(request.prompt_ids) - request.num_prior_tokens
+        return answer_key(
+            request.prompt_ids[:num_prompt], drawn if request.sampling.temperature > 0 else 0
+        )
+
+    def launch(
+        self, batch: Batch, slots: Slots, pages: list[CompletePages], wrote: Wrote | None
+    ) -> Launched:
+        """See `Launcher.launch`."""
+        sampled = sampled_of(batch)
+        last = np.array([chunk.request.slot for chunk in batch.chunks if chunk.is_last], np.int64)
+        rows = np.concatenate([batch.rows, last])
+        indexes = slots.next_index[rows]
+        begin_s = max(self._idle_at_s, self._clock.now())
+        self._idle_at_s = begin_s + self._forward_s(batch, slots)
+        if self._pages is not None:
+            for chunk in batch.chunks:
+                self._pages.fill(chunk)
+        chunks = [
+            ChunkEnd(chunk, chunk.request.num_computed + chunk.num_tokens, range(0))
+            for chunk in batch.chunks
+        ]
+        ids = tokens_at(slots.seed[rows], indexes, self._ordinary_ids)
+        outcome = SimulatedOutcome(
+            ids, self._clock, begin_s, self._idle_at_s, wrote, self._num_layers
+        )
+        return Launched(batch, chunks, pages, sampled, indexes.tolist(), outcome)
+
+    def warm_up(self) -> None:
+        """Nothing is compiled."""
+
+    def _forward_s(self, batch: Batch, slots: Slots) -> float:
+        num_new = sum(chunk.num_tokens for chunk in batch.chunks)
+        num_before = sum(chunk.request.num_computed for chunk in batch.chunks)
+        num_read = int(slots.num_tokens[batch.rows].sum())
+        return self._profile.prefill.forward_s(num_new, num_before) + (
+            self._profile.decode.forward_s(len(batch.decodes), num_read)
+        )
+
+
+def answer_key(prompt_ids: list[int], seed: int) -> int:
+    """Return what all tokens of an answer follow from, with 63 bits."""
+    content = np.array(prompt_ids, np.int64).tobytes()
+    return xxhash.xxh3_64_intdigest(content, seed=seed % 2**64) >> 1
+
+
+def tokens_at(keys: npt.NDArray[np.uint64], indexes: Ints, ordinary_ids: Ints) -> Ints:
+    """Return the tokens with these indexes of the answers with these keys. Shape (n,) all."""
+    numbers = uniforms(keys, indexes.astype(np.uint64))
+    ids: Ints = ordinary_ids[(numbers * len(ordinary_ids)).astype(np.int64)]
+    return ids
+
+
+def unsupported(request: GenerateRequest) -> str:
+    """Name what a request asks for that takes probabilities; empty when nothing."""
+    p = request.sampling
+    found = {
+        "structured output": p.grammar is not None,
+        "logprobs": request.logprobs is not None,
+        "logit_bias": bool(p.logit_bias),
+        "frequency_penalty": bool(p.frequency_penalty),
+        "presence_penalty": bool(p.presence_penalty),
+        "repetition_penalty": p.repetition_penalty != 1.0,
+        # Ends of sequence are never chosen anyway, stop ids may be.
+        "min_new_tokens with stop_token_ids": bool(p.min_new_tokens and p.stop_token_ids),
+    }
+    return ", ".join(name for name, is_asked in found.items() if is_asked)

@@ -1,0 +1,104 @@
+"""The engine of a node that computes: its model, its pool, and the ranks it shares them with."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from engine.attention_backends import choose_backend
+from engine.config import config_of_rank
+from engine.core import Engine
+from engine.cuda_graphs import is_recording, make_runner
+from engine.grammar_compiler import GrammarCompiler
+from engine.launcher import ModelLauncher
+from engine.model import load_model
+from engine.runner import Runner, make_pool, pool_pages
+from engine.shape import ModelShape
+from engine.tensor_parallel import ShardedRunner, join, least
+from kvtransfer.region import MemoryRegion
+from node.config import NodeConfig
+from node.pool_memory import bytes_of
+from node.pool_plan import PoolPlan
+from node.ranks import Ranks
+from telemetry import log as logs
+from wire.channel import Waker
+from wire.errors import ConfigInvalid
+
+log = logs.get_logger(__name__)
+
+MemoryOf = Callable[[PoolPlan], MemoryRegion | None]
+"""Makes the memory of a pool; None leaves it to torch."""
+
+
+def build_model(config: NodeConfig, memory: MemoryOf, waker: Waker, ranks: Ranks | None) -> Engine:
+    """Load the model and make its pool.
+
+    Returns once the other ranks have done so too.
+
+    Raises:
+        ConfigInvalid: The model cannot be loaded, or no page fits.
+    """
+    runner: Runner
+    if ranks is not None:
+        config = msgspec.structs.replace(config, engine=config_of_rank(config.engine, 0))
+        join(config.engine, ranks.store)
+    own, plan = build_shard(config, memory)
+    if ranks is None:
+        runner = own
+    else:
+        ranks.wait_ready()
+        runner = ShardedRunner(own, ranks)
+    settings, shape = config.engine, plan.shape
+    compiler = GrammarCompiler(Path(settings.model_dir), shape.vocab_size, shape.eos_token_ids)
+    launcher = ModelLauncher(runner, shape, settings.page_size)
+    engine = Engine(launcher, shape, settings, plan.num_pages, compiler=compiler, wake=waker.wake)
+    engine.warm_up()
+    return engine
+
+
+def build_shard(config: NodeConfig, memory: MemoryOf) -> tuple[Runner, PoolPlan]:
+    """Load this rank's shard of the model and make its pool.
+
+    Raises:
+        ConfigInvalid: The model cannot be loaded, or no page fits.
+    """
+    settings = config.engine
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
+    model, shape = load_model(settings)
+    num_pages = least(_num_pages(config, shape), settings)
+    if num_pages < 1:
+        raise ConfigInvalid("the KV pool holds no page: raise --max-total-tokens")
+    backend = choose_backend(settings, shape)
+    plan = PoolPlan(shape, num_pages, settings.page_size, is_recording(settings, backend))
+    region = memory(plan)
+    kv = make_pool(
+        shape,
+        plan.num_pages,
+        plan.page_size,
+        settings.device,
+        None if region is None else bytes_of(region),
+        has_scratch_page=plan.has_scratch_page,
+    )
+    log.info(
+        "engine.loaded",
+        model=config.served_model_name,
+        fingerprint=shape.fingerprint,
+        num_pages=plan.num_pages,
+        max_total_tokens=plan.num_pages * plan.page_size,
+        pool_bytes=plan.layout.pool_bytes,
+    )
+    return make_runner(model, kv, backend, settings, shape, num_pages=plan.num_pages), plan
+
+
+def _num_pages(config: NodeConfig, shape: ModelShape) -> int:
+    settings = config.engine
+    if settings.max_total_tokens:
+        return settings.max_total_tokens // settings.page_size
+    if settings.device == "cpu":
+        return pool_pages(shape, settings.page_size, settings.kv_bytes // settings.tp_size)
+    free, total = torch.cuda.mem_get_info(settings.device)
+    budget = int(total * settings.mem_fraction_static) - (total - free)
+    # One page stays behind those counted: recorded batches are padded into it.
+    return pool_pages(shape, settings.page_size, max(0, budget)) - 1

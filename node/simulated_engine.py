@@ -1,0 +1,55 @@
+"""The engine of a node that only takes time (`--engine simulated`): no weights, and no torch."""
+
+from collections.abc import Callable
+
+from engine.core import Engine
+from engine.profile import Simulation
+from engine.simulated import SimulatedLauncher, SimulatedPages
+from engine.simulated_model import read_model
+from kvtransfer.region import MemoryRegion
+from node.config import NodeConfig
+from node.pool_plan import PoolPlan
+from telemetry import log as logs
+from wire.errors import ConfigInvalid
+
+log = logs.get_logger(__name__)
+
+# Tokens in a pool of pages without bytes: of a 70B model's KV that would be 320 GiB, the room of a few large GPUs.
+_TOKENS_WITHOUT_KV = 1 << 20
+
+
+def build_simulated(
+    config: NodeConfig,
+    simulation: Simulation,
+    memory: Callable[[PoolPlan], MemoryRegion | None],
+) -> Engine:
+    """Return an engine with a pool, as large as a model's or next to nothing.
+
+    Raises:
+        ConfigInvalid: There is no such model, or no page fits.
+    """
+    settings = config.engine
+    shape, ordinary_ids = read_model(settings, simulation.kv)
+    num_tokens = settings.max_total_tokens or (
+        settings.kv_bytes // shape.kv_bytes_per_token
+        if simulation.kv == "real"
+        else _TOKENS_WITHOUT_KV
+    )
+    plan = PoolPlan(shape, num_tokens // settings.page_size, settings.page_size)
+    if plan.num_pages < 1:
+        raise ConfigInvalid("the KV pool holds no page: raise --max-total-tokens")
+    region = memory(plan)
+    pages = None
+    if region is not None and config.role == "prefill":
+        bytes_ = region.array()[: plan.layout.pool_bytes]
+        pages = SimulatedPages(bytes_, plan.num_pages, plan.page_size, 2 * shape.num_layers)
+    log.info(
+        "engine.simulated",
+        model=config.served_model_name,
+        fingerprint=shape.fingerprint,
+        num_pages=plan.num_pages,
+        max_total_tokens=plan.num_pages * plan.page_size,
+        pool_bytes=plan.layout.pool_bytes if region is not None else 0,
+    )
+    launcher = SimulatedLauncher(simulation.profile, ordinary_ids, shape.num_layers, pages=pages)
+    return Engine(launcher, shape, settings, plan.num_pages)

@@ -1,0 +1,103 @@
+"""A cluster that only takes time: the tokens that arithmetic says, through every real process."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import urllib.error
+import urllib.request
+from functools import partial
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.simulated import answer_key, tokens_at
+from engine.simulated_model import read_model
+from frontend.tokenizer import Tokenizer
+from tests.e2e.cluster import eventually, get_json, running_cluster, running_serve
+from tests.e2e.test_deaths import NUM_NEW, PROMPTS, stream_all, unaccounted
+
+FLAGS = ("--engine", "simulated", "--page-size", "8", "--max-total-tokens", "8192")
+QUIET = ("--log-level", "warning")
+
+
+@pytest.fixture(scope="module")
+def described_model(embedded_model, tmp_path_factory):
+    """A directory that tells all about the embedded model and has none of its weights."""
+    directory = tmp_path_factory.mktemp("described")
+    for file in embedded_model.glob("*.json*"):
+        shutil.copy(file, directory)
+    for file in embedded_model.glob("*.jinja"):
+        shutil.copy(file, directory)
+    assert not list(directory.glob("*.safetensors"))
+    return directory
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """Answers that are under way long enough to be interrupted."""
+    file = tmp_path / "profile.json"
+    file.write_text('{"prefill": {"per_token_ms": 0.01}, "decode": {"base_ms": 4}}')
+    return file
+
+
+def expected(model, prompt, num_new, seed=0) -> list[int]:
+    _, ordinary = read_model(EngineConfig(model_dir=str(model)), "none")
+    keys = np.full(num_new, answer_key(prompt, seed), np.uint64)
+    return tokens_at(keys, np.arange(num_new), ordinary).tolist()
+
+
+def generate(url: str, **body) -> dict:
+    request = urllib.request.Request(
+        f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return json.loads(error.read())
+
+
+def check_answers(url: str, model) -> None:
+    """Ask in text and in ids, greedy and sampled, for what can be had and what cannot."""
+    tokenizer = Tokenizer.load(model)
+    text = "Ceci n'est pas une pipe"
+    told = generate(url, text=text, max_new_tokens=40, temperature=0)
+    assert told["output_ids"] == expected(model, tokenizer.encode(text), 40)
+    assert told["text"] == tokenizer.decode(told["output_ids"])
+    assert told["meta_info"]["finish_reason"] == {"type": "length", "length": 40}
+    seeded = generate(url, input_ids=[5, 6], max_new_tokens=9, temperature=1, sampling_seed=7)
+    assert seeded["output_ids"] == expected(model, [5, 6], 9, seed=7)
+    refused = generate(url, text=text, repetition_penalty=1.5)
+    assert "repetition_penalty cannot be had" in refused["error"]["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", ["real", "none"])
+def test_a_simulated_cluster_loses_a_decode_node_and_no_token(described_model, profile, kv):
+    flags = ("--model", str(described_model), *FLAGS, *QUIET, "--verify-kv", "always")
+    simulated = ("--sim-kv", kv, "--sim-profile", str(profile))
+    with running_cluster(*flags, *simulated, decodes=2) as cluster:
+        kill = partial(os.kill, cluster.processes[1].pid, signal.SIGKILL)
+        streams = asyncio.run(stream_all(cluster.url, kill))
+        assert streams == [expected(described_model, prompt, NUM_NEW) for prompt in PROMPTS]
+        others = [*cluster.prefill_urls, cluster.decode_urls[1]]
+        assert eventually(lambda: not any(map(unaccounted, others)))
+        decode = load_of(cluster.decode_urls[1])
+        assert decode["generated_tokens"] < len(PROMPTS) * NUM_NEW, "some were the lost node's"
+        assert decode["received_bytes"] >= len(PROMPTS) // 2 * 80 * (23040 if kv == "real" else 2)
+        assert decode["num_corrupted"] == 0
+        check_answers(cluster.url, described_model)
+
+
+def load_of(url: str) -> dict:
+    return get_json(f"{url}/server_info")[1]["load"]
+
+
+@pytest.mark.slow
+def test_both_roles_in_one_simulated_engine_say_the_same(described_model):
+    with running_serve("--model", str(described_model), *FLAGS, *QUIET) as url:
+        check_answers(url, described_model)

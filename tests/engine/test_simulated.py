@@ -1,0 +1,235 @@
+"""Tokens without a model, and the time they take."""
+
+import tracemalloc
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from engine.batcher import Chunk
+from engine.config import EngineConfig
+from engine.core import Engine
+from engine.profile import DecodeTimes, PrefillTimes, Profile
+from engine.request import ActiveRequest
+from engine.shape import ModelShape
+from engine.simulated import Clock, SimulatedLauncher, SimulatedPages, answer_key, tokens_at
+from wire.errors import InvalidRequest
+from wire.generation import GenerateRequest, Grammar, LogprobsWanted, SamplingParams
+from wire.ids import RequestId
+
+PAGE, EOS = 4, 1
+ORDINARY = np.arange(2, 50)
+PROMPTS = [[i + 1, *range(3, 3 + 5 * i)] for i in range(8)]
+
+
+@dataclass
+class FakeTime:
+    """Time that passes only while somebody sleeps."""
+
+    now_s: float = 100.0
+
+    def sleep(self, duration_s: float) -> None:
+        assert duration_s > 0
+        self.now_s += duration_s
+
+    def clock(self) -> Clock:
+        return Clock(lambda: self.now_s, self.sleep)
+
+
+def make_engine(num_pages=200, profile=None, time=None, ordinary=ORDINARY, **settings) -> Engine:
+    shape = ModelShape(
+        num_layers=4,
+        num_kv_heads=1,
+        head_dim=1,
+        vocab_size=int(ordinary[-1]) + 1,
+        context_length=1 << 20,
+        eos_token_ids=frozenset({EOS}),
+        dtype="float32",
+        kv_dtype="float32",
+        fingerprint="simulated",
+    )
+    config = EngineConfig(model_dir="", page_size=PAGE, **{"chunked_prefill_size": 16, **settings})
+    clock = (time or FakeTime()).clock()
+    launcher = SimulatedLauncher(profile or Profile(), ordinary, shape.num_layers, clock=clock)
+    return Engine(launcher, shape, config, num_pages)
+
+
+def ask(prompt, name="r", num_prior=0, logprobs=None, **sampling) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=RequestId(name),
+        prompt_ids=list(prompt),
+        num_prior_tokens=num_prior,
+        sampling=SamplingParams(**{"temperature": 0, "max_new_tokens": 12, **sampling}),
+        logprobs=logprobs,
+    )
+
+
+def answer(prompt, num_new=12, seed=0, first=0) -> list[int]:
+    keys = np.full(num_new, answer_key(prompt, seed), np.uint64)
+    return tokens_at(keys, np.arange(first, first + num_new), ORDINARY).tolist()
+
+
+def run(engine: Engine) -> dict[str, list[int]]:
+    out: dict[str, list[int]] = {}
+    while engine.has_work:
+        for token in engine.step().tokens:
+            out.setdefault(token.request.request.request_id, []).append(token.token)
+    engine.cache.check_integrity()
+    return out
+
+
+@pytest.mark.parametrize("is_overlapped", [None, False])
+def test_an_answer_is_ordinary_tokens_up_to_its_length(is_overlapped):
+    engine = make_engine(is_overlapped=is_overlapped)
+    for i, prompt in enumerate(PROMPTS):
+        engine.submit(ask(prompt, str(i)))
+    answers = run(engine)
+    assert answers == {str(i): answer(prompt) for i, prompt in enumerate(PROMPTS)}
+    assert {token for tokens in answers.values() for token in tokens} <= set(ORDINARY.tolist())
+    assert len({tuple(tokens) for tokens in answers.values()}) == len(PROMPTS)
+
+
+def test_requests_that_are_retracted_go_on_with_the_same_tokens():
+    engine = make_engine(num_pages=24)
+    for i, prompt in enumerate(PROMPTS):
+        engine.submit(ask(prompt, str(i), max_new_tokens=30))
+    assert run(engine) == {str(i): answer(prompt, 30) for i, prompt in enumerate(PROMPTS)}
+    assert engine.num_retracted > 0
+
+
+def test_a_seed_changes_what_is_sampled_and_nothing_greedy():
+    engine = make_engine()
+    for seed in (1, 2, -3):
+        engine.submit(ask(PROMPTS[1], f"sampled {seed}", seed=seed, temperature=0.5))
+        engine.submit(ask(PROMPTS[1], f"greedy {seed}", seed=seed))
+    answers = run(engine)
+    for seed in (1, 2, -3):
+        assert answers[f"sampled {seed}"] == answer(PROMPTS[1], seed=seed)
+        assert answers[f"greedy {seed}"] == answer(PROMPTS[1])
+    assert answers["sampled 1"] != answers["sampled 2"]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}])
+def test_prefill_and_decode_choose_what_one_engine_does(sampling):
+    request = ask(PROMPTS[3], **sampling)
+    prefill, decode = make_engine(), make_engine()
+    prompt_only = prefill.submit(request, is_prompt_only=True)
+    tokens = run(prefill)["r"]
+    half = decode.check(request)
+    assert decode.reserve(half)
+    decode.land(half, tokens[0], prompt_only.seed)
+    assert tokens + run(decode)["r"] == answer(PROMPTS[3], seed=sampling.get("seed", 0))
+
+
+@pytest.mark.parametrize("num_sent", [1, 5, 11])
+def test_another_attempt_continues_where_the_first_was_lost(num_sent):
+    whole = answer(PROMPTS[2], seed=9)
+    engine = make_engine()
+    prompt = PROMPTS[2] + whole[:num_sent]
+    engine.submit(ask(prompt, num_prior=num_sent, temperature=1.0, seed=9))
+    assert run(engine)["r"] == whole[num_sent:]
+
+
+def test_a_stop_id_that_is_drawn_ends_the_answer():
+    stop = answer(PROMPTS[2])[4]
+    engine = make_engine()
+    engine.submit(ask(PROMPTS[2], stop_token_ids=[stop]))
+    assert run(engine)["r"] == answer(PROMPTS[2])[:5]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("structured output", {"grammar": Grammar(kind="json_object")}),
+        ("logprobs", {"logprobs": LogprobsWanted()}),
+        ("logit_bias", {"logit_bias": {3: 1.0}}),
+        ("frequency_penalty", {"frequency_penalty": 0.5}),
+        ("presence_penalty", {"presence_penalty": 0.5}),
+        ("repetition_penalty", {"repetition_penalty": 1.1}),
+        ("min_new_tokens with stop_token_ids", {"min_new_tokens": 3, "stop_token_ids": [5]}),
+    ],
+)
+@pytest.mark.parametrize("is_prompt_only", [True, False])
+def test_what_takes_probabilities_is_refused_by_its_name(name, asked, is_prompt_only):
+    engine = make_engine()
+    with pytest.raises(InvalidRequest, match=f"{name} cannot be had of a simulated engine"):
+        engine.submit(ask([3], **asked), is_prompt_only=is_prompt_only)
+    engine.submit(ask([3], top_p=0.5, min_new_tokens=12))
+    assert run(engine)["r"] == answer([3])
+
+
+def test_a_step_takes_the_time_of_its_profile_and_no_more():
+    profile = Profile(
+        prefill=PrefillTimes(base_ms=100, per_token_ms=10, per_context_token_ms=1),
+        decode=DecodeTimes(base_ms=1000, per_request_ms=10, per_context_token_ms=1),
+    )
+    time = FakeTime()
+    engine = make_engine(profile=profile, time=time)
+    engine.submit(ask([3] * 20, max_new_tokens=3))
+    begin_s = time.now_s
+    run(engine)
+    chunks_s = (0.1 + 16 * 0.01) + (0.1 + 4 * 0.01 + 16 * 0.001)
+    decodes_s = 2 * (1 + 0.01) + (21 + 22) * 0.001
+    assert time.now_s - begin_s == pytest.approx(chunks_s + decodes_s)
+
+
+def test_a_device_that_was_idle_begins_when_it_is_given_work():
+    time = FakeTime()
+    engine = make_engine(profile=Profile(prefill=PrefillTimes(base_ms=500)), time=time)
+    for _ in range(2):
+        time.now_s += 60
+        begin_s = time.now_s
+        engine.submit(ask([3], max_new_tokens=1))
+        run(engine)
+        assert time.now_s - begin_s == pytest.approx(0.5)
+
+
+def test_layers_are_told_of_one_by_one_while_time_passes():
+    time = FakeTime()
+    engine = make_engine(profile=Profile(prefill=PrefillTimes(base_ms=1000)), time=time)
+    begin_s, told = time.now_s, []
+
+    def begin(pages):
+        assert [each.page_ids for each in pages] == [[0, 1, 2]]
+        return lambda layer: told.append((layer, time.now_s - begin_s))
+
+    engine.watch_layers(begin)
+    engine.submit(ask([3] * 10), is_prompt_only=True)
+    run(engine)
+    assert told == [(i, pytest.approx(0.25 * (i + 1))) for i in range(4)]
+
+
+def test_a_large_batch_needs_no_memory_of_the_vocabularys_size():
+    num_requests, ordinary = 4096, np.arange(2, 150_000)
+    engine = make_engine(
+        num_pages=4 * num_requests,
+        ordinary=ordinary,
+        max_running_requests=num_requests,
+        chunked_prefill_size=1 << 20,
+    )
+    for i in range(num_requests):
+        engine.submit(ask([i + 2], str(i), max_new_tokens=4))
+    engine.step()
+    tracemalloc.start()
+    try:
+        assert len(engine.step().tokens) == num_requests
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 16 << 20  # logits would take 2.4 GB
+
+
+def test_a_forward_marks_the_pages_it_fills_and_no_others():
+    memory = np.zeros(6 * 2 * 32, np.uint8)
+    pages = SimulatedPages(memory, num_pages=6, page_size=PAGE, num_slabs=2)
+    request = ActiveRequest(ask([3] * 11), 0, 20, 0, page_ids=[5, 0, 3])
+    pages.fill(Chunk(request, 4, is_last=False))
+    request.num_computed = 4
+    first = memory.copy()
+    pages.fill(Chunk(request, 7, is_last=True))
+    by_page = memory.reshape(6, 2, 32)
+    assert (by_page[5] == first.reshape(6, 2, 32)[5]).all(), "it may be pushed by now"
+    assert by_page[[0, 3], :, :8].any(axis=2).all()
+    assert (by_page[0] != by_page[3]).any()
+    assert not by_page[[1, 2, 4]].any()
+    assert not by_page[:, :, 8:].any()
