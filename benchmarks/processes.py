@@ -23,10 +23,20 @@ STOP_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server under load."""
+    """A server under load.
+
+    Attributes:
+        pid: Of its first process, where it was started here.
+    """
 
     name: str
     url: str
+    pid: int = 0
+
+    @property
+    def port(self) -> int:
+        """Of its URL."""
+        return int(self.url.rpartition(":")[2])
 
 
 def free_port() -> int:
@@ -67,7 +77,7 @@ def running(
             command, stdout=log, stderr=subprocess.STDOUT, env=dict(environment)
         )
         try:
-            target = Target(name, f"http://127.0.0.1:{port}")
+            target = Target(name, f"http://127.0.0.1:{port}", process.pid)
             wait_serving(target, process, log.name)
             yield target
         finally:
