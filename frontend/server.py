@@ -1,15 +1,23 @@
-"""Serving an app: the listening socket, the settings that cancellation needs, the end.
+"""Serving an app: the listening socket, the settings that cancellation and bad clients need, the end.
 
 The caller chooses the loop (uvloop) and when to stop; signals are its business.
 """
 
+import asyncio
 import errno
+import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
+from typing_extensions import override
 
+from frontend.connection import connections
+from frontend.edge import EDGE
+from frontend.tls import server_context
+from telemetry.log import get_logger
 from wire.errors import ConfigInvalid
 
 # Connections the kernel holds while the loop is busy; above what SGLang's load client opens at once.
@@ -18,6 +26,16 @@ BACKLOG = 2048
 # gains nothing, and Linux's own limit of 4 MiB for each stalled stream would add up.
 SEND_BUFFER_BYTES = 256 * 1024
 MAX_HEADER_BYTES = 16 * 1024
+MAX_HEADERS = 100
+# From connecting, or from the last answer, to the end of the next request's head: an idle client
+# and one that sends its head byte by byte are closed alike. nginx keeps idle ones as long.
+IDLE_TIMEOUT_S = 75.0
+# As nginx waits for a client to take what it is sent. The kernel's: it holds for every answer, and
+# also where all was written and only a closing socket still waits for its client.
+UNREAD_TIMEOUT_S = 60
+HANDSHAKE_TIMEOUT_S = 10.0
+
+log = get_logger(__name__)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -34,7 +52,10 @@ def listen(host: str, port: int) -> socket.socket:
         sock = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         raise ConfigInvalid(_listen_sentence(host, port, error)) from error
+    # Connections have what the listening socket has.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_TIMEOUT_S * 1000)
     sock.setblocking(False)
     return sock
 
@@ -56,21 +77,54 @@ def make_runner(app: web.Application, drain_timeout_s: float = 5.0) -> web.AppRu
         app,
         handler_cancellation=True,
         access_log=None,  # counted in /metrics; a line a request costs more than the request's routing
+        logger=_HttpLogger("aiohttp.server"),
+        keepalive_timeout=IDLE_TIMEOUT_S,
         max_line_size=MAX_HEADER_BYTES,
         max_field_size=MAX_HEADER_BYTES,
+        max_headers=MAX_HEADERS,
+        auto_decompress=False,  # `frontend/limits.py` refuses compressed bodies
         shutdown_timeout=drain_timeout_s,
     )
+
+
+class _HttpLogger(logging.Logger):
+    """Turns what aiohttp logs into events of ours. None of logging's own tree."""
+
+    @override
+    def handle(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            # No HTTP, or too much of it: the client's fault, which must not fill the log.
+            log.debug("request.malformed", error=error.message)
+        else:
+            log.error("http.failed", message=record.getMessage(), exc_info=error)
 
 
 @asynccontextmanager
 async def serving(
     app: web.Application, sock: socket.socket, drain_timeout_s: float = 5.0
 ) -> AsyncIterator[None]:
-    """Serve `app` on a listening socket inside the block; on leaving, drain and close it."""
+    """Serve `app` on a listening socket inside the block; on leaving, drain and close it.
+
+    Raises:
+        ConfigInvalid: The files of TLS cannot be used.
+    """
+    tls = app[EDGE].options.http.tls
+    context = None if tls is None else server_context(tls)
     runner = make_runner(app, drain_timeout_s)
     await runner.setup()
+    assert runner.server is not None
+    listener = None
     try:
-        await web.SockSite(runner, sock, backlog=BACKLOG).start()
+        listener = await asyncio.get_running_loop().create_server(
+            connections(runner.server),
+            sock=sock,
+            backlog=BACKLOG,
+            ssl=context,
+            ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if context is not None else None,
+        )
         yield
     finally:
+        if listener is not None:
+            listener.close()
         await runner.cleanup()
