@@ -1,5 +1,9 @@
 """The HTTP application: which route is answered by what. Serving it is `frontend/server.py`."""
 
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
@@ -9,6 +13,7 @@ from frontend.cors import answer_preflight, tell_origin
 from frontend.edge import EDGE, Edge
 from frontend.limits import end_in_time, expect, read_body
 from frontend.middleware import answer_errors, check_key, count_requests
+from frontend.openapi import document
 from frontend.options import FrontendOptions, HttpOptions
 
 __all__ = ["FrontendOptions", "create_app"]
@@ -30,9 +35,12 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
     app[EDGE] = Edge(backend, options)
     if options.http.cors_origins:
         app.on_response_prepare.append(tell_origin(options.http.cors_origins))
-    app.add_routes(_table())
-    if options.tokenizer_files is not None:
-        app.router.add_get("/tokenizer", routes.tokenizer)
+    table = _table(options)
+    app.add_routes(table)
+    # Made when it is first asked for: most processes are never asked.
+    has_keys = bool(options.http.api_keys)
+    describe: Callable[[], dict[str, Any]] = cache(partial(document, table, has_keys=has_keys))
+    app[routes.DOCUMENT] = describe
     return app
 
 
@@ -43,8 +51,11 @@ def _middlewares(http: HttpOptions) -> list[Middleware]:
     return [count_requests, *preflight, answer_errors, *keys, end_in_time, read_body]
 
 
-def _table() -> list[web.RouteDef]:
+def _table(options: FrontendOptions) -> list[web.RouteDef]:
+    has_tokenizer = options.tokenizer_files is not None
+    tokenizer = [web.get("/tokenizer", routes.tokenizer)] if has_tokenizer else []
     return [
+        *tokenizer,
         web.post("/generate", generate.generate, expect_handler=expect),
         web.put("/generate", generate.generate, expect_handler=expect),
         web.post("/v1/completions", openai.completions, expect_handler=expect),
@@ -58,6 +69,8 @@ def _table() -> list[web.RouteDef]:
         web.get("/server_info", routes.server_info),
         web.get("/get_server_info", routes.server_info),
         web.get("/metrics", routes.metrics),
+        web.get("/openapi.json", routes.openapi),
+        web.get("/docs", routes.docs),
         web.post("/flush_cache", routes.flush_cache, expect_handler=expect),
         web.post("/abort_request", routes.abort_request, expect_handler=expect),
     ]

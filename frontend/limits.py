@@ -115,7 +115,7 @@ async def expect(request: web.Request) -> web.StreamResponse | None:
         if request.headers["Expect"].lower() != "100-continue":
             raise ExpectationFailed("Expect: only 100-continue can be met")
         refuse_by_head(request)
-    except InvalidRequest as error:
+    except TandemError as error:
         return error_response(error.info())
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0  # else aiohttp would take it for the beginning of the answer

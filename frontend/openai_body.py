@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import pydantic_core
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from frontend.backend import ServedModel
 from frontend.body import Body, CacheSalt, Priority, refuse, validate
@@ -58,6 +58,11 @@ class OpenAIBody(Body):
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
+_IDS = {"type": "array", "items": {"type": "integer"}}
+_STRINGS = {"type": "array", "items": {"type": "string"}}
+_PROMPT_SCHEMA = {"anyOf": [{"type": "string"}, _STRINGS, _IDS, {"type": "array", "items": _IDS}]}
+
+
 def _off(value: object) -> object:
     return None if value is False else value
 
@@ -65,7 +70,7 @@ def _off(value: object) -> object:
 class CompletionBody(OpenAIBody):
     """`/v1/completions`."""
 
-    prompt: Any = None
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)] = None
     echo: bool = False
     logprobs: Annotated[NumTop | None, BeforeValidator(_off)] = None
 

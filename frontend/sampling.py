@@ -64,7 +64,8 @@ def _top_k(value: int) -> int:
 
 def _id_keys(value: Any) -> Any:
     """JSON has only string keys: turn them into token ids."""
-    if not isinstance(value, dict):
+    # One that is too long is refused by its length: no need to look at each key.
+    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
         return value
     try:
         return {int(key): bias for key, bias in value.items()}
@@ -95,11 +96,13 @@ class SamplingBody(Body):
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     stop: Annotated[
-        list[Stop], BeforeValidator(_as_list), Field(default_factory=list, max_length=MAX_STOPS)
+        list[Stop],
+        BeforeValidator(_as_list, json_schema_input_type=str | list[Stop]),
+        Field(default_factory=list, max_length=MAX_STOPS),
     ]
     stop_regex: Annotated[
         list[PatternText],
-        BeforeValidator(_as_list),
+        BeforeValidator(_as_list, json_schema_input_type=str | list[PatternText]),
         Field(default_factory=list, max_length=MAX_STOP_PATTERNS),
     ]
     stop_token_ids: Annotated[
@@ -110,7 +113,7 @@ class SamplingBody(Body):
     no_stop_trim: bool = False
     logit_bias: Annotated[
         dict[int, float],
-        BeforeValidator(_id_keys),
+        BeforeValidator(_id_keys, json_schema_input_type=dict[str, float]),
         Field(default_factory=dict, max_length=MAX_LOGIT_BIAS),
     ]
 
