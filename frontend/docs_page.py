@@ -64,8 +64,9 @@ def _media(answer: Mapping[str, Any]) -> str:
 
 
 def _name(content: Mapping[str, Any]) -> str:
-    reference = content.get("x-event", content["schema"]).get("$ref", "")
-    return str(reference).rpartition("/")[2]
+    schema = content["schema"]
+    event = schema.get("properties", {}).get("data", {}).get("contentSchema", {})
+    return str((schema | event).get("$ref", "")).rpartition("/")[2]
 
 
 def _folded(head: str, body: str) -> str:

@@ -26,13 +26,15 @@ _RETRY_AFTER_S = "1"
 # As nginx: the client closed the request. It reaches nobody but the metrics.
 _CLIENT_GONE = 499
 _SLOW_BODY = 408
+_MAX_MESSAGE_CHARS = 2000
 
 
 def error_body(error: ErrorInfo) -> dict[str, object]:
     """Return an error as clients see it."""
     fallback = "invalid_request_error" if error.status < 500 else "server_error"
     kind = _ERROR_TYPES.get(error.status, fallback)
-    return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
+    message = error.message[:_MAX_MESSAGE_CHARS]  # it may quote what a client sent
+    return {"error": {"message": message, "type": kind, "param": None, "code": error.code}}
 
 
 def public_info(error: TandemError) -> ErrorInfo:

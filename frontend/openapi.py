@@ -173,13 +173,7 @@ def _responses(operation: Operation, *, is_open: bool) -> dict[str, Any]:
     schema: Schema = {"$ref": _REF + operation.answer} if operation.answer else {"type": "string"}
     content: dict[str, Any] = {operation.media: {"schema": schema}}
     if operation.event:
-        content[EVENTS] = {
-            "schema": {
-                "type": "string",
-                "description": "With stream: true. Each event is `data: ` and JSON, then [DONE].",
-            },
-            "x-event": {"$ref": _REF + operation.event},
-        }
+        content[EVENTS] = {"schema": _event(operation.event)}
     errors = dict(_REFUSALS) if operation.bodies else {"503": _REFUSALS["503"]}
     if not is_open:
         errors["401"] = _UNAUTHORIZED
@@ -191,6 +185,22 @@ def _responses(operation: Operation, *, is_open: bool) -> dict[str, Any]:
         | responses
         | {"default": _error("another error")}
     )
+
+
+def _event(name: str) -> Schema:
+    """Describe one event of a stream, in the manner of OpenAPI 3.2."""
+    data = {
+        "type": "string",
+        "contentMediaType": JSON,
+        "contentSchema": {"$ref": _REF + name},
+        "description": "JSON; that of the last event is `[DONE]`.",
+    }
+    return {
+        "type": "object",
+        "description": "With stream: true.",
+        "properties": {"data": data},
+        "required": ["data"],
+    }
 
 
 def _error(description: str) -> dict[str, Any]:

@@ -53,9 +53,11 @@ class FrontendOptions:
     Attributes:
         http: What flags say.
         incremental_streaming_output: Whether `/generate` streams deltas instead of all so far.
+        idle_timeout_s: From connecting, or from the last answer, to the end of the next request's head:
+            idle clients and those that send a head byte by byte are closed alike. As nginx.
         body_timeout_s: What the body of a request may take to come in. 60 s: nginx's limit between
             two reads; here it is one for all of them, so that no trickle stretches it.
-        stall_timeout_s: A client that does not read its stream for so long is cut off.
+        stall_timeout_s: A client that does not read its answer for so long is cut off. As nginx.
         health_timeout_s: How long `/health_generate` waits for its token.
         tokenizer_files: Returns the files to serve at `/tokenizer`, empty while unknown; None
             where there is no such route.
@@ -63,6 +65,7 @@ class FrontendOptions:
 
     http: HttpOptions = HttpOptions()
     incremental_streaming_output: bool = False
+    idle_timeout_s: float = 75.0
     body_timeout_s: float = 60.0
     stall_timeout_s: float = 60.0
     health_timeout_s: float = 20.0

@@ -27,12 +27,6 @@ BACKLOG = 2048
 SEND_BUFFER_BYTES = 256 * 1024
 MAX_HEADER_BYTES = 16 * 1024
 MAX_HEADERS = 100
-# From connecting, or from the last answer, to the end of the next request's head: an idle client
-# and one that sends its head byte by byte are closed alike. nginx keeps idle ones as long.
-IDLE_TIMEOUT_S = 75.0
-# As nginx waits for a client to take what it is sent. The kernel's: it holds for every answer, and
-# also where all was written and only a closing socket still waits for its client.
-UNREAD_TIMEOUT_S = 60
 HANDSHAKE_TIMEOUT_S = 10.0
 
 log = get_logger(__name__)
@@ -52,10 +46,7 @@ def listen(host: str, port: int) -> socket.socket:
         sock = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         raise ConfigInvalid(_listen_sentence(host, port, error)) from error
-    # Connections have what the listening socket has.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_TIMEOUT_S * 1000)
     sock.setblocking(False)
     return sock
 
@@ -78,13 +69,26 @@ def make_runner(app: web.Application, drain_timeout_s: float = 5.0) -> web.AppRu
         handler_cancellation=True,
         access_log=None,  # counted in /metrics; a line a request costs more than the request's routing
         logger=_HttpLogger("aiohttp.server"),
-        keepalive_timeout=IDLE_TIMEOUT_S,
+        keepalive_timeout=app[EDGE].options.idle_timeout_s,
         max_line_size=MAX_HEADER_BYTES,
         max_field_size=MAX_HEADER_BYTES,
         max_headers=MAX_HEADERS,
         auto_decompress=False,  # `frontend/limits.py` refuses compressed bodies
         shutdown_timeout=drain_timeout_s,
     )
+
+
+def cut_off_who_does_not_read(sock: socket.socket, timeout_s: float) -> None:
+    """Have the kernel close connections whose client takes nothing for `timeout_s`.
+
+    It holds for every answer, and for what a socket that is closing still has to send. No process
+    sees that otherwise: its own writes end when all is in the buffers.
+
+    Args:
+        sock: A listening socket, which the connections have it from, or a connection.
+    """
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
 
 
 class _HttpLogger(logging.Logger):
@@ -109,8 +113,9 @@ async def serving(
     Raises:
         ConfigInvalid: The files of TLS cannot be used.
     """
-    tls = app[EDGE].options.http.tls
-    context = None if tls is None else server_context(tls)
+    options = app[EDGE].options
+    context = None if options.http.tls is None else server_context(options.http.tls)
+    cut_off_who_does_not_read(sock, options.stall_timeout_s)
     runner = make_runner(app, drain_timeout_s)
     await runner.setup()
     assert runner.server is not None
