@@ -6,6 +6,7 @@ The caller chooses the loop (uvloop) and when to stop; signals are its business.
 import asyncio
 import errno
 import logging
+import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -78,6 +79,12 @@ def make_runner(app: web.Application, drain_timeout_s: float = 5.0) -> web.AppRu
     )
 
 
+def allow_many_connections() -> None:
+    """Let this process have as many open files as it may: shells start theirs with 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def cut_off_who_does_not_read(sock: socket.socket, timeout_s: float) -> None:
     """Have the kernel close connections whose client takes nothing for `timeout_s`.
 
@@ -115,6 +122,7 @@ async def serving(
     """
     options = app[EDGE].options
     context = None if options.http.tls is None else server_context(options.http.tls)
+    allow_many_connections()
     cut_off_who_does_not_read(sock, options.stall_timeout_s)
     runner = make_runner(app, drain_timeout_s)
     await runner.setup()

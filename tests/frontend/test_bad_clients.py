@@ -150,7 +150,11 @@ async def test_a_compressed_body_is_refused_and_never_inflated(client):
             GOOD | {"stop_token_ids": [1] * MILLION},
             "stop_token_ids: must have at most",
         ),
-        ("/generate", GOOD | {"logit_bias": dict.fromkeys(range(MILLION // 10), 1.0)}, "at most 1024"),
+        (
+            "/generate",
+            GOOD | {"logit_bias": dict.fromkeys(range(MILLION // 10), 1.0)},
+            "at most 1024",
+        ),
         ("/generate", GOOD | {"stop": [1] * MILLION}, "stop.0: must be a string"),
         (
             "/generate",

@@ -57,6 +57,7 @@ def test_both_launch_forms_name_the_same_nodes(line, prefills, decodes):
         ("--policy power_of_two", "policy", "power_of_two"),
         ("--policy cache_aware", "policy", "least_load"),
         ("--api-key a --api-key b", "http", HttpOptions(api_keys=("a", "b"))),
+        ("--cors-allow-origin *", "http", HttpOptions(cors_origins=("*",))),
         ("--max-payload-size 9", "http", HttpOptions(max_body_bytes=9)),
         ("--request-timeout-secs 9", "http", HttpOptions(request_timeout_s=9)),
         ("--log-level WARNING", "log_level", "warning"),
@@ -88,6 +89,7 @@ def test_familiar_flags_are_taken(flags, field, value):
         (f"--prefill {P} --decode {D} {D}", "each node is given once"),
         (f"--prefill {P} --decode {D} --detokenizers 0", "at least 1"),
         (f"--prefill {P} --decode {D} --port 70000", "--port 70000"),
+        (f"--prefill {P} --decode ftp://d:1", "give http://HOST:PORT or https://HOST:PORT"),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_to_do(line, sentence):
