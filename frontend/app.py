@@ -11,7 +11,7 @@ from frontend import generate, openai, routes
 from frontend.backend import Backend
 from frontend.cors import answer_preflight, tell_origin
 from frontend.edge import EDGE, Edge
-from frontend.limits import end_in_time, expect, read_body
+from frontend.limits import INCOMING, Incoming, end_in_time, expect, read_body
 from frontend.middleware import answer_errors, check_key, count_requests
 from frontend.openapi import document
 from frontend.options import FrontendOptions, HttpOptions
@@ -33,6 +33,7 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
         client_max_size=options.http.max_body_bytes, middlewares=_middlewares(options.http)
     )
     app[EDGE] = Edge(backend, options)
+    app[INCOMING] = Incoming()
     if options.http.cors_origins:
         app.on_response_prepare.append(tell_origin(options.http.cors_origins))
     table = _table(options)
@@ -48,7 +49,8 @@ def _middlewares(http: HttpOptions) -> list[Middleware]:
     """Return what stands around every route, outermost first."""
     preflight = [answer_preflight(http.cors_origins)] if http.cors_origins else []
     keys = [check_key(http.api_keys)] if http.api_keys else []
-    return [count_requests, *preflight, answer_errors, *keys, end_in_time, read_body]
+    timeout = [end_in_time] if http.request_timeout_s else []
+    return [count_requests, *preflight, answer_errors, *keys, *timeout, read_body]
 
 
 def _table(options: FrontendOptions) -> list[web.RouteDef]:

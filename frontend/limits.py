@@ -8,17 +8,22 @@ How long a connection may take for a head, or be idle, is in `frontend/server.py
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
+from typing_extensions import override
 
 from frontend.edge import EDGE
 from frontend.middleware import error_response
-from wire.errors import BodyTooLarge, InvalidRequest, TandemError
+from wire.errors import BodyTooLarge, InvalidRequest, Overloaded, TandemError
 
+# What bodies that are still coming in may hold of one process, as many as there are of them.
+INCOMING_BYTES = 1024 * 1024 * 1024
+# Ten thousand of these hold as much as that, and are not counted.
+SMALL_BYTES = 64 * 1024
 # Past its deadline, a stream that says itself how it ends has this long to write that.
 _LAST_EVENT_S = 1.0
 
@@ -42,6 +47,41 @@ class ExpectationFailed(InvalidRequest):
 
     code = "expectation_failed"
     status = 417
+
+
+class Incoming:
+    """Bytes set aside for bodies that are coming in.
+
+    Attributes:
+        size_bytes: By what their heads announce; a body in chunks as large as one may be.
+    """
+
+    def __init__(self, limit_bytes: int = INCOMING_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self.size_bytes = 0
+
+    @override
+    def __repr__(self) -> str:
+        return f"Incoming({self.size_bytes} of {self._limit_bytes} bytes)"
+
+    @contextmanager
+    def reserve(self, size_bytes: int) -> Iterator[None]:
+        """Set aside what one body may hold, inside the block.
+
+        Raises:
+            Overloaded: Others hold too much already.
+        """
+        counted = size_bytes if size_bytes > SMALL_BYTES else 0
+        if counted and self.size_bytes and self.size_bytes + counted > self._limit_bytes:
+            raise Overloaded("too many large bodies are on their way: send this one again later")
+        self.size_bytes += counted
+        try:
+            yield
+        finally:
+            self.size_bytes -= counted
+
+
+INCOMING = web.AppKey("incoming", Incoming)
 
 
 class RequestTimedOut(TandemError):
@@ -73,21 +113,33 @@ async def read_body(request: web.Request, handler: Handler) -> web.StreamRespons
     Raises:
         BodyTooLarge: By its length, or as soon as more came.
         BodyTimedOut: It took longer than one may.
+        Overloaded: Too much of others is coming in.
         EncodingUnsupported: It is compressed: small bodies could become large ones.
     """
     if not request.body_exists or request.method not in {"POST", "PUT"}:
         return await handler(request)
     refuse_by_head(request)
-    options = request.app[EDGE].options
     try:
-        async with asyncio.timeout(options.body_timeout_s):
+        if request.content.is_eof():  # it is here already, as most are
             await request.read()
-    except TimeoutError:
-        sentence = f"the body did not come within {options.body_timeout_s:g} s"
-        raise BodyTimedOut(sentence) from None
+        else:
+            await _read_slowly(request)
     except web.RequestPayloadError as error:
         raise InvalidRequest(f"the body cannot be read: {error}") from error
     return await handler(request)
+
+
+async def _read_slowly(request: web.Request) -> None:
+    options = request.app[EDGE].options
+    announced = request.content_length
+    size_bytes = options.http.max_body_bytes if announced is None else announced
+    try:
+        with request.app[INCOMING].reserve(size_bytes):
+            async with asyncio.timeout(options.body_timeout_s):
+                await request.read()
+    except TimeoutError:
+        sentence = f"the body did not come within {options.body_timeout_s:g} s"
+        raise BodyTimedOut(sentence) from None
 
 
 def refuse_by_head(request: web.Request) -> None:
@@ -132,8 +184,6 @@ async def end_in_time(request: web.Request, handler: Handler) -> web.StreamRespo
         RequestTimedOut: Nothing was sent yet.
     """
     timeout_s = request.app[EDGE].options.http.request_timeout_s
-    if not timeout_s:
-        return await handler(request)
     deadline = asyncio.get_running_loop().time() + timeout_s
     outer = asyncio.timeout_at(deadline)
     request[_LIMIT] = _Limit(deadline, timeout_s, outer)

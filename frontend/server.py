@@ -9,7 +9,7 @@ import logging
 import resource
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
@@ -82,7 +82,8 @@ def make_runner(app: web.Application, drain_timeout_s: float = 5.0) -> web.AppRu
 def allow_many_connections() -> None:
     """Let this process have as many open files as it may: shells start theirs with 1,024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with suppress(ValueError):  # a limit that a kernel tells and does not take
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def cut_off_who_does_not_read(sock: socket.socket, timeout_s: float) -> None:

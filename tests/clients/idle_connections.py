@@ -47,9 +47,8 @@ async def main(count: int) -> bool:
     assert server.stdout is not None
     url = (await server.stdout.readline()).decode().strip()
     address = urlsplit(url).hostname, urlsplit(url).port
-    is_served = True
+    is_served, before = generate(url), resident_kib(server.pid)
     for kind, data in SENT.items():
-        before = resident_kib(server.pid)
         writers = [await opened(address, data) for _ in range(count)]
         is_served &= await asyncio.to_thread(generate, url)
         cost = (resident_kib(server.pid) - before) / count
