@@ -1,10 +1,11 @@
 """What a request may cost before it is understood, and in all: bytes of its body, seconds.
 
 ```
- head (aiohttp) ─▶ expect ─▶ read_body: 413 415 408 ─▶ end_in_time: 504 around handler and generation
+ head (aiohttp) ─▶ expect ─▶ key ─▶ end_in_time: 504
+                                      └─ read_body: 413 415 429 408 ─▶ handler, and what it runs
 ```
 
-How long a connection may take for a head, or be idle, is in `frontend/server.py`.
+How long a connection may take for a head, or be idle, is an option of `frontend/server.py`.
 """
 
 import asyncio

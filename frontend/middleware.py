@@ -62,6 +62,8 @@ def error_response(error: ErrorInfo, headers: dict[str, str] | None = None) -> w
     headers = dict(headers or {})
     if error.is_retryable and error.status in {429, 503}:
         headers["Retry-After"] = _RETRY_AFTER_S
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     response = json_response(error_body(error), error.status, headers)
     if error.status == _SLOW_BODY:
         response.force_close()  # more of the body may come, in place of a next request

@@ -96,14 +96,14 @@ class RouterConfig:
         if self.node_ca_certs:
             self.node_tls()
 
-    def node_tls(self) -> ssl.SSLContext:
-        """Return what https:// nodes are checked with.
+    def node_tls(self) -> ssl.SSLContext | bool:
+        """Return what https:// nodes are checked with; true for what the system trusts.
 
         Raises:
             ConfigInvalid: The authorities cannot be read.
         """
         if not self.node_ca_certs:
-            return ssl.create_default_context()
+            return True
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         load_authorities(context, "--node-ca-certs", self.node_ca_certs)
         return context

@@ -147,7 +147,8 @@ async def test_without_the_key_only_health_and_metrics_answer(backend, headers):
         for path in ("/generate", "/v1/completions"):
             status, answer = await post(client, path, {"text": "a"}, headers=headers)
             assert (status, answer["error"]["code"]) == (401, "unauthorized")
-        assert (await get(client, "/server_info", headers=headers))[0] == 401
+        async with client.get("/server_info", headers=headers) as response:
+            assert (response.status, response.headers["WWW-Authenticate"]) == (401, "Bearer")
         for path in ("/health", "/metrics"):
             async with client.get(path, headers=headers) as response:
                 assert response.status == 200
