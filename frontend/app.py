@@ -1,13 +1,20 @@
 """The HTTP application: which route is answered by what. Serving it is `frontend/server.py`."""
 
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from frontend import generate, openai, routes
 from frontend.backend import Backend
+from frontend.cors import answer_preflight, tell_origin
 from frontend.edge import EDGE, Edge
+from frontend.limits import INCOMING, Incoming, end_in_time, expect, read_body
 from frontend.middleware import answer_errors, check_key, count_requests
-from frontend.options import FrontendOptions
+from frontend.openapi import document
+from frontend.options import FrontendOptions, HttpOptions
 
 __all__ = ["FrontendOptions", "create_app"]
 
@@ -22,23 +29,39 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
         options: The defaults, when left out.
     """
     options = options or FrontendOptions()
-    middlewares: list[Middleware] = [count_requests, answer_errors]
-    if options.api_keys:
-        middlewares.append(check_key(options.api_keys))
-    app = web.Application(client_max_size=options.max_body_bytes, middlewares=middlewares)
+    app = web.Application(
+        client_max_size=options.http.max_body_bytes, middlewares=_middlewares(options.http)
+    )
     app[EDGE] = Edge(backend, options)
-    app.add_routes(_table())
-    if options.tokenizer_files is not None:
-        app.router.add_get("/tokenizer", routes.tokenizer)
+    app[INCOMING] = Incoming()
+    if options.http.cors_origins:
+        app.on_response_prepare.append(tell_origin(options.http.cors_origins))
+    table = _table(options)
+    app.add_routes(table)
+    # Made when it is first asked for: most processes are never asked.
+    has_keys = bool(options.http.api_keys)
+    describe: Callable[[], dict[str, Any]] = cache(partial(document, table, has_keys=has_keys))
+    app[routes.DOCUMENT] = describe
     return app
 
 
-def _table() -> list[web.RouteDef]:
+def _middlewares(http: HttpOptions) -> list[Middleware]:
+    """Return what stands around every route, outermost first."""
+    preflight = [answer_preflight(http.cors_origins)] if http.cors_origins else []
+    keys = [check_key(http.api_keys)] if http.api_keys else []
+    timeout = [end_in_time] if http.request_timeout_s else []
+    return [count_requests, *preflight, answer_errors, *keys, *timeout, read_body]
+
+
+def _table(options: FrontendOptions) -> list[web.RouteDef]:
+    has_tokenizer = options.tokenizer_files is not None
+    tokenizer = [web.get("/tokenizer", routes.tokenizer)] if has_tokenizer else []
     return [
-        web.post("/generate", generate.generate),
-        web.put("/generate", generate.generate),
-        web.post("/v1/completions", openai.completions),
-        web.post("/v1/chat/completions", openai.chat_completions),
+        *tokenizer,
+        web.post("/generate", generate.generate, expect_handler=expect),
+        web.put("/generate", generate.generate, expect_handler=expect),
+        web.post("/v1/completions", openai.completions, expect_handler=expect),
+        web.post("/v1/chat/completions", openai.chat_completions, expect_handler=expect),
         web.get("/v1/models", routes.models),
         web.get("/v1/models/{name:.+}", routes.one_model),
         web.get("/health", routes.health),
@@ -48,6 +71,8 @@ def _table() -> list[web.RouteDef]:
         web.get("/server_info", routes.server_info),
         web.get("/get_server_info", routes.server_info),
         web.get("/metrics", routes.metrics),
-        web.post("/flush_cache", routes.flush_cache),
-        web.post("/abort_request", routes.abort_request),
+        web.get("/openapi.json", routes.openapi),
+        web.get("/docs", routes.docs),
+        web.post("/flush_cache", routes.flush_cache, expect_handler=expect),
+        web.post("/abort_request", routes.abort_request, expect_handler=expect),
     ]

@@ -5,14 +5,24 @@ in `frontend/native_body.py` and `frontend/openai_body.py`.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from wire.errors import InvalidRequest
 
 BodyT = TypeVar("BodyT", bound="Body")
+T = TypeVar("T")
+# A list that is refused for its first wrong entry: naming all of a million takes many seconds.
+Many: TypeAlias = Annotated[list[T], FailFast()]
+
+# Many times what any API has; a body is copied for each of its prompts.
+MAX_FIELDS = 1000
+# Lists, objects and their fields in all, counted before they are parsed: 30 MiB of `[]` would take
+# seconds of the loop and a GB. Brackets and colons within texts count too: no context holds a text
+# with so many.
+MAX_PARTS = 500_000
 
 # How people say what pydantic's error types say.
 _SENTENCES = {
@@ -61,16 +71,20 @@ def read_json(data: bytes) -> dict[str, Any]:
     """Return the JSON object in `data`. NaN and infinities are read, to be refused by name.
 
     Raises:
-        InvalidRequest: It is empty, not JSON or no object.
+        InvalidRequest: It is empty, not JSON, no object, or one of too many fields or parts.
     """
     if not data.strip():
         raise InvalidRequest("the body is empty; send a JSON object")
+    if len(data) > MAX_PARTS and sum(map(data.count, (b"{", b"[", b":"))) > MAX_PARTS:
+        raise InvalidRequest(f"the body has more than {MAX_PARTS} lists, objects and fields")
     try:
         value = pydantic_core.from_json(data)
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
+    if len(value) > MAX_FIELDS:
+        raise InvalidRequest(f"the body has {len(value)} fields; at most {MAX_FIELDS} may be")
     return value
 
 

@@ -3,6 +3,7 @@
 The shape is OpenAI's, on the native routes as well: `{"error": {"message", "type", "code"}}`.
 """
 
+import hashlib
 import hmac
 from collections.abc import Iterable
 
@@ -16,20 +17,24 @@ from wire.errors import BodyTooLarge, ErrorInfo, NoNodeAvailable, TandemError, U
 
 log = get_logger(__name__)
 
-# A balancer probes the first and a scraper reads the second, often without a key.
-OPEN_ROUTES = frozenset({"/health", "/metrics"})
+# A balancer probes the first and a scraper reads the second, often without a key. The last two
+# tell what every copy of this server tells, to browsers that have no key to send.
+OPEN_ROUTES = frozenset({"/health", "/metrics", "/openapi.json", "/docs"})
 # OpenAI's names; what is not listed is the server's fault.
 _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _RETRY_AFTER_S = "1"
 # As nginx: the client closed the request. It reaches nobody but the metrics.
 _CLIENT_GONE = 499
+_SLOW_BODY = 408
+_MAX_MESSAGE_CHARS = 2000
 
 
 def error_body(error: ErrorInfo) -> dict[str, object]:
     """Return an error as clients see it."""
     fallback = "invalid_request_error" if error.status < 500 else "server_error"
     kind = _ERROR_TYPES.get(error.status, fallback)
-    return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
+    message = error.message[:_MAX_MESSAGE_CHARS]  # it may quote what a client sent
+    return {"error": {"message": message, "type": kind, "param": None, "code": error.code}}
 
 
 def public_info(error: TandemError) -> ErrorInfo:
@@ -52,11 +57,17 @@ def json_response(
     )
 
 
-def _error_response(error: ErrorInfo, headers: dict[str, str] | None = None) -> web.Response:
+def error_response(error: ErrorInfo, headers: dict[str, str] | None = None) -> web.Response:
+    """Return an error as the whole of an answer."""
     headers = dict(headers or {})
     if error.is_retryable and error.status in {429, 503}:
         headers["Retry-After"] = _RETRY_AFTER_S
-    return json_response(error_body(error), error.status, headers)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    response = json_response(error_body(error), error.status, headers)
+    if error.status == _SLOW_BODY:
+        response.force_close()  # more of the body may come, in place of a next request
+    return response
 
 
 @web.middleware
@@ -81,7 +92,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
             log.debug("request.refused", path=request.path, error=error.message)
         elif not error.is_public or error.status >= 500:
             log.warning("request.failed", path=request.path, code=error.code, error=error.message)
-        return _error_response(info)
+        return error_response(info)
     except web.HTTPException as error:
         return _http_error(request, error)
     except ConnectionError:
@@ -90,27 +101,27 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except Exception:
         # The top of a request: it fails, the server goes on.
         log.exception("request.crashed", path=request.path)
-        return _error_response(ErrorInfo(code="internal_error", message="internal error"))
+        return error_response(ErrorInfo(code="internal_error", message="internal error"))
 
 
 def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
     """Say in JSON what aiohttp says in text, and which routes there are."""
     match error:
         case web.HTTPRequestEntityTooLarge():
-            limit = request.app[EDGE].options.max_body_bytes
-            return _error_response(BodyTooLarge(f"the body passes {limit} bytes").info())
+            limit = request.app[EDGE].options.http.max_body_bytes
+            return error_response(BodyTooLarge(f"the body passes {limit} bytes").info())
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
             message = f"{request.path} takes {allowed}, not {request.method}"
             headers = {"Allow": allowed}
             info = ErrorInfo(code="method_not_allowed", message=message, status=405)
-            return _error_response(info, headers)
+            return error_response(info, headers)
         case web.HTTPNotFound():
             message = f"there is no {request.path}; there are {', '.join(_routes(request.app))}"
-            return _error_response(ErrorInfo(code="not_found", message=message, status=404))
+            return error_response(ErrorInfo(code="not_found", message=message, status=404))
         case _:
             info = ErrorInfo(code="http_error", message=error.reason, status=error.status)
-            return _error_response(info)
+            return error_response(info)
 
 
 def _routes(app: web.Application) -> list[str]:
@@ -119,18 +130,28 @@ def _routes(app: web.Application) -> list[str]:
 
 def check_key(api_keys: Iterable[str]) -> Middleware:
     """Return a middleware that lets in who bears one of `api_keys`."""
-    accepted = [f"Bearer {key}".encode() for key in api_keys]
+    accepted = [_digest(key.encode()) for key in api_keys]
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if request.path not in OPEN_ROUTES and not _is_one_of(given, accepted):
+        if request.path not in OPEN_ROUTES and not _is_one_of(_key_of(request), accepted):
             raise Unauthorized("send the API key as 'Authorization: Bearer KEY'")
         return await handler(request)
 
     return check
 
 
+def _key_of(request: web.Request) -> bytes:
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key.strip().encode(errors="surrogateescape") if scheme.lower() == "bearer" else b""
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
 def _is_one_of(given: bytes, accepted: list[bytes]) -> bool:
-    # Each comparison takes the same time wherever the bytes differ, so a key cannot be probed.
-    return any(hmac.compare_digest(given, key) for key in accepted)
+    # Digests are of one length, and every one is compared to its end: the time tells nothing of
+    # where the bytes differ, how long a key is, or which of them came near.
+    digest = _digest(given)
+    return sum(hmac.compare_digest(digest, known) for known in accepted) > 0

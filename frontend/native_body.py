@@ -10,7 +10,7 @@ Leaves out answering, which is in `frontend/generate.py`.
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from frontend.backend import Bootstrap, ServedModel
 from frontend.body import Body, BodyT, CacheSalt, Priority, refuse, validate
@@ -36,26 +36,38 @@ _SAMPLING_NOT_YET = ("structural_tag",)
 _MAX_ID_CHARS = 256
 
 T = TypeVar("T")
-OneOrMore = Any  # checked by hand: a scalar for one prompt, a list for a batch
+
+
+def _one_or_more(kind: str) -> WithJsonSchema:
+    """Describe what is checked by hand: a scalar for one prompt, a list for a batch."""
+    return WithJsonSchema({"anyOf": [{"type": kind}, {"type": "array", "items": {"type": kind}}]})
+
+
+_IDS = {"type": "array", "items": {"type": "integer"}}
+Ids = Annotated[Any, WithJsonSchema({"anyOf": [_IDS, {"type": "array", "items": _IDS}]})]
+Strings = Annotated[Any, _one_or_more("string")]
+Integers = Annotated[Any, _one_or_more("integer")]
+Booleans = Annotated[Any, _one_or_more("boolean")]
+Objects = Annotated[Any, _one_or_more("object")]
 
 
 class GenerateBody(Body):
     """`/generate`, but for sampling parameters, which may also stand at the top level."""
 
-    text: OneOrMore = None
-    input_ids: OneOrMore = None
-    sampling_params: OneOrMore = None
-    rid: OneOrMore = None
+    text: Strings = None
+    input_ids: Ids = None
+    sampling_params: Objects = None
+    rid: Strings = None
     stream: bool = False
     priority: Priority = 0
     cache_salt: CacheSalt = ""
-    return_logprob: OneOrMore = None
-    logprob_start_len: OneOrMore = None
-    top_logprobs_num: OneOrMore = None
+    return_logprob: Booleans = None
+    logprob_start_len: Integers = None
+    top_logprobs_num: Integers = None
     return_text_in_logprobs: bool = False
-    bootstrap_host: OneOrMore = None
-    bootstrap_port: OneOrMore = None
-    bootstrap_room: OneOrMore = None
+    bootstrap_host: Strings = None
+    bootstrap_port: Integers = None
+    bootstrap_room: Integers = None
 
     def prompts(self) -> Prompts:
         """Return the prompts.

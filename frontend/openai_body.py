@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import pydantic_core
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from frontend.backend import ServedModel
-from frontend.body import Body, CacheSalt, Priority, refuse, validate
+from frontend.body import Body, CacheSalt, Many, Priority, refuse, validate
 from frontend.edge import part_id
 from frontend.generation import Generation, Prompt, Wishes, generations_of
 from frontend.grammars import openai_grammar
@@ -29,6 +29,8 @@ from wire.errors import InvalidRequest, ModelNotFound
 from wire.generation import LogprobsWanted
 from wire.ids import new_request_id
 
+# Each is looked at in turn, and the longest conversations have hundreds.
+MAX_MESSAGES = 8192
 _NOT_YET = (
     "prompt_logprobs",
     "suffix",
@@ -58,6 +60,11 @@ class OpenAIBody(Body):
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
+_IDS = {"type": "array", "items": {"type": "integer"}}
+_STRINGS = {"type": "array", "items": {"type": "string"}}
+_PROMPT_SCHEMA = {"anyOf": [{"type": "string"}, _STRINGS, _IDS, {"type": "array", "items": _IDS}]}
+
+
 def _off(value: object) -> object:
     return None if value is False else value
 
@@ -65,7 +72,7 @@ def _off(value: object) -> object:
 class CompletionBody(OpenAIBody):
     """`/v1/completions`."""
 
-    prompt: Any = None
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)] = None
     echo: bool = False
     logprobs: Annotated[NumTop | None, BeforeValidator(_off)] = None
 
@@ -96,7 +103,7 @@ class Message(Body):
 
     role: str
     content: Annotated[str, BeforeValidator(_text_of_parts)] = ""
-    tool_calls: list[dict[str, Any]] = Field(default_factory=list)
+    tool_calls: Many[dict[str, Any]] = Field(default_factory=list)
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as templates expect it."""
@@ -122,8 +129,8 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
 class ChatBody(OpenAIBody):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    messages: Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Many[dict[str, Any]] = Field(default_factory=list)
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True

@@ -1,7 +1,8 @@
-"""Routes about the server: health, the model, metrics, the tokenizer, aborting, flushing."""
+"""Routes about the server: health, the model, metrics, its API, the tokenizer, aborting, flushing."""
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Annotated, Any
 
@@ -10,12 +11,16 @@ from pydantic import Field
 
 from frontend.backend import Health, ServedModel
 from frontend.body import Body, read_json, validate
+from frontend.docs_page import POLICY, page
 from frontend.edge import EDGE
 from frontend.middleware import json_response
 from frontend.tokenizer_files import tokenizer_hash
 from wire.errors import InvalidRequest, ModelNotFound, NoNodeAvailable
 from wire.generation import GenerateRequest, SamplingParams
 from wire.ids import new_request_id
+
+# Returns the app's OpenAPI document.
+DOCUMENT: web.AppKey[Callable[[], dict[str, Any]]] = web.AppKey("document")
 
 
 class AbortBody(Body):
@@ -127,6 +132,18 @@ async def metrics(request: web.Request) -> web.Response:
     parts = [part.rstrip("\n") for part in (edge.backend.metrics(), edge.metrics.render())]
     text = "".join(f"{part}\n" for part in parts if part)
     return web.Response(text=text, content_type="text/plain", charset="utf-8")
+
+
+async def openapi(request: web.Request) -> web.Response:
+    """Describe the server's API, as OpenAPI does."""
+    return json_response(request.app[DOCUMENT]())
+
+
+async def docs(request: web.Request) -> web.Response:
+    """Show the server's API in a browser."""
+    headers = {"Content-Security-Policy": POLICY}
+    text = page(request.app[DOCUMENT]())
+    return web.Response(text=text, content_type="text/html", charset="utf-8", headers=headers)
 
 
 async def flush_cache(request: web.Request) -> web.Response:

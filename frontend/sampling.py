@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
 from frontend.backend import ServedModel
-from frontend.body import Body
+from frontend.body import Body, Many
 from frontend.stop_patterns import MAX_PATTERN_CHARS, StopPattern, any_of, compile_pattern
 from wire.errors import InvalidRequest
 from wire.generation import SamplingParams
@@ -66,6 +66,8 @@ def _id_keys(value: Any) -> Any:
     """JSON has only string keys: turn them into token ids."""
     if not isinstance(value, dict):
         return value
+    if len(value) > MAX_LOGIT_BIAS:  # pydantic would look at each entry first
+        raise ValueError(f"must have at most {MAX_LOGIT_BIAS} entries")
     try:
         return {int(key): bias for key, bias in value.items()}
     except ValueError:
@@ -95,23 +97,25 @@ class SamplingBody(Body):
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     stop: Annotated[
-        list[Stop], BeforeValidator(_as_list), Field(default_factory=list, max_length=MAX_STOPS)
+        Many[Stop],
+        BeforeValidator(_as_list, json_schema_input_type=str | list[Stop]),
+        Field(default_factory=list, max_length=MAX_STOPS),
     ]
     stop_regex: Annotated[
-        list[PatternText],
-        BeforeValidator(_as_list),
+        Many[PatternText],
+        BeforeValidator(_as_list, json_schema_input_type=str | list[PatternText]),
         Field(default_factory=list, max_length=MAX_STOP_PATTERNS),
     ]
     stop_token_ids: Annotated[
-        list[TokenId], Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
+        Many[TokenId], Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
     ]
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     logit_bias: Annotated[
         dict[int, float],
-        BeforeValidator(_id_keys),
-        Field(default_factory=dict, max_length=MAX_LOGIT_BIAS),
+        BeforeValidator(_id_keys, json_schema_input_type=dict[str, float]),
+        Field(default_factory=dict, json_schema_extra={"maxProperties": MAX_LOGIT_BIAS}),
     ]
 
     @cached_property

@@ -1,15 +1,24 @@
-"""Serving an app: the listening socket, the settings that cancellation needs, the end.
+"""Serving an app: the listening socket, the settings that cancellation and bad clients need, the end.
 
 The caller chooses the loop (uvloop) and when to stop; signals are its business.
 """
 
+import asyncio
 import errno
+import logging
+import resource
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
+from typing_extensions import override
 
+from frontend.connection import connections
+from frontend.edge import EDGE
+from frontend.tls import server_context
+from telemetry.log import get_logger
 from wire.errors import ConfigInvalid
 
 # Connections the kernel holds while the loop is busy; above what SGLang's load client opens at once.
@@ -18,6 +27,10 @@ BACKLOG = 2048
 # gains nothing, and Linux's own limit of 4 MiB for each stalled stream would add up.
 SEND_BUFFER_BYTES = 256 * 1024
 MAX_HEADER_BYTES = 16 * 1024
+MAX_HEADERS = 100
+HANDSHAKE_TIMEOUT_S = 10.0
+
+log = get_logger(__name__)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -56,21 +69,76 @@ def make_runner(app: web.Application, drain_timeout_s: float = 5.0) -> web.AppRu
         app,
         handler_cancellation=True,
         access_log=None,  # counted in /metrics; a line a request costs more than the request's routing
+        logger=_HttpLogger("aiohttp.server"),
+        keepalive_timeout=app[EDGE].options.idle_timeout_s,
         max_line_size=MAX_HEADER_BYTES,
         max_field_size=MAX_HEADER_BYTES,
+        max_headers=MAX_HEADERS,
+        auto_decompress=False,  # `frontend/limits.py` refuses compressed bodies
         shutdown_timeout=drain_timeout_s,
     )
+
+
+def allow_many_connections() -> None:
+    """Let this process have as many open files as it may: shells start theirs with 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError):  # a limit that a kernel tells and does not take
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def cut_off_who_does_not_read(sock: socket.socket, timeout_s: float) -> None:
+    """Have the kernel close connections whose client takes nothing for `timeout_s`.
+
+    It holds for every answer, and for what a socket that is closing still has to send. No process
+    sees that otherwise: its own writes end when all is in the buffers.
+
+    Args:
+        sock: A listening socket, which the connections have it from, or a connection.
+    """
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
+
+
+class _HttpLogger(logging.Logger):
+    """Turns what aiohttp logs into events of ours. None of logging's own tree."""
+
+    @override
+    def handle(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            # No HTTP, or too much of it: the client's fault, which must not fill the log.
+            log.debug("request.malformed", error=error.message)
+        else:
+            log.error("http.failed", message=record.getMessage(), exc_info=error)
 
 
 @asynccontextmanager
 async def serving(
     app: web.Application, sock: socket.socket, drain_timeout_s: float = 5.0
 ) -> AsyncIterator[None]:
-    """Serve `app` on a listening socket inside the block; on leaving, drain and close it."""
+    """Serve `app` on a listening socket inside the block; on leaving, drain and close it.
+
+    Raises:
+        ConfigInvalid: The files of TLS cannot be used.
+    """
+    options = app[EDGE].options
+    context = None if options.http.tls is None else server_context(options.http.tls)
+    allow_many_connections()
+    cut_off_who_does_not_read(sock, options.stall_timeout_s)
     runner = make_runner(app, drain_timeout_s)
     await runner.setup()
+    assert runner.server is not None
+    listener = None
     try:
-        await web.SockSite(runner, sock, backlog=BACKLOG).start()
+        listener = await asyncio.get_running_loop().create_server(
+            connections(runner.server),
+            sock=sock,
+            backlog=BACKLOG,
+            ssl=context,
+            ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if context is not None else None,
+        )
         yield
     finally:
+        if listener is not None:
+            listener.close()
         await runner.cleanup()

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
+from frontend.flags import warn_of_exposed_keys
 from node.checkpoint import resolve_model
 from node.config import NodeConfig, NodeRole
 from node.flags import MEANINGLESS, build_parser, read_config
@@ -49,6 +50,7 @@ def run(command: NodeCommand, argv: Sequence[str]) -> int:
     try:
         config, args = read_config(parser, command.role, argv)
         logs.configure(config.log_level, config.log_format, role=config.role)
+        warn_of_exposed_keys(config.http)
         for flag in dict.fromkeys(args.meaningless or []):
             log.warning("flag.meaningless", flag=flag, reason=MEANINGLESS[flag])
         key = cluster_key(config.host, is_insecure=config.is_insecure)

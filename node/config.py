@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from engine.config import EngineConfig
+from frontend.options import HttpOptions
 from kvtransfer.checksum import Verify
 from kvtransfer.transports.registry import names_of
 from wire.errors import ConfigInvalid
@@ -48,7 +49,6 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         engine_port: Where edge workers reach the engine; 0 takes any free port, which
             `/server_info` tells them.
-        max_body_bytes: Of an HTTP request. 32 MiB: four times a prompt of 1M tokens as text.
     """
 
     role: NodeRole
@@ -58,8 +58,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 7000
     engine_port: int = 0
-    api_keys: tuple[str, ...] = ()
-    max_body_bytes: int = 32 << 20
+    http: HttpOptions = HttpOptions()
     is_incremental_output: bool = False
     log_level: str = "info"
     log_format: Literal["auto", "console", "json"] = "auto"

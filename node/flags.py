@@ -1,7 +1,8 @@
 """The flags of a node, with the names that users of SGLang and vLLM know.
 
 argparse, not a library above it: one flag has up to three names, three commands share them all, and
-`--prefill URL PORT` takes several values. Reads arguments only; the environment is read in `command`.
+`--prefill URL PORT` takes several values. Reads arguments and the files they name; the environment is read
+in `command`.
 """
 
 import argparse
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
+from frontend.flags import add_http_flags, read_http
 from node.checkpoint import model_name
 from node.config import NodeConfig, NodeRole, TransferConfig, check
 from node.engine_flags import (
@@ -105,7 +107,7 @@ def _add_server_flags(group: argparse._ArgumentGroup, default_port: int) -> None
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=default_port, help="of HTTP")
     add("--engine-port", type=int, default=0, help="of the token plane; 0: any free port")
-    add("--api-key", action="append", default=[], metavar="KEY", help="required of HTTP clients")
+    add_http_flags(group)
     add_level_flag(group)
     add_format_flag(group)
     add(
@@ -211,7 +213,7 @@ def read_config(
         host=bare_host("--host", args.host),
         port=args.port,
         engine_port=args.engine_port,
-        api_keys=tuple(args.api_key),
+        http=read_http(args),
         is_incremental_output=args.incremental_streaming_output,
         log_level=args.log_level,
         log_format=args.log_format,

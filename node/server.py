@@ -51,7 +51,7 @@ async def serve(config: NodeConfig, engine_module: str, key: ChannelKey | None) 
             try:
                 ready = await node.start()
                 if isinstance(ready, Ready):
-                    url = f"http://{config.host}:{sock.getsockname()[1]}"
+                    url = f"{config.http.scheme}://{config.host}:{sock.getsockname()[1]}"
                     return await node.watch(ready, key, url)
             finally:
                 await node.stop()
@@ -62,8 +62,7 @@ async def serve(config: NodeConfig, engine_module: str, key: ChannelKey | None) 
 
 def _options(config: NodeConfig, files: Mapping[str, str]) -> FrontendOptions:
     return FrontendOptions(
-        api_keys=config.api_keys,
-        max_body_bytes=config.max_body_bytes,
+        http=config.http,
         incremental_streaming_output=config.is_incremental_output,
         tokenizer_files=lambda: files,
     )

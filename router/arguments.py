@@ -1,7 +1,7 @@
 """The router's command line, read into a `RouterConfig`.
 
 Takes both forms that people type (see `EXAMPLES`). argparse, since click has no flag that takes
-several values at once. Reads nothing but its arguments: no environment, no files.
+several values at once. Reads its arguments and the files they name, and no environment.
 """
 
 import argparse
@@ -10,6 +10,7 @@ from typing import get_args
 
 from typing_extensions import override
 
+from frontend.flags import add_http_flags, read_http
 from router.config import PolicyName, PrefillTarget, RouterConfig, node_url
 from telemetry.flags import add_format_flag, add_level_flag
 from wire.errors import ConfigInvalid
@@ -31,7 +32,7 @@ The secret that nodes and router share is read from TANDEM_CLUSTER_KEY.
 """
 
 # Flags of other routers and servers that people have in their scripts. None of them means anything
-# here: nodes are always apart, metrics are at /metrics, time limits are the client's.
+# here: nodes are always apart, metrics are at /metrics.
 IGNORED_FLAGS = (
     "--pd-disaggregation",
     "--mini-lb",
@@ -39,7 +40,6 @@ IGNORED_FLAGS = (
     "--prometheus-port",
     "--prometheus-host",
     "--timeout",
-    "--request-timeout-secs",
     "--worker-startup-timeout-secs",
     "--worker-startup-check-interval",
     "--cache-threshold",
@@ -47,7 +47,6 @@ IGNORED_FLAGS = (
     "--balance-rel-threshold",
     "--eviction-interval",
     "--max-tree-size",
-    "--max-payload-size",
     "--log-dir",
     "--trust-remote-code",
     "--enable-metrics",
@@ -121,6 +120,12 @@ def _add_cluster_flags(group: argparse._ArgumentGroup) -> None:
         help="how a pair is chosen (default: least_load; cache_aware is taken as least_load)",
     )
     group.add_argument(
+        "--node-ca-certs",
+        default="",
+        metavar="FILE",
+        help="authorities of the certificates of https:// nodes (default: this system's)",
+    )
+    group.add_argument(
         "--max-attempts",
         type=int,
         default=3,
@@ -146,14 +151,7 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="processes for HTTP, tokenizing and detokenizing (default: 1)",
     )
-    group.add_argument(
-        "--api-key",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="clients must send one of these as a bearer token; may be repeated; the first is also "
-        "what this router sends to nodes",
-    )
+    add_http_flags(group, "; the first is also what this router sends to nodes")
     add_level_flag(group)
     add_format_flag(group)
 
@@ -193,7 +191,8 @@ def parse(argv: Sequence[str], prog: str = "tandem lb") -> RouterConfig:
         num_workers=args.num_workers,
         policy=POLICY_ALIASES.get(args.policy, args.policy),
         max_attempts=args.max_attempts,
-        api_keys=tuple(args.api_key),
+        node_ca_certs=args.node_ca_certs,
+        http=read_http(args),
         tokenizer_dir=args.tokenizer_dir,
         served_model_name=args.served_model_name,
         log_level=args.log_level,

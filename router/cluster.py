@@ -44,9 +44,10 @@ class Cluster:
         self.prefills = [Node(t.url, "prefill", t.bootstrap_port) for t in config.prefills]
         self.decodes = [Node(url, "decode") for url in config.decodes]
         secret = config.cluster_secret
+        self._tls = config.node_tls()
         self._key = ChannelKey.from_secret(secret) if secret else None
         # Nodes that ask for a key are given the one that clients have.
-        keys = config.api_keys
+        keys = config.http.api_keys
         self._headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
         self._by_url = {node.url: node for node in (*self.prefills, *self.decodes)}
         self._name = config.served_model_name
@@ -63,7 +64,7 @@ class Cluster:
 
     async def run(self) -> None:
         """Watch every node until cancelled."""
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, ssl=self._tls)
         async with (
             aiohttp.ClientSession(connector=connector, headers=self._headers) as session,
             asyncio.TaskGroup() as tasks,

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from frontend.flags import warn_of_exposed_keys
 from router.arguments import parse
 from router.launcher import run
 from telemetry.log import configure, get_logger
@@ -22,6 +23,7 @@ def main(argv: Sequence[str]) -> int:
         configure(config.log_level, config.log_format, role="router")
         for flag in config.ignored_flags:
             log.info("flag.ignored", flag=flag, reason="it has no meaning here")
+        warn_of_exposed_keys(config.http)
         return run(config)
     except ConfigInvalid as error:
         sys.stderr.write(f"tandem lb: error: {error.message}\n")

@@ -1,9 +1,12 @@
 """The router's configuration: read in `__main__`, checked here, passed down frozen."""
 
+import ssl
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
+from frontend.options import HttpOptions
+from frontend.tls import load_authorities
 from telemetry.log import LogFormat
 from wire.errors import ConfigInvalid
 
@@ -14,18 +17,19 @@ def node_url(text: str) -> str:
     """Return the URL of a node in its normal form, without a slash at the end.
 
     Raises:
-        ConfigInvalid: It is not http://HOST:PORT.
+        ConfigInvalid: It is not http://HOST:PORT or https://HOST:PORT.
     """
     try:
         parts = urlsplit(text)
         # As the resolver does, which would raise in the middle of serving.
         host = (parts.hostname or "").encode("idna")
-        is_whole = parts.scheme == "http" and bool(host) and parts.port is not None
+        is_whole = parts.scheme in {"http", "https"} and bool(host) and parts.port is not None
     except ValueError:  # a port that is no number, an unclosed bracket, no name of a host
         is_whole = False
     if not is_whole:
         raise ConfigInvalid(
-            f"{text!r} is not a node's URL: give http://HOST:PORT, an IPv6 host in brackets"
+            f"{text!r} is not a node's URL: give http://HOST:PORT or https://HOST:PORT, an IPv6 "
+            "host in brackets"
         )
     return text.rstrip("/")
 
@@ -56,6 +60,7 @@ class RouterConfig:
             carries thousands of tokens per second; more are for more cores.
         max_attempts: How often one request is tried before its client sees an error. Two deaths in
             the life of one request are rare; a request that kills nodes must not kill them all.
+        node_ca_certs: Authorities of nodes that speak HTTPS; empty takes the system's.
         tokenizer_dir: Read here instead of asked from the nodes.
         served_model_name: As clients name the model; empty takes the nodes' name.
         cluster_secret: Of `TANDEM_CLUSTER_KEY`; empty leaves links to nodes plain.
@@ -69,7 +74,8 @@ class RouterConfig:
     num_workers: int = 1
     policy: PolicyName = "least_load"
     max_attempts: int = 3
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    node_ca_certs: str = ""
+    http: HttpOptions = field(default_factory=HttpOptions)
     tokenizer_dir: str = ""
     served_model_name: str = ""
     log_level: str = "info"
@@ -87,3 +93,17 @@ class RouterConfig:
             raise ConfigInvalid("--detokenizers and --max-attempts are at least 1")
         if not 0 <= self.port <= 65535:
             raise ConfigInvalid(f"--port {self.port} is not between 0 and 65535")
+        if self.node_ca_certs:
+            self.node_tls()
+
+    def node_tls(self) -> ssl.SSLContext | bool:
+        """Return what https:// nodes are checked with; true for what the system trusts.
+
+        Raises:
+            ConfigInvalid: The authorities cannot be read.
+        """
+        if not self.node_ca_certs:
+            return True
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        load_authorities(context, "--node-ca-certs", self.node_ca_certs)
+        return context

@@ -39,7 +39,11 @@ def run(config: RouterConfig) -> int:
     with listen(config.host, config.port) as sock:
         host, port = sock.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        log.info("router.listening", url=f"http://{shown}:{port}", num_workers=config.num_workers)
+        log.info(
+            "router.listening",
+            url=f"{config.http.scheme}://{shown}:{port}",
+            num_workers=config.num_workers,
+        )
         status: int = uvloop.run(Launcher(config, sock).run())
         return status
 

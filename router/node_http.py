@@ -73,6 +73,13 @@ async def _get(
             if response.status != 200:
                 raise NodeUnusable(_refusal(response.status, await _read(response, limit_bytes)))
             return await _read(response, limit_bytes)
+    except aiohttp.ClientConnectorCertificateError as error:
+        raise NodeUnusable(
+            f"its certificate is not trusted ({error.certificate_error}): give its authority with "
+            "--node-ca-certs"
+        ) from error
+    except aiohttp.ClientSSLError as error:
+        raise NodeUnusable(f"TLS fails: {error.strerror}") from error
     except aiohttp.ClientConnectorError as error:
         raise NodeUnusable(reason_of(error.os_error)) from error
     except TimeoutError as error:

@@ -54,7 +54,7 @@ async def serve(config: RouterConfig, sock: socket.socket) -> None:
     cluster = Cluster(config)
     policy, rng = POLICIES[config.policy], random.Random()
     backend = ClusterBackend(cluster, policy, config.max_attempts, rng)
-    app = create_app(backend, FrontendOptions(api_keys=config.api_keys))
+    app = create_app(backend, FrontendOptions(http=config.http))
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(cluster.run())
         async with serving(app, sock, DRAIN_TIMEOUT_S):

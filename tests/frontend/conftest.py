@@ -3,6 +3,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from frontend.app import create_app
 from frontend.options import FrontendOptions
@@ -30,9 +31,16 @@ def backend(tokenizer) -> FakeBackend:
 @asynccontextmanager
 async def serve(backend: FakeBackend, options: FrontendOptions | None = None):
     """A real server on a free port, and a client whose base is its address."""
+    async with serve_app(create_app(backend, options)) as client:
+        yield client
+
+
+@asynccontextmanager
+async def serve_app(app: web.Application):
+    """As `serve`, for an app that a test made."""
     sock = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-    async with serving(create_app(backend, options), sock), aiohttp.ClientSession(url) as client:
+    async with serving(app, sock), aiohttp.ClientSession(url) as client:
         yield client
 
 

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from frontend.options import FrontendOptions
+from frontend.options import FrontendOptions, HttpOptions
 from frontend.tokenizer_files import tokenizer_files, tokenizer_hash
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say
@@ -109,7 +109,7 @@ async def test_aborting_nothing_is_refused(client):
 
 
 async def test_a_body_over_the_limit_is_answered_with_413(backend):
-    async with serve(backend, FrontendOptions(max_body_bytes=1000)) as client:
+    async with serve(backend, FrontendOptions(http=HttpOptions(max_body_bytes=1000))) as client:
         status, answer = await post(client, "/generate", {"text": "a" * 2000})
     assert status == 413
     assert "1000 bytes" in answer["error"]["message"]
@@ -141,11 +141,14 @@ async def test_a_long_text_that_fits_is_served(client, backend):
     [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "é"}],
 )
 async def test_without_the_key_only_health_and_metrics_answer(backend, headers):
-    async with serve(backend, FrontendOptions(api_keys=("other", "secret"))) as client:
+    async with serve(
+        backend, FrontendOptions(http=HttpOptions(api_keys=("other", "secret")))
+    ) as client:
         for path in ("/generate", "/v1/completions"):
             status, answer = await post(client, path, {"text": "a"}, headers=headers)
             assert (status, answer["error"]["code"]) == (401, "unauthorized")
-        assert (await get(client, "/server_info", headers=headers))[0] == 401
+        async with client.get("/server_info", headers=headers) as response:
+            assert (response.status, response.headers["WWW-Authenticate"]) == (401, "Bearer")
         for path in ("/health", "/metrics"):
             async with client.get(path, headers=headers) as response:
                 assert response.status == 200
@@ -153,7 +156,9 @@ async def test_without_the_key_only_health_and_metrics_answer(backend, headers):
 
 async def test_with_the_key_one_may_come_in(backend):
     headers = {"Authorization": "Bearer secret"}
-    async with serve(backend, FrontendOptions(api_keys=("other", "secret"))) as client:
+    async with serve(
+        backend, FrontendOptions(http=HttpOptions(api_keys=("other", "secret")))
+    ) as client:
         body = {"text": "a", "max_new_tokens": 1}
         assert (await post(client, "/generate", body, headers=headers))[0] == 200
 

@@ -1,6 +1,7 @@
 import pytest
 
 from engine.profile import DecodeTimes, Profile, Simulation
+from frontend.options import HttpOptions
 from node.flags import build_parser, read_config
 from wire.errors import ConfigInvalid
 
@@ -107,3 +108,11 @@ def test_a_node_that_serves_alone_has_no_transfer_flags(capsys):
     with pytest.raises(SystemExit):
         read("--transfer-backend", "tcp", role="colocated")
     assert "unrecognized" in capsys.readouterr().err
+
+
+def test_a_node_takes_the_same_flags_of_http_as_a_router():
+    flags = "--api-key a --api-key b --max-body-bytes 9 --request-timeout-s 3 --cors-allow-origin *"
+    config, _ = read(*flags.split())
+    assert config.http == HttpOptions(
+        api_keys=("a", "b"), max_body_bytes=9, request_timeout_s=3.0, cors_origins=("*",)
+    )

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ssl
 import threading
 from collections import deque
 from collections.abc import AsyncIterator
@@ -166,15 +167,15 @@ class FakeNode:
         return web.json_response({"files": self._tokenizer_files})
 
     @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator["FakeNode"]:
+    async def serving(self, tls: ssl.SSLContext | None = None) -> AsyncIterator["FakeNode"]:
         app = web.Application()
         app.router.add_get("/server_info", self._server_info)
         app.router.add_get("/tokenizer", self._tokenizer)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
         await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{runner.addresses[0][1]}"
         try:
             yield self
         finally:

@@ -1,5 +1,6 @@
 import pytest
 
+from frontend.options import HttpOptions
 from router.arguments import parse
 from router.config import PrefillTarget, RouterConfig, host_of
 from wire.errors import ConfigInvalid
@@ -55,7 +56,10 @@ def test_both_launch_forms_name_the_same_nodes(line, prefills, decodes):
         ("--tokenizer-worker-num 2", "num_workers", 2),
         ("--policy power_of_two", "policy", "power_of_two"),
         ("--policy cache_aware", "policy", "least_load"),
-        ("--api-key a --api-key b", "api_keys", ("a", "b")),
+        ("--api-key a --api-key b", "http", HttpOptions(api_keys=("a", "b"))),
+        ("--cors-allow-origin *", "http", HttpOptions(cors_origins=("*",))),
+        ("--max-payload-size 9", "http", HttpOptions(max_body_bytes=9)),
+        ("--request-timeout-secs 9", "http", HttpOptions(request_timeout_s=9)),
         ("--log-level WARNING", "log_level", "warning"),
         ("--tokenizer /models/m", "tokenizer_dir", "/models/m"),
         (
@@ -85,6 +89,7 @@ def test_familiar_flags_are_taken(flags, field, value):
         (f"--prefill {P} --decode {D} {D}", "each node is given once"),
         (f"--prefill {P} --decode {D} --detokenizers 0", "at least 1"),
         (f"--prefill {P} --decode {D} --port 70000", "--port 70000"),
+        (f"--prefill {P} --decode ftp://d:1", "give http://HOST:PORT or https://HOST:PORT"),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_to_do(line, sentence):
@@ -111,7 +116,10 @@ def test_help_shows_both_forms(capsys):
 
 def test_a_secret_is_not_shown_with_the_configuration():
     config = RouterConfig(
-        prefills=(PrefillTarget(P),), decodes=(D,), api_keys=("k3y",), cluster_secret="s3cret"
+        prefills=(PrefillTarget(P),),
+        decodes=(D,),
+        http=HttpOptions(api_keys=("k3y",)),
+        cluster_secret="s3cret",
     )
     assert "k3y" not in repr(config)
     assert "s3cret" not in repr(config)

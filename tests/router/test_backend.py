@@ -15,10 +15,11 @@ from wire.messages import Cancel, FlushCache, StartDecode, StartPrefill
 
 
 @asynccontextmanager
-async def watched(prefills, decodes, max_attempts=3):
+async def watched(prefills, decodes, max_attempts=3, **fields):
     config = RouterConfig(
         prefills=tuple(PrefillTarget(node.url) for node in prefills),
         decodes=tuple(node.url for node in decodes),
+        **fields,
     )
     cluster = Cluster(config)
     backend = ClusterBackend(cluster, POLICIES["least_load"], max_attempts, random.Random(0))

@@ -3,9 +3,12 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from frontend.options import TlsFiles
+from frontend.tls import server_context
 from frontend.tokenizer_files import tokenizer_hash
 from router.cluster import Cluster
 from router.config import PrefillTarget, RouterConfig
+from tests.certificates import make_certificates
 from tests.router.fake_node import FakeNode, until
 from tests.router.test_backend import cluster, watched
 from wire.errors import ConfigInvalid
@@ -75,3 +78,31 @@ async def test_a_tokenizer_directory_that_is_none_is_refused_at_the_start(tmp_pa
     )
     with pytest.raises(ConfigInvalid):
         Cluster(config)
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+async def test_nodes_over_https_are_used_if_their_authority_is_given(tmp_path: Path, is_trusted):
+    files = make_certificates(tmp_path)
+    tls = server_context(TlsFiles(files.cert, files.key))
+    prefill, decode = FakeNode("prefill"), FakeNode("decode")
+    given = {"node_ca_certs": files.ca} if is_trusted else {}
+    async with (
+        prefill.serving(tls),
+        decode.serving(tls),
+        watched([prefill], [decode], **given) as backend,
+    ):
+        if is_trusted:
+            await until(lambda: backend.health().is_serving)
+        else:
+            await until(
+                lambda: "give its authority with --node-ca-certs" in backend.health().detail
+            )
+
+
+def test_an_authority_that_cannot_be_read_is_refused_at_the_start(tmp_path: Path):
+    with pytest.raises(ConfigInvalid, match=r"--node-ca-certs .*: No such file"):
+        RouterConfig(
+            prefills=(PrefillTarget("https://p:1"),),
+            decodes=("https://d:1",),
+            node_ca_certs=str(tmp_path / "none"),
+        )

@@ -3,6 +3,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from tests.certificates import make_certificates
 from tests.router.fake_node import FakeNode, until
 from wire.messages import Cancel, StartDecode, StartPrefill
 
@@ -116,6 +118,32 @@ async def test_a_tokenizer_that_is_none_ends_the_router_instead_of_restarting_it
     _, said = await process.communicate()
     assert process.returncode == 2
     assert b"no tokenizer.json" in said
+
+
+async def test_every_worker_speaks_tls_and_asks_for_a_key_of_the_file(tmp_path):
+    files = make_certificates(tmp_path)
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\nsk-one\n")
+    trusting = ssl.create_default_context(cafile=files.ca)
+    tls = ("--ssl-certfile", files.cert, "--ssl-keyfile", files.key)
+    async with (
+        router(*NOWHERE, *tls, "--api-key-file", str(keys)) as (_, url),
+        aiohttp.ClientSession(url) as client,
+    ):
+        assert url.startswith("https://")
+        for headers, status in (({}, 401), ({"Authorization": "bearer sk-one"}, 503)):
+            async with client.get("/v1/models", headers=headers, ssl=trusting) as response:
+                assert response.status == status
+
+
+async def test_files_of_tls_that_cannot_work_end_the_router_with_one_sentence(tmp_path):
+    files = make_certificates(tmp_path)
+    process = await start(*NOWHERE, "--ssl-certfile", files.cert, "--ssl-keyfile", files.other_key)
+    _, said = await process.communicate()
+    assert process.returncode == 2
+    assert said.decode() == (
+        f"tandem lb: error: --ssl-keyfile {files.other_key}: is not the key of {files.cert}\n"
+    )
 
 
 @asynccontextmanager

@@ -1,0 +1,27 @@
+"""The app over a fake backend, on a free port: prints its URL, then serves until it is killed."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import uvloop
+
+from frontend.app import create_app
+from frontend.server import listen, serving
+from frontend.tokenizer import Tokenizer
+from node.checkpoint import resolve_model
+from tests.frontend.fakes import FakeBackend
+
+
+async def main() -> None:
+    """Serve the embedded model's tokenizer, and answers that repeat their prompts."""
+    model = resolve_model(None, Path.home() / ".cache" / "tandem" / "models")
+    with listen("127.0.0.1", 0) as sock:
+        async with serving(create_app(FakeBackend(Tokenizer.load(model))), sock):
+            sys.stdout.write(f"http://127.0.0.1:{sock.getsockname()[1]}\n")
+            sys.stdout.flush()
+            await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

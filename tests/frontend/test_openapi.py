@@ -1,0 +1,170 @@
+import json
+import re
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from frontend.app import create_app
+from frontend.options import FrontendOptions, HttpOptions
+from tests.frontend.conftest import serve
+
+WITH_KEYS = FrontendOptions(http=HttpOptions(api_keys=("k",)), tokenizer_files=dict)
+REFERENCE = "#/components/schemas/"
+
+
+async def document(client) -> dict:
+    async with client.get("/openapi.json") as response:
+        assert (response.status, response.content_type) == (200, "application/json")
+        return await response.json()
+
+
+def references(value) -> set[str]:
+    return {
+        match.removeprefix(REFERENCE)
+        for match in re.findall(r'"\$ref": "([^"]+)"', json.dumps(value))
+    }
+
+
+async def test_every_route_is_in_the_document(backend):
+    options = WITH_KEYS
+    app = create_app(backend, options)
+    served = {
+        (route.method.lower(), re.sub(r":[^}]*", "", route.resource.canonical))
+        for route in app.router.routes()
+        if route.method != "HEAD"
+    }
+    async with serve(backend, options) as client:
+        found = await document(client)
+    assert {(method, path) for path, item in found["paths"].items() for method in item} == served
+    assert ("get", "/v1/models/{name}") in served
+
+
+async def test_the_document_refers_to_nothing_that_it_lacks(client):
+    found = await document(client)
+    assert found["openapi"] == "3.1.0"
+    assert references(found) <= set(found["components"]["schemas"])
+
+
+async def test_bodies_name_the_fields_of_their_models(client):
+    found = await document(client)
+    schemas = found["components"]["schemas"]
+    body = found["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
+    fields = {name for part in references(body) for name in schemas[part].get("properties", ())}
+    assert {
+        "prompt",
+        "max_tokens",
+        "max_completion_tokens",
+        "stop",
+        "echo",
+        "response_format",
+    } <= fields
+    assert schemas["GenerateBody"]["properties"]["text"]["anyOf"][0] == {"type": "string"}
+    assert schemas["OpenAISampling"]["properties"]["n"]["maximum"] == 128
+
+
+async def test_answers_are_described_as_whole_as_events_and_as_errors(client):
+    answers = (await document(client))["paths"]["/generate"]["post"]["responses"]
+    assert set(answers["200"]["content"]) == {"application/json", "text/event-stream"}
+    assert references(answers["200"]["content"]["text/event-stream"]) == {"GenerateEvent"}
+    assert references(answers["413"]) == references(answers["default"]) == {"Error"}
+
+
+async def test_keys_are_described_only_where_they_are_asked_for(client, backend):
+    open_to_all = await document(client)
+    assert "security" not in open_to_all
+    async with serve(backend, WITH_KEYS) as guarded:
+        found = await document(guarded)
+    assert found["security"] == [{"key": []}]
+    assert found["paths"]["/health"]["get"]["security"] == []
+    assert "401" in found["paths"]["/generate"]["post"]["responses"]
+    assert "401" not in found["paths"]["/health"]["get"]["responses"]
+
+
+async def test_the_page_shows_every_route_and_loads_nothing(client):
+    paths = (await document(client))["paths"]
+    async with client.get("/docs") as response:
+        page = await response.text()
+        policy = response.headers["Content-Security-Policy"]
+    assert response.content_type == "text/html"
+    assert all(path in page for path in paths)
+    assert "<script" not in page
+    assert "//" not in page
+    assert "default-src 'none'" in policy
+
+
+NUMBERS = st.integers() | st.floats() | st.just(10**400)
+JUNK = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+FIELDS = [
+    "text",
+    "input_ids",
+    "prompt",
+    "messages",
+    "sampling_params",
+    "rid",
+    "stream",
+    "stream_options",
+    "priority",
+    "cache_salt",
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "logprobs",
+    "top_logprobs",
+    "echo",
+    "n",
+    "stop",
+    "stop_regex",
+    "seed",
+    "stop_token_ids",
+    "logit_bias",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_new_tokens",
+    "max_tokens",
+    "min_tokens",
+    "tools",
+    "tool_choice",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "json_schema",
+    "regex",
+    "response_format",
+    "structured_outputs",
+    "guided_choice",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "model",
+    "best_of",
+    "suffix",
+]
+GOOD = {
+    "/generate": {"input_ids": [5], "max_new_tokens": 2},
+    "/v1/completions": {"prompt": [5], "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/abort_request": {"rid": "a"},
+}
+
+
+@settings(
+    max_examples=400,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(st.sampled_from(sorted(GOOD)), st.dictionaries(st.sampled_from(FIELDS), JUNK, max_size=3))
+async def test_no_body_makes_the_server_fail(client, path, junk):
+    data = json.dumps(GOOD[path] | junk)
+    async with client.post(path, data=data) as response:
+        answer = await response.read()
+    assert response.status in {200, 400, 404}, (data, answer)
+    if response.content_type == "application/json" and response.status != 200:
+        assert json.loads(answer)["error"]["message"]
