@@ -13,6 +13,7 @@ from aiohttp import web
 from frontend.body import read_json
 from frontend.edge import EDGE, Edge, side_by_side
 from frontend.generation import Answer, Ending, Generation, Piece, failed
+from frontend.limits import within_time
 from frontend.logprobs import NativeLogprobs, native_logprobs
 from frontend.middleware import json_response, public_info
 from frontend.native_body import NativeCall, read_call
@@ -144,7 +145,10 @@ class _Events:
             TandemError: Nothing was sent yet.
         """
         try:
-            async with aclosing(self._edge.run(self._generation, self)) as pieces:
+            async with (
+                within_time(self._stream.request),
+                aclosing(self._edge.run(self._generation, self)) as pieces,
+            ):
                 async for piece in pieces:
                     await self._send(piece)
         except TandemError as error:

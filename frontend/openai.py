@@ -15,6 +15,7 @@ from aiohttp import web
 from frontend.body import read_json
 from frontend.edge import EDGE, Edge, side_by_side
 from frontend.generation import Answer, Generation, Piece
+from frontend.limits import within_time
 from frontend.logprobs import ChatLogprobs, CompletionLogprobs, LogprobWriter, Run
 from frontend.middleware import error_body, json_response, public_info
 from frontend.openai_body import OpenAICall, read_chat, read_completion
@@ -238,7 +239,10 @@ class _Chunks:
 
     async def _send_choice(self, edge: Edge, choice: "_Choice") -> None:
         try:
-            async with aclosing(edge.run(choice.generation, choice)) as pieces:
+            async with (
+                within_time(self.stream.request),
+                aclosing(edge.run(choice.generation, choice)) as pieces,
+            ):
                 async for piece in pieces:
                     if parts := choice.take(piece):
                         usage = self.usage()

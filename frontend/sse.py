@@ -44,21 +44,22 @@ class EventStream:
         stall_timeout_s: How long a client may leave the write buffer full.
 
     Attributes:
+        request: What is answered.
         is_started: Whether the status is sent: from then on an error is an event.
     """
 
     __slots__ = (
         "_is_chunked",
-        "_request",
         "_response",
         "_stall_timeout_s",
         "_starting",
         "_transport",
         "is_started",
+        "request",
     )
 
     def __init__(self, request: web.Request, stall_timeout_s: float) -> None:
-        self._request = request
+        self.request = request
         self._stall_timeout_s = stall_timeout_s
         self._response = web.StreamResponse(headers=_HEADERS)
         self._starting = asyncio.Lock()
@@ -69,7 +70,7 @@ class EventStream:
 
     @override
     def __repr__(self) -> str:
-        return f"EventStream({self._request.path}, is_started={self.is_started})"
+        return f"EventStream({self.request.path}, is_started={self.is_started})"
 
     async def __aenter__(self) -> Self:
         return self
@@ -110,7 +111,7 @@ class EventStream:
             self._transport.write(events)
         except RuntimeError:
             # So says uvloop of a connection that is gone. The handler is about to hear of it.
-            log.debug("client.gone", path=self._request.path)
+            log.debug("client.gone", path=self.request.path)
 
     async def finish(self) -> web.StreamResponse:
         """Send the end of the stream; return the response for aiohttp.
@@ -130,17 +131,17 @@ class EventStream:
         async with self._starting:
             if self.is_started:
                 return
-            if (transport := self._request.transport) is not None:
+            if (transport := self.request.transport) is not None:
                 transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
             if self._is_chunked:
                 self._response.enable_chunked_encoding()
-            await self._response.prepare(self._request)
+            await self._response.prepare(self.request)
             # The head itself goes with the first event, before anybody else runs.
             self.is_started, self._transport = True, transport
 
     def _has_room(self, size_bytes: int) -> bool:
         """Tell whether a write cannot block, so that the price of a timer can be saved."""
-        transport = self._request.transport
+        transport = self.request.transport
         if transport is None:
             raise ConnectionResetError("the client is gone")
         return transport.get_write_buffer_size() + size_bytes < _ROOM_BYTES
@@ -153,10 +154,10 @@ class EventStream:
             self._cut_off()
 
     def _cut_off(self) -> None:
-        log.info("client.stalled", path=self._request.path, timeout_s=self._stall_timeout_s)
+        log.info("client.stalled", path=self.request.path, timeout_s=self._stall_timeout_s)
         self._abort()
         raise ConnectionAbortedError("the client does not read its stream")
 
     def _abort(self) -> None:
-        if (transport := self._request.transport) is not None:
+        if (transport := self.request.transport) is not None:
             transport.abort()

@@ -8,8 +8,7 @@ from frontend.limits import RequestTimedOut, within_time
 from frontend.options import FrontendOptions, HttpOptions
 from tests.frontend.conftest import serve, serve_app
 from tests.frontend.fakes import length, say
-from tests.frontend.helpers import post
-from tests.frontend.raw import connected, request
+from tests.frontend.helpers import post, stream
 
 DEADLINE_S = 10
 SHORT = FrontendOptions(http=HttpOptions(request_timeout_s=0.2))
@@ -36,18 +35,14 @@ async def test_a_request_that_takes_too_long_is_answered_with_504_and_cancelled(
     assert "0.2 s" in answer["error"]["message"]
 
 
-async def test_a_stream_that_takes_too_long_is_never_taken_for_a_whole_one(backend):
-    backend.script = say([5], asyncio.Event())
-    async with (
-        asyncio.timeout(DEADLINE_S),
-        serve(backend, SHORT) as client,
-        connected(client) as slow,
-    ):
-        await slow.send(request("/generate", GENERATE | {"stream": True}))
-        await slow.reader.readuntil(b"data: ")
-        with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
-            await slow.reader.readuntil(b'"type":"stop"')
-        await backend.until(lambda: backend.cancelled)
+async def test_a_stream_that_takes_too_long_ends_with_an_error_event(backend):
+    backend.script = say([81], asyncio.Event())
+    async with asyncio.timeout(DEADLINE_S), serve(backend, SHORT) as client:
+        native = (await stream(client, "/generate", GENERATE | {"n": 2}))[-1]["meta_info"]
+        completion = (await stream(client, "/v1/completions", {"prompt": [5]}))[-1]
+        await backend.until(lambda: len(backend.cancelled) == 3)
+    assert native["finish_reason"]["type"] == "abort"
+    assert native["finish_reason"]["err_type"] == completion["error"]["code"] == "timeout"
 
 
 async def test_without_a_limit_a_request_may_take_its_time(client, backend):
