@@ -12,8 +12,9 @@ from aiohttp import web
 
 from wire.errors import ConfigInvalid
 
-# Connections the kernel holds while the loop is busy; above what SGLang's load client opens at once.
-BACKLOG = 2048
+# Connections the kernel holds while the loop is busy: as many as Linux allows by default, since a client
+# whose connection finds no place tries again only after a second.
+BACKLOG = 4096
 # What the kernel may hold for a client that does not read. Tokens are few bytes: a larger buffer
 # gains nothing, and Linux's own limit of 4 MiB for each stalled stream would add up.
 SEND_BUFFER_BYTES = 256 * 1024

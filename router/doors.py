@@ -1,0 +1,286 @@
+"""How a connection comes to the least loaded edge worker: accepted by the parent, taken by a worker.
+
+```
+ parent:  Doorman   accept ─▶ least_loaded(rows + what waits) ─▶ descriptor through that worker's door
+                                                                      │ a pair of unix sockets
+ worker:  Door      ◀──────────────────────────────────────────────────┘ ─▶ aiohttp; its row is kept true
+```
+
+One chooser for all connections, so the balance is exact however many come at once; it reads no byte of
+any client. A door outlives its worker: what waits in it when the worker dies goes to another.
+"""
+
+import asyncio
+import itertools
+import socket
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from frontend.server import make_runner
+from router.pool import Pool, Row
+from telemetry.log import get_logger
+
+log = get_logger(__name__)
+
+# Between two looks at other events: a burst of connections delays nothing by more than some ms.
+TURN = 64
+# After which a connection for which no worker had room is tried again.
+PAUSE_S = 0.005
+# As asyncio's own servers wait when no descriptor is free.
+ACCEPT_RETRY_S = 1.0
+# A worker that took nothing from its door for so long is stopped or stuck: others are given more.
+STUCK_AFTER_S = 1.0
+# Openings are counted at once; what closed, which aiohttp tells nobody, so often.
+REFRESH_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker as the choice sees it.
+
+    Attributes:
+        row: What it says of itself.
+        num_waiting: Connections in its door.
+        turn: When it was last chosen, in any rising numbers.
+        is_stuck: It takes nothing from its door.
+    """
+
+    row: Row
+    num_waiting: int = 0
+    turn: int = 0
+    is_stuck: bool = False
+
+    @property
+    def load(self) -> int:
+        """Connections, or streams where one connection asked for several.
+
+        An idle connection counts as much as a busy one: its next request comes when it likes, and
+        a worker that is slow to begin what it was given must not look free for it.
+        """
+        return max(self.row.num_connections + self.num_waiting, self.row.num_streams)
+
+
+def least_loaded(candidates: Sequence[Candidate]) -> int | None:
+    """Return the index of the worker to take the next connection; None while none is ready.
+
+    Between equals the one with fewer streams, then the one that waited longest for its turn.
+    """
+    ready = [i for i, candidate in enumerate(candidates) if candidate.row.is_ready]
+    moving = [i for i in ready if not candidates[i].is_stuck]
+
+    def order(index: int) -> tuple[int, int, int]:
+        candidate = candidates[index]
+        return candidate.load, candidate.row.num_streams, candidate.turn
+
+    return min(moving or ready, key=order, default=None)
+
+
+class _Doorway:
+    """The parent's side of one door: what went through, and whether it was taken."""
+
+    def __init__(self) -> None:
+        self.ours, self.workers = socket.socketpair()
+        self.ours.setblocking(False)
+        self.workers.setblocking(False)
+        self.turn = 0
+        self._num_handed = self._num_received = 0
+        self._moved_at = 0.0
+
+    def candidate(self, row: Row, now: float) -> Candidate:
+        num_waiting = self._num_handed - row.num_received
+        if not num_waiting or row.num_received != self._num_received:
+            self._num_received, self._moved_at = row.num_received, now
+        return Candidate(row, num_waiting, self.turn, now - self._moved_at > STUCK_AFTER_S)
+
+    def hand(self, connection: socket.socket, turn: int) -> bool:
+        """Pass a connection through; False when the door is full."""
+        try:
+            socket.send_fds(self.ours, [b"c"], [connection.fileno()])
+        except OSError:  # full, or as many descriptors are under way as this user may have
+            return False
+        self._num_handed, self.turn = self._num_handed + 1, turn
+        return True
+
+    def clear(self) -> list[socket.socket]:
+        """Return what waits in the door of a worker that is gone."""
+        self._num_handed = self._num_received = 0
+        return [connection for connection in _taken(self.workers) if connection is not None]
+
+    def close(self) -> None:
+        self.ours.close()
+        self.workers.close()
+
+
+class Doorman:
+    """Accepts the router's connections and hands each to the least loaded worker.
+
+    Args:
+        sock: Listening, not blocking.
+    """
+
+    def __init__(
+        self, sock: socket.socket, pool: Pool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._socket, self._pool, self._clock = sock, pool, clock
+        self._doorways = [_Doorway() for _ in range(pool.num_workers)]
+        self._held: deque[socket.socket] = deque()
+        self._turns = itertools.count(1)
+        self._resuming: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    def worker_end(self, index: int) -> int:
+        """Return the descriptor that a worker is started with."""
+        return self._doorways[index].workers.fileno()
+
+    def open(self) -> None:
+        """Begin to accept."""
+        asyncio.get_running_loop().add_reader(self._socket.fileno(), self._work)
+
+    def worker_gone(self, index: int, pid: int) -> None:
+        """Forget a worker that is gone and give what waited for it to others."""
+        self._pool.forget(index, pid)
+        if self._is_closed:
+            return
+        self._held.extend(self._doorways[index].clear())
+        if self._held and self._resuming is None:
+            self._work()
+
+    def close(self) -> None:
+        """Accept no more, and close what nobody took. Safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._resuming is not None:
+            self._resuming.cancel()
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._socket.close()
+        for doorway in self._doorways:
+            doorway.close()
+        for connection in self._held:
+            connection.close()
+        self._held.clear()
+
+    def _work(self) -> None:
+        for _ in range(TURN):
+            if not self._held and not self._accept():
+                return
+            if not self._hand(self._held[0]):
+                self._pause(PAUSE_S)
+                return
+            self._held.popleft().close()
+
+    def _accept(self) -> bool:
+        try:
+            connection, _ = self._socket.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return False
+        except OSError as error:
+            log.warning("router.accept_failed", reason=error.strerror, retry_s=ACCEPT_RETRY_S)
+            self._pause(ACCEPT_RETRY_S)
+            return False
+        self._held.append(connection)
+        return True
+
+    def _hand(self, connection: socket.socket) -> bool:
+        now = self._clock()
+        index = least_loaded(
+            [door.candidate(self._pool.row(i), now) for i, door in enumerate(self._doorways)]
+        )
+        return index is not None and self._doorways[index].hand(connection, next(self._turns))
+
+    def _pause(self, pause_s: float) -> None:
+        """Leave what comes to the kernel's queue for a while."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._socket.fileno())
+        self._resuming = loop.call_later(pause_s, self._resume)
+
+    def _resume(self) -> None:
+        self._resuming = None
+        self.open()
+        self._work()
+
+
+class Door:
+    """A worker's end: takes connections, serves them, and keeps the worker's row true.
+
+    Args:
+        num_streams: Returns how many generations run now.
+    """
+
+    def __init__(
+        self, sock: socket.socket, pool: Pool, index: int, num_streams: Callable[[], int]
+    ) -> None:
+        self._socket, self._pool, self._index = sock, pool, index
+        self._count_streams = num_streams
+        self._num_received = self._num_connections = 0
+        self._is_ready = False
+
+    @asynccontextmanager
+    async def serving(self, app: web.Application, drain_timeout_s: float) -> AsyncIterator[None]:
+        """Serve `app` on the connections that come inside the block; on leaving, drain."""
+        runner = make_runner(app, drain_timeout_s)
+        await runner.setup()
+        assert runner.server is not None
+        loop, server = asyncio.get_running_loop(), runner.server
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                refreshing = tasks.create_task(self._refresh(server))
+                loop.add_reader(self._socket.fileno(), self._receive, tasks, server)
+                self._is_ready = True
+                self._write()
+                try:
+                    yield
+                finally:
+                    self._is_ready = False
+                    self._write()
+                    loop.remove_reader(self._socket.fileno())
+                    refreshing.cancel()
+        finally:
+            await runner.cleanup()
+
+    def _receive(self, tasks: asyncio.TaskGroup, server: web.Server) -> None:
+        for connection in itertools.islice(_taken(self._socket), TURN):
+            self._num_received += 1
+            if connection is None:
+                log.error("edge_worker.connection_lost", reason="no file descriptor is free here")
+                continue
+            self._num_connections += 1
+            tasks.create_task(_adopt(connection, server))
+        self._write()
+
+    async def _refresh(self, server: web.Server) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            self._num_connections = len(server.connections)
+            self._write()
+
+    def _write(self) -> None:
+        row = Row(self._is_ready, self._num_received, self._num_connections, self._count_streams())
+        self._pool.write(self._index, row)
+
+
+async def _adopt(connection: socket.socket, server: web.Server) -> None:
+    loop = asyncio.get_running_loop()
+    connection.setblocking(False)
+    try:
+        await loop.connect_accepted_socket(server, connection)
+    except OSError as error:  # the client left on the way
+        log.debug("client.gone", reason=error.strerror)
+        connection.close()
+
+
+def _taken(door: socket.socket) -> Iterator[socket.socket | None]:
+    """Yield the connections that wait in a door; None for one that found no free descriptor."""
+    while True:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(door, 1, 1)
+        except BlockingIOError:
+            return
+        if not data:  # the other end is closed
+            return
+        yield socket.socket(fileno=descriptors[0]) if descriptors else None
