@@ -76,7 +76,7 @@ class Pool:
     def forget(self, index: int, pid: int) -> None:
         """Clear what a worker that is gone left behind; what it counted for /metrics stays."""
         self.write(index, Row())
-        mark_process_dead(pid, self.metrics_path)
+        mark_process_dead(pid, self.metrics_path)  # type: ignore[no-untyped-call]
 
     def socket_path(self, index: int) -> str:
         """Return where a worker answers its siblings."""

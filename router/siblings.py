@@ -10,7 +10,7 @@ the files of the pool. A worker that does not answer in time is named in `silent
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -113,7 +113,7 @@ class Siblings:
 
     def _metrics(self) -> web.Response:
         registry = CollectorRegistry()
-        MultiProcessCollector(registry, self._pool.metrics_path)
+        MultiProcessCollector(registry, self._pool.metrics_path)  # type: ignore[no-untyped-call]
         registry.register(RowsCollector(self._pool))
         text = generate_latest(registry).decode()
         return web.Response(text=text, content_type="text/plain", charset="utf-8")
@@ -143,7 +143,7 @@ class RowsCollector(Collector):
 def merge_abort(own: Answer, others: Answers) -> Answer:
     """Return whether any worker ended something."""
     aborted = own["aborted"] or any(answer["aborted"] for answer in others.given)
-    return {"aborted": aborted} | _silence(others)
+    return {"aborted": aborted, **_silence(others)}
 
 
 def merge_info(own: Answer, others: Answers) -> Answer:
@@ -153,10 +153,10 @@ def merge_info(own: Answer, others: Answers) -> Answer:
         for node in answer["nodes"]:
             for name in ("in_flight_requests", "in_flight_tokens"):
                 nodes[node["url"]][name] += node[name]
-    return {**own, "nodes": list(nodes.values())} | _silence(others)
+    return {**own, "nodes": list(nodes.values()), **_silence(others)}
 
 
-def _silence(others: Answers) -> Mapping[str, object]:
+def _silence(others: Answers) -> Answer:
     return {"silent_workers": list(others.silent)} if others.silent else {}
 
 
