@@ -217,7 +217,7 @@ class Door:
     ) -> None:
         self._socket, self._pool, self._index = sock, pool, index
         self._count_streams = num_streams
-        self._num_received = self._num_connections = 0
+        self._num_received = self._num_connections = self._num_adopting = 0
         self._is_ready = False
 
     @asynccontextmanager
@@ -250,28 +250,30 @@ class Door:
                 log.error("edge_worker.connection_lost", reason="no file descriptor is free here")
                 continue
             self._num_connections += 1
-            tasks.create_task(_adopt(connection, server))
+            self._num_adopting += 1
+            tasks.create_task(self._adopt(connection, server))
         self._write()
+
+    async def _adopt(self, connection: socket.socket, server: web.Server) -> None:
+        loop = asyncio.get_running_loop()
+        connection.setblocking(False)
+        try:
+            await loop.connect_accepted_socket(server, connection)
+        except OSError as error:  # the client left on the way
+            log.debug("client.gone", reason=error.strerror)
+            connection.close()
+        finally:
+            self._num_adopting -= 1
 
     async def _refresh(self, server: web.Server) -> None:
         while True:
             await asyncio.sleep(REFRESH_S)
-            self._num_connections = len(server.connections)
+            self._num_connections = self._num_adopting + len(server.connections)
             self._write()
 
     def _write(self) -> None:
         row = Row(self._is_ready, self._num_received, self._num_connections, self._count_streams())
         self._pool.write(self._index, row)
-
-
-async def _adopt(connection: socket.socket, server: web.Server) -> None:
-    loop = asyncio.get_running_loop()
-    connection.setblocking(False)
-    try:
-        await loop.connect_accepted_socket(server, connection)
-    except OSError as error:  # the client left on the way
-        log.debug("client.gone", reason=error.strerror)
-        connection.close()
 
 
 def _taken(door: socket.socket) -> Iterator[socket.socket | None]:
