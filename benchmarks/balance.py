@@ -108,6 +108,7 @@ class HoldingNode:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator["HoldingNode"]:
+        """Serve inside the block."""
         app = web.Application()
         app.router.add_get("/server_info", self._server_info)
         runner = web.AppRunner(app)

@@ -45,13 +45,13 @@ class Candidate:
 
     Attributes:
         row: What it says of itself.
-        num_waiting: Connections in its door.
+        num_handed: Connections that it was ever given, taken from its door or not.
         turn: When it was last chosen, in any rising numbers.
         is_stuck: It takes nothing from its door.
     """
 
     row: Row
-    num_waiting: int = 0
+    num_handed: int = 0
     turn: int = 0
     is_stuck: bool = False
 
@@ -62,7 +62,7 @@ class Candidate:
         An idle connection counts as much as a busy one: its next request comes when it likes, and
         a worker that is slow to begin what it was given must not look free for it.
         """
-        return max(self.row.num_connections + self.num_waiting, self.row.num_streams)
+        return max(self.num_handed - self.row.num_closed, self.row.num_streams)
 
 
 def least_loaded(candidates: Sequence[Candidate]) -> int | None:
@@ -92,10 +92,11 @@ class _Doorway:
         self._moved_at = 0.0
 
     def candidate(self, row: Row, now: float) -> Candidate:
-        num_waiting = self._num_handed - row.num_received
-        if not num_waiting or row.num_received != self._num_received:
+        is_empty = row.num_received == self._num_handed
+        if is_empty or row.num_received != self._num_received:
             self._num_received, self._moved_at = row.num_received, now
-        return Candidate(row, num_waiting, self.turn, now - self._moved_at > STUCK_AFTER_S)
+        is_stuck = now - self._moved_at > STUCK_AFTER_S
+        return Candidate(row, self._num_handed, self.turn, is_stuck)
 
     def hand(self, connection: socket.socket, turn: int) -> bool:
         """Pass a connection through; False when the door is full."""
@@ -217,7 +218,7 @@ class Door:
     ) -> None:
         self._socket, self._pool, self._index = sock, pool, index
         self._count_streams = num_streams
-        self._num_received = self._num_connections = self._num_adopting = 0
+        self._num_received = self._num_closed = self._num_adopting = 0
         self._is_ready = False
 
     @asynccontextmanager
@@ -247,9 +248,9 @@ class Door:
         for connection in itertools.islice(_taken(self._socket), TURN):
             self._num_received += 1
             if connection is None:
+                self._num_closed += 1
                 log.error("edge_worker.connection_lost", reason="no file descriptor is free here")
                 continue
-            self._num_connections += 1
             self._num_adopting += 1
             tasks.create_task(self._adopt(connection, server))
         self._write()
@@ -268,11 +269,12 @@ class Door:
     async def _refresh(self, server: web.Server) -> None:
         while True:
             await asyncio.sleep(REFRESH_S)
-            self._num_connections = self._num_adopting + len(server.connections)
+            num_open = self._num_adopting + len(server.connections)
+            self._num_closed = self._num_received - num_open
             self._write()
 
     def _write(self) -> None:
-        row = Row(self._is_ready, self._num_received, self._num_connections, self._count_streams())
+        row = Row(self._is_ready, self._num_received, self._num_closed, self._count_streams())
         self._pool.write(self._index, row)
 
 

@@ -30,14 +30,20 @@ class Row:
     Attributes:
         is_ready: It takes connections.
         num_received: Connections that it ever took.
-        num_connections: Connections open now, busy or idle.
+        num_closed: How many of them are closed. With what the parent handed over, this one number
+            says how many a worker has: whoever reads a row while it is written is not misled.
         num_streams: Generations running now.
     """
 
     is_ready: bool = False
     num_received: int = 0
-    num_connections: int = 0
+    num_closed: int = 0
     num_streams: int = 0
+
+    @property
+    def num_connections(self) -> int:
+        """Connections open now, busy or idle."""
+        return self.num_received - self.num_closed
 
 
 NUM_CELLS = len(Row.__slots__)
@@ -70,7 +76,7 @@ class Pool:
         first = index * NUM_CELLS
         self._cells[first] = row.is_ready
         self._cells[first + 1] = row.num_received
-        self._cells[first + 2] = row.num_connections
+        self._cells[first + 2] = row.num_closed
         self._cells[first + 3] = row.num_streams
 
     def forget(self, index: int, pid: int) -> None:

@@ -12,7 +12,7 @@ the files of the pool. A worker that does not answer in time is named in `silent
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -28,7 +28,7 @@ from typing_extensions import override
 from frontend import routes
 from frontend.edge import EDGE, Edge
 from frontend.middleware import answer_errors, json_response
-from router.pool import Pool
+from router.pool import Pool, Row
 
 # A worker that serves answers in milliseconds; a person who asks would rather know of a stuck one.
 TIMEOUT_S = 0.5
@@ -106,7 +106,7 @@ class Siblings:
             else:
                 others = await self.ask("GET", min(INFO_ROUTES))
                 merged = merge_info(answer, others)
-                merged["workers"] = [asdict(row) for row in self._pool.rows()]
+                merged["workers"] = [_as_json(row) for row in self._pool.rows()]
             return json_response(merged)
 
         return answer
@@ -158,6 +158,14 @@ def merge_info(own: Answer, others: Answers) -> Answer:
 
 def _silence(others: Answers) -> Answer:
     return {"silent_workers": list(others.silent)} if others.silent else {}
+
+
+def _as_json(row: Row) -> Answer:
+    return {
+        "is_ready": row.is_ready,
+        "num_connections": row.num_connections,
+        "num_streams": row.num_streams,
+    }
 
 
 def _session(path: str) -> aiohttp.ClientSession:
