@@ -92,6 +92,8 @@ class HoldingNode:
                     finish=Finish(reason="length" if is_short else "handed_off"),
                 )
                 self._inbox.send(peer, TokenBatch(epoch=self._epoch, deltas=[first]))
+            case _:
+                raise SystemExit(f"a router sent {message!r}")
 
     async def _server_info(self, _request: web.Request) -> web.Response:
         info = NodeInfo(

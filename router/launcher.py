@@ -147,7 +147,6 @@ class Launcher:
             index=index,
             socket_fd=sock_fd,
             pool_directory=str(self._pool.directory) if self._pool else "",
-            parent_pid=os.getpid(),
         )
         process.stdin.write(msgspec.json.encode(start) + b"\n")
         if self._stopping.is_set():  # the signal came while it started

@@ -66,7 +66,7 @@ class Siblings:
         app[EDGE] = edge
         app.router.add_post(ABORT_ROUTE, routes.abort_request)
         app.router.add_get(min(INFO_ROUTES), routes.server_info)
-        runner = web.AppRunner(app, access_log=None)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=TIMEOUT_S)
         async with AsyncExitStack() as stack:
             await runner.setup()
             stack.push_async_callback(runner.cleanup)

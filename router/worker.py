@@ -6,9 +6,7 @@ inherits the listening socket; one of several a door, through which the parent h
 """
 
 import asyncio
-import os
 import random
-import shutil
 import signal
 import socket
 import sys
@@ -50,14 +48,12 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
         index: 0 ... num_workers - 1.
         socket_fd: The inherited socket.
         pool_directory: Of the `Pool` that this worker is one of; empty when it is alone.
-        parent_pid: Who started it, and removes the directory if it still can.
     """
 
     config: RouterConfig
     index: int
     socket_fd: int
     pool_directory: str = ""
-    parent_pid: int = 0
 
 
 async def serve(start: WorkerStart, sock: socket.socket) -> None:
@@ -126,9 +122,6 @@ def main() -> int:
     except ConfigInvalid as error:
         log.critical("edge_worker.cannot_start", reason=error.message)
         return CONFIG_STATUS
-    finally:
-        if start.pool_directory and os.getppid() != start.parent_pid:
-            shutil.rmtree(start.pool_directory, ignore_errors=True)
     return 0
 
 

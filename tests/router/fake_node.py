@@ -75,6 +75,7 @@ class FakeEngine:
         self.address, self.port = self._inbox.address, self._inbox.port
         self._received: asyncio.Queue = asyncio.Queue()
         self._seen: deque = deque()
+        self._peer: Peer | None = None
         self._peers: dict[tuple[str, int], Peer] = {}
         self._outgoing: deque = deque()
         self._waker, self._is_closing = Waker(), False
