@@ -144,7 +144,8 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="processes for HTTP, tokenizing and detokenizing (default: 1)",
+        help="processes for HTTP, tokenizing and detokenizing; a connection goes to the least loaded. "
+        "More pay when one keeps a core busy and others are idle (default: 1)",
     )
     group.add_argument(
         "--api-key",

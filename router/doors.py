@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from aiohttp import web
+from typing_extensions import override
 
 from frontend.server import make_runner
 from router.pool import Pool, Row
@@ -35,7 +36,7 @@ PAUSE_S = 0.005
 ACCEPT_RETRY_S = 1.0
 # A worker that took nothing from its door for so long is stopped or stuck: others are given more.
 STUCK_AFTER_S = 1.0
-# Openings are counted at once; what closed, which aiohttp tells nobody, so often.
+# Connections are counted as they come and go, streams so often.
 REFRESH_S = 0.05
 
 
@@ -218,7 +219,7 @@ class Door:
     ) -> None:
         self._socket, self._pool, self._index = sock, pool, index
         self._count_streams = num_streams
-        self._num_received = self._num_closed = self._num_adopting = 0
+        self._num_received = self._num_closed = 0
         self._is_ready = False
 
     @asynccontextmanager
@@ -230,7 +231,7 @@ class Door:
         loop, server = asyncio.get_running_loop(), runner.server
         try:
             async with asyncio.TaskGroup() as tasks:
-                refreshing = tasks.create_task(self._refresh(server))
+                refreshing = tasks.create_task(self._refresh())
                 loop.add_reader(self._socket.fileno(), self._receive, tasks, server)
                 self._is_ready = True
                 self._write()
@@ -251,31 +252,69 @@ class Door:
                 self._num_closed += 1
                 log.error("edge_worker.connection_lost", reason="no file descriptor is free here")
                 continue
-            self._num_adopting += 1
-            tasks.create_task(self._adopt(connection, server))
+            tasks.create_task(self._adopt(_Counted(server(), self._closed), connection))
         self._write()
 
-    async def _adopt(self, connection: socket.socket, server: web.Server) -> None:
+    async def _adopt(self, counted: "_Counted", connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         connection.setblocking(False)
         try:
-            await loop.connect_accepted_socket(server, connection)
+            await loop.connect_accepted_socket(lambda: counted, connection)
         except OSError as error:  # the client left on the way
             log.debug("client.gone", reason=error.strerror)
             connection.close()
-        finally:
-            self._num_adopting -= 1
+            counted.end()
 
-    async def _refresh(self, server: web.Server) -> None:
+    def _closed(self) -> None:
+        self._num_closed += 1
+        self._write()
+
+    async def _refresh(self) -> None:
         while True:
             await asyncio.sleep(REFRESH_S)
-            num_open = self._num_adopting + len(server.connections)
-            self._num_closed = self._num_received - num_open
             self._write()
 
     def _write(self) -> None:
         row = Row(self._is_ready, self._num_received, self._num_closed, self._count_streams())
         self._pool.write(self._index, row)
+
+
+class _Counted(asyncio.Protocol):
+    """A connection's protocol, which tells once that it ended. aiohttp itself tells nobody."""
+
+    def __init__(self, protocol: asyncio.Protocol, ended: Callable[[], None]) -> None:
+        self._protocol, self._ended = protocol, ended
+        self._is_ended = False
+
+    def end(self) -> None:
+        if not self._is_ended:
+            self._is_ended = True
+            self._ended()
+
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._protocol.connection_made(transport)
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        self._protocol.data_received(data)
+
+    @override
+    def eof_received(self) -> bool | None:
+        return self._protocol.eof_received()
+
+    @override
+    def pause_writing(self) -> None:
+        self._protocol.pause_writing()
+
+    @override
+    def resume_writing(self) -> None:
+        self._protocol.resume_writing()
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._protocol.connection_lost(exc)
+        self.end()
 
 
 def _taken(door: socket.socket) -> Iterator[socket.socket | None]:
