@@ -36,9 +36,6 @@ FIRST_ANSWER_TIMEOUT_S = 2.0
 class Cluster:
     """The nodes and what they serve. Everything but `run` is quick and may be called any time.
 
-    Attributes:
-        settled: Set when it serves, or each node was asked once: waiting tells nothing new.
-
     Raises:
         ConfigInvalid: The tokenizer directory cannot be read, or the key cannot be made.
     """
@@ -59,8 +56,6 @@ class Cluster:
         self._fetching = asyncio.Lock()
         self._fingerprint = ""
         self._was_serving = False
-        self._unvisited = set(self._by_url)
-        self.settled = asyncio.Event()
 
     @override
     def __repr__(self) -> str:
@@ -80,8 +75,14 @@ class Cluster:
         """Return the node that was given by this URL."""
         return self._by_url[url]
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether a pair could serve when the nodes were last looked at."""
+        return self._was_serving
+
+    @property
     def num_streams(self) -> int:
-        """Return how many generations run from here."""
+        """How many generations run from here."""
         return sum(node.in_flight_requests for node in self.decodes)
 
     def snapshot(self) -> ClusterSnapshot:
@@ -146,9 +147,6 @@ class Cluster:
                 retry_s = min(2 * retry_s, LAST_RETRY_S)
             _log_change(node, was_up=was_up, old_reason=old_reason)
             self._log_health()
-            self._unvisited.discard(node.url)
-            if self._was_serving or not self._unvisited:
-                self.settled.set()
             await _pause(node, pause_s)
 
     async def _visit(

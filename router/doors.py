@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from aiohttp import web
 from typing_extensions import override
@@ -67,18 +68,18 @@ class Candidate:
 
 
 def least_loaded(candidates: Sequence[Candidate]) -> int | None:
-    """Return the index of the worker to take the next connection; None while none is ready.
+    """Return the index of the worker to take the next connection; None while none is open.
 
-    Between equals the one with fewer streams, then the one that waited longest for its turn.
+    One that is stuck, or has not met the nodes yet and would refuse, only where all are so. Between
+    equals the one with fewer streams, then the one that waited longest for its turn.
     """
-    ready = [i for i, candidate in enumerate(candidates) if candidate.row.is_ready]
-    moving = [i for i in ready if not candidates[i].is_stuck]
 
-    def order(index: int) -> tuple[int, int, int]:
-        candidate = candidates[index]
-        return candidate.load, candidate.row.num_streams, candidate.turn
+    def order(index: int) -> tuple[bool, bool, int, int, int]:
+        one = candidates[index]
+        return one.is_stuck, not one.row.is_serving, one.load, one.row.num_streams, one.turn
 
-    return min(moving or ready, key=order, default=None)
+    is_open = (index for index, candidate in enumerate(candidates) if candidate.row.is_open)
+    return min(is_open, key=order, default=None)
 
 
 class _Doorway:
@@ -207,20 +208,28 @@ class Doorman:
         self._work()
 
 
+class Served(Protocol):
+    """What stands behind a door, as the worker's row tells it."""
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests can be served now."""
+        ...
+
+    @property
+    def num_streams(self) -> int:
+        """How many generations run now."""
+        ...
+
+
 class Door:
-    """A worker's end: takes connections, serves them, and keeps the worker's row true.
+    """A worker's end: takes connections, serves them, and keeps the worker's row true."""
 
-    Args:
-        num_streams: Returns how many generations run now.
-    """
-
-    def __init__(
-        self, sock: socket.socket, pool: Pool, index: int, num_streams: Callable[[], int]
-    ) -> None:
+    def __init__(self, sock: socket.socket, pool: Pool, index: int, served: Served) -> None:
         self._socket, self._pool, self._index = sock, pool, index
-        self._count_streams = num_streams
+        self._served = served
         self._num_received = self._num_closed = 0
-        self._is_ready = False
+        self._is_open = False
 
     @asynccontextmanager
     async def serving(self, app: web.Application, drain_timeout_s: float) -> AsyncIterator[None]:
@@ -233,12 +242,12 @@ class Door:
             async with asyncio.TaskGroup() as tasks:
                 refreshing = tasks.create_task(self._refresh())
                 loop.add_reader(self._socket.fileno(), self._receive, tasks, server)
-                self._is_ready = True
+                self._is_open = True
                 self._write()
                 try:
                     yield
                 finally:
-                    self._is_ready = False
+                    self._is_open = False
                     self._write()
                     loop.remove_reader(self._socket.fileno())
                     refreshing.cancel()
@@ -275,7 +284,13 @@ class Door:
             self._write()
 
     def _write(self) -> None:
-        row = Row(self._is_ready, self._num_received, self._num_closed, self._count_streams())
+        row = Row(
+            is_open=self._is_open,
+            is_serving=self._served.is_serving,
+            num_received=self._num_received,
+            num_closed=self._num_closed,
+            num_streams=self._served.num_streams,
+        )
         self._pool.write(self._index, row)
 
 

@@ -28,14 +28,16 @@ class Row:
     """One worker at one moment.
 
     Attributes:
-        is_ready: It takes connections.
+        is_open: It takes connections.
+        is_serving: It has met a prefill and a decode that can serve.
         num_received: Connections that it ever took.
         num_closed: How many of them are closed. With what the parent handed over, this one number
             says how many a worker has: whoever reads a row while it is written is not misled.
         num_streams: Generations running now.
     """
 
-    is_ready: bool = False
+    is_open: bool = False
+    is_serving: bool = False
     num_received: int = 0
     num_closed: int = 0
     num_streams: int = 0
@@ -64,8 +66,8 @@ class Pool:
 
     def row(self, index: int) -> Row:
         """Return the row of one worker."""
-        is_ready, *counters = self._cells[index * NUM_CELLS : (index + 1) * NUM_CELLS]
-        return Row(bool(is_ready), *counters)
+        is_open, is_serving, *counters = self._cells[index * NUM_CELLS : (index + 1) * NUM_CELLS]
+        return Row(bool(is_open), bool(is_serving), *counters)
 
     def rows(self) -> list[Row]:
         """Return the rows of all workers."""
@@ -74,10 +76,11 @@ class Pool:
     def write(self, index: int, row: Row) -> None:
         """Write one's own row."""
         first = index * NUM_CELLS
-        self._cells[first] = row.is_ready
-        self._cells[first + 1] = row.num_received
-        self._cells[first + 2] = row.num_closed
-        self._cells[first + 3] = row.num_streams
+        self._cells[first] = row.is_open
+        self._cells[first + 1] = row.is_serving
+        self._cells[first + 2] = row.num_received
+        self._cells[first + 3] = row.num_closed
+        self._cells[first + 4] = row.num_streams
 
     def forget(self, index: int, pid: int) -> None:
         """Clear what a worker that is gone left behind; what it counted for /metrics stays."""

@@ -162,7 +162,7 @@ def _silence(others: Answers) -> Answer:
 
 def _as_json(row: Row) -> Answer:
     return {
-        "is_ready": row.is_ready,
+        "is_serving": row.is_open and row.is_serving,
         "num_connections": row.num_connections,
         "num_streams": row.num_streams,
     }

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import msgspec
 import uvloop
@@ -37,8 +37,6 @@ log = get_logger("router.worker")
 CONFIG_STATUS = 2
 # Shorter than the launcher's deadline: streams that run on are cut before the process is.
 DRAIN_TIMEOUT_S = 3.0
-# How long a worker that starts lets others take connections until it has met the nodes.
-SETTLE_TIMEOUT_S = 2.0
 
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,11 +85,7 @@ async def _serving(
     pool = Pool(start.pool_directory, start.config.num_workers)
     siblings = Siblings(pool, start.index)
     app.middlewares.append(siblings.answering())
-    # The least loaded worker is the one that just started: it would refuse what comes at once.
-    with suppress(TimeoutError):
-        async with asyncio.timeout(SETTLE_TIMEOUT_S):
-            await cluster.settled.wait()
-    door = Door(sock, pool, start.index, cluster.num_streams)
+    door = Door(sock, pool, start.index, cluster)
     async with siblings.reachable(app[EDGE]), door.serving(app, DRAIN_TIMEOUT_S):
         yield
 

@@ -113,7 +113,7 @@ def test_a_killed_edge_worker_takes_its_own_streams_with_it_and_its_requests_off
     flags = ("--model", str(tiny_model("llama")), "--num-threads", "1", *FLAGS)
     router_flags = ("--detokenizers", "2")
     with running_cluster(*flags, router_flags=router_flags) as cluster:
-        assert eventually(lambda: all(worker["is_ready"] for worker in edge_workers(cluster.url)))
+        assert eventually(lambda: all(worker["is_serving"] for worker in edge_workers(cluster.url)))
         undisturbed = asyncio.run(stream_all(cluster.url))
         ends, took_s = asyncio.run(kill_an_edge_worker(cluster))
         with capsys.disabled():

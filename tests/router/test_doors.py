@@ -12,9 +12,20 @@ from router.pool import Row, new_pool
 from tests.router.fake_node import TIMEOUT_S, until
 
 
-def busy(num_handed=0, *, closed=0, streams=0, turn=0, is_stuck=False) -> Candidate:
-    row = Row(is_ready=True, num_received=num_handed, num_closed=closed, num_streams=streams)
+def busy(
+    num_handed=0, *, closed=0, streams=0, turn=0, is_stuck=False, is_serving=True
+) -> Candidate:
+    row = Row(
+        is_open=True,
+        is_serving=is_serving,
+        num_received=num_handed,
+        num_closed=closed,
+        num_streams=streams,
+    )
     return Candidate(row, num_handed, turn, is_stuck)
+
+
+CLOSED = Candidate(Row())
 
 
 @pytest.mark.parametrize(
@@ -25,14 +36,21 @@ def busy(num_handed=0, *, closed=0, streams=0, turn=0, is_stuck=False) -> Candid
         pytest.param([busy(1, streams=64), busy(9, streams=9)], 1, id="a batch counts its streams"),
         pytest.param([busy(5, streams=5), busy(5, streams=1)], 1, id="equal: fewer streams"),
         pytest.param([busy(1, turn=4), busy(1, turn=2), busy(1, turn=3)], 1, id="equal: by turns"),
-        pytest.param([Candidate(Row()), busy(7)], 1, id="only who is ready"),
+        pytest.param([CLOSED, busy(7)], 1, id="only who is open"),
+        pytest.param([busy(0, is_serving=False), busy(7)], 1, id="who met no nodes refuses"),
+        pytest.param([busy(3, is_serving=False), CLOSED], 0, id="unless nobody met any"),
         pytest.param([busy(0, is_stuck=True), busy(7)], 1, id="stuck is passed over"),
-        pytest.param([busy(3, is_stuck=True), Candidate(Row())], 0, id="unless all are stuck"),
-        pytest.param([Candidate(Row()), Candidate(Row())], None, id="nobody is ready"),
+        pytest.param([busy(3, is_stuck=True), CLOSED], 0, id="unless all are stuck"),
+        pytest.param([CLOSED, CLOSED], None, id="nobody is open"),
     ],
 )
 def test_the_least_loaded_worker_is_chosen(candidates, chosen):
     assert least_loaded(candidates) == chosen
+
+
+class Idle:
+    is_serving = True
+    num_streams = 0
 
 
 class Workers:
@@ -48,7 +66,7 @@ class Workers:
     async def working(self, *indices: int):
         async with AsyncExitStack() as stack:
             for index in indices:
-                door = Door(self.door_of(index), self.pool, index, lambda: 0)
+                door = Door(self.door_of(index), self.pool, index, Idle())
                 await stack.enter_async_context(door.serving(self._app(index), 0.1))
             yield
 
@@ -115,7 +133,7 @@ async def test_connections_that_closed_make_room_for_others(workers):
         assert await workers.who_answers(3) == [0, 0, 0]
 
 
-async def test_a_connection_waits_until_a_worker_is_ready(workers):
+async def test_a_connection_waits_until_a_worker_is_open(workers):
     asking = asyncio.ensure_future(workers.who_answers(1))
     await until(lambda: workers.doorman._resuming is not None)
     async with workers.working(1):
@@ -123,7 +141,7 @@ async def test_a_connection_waits_until_a_worker_is_ready(workers):
 
 
 async def test_what_waits_for_a_worker_that_died_goes_to_another(workers):
-    workers.pool.write(0, Row(is_ready=True))  # it took nothing from its door yet
+    workers.pool.write(0, Row(is_open=True, is_serving=True))  # it took nothing from its door yet
     asking = [asyncio.ensure_future(workers.who_answers(1)) for _ in range(4)]
     await until(lambda: workers.doorman._doorways[0].turn)
     async with workers.working(1):
@@ -132,7 +150,7 @@ async def test_what_waits_for_a_worker_that_died_goes_to_another(workers):
 
 
 async def test_a_worker_that_takes_nothing_is_passed_over(workers):
-    workers.pool.write(0, Row(is_ready=True))
+    workers.pool.write(0, Row(is_open=True, is_serving=True))
     await workers.connect()
     await until(lambda: workers.doorman._doorways[0].turn)
     workers.now += STUCK_AFTER_S + 0.1
@@ -141,7 +159,7 @@ async def test_a_worker_that_takes_nothing_is_passed_over(workers):
 
 
 async def test_a_full_door_holds_connections_back_and_loses_none(workers):
-    workers.pool.write(0, Row(is_ready=True))
+    workers.pool.write(0, Row(is_open=True, is_serving=True))
     asking = asyncio.ensure_future(workers.who_answers(400))
     # A door holds fewer: the doorman waits, and tries again.
     await until(lambda: workers.doorman._resuming is not None)
@@ -153,5 +171,5 @@ async def test_a_row_says_what_its_worker_has(workers):
     async with workers.working(0, 1):
         await workers.who_answers(6)
         assert [row.num_connections for row in workers.pool.rows()] == [3, 3]
-        assert all(row.is_ready for row in workers.pool.rows())
-    assert not any(row.is_ready for row in workers.pool.rows())
+        assert all(row.is_open for row in workers.pool.rows())
+    assert not any(row.is_open for row in workers.pool.rows())

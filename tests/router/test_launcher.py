@@ -38,15 +38,15 @@ async def cluster_of_two_workers():
     async with FakeNode("prefill").serving() as prefill, FakeNode("decode").serving() as decode:
         flags = ("--prefill", prefill.url, "--decode", decode.url, "--detokenizers", "2")
         async with router(*flags) as (process, url):
-            await both_ready(url)
+            await both_serving(url)
             yield prefill, decode, process, url
 
 
-async def both_ready(url: str) -> None:
+async def both_serving(url: str) -> None:
     async with asyncio.timeout(20):
         while True:
             _, info = await get_json(f"{url}/server_info")
-            if all(worker["is_ready"] for worker in info["workers"]):
+            if all(worker["is_serving"] for worker in info["workers"]):
                 return
             await asyncio.sleep(0.02)
 
@@ -230,7 +230,7 @@ async def test_one_workers_crash_leaves_the_streams_of_others_and_its_successor_
         await two.begin("two", prefill, decode)
         os.kill(workers_of(process)[0], signal.SIGKILL)
         await next_event(process, "edge_worker.crashed")
-        await both_ready(url)
+        await both_serving(url)
         await later.begin("later", prefill, decode)
         await eventually(lambda: streams(later), [1, 1])
         for client in (one, two, later):

@@ -88,7 +88,7 @@ async def test_a_refused_request_is_refused_by_the_worker_that_was_asked(workers
 
 async def test_metrics_have_a_line_for_each_worker(workers):
     pool, (asked, _) = workers
-    pool.write(1, Row(is_ready=True, num_received=5, num_closed=2, num_streams=3))
+    pool.write(1, Row(num_received=5, num_closed=2, num_streams=3))
     async with asked.client.get("/metrics") as response:
         lines = (await response.text()).splitlines()
     assert 'tandem_edge_worker_connections{worker="1"} 3.0' in lines
