@@ -38,7 +38,7 @@ ACCEPT_RETRY_S = 1.0
 # A worker that took nothing from its door for so long is stopped or stuck: others are given more.
 STUCK_AFTER_S = 1.0
 # Connections are counted as they come and go, streams so often.
-REFRESH_S = 0.05
+REFRESH_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,6 @@ def test_a_killed_edge_worker_takes_its_own_streams_with_it_and_its_requests_off
             assert end in lost or end == expected
         urls = (*cluster.prefill_urls, *cluster.decode_urls)
         assert eventually(lambda: not any(map(unaccounted, urls)))
-        assert asyncio.run(stream_all(cluster.url)) == undisturbed
 
 
 def edge_workers(url: str) -> list[dict]:
