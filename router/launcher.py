@@ -7,7 +7,7 @@
 ```
 
 Reads nothing of any client, so that it has nothing to crash on. A single worker accepts by itself;
-connections of several are handed out here (`doors.py`).
+connections of several are handed out here (`doorman.py`).
 """
 
 import asyncio
@@ -23,7 +23,7 @@ import uvloop
 
 from frontend.server import listen
 from router.config import RouterConfig
-from router.doors import Doorman
+from router.doorman import Doorman
 from router.pool import Pool, new_pool
 from router.worker import CONFIG_STATUS, WorkerStart
 from telemetry.log import get_logger

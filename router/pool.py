@@ -6,7 +6,7 @@
  pool/metrics/    prometheus_client's files: what a worker counted outlives it
 ```
 
-Holds counters and paths. Who is given a connection is `doors.py`'s to say.
+Holds counters and paths. Who is given a connection is `doorman.py`'s to say.
 """
 
 import contextlib

@@ -24,7 +24,7 @@ from frontend.server import serving
 from router.backend import ClusterBackend
 from router.cluster import Cluster
 from router.config import RouterConfig
-from router.doors import Door
+from router.door import Door
 from router.policy import POLICIES
 from router.pool import Pool
 from router.siblings import Siblings

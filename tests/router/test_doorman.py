@@ -7,7 +7,8 @@ import pytest
 from aiohttp import web
 
 from frontend.server import listen
-from router.doors import STUCK_AFTER_S, Candidate, Door, Doorman, least_loaded
+from router.door import Door
+from router.doorman import STUCK_AFTER_S, Candidate, Doorman, least_loaded
 from router.pool import Row, new_pool
 from tests.router.fake_node import TIMEOUT_S, until
 

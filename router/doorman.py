@@ -1,4 +1,4 @@
-"""How a connection comes to the least loaded edge worker: accepted by the parent, taken by a worker.
+"""Who takes a connection: the parent accepts it and hands it to the least loaded edge worker.
 
 ```
  parent:  Doorman   accept ─▶ least_loaded(rows + what waits) ─▶ descriptor through that worker's door
@@ -7,7 +7,8 @@
 ```
 
 One chooser for all connections, so the balance is exact however many come at once; it reads no byte of
-any client. A door outlives its worker: what waits in it when the worker dies goes to another.
+any client. A door outlives its worker: what waits in it when the worker dies goes to another. The
+worker's end is `door.py`.
 """
 
 import asyncio
@@ -15,30 +16,21 @@ import itertools
 import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from aiohttp import web
-from typing_extensions import override
-
-from frontend.server import make_runner
+from router.door import TURN, taken
 from router.pool import Pool, Row
 from telemetry.log import get_logger
 
 log = get_logger(__name__)
 
-# Between two looks at other events: a burst of connections delays nothing by more than some ms.
-TURN = 64
 # After which a connection for which no worker had room is tried again.
 PAUSE_S = 0.005
 # As asyncio's own servers wait when no descriptor is free.
 ACCEPT_RETRY_S = 1.0
 # A worker that took nothing from its door for so long is stopped or stuck: others are given more.
 STUCK_AFTER_S = 1.0
-# Connections are counted as they come and go, streams so often.
-REFRESH_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +104,7 @@ class _Doorway:
     def clear(self) -> list[socket.socket]:
         """Return what waits in the door of a worker that is gone."""
         self._num_handed = self._num_received = 0
-        return [connection for connection in _taken(self.workers) if connection is not None]
+        return [connection for connection in taken(self.workers) if connection is not None]
 
     def close(self) -> None:
         self.ours.close()
@@ -206,139 +198,3 @@ class Doorman:
         self._resuming = None
         self.open()
         self._work()
-
-
-class Served(Protocol):
-    """What stands behind a door, as the worker's row tells it."""
-
-    @property
-    def is_serving(self) -> bool:
-        """Whether requests can be served now."""
-        ...
-
-    @property
-    def num_streams(self) -> int:
-        """How many generations run now."""
-        ...
-
-
-class Door:
-    """A worker's end: takes connections, serves them, and keeps the worker's row true."""
-
-    def __init__(self, sock: socket.socket, pool: Pool, index: int, served: Served) -> None:
-        self._socket, self._pool, self._index = sock, pool, index
-        self._served = served
-        self._num_received = self._num_closed = 0
-        self._is_open = False
-
-    @asynccontextmanager
-    async def serving(self, app: web.Application, drain_timeout_s: float) -> AsyncIterator[None]:
-        """Serve `app` on the connections that come inside the block; on leaving, drain."""
-        runner = make_runner(app, drain_timeout_s)
-        await runner.setup()
-        assert runner.server is not None
-        loop, server = asyncio.get_running_loop(), runner.server
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                refreshing = tasks.create_task(self._refresh())
-                loop.add_reader(self._socket.fileno(), self._receive, tasks, server)
-                self._is_open = True
-                self._write()
-                try:
-                    yield
-                finally:
-                    self._is_open = False
-                    self._write()
-                    loop.remove_reader(self._socket.fileno())
-                    refreshing.cancel()
-        finally:
-            await runner.cleanup()
-
-    def _receive(self, tasks: asyncio.TaskGroup, server: web.Server) -> None:
-        for connection in itertools.islice(_taken(self._socket), TURN):
-            self._num_received += 1
-            if connection is None:
-                self._num_closed += 1
-                log.error("edge_worker.connection_lost", reason="no file descriptor is free here")
-                continue
-            tasks.create_task(self._adopt(_Counted(server(), self._closed), connection))
-        self._write()
-
-    async def _adopt(self, counted: "_Counted", connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        connection.setblocking(False)
-        try:
-            await loop.connect_accepted_socket(lambda: counted, connection)
-        except OSError as error:  # the client left on the way
-            log.debug("client.gone", reason=error.strerror)
-            connection.close()
-            counted.end()
-
-    def _closed(self) -> None:
-        self._num_closed += 1
-        self._write()
-
-    async def _refresh(self) -> None:
-        while True:
-            await asyncio.sleep(REFRESH_S)
-            self._write()
-
-    def _write(self) -> None:
-        row = Row(
-            is_open=self._is_open,
-            is_serving=self._served.is_serving,
-            num_received=self._num_received,
-            num_closed=self._num_closed,
-            num_streams=self._served.num_streams,
-        )
-        self._pool.write(self._index, row)
-
-
-class _Counted(asyncio.Protocol):
-    """A connection's protocol, which tells once that it ended. aiohttp itself tells nobody."""
-
-    def __init__(self, protocol: asyncio.Protocol, ended: Callable[[], None]) -> None:
-        self._protocol, self._ended = protocol, ended
-        self._is_ended = False
-
-    def end(self) -> None:
-        if not self._is_ended:
-            self._is_ended = True
-            self._ended()
-
-    @override
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._protocol.connection_made(transport)
-
-    @override
-    def data_received(self, data: bytes) -> None:
-        self._protocol.data_received(data)
-
-    @override
-    def eof_received(self) -> bool | None:
-        return self._protocol.eof_received()
-
-    @override
-    def pause_writing(self) -> None:
-        self._protocol.pause_writing()
-
-    @override
-    def resume_writing(self) -> None:
-        self._protocol.resume_writing()
-
-    @override
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._protocol.connection_lost(exc)
-        self.end()
-
-
-def _taken(door: socket.socket) -> Iterator[socket.socket | None]:
-    """Yield the connections that wait in a door; None for one that found no free descriptor."""
-    while True:
-        try:
-            data, descriptors, _, _ = socket.recv_fds(door, 1, 1)
-        except BlockingIOError:
-            return
-        if not data:  # the other end is closed
-            return
-        yield socket.socket(fileno=descriptors[0]) if descriptors else None
