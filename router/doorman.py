@@ -168,6 +168,8 @@ class Doorman:
                 self._pause(PAUSE_S)
                 return
             self._held.popleft().close()
+        if self._held:  # of a worker that died; nothing else may come to wake us
+            self._pause(0)
 
     def _accept(self) -> bool:
         try:

@@ -47,13 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", "--model-path", default=None, metavar="PATH", help="nothing: the embedded model")
     add("--host", default="127.0.0.1", help="where the router listens; nodes stay on loopback")
     add("--port", type=int, default=8000, help="of the router")
-    add(
-        "--detokenizers",
-        type=int,
-        default=1,
-        metavar="N",
-        help="edge workers of the router; see lb --help",
-    )
+    add("--detokenizers", type=int, default=1, metavar="N", help="edge workers of the router")
     add("--policy", default="least_load", help="how the router chooses a pair")
     add("--num-threads", type=int, default=0, help="of torch in each node; 0: cores shared evenly")
     add("--api-key", action="append", default=[], metavar="KEY", help="required of HTTP clients")
