@@ -20,8 +20,9 @@ class FrontendMetrics:
         )
         self.running = Gauge(
             "tandem_edge_generations_running",
-            "Generations this edge worker holds",
+            "Generations the edge holds",
             registry=self._registry,
+            multiprocess_mode="livesum",
         )
         self.prompt_tokens = Counter(
             "tandem_edge_prompt_tokens", "Prompt tokens taken in", registry=self._registry

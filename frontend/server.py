@@ -8,8 +8,10 @@ import errno
 import logging
 import resource
 import socket
-from collections.abc import AsyncIterator
+import ssl
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
@@ -21,8 +23,9 @@ from frontend.tls import server_context
 from telemetry.log import get_logger
 from wire.errors import ConfigInvalid
 
-# Connections the kernel holds while the loop is busy; above what SGLang's load client opens at once.
-BACKLOG = 2048
+# Connections the kernel holds while the loop is busy: as many as Linux allows by default, since a client
+# whose connection finds no place tries again only after a second.
+BACKLOG = 4096
 # What the kernel may hold for a client that does not read. Tokens are few bytes: a larger buffer
 # gains nothing, and Linux's own limit of 4 MiB for each stalled stream would add up.
 SEND_BUFFER_BYTES = 256 * 1024
@@ -112,6 +115,43 @@ class _HttpLogger(logging.Logger):
             log.error("http.failed", message=record.getMessage(), exc_info=error)
 
 
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """What a connection is given to.
+
+    Attributes:
+        protocol: Makes the protocol of one connection.
+        tls: None for plain HTTP.
+    """
+
+    protocol: Callable[[], asyncio.Protocol]
+    tls: ssl.SSLContext | None
+
+    @property
+    def handshake_timeout_s(self) -> float | None:
+        """Of TLS; asyncio takes none without."""
+        return None if self.tls is None else HANDSHAKE_TIMEOUT_S
+
+
+@asynccontextmanager
+async def listening(app: web.Application, drain_timeout_s: float) -> AsyncIterator[Listening]:
+    """Be ready for connections to `app` inside the block; on leaving, drain and close them.
+
+    Raises:
+        ConfigInvalid: The files of TLS cannot be used.
+    """
+    options = app[EDGE].options
+    context = None if options.http.tls is None else server_context(options.http.tls)
+    allow_many_connections()
+    runner = make_runner(app, drain_timeout_s)
+    await runner.setup()
+    assert runner.server is not None
+    try:
+        yield Listening(connections(runner.server), context)
+    finally:
+        await runner.cleanup()
+
+
 @asynccontextmanager
 async def serving(
     app: web.Application, sock: socket.socket, drain_timeout_s: float = 5.0
@@ -121,24 +161,16 @@ async def serving(
     Raises:
         ConfigInvalid: The files of TLS cannot be used.
     """
-    options = app[EDGE].options
-    context = None if options.http.tls is None else server_context(options.http.tls)
-    allow_many_connections()
-    cut_off_who_does_not_read(sock, options.stall_timeout_s)
-    runner = make_runner(app, drain_timeout_s)
-    await runner.setup()
-    assert runner.server is not None
-    listener = None
-    try:
+    cut_off_who_does_not_read(sock, app[EDGE].options.stall_timeout_s)
+    async with listening(app, drain_timeout_s) as http:
         listener = await asyncio.get_running_loop().create_server(
-            connections(runner.server),
+            http.protocol,
             sock=sock,
             backlog=BACKLOG,
-            ssl=context,
-            ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if context is not None else None,
+            ssl=http.tls,
+            ssl_handshake_timeout=http.handshake_timeout_s,
         )
-        yield
-    finally:
-        if listener is not None:
+        try:
+            yield
+        finally:
             listener.close()
-        await runner.cleanup()

@@ -1,8 +1,8 @@
 """The engine process's loop: drain the inbox, let the role act, step, answer.
 
 Plain and single-threaded. Whatever a role does beside it (transfers) rings the waker. The loop knows
-who asked for what (`Ticket`) and that an edge worker that falls silent is lost; what a request goes
-through is the role's.
+who asked for what (`Ticket`) and that an edge worker whose connection broke, or that falls silent, is
+lost; what a request goes through is the role's.
 """
 
 import time
@@ -37,6 +37,8 @@ Start = StartPrefill | StartDecode | StartColocated
 
 # An idle loop looks around this often: lost edge workers are noticed without any message.
 IDLE_WAIT_S = 0.25
+# A little less, so that an idle loop asks whenever it looks around.
+PROBE_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class Answers:
         self._inbox = inbox
         self._epoch = epoch
         self._outgoing: dict[Peer, _Outgoing] = defaultdict(_Outgoing)
+        self._unreachable: set[Peer] = set()
         self.num_failed = 0
 
     def token(
@@ -145,7 +148,7 @@ class Answers:
         )
 
     def pong(self, peer: Peer, load: NodeLoad) -> None:
-        """Answer a ping."""
+        """Tell the load: asked by a ping, or unasked."""
         self._send(peer, Pong(epoch=self._epoch, load=load))
 
     def flush(self) -> None:
@@ -168,12 +171,16 @@ class Answers:
         out.deltas.append(delta)
         out.with_delta.add(ticket.stream)
 
+    def take_unreachable(self) -> set[Peer]:
+        """Return the edge workers that could not be sent to since the last call."""
+        unreachable, self._unreachable = self._unreachable, set()
+        return unreachable
+
     def _send(self, peer: Peer, message: TokenBatch | RequestFailed | Pong) -> None:
         try:
             self._inbox.send(peer, message)
         except PeerLost:
-            # Its requests are cancelled when its silence is noticed: one place for that.
-            log.debug("edge.unreachable", peer=peer.hex())
+            self._unreachable.add(peer)
 
 
 class Role(Protocol):
@@ -249,6 +256,7 @@ class EngineLoop:
         self._clock = clock
         self._log_interval_s = log_interval_s
         self._logged_at = clock()
+        self._probed_at = clock()
         self._last_heard: dict[Peer, float] = {}
         self._is_stopping = False
 
@@ -268,7 +276,7 @@ class EngineLoop:
         while (envelope := self._inbox.receive()) is not None:
             self._last_heard[envelope.peer] = self._clock()
             self._handle(envelope.peer, envelope.message)
-        self._drop_silent_edges()
+        self._drop_lost_edges()
         try:
             self._role.poll()
             if self._role.has_work:
@@ -301,11 +309,13 @@ class EngineLoop:
             log.info("request.refused", request_id=ticket.request_id, reason=error.message)
             self._answers.fail(ticket, error)
 
-    def _drop_silent_edges(self) -> None:
+    def _drop_lost_edges(self) -> None:
+        self._probe()
         # Judged right after the inbox was drained: a step longer than the limit silences nobody.
         limit = self._clock() - HEARTBEAT_TIMEOUT_S
-        for peer in [p for p, heard in self._last_heard.items() if heard < limit]:
-            del self._last_heard[peer]
+        silent = {peer for peer, heard in self._last_heard.items() if heard < limit}
+        for peer in silent | self._answers.take_unreachable():
+            self._last_heard.pop(peer, None)
             tickets = [ticket for ticket in self._role.tickets() if ticket.peer == peer]
             if tickets:
                 log.info("edge.lost", peer=peer.hex(), num_requests=len(tickets))
@@ -313,6 +323,14 @@ class EngineLoop:
                 self._role.cancel(ticket)
                 # One that was only slow hears of it, and starts another attempt.
                 self._answers.fail(ticket, PeerLost("the edge worker was silent for too long"))
+
+    def _probe(self) -> None:
+        """Tell every edge worker the load; a process that was killed cannot be sent to any more."""
+        now = self._clock()
+        if now - self._probed_at >= PROBE_INTERVAL_S:
+            self._probed_at, load = now, self._role.load()
+            for peer in self._last_heard:
+                self._answers.pong(peer, load)
 
     def _log(self) -> None:
         elapsed_s = self._clock() - self._logged_at

@@ -149,7 +149,8 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="processes for HTTP, tokenizing and detokenizing (default: 1)",
+        help="processes for HTTP, tokenizing and detokenizing; a connection goes to the least loaded. "
+        "More pay when one keeps a core busy and others are idle (default: 1)",
     )
     add_http_flags(group, "; the first is also what this router sends to nodes")
     add_level_flag(group)

@@ -76,6 +76,16 @@ class Cluster:
         """Return the node that was given by this URL."""
         return self._by_url[url]
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether a pair could serve when the nodes were last looked at."""
+        return self._was_serving
+
+    @property
+    def num_streams(self) -> int:
+        """How many generations run from here."""
+        return sum(node.in_flight_requests for node in self.decodes)
+
     def snapshot(self) -> ClusterSnapshot:
         """Return every node at this moment."""
         return ClusterSnapshot(

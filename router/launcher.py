@@ -6,11 +6,13 @@
  worker: serve ◀─────┘ ───────────────▶ EOF: finish what is in, exit
 ```
 
-Serves nothing itself, so that it has nothing to crash on.
+Reads nothing of any client, so that it has nothing to crash on. A single worker accepts by itself;
+connections of several are handed out here (`doorman.py`).
 """
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -18,8 +20,10 @@ import sys
 import msgspec
 import uvloop
 
-from frontend.server import listen
+from frontend.server import allow_many_connections, listen
 from router.config import RouterConfig
+from router.doorman import Doorman
+from router.pool import Pool, new_pool
 from router.worker import CONFIG_STATUS, WorkerStart
 from telemetry.log import get_logger
 
@@ -36,7 +40,8 @@ def run(config: RouterConfig) -> int:
     Raises:
         ConfigInvalid: The address cannot be listened on.
     """
-    with listen(config.host, config.port) as sock:
+    allow_many_connections()
+    with listen(config.host, config.port) as sock, _pool_of(config) as pool:
         host, port = sock.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         log.info(
@@ -44,15 +49,25 @@ def run(config: RouterConfig) -> int:
             url=f"{config.http.scheme}://{shown}:{port}",
             num_workers=config.num_workers,
         )
-        status: int = uvloop.run(Launcher(config, sock).run())
+        status: int = uvloop.run(Launcher(config, sock, pool).run())
         return status
 
 
-class Launcher:
-    """Keeps the edge workers of one router running."""
+def _pool_of(config: RouterConfig) -> contextlib.AbstractContextManager[Pool | None]:
+    return new_pool(config.num_workers) if config.num_workers > 1 else contextlib.nullcontext()
 
-    def __init__(self, config: RouterConfig, sock: socket.socket) -> None:
-        self._config, self._socket = config, sock
+
+class Launcher:
+    """Keeps the edge workers of one router running.
+
+    Args:
+        sock: Listening.
+        pool: Of the workers, when there are several.
+    """
+
+    def __init__(self, config: RouterConfig, sock: socket.socket, pool: Pool | None) -> None:
+        self._config, self._socket, self._pool = config, sock, pool
+        self._doorman = Doorman(sock, pool) if pool is not None else None
         self._stopping = asyncio.Event()
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._status = 0
@@ -62,6 +77,8 @@ class Launcher:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled)
+        if self._doorman is not None:
+            self._doorman.open()
         async with asyncio.TaskGroup() as tasks:
             reaper = tasks.create_task(self._reap())
             async with asyncio.TaskGroup() as workers:
@@ -77,6 +94,8 @@ class Launcher:
 
     def _stop(self) -> None:
         self._stopping.set()
+        if self._doorman is not None:
+            self._doorman.close()
         for process in self._processes.values():
             _close_stdin(process)
 
@@ -108,20 +127,30 @@ class Launcher:
 
     async def _run_worker(self, index: int) -> int:
         """Run one life of one worker; return its exit status."""
+        sock_fd = self._doorman.worker_end(index) if self._doorman else self._socket.fileno()
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "router.worker"),
             stdin=asyncio.subprocess.PIPE,
-            pass_fds=[self._socket.fileno()],
+            env=os.environ | (self._pool.environment if self._pool else {}),
+            pass_fds=[sock_fd],
             # A session of its own: Ctrl-C reaches the parent alone, which stops them in order.
             start_new_session=True,
         )
         self._processes[index] = process
         assert process.stdin is not None
-        start = WorkerStart(config=self._config, index=index, listen_fd=self._socket.fileno())
+        start = WorkerStart(
+            config=self._config,
+            index=index,
+            socket_fd=sock_fd,
+            pool_directory=str(self._pool.directory) if self._pool else "",
+        )
         process.stdin.write(msgspec.json.encode(start) + b"\n")
         if self._stopping.is_set():  # the signal came while it started
             _close_stdin(process)
-        return await process.wait()
+        status = await process.wait()
+        if self._doorman is not None:
+            self._doorman.worker_gone(index, process.pid)
+        return status
 
 
 def _close_stdin(process: asyncio.subprocess.Process) -> None:

@@ -24,7 +24,10 @@ class Outcome:
 
 
 class RouterMetrics:
-    """Counters in a registry of their own, so that two routers in one process do not meet."""
+    """Counters in a registry of their own, so that two routers in one process do not meet.
+
+    With several workers prometheus_client's multiprocess mode adds them up (`siblings.py`).
+    """
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -35,7 +38,10 @@ class RouterMetrics:
             registry=self._registry,
         )
         self._in_flight = Gauge(
-            "tandem_router_requests_in_flight", "Requests now running.", registry=self._registry
+            "tandem_router_requests_in_flight",
+            "Requests now running.",
+            registry=self._registry,
+            multiprocess_mode="livesum",
         )
         self._replays = Counter(
             "tandem_router_replays",
@@ -44,7 +50,12 @@ class RouterMetrics:
             registry=self._registry,
         )
         self._nodes_up = Gauge(
-            "tandem_router_nodes_up", "Nodes that may be used.", ["role"], registry=self._registry
+            "tandem_router_nodes_up",
+            "Nodes that may be used.",
+            ["role"],
+            registry=self._registry,
+            # As the worker that is asked sees it.
+            multiprocess_mode="livemostrecent",
         )
         self._pairing = Histogram(
             "tandem_router_pairing_seconds",

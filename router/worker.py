@@ -1,7 +1,8 @@
-"""One edge worker: HTTP, tokenizer and detokenizer for the connections it accepts.
+"""One edge worker: HTTP, tokenizer and detokenizer for the connections it is given.
 
-Run by the launcher as `python -m router.worker`, with a listening socket inherited and a
-`WorkerStart` as one line of JSON on standard input, which stays open as long as the parent lives.
+Run by the launcher as `python -m router.worker`, with a socket inherited and a `WorkerStart` as one
+line of JSON on standard input, which stays open as long as the parent lives. A router's only worker
+inherits the listening socket; one of several a door, through which the parent hands connections.
 """
 
 import asyncio
@@ -10,17 +11,24 @@ import random
 import signal
 import socket
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import msgspec
 import uvloop
+from aiohttp import web
 
 from frontend.app import create_app
+from frontend.edge import EDGE
 from frontend.options import FrontendOptions
 from frontend.server import serving
 from router.backend import ClusterBackend
 from router.cluster import Cluster
 from router.config import RouterConfig
+from router.door import Door
 from router.policy import POLICIES
+from router.pool import Pool
+from router.siblings import Siblings
 from telemetry.log import configure, get_logger
 from wire.errors import ConfigInvalid
 
@@ -37,27 +45,30 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         index: 0 ... num_workers - 1.
-        listen_fd: The inherited socket, listening, shared with the other workers.
+        socket_fd: The inherited socket.
+        pool_directory: Of the `Pool` that this worker is one of; empty when it is alone.
     """
 
     config: RouterConfig
     index: int
-    listen_fd: int
+    socket_fd: int
+    pool_directory: str = ""
 
 
-async def serve(config: RouterConfig, sock: socket.socket) -> None:
+async def serve(start: WorkerStart, sock: socket.socket) -> None:
     """Serve connections of `sock` until the parent is gone or SIGTERM comes.
 
     Raises:
         ConfigInvalid: The configuration cannot work.
     """
+    config = start.config
     cluster = Cluster(config)
     policy, rng = POLICIES[config.policy], random.Random()
     backend = ClusterBackend(cluster, policy, config.max_attempts, rng)
     app = create_app(backend, FrontendOptions(http=config.http))
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(cluster.run())
-        async with serving(app, sock, DRAIN_TIMEOUT_S):
+        async with _serving(app, sock, cluster, start):
             log.info("edge_worker.ready", policy=config.policy)
             # What was imported stays: the collector need not look at it again and again, which
             # would take a tenth of the time of a busy worker.
@@ -65,6 +76,22 @@ async def serve(config: RouterConfig, sock: socket.socket) -> None:
             await _told_to_stop()
         # Requests have ended or were cut: leave the nodes.
         watching.cancel()
+
+
+@asynccontextmanager
+async def _serving(
+    app: web.Application, sock: socket.socket, cluster: Cluster, start: WorkerStart
+) -> AsyncIterator[None]:
+    if not start.pool_directory:
+        async with serving(app, sock, DRAIN_TIMEOUT_S):
+            yield
+        return
+    pool = Pool(start.pool_directory, start.config.num_workers)
+    siblings = Siblings(pool, start.index)
+    app.middlewares.append(siblings.answering())
+    door = Door(sock, pool, start.index, cluster)
+    async with siblings.reachable(app[EDGE]), door.serving(app, DRAIN_TIMEOUT_S):
+        yield
 
 
 async def _told_to_stop() -> None:
@@ -88,8 +115,8 @@ def main() -> int:
     level = "warning" if is_quiet else config.log_level
     configure(level, config.log_format, role="router", worker=start.index)
     try:
-        with socket.socket(fileno=start.listen_fd) as sock:
-            uvloop.run(serve(config, sock))
+        with socket.socket(fileno=start.socket_fd) as sock:
+            uvloop.run(serve(start, sock))
     except ConfigInvalid as error:
         log.critical("edge_worker.cannot_start", reason=error.message)
         return CONFIG_STATUS

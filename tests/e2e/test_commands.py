@@ -63,7 +63,7 @@ def test_two_of_each_share_the_work_and_every_process_ends_with_0(tiny_model):
     cluster = Cluster(*flags, prefills=2, decodes=2, router_flags=("--detokenizers", "2"))
     try:
         wait_healthy(cluster.url, *cluster.processes)
-        # Each edge worker finds the nodes by itself, and the kernel chooses who answers.
+        # Each edge worker finds the nodes by itself, and they answer in turn.
         all_serve = "2 of 2 prefill nodes and 2 of 2 decode nodes serve"
         health = f"{cluster.url}/health"
         assert eventually(lambda: all(is_told(health, 200, all_serve) for _ in range(20)), 60)

@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import signal
+import sys
+import time
 import urllib.request
 from functools import partial
 from pathlib import Path
@@ -102,6 +104,59 @@ def test_no_client_notices_that_a_prefill_node_was_killed_under_its_prompts(tiny
         assert eventually(lambda: not victim.is_running())
         others = (cluster.prefill_urls[1], decode)
         assert eventually(lambda: not any(unaccounted(url) for url in others))
+
+
+@pytest.mark.slow
+def test_a_killed_edge_worker_takes_its_own_streams_with_it_and_its_requests_off_the_nodes(
+    tiny_model, capsys
+):
+    flags = ("--model", str(tiny_model("llama")), "--num-threads", "1", *FLAGS)
+    router_flags = ("--detokenizers", "2")
+    with running_cluster(*flags, router_flags=router_flags) as cluster:
+        assert eventually(lambda: all(worker["is_serving"] for worker in edge_workers(cluster.url)))
+        undisturbed = asyncio.run(stream_all(cluster.url))
+        ends, took_s = asyncio.run(kill_an_edge_worker(cluster))
+        with capsys.disabled():
+            sys.stdout.write(f"\ncancelled on decode {took_s:.3f} s after the kill\n")
+        lost = [end for end in ends if isinstance(end, aiohttp.ClientPayloadError)]
+        assert 0 < len(lost) < len(PROMPTS)
+        for end, expected in zip(ends, undisturbed, strict=True):
+            assert end in lost or end == expected
+        urls = (*cluster.prefill_urls, *cluster.decode_urls)
+        assert eventually(lambda: not any(map(unaccounted, urls)))
+
+
+def edge_workers(url: str) -> list[dict]:
+    return get_json(f"{url}/server_info")[1]["workers"]
+
+
+async def kill_an_edge_worker(cluster) -> tuple[list, float]:
+    """Return how each stream ended, and how long decode went on with those of the victim."""
+    decode = f"{cluster.decode_urls[0]}/server_info"
+    started = [asyncio.Event() for _ in PROMPTS]
+    async with aiohttp.ClientSession() as session:
+
+        async def num_aborted() -> int:
+            async with session.get(decode) as response:
+                return (await response.json())["load"]["num_aborted"]
+
+        def num_lost() -> int:
+            return sum(task.done() and task.exception() is not None for task in streams)
+
+        before = await num_aborted()
+        streams = [
+            asyncio.ensure_future(stream(session, cluster.url, prompt, event))
+            for prompt, event in zip(PROMPTS, started, strict=True)
+        ]
+        for event in started:
+            await event.wait()
+        os.kill(children(cluster.router.pid)[0], signal.SIGKILL)
+        killed = time.monotonic()
+        async with asyncio.timeout(20):
+            while not num_lost() or await num_aborted() < before + num_lost():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        took_s = time.monotonic() - killed
+        return await asyncio.gather(*streams, return_exceptions=True), took_s
 
 
 async def burst(url: str, after_the_first=None) -> list[list[int]]:

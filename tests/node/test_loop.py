@@ -2,7 +2,7 @@
 
 import pytest
 
-from node.loop import Answers, EngineLoop, Ticket
+from node.loop import PROBE_INTERVAL_S, Answers, EngineLoop, Ticket
 from wire.channel import HEARTBEAT_TIMEOUT_S, Inbox, Link, Waker, wait
 from wire.errors import EngineFailed, Overloaded, PeerLost
 from wire.generation import Finish, GenerateRequest, SamplingParams
@@ -30,6 +30,7 @@ class RecordingRole:
         self.refusal: Exception | None = None
         self.bug: Exception | None = None
         self.failures = []
+        self.is_talking = True
 
     has_work = True
 
@@ -52,7 +53,7 @@ class RecordingRole:
     def step(self):
         if self.bug:
             raise self.bug
-        for ticket in self.started:
+        for ticket in self.started if self.is_talking else ():
             self.answers.token(ticket, 0, [5], Finish(reason="length"))
 
     def fail_all(self, error):
@@ -101,6 +102,18 @@ class Rig:
                 return message
             wait([self.link], 0.01)
         raise AssertionError("no answer")
+
+    def lose_edge(self) -> None:
+        """End the edge worker's link, as the kernel does for a process that was killed."""
+        self.link.close()
+        (peer,) = {ticket.peer for ticket in self.role.started}
+        for _ in range(500):
+            try:
+                self.inbox.send(peer, Pong(epoch=EPOCH, load=NodeLoad()))
+            except PeerLost:
+                return
+            wait([self.inbox], 0.01)
+        raise AssertionError("the link stands")
 
     def close(self) -> None:
         self.link.close()
@@ -166,13 +179,42 @@ def test_the_requests_of_a_silent_edge_are_cancelled(rig):
     assert [ticket.request_id for ticket in rig.role.cancelled] == ["a"]
 
 
+def test_requests_with_tokens_for_an_edge_that_is_gone_are_cancelled_at_the_next_pass(rig):
+    rig.send(start("a"))
+    rig.pass_until(lambda: rig.role.started)
+    rig.lose_edge()
+    rig.loop.run_once(0)
+    rig.loop.run_once(0)
+    assert [ticket.request_id for ticket in rig.role.cancelled] == ["a"]
+
+
+def test_requests_without_a_token_yet_are_cancelled_soon_after_their_edge_is_gone(rig):
+    rig.role.is_talking = False
+    rig.send(start("a"))
+    rig.pass_until(lambda: rig.role.started)
+    rig.lose_edge()
+    rig.now += PROBE_INTERVAL_S
+    rig.loop.run_once(0)
+    assert [ticket.request_id for ticket in rig.role.cancelled] == ["a"]
+
+
+def test_an_edge_that_is_there_keeps_its_requests_and_is_told_the_load(rig):
+    rig.role.is_talking = False
+    rig.send(start("a"))
+    rig.pass_until(lambda: rig.role.started)
+    rig.now += PROBE_INTERVAL_S
+    rig.loop.run_once(0)
+    assert rig.answer() == Pong(epoch=EPOCH, load=NodeLoad(num_running=1))
+    assert not rig.role.cancelled
+
+
 def test_an_edge_that_was_only_slow_hears_that_its_request_ended(rig):
     rig.send(start("a"))
     rig.pass_until(lambda: rig.role.started)
     rig.now += HEARTBEAT_TIMEOUT_S + 0.1
     rig.loop.run_once(0)
-    while isinstance(answer := rig.answer(), TokenBatch):
-        assert answer.deltas[0].request_id == "a"
+    while isinstance(answer := rig.answer(), TokenBatch | Pong):
+        pass
     assert (answer.request_id, answer.error.code) == ("a", "peer_lost")
     assert answer.error.is_retryable
 

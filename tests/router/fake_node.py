@@ -14,7 +14,17 @@ from wire.channel import Inbox, Peer, Waker, wait
 from wire.errors import PeerLost, TandemError
 from wire.generation import Finish, GenerateRequest, SamplingParams, TokenLogprobs
 from wire.ids import RequestId, new_epoch
-from wire.messages import NodeLoad, Ping, Pong, RequestFailed, ToEngine, TokenBatch, TokenDelta
+from wire.messages import (
+    NodeLoad,
+    Ping,
+    Pong,
+    RequestFailed,
+    StartDecode,
+    StartPrefill,
+    ToEngine,
+    TokenBatch,
+    TokenDelta,
+)
 from wire.node_info import ModelInfo, NodeInfo
 
 TIMEOUT_S = 5
@@ -67,6 +77,7 @@ class FakeEngine:
         self._received: asyncio.Queue = asyncio.Queue()
         self._seen: deque = deque()
         self._peer: Peer | None = None
+        self._peers: dict[tuple[str, int], Peer] = {}
         self._outgoing: deque = deque()
         self._waker, self._is_closing = Waker(), False
         self._thread = threading.Thread(target=self._run)
@@ -76,14 +87,17 @@ class FakeEngine:
         while not self._is_closing:
             wait([self._inbox], 5, self._waker)
             while (envelope := self._inbox.receive()) is not None:
-                self._peer = envelope.peer
-                if isinstance(envelope.message, Ping):
-                    self._outgoing.append(Pong(epoch=self.epoch, load=self.load))
-                else:
-                    self._loop.call_soon_threadsafe(self._received.put_nowait, envelope.message)
+                message, self._peer = envelope.message, envelope.peer
+                if isinstance(message, Ping):
+                    self._outgoing.append((self._peer, Pong(epoch=self.epoch, load=self.load)))
+                    continue
+                if isinstance(message, StartPrefill | StartDecode):
+                    self._peers[message.request.request_id, message.attempt] = self._peer
+                self._loop.call_soon_threadsafe(self._received.put_nowait, message)
             while self._outgoing:
+                peer, message = self._outgoing.popleft()
                 with contextlib.suppress(PeerLost):
-                    self._inbox.send(self._peer, self._outgoing.popleft())
+                    self._inbox.send(peer or self._peer, message)
         self._inbox.close()
 
     async def next(self, kind):
@@ -96,14 +110,16 @@ class FakeEngine:
     def is_idle(self) -> bool:
         return self._received.empty()
 
-    def send(self, message) -> None:
-        self._outgoing.append(message)
+    def send(self, message, start=None) -> None:
+        """Send to the edge worker that sent `start`, else to the one last heard of."""
+        peer = start and self._peers[start.request.request_id, start.attempt]
+        self._outgoing.append((peer, message))
         self._waker.wake()
 
     def say(self, start, index, token_ids, reason=None, **fields) -> None:
         """Send tokens of one attempt."""
         deltas = [delta(start, index, token_ids, reason, **fields)]
-        self.send(TokenBatch(epoch=self.epoch, deltas=deltas))
+        self.send(TokenBatch(epoch=self.epoch, deltas=deltas), start)
 
     def fail(self, start, error: TandemError) -> None:
         self.send(
@@ -112,7 +128,8 @@ class FakeEngine:
                 request_id=start.request.request_id,
                 attempt=start.attempt,
                 error=error.info(),
-            )
+            ),
+            start,
         )
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ import signal
 import socket
 import ssl
 import sys
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 NOWHERE = ("--prefill", "http://127.0.0.1:1", "8998", "--decode", "http://127.0.0.1:2")
 
 
-async def start(*flags: str) -> asyncio.subprocess.Process:
+async def start(*flags: str, env=None) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "router", *flags), cwd=ROOT, stderr=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "router", *flags), cwd=ROOT, stderr=asyncio.subprocess.PIPE, env=env
     )
 
 
@@ -35,9 +35,28 @@ async def next_event(process, event: str) -> dict:
 
 
 @asynccontextmanager
-async def router(*flags: str):
+async def cluster_of_two_workers():
+    """Yield a prefill, a decode, and process and URL of a router whose workers both serve."""
+    async with FakeNode("prefill").serving() as prefill, FakeNode("decode").serving() as decode:
+        flags = ("--prefill", prefill.url, "--decode", decode.url, "--detokenizers", "2")
+        async with router(*flags) as (process, url):
+            await both_serving(url)
+            yield prefill, decode, process, url
+
+
+async def both_serving(url: str) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            _, info = await get_json(f"{url}/server_info")
+            if all(worker["is_serving"] for worker in info["workers"]):
+                return
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def router(*flags: str, env=None):
     """Yield a router's process and URL; it is gone afterwards."""
-    process = await start("--port", "0", *flags)
+    process = await start("--port", "0", *flags, env=env)
     try:
         url = (await next_event(process, "router.listening"))["url"]
         await next_event(process, "edge_worker.ready")
@@ -65,9 +84,13 @@ async def exit_status(process) -> int:
         return await process.wait()
 
 
-async def get_health(url: str) -> tuple[int, dict]:
-    async with aiohttp.ClientSession() as session, session.get(f"{url}/health") as response:
+async def get_json(url: str) -> tuple[int, dict]:
+    async with aiohttp.ClientSession() as session, session.get(url) as response:
         return response.status, await response.json()
+
+
+async def get_health(url: str) -> tuple[int, dict]:
+    return await get_json(f"{url}/health")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -171,3 +194,107 @@ async def test_a_client_is_streamed_to_over_ipv6_and_its_leaving_cancels():
             async with posted(prefill, decode, url) as (response, _, _):
                 await response.content.readline()
             await decode.engine.next(Cancel)
+
+
+class Client:
+    """One connection, kept alive, and the stream that runs on it."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self.session, self._url = session, url
+
+    async def begin(self, name: str, prefill, decode) -> None:
+        """Start a stream and read its first token."""
+        body = {"input_ids": [1, 2], "rid": name, "stream": True}
+        body["sampling_params"] = {"max_new_tokens": 3}
+        posting = asyncio.ensure_future(self.session.post(f"{self._url}/generate", json=body))
+        start_prefill = await prefill.engine.next(StartPrefill)
+        self.start = await decode.engine.next(StartDecode)
+        prefill.engine.say(start_prefill, 0, [10], "handed_off")
+        self.response = await posting
+        assert b"[10]" in await self.response.content.readline()
+
+    async def rest(self) -> str:
+        async with asyncio.timeout(10):
+            return (await self.response.read()).decode()
+
+    async def get(self, path: str) -> str:
+        async with self.session.get(f"{self._url}{path}") as response:
+            return await response.text()
+
+    async def post(self, path: str, body) -> dict:
+        async with self.session.post(f"{self._url}{path}", json=body) as response:
+            return await response.json()
+
+
+@asynccontextmanager
+async def clients_of(url: str, count: int):
+    async with AsyncExitStack() as stack:
+        sessions = [await stack.enter_async_context(aiohttp.ClientSession()) for _ in range(count)]
+        yield [Client(session, url) for session in sessions]
+
+
+async def loads(client: Client) -> list[tuple[int, int]]:
+    """Return connections and streams of each worker."""
+    workers = json.loads(await client.get("/server_info"))["workers"]
+    return [(worker["num_connections"], worker["num_streams"]) for worker in workers]
+
+
+async def eventually(ask, expected) -> None:
+    async with asyncio.timeout(10):
+        while await ask() != expected:  # noqa: ASYNC110 - asked of another process
+            await asyncio.sleep(0.02)
+
+
+async def streams(client: Client) -> list[int]:
+    return [num_streams for _, num_streams in await loads(client)]
+
+
+async def test_one_workers_crash_leaves_the_streams_of_others_and_its_successor_serves_at_once():
+    async with (
+        cluster_of_two_workers() as (prefill, decode, process, url),
+        clients_of(url, 3) as (one, two, later),
+    ):
+        await one.begin("one", prefill, decode)
+        await two.begin("two", prefill, decode)
+        os.kill(workers_of(process)[0], signal.SIGKILL)
+        await next_event(process, "edge_worker.crashed")
+        await both_serving(url)
+        await later.begin("later", prefill, decode)
+        await eventually(lambda: streams(later), [1, 1])
+        for client in (one, two, later):
+            decode.engine.say(client.start, 1, [11, 12], "length")
+        ends = await asyncio.gather(one.rest(), two.rest(), return_exceptions=True)
+        (whole,) = [end for end in ends if not isinstance(end, aiohttp.ClientPayloadError)]
+        for end in (whole, await later.rest()):
+            assert "[10,11,12]" in end
+            assert "[DONE]" in end
+
+
+async def test_either_worker_answers_for_both():
+    async with (
+        cluster_of_two_workers() as (prefill, decode, _, url),
+        clients_of(url, 4) as (one, two, asking, other),
+    ):
+        await one.begin("one", prefill, decode)
+        await two.begin("two", prefill, decode)
+        # The third and the fourth connection are of one worker each, and stay.
+        for client in (asking, other):
+            info = json.loads(await client.get("/server_info"))
+            assert [node["in_flight_requests"] for node in info["nodes"]] == [2, 2]
+            lines = (await client.get("/metrics")).splitlines()
+            assert "tandem_router_requests_in_flight 2.0" in lines
+            assert 'tandem_router_nodes_up{role="decode"} 1.0' in lines
+        await eventually(lambda: loads(asking), [(2, 1), (2, 1)])
+        for name in ("one", "two"):
+            assert await asking.post("/abort_request", {"rid": name}) == {"aborted": True}
+        assert all("abort" in end for end in await asyncio.gather(one.rest(), two.rest()))
+        assert await asking.post("/abort_request", {"rid": "one"}) == {"aborted": False}
+
+
+async def test_the_directory_of_a_pool_goes_with_its_router(tmp_path):
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    async with router(*NOWHERE, "--detokenizers", "2", env=env) as (process, _):
+        assert list(tmp_path.iterdir())
+        process.terminate()
+        assert await exit_status(process) == 0
+        assert not list(tmp_path.iterdir())
