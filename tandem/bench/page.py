@@ -39,7 +39,7 @@ pre { white-space: pre-wrap; font-size: 13px; margin: 0; overflow-wrap: anywhere
 def page(report: Report) -> str:
     """Return the page."""
     loads = [load for load in report.loads if load.ttft_ms.count]
-    cards = [_curve(loads)] if len(loads) > 1 else []
+    cards = [_curve(name, loads) for name in ("TPOT", "TTFT") if len(loads) > 1]
     if loads:
         cards += [_cdf(name, loads) for name in ("TTFT", "ITL")]
         cards += [_histogram(name, loads[-1]) for name in ("TTFT", "ITL")]
@@ -93,21 +93,14 @@ def _card(title: str, plot: str, names: Sequence[str], note: str = "") -> str:
     return f'<figure class="card"><h2>{escape(title)}</h2>{plot}{caption}</figure>'
 
 
-def _curve(loads: Sequence[LoadReport]) -> str:
-    """Throughput against what one reader sees: the nearer the top left corner, the better."""
-    x = from_zero(
-        "p50 time between tokens of a request (TPOT), ms", [each.tpot_ms.p50 for each in loads]
-    )
-    speeds = [each.output_tokens_per_s for each in loads]
-    points = [(each.tpot_ms.p50, each.output_tokens_per_s) for each in loads]
-    notes = [
-        f"{each.name}: {each.output_tokens_per_s:,.0f} tokens/s, TPOT {each.tpot_ms.p50:.1f} ms, "
-        f"TTFT {each.ttft_ms.p50:.0f} ms"
-        for each in loads
-    ]
-    plot = lines(x, from_zero("", speeds), [Series("loads", points, notes)], is_dotted=True)
-    note = "Each point is a load, in the order of the table. Up and to the left is better."
-    return _card("Output tokens/s against time between tokens", plot, (), note)
+def _curve(name: str, loads: Sequence[LoadReport]) -> str:
+    """Throughput against what one reader sees."""
+    medians = [times_of(load)[name].p50 for load in loads]
+    speeds = [load.output_tokens_per_s for load in loads]
+    points = list(zip(medians, speeds, strict=True))
+    x, y = from_zero(f"p50 {name}, ms", medians), from_zero("", speeds)
+    plot = lines(x, y, [Series("loads", points, [load.name for load in loads])])
+    return _card(f"Output tokens/s against {name}", plot, (), "Up and to the left is better.")
 
 
 def _cdf(name: str, loads: Sequence[LoadReport]) -> str:

@@ -9,15 +9,16 @@ WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 12, 40
 # Colours that the page has.
 NUM_COLOURS = 6
+MOST_STEPS = 7 + 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line: its points, and what is said of each when it is pointed at."""
+    """One line: its points, and what stands at each, where each counts."""
 
     name: str
     points: Sequence[tuple[float, float]]
-    notes: Sequence[str] = ()
+    labels: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +57,23 @@ def logarithmic(title: str, values: Sequence[float]) -> Axis:
     return Axis(title, low / spread, high * spread, is_log=True)
 
 
-def lines(x: Axis, y: Axis, series: Sequence[Series], *, is_dotted: bool = False) -> str:
-    """Return a plot of lines; `is_dotted` marks each point, for lines of few of them."""
+def lines(x: Axis, y: Axis, series: Sequence[Series]) -> str:
+    """Return a plot of lines, with a dot at each point that has a label."""
     drawn = []
     for number, one in enumerate(series):
         spots = [_place(x, y, point) for point in one.points]
-        path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in spots)
         colour = f"s{number % NUM_COLOURS}"
         if spots:
+            path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in spots)
+            name = escape(one.name)
+            drawn.append(f'<path class="line {colour}" d="{path}"><title>{name}</title></path>')
+        for (px, py), label in zip(spots, one.labels, strict=False):
+            drawn.append(f'<circle class="dot {colour}" cx="{px:.1f}" cy="{py:.1f}" r="4.5"/>')
+            anchor = "end" if px > WIDTH * 0.75 else "start"
+            side = -9 if anchor == "end" else 9
             drawn.append(
-                f'<path class="line {colour}" d="{path}"><title>{escape(one.name)}</title></path>'
+                f'<text x="{px + side:.1f}" y="{py + 14:.1f}" text-anchor="{anchor}">{escape(label)}</text>'
             )
-        if is_dotted:
-            notes = one.notes or [one.name] * len(spots)
-            drawn += [
-                f'<circle class="dot {colour}" cx="{px:.1f}" cy="{py:.1f}" r="4.5">'
-                f"<title>{escape(note)}</title></circle>"
-                for (px, py), note in zip(spots, notes, strict=True)
-            ]
     return _svg(x, y, drawn)
 
 
@@ -121,9 +121,9 @@ def _svg(x: Axis, y: Axis, drawn: Sequence[str]) -> str:
 
 
 def _step(span: float) -> float:
-    """Return a round step that cuts a span into four to eight."""
+    """Return a round step that cuts a span into three to seven."""
     power = 10.0 ** math.floor(math.log10(span / 5))
-    return next(factor * power for factor in (1, 2, 5, 10) if span / (factor * power) <= 7)
+    return next(factor * power for factor in (1, 2, 5, 10) if span / (factor * power) <= MOST_STEPS)
 
 
 def _ticks(low: float, high: float) -> list[float]:

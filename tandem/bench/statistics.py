@@ -10,8 +10,8 @@ from tandem.bench.records import UNFINISHED, Sample
 from tandem.bench.report import ClientCost, Failure, Goodput, LoadReport, Times
 
 Array = NDArray[np.float64]
-# Points of a line over time: what a plot shows.
-NUM_STEPS = 60
+# Of throughput over time: as many steps as a plot shows, none so short that single tokens make it jump.
+MAX_STEPS, LEAST_STEP_S = 60, 0.25
 PERCENTS = tuple(range(101))
 
 
@@ -42,7 +42,7 @@ def summarise(
         sum(sample.prompt_tokens for sample in heard),
         sum(sample.output_tokens for sample in heard),
     )
-    step_s = duration_s / NUM_STEPS
+    num_steps = min(max(int(duration_s / LEAST_STEP_S), 1), MAX_STEPS)
     return LoadReport(
         name=load.name,
         concurrency=load.concurrency,
@@ -63,8 +63,8 @@ def summarise(
         itl_ms=_times([gaps(sample) for sample in heard]),
         tpot_ms=_times([_tpot(sample) for sample in done if sample.arrival_s]),
         e2e_ms=_times([sample.times()[-1:] for sample in done]),
-        step_s=step_s,
-        tokens_per_s=_rates(heard, arrivals, duration_s),
+        step_s=duration_s / num_steps,
+        tokens_per_s=_rates(heard, arrivals, np.linspace(0, duration_s, num_steps + 1)),
         failures=_failures(failed),
         goodput=_goodput(objectives, done, len(failed), duration_s),
         client=_cost(samples, client_cpu_s, num_out, duration_s),
@@ -102,13 +102,13 @@ def _times(parts: Sequence[Array]) -> Times:
     return Times(count=len(values), mean=mean, p50=p50, p90=p90, p99=p99, quantiles=quantiles)
 
 
-def _rates(heard: Sequence[Sample], arrivals: Sequence[Array], duration_s: float) -> list[float]:
-    if not duration_s:
+def _rates(heard: Sequence[Sample], arrivals: Sequence[Array], edges: Array) -> list[float]:
+    """Return tokens a second between each two edges; nothing where nothing arrived."""
+    if not heard:
         return []
     tokens = [np.diff(sample.counts(), prepend=0) for sample in heard]
-    edges = np.linspace(0, duration_s, NUM_STEPS + 1)
     counts, _ = np.histogram(np.concatenate(arrivals), edges, weights=np.concatenate(tokens))
-    rates: list[float] = (counts / (duration_s / NUM_STEPS)).tolist()
+    rates: list[float] = (counts / np.diff(edges)).tolist()
     return rates
 
 
