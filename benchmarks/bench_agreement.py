@@ -28,6 +28,12 @@ from benchmarks.processes import Target, tandem
 LOW, HIGH = 0.9, 1.1
 BACKENDS = {"native": "sglang", "completions": "sglang-oai"}
 
+# Its --tokenize-prompt makes ids that json does not know (numpy's).
+SGLANG = (
+    "import json, runpy; json.JSONEncoder.default = lambda _, number: number.item(); "
+    "runpy.run_module('sglang.bench_serving', run_name='__main__')"
+)
+
 Numbers = dict[str, float]
 
 
@@ -75,8 +81,8 @@ def theirs(args: argparse.Namespace, target: Target, seed: int, directory: Path)
     # Ids in its native requests; over OpenAI's API it sends them as text.
     ids = ["--tokenize-prompt"] if args.api == "native" else []
     run(
-        *(str(args.sglang_python), "-m", "sglang.bench_serving", "--base-url", target.url, *ids),
-        *("--backend", BACKENDS[args.api], "--model", tokenizer, "--tokenizer", tokenizer),
+        *(str(args.sglang_python), "-c", SGLANG, "--base-url", target.url, *ids),
+        *("--backend", BACKENDS[args.api], "--tokenizer", tokenizer),
         *("--dataset-name", "random-ids", "--random-range-ratio", "1", "--seed", str(seed)),
         *("--max-concurrency", str(args.concurrency), "--num-prompts", str(args.num_prompts)),
         *("--random-input-len", str(args.input_len), "--random-output-len", str(args.output_len)),
