@@ -1,7 +1,8 @@
 """Whether `tandem bench` says what `sglang.bench_serving` says of the same server under the same load.
 
-Both drive one server, turn about, in a closed loop of random ids; ratios are of the medians over the
-rounds. What differs is what the clients take themselves, so the server should have a core they have not. SGLang's
+Both drive one server, turn about, in a closed loop of random ids over the native API (over OpenAI's SGLang's
+client sends text, which is more tokens than the ids it was made of); ratios are of the medians over
+the rounds. What differs is what the clients take themselves, so the server should have a core they have not. SGLang's
 client needs an environment of its own, without its server's packages:
 
     python3 -m venv DIR && DIR/bin/pip install --no-deps sglang==0.4.10.post2
@@ -26,7 +27,6 @@ from benchmarks.engines import model_dir
 from benchmarks.processes import Target, tandem
 
 LOW, HIGH = 0.9, 1.1
-BACKENDS = {"native": "sglang", "completions": "sglang-oai"}
 
 # Its --tokenize-prompt makes ids that json does not know (numpy's).
 SGLANG = (
@@ -48,7 +48,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--sglang-python", type=Path, required=True, help="of an environment that has sglang")
     add("--url", default="", help="of a running server, instead of starting `tandem serve`")
     add("--tokenizer", type=Path, help="SGLang's client needs one (the embedded model's)")
-    add("--api", choices=sorted(BACKENDS), default="native", help="driven by both")
     add("--concurrency", type=int, default=4, help="requests open at once")
     add("--num-prompts", type=int, default=24, help="requests of a round")
     add("--input-len", type=int, default=128, help="random ids in each prompt")
@@ -61,7 +60,7 @@ def ours(args: argparse.Namespace, target: Target, seed: int, directory: Path) -
     """Run `tandem bench`."""
     out = directory / f"ours-{seed}.json"
     run(
-        *(sys.executable, "-m", "tandem", "bench", "--url", target.url, "--api", args.api),
+        *(sys.executable, "-m", "tandem", "bench", "--url", target.url),
         *("--concurrency", str(args.concurrency), "--num-prompts", str(args.num_prompts)),
         *("--input-len", str(args.input_len), "--output-len", str(args.output_len)),
         *("--seed", str(1000 + seed), "--output-file", str(out)),
@@ -78,11 +77,9 @@ def ours(args: argparse.Namespace, target: Target, seed: int, directory: Path) -
 def theirs(args: argparse.Namespace, target: Target, seed: int, directory: Path) -> Numbers:
     """Run `sglang.bench_serving`."""
     out, tokenizer = directory / f"theirs-{seed}.json", str(args.tokenizer or model_dir(None))
-    # Ids in its native requests; over OpenAI's API it sends them as text.
-    ids = ["--tokenize-prompt"] if args.api == "native" else []
     run(
-        *(str(args.sglang_python), "-c", SGLANG, "--base-url", target.url, *ids),
-        *("--backend", BACKENDS[args.api], "--tokenizer", tokenizer),
+        *(str(args.sglang_python), "-c", SGLANG, "--base-url", target.url),
+        *("--backend", "sglang", "--tokenize-prompt", "--tokenizer", tokenizer),
         *("--dataset-name", "random-ids", "--random-range-ratio", "1", "--seed", str(seed)),
         *("--max-concurrency", str(args.concurrency), "--num-prompts", str(args.num_prompts)),
         *("--random-input-len", str(args.input_len), "--random-output-len", str(args.output_len)),

@@ -48,6 +48,7 @@ class Client:
             Address.of(server.url + PATHS[server.api], server.api_key), server.timeout_s
         )
         self._places = asyncio.Semaphore(plan.concurrency or len(plan.jobs) or 1)
+        self._freed_s = 0.0  # when a place was last given back
         self._tally = Tally()
         self._samples: list[Sample] = []
         self._num_running = 0
@@ -63,6 +64,7 @@ class Client:
                     due_s = start_s + job.due_s
                     await asyncio.sleep(max(due_s - time.monotonic(), 0))
                     await self._places.acquire()
+                    due_s = max(due_s, self._freed_s)
                     tasks.create_task(self._converse(job, conversation, body, due_s))
         finally:
             self._connections.close()
@@ -86,6 +88,8 @@ class Client:
                 conversation.hear(answer)
         finally:
             self._places.release()
+            if self._plan.concurrency:
+                self._freed_s = time.monotonic()
 
     async def _ask(self, turn: Turn, body: bytes, answer: Answer, due_s: float) -> bool:
         """Send one request and keep its sample; tell whether it ended well."""

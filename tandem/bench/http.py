@@ -82,7 +82,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
         self._refusal = b""
-        self._is_complete = self._has_head = self._has_data = False
+        self._is_complete = self._has_head = self._has_length = self._has_data = False
         self._ended = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         try:
@@ -132,6 +132,10 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self.fail(Broken("bad HTTP", str(error)))
 
+    def on_header(self, name: bytes, _value: bytes) -> None:
+        """Be told by the parser."""
+        self._has_length |= name.lower() in {b"content-length", b"transfer-encoding"}
+
     def on_headers_complete(self) -> None:
         """Be told by the parser."""
         self._has_head = True
@@ -161,7 +165,7 @@ class Connection(asyncio.Protocol):
             return
         if self._is_used and not self._has_data:
             self.fail(StaleConnection())
-        elif exc is None and self._has_head:  # a body without a length ends so
+        elif exc is None and self._has_head and not self._has_length:  # then a body ends so
             try:
                 self._end(self.answer)
             except Broken as error:

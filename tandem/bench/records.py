@@ -85,7 +85,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One request: when it was sent, and when how many of its tokens had arrived.
 
     Attributes:
-        due_s: When it was to be sent; later than that it waited for the client, or for a place.
+        due_s: When it was to be sent, and there was a place for it; later than that the client sent it.
         arrival_s: Of everything that brought tokens, in seconds after `sent_s`, as float64.
         arrival_tokens: Tokens that had arrived by then, all in all, as uint32.
         output_tokens: Of the whole answer, as the server counts them.

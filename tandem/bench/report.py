@@ -55,8 +55,7 @@ class ClientCost(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         busiest_share: Of one core, by the busiest process.
-        late_p99_ms: How long after it was due a request was sent; in a load with a bound this holds
-            the wait for a place.
+        late_p99_ms: How long after it was due, and had a place, a request was sent.
     """
 
     num_processes: int = 0

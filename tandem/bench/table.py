@@ -10,7 +10,7 @@ from tandem.bench.report import Goodput, LoadReport, Report, Times
 BUSY_SHARE = 0.7
 # In less than this, what every load takes once weighs more than its tokens.
 SHORT_S = 1.0
-# Of an open loop: later than this, arrivals are not those that were asked for.
+# Later than this, arrivals are not those that were asked for.
 LATE_MS = 50.0
 TIMES = ("TTFT", "ITL", "TPOT", "E2E")
 
@@ -68,8 +68,7 @@ def warnings(load: LoadReport) -> list[str]:
             f"{client.busiest_share:.0%} of the time ({client.cpu_us_per_token:.1f} µs a token): "
             f"give more than {client.num_processes} --clients, or another machine"
         )
-    is_open = load.concurrency == 0
-    if is_open and client.late_p99_ms > LATE_MS:
+    if client.late_p99_ms > LATE_MS:
         lines.append(
             f"  warning: 1 % of requests were sent {client.late_p99_ms:.0f} ms or more after they were due: "
             "the client could not keep up"
