@@ -83,12 +83,14 @@ class Connection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._refusal = b""
         self._is_complete = self._has_head = self._has_length = self._has_data = False
+        self._is_kept = False
         self._ended = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         try:
             await self._ended
         except BaseException:
-            self.close()
+            if not self._is_complete:  # after a whole refusal it can be used again
+                self.close()
             raise
         finally:
             self.answer, self._ended, self._is_used = None, None, True
@@ -106,9 +108,8 @@ class Connection(asyncio.Protocol):
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(
-            asyncio.Transport, transport
-        )  # uvloop's is none of asyncio's classes
+        # Not asserted: uvloop's is none of asyncio's classes.
+        self._transport = cast(asyncio.Transport, transport)
 
     @override
     def data_received(self, data: bytes) -> None:
@@ -147,9 +148,10 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         """Be told by the parser."""
         self._is_complete = True
+        self._is_kept = self._parser.should_keep_alive()  # forgotten once this returns
 
     def _end(self, answer: Answer) -> None:
-        if not self._parser.should_keep_alive():
+        if not self._is_kept:
             self.close()
         status = self._parser.get_status_code()
         if status != OK:
@@ -205,8 +207,8 @@ class Connections:
             await connection.exchange(request, answer)
         finally:
             self._busy.discard(connection)
-        if connection.is_open:
-            self._idle.append(connection)
+            if connection.is_open:
+                self._idle.append(connection)
 
     async def _connect(self) -> Connection:
         at = self._address

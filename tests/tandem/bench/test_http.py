@@ -88,6 +88,17 @@ async def test_a_connection_is_used_again():
     assert b"Authorization: Bearer secret\r\n" in scripted.heads[0]
 
 
+async def test_a_connection_is_used_again_after_a_refusal():
+    scripted = Scripted()
+    refusal = b"HTTP/1.1 429 x\r\nContent-Length: 0\r\n\r\n"
+    scripted.scripts.append(scripted.answering(refusal, WHOLE))
+    async with connections(scripted) as held:
+        with pytest.raises(Broken):
+            await post(held)
+        await post(held)
+    assert scripted.num_connections == 1
+
+
 async def test_requests_at_once_have_connections_of_their_own_without_a_limit():
     scripted = Scripted()
     everyone = asyncio.Barrier(150)
@@ -138,7 +149,7 @@ CUT = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\ndata:\r\n"
         (b"HTTP/1.1 500 x\r\nContent-Length: 4\r\n\r\noops", "HTTP 500", "oops"),
         (CUT, "disconnected", "closed the connection"),
         (b"", "disconnected", "closed the connection"),
-        (b"220 smtp.example.com\r\n", "bad HTTP", ""),
+        (b"220 smtp.example.com\r\n", "bad HTTP", "HTTP"),
     ],
 )
 async def test_what_goes_wrong_is_told_by_its_kind(answer, kind, told):
