@@ -70,9 +70,10 @@ def lines(x: Axis, y: Axis, series: Sequence[Series]) -> str:
         for (px, py), label in zip(spots, one.labels, strict=False):
             drawn.append(f'<circle class="dot {colour}" cx="{px:.1f}" cy="{py:.1f}" r="4.5"/>')
             anchor = "end" if px > WIDTH * 0.75 else "start"
-            side = -9 if anchor == "end" else 9
+            # Beside the line, which mostly rises to the right, and not on the axis.
+            dx, dy = (-9, -9) if anchor == "end" else (9, min(14, HEIGHT - BOTTOM - 6 - py))
             drawn.append(
-                f'<text x="{px + side:.1f}" y="{py + 14:.1f}" text-anchor="{anchor}">{escape(label)}</text>'
+                f'<text x="{px + dx:.1f}" y="{py + dy:.1f}" text-anchor="{anchor}">{escape(label)}</text>'
             )
     return _svg(x, y, drawn)
 
