@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tandem.bench.records import Api
 
@@ -20,6 +21,13 @@ class Load:
     concurrency: int = 0
     rate: float = 0.0
     is_trace: bool = False
+
+    @property
+    def kind(self) -> Literal["closed", "open", "trace"]:
+        """Return what decides when a request is sent."""
+        if self.is_trace:
+            return "trace"
+        return "open" if self.rate else "closed"
 
     @property
     def name(self) -> str:

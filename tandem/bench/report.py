@@ -3,6 +3,8 @@
 A new field has a default, none is renamed or reused. Times are in milliseconds.
 """
 
+from typing import Literal
+
 import msgspec
 
 SCHEMA = "tandem.bench/1"
@@ -80,6 +82,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
+    kind: Literal["closed", "open", "trace"]
     concurrency: int
     rate: float | None
     is_stopped: bool = False

@@ -45,6 +45,7 @@ def summarise(
     num_steps = min(max(int(duration_s / LEAST_STEP_S), 1), MAX_STEPS)
     return LoadReport(
         name=load.name,
+        kind=load.kind,
         concurrency=load.concurrency,
         rate=load.rate if 0 < load.rate < float("inf") else None,
         is_stopped=is_stopped,

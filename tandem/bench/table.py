@@ -68,7 +68,7 @@ def warnings(load: LoadReport) -> list[str]:
             f"{client.busiest_share:.0%} of the time ({client.cpu_us_per_token:.1f} µs a token): "
             f"give more than {client.num_processes} --clients, or another machine"
         )
-    if client.late_p99_ms > LATE_MS:
+    if load.kind != "closed" and client.late_p99_ms > LATE_MS:
         lines.append(
             f"  warning: 1 % of requests were sent {client.late_p99_ms:.0f} ms or more after they were due: "
             "the client could not keep up"

@@ -15,7 +15,7 @@ from tandem.bench.trace import TraceRow, due_times
 # server, the last ones an emptying one.
 REQUESTS_PER_STREAM = 8
 OPEN_REQUESTS = 200
-# Streams that one client process carries without being late; measured at some 100,000 tokens/s.
+# Of one client process: at 200 tokens/s each and 13 µs a token a third of a core (docs/bench.md).
 STREAMS_PER_CLIENT = 128
 
 

@@ -68,17 +68,22 @@ def test_a_load_without_an_answer_shows_dashes():
 
 
 @pytest.mark.parametrize(
-    ("cost", "told"),
+    ("kind", "cost", "told"),
     [
-        (ClientCost(num_processes=2, busiest_share=0.9), "give more than 2 --clients"),
-        (ClientCost(late_p99_ms=500.0), "sent 500 ms or more after they were due"),
+        ("closed", ClientCost(num_processes=2, busiest_share=0.9), "more than 2 --clients"),
+        ("open", ClientCost(late_p99_ms=500.0), "sent 500 ms or more after they were due"),
     ],
 )
-def test_a_client_that_measures_itself_says_so(cost, told):
-    calm = loaded()
+def test_a_client_that_measures_itself_says_so(kind, cost, told):
+    calm = msgspec.structs.replace(loaded(), kind=kind)
     assert warnings(calm) == []
     (line,) = warnings(msgspec.structs.replace(calm, client=cost))
     assert told in line
+
+
+def test_nothing_is_due_at_a_time_in_a_closed_loop():
+    late = msgspec.structs.replace(loaded(), client=ClientCost(late_p99_ms=500.0))
+    assert warnings(late) == []
 
 
 class Tags(HTMLParser):
