@@ -9,14 +9,14 @@ import argparse
 import os
 import statistics
 import threading
-from collections.abc import Sequence
 
 from benchmarks.peers import ours_apart, ours_together
-from benchmarks.processes import Target, drive, split
-from benchmarks.serve_client import LoadPlan, Sample
-from benchmarks.serve_report import report
+from benchmarks.processes import Target
+from benchmarks.serve_load import load
 from benchmarks.verdict import result
 from benchmarks.vllm_server import MODEL
+from tandem.bench.records import Turn
+from tandem.bench.report import LoadReport
 
 GOAL_RATIO = 3.0
 VOCAB_SIZE = 40_000
@@ -38,28 +38,26 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def disturbed(args: argparse.Namespace, target: Target, seed: int) -> Sequence[Sample]:
+def disturbed(args: argparse.Namespace, target: Target, seed: int) -> LoadReport:
     """Return what the streams saw while the long prompts came."""
 
-    def plan(num_requests: int, concurrency: int, num_in: int, num_out: int, part: int) -> LoadPlan:
-        return LoadPlan(
-            url=target.url,
-            model=MODEL,
+    def drive(num_requests: int, streams: int, turn: Turn, part: int) -> LoadReport:
+        return load(
+            target,
+            streams,
+            turn,
             num_requests=num_requests,
-            concurrency=concurrency,
-            input_tokens=num_in,
-            output_tokens=num_out,
             vocab_size=VOCAB_SIZE,
             seed=hash((seed, part)),
+            model=MODEL,
         )
 
-    long = [plan(args.prompts, 1, args.prompt_tokens, 1, part=-1)]
-    disturber = threading.Thread(target=drive, args=(long,))
+    long = (args.prompts, 1, Turn(args.prompt_tokens, 1), 1)
+    disturber = threading.Thread(target=drive, args=long)
     disturber.start()
-    streams = [plan(n, n, 32, args.output_tokens, i) for i, n in enumerate(split(args.streams, 2))]
-    samples = drive(streams)
+    seen = drive(args.streams, args.streams, Turn(32, args.output_tokens), 0)
     disturber.join()
-    return samples
+    return seen
 
 
 def main() -> None:
@@ -70,18 +68,13 @@ def main() -> None:
     with ours_apart() as apart, ours_together() as together:
         for round_ in range(args.rounds + 1):
             for target in (apart, together) if round_ % 2 else (together, apart):
-                one = report(
-                    target.name,
-                    args.streams,
-                    disturbed(args, target, round_),
-                    args.output_tokens,
-                )
-                p50, _, p99 = one.times_ms["ITL"]
+                one = disturbed(args, target, round_)
+                p50, p99 = one.itl_ms.p50, one.itl_ms.p99
                 if round_:  # the first warms up
                     worst.setdefault(target.name, []).append(p99)
                 print(
                     f"{target.name:<8} ITL p50 {p50:>7.1f} ms  p99 {p99:>7.1f} ms  "
-                    f"{one.tokens_per_s:>7.1f} tokens/s  {one.num_failed} failed",
+                    f"{one.output_tokens_per_s:>7.1f} tokens/s  {one.num_failed} failed",
                     flush=True,
                 )
     values = {name: statistics.median(found) for name, found in worst.items()}

@@ -17,10 +17,11 @@ from pathlib import Path
 
 from benchmarks import vllm_server
 from benchmarks.engines import model_dir
-from benchmarks.processes import Target, drive, free_port, split, tandem
-from benchmarks.serve_client import LoadPlan
-from benchmarks.serve_report import Report, report
+from benchmarks.processes import Target, free_port, tandem
+from benchmarks.serve_load import load
 from benchmarks.verdict import result
+from tandem.bench.records import Turn
+from tandem.bench.report import LoadReport
 
 # Ours over theirs, at every number of streams.
 GOAL_TOGETHER, GOAL_APART = 1.0, 4.0
@@ -70,22 +71,17 @@ def ours_apart() -> Iterator[Target]:
         yield router
 
 
-def load(args: argparse.Namespace, target: Target, streams: int, seed: int) -> Report:
+def one_round(args: argparse.Namespace, target: Target, streams: int, seed: int) -> LoadReport:
     """Drive a server once: as many requests as streams."""
-    plans = [
-        LoadPlan(
-            url=target.url,
-            model=vllm_server.MODEL,
-            num_requests=part,
-            concurrency=part,
-            input_tokens=args.input_tokens,
-            output_tokens=args.output_tokens,
-            vocab_size=VOCAB_SIZE,
-            seed=hash((seed, streams, i)),
-        )
-        for i, part in enumerate(split(streams, min(2, streams)))
-    ]
-    return report(target.name, streams, drive(plans), args.output_tokens)
+    return load(
+        target,
+        streams,
+        Turn(args.input_tokens, args.output_tokens),
+        num_requests=streams,
+        vocab_size=VOCAB_SIZE,
+        seed=hash((seed, streams)),
+        model=vllm_server.MODEL,
+    )
 
 
 def measure(args: argparse.Namespace, server: Server) -> dict[int, float]:
@@ -95,11 +91,11 @@ def measure(args: argparse.Namespace, server: Server) -> dict[int, float]:
     """
     speeds = {}
     with server as target:
-        load(args, target, max(args.streams), seed=-1)  # what is made lazily
+        one_round(args, target, max(args.streams), seed=-1)  # what is made lazily
         for streams in args.streams:
-            reports = [load(args, target, streams, round_) for round_ in range(args.rounds)]
-            speeds[streams] = statistics.median(one.tokens_per_s for one in reports)
-            tpot = statistics.median(one.times_ms["TPOT"][0] for one in reports)
+            reports = [one_round(args, target, streams, round_) for round_ in range(args.rounds)]
+            speeds[streams] = statistics.median(one.output_tokens_per_s for one in reports)
+            tpot = statistics.median(one.tpot_ms.p50 for one in reports)
             failed = sum(one.num_failed for one in reports)
             print(
                 f"{streams:>4} streams  {target.name:<12} {speeds[streams]:>8.1f} tokens/s  "

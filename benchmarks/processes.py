@@ -1,4 +1,4 @@
-"""Servers under measurement and the processes that drive them: started, waited for, stopped."""
+"""Servers under measurement: started, waited for, stopped."""
 
 import contextlib
 import os
@@ -11,10 +11,6 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-import msgspec
-
-from benchmarks.serve_client import LoadPlan, Sample
 
 # A first start converts the model and may compile: minutes on two cores.
 START_TIMEOUT_S = 600.0
@@ -104,26 +100,3 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def split(total: int, parts: int) -> list[int]:
-    """Return `total` as the sum of `parts` numbers that differ by one at most."""
-    return [total // parts + (i < total % parts) for i in range(parts)]
-
-
-def drive(clients: Sequence[LoadPlan]) -> list[Sample]:
-    """Run the client processes side by side and return what they measured."""
-    command = [sys.executable, "-m", "benchmarks.serve_client"]
-    running = []
-    for plan in clients:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(plan))
-        process.stdin.close()
-        running.append(process)
-    samples: list[Sample] = []
-    for process in running:
-        assert process.stdout is not None
-        samples += msgspec.json.decode(process.stdout.read(), type=list[Sample])
-        process.wait()
-    return samples

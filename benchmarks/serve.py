@@ -16,9 +16,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from benchmarks.processes import Target, drive, get, split, tandem
-from benchmarks.serve_client import LoadPlan, Sample
-from benchmarks.serve_report import Report, report, table
+from benchmarks.processes import Target, get, tandem
+from benchmarks.serve_load import load, table
+from tandem.bench.records import Turn
+from tandem.bench.report import LoadReport
 
 GOAL_RATIO = 1.0
 
@@ -61,56 +62,49 @@ def vocab_size(target: Target) -> int:
     return size
 
 
-def plans(
+def one_round(
     args: argparse.Namespace, target: Target, concurrency: int, round_: int
-) -> list[LoadPlan]:
-    """Return what each client process does in one round. Prompts differ between rounds."""
-    num_clients = min(args.clients, concurrency)
-    return [
-        LoadPlan(
-            url=target.url,
-            num_requests=streams * args.requests_per_stream,
-            concurrency=streams,
-            input_tokens=args.input_tokens,
-            output_tokens=args.output_tokens,
-            vocab_size=args.vocab_size,
-            seed=hash((args.seed, concurrency, round_, i)),
-        )
-        for i, streams in enumerate(split(concurrency, num_clients))
-    ]
+) -> LoadReport:
+    """Drive a target once. Prompts differ between rounds."""
+    return load(
+        target,
+        concurrency,
+        Turn(args.input_tokens, args.output_tokens),
+        num_requests=concurrency * args.requests_per_stream,
+        vocab_size=args.vocab_size,
+        seed=hash((args.seed, concurrency, round_)),
+        clients=args.clients,
+    )
 
 
-def measure(args: argparse.Namespace, targets: Sequence[Target]) -> list[Report]:
+def measure(args: argparse.Namespace, targets: Sequence[Target]) -> list[tuple[str, LoadReport]]:
     """Drive all targets at each concurrency, in an order that turns with each round."""
     reports = []
     for concurrency in args.concurrency:
-        samples: dict[str, list[list[Sample]]] = {target.name: [] for target in targets}
+        rounds: dict[str, list[LoadReport]] = {target.name: [] for target in targets}
         for round_ in range(args.rounds):
             for target in targets if round_ % 2 == 0 else reversed(targets):
-                samples[target.name].append(drive(plans(args, target, concurrency, round_)))
-        for target in targets:
-            rounds = [
-                report(target.name, concurrency, one, args.output_tokens)
-                for one in samples[target.name]
-            ]
+                rounds[target.name].append(one_round(args, target, concurrency, round_))
+        for name, of_target in rounds.items():
             # The median round by throughput: the machine may be shared and noisy.
-            rounds.sort(key=lambda one: one.tokens_per_s)
-            reports.append(rounds[len(rounds) // 2])
+            of_target.sort(key=lambda one: one.output_tokens_per_s)
+            reports.append((name, of_target[len(of_target) // 2]))
     return reports
 
 
-def print_result(reports: Sequence[Report], cluster: Target) -> None:
+def print_result(reports: Sequence[tuple[str, LoadReport]], cluster: Target) -> None:
     """Print the table, and the ratio to the best baseline at the highest load as the last line."""
     print(table(reports))
-    for one in reports:
+    for name, one in reports:
         if one.num_failed:
-            print(f"{one.num_failed} requests failed at {one.target}, {one.concurrency} streams")
-    highest = max(one.concurrency for one in reports)
-    last = [one for one in reports if one.concurrency == highest]
-    (ours,) = [one for one in last if one.target == cluster.name]
-    best = max((one for one in last if one is not ours), key=lambda one: one.tokens_per_s)
-    print(f"{highest} streams; the best baseline is {best.target}; load average {os.getloadavg()}")
-    ratio = ours.tokens_per_s / best.tokens_per_s if best.tokens_per_s else 0.0
+            print(f"{one.num_failed} requests failed at {name}, {one.concurrency} streams")
+    highest = max(one.concurrency for _, one in reports)
+    last = {name: one for name, one in reports if one.concurrency == highest}
+    ours = last.pop(cluster.name)
+    best_name, best = max(last.items(), key=lambda each: each[1].output_tokens_per_s)
+    print(f"{highest} streams; the best baseline is {best_name}; load average {os.getloadavg()}")
+    best_speed = best.output_tokens_per_s
+    ratio = ours.output_tokens_per_s / best_speed if best_speed else 0.0
     is_reached = ratio >= GOAL_RATIO and not ours.num_failed and not best.num_failed
     verdict = "reached" if is_reached else "short"
     print(f"result: serve_throughput_vs_colocated {ratio:.3f} ratio (goal {GOAL_RATIO}) {verdict}")
@@ -141,7 +135,7 @@ def main() -> None:
         targets = start_targets(args, stack)
         args.vocab_size = vocab_size(targets[0])
         for target in targets:  # a first request pays for what is made lazily
-            drive([msgspec.structs.replace(plans(args, target, 1, -1)[0], num_requests=1)])
+            one_round(args, target, 1, -1)
         print_result(measure(args, targets), targets[0])
 
 

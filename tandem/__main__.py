@@ -17,6 +17,7 @@ Serve large language models with prefill and decode on separate nodes.
   lb        the router: HTTP, OpenAI API, pairing, detokenizing
   serve     both roles in one engine, without transfer
   doctor    what works here or between two hosts, how fast it is, and what is missing
+  bench     drive a server with a load: latencies, throughput, goodput, and a page with plots
 
 `tandem COMMAND --help` lists a command's flags. A first try:
 
@@ -36,6 +37,7 @@ MODULES = {
     "router": "router.command",
     "serve": "tandem.serve",
     "doctor": "tandem.doctor.command",
+    "bench": "tandem.bench.command",
 }
 
 

@@ -1,0 +1,129 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.bench.config import Load
+from tandem.bench.records import UNFINISHED, Sample, packed
+from tandem.bench.report import Goodput
+from tandem.bench.statistics import gaps, summarise
+
+LOAD = Load(concurrency=2)
+
+
+def sample(
+    sent_s: float, *arrivals: tuple[float, int], failure: str = "", error: str = ""
+) -> Sample:
+    """A request; `arrivals` are (seconds after it was sent, tokens so far)."""
+    return Sample(
+        due_s=sent_s,
+        sent_s=sent_s,
+        output_tokens=arrivals[-1][1] if arrivals else 0,
+        prompt_tokens=10,
+        failure=failure,
+        error=error,
+        **packed(arrivals),
+    )
+
+
+def test_times_are_those_of_tokens_as_they_arrived():
+    one = summarise(LOAD, [sample(10.0, (0.1, 1), (0.3, 3), (0.4, 4))])
+    medians = [times.p50 for times in (one.ttft_ms, one.itl_ms, one.tpot_ms, one.e2e_ms)]
+    assert medians == pytest.approx([100, 100, 100, 400])
+    assert one.output_tokens_per_s == pytest.approx(10)
+
+
+def test_throughput_is_over_the_whole_load_and_not_per_stream():
+    one = summarise(LOAD, [sample(0.0, (1.0, 2)), sample(0.5, (1.5, 2))])
+    assert one.output_tokens_per_s == pytest.approx(2)
+    assert one.requests_per_s == pytest.approx(1)
+    assert one.input_tokens_per_s == pytest.approx(10)
+
+
+def test_failed_requests_count_by_kind_with_an_example_and_for_nothing_else():
+    failed = [sample(0, (9.0, 3), failure="short", error=f"{i}") for i in range(2)]
+    one = summarise(LOAD, [sample(0, (1.0, 4)), *failed, sample(0, failure="HTTP 503")])
+    assert (one.num_requests, one.num_done, one.num_failed, one.duration_s) == (4, 1, 3, 1.0)
+    kinds = [(failure.kind, failure.count, failure.example) for failure in one.failures]
+    assert kinds == [("short", 2, "0"), ("HTTP 503", 1, "")]
+
+
+def test_a_load_of_which_everything_failed_is_still_a_report():
+    one = summarise(LOAD, [sample(0, failure="HTTP 503")], objectives=Goodput(ttft_ms=1))
+    assert (one.output_tokens_per_s, one.ttft_ms.count, one.tokens_per_s) == (0, 0, [])
+    assert one.goodput == Goodput(ttft_ms=1)
+
+
+def test_a_load_without_requests_is_still_a_report():
+    assert summarise(LOAD, []).num_requests == 0
+
+
+def test_what_a_stopped_load_had_brought_counts_but_not_as_done():
+    one = summarise(LOAD, [sample(0, (1.0, 1), (2.0, 2), failure=UNFINISHED)], is_stopped=True)
+    assert (one.num_done, one.num_failed, one.num_unfinished) == (0, 0, 1)
+    assert (one.output_tokens, one.ttft_ms.count, one.itl_ms.count) == (2, 1, 1)
+    assert (one.e2e_ms.count, one.tpot_ms.count) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("objectives", "share"),
+    [
+        (Goodput(ttft_ms=150), 0.5),
+        (Goodput(itl_ms=50), 0.5),  # of the mean: one gap of the first takes 300 ms
+        (Goodput(e2e_ms=600), 0.5),
+        (Goodput(ttft_ms=150, itl_ms=50), 0.25),
+        (Goodput(ttft_ms=500, itl_ms=500, e2e_ms=5000), 0.75),
+    ],
+)
+def test_goodput_is_of_requests_that_met_every_objective(objectives, share):
+    requests = [
+        sample(0, (0.1, 1), (0.2, 10), (0.5, 11)),  # 40 ms a token after the first
+        sample(0, (0.1, 1), (1.1, 11)),  # 100 ms a token
+        sample(0, (0.2, 1), (0.5, 11)),  # 30 ms a token
+        sample(0, (0.1, 1), (0.2, 11), failure="cut off"),
+    ]
+    goodput = summarise(LOAD, requests, objectives=objectives).goodput
+    assert goodput is not None
+    assert goodput.share == share
+    assert goodput.requests_per_s == pytest.approx(share * 4 / 1.1)
+
+
+def test_a_whole_answer_in_one_piece_has_no_time_between_tokens_to_fail_by():
+    goodput = summarise(LOAD, [sample(0, (0.1, 9))], objectives=Goodput(itl_ms=1)).goodput
+    assert goodput is not None
+    assert goodput.share == 1
+
+
+ARRIVALS = st.lists(
+    st.tuples(st.floats(0.001, 10), st.integers(1, 8)), min_size=1, max_size=30
+).map(lambda steps: [_sum(steps[: n + 1]) for n in range(len(steps))])
+
+
+def _sum(steps):
+    return sum(gap for gap, _ in steps), sum(count for _, count in steps)
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), ARRIVALS), min_size=1, max_size=8))
+def test_no_token_and_no_time_is_lost_in_the_sums(requests):
+    samples = [sample(sent_s, *arrivals) for sent_s, arrivals in requests]
+    one = summarise(LOAD, samples)
+    for each in samples:
+        assert len(gaps(each)) == each.counts()[-1] - each.counts()[0]
+        assert gaps(each).sum() == pytest.approx(each.times()[-1] - each.times()[0], abs=1e-9)
+    assert one.output_tokens == sum(arrivals[-1][1] for _, arrivals in requests)
+    assert sum(one.tokens_per_s) * one.step_s == pytest.approx(one.output_tokens)
+    for times in (one.ttft_ms, one.itl_ms, one.tpot_ms, one.e2e_ms):
+        assert times.p50 <= times.p90 <= times.p99
+        assert all(map(math.isfinite, times.quantiles))
+
+
+def test_what_the_client_took_and_how_late_it_was_is_told():
+    requests = [
+        Sample(due_s=0, sent_s=0.2, output_tokens=10, **packed([(0.8, 10)])),
+        Sample(due_s=1, sent_s=1.0, output_tokens=10, **packed([(1.2, 10)])),
+    ]
+    cost = summarise(LOAD, requests, [0.5, 1.5]).client
+    assert (cost.num_processes, cost.cpu_us_per_token) == (2, 100_000)
+    assert cost.busiest_share == pytest.approx(0.75)
+    assert cost.late_p99_ms == pytest.approx(198)
