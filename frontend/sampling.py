@@ -157,6 +157,9 @@ class OpenAISampling(SamplingBody):
 
     max_new_tokens: Annotated[int | None, Field(ge=1, validation_alias=_MAX_TOKENS)] = None
     min_new_tokens: Annotated[int, Field(ge=0, validation_alias="min_tokens")] = 0
+    no_stop_trim: Annotated[
+        bool, Field(validation_alias=AliasChoices("no_stop_trim", "include_stop_str_in_output"))
+    ] = False
 
 
 class CompletionSampling(OpenAISampling):
