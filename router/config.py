@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
+from frontend.reply_parser import reply_formats
 from telemetry.log import LogFormat
 from wire.errors import ConfigInvalid
 
@@ -58,6 +59,8 @@ class RouterConfig:
             the life of one request are rare; a request that kills nodes must not kill them all.
         tokenizer_dir: Read here instead of asked from the nodes.
         served_model_name: As clients name the model; empty takes the nodes' name.
+        tool_call_parser: Name of the format of the model's calls of tools; empty leaves them text.
+        reasoning_parser: Name of that of its thoughts, likewise.
         cluster_secret: Of `TANDEM_CLUSTER_KEY`; empty leaves links to nodes plain.
         ignored_flags: Accepted because people type them, and without meaning here; said once.
     """
@@ -72,6 +75,8 @@ class RouterConfig:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     tokenizer_dir: str = ""
     served_model_name: str = ""
+    tool_call_parser: str = ""
+    reasoning_parser: str = ""
     log_level: str = "info"
     log_format: LogFormat = "auto"
     cluster_secret: str = field(default="", repr=False)
@@ -87,3 +92,4 @@ class RouterConfig:
             raise ConfigInvalid("--detokenizers and --max-attempts are at least 1")
         if not 0 <= self.port <= 65535:
             raise ConfigInvalid(f"--port {self.port} is not between 0 and 65535")
+        reply_formats(self.tool_call_parser, self.reasoning_parser)

@@ -15,6 +15,7 @@ import uvloop
 
 from frontend.app import create_app
 from frontend.options import FrontendOptions
+from frontend.reply_parser import reply_formats
 from frontend.server import serving
 from router.backend import ClusterBackend
 from router.cluster import Cluster
@@ -53,7 +54,8 @@ async def serve(config: RouterConfig, sock: socket.socket) -> None:
     cluster = Cluster(config)
     policy, rng = POLICIES[config.policy], random.Random()
     backend = ClusterBackend(cluster, policy, config.max_attempts, rng)
-    app = create_app(backend, FrontendOptions(api_keys=config.api_keys))
+    formats = reply_formats(config.tool_call_parser, config.reasoning_parser)
+    app = create_app(backend, FrontendOptions(api_keys=config.api_keys, reply_formats=formats))
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(cluster.run())
         async with serving(app, sock, DRAIN_TIMEOUT_S):

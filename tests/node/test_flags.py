@@ -91,3 +91,10 @@ def test_a_node_that_serves_alone_has_no_transfer_flags(capsys):
     with pytest.raises(SystemExit):
         read("--transfer-backend", "tcp", role="colocated")
     assert "unrecognized" in capsys.readouterr().err
+
+
+def test_formats_of_replies_are_told_of_before_the_model_is_loaded():
+    config, _ = read("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
+    assert (config.tool_call_parser, config.reasoning_parser) == ("hermes", "qwen3")
+    with pytest.raises(ConfigInvalid, match="--reasoning-parser: 'x' is not known"):
+        read("--reasoning-parser", "x")
