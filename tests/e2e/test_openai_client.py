@@ -1,5 +1,6 @@
 """The `openai` client, unmodified, against a real cluster."""
 
+import asyncio
 import json
 from typing import Literal
 
@@ -51,13 +52,18 @@ def test_completions_of_several_prompts_come_by_their_index(sdk):
     assert texts == {choice.index: choice.text for choice in whole.choices}
 
 
-async def test_many_at_once_through_the_asynchronous_client(cluster):
+async def test_streams_side_by_side_through_the_asynchronous_client(cluster):
     base = f"{cluster.url}/v1"
     async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as sdk:
-        stream = await sdk.chat.completions.create(messages=CHAT, stream=True, **GREEDY)
-        chunks = [chunk async for chunk in stream]
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert chunks[-1].choices[0].finish_reason == "length"
+
+        async def text_of(prompt: str) -> str:
+            stream = await sdk.completions.create(prompt=prompt, stream=True, **GREEDY)
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+        prompts = ["The capital of France is", "Cats and", "One, two,"]
+        alone = [await text_of(prompt) for prompt in prompts]
+        assert await asyncio.gather(*map(text_of, prompts)) == alone
+        assert len(set(alone)) == 3
 
 
 def test_an_answer_is_parsed_into_a_model(sdk):
