@@ -30,9 +30,11 @@ from frontend.reply_parser import NO_FORMATS, ReplyFormats
 from frontend.sampling import CompletionSampling, OpenAISampling, require_tokens
 from frontend.tool_calls import ToolChoice, read_choice
 from wire.errors import InvalidRequest, ModelNotFound
-from wire.generation import Grammar, LogprobsWanted
+from wire.generation import LogprobsWanted
 from wire.ids import new_request_id
 
+# What people who serve one model call it, whatever it is.
+ANY_MODEL = "default"
 _NOT_YET = (
     "prompt_logprobs",
     "suffix",
@@ -40,10 +42,6 @@ _NOT_YET = (
     "functions",
     "continue_final_message",
 )
-
-
-# What people who serve one model call it, whatever it is.
-ANY_MODEL = "default"
 
 
 class StreamOptions(Body):
@@ -231,14 +229,18 @@ async def read_chat(
         body.add_generation_prompt,
         body.for_template(),
     )
-    make_reply = _make_reply(body, choice, formats, text)
+    asked = openai_grammar(data)
+    if asked is not None and choice.grammar is not None:
+        raise InvalidRequest("tool_choice: a call cannot be forced beside another grammar")
+    # A grammar holds from the first token: no thoughts and no calls stand in what it allows.
+    make_reply = _make_reply(body, choice, formats, text) if asked is None else None
     if make_reply is not None:
         # In many formats marks are special tokens.
         sampling = sampling.model_copy(update={"skip_special_tokens": False})
     # The template has written the special tokens.
     tokenized = await tokenize(model, [text], add_special_tokens=False)
     ids = await prompt_ids(model, Prompts(is_batch=False, ids=tokenized))
-    wishes = Wishes(body.priority, body.cache_salt, body.wanted(), _chat_grammar(data, choice))
+    wishes = Wishes(body.priority, body.cache_salt, body.wanted(), asked or choice.grammar)
     [half] = bootstraps(body, 1, is_batch=False, n=sampling.n)
     made = _call("chatcmpl", model, body, sampling, [(ids[0], "", half)], wishes=wishes)
     return replace(made, make_reply=make_reply)
@@ -250,13 +252,6 @@ def _make_reply(
     if choice.grammar is not None:
         return choice.reply
     return formats.reply(prompt, choice.tools, is_split=body.separate_reasoning)
-
-
-def _chat_grammar(data: dict[str, Any], choice: ToolChoice) -> Grammar | None:
-    asked = openai_grammar(data)
-    if asked is not None and choice.grammar is not None:
-        raise InvalidRequest("tool_choice: a call cannot be forced beside another grammar")
-    return asked or choice.grammar
 
 
 def _check(data: dict[str, Any]) -> None:

@@ -4,6 +4,8 @@ Each format is fields of a response template, which transformers' `ResponseParse
 region, what closes it. Where a name stands in what opens it, or arguments stand in tags, transformers reads
 them too, and casts them as the tool's schema says; JSON is read by `frontend/reply_parser.py`.
 
+A name has up to 256 characters, so that what is held back for it has an end.
+
 Formats that write tags in the JSON of other formats, or Python, are left out.
 """
 
@@ -70,12 +72,12 @@ TOOL_FORMATS: Mapping[str, Format] = {
     "hermes": _tools(open="<tool_call>", close="</tool_call>"),
     "qwen3_coder": _tagged(
         r"<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>",
-        open_pattern=r"<tool_call>\s*<function=(?P<name>[^>]+)>",
+        open_pattern=r"<tool_call>\s*<function=(?P<name>[^>]{1,256})>",
         close_pattern=r"</function>\s*</tool_call>",
     ),
     "glm45": _tagged(
         r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
-        open_pattern=r"<tool_call>\s*(?P<name>[^\s<]+)",
+        open_pattern=r"<tool_call>\s*(?P<name>[^\s<]{1,256})",
         close="</tool_call>",
     ),
     # Before and since version 11 of its tokenizer: a list, or a name and [ARGS] for each call.
@@ -92,18 +94,18 @@ TOOL_FORMATS: Mapping[str, Format] = {
     ),
     "deepseek_v3": _listed(
         _LAST,
-        open_pattern=rf"(?:{_FIRST}\s*)?{_BEGIN}function{_SEP}(?P<name>[^\n]+)\n```json\n",
+        open_pattern=rf"(?:{_FIRST}\s*)?{_BEGIN}function{_SEP}(?P<name>[^\n]{{1,256}})\n```json\n",
         close=f"\n```{_END}",
     ),
     "deepseek_v31": _listed(
         _LAST,
-        open_pattern=rf"(?:{_FIRST}\s*)?{_BEGIN}(?P<name>[^<]+){_SEP}",
+        open_pattern=rf"(?:{_FIRST}\s*)?{_BEGIN}(?P<name>[^<]{{1,256}}){_SEP}",
         close=_END,
     ),
     "kimi_k2": _listed(
         "<|tool_calls_section_end|>",
         open_pattern=r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
-        r"(?:functions\.)?(?P<name>[^:<\s]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+        r"(?:functions\.)?(?P<name>[^:<\s]{1,256})(?::\d+)?\s*<\|tool_call_argument_begin\|>",
         close="<|tool_call_end|>",
     ),
     "gpt_oss": Format(
@@ -112,7 +114,7 @@ TOOL_FORMATS: Mapping[str, Format] = {
             "tool_calls": {
                 "repeats": True,
                 "content": "text",
-                "open_pattern": r"<\|channel\|>commentary to=functions\.(?P<name>[^\s<]+)"
+                "open_pattern": r"<\|channel\|>commentary to=functions\.(?P<name>[^\s<]{1,256})"
                 r"[^<]*(?:<\|constrain\|>\w+)?<\|message\|>",
                 "close": "<|call|>",
                 "transform": _NAMED,

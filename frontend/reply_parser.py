@@ -26,9 +26,8 @@ from wire.errors import ConfigInvalid
 # Models write line breaks into strings as they are.
 _DECODER = json.JSONDecoder(strict=False)
 
-Call = tuple[
-    str, object
-]  # a name and its arguments: an object, or the text of what could not be read
+# A name and its arguments: an object, or the text of what could not be read.
+Call = tuple[str, object]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,9 @@ import pytest
 
 from frontend.backend import Bootstrap
 from frontend.chat_template import ChatTemplate
-from tests.frontend.fakes import length, say
+from frontend.openai_body import read_chat
+from frontend.reply_parser import reply_formats
+from tests.frontend.fakes import FakeBackend, length, say
 from tests.frontend.helpers import post
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -115,3 +117,19 @@ async def test_reasoning_effort_reaches_the_template(client, backend, tokenizer,
     body = CHAT | {"reasoning_effort": "high"}
     assert (await post(client, "/v1/chat/completions", body))[0] == 200
     assert backend.requests[0].prompt_ids == tokenizer.encode("high")
+
+
+async def test_an_answer_that_follows_a_grammar_is_not_read_for_calls(tokenizer):
+    model = FakeBackend(tokenizer).served
+    formats = reply_formats("llama3", "think")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    plain = await read_chat(model, CHAT | {"tools": tools}, formats)
+    bound = await read_chat(
+        model, CHAT | {"tools": tools, "response_format": {"type": "json_object"}}, formats
+    )
+    assert (plain.make_reply is None, bound.make_reply is None) == (False, True)
+    # Marks of a format may be special tokens.
+    assert [call.generations[0].rules.skip_special_tokens for call in (plain, bound)] == [
+        False,
+        True,
+    ]
