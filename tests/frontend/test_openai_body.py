@@ -133,3 +133,10 @@ async def test_an_answer_that_follows_a_grammar_is_not_read_for_calls(tokenizer)
         False,
         True,
     ]
+
+
+@pytest.mark.usefixtures("said")
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_nucleus_of_nothing_is_the_likeliest_token(client, backend, path):
+    assert (await post(client, path, ROUTES[path] | {"top_p": 0}))[0] == 200
+    assert 0 < backend.requests[0].sampling.top_p < 1e-3
