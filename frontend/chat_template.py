@@ -97,6 +97,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ConfigInvalid(f"the chat template is not valid Jinja: {error}") from error
         self._special_tokens = special_tokens
+        # OpenAI's name for system messages since its reasoning models; templates may refuse it.
+        self._knows_developer = any("developer" in text for text in sources.values())
 
     @override
     def __repr__(self) -> str:
@@ -124,7 +126,7 @@ class ChatTemplate:
         names = {
             **self._special_tokens,
             **(extra or {}),
-            "messages": messages,
+            "messages": messages if self._knows_developer else _without_developer(messages),
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -142,3 +144,10 @@ class ChatTemplate:
                 "this model has no chat template: use /v1/completions or /generate instead"
             )
         return self._templates["default"]
+
+
+def _without_developer(messages: Messages) -> Messages:
+    return [
+        {**message, "role": "system"} if message.get("role") == "developer" else message
+        for message in messages
+    ]

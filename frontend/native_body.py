@@ -10,10 +10,20 @@ Leaves out answering, which is in `frontend/generate.py`.
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field
 
-from frontend.backend import Bootstrap, ServedModel
-from frontend.body import Body, BodyT, CacheSalt, Priority, refuse, validate
+from frontend.backend import ServedModel
+from frontend.batch_fields import (
+    Booleans,
+    BootstrappedBody,
+    Ids,
+    Integers,
+    Objects,
+    Strings,
+    bootstraps,
+    rows,
+)
+from frontend.body import Body, CacheSalt, Priority, refuse, validate
 from frontend.edge import part_id
 from frontend.generation import Generation, Prompt, Wishes, generations_of
 from frontend.grammars import native_grammar
@@ -38,20 +48,7 @@ _MAX_ID_CHARS = 256
 T = TypeVar("T")
 
 
-def _one_or_more(kind: str) -> WithJsonSchema:
-    """Describe what is checked by hand: a scalar for one prompt, a list for a batch."""
-    return WithJsonSchema({"anyOf": [{"type": kind}, {"type": "array", "items": {"type": kind}}]})
-
-
-_IDS = {"type": "array", "items": {"type": "integer"}}
-Ids = Annotated[Any, WithJsonSchema({"anyOf": [_IDS, {"type": "array", "items": _IDS}]})]
-Strings = Annotated[Any, _one_or_more("string")]
-Integers = Annotated[Any, _one_or_more("integer")]
-Booleans = Annotated[Any, _one_or_more("boolean")]
-Objects = Annotated[Any, _one_or_more("object")]
-
-
-class GenerateBody(Body):
+class GenerateBody(BootstrappedBody):
     """`/generate`, but for sampling parameters, which may also stand at the top level."""
 
     text: Strings = None
@@ -65,9 +62,6 @@ class GenerateBody(Body):
     logprob_start_len: Integers = None
     top_logprobs_num: Integers = None
     return_text_in_logprobs: bool = False
-    bootstrap_host: Strings = None
-    bootstrap_port: Integers = None
-    bootstrap_room: Integers = None
 
     def prompts(self) -> Prompts:
         """Return the prompts.
@@ -82,14 +76,6 @@ class GenerateBody(Body):
         if self.input_ids is not None:
             return id_prompts(self.input_ids, "input_ids")
         raise InvalidRequest("there is no prompt: send text or input_ids")
-
-
-class BootstrapBody(Body):
-    """The three fields that a router of SGLang's kind adds, for one prompt."""
-
-    bootstrap_host: Annotated[str, Field(min_length=1, max_length=255)]
-    bootstrap_port: Annotated[int | None, Field(ge=1, le=65535)] = None
-    bootstrap_room: Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class LogprobBody(Body):
@@ -144,10 +130,10 @@ async def read_call(model: ServedModel, data: dict[str, Any]) -> NativeCall:
     fields, prefix = _sampling_fields(data, body, len(prompts))
     samplings = _each([validate(NativeSampling, part, prefix) for part in fields], len(prompts))
     grammars = _each([native_grammar(part) for part in fields], len(prompts))
-    bootstraps = _bootstraps(body, len(prompts), is_batch=prompts.is_batch)
-    logprobs = _rows(LogprobBody, body, len(prompts), is_batch=prompts.is_batch)
+    logprobs = rows(LogprobBody, body, len(prompts), is_batch=prompts.is_batch)
     n = samplings[0].n
-    _check_counts(samplings, bootstraps)
+    halves = bootstraps(body, len(prompts), is_batch=prompts.is_batch, n=n)
+    _check_counts(samplings)
     _check_patterns(samplings)
     generations: list[Generation] = []
     rids = _request_ids(body.rid, len(prompts), n)
@@ -158,7 +144,7 @@ async def read_call(model: ServedModel, data: dict[str, Any]) -> NativeCall:
             body.priority, body.cache_salt, logprobs[index].wanted(len(ids)), grammars[index]
         )
         names = rids[index * n : (index + 1) * n]
-        prompt = Prompt(ids, names, wishes, bootstraps[index])
+        prompt = Prompt(ids, names, wishes, halves[index])
         generations += generations_of(model, prompt, samplings[index])
     return NativeCall(
         generations,
@@ -191,43 +177,12 @@ def _each(parts: list[T], count: int) -> list[T]:
     return parts * count if len(parts) == 1 else parts
 
 
-def _bootstraps(body: GenerateBody, count: int, *, is_batch: bool) -> list[Bootstrap | None]:
-    """Return where the other half of each prompt is; None for all when no router chose."""
-    if body.bootstrap_host is None and body.bootstrap_room is None:
-        return [None] * count
-    checked = _rows(BootstrapBody, body, count, is_batch=is_batch)
-    return [
-        Bootstrap(row.bootstrap_host, row.bootstrap_port, row.bootstrap_room) for row in checked
-    ]
-
-
-def _rows(row_class: type[BodyT], body: GenerateBody, count: int, *, is_batch: bool) -> list[BodyT]:
-    """Return the fields of `row_class` for each prompt: a scalar holds for all, a list for each."""
-    names = list(row_class.model_fields)
-    columns = [_column(getattr(body, name), count, name, is_batch=is_batch) for name in names]
-    return [
-        validate(row_class, dict(zip(names, values, strict=True)))
-        for values in zip(*columns, strict=True)
-    ]
-
-
-def _column(value: object, count: int, name: str, *, is_batch: bool) -> list[object]:
-    if not isinstance(value, list):
-        return [value] * count
-    if not is_batch or len(value) != count:
-        raise InvalidRequest(f"{name}: must have one entry for each of {count} prompts")
-    return value
-
-
-def _check_counts(samplings: list[NativeSampling], bootstraps: list[Bootstrap | None]) -> None:
+def _check_counts(samplings: list[NativeSampling]) -> None:
     n = samplings[0].n
     if any(sampling.n != n for sampling in samplings):
         raise InvalidRequest("sampling_params.n: must be the same for all prompts")
     if n * len(samplings) > MAX_GENERATIONS:
         raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}")
-    rooms = [bootstrap.room for bootstrap in bootstraps if bootstrap is not None]
-    if len(set(rooms)) < len(rooms) or (rooms and n > 1):
-        raise InvalidRequest("bootstrap_room: each generation needs a room of its own, and n is 1")
 
 
 def _check_patterns(samplings: list[NativeSampling]) -> None:

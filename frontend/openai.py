@@ -14,11 +14,12 @@ from aiohttp import web
 
 from frontend.body import read_json
 from frontend.edge import EDGE, Edge, side_by_side
-from frontend.generation import Answer, Generation, Piece
+from frontend.generation import Answer, Generation, Outlet, Piece
 from frontend.limits import within_time
 from frontend.logprobs import ChatLogprobs, CompletionLogprobs, LogprobWriter, Run
 from frontend.middleware import error_body, json_response, public_info
 from frontend.openai_body import OpenAICall, read_chat, read_completion
+from frontend.reply import Reply, message
 from frontend.sse import EventStream, encode, event
 from frontend.tokenizer import Tokenizer
 from wire.errors import TandemError
@@ -134,7 +135,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         TandemError: Nothing was sent yet.
     """
     edge = request.app[EDGE]
-    call = await read_chat(edge.backend.model(), read_json(await request.read()))
+    data = read_json(await request.read())
+    call = await read_chat(edge.backend.model(), data, edge.options.reply_formats)
     return await _answer(request, edge, call, Chat())
 
 
@@ -162,7 +164,12 @@ def _choice(call: OpenAICall, shape: Shape, index: int, answer: Answer) -> dict[
         logprobs = writer.write(
             _prompt_run(generation, answer), (answer.output_ids, answer.logprobs)
         )
-    return shape.choice(index, text, _reason(answer), logprobs)
+    choice = shape.choice(index, text, _reason(answer), logprobs)
+    if call.make_reply is not None:
+        reply = call.make_reply()
+        choice["message"] = message([*reply.push(text), *reply.finish()])
+        choice["finish_reason"] = _reason(answer, reply)
+    return choice
 
 
 def _writer(shape: Shape, generation: Generation) -> LogprobWriter | None:
@@ -184,8 +191,12 @@ def _head(call: OpenAICall, kind: str) -> dict[str, Any]:
     }
 
 
-def _reason(part: Answer | Piece) -> str | None:
-    return part.ending.reason if part.ending is not None else None
+def _reason(part: Answer | Piece, reply: Reply | None = None) -> str | None:
+    if part.ending is None:
+        return None
+    if reply is not None and part.ending.reason == "stop":
+        return reply.finish_reason
+    return part.ending.reason
 
 
 def _usage(call: OpenAICall, num_output: int, num_cached: int) -> dict[str, Any]:
@@ -241,7 +252,7 @@ class _Chunks:
         try:
             async with (
                 within_time(self.stream.request),
-                aclosing(edge.run(choice.generation, choice)) as pieces,
+                aclosing(edge.run(choice.generation, choice.outlet())) as pieces,
             ):
                 async for piece in pieces:
                     if parts := choice.take(piece):
@@ -272,6 +283,7 @@ class _Choice:
         "_has_usage",
         "_index",
         "_is_opened",
+        "_reply",
         "_shape",
         "_stream",
         "_writer",
@@ -287,10 +299,15 @@ class _Choice:
         self._stream = chunks.stream
         self._echo = call.echoes[index]
         self._writer = _writer(shape, self.generation)
+        self._reply = call.make_reply() if call.make_reply is not None else None
         self._is_opened = False
         self._has_usage = call.usage.continuous_usage_stats
         # Of an ordinary chunk: before its text, up to its usage, to its end.
         self._frame: tuple[bytes, bytes, bytes] | None = None
+
+    def outlet(self) -> Outlet | None:
+        """Return where ordinary tokens may go; None where their text is read first."""
+        return self if self._reply is None else None
 
     def has_room(self) -> bool:
         """See `Outlet`."""
@@ -316,7 +333,23 @@ class _Choice:
         logprobs = None
         if self._writer is not None and piece.token_ids:
             logprobs = self._writer.write((piece.token_ids, piece.logprobs))
+        if self._reply is not None:
+            return opening + self._read(self._reply, piece, logprobs)
         return opening + self._shape.delta(self._index, piece.text, _reason(piece), logprobs)
+
+    def _read(self, reply: Reply, piece: Piece, logprobs: Logprobs) -> list[dict[str, Any]]:
+        """Return the choices that the reader of a reply makes of a piece."""
+        parts = reply.push(piece.text)
+        if piece.ending is not None:
+            parts = [*parts, *reply.finish()]
+        choices = [
+            {"index": self._index, "delta": part.delta(), "logprobs": None, "finish_reason": None}
+            for part in parts
+        ]
+        if logprobs is not None:
+            # They are of tokens: what a reader holds back, or turns into calls, has none of its own.
+            choices += self._shape.delta(self._index, "", None, logprobs)
+        return choices + self._shape.delta(self._index, "", _reason(piece, reply))
 
     def cut_short(self) -> list[dict[str, Any]]:
         """Return the end of a choice that has begun. Clients of OpenAI's raise on `error` beside it."""

@@ -3,14 +3,15 @@
 Leaves out answering, which is in `frontend/openai.py`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import pydantic_core
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from frontend.backend import ServedModel
+from frontend.backend import Bootstrap, ServedModel
+from frontend.batch_fields import BootstrappedBody, bootstraps
 from frontend.body import Body, CacheSalt, Many, Priority, refuse, validate
 from frontend.edge import part_id
 from frontend.generation import Generation, Prompt, Wishes, generations_of
@@ -24,13 +25,18 @@ from frontend.prompts import (
     require_tokenizer,
     tokenize,
 )
+from frontend.reply import Reply
+from frontend.reply_parser import NO_FORMATS, ReplyFormats
 from frontend.sampling import CompletionSampling, OpenAISampling, require_tokens
+from frontend.tool_calls import ToolChoice, read_choice
 from wire.errors import InvalidRequest, ModelNotFound
 from wire.generation import LogprobsWanted
 from wire.ids import new_request_id
 
 # Each is looked at in turn, and the longest conversations have hundreds.
 MAX_MESSAGES = 8192
+# What people who serve one model call it, whatever it is.
+ANY_MODEL = "default"
 _NOT_YET = (
     "prompt_logprobs",
     "suffix",
@@ -47,7 +53,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class OpenAIBody(Body):
+class OpenAIBody(BootstrappedBody):
     """What both routes share, but for sampling parameters."""
 
     model: str | None = None
@@ -132,6 +138,9 @@ class ChatBody(OpenAIBody):
     messages: Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     tools: Many[dict[str, Any]] = Field(default_factory=list)
     tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    separate_reasoning: bool = True
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
     logprobs: bool = False
@@ -147,8 +156,16 @@ class ChatBody(OpenAIBody):
             raise InvalidRequest("top_logprobs: needs logprobs to be true")
         return LogprobsWanted(num_top=self.top_logprobs) if self.logprobs else None
 
+    def for_template(self) -> dict[str, Any]:
+        """Return further names for the template."""
+        effort = (
+            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        )
+        return effort | self.chat_template_kwargs
 
-_Prompt = tuple[list[int], str]  # its ids, and the text to echo
+
+# Its ids, the text to echo, and where its other half is.
+_Prompt = tuple[list[int], str, Bootstrap | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +176,7 @@ class OpenAICall:
         generations: Those of the first prompt, then the next; the position is the choice's index.
         num_prompt_tokens: Of all prompts; one with several choices counts once.
         echoes: Text to put before each choice's own.
+        make_reply: Makes what reads the text of a choice; None where all of it is content.
     """
 
     call_id: str
@@ -168,6 +186,7 @@ class OpenAICall:
     echoes: list[str]
     is_stream: bool
     usage: StreamOptions
+    make_reply: Callable[[], Reply] | None = None
 
 
 async def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
@@ -189,11 +208,18 @@ async def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICal
     if not body.echo:
         require_tokens(sampling, "max_tokens")
     echoes = _texts(model, prompts) if body.echo else [""] * len(ids)
-    return _call("cmpl", model, body, sampling, list(zip(ids, echoes, strict=True)), wishes=wishes)
+    halves = bootstraps(body, len(ids), is_batch=prompts.is_batch, n=sampling.n)
+    made = list(zip(ids, echoes, halves, strict=True))
+    return _call("cmpl", model, body, sampling, made, wishes=wishes)
 
 
-async def read_chat(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
+async def read_chat(
+    model: ServedModel, data: dict[str, Any], formats: ReplyFormats = NO_FORMATS
+) -> OpenAICall:
     """Check a body of `/v1/chat/completions`.
+
+    Args:
+        formats: In which the model writes its thoughts and its calls of tools.
 
     Raises:
         InvalidRequest: Something in it cannot be; the sentence names it.
@@ -203,17 +229,36 @@ async def read_chat(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
     body = validate(ChatBody, data)
     _check_model(model, body.model)
     sampling = validate(OpenAISampling, data)
-    wishes = Wishes(body.priority, body.cache_salt, body.wanted(), openai_grammar(data))
+    choice = read_choice(body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls)
     text = require_tokenizer(model).render_chat(
         [message.for_template() for message in body.messages],
-        _tools(body),
+        choice.tools or None,
         body.add_generation_prompt,
-        body.chat_template_kwargs,
+        body.for_template(),
     )
+    asked = openai_grammar(data)
+    if asked is not None and choice.grammar is not None:
+        raise InvalidRequest("tool_choice: a call cannot be forced beside another grammar")
+    # A grammar holds from the first token: no thoughts and no calls stand in what it allows.
+    make_reply = _make_reply(body, choice, formats, text) if asked is None else None
+    if make_reply is not None:
+        # In many formats marks are special tokens.
+        sampling = sampling.model_copy(update={"skip_special_tokens": False})
     # The template has written the special tokens.
     tokenized = await tokenize(model, [text], add_special_tokens=False)
     ids = await prompt_ids(model, Prompts(is_batch=False, ids=tokenized))
-    return _call("chatcmpl", model, body, sampling, [(ids[0], "")], wishes=wishes)
+    wishes = Wishes(body.priority, body.cache_salt, body.wanted(), asked or choice.grammar)
+    [half] = bootstraps(body, 1, is_batch=False, n=sampling.n)
+    made = _call("chatcmpl", model, body, sampling, [(ids[0], "", half)], wishes=wishes)
+    return replace(made, make_reply=make_reply)
+
+
+def _make_reply(
+    body: ChatBody, choice: ToolChoice, formats: ReplyFormats, prompt: str
+) -> Callable[[], Reply] | None:
+    if choice.grammar is not None:
+        return choice.reply
+    return formats.reply(prompt, choice.tools, is_split=body.separate_reasoning)
 
 
 def _check(data: dict[str, Any]) -> None:
@@ -225,14 +270,8 @@ def _check(data: dict[str, Any]) -> None:
 
 
 def _check_model(model: ServedModel, asked: str | None) -> None:
-    if asked is not None and asked != model.name:
+    if asked not in (None, ANY_MODEL, model.name):
         raise ModelNotFound(asked, model.name)
-
-
-def _tools(body: ChatBody) -> list[dict[str, Any]] | None:
-    if body.tool_choice not in (None, "auto", "none"):
-        raise InvalidRequest("tool_choice: only 'auto' and 'none' are supported yet")
-    return None if body.tool_choice == "none" else body.tools or None
 
 
 def _texts(model: ServedModel, prompts: Prompts) -> list[str]:
@@ -256,16 +295,16 @@ def _call(
         raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}")
     call_id = f"{kind}-{new_request_id()}"
     generations: list[Generation] = []
-    for position, (token_ids, _) in enumerate(prompts):
+    for position, (token_ids, _, half) in enumerate(prompts):
         names = [part_id(call_id, position * n + choice) for choice in range(n)]
-        prompt = Prompt(token_ids, names, wishes)
+        prompt = Prompt(token_ids, names, wishes, half)
         generations += generations_of(model, prompt, sampling)
     return OpenAICall(
         call_id=call_id,
         model_name=model.name,
         generations=generations,
-        num_prompt_tokens=sum(len(token_ids) for token_ids, _ in prompts),
-        echoes=[echo for _, echo in prompts for _ in range(n)],
+        num_prompt_tokens=sum(len(token_ids) for token_ids, *_ in prompts),
+        echoes=[echo for _, echo, _ in prompts for _ in range(n)],
         is_stream=body.stream,
         usage=body.stream_options,
     )

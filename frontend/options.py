@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from frontend.reply_parser import NO_FORMATS, ReplyFormats
+
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
@@ -61,6 +63,7 @@ class FrontendOptions:
         health_timeout_s: How long `/health_generate` waits for its token.
         tokenizer_files: Returns the files to serve at `/tokenizer`, empty while unknown; None
             where there is no such route.
+        reply_formats: In which the model writes its thoughts and its calls of tools.
     """
 
     http: HttpOptions = HttpOptions()
@@ -70,3 +73,4 @@ class FrontendOptions:
     stall_timeout_s: float = 60.0
     health_timeout_s: float = 20.0
     tokenizer_files: Callable[[], Mapping[str, str]] | None = None
+    reply_formats: ReplyFormats = NO_FORMATS

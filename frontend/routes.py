@@ -123,7 +123,9 @@ async def model_info(request: web.Request) -> web.Response:
 
 async def server_info(request: web.Request) -> web.Response:
     """Return what the backend says of itself."""
-    return json_response(request.app[EDGE].backend.server_info())
+    info = request.app[EDGE].backend.server_info()
+    # SGLang's load client looks for the statistics of speculative decoding in the first.
+    return json_response({"internal_states": [{}], **info})
 
 
 async def metrics(request: web.Request) -> web.Response:

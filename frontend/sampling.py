@@ -28,6 +28,7 @@ MAX_LOGIT_BIAS = 1024
 # As OpenAI's limit.
 MAX_N = 128
 _SEED_BITS = 63
+_LEAST_TOP_P = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,11 @@ def _top_k(value: int) -> int:
         raise ValueError("must be -1 (all) or at least 1")
     # SGLang and vLLM differ on whether 0 or -1 means all; nobody means none.
     return value if value > 0 else -1
+
+
+def _nucleus(value: float) -> float:
+    # OpenAI takes 0, which leaves the likeliest token, as any nucleus does that is small enough.
+    return max(value, _LEAST_TOP_P)
 
 
 def _id_keys(value: Any) -> Any:
@@ -161,6 +167,10 @@ class OpenAISampling(SamplingBody):
 
     max_new_tokens: Annotated[int | None, Field(ge=1, validation_alias=_MAX_TOKENS)] = None
     min_new_tokens: Annotated[int, Field(ge=0, validation_alias="min_tokens")] = 0
+    top_p: Annotated[float, Field(ge=0, le=1), AfterValidator(_nucleus)] = 1.0
+    no_stop_trim: Annotated[
+        bool, Field(validation_alias=AliasChoices("no_stop_trim", "include_stop_str_in_output"))
+    ] = False
 
 
 class CompletionSampling(OpenAISampling):

@@ -49,6 +49,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         engine_port: Where edge workers reach the engine; 0 takes any free port, which
             `/server_info` tells them.
+        tool_call_parser: Name of the format of the model's calls of tools; empty leaves them text.
+        reasoning_parser: Name of that of its thoughts, likewise.
     """
 
     role: NodeRole
@@ -60,6 +62,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine_port: int = 0
     http: HttpOptions = HttpOptions()
     is_incremental_output: bool = False
+    tool_call_parser: str = ""
+    reasoning_parser: str = ""
     log_level: str = "info"
     log_format: Literal["auto", "console", "json"] = "auto"
     is_insecure: bool = False

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from frontend.flags import add_http_flags, read_http
+from frontend.reply_flags import add_reply_flags
+from frontend.reply_parser import reply_formats
 from node.checkpoint import model_name
 from node.config import NodeConfig, NodeRole, TransferConfig, check
 from node.engine_flags import (
@@ -115,6 +117,7 @@ def _add_server_flags(group: argparse._ArgumentGroup, default_port: int) -> None
         action="store_true",
         help="/generate streams what is new instead of all so far",
     )
+    add_reply_flags(group)
     add(
         "--insecure",
         action="store_true",
@@ -205,6 +208,8 @@ def read_config(
     args = parser.parse_args(argv)
     if getattr(args, "disaggregation_mode", None) not in (None, role):
         parser.error(f"--disaggregation-mode {args.disaggregation_mode} given to a {role} node")
+    # Told of here, not when the model is loaded.
+    reply_formats(args.tool_call_parser, args.reasoning_parser)
     config = NodeConfig(
         role=role,
         served_model_name=args.served_model_name or model_name(args.model),
@@ -215,6 +220,8 @@ def read_config(
         engine_port=args.engine_port,
         http=read_http(args),
         is_incremental_output=args.incremental_streaming_output,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         log_level=args.log_level,
         log_format=args.log_format,
         is_insecure=args.insecure,

@@ -14,6 +14,7 @@ from pathlib import Path
 from frontend.app import create_app
 from frontend.engine_client import EngineClient
 from frontend.options import FrontendOptions
+from frontend.reply_parser import reply_formats
 from frontend.server import listen, serving
 from frontend.tokenizer import Tokenizer
 from frontend.tokenizer_files import tokenizer_files, tokenizer_hash
@@ -65,6 +66,7 @@ def _options(config: NodeConfig, files: Mapping[str, str]) -> FrontendOptions:
         http=config.http,
         incremental_streaming_output=config.is_incremental_output,
         tokenizer_files=lambda: files,
+        reply_formats=reply_formats(config.tool_call_parser, config.reasoning_parser),
     )
 
 

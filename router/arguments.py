@@ -11,6 +11,7 @@ from typing import get_args
 from typing_extensions import override
 
 from frontend.flags import add_http_flags, read_http
+from frontend.reply_flags import add_reply_flags
 from router.config import PolicyName, PrefillTarget, RouterConfig, node_url
 from telemetry.flags import add_format_flag, add_level_flag
 from wire.errors import ConfigInvalid
@@ -173,6 +174,7 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         metavar="DIR",
         help="directory with the tokenizer (default: asked from the nodes)",
     )
+    add_reply_flags(group)
 
 
 def parse(argv: Sequence[str], prog: str = "tandem lb") -> RouterConfig:
@@ -196,6 +198,8 @@ def parse(argv: Sequence[str], prog: str = "tandem lb") -> RouterConfig:
         http=read_http(args),
         tokenizer_dir=args.tokenizer_dir,
         served_model_name=args.served_model_name,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         log_level=args.log_level,
         log_format=args.log_format,
         ignored_flags=tuple(dict.fromkeys(args.ignored)),

@@ -6,6 +6,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from frontend.options import HttpOptions
+from frontend.reply_parser import reply_formats
 from frontend.tls import load_authorities
 from telemetry.log import LogFormat
 from wire.errors import ConfigInvalid
@@ -63,6 +64,8 @@ class RouterConfig:
         node_ca_certs: Authorities of nodes that speak HTTPS; empty takes the system's.
         tokenizer_dir: Read here instead of asked from the nodes.
         served_model_name: As clients name the model; empty takes the nodes' name.
+        tool_call_parser: Name of the format of the model's calls of tools; empty leaves them text.
+        reasoning_parser: Name of that of its thoughts, likewise.
         cluster_secret: Of `TANDEM_CLUSTER_KEY`; empty leaves links to nodes plain.
         ignored_flags: Accepted because people type them, and without meaning here; said once.
     """
@@ -78,6 +81,8 @@ class RouterConfig:
     http: HttpOptions = field(default_factory=HttpOptions)
     tokenizer_dir: str = ""
     served_model_name: str = ""
+    tool_call_parser: str = ""
+    reasoning_parser: str = ""
     log_level: str = "info"
     log_format: LogFormat = "auto"
     cluster_secret: str = field(default="", repr=False)
@@ -95,6 +100,7 @@ class RouterConfig:
             raise ConfigInvalid(f"--port {self.port} is not between 0 and 65535")
         if self.node_ca_certs:
             self.node_tls()
+        reply_formats(self.tool_call_parser, self.reasoning_parser)
 
     def node_tls(self) -> ssl.SSLContext | bool:
         """Return what https:// nodes are checked with; true for what the system trusts.

@@ -21,6 +21,7 @@ from aiohttp import web
 from frontend.app import create_app
 from frontend.edge import EDGE
 from frontend.options import FrontendOptions
+from frontend.reply_parser import reply_formats
 from frontend.server import serving
 from router.backend import ClusterBackend
 from router.cluster import Cluster
@@ -65,7 +66,8 @@ async def serve(start: WorkerStart, sock: socket.socket) -> None:
     cluster = Cluster(config)
     policy, rng = POLICIES[config.policy], random.Random()
     backend = ClusterBackend(cluster, policy, config.max_attempts, rng)
-    app = create_app(backend, FrontendOptions(http=config.http))
+    formats = reply_formats(config.tool_call_parser, config.reasoning_parser)
+    app = create_app(backend, FrontendOptions(http=config.http, reply_formats=formats))
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(cluster.run())
         async with _serving(app, sock, cluster, start):

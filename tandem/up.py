@@ -18,6 +18,7 @@ import uvloop
 from rich.console import Console
 from rich.text import Text
 
+from frontend.reply_flags import add_reply_flags
 from telemetry.flags import add_level_flag
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
@@ -53,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--policy", default="least_load", help="how the router chooses a pair")
     add("--num-threads", type=int, default=0, help="of torch in each node; 0: cores shared evenly")
     add("--api-key", action="append", default=[], metavar="KEY", help="required of HTTP clients")
+    add_reply_flags(parser)
     add_level_flag(parser)
     return parser
 
@@ -86,6 +88,8 @@ def members(
     router = ["lb", "--prefill", *prefills, "--decode", *decodes, "--policy", args.policy]
     router += ["--host", args.host, "--port", str(args.port), *logging]
     router += ["--detokenizers", str(args.detokenizers)]
+    router += ["--tool-call-parser", args.tool_call_parser]
+    router += ["--reasoning-parser", args.reasoning_parser]
     router += [text for key in args.api_key for text in ("--api-key", key)]
     return [*nodes, Member("router", router)]
 

@@ -63,7 +63,7 @@ async def test_the_model_is_described(client):
         _, info = await get(client, path)
         assert (info["model_path"], info["is_generation"]) == ("smol", True)
     for path in ("/server_info", "/get_server_info"):
-        assert await get(client, path) == (200, {"role": "fake"})
+        assert await get(client, path) == (200, {"internal_states": [{}], "role": "fake"})
 
 
 async def test_a_model_not_known_yet_is_answered_with_503(client, backend):

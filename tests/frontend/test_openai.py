@@ -303,7 +303,7 @@ BAD_CHATS = {
     "logprobs": (CHAT_BODY | {"logprobs": 1}, "logprobs: must be true or false"),
     "top": (CHAT_BODY | {"logprobs": True, "top_logprobs": 21}, "top_logprobs: must be at most 20"),
     "top alone": (CHAT_BODY | {"top_logprobs": 1}, "top_logprobs: needs logprobs to be true"),
-    "forced tool": (CHAT_BODY | {"tool_choice": "required"}, "tool_choice: only"),
+    "forced tool": (CHAT_BODY | {"tool_choice": "required"}, "tool_choice: 'required' needs tools"),
     "NaN": (CHAT_BODY | {"temperature": float("nan")}, "temperature: must be a finite number"),
     "kwargs": (CHAT_BODY | {"chat_template_kwargs": 5}, "chat_template_kwargs: must be an object"),
 }

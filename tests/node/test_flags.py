@@ -116,3 +116,10 @@ def test_a_node_takes_the_same_flags_of_http_as_a_router():
     assert config.http == HttpOptions(
         api_keys=("a", "b"), max_body_bytes=9, request_timeout_s=3.0, cors_origins=("*",)
     )
+
+
+def test_formats_of_replies_are_told_of_before_the_model_is_loaded():
+    config, _ = read("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
+    assert (config.tool_call_parser, config.reasoning_parser) == ("hermes", "qwen3")
+    with pytest.raises(ConfigInvalid, match="--reasoning-parser: 'x' is not known"):
+        read("--reasoning-parser", "x")

@@ -90,6 +90,10 @@ def test_familiar_flags_are_taken(flags, field, value):
         (f"--prefill {P} --decode {D} --detokenizers 0", "at least 1"),
         (f"--prefill {P} --decode {D} --port 70000", "--port 70000"),
         (f"--prefill {P} --decode ftp://d:1", "give http://HOST:PORT or https://HOST:PORT"),
+        (
+            f"--prefill {P} --decode {D} --tool-call-parser x",
+            "--tool-call-parser: 'x' is not known",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_to_do(line, sentence):

@@ -1,0 +1,144 @@
+"""Our nodes under routers made for others: the same answers as under our own."""
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+
+import aiohttp
+import pytest
+
+from frontend.server import listen, serving
+from tandem.up import free_ports
+from tests.e2e.cluster import eventually, get_json
+from tests.e2e.mini_lb import MiniLb
+from tests.e2e.test_features import about, essence
+
+PARAMS = {"temperature": 0, "max_new_tokens": 6}
+TEXT = "The capital of France is"
+COMPLETION = {"model": "default", "temperature": 0, "max_tokens": 6}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], **COMPLETION}
+LOGPROBS = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+
+
+def generate(**fields):
+    return "/generate", {"sampling_params": PARAMS, **fields}
+
+
+CALLS = {
+    "a text": generate(text=TEXT),
+    "ids": generate(input_ids=[504, 3575, 282]),
+    "lists of ids": generate(input_ids=[[504, 3575, 282], [504, 3575]]),
+    "a stream": generate(text=TEXT, stream=True),
+    "a stream of several": generate(input_ids=[[504, 3575, 282], [504, 3575]], stream=True),
+    "log-probabilities": generate(text=TEXT, return_logprob=True, logprob_start_len=0),
+    "a completion": ("/v1/completions", {"prompt": TEXT, **COMPLETION}),
+    "a completion's stream": ("/v1/completions", {"prompt": TEXT, "stream": True, **COMPLETION}),
+    "completions": ("/v1/completions", {"prompt": [TEXT, "Cats and"], **COMPLETION}),
+    "a chat": ("/v1/chat/completions", CHAT),
+    "a chat's stream": ("/v1/chat/completions", {**CHAT, "stream": True}),
+    "a chat's log-probabilities": ("/v1/chat/completions", {**CHAT, "logprobs": True}),
+}
+# sglang-router itself refuses lists of texts, and merges no log-probabilities of streams and of the likeliest.
+OF_MINI_LB = CALLS | {
+    "texts": generate(text=[TEXT, "Cats and"]),
+    "a stream of texts": generate(text=[TEXT, "Cats and"], stream=True),
+    "all log-probabilities": generate(text=TEXT, **LOGPROBS),
+    "those of texts": generate(text=[TEXT, "Cats and"], **LOGPROBS),
+    "those of a stream": generate(text=TEXT, stream=True, **LOGPROBS),
+}
+
+
+async def ask(session: aiohttp.ClientSession, url: str, path: str, body: dict) -> list:
+    """Return the status, and what was said: of a stream the last event of each index, and its text."""
+    async with session.post(url + path, json=body) as response:
+        text = await response.text()
+        if response.content_type != "text/event-stream":
+            return [response.status, json.loads(text)]
+    events = [event.removeprefix("data: ") for event in text.split("\n\n") if event]
+    assert events.pop() == "[DONE]"
+    return [response.status, _last([json.loads(event) for event in events])]
+
+
+def _last(events: list[dict]) -> dict:
+    """What a stream came to: how many tokens an event has is the network's choice."""
+    if "choices" not in events[0]:
+        return {event.get("index", 0): event for event in events}
+    choices = [event["choices"][0] for event in events]
+    said = [
+        choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices
+    ]
+    return {"text": "".join(said), "finish_reason": choices[-1]["finish_reason"]}
+
+
+async def answers(url: str, calls) -> dict:
+    """Send all calls at once."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        made = [ask(session, url, path, body) for path, body in calls.values()]
+        return dict(zip(calls, await asyncio.gather(*made), strict=True))
+
+
+@pytest.fixture(scope="module")
+def expected(cluster):
+    return asyncio.run(answers(cluster.url, OF_MINI_LB))
+
+
+@pytest.fixture
+def pair(cluster):
+    """The URLs of a prefill and a decode node, and the former's bootstrap port."""
+    [prefill], [decode] = cluster.prefill_urls, cluster.decode_urls
+    return prefill, decode, get_json(f"{prefill}/server_info")[1]["bootstrap_port"]
+
+
+@contextlib.contextmanager
+def sglang_router(prefill: str, decode: str, bootstrap_port: int):
+    """The real binary, until it serves; yields its URL."""
+    port, metrics_port = free_ports(2)
+    argv = ["--host", "127.0.0.1", "--port", port, "--policy", "round_robin"]
+    argv += ["--pd-disaggregation", "--prefill", prefill, bootstrap_port, "--decode", decode]
+    argv += ["--prometheus-host", "127.0.0.1", "--prometheus-port", metrics_port]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sglang_router.launch_router", *map(str, argv)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            eventually(lambda: _is_healthy(url) or process.poll() is not None, 30)
+            log.seek(0)
+            assert process.poll() is None, log.read()
+            assert _is_healthy(url), log.read()
+            yield url
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+def _is_healthy(url: str) -> bool:
+    with contextlib.suppress(OSError):
+        return get_json(f"{url}/health")[0] == 200
+    return False
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    for name, answer in found.items():
+        assert answer[0] == 200, (name, answer)
+        assert essence(answer) == about(essence(expected[name])), name
+
+
+def test_sglang_router_drives_our_nodes(pair, expected):
+    prefill, decode, bootstrap_port = pair
+    with sglang_router(prefill, decode, bootstrap_port) as url:
+        assert_same(asyncio.run(answers(url, CALLS)), expected)
+
+
+async def test_a_load_balancer_of_sglangs_kind_drives_our_nodes(pair, expected):
+    prefill, decode, bootstrap_port = pair
+    with listen("127.0.0.1", 0) as sock:
+        app = MiniLb(prefill, bootstrap_port, decode).app()
+        async with serving(app, sock):
+            found = await answers(f"http://127.0.0.1:{sock.getsockname()[1]}", OF_MINI_LB)
+    assert_same(found, expected)

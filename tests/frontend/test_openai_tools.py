@@ -1,0 +1,107 @@
+"""Calls of tools and thoughts, as the `openai` client sees them."""
+
+import json
+from contextlib import asynccontextmanager
+
+import openai
+import pytest
+
+from frontend.options import FrontendOptions
+from frontend.reply_parser import reply_formats
+from tests.frontend.conftest import serve
+from tests.frontend.fakes import say, stop
+from tests.frontend.helpers import each
+from wire.generation import Grammar
+
+CHAT = [{"role": "user", "content": "Weather in Rome?"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+ARGUMENTS = '{"city": "Rome"}'
+SAID = f'<think>Hm.</think>I look.\n<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+FORMATS = FrontendOptions(reply_formats=reply_formats("hermes", "qwen3"))
+
+
+@asynccontextmanager
+async def client_of(backend, options: FrontendOptions | None = None):
+    async with serve(backend, options) as server:
+        base = str(server._base_url / "v1")
+        async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as sdk:
+            yield sdk
+
+
+def speak(backend, text: str) -> None:
+    backend.script = say(*each(backend.served.tokenizer, text), stop(2))
+
+
+async def ask(sdk, **fields):
+    """Return the message and the finish reason, whole and as streaming adds them up."""
+    answer = await sdk.chat.completions.create(model="smol", messages=CHAT, **fields)
+    async with sdk.chat.completions.stream(model="smol", messages=CHAT, **fields) as stream:
+        streamed = await stream.get_final_completion()
+    seen = []
+    for choice in (answer.choices[0], streamed.choices[0]):
+        said = choice.message.model_dump(exclude_none=True)
+        calls = said.pop("tool_calls", [])
+        functions = [call["function"] for call in calls]
+        told = [(function["name"], function["arguments"]) for function in functions]
+        kept = {name: said[name] for name in ("content", "reasoning_content") if said.get(name)}
+        seen.append((kept, told, choice.finish_reason))
+    assert seen[0] == seen[1]
+    return seen[0]
+
+
+async def test_calls_and_thoughts_are_told_apart(backend):
+    speak(backend, SAID)
+    async with client_of(backend, FORMATS) as sdk:
+        said, calls, reason = await ask(sdk, tools=TOOLS)
+    assert said == {"content": "I look.", "reasoning_content": "Hm."}
+    assert (calls, reason) == ([("weather", ARGUMENTS)], "tool_calls")
+
+
+async def test_without_formats_all_is_content(backend):
+    speak(backend, SAID)
+    async with client_of(backend) as sdk:
+        assert await ask(sdk, tools=TOOLS) == ({"content": SAID}, [], "stop")
+
+
+async def test_without_tools_no_call_is_looked_for(backend):
+    speak(backend, SAID)
+    async with client_of(backend, FORMATS) as sdk:
+        said, calls, reason = await ask(sdk, tools=TOOLS, tool_choice="none")
+    assert (said["content"], calls, reason) == (SAID.partition("</think>")[2], [], "stop")
+
+
+async def test_a_named_tool_is_called_by_its_schema(backend):
+    speak(backend, ARGUMENTS)
+    choice = {"type": "function", "function": {"name": "weather"}}
+    async with client_of(backend) as sdk:
+        said, calls, reason = await ask(sdk, tools=TOOLS, tool_choice=choice)
+    assert (said, calls, reason) == ({}, [("weather", ARGUMENTS)], "stop")
+    text = json.dumps(SCHEMA, separators=(",", ":"))
+    assert backend.requests[0].sampling.grammar == Grammar(kind="json_schema", text=text)
+
+
+async def test_a_required_call_is_of_any_tool(backend):
+    speak(backend, f'[{{"name": "weather", "parameters": {ARGUMENTS}}}]')
+    async with client_of(backend) as sdk:
+        said, calls, reason = await ask(sdk, tools=TOOLS, tool_choice="required")
+    assert (said, calls, reason) == ({}, [("weather", ARGUMENTS)], "tool_calls")
+
+
+async def test_log_probabilities_stay_beside_a_call(backend):
+    speak(backend, SAID)
+    async with client_of(backend, FORMATS) as sdk:
+        chunks = await sdk.chat.completions.create(
+            model="smol", messages=CHAT, tools=TOOLS, logprobs=True, stream=True
+        )
+        told = [chunk.choices[0].logprobs async for chunk in chunks]
+    tokens = [token.token for part in told if part is not None for token in part.content]
+    assert "".join(tokens).removesuffix("<|im_end|>") == SAID
+
+
+async def test_a_forced_call_beside_another_grammar_is_refused(backend):
+    async with client_of(backend) as sdk:
+        with pytest.raises(openai.BadRequestError, match="cannot be forced beside"):
+            await ask(
+                sdk, tools=TOOLS, tool_choice="required", response_format={"type": "json_object"}
+            )

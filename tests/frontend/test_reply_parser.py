@@ -1,0 +1,247 @@
+"""Calls and thoughts found in what models write: for each format, however the text is cut."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import xgrammar
+from hypothesis import given
+from hypothesis import strategies as st
+from xgrammar.builtin_structural_tag import get_model_structural_tag
+from xgrammar.testing import _is_grammar_accept_string as accepts
+
+from frontend.reply import Part, message
+from frontend.reply_formats import REASONING_FORMATS, TOOL_FORMATS
+from frontend.reply_parser import reply_formats
+from wire.errors import ConfigInvalid
+
+ARGUMENTS = {"city": "Paris; or Rome", "days": 2}
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+}
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}]
+JSON = json.dumps(ARGUMENTS)
+NAMED = f'{{"name": "get_weather", "arguments": {JSON}}}'
+LLAMA = f'{{"name": "get_weather", "parameters": {JSON}}}'
+
+
+def mark(name: str) -> str:
+    return f"<\uff5c{name}\uff5c>".replace("_", "\u2581")
+
+
+def deepseek(call: str) -> str:
+    call = mark("tool_call_begin") + call + mark("tool_call_end")
+    return mark("tool_calls_begin") + call + "\n" + call + mark("tool_calls_end")
+
+
+TAGGED = """<tool_call>
+<function=get_weather>
+<parameter=city>
+Paris; or Rome
+</parameter>
+<parameter=days>
+2
+</parameter>
+</function>
+</tool_call>"""
+GLM = (
+    "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris; or Rome</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+)
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+    f"<|tool_call_argument_begin|>{JSON}<|tool_call_end|><|tool_call_begin|>functions.get_weather:1"
+    f"<|tool_call_argument_begin|>{JSON}<|tool_call_end|><|tool_calls_section_end|>"
+)
+HARMONY = (
+    f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{JSON}<|call|>"
+)
+# What a model of each format writes, and how much of it is calls.
+WRITTEN = {
+    "hermes": (f"<tool_call>\n{NAMED}\n</tool_call>\n<tool_call>{NAMED}</tool_call>", 2),
+    "qwen3_coder": (f"{TAGGED}\n{TAGGED}", 2),
+    "glm45": (f"{GLM}\n{GLM}", 2),
+    "mistral": (f"[TOOL_CALLS] [{NAMED}, {NAMED}]", 2),
+    "llama3": (f"{LLAMA}; {LLAMA}", 2),
+    "deepseek_v3": (
+        deepseek(f"function{mark('tool_sep')}get_weather\n```json\n{JSON}\n```"),
+        2,
+    ),
+    "deepseek_v31": (deepseek(f"get_weather{mark('tool_sep')}{JSON}"), 2),
+    "kimi_k2": (KIMI, 2),
+    "gpt_oss": (HARMONY, 1),
+}
+# The same formats as xgrammar knows them, with a call as its grammars allow it.
+KNOWN_ELSEWHERE = {
+    "hermes": ("qwen_3", f"<tool_call>\n{NAMED}\n</tool_call>"),
+    "qwen3_coder": ("qwen_3_5", TAGGED),
+    "glm45": ("glm_4_7", GLM.replace("\n", "")),
+    "llama3": ("llama", LLAMA),
+    "deepseek_v3": ("deepseek_r1", WRITTEN["deepseek_v3"][0]),
+    "deepseek_v31": ("deepseek_v3_1", WRITTEN["deepseek_v31"][0].replace("\n", "")),
+    "kimi_k2": ("kimi", KIMI),
+    "gpt_oss": ("harmony", HARMONY.replace(" <|con", "<|con")),
+}
+
+
+def parts_of(text: str, cuts=(), *, tools="", thoughts="", prompt="") -> list[Part]:
+    make = reply_formats(tools, thoughts).reply(prompt, TOOLS)
+    assert make is not None
+    reply = make()
+    ends = sorted(cuts)
+    pieces = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+    return [part for piece in pieces for part in reply.push(piece)] + reply.finish()
+
+
+def read(text: str, cuts=(), **names: str) -> dict:
+    """The message that a text becomes, without the ids of its calls."""
+    said = message(parts_of(text, cuts, **names))
+    for call in said.get("tool_calls", []):
+        assert call.pop("id").startswith("call_")
+    return said
+
+
+def call_of(arguments=ARGUMENTS) -> dict:
+    text = json.dumps(arguments)
+    return {"type": "function", "function": {"name": "get_weather", "arguments": text}}
+
+
+def test_every_format_has_a_sample():
+    assert set(WRITTEN) == set(TOOL_FORMATS)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_calls_are_found(name):
+    text, count = WRITTEN[name]
+    expected = {"role": "assistant", "content": None, "tool_calls": [call_of()] * count}
+    assert read(text, tools=name) == expected
+    reply = reply_formats(name, "").reply("", TOOLS)()
+    reply.push(text)
+    reply.finish()
+    assert reply.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("name", KNOWN_ELSEWHERE)
+def test_a_call_is_written_as_others_know_the_format(name):
+    model, text = KNOWN_ELSEWHERE[name]
+    tag = get_model_structural_tag(model, TOOLS, reasoning="disabled")
+    assert accepts(xgrammar.Grammar.from_structural_tag(tag), text)
+    assert read(text, tools=name)["tool_calls"][0] == call_of()
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@given(data=st.data())
+def test_however_a_call_is_cut_it_is_the_same(name, data):
+    head = "" if name in ("llama3", "gpt_oss") else "Let me look. "
+    text = head + WRITTEN[name][0]
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=12))
+    assert read(text, cuts, tools=name) == read(text, tools=name)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@given(data=st.data())
+def test_whatever_is_written_is_read_and_the_same_however_it_is_cut(name, data):
+    whole = WRITTEN[name][0]
+    text = whole[: data.draw(st.integers(0, len(whole)))] + data.draw(st.text(max_size=20))
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    assert read(text, cuts, tools=name) == read(text, tools=name)
+
+
+def test_text_before_a_call_is_content_without_the_blanks_between():
+    said = read(f"I will look.\n\n<tool_call>{NAMED}</tool_call>\n", tools="qwen25")
+    assert (said["content"], said["tool_calls"]) == ("I will look.", [call_of()])
+
+
+@pytest.mark.parametrize("text", ["Hello\n", " two\n\nlines  ", "", "a < b, <tool", "[1, 2]"])
+@pytest.mark.parametrize("name", [name for name in WRITTEN if name != "gpt_oss"])
+def test_text_without_calls_is_content_as_it_came(name, text):
+    assert read(text, tools=name) == {"role": "assistant", "content": text}
+
+
+def test_a_call_that_is_not_json_is_told_as_content():
+    for body in ("{'name': 1}", "[" * 5000, '{"arguments": {}}', "7"):
+        said = read(f"<tool_call>{body}</tool_call>", tools="hermes")
+        assert said == {"role": "assistant", "content": body}
+    assert read('{"a": 1}', tools="llama3")["content"] == '{"a": 1}'
+
+
+def test_arguments_that_are_not_json_are_the_callers_to_judge():
+    text = WRITTEN["kimi_k2"][0].replace(JSON, "{oops")
+    [first, _] = read(text, tools="kimi_k2")["tool_calls"]
+    assert first["function"]["arguments"] == "{oops"
+
+
+def test_an_argument_nested_without_end_loses_no_text():
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}]
+    tools[0]["function"]["parameters"] = {"properties": {"city": {"type": "array"}}}
+    deep = "[" * 100_000
+    reply = reply_formats("qwen3_coder", "").reply("", tools)()
+    text = TAGGED.replace("Paris; or Rome", deep)
+    parts = [*reply.push(text[:100]), *reply.push(text[100:]), *reply.push("!"), *reply.finish()]
+    assert deep in "".join(part.text for part in parts)
+
+
+@pytest.mark.parametrize("name", [name for name in REASONING_FORMATS if name != "gpt_oss"])
+def test_thoughts_are_told_apart(name):
+    shape = REASONING_FORMATS[name]
+    opening, closing = shape.opening, shape.fields["reasoning_content"]["close"]
+    expected = {"role": "assistant", "content": "Four.", "reasoning_content": "2 + 2"}
+    assert read(f"{opening}\n2 + 2\n{closing}\n\nFour.", thoughts=name) == expected
+    # As templates that begin the thoughts themselves leave it to the model.
+    assert read(f"\n2 + 2\n{closing}\n\nFour.", thoughts=name, prompt=f"...{opening}\n") == expected
+    assert read("Four.", thoughts=name) == {"role": "assistant", "content": "Four."}
+
+
+@given(data=st.data())
+def test_however_thoughts_and_calls_are_cut_they_are_the_same(data):
+    text = f"<think>\n I see:\n</think>\n\nOne moment. \n<tool_call>{NAMED}</tool_call>\n"
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=12))
+    said = read(text, cuts, tools="hermes", thoughts="qwen3")
+    assert said == {
+        "role": "assistant",
+        "content": "One moment.",
+        "reasoning_content": "I see:",
+        "tool_calls": [call_of()],
+    }
+
+
+def test_a_call_in_thoughts_is_not_made():
+    said = read(f"<think><tool_call>{NAMED}</tool_call>", tools="hermes", thoughts="deepseek-r1")
+    assert "tool_calls" not in said
+
+
+def test_messages_on_channels_are_told_apart():
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+        "<|channel|>final<|message|>Four.<|return|>"
+    )
+    expected = {"role": "assistant", "content": "Four.", "reasoning_content": "Hm."}
+    assert read(text, tools="gpt-oss", thoughts="gpt-oss") == expected
+    said = read(text.partition("<|start|>")[0] + "<|start|>assistant" + HARMONY, tools="openai")
+    assert said["tool_calls"] == [call_of()]
+
+
+def test_nothing_is_looked_for_where_nothing_was_asked_for():
+    assert reply_formats("", "").reply("", TOOLS) is None
+    assert reply_formats("hermes", "").reply("", []) is None
+    assert reply_formats("", "think").reply("", TOOLS, is_split=False) is None
+
+
+def test_an_unknown_format_is_named():
+    with pytest.raises(ConfigInvalid, match=r"--tool-call-parser: 'nosuch' .*hermes"):
+        reply_formats("nosuch", "")
+    with pytest.raises(ConfigInvalid, match=r"--reasoning-parser: 'nosuch' .*think"):
+        reply_formats("", "nosuch")
+
+
+def test_looking_for_calls_brings_no_torch():
+    code = (
+        "import sys; from frontend.reply_parser import reply_formats\n"
+        "assert 'transformers' not in sys.modules\n"
+        "reply_formats('hermes', 'think').reply('', [{}])().push('a')\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
