@@ -122,6 +122,7 @@ class Load:
         self._num_failed = 0
         self._errors: list[str] = []
         self._counts_from_s = float("inf")
+        self._transports: list[asyncio.WriteTransport] = []
 
     def answered(self, sent_s: float, response: bytearray) -> None:
         """Note an answer."""
@@ -139,17 +140,25 @@ class Load:
     async def run(self) -> Measured:
         """Load for the time of the plan."""
         plan = self.plan
-        for _ in range(plan.num_streams):
-            await self._connect(plan.stream_body, is_stream=True)
-        for _ in range(plan.connections):
-            await self._connect(plan.body, is_stream=False)
-        await asyncio.sleep(plan.warm_up_s)
-        # For who reads the other side's CPU time: from here to the end it is all of requests that count.
-        sys.stderr.write("warm\n")
-        sys.stderr.flush()
-        self._counts_from_s, self.stream_bytes = time.perf_counter(), 0
-        await asyncio.sleep(plan.duration_s)
-        self.is_over = True
+        try:
+            for _ in range(plan.num_streams):
+                await self._connect(plan.stream_body, is_stream=True)
+            for _ in range(plan.connections):
+                await self._connect(plan.body, is_stream=False)
+            await asyncio.sleep(plan.warm_up_s)
+            # For who reads the other side's CPU time: from here to the end it is all of requests that count.
+            sys.stderr.write("warm\n")
+            sys.stderr.flush()
+            self._counts_from_s, self.stream_bytes = time.perf_counter(), 0
+            await asyncio.sleep(plan.duration_s)
+            return self.measured()
+        finally:
+            self.is_over = True
+            for transport in self._transports:
+                transport.abort()
+
+    def measured(self) -> Measured:
+        """Return what was measured so far."""
         return Measured(
             latencies_ms=self._latencies_ms,
             elapsed_s=time.perf_counter() - self._counts_from_s,
@@ -166,9 +175,10 @@ class Load:
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         request = head.encode() + content
-        await asyncio.get_running_loop().create_connection(
+        transport, _ = await asyncio.get_running_loop().create_connection(
             lambda: Connection(self, request, is_stream=is_stream), plan.host, plan.port
         )
+        self._transports.append(transport)
 
 
 def main() -> None:

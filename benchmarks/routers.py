@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -53,6 +53,7 @@ class Router:
         path: Of its API's POSTs.
         direct_port: Of a backend that takes the same request without it; 0: none speaks HTTP.
         nodes: What our own nodes say of themselves: prefill's, decode's.
+        is_paced: Whether the backends give streams a token each beat, instead of as fast as they go.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Router:
     path: str = "/generate"
     direct_port: int = 0
     nodes: tuple[NodeInfo, ...] = ()
+    is_paced: bool = True
 
     def body(self, text: str, new_tokens: int, *, is_stream: bool = False) -> str:
         """Return a request in its API's terms."""
@@ -146,7 +148,8 @@ def tandem_lb_simulated(cores: Cores) -> Iterator[Router]:
             ports.append(port := free_port())
             command = [sys.executable, "-m", "tandem", role, *flags, *more, "--port", str(port)]
             stack.enter_context(started(role, command, port, cores.others))
-        yield stack.enter_context(_lb("tandem lb, nodes", cores, ports, bootstrap))
+        router = stack.enter_context(_lb("tandem lb, nodes", cores, ports, bootstrap))
+        yield replace(router, is_paced=False)
 
 
 @contextlib.contextmanager
