@@ -4,7 +4,7 @@ import json
 
 from benchmarks.http_load import Load, Plan
 from benchmarks.router_latency import Quantiles, Row, verdicts
-from benchmarks.stub_http import Streams, StubConnection
+from benchmarks.stub_http import EVENT, Streams, StubConnection
 
 
 def row(name: str, beside_p99: float | None, cpu_us: float) -> Row:
@@ -37,7 +37,13 @@ def test_nothing_is_said_of_what_was_not_measured():
 @contextlib.asynccontextmanager
 async def loading(make_connection, **settings):
     """Serve, and load the server from connections of this process; yield the load."""
-    server = await asyncio.get_running_loop().create_server(make_connection, "127.0.0.1", 0)
+    made = []
+
+    def connection():
+        made.append(make_connection())
+        return made[-1]
+
+    server = await asyncio.get_running_loop().create_server(connection, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     plan = Plan(port=port, path="/generate", duration_s=60, warm_up_s=0, **settings)
     load = Load(plan)
@@ -48,12 +54,12 @@ async def loading(make_connection, **settings):
         task.cancel()
         await asyncio.wait([task])
         server.close()
-        await asyncio.sleep(0.01)  # the far ends see that theirs are closed
+        await until(lambda: all(each._transport.is_closing() for each in made))
 
 
 async def until(condition) -> None:
     async with asyncio.timeout(30):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - of counters, none with an event
             await asyncio.sleep(0.001)
 
 
