@@ -29,7 +29,6 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.engines import model_dir
 from benchmarks.http_load import Measured, Plan
 from benchmarks.routers import (
     Cores,
@@ -46,6 +45,8 @@ from benchmarks.routers import (
 from benchmarks.verdict import result
 from benchmarks.wire_load import WirePlan
 from frontend.tokenizer import Tokenizer
+from node.checkpoint import resolve_model
+from node.command import default_cache_dir
 
 GOAL_ADDED_P99_MS = 1.0
 RUST = ("sglang-router", "vllm-router")
@@ -265,7 +266,8 @@ def main() -> None:
     args = build_parser().parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
-    cores, tokenizer = Cores.of_this_machine(), Tokenizer.load(model_dir(None))
+    cores = Cores.of_this_machine()
+    tokenizer = Tokenizer.load(resolve_model(None, default_cache_dir() / "models"))
     prompt_ids = tokenizer.encode(PROMPT)
     tokenizing_us = tokenize_us(tokenizer)
     print(f"{os.cpu_count()} cores; load average before the start {os.getloadavg()}")

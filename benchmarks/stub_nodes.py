@@ -10,14 +10,14 @@ import asyncio
 import threading
 import time
 from collections import defaultdict
-from pathlib import Path
 
 import msgspec
 import uvloop
 
-from benchmarks.engines import model_dir
 from benchmarks.stub_http import StubConnection
 from frontend.tokenizer_files import tokenizer_files, tokenizer_hash
+from node.checkpoint import resolve_model
+from node.command import default_cache_dir
 from wire.channel import Inbox, Peer, wait
 from wire.errors import PeerLost
 from wire.generation import Finish
@@ -146,10 +146,10 @@ def main() -> None:
     """Serve until stopped."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stub_nodes")
     parser.add_argument("--ports", type=int, nargs=2, required=True, help="prefill's, decode's")
-    parser.add_argument("--model", type=Path, default=None, help="whose tokenizer it is")
+    parser.add_argument("--model", default=None, help="whose tokenizer it is")
     parser.add_argument("--interval-ms", type=float, default=100, help="between two beats")
     args = parser.parse_args()
-    files = tokenizer_files(model_dir(args.model and str(args.model)))
+    files = tokenizer_files(resolve_model(args.model, default_cache_dir() / "models"))
     engines = [StubEngine(args.interval_ms / 1000) for _ in range(2)]
     routes = [
         _routes(role, engine, files)
