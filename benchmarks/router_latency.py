@@ -7,7 +7,8 @@ its own; clients and backends on the others. Three loads on each:
   sent straight to a backend (to our nodes' wire for ours), alone.
 - *full*: sixteen connections without pauses, for CPU time a request, over all of the router's processes.
   A core's requests/s are one over that.
-- *beside streams*: light, while 1,000 streams get a token every 100 ms each. Added to the same baseline.
+- *beside streams*: light, while 1,000 streams get a token every 100 ms each, all at once as from one batch. What it
+  adds is counted from the same beside the same streams, straight.
 
 `tandem lb` tokenizes what the others pass on, so its goal is the cheaper Rust router's CPU time plus that of
 tokenizing the prompt, measured here. Run from the root:
@@ -96,20 +97,15 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was measured of one router; `beside` is None where no streams ran."""
+    """What was measured of one router; `added_beside` is None where no streams ran."""
 
     name: str
     direct: Quantiles
     light: Quantiles
-    beside: Quantiles | None
+    added_beside: Quantiles | None
     rate: float
     cpu_us: float
     num_failed: int
-
-    @property
-    def added_beside(self) -> Quantiles | None:
-        """Return what it adds beside streams."""
-        return None if self.beside is None else self.beside.minus(self.direct)
 
     def line(self) -> str:
         """Return a line of the table."""
@@ -149,16 +145,20 @@ class Bench:
             name=router.name,
             direct=direct,
             light=Quantiles.of(light.latencies_ms),
-            beside=Quantiles.of(loads[2].latencies_ms) if len(loads) > 2 else None,
+            added_beside=(
+                Quantiles.of(loads[2].latencies_ms).minus(self._direct(router, self._num_streams))
+                if len(loads) > 2
+                else None
+            ),
             rate=len(full.latencies_ms) / full.elapsed_s,
             cpu_us=cpu / len(full.latencies_ms) * 1e6,
             num_failed=sum(each.num_failed for each in failed),
         )
 
-    def _direct(self, router: Router) -> Quantiles:
+    def _direct(self, router: Router, num_streams: int = 0) -> Quantiles:
         """Time the same request without the router."""
         if router.direct_port:
-            plan = self._plan(router, 4, PAUSE_S)
+            plan = self._plan(router, 4, PAUSE_S, num_streams)
             plan = msgspec.structs.replace(plan, port=router.direct_port)
             return Quantiles.of(_http(plan, self._cores.others)[0].latencies_ms)
         prefill, decode = router.nodes
@@ -169,6 +169,8 @@ class Bench:
             new_tokens=NEW_TOKENS,
             duration_s=self._seconds,
             pause_s=PAUSE_S,
+            num_streams=num_streams,
+            stream_tokens=STREAM_TOKENS,
         )
         command = [*pinned(self._cores.others), sys.executable, "-m", "benchmarks.wire_load"]
         done = subprocess.run(
@@ -179,19 +181,10 @@ class Bench:
     def _load(
         self, router: Router, connections: int, pause_s: float, num_streams: int = 0
     ) -> tuple[Measured, float]:
-        plan = self._plan(router, connections, pause_s)
-        if num_streams:
-            body = router.body(PROMPT, STREAM_TOKENS, is_stream=True)
-            plan = msgspec.structs.replace(
-                # Streams begin together: until they are all under way, that is what is measured.
-                plan,
-                num_streams=num_streams,
-                stream_body=body,
-                warm_up_s=5.0,
-            )
+        plan = self._plan(router, connections, pause_s, num_streams)
         return _http(plan, self._cores.others, router.pid)
 
-    def _plan(self, router: Router, connections: int, pause_s: float) -> Plan:
+    def _plan(self, router: Router, connections: int, pause_s: float, num_streams: int = 0) -> Plan:
         return Plan(
             port=router.port,
             path=router.path,
@@ -199,6 +192,10 @@ class Bench:
             connections=connections,
             duration_s=self._seconds,
             pause_s=pause_s,
+            # Streams begin together: until they are all under way, that is what is measured.
+            warm_up_s=5.0 if num_streams else 1.0,
+            num_streams=num_streams,
+            stream_body=router.body(PROMPT, STREAM_TOKENS, is_stream=True),
         )
 
 
