@@ -142,6 +142,8 @@ class _Counted(asyncio.Protocol):
 
     @override
     def eof_received(self) -> bool | None:
+        # What is left of it is a last answer, if any: it weighs nothing.
+        self.end()
         return self._protocol.eof_received()
 
     @override

@@ -15,12 +15,12 @@ from wire.errors import PeerLost, TandemError
 from wire.generation import Finish, GenerateRequest, SamplingParams, TokenLogprobs
 from wire.ids import RequestId, new_epoch
 from wire.messages import (
+    Cancel,
+    FlushCache,
     NodeLoad,
     Ping,
     Pong,
     RequestFailed,
-    StartDecode,
-    StartPrefill,
     ToEngine,
     TokenBatch,
     TokenDelta,
@@ -91,7 +91,7 @@ class FakeEngine:
                 if isinstance(message, Ping):
                     self._outgoing.append((self._peer, Pong(epoch=self.epoch, load=self.load)))
                     continue
-                if isinstance(message, StartPrefill | StartDecode):
+                if not isinstance(message, Cancel | FlushCache):
                     self._peers[message.request.request_id, message.attempt] = self._peer
                 self._loop.call_soon_threadsafe(self._received.put_nowait, message)
             while self._outgoing:
@@ -112,7 +112,7 @@ class FakeEngine:
 
     def send(self, message, start=None) -> None:
         """Send to the edge worker that sent `start`, else to the one last heard of."""
-        peer = start and self._peers[start.request.request_id, start.attempt]
+        peer = start and self._peers.get((start.request.request_id, start.attempt))
         self._outgoing.append((peer, message))
         self._waker.wake()
 
