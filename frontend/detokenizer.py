@@ -35,8 +35,8 @@ class Detokenizer(Protocol):
         """Take the next ids; return the text that is now certain, maybe none."""
         ...
 
-    def preview(self, token_ids: Sequence[int]) -> str | None:
-        """Return what `push` would and take nothing; None where that is not cheap to know."""
+    def preview(self, token_ids: Sequence[int]) -> str:
+        """Return what `push` would, and take nothing."""
         ...
 
     def finish(self) -> str:
@@ -51,7 +51,7 @@ class NoText:
         """Return nothing."""
         return ""
 
-    def preview(self, token_ids: Sequence[int]) -> str | None:
+    def preview(self, token_ids: Sequence[int]) -> str:
         """Return nothing."""
         return ""
 
@@ -151,7 +151,7 @@ class ByteLevelDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the next ids; return the text that is now certain."""
-        if len(token_ids) == 1 and not self._is_inside:  # as `preview`, without the call
+        if len(token_ids) == 1 and not self._is_inside:
             text = self._texts[token_ids[0]]
             if text is not None:
                 return text
@@ -160,11 +160,17 @@ class ByteLevelDetokenizer:
         self._is_inside = bool(self._decoder.getstate()[0])
         return text
 
-    def preview(self, token_ids: Sequence[int]) -> str | None:
-        """See `Detokenizer`. Known between characters, for one token of whole characters."""
-        if self._is_inside or len(token_ids) != 1:
-            return None
-        return self._texts[token_ids[0]]
+    def preview(self, token_ids: Sequence[int]) -> str:
+        """See `Detokenizer`."""
+        if len(token_ids) == 1 and not self._is_inside:
+            text = self._texts[token_ids[0]]
+            if text is not None:
+                return text
+        state, was_inside = self._decoder.getstate(), self._is_inside
+        text = self.push(token_ids)
+        self._decoder.setstate(state)
+        self._is_inside = was_inside
+        return text
 
     def finish(self) -> str:
         """Return U+FFFD for a character that stayed incomplete, or nothing."""
@@ -197,9 +203,12 @@ class WindowDetokenizer:
             return ""
         return self._take(is_final=False)
 
-    def preview(self, token_ids: Sequence[int]) -> str | None:
-        """See `Detokenizer`. Never known: the decoder would run twice."""
-        return None
+    def preview(self, token_ids: Sequence[int]) -> str:
+        """See `Detokenizer`."""
+        context, news = self._context, self._news.copy()
+        text = self.push(token_ids)
+        self._context, self._news = context, news
+        return text
 
     def finish(self) -> str:
         """Return what was held back."""

@@ -10,7 +10,7 @@ from aiohttp import web
 from typing_extensions import override
 
 from frontend.backend import Backend
-from frontend.generation import Answer, Generation, Outlet, Piece, Reading
+from frontend.generation import Answer, Generation, Outlet, Piece, run, transcript_of
 from frontend.metrics import FrontendMetrics
 from frontend.options import FrontendOptions
 from wire.errors import InvalidRequest
@@ -46,14 +46,14 @@ class Edge:
         """
         started, is_first = time.perf_counter(), True
         with self._entered(generation):
-            reading = Reading(generation, outlet)
-            async with aclosing(reading.run(self.backend)) as pieces:
+            transcript = transcript_of(generation, outlet)
+            async with aclosing(run(self.backend, generation, transcript)) as pieces:
                 async for piece in pieces:
                     if is_first and piece.token_ids:
                         is_first = False
                         self.metrics.time_to_first_token.observe(time.perf_counter() - started)
                     if piece.ending is not None:
-                        self.metrics.output_tokens.inc(reading.num_tokens)
+                        self.metrics.output_tokens.inc(transcript.num_tokens)
                         self.metrics.duration.observe(time.perf_counter() - started)
                     yield piece
 

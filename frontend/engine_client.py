@@ -170,7 +170,7 @@ class EngineClient:
         for message in messages:
             self._dispatch(message, runs)
         if runs is not None:
-            self._put_ordinary(runs.take_all())
+            self._put_runs(runs.take_all())
 
     def _dispatch(self, message: FromEngine, runs: "_Runs | None") -> None:
         self._epoch = self._epoch or message.epoch
@@ -179,10 +179,11 @@ class EngineClient:
             return
         match message:
             case TokenBatch(deltas=deltas):
+                columns = zip(message.streams, message.indexes, message.token_ids, strict=False)
                 if runs is None:
-                    self._put_ordinary(_columns(message))
+                    self._put_ordinary(columns)
                 else:
-                    self._put_ordinary(runs.add(message))
+                    self._put_runs(runs.add(columns))
                 for delta in deltas:
                     if stream := self._stream(delta.request_id, delta.attempt, runs):
                         stream.put(delta)
@@ -199,21 +200,29 @@ class EngineClient:
         """Return a stream, with the tokens that waited for it put in."""
         stream = self._streams.get((request_id, attempt))
         if stream is not None and runs is not None:
-            self._put_ordinary(runs.take(stream.number))
+            self._put_runs(runs.take(stream.number))
         return stream
 
-    def _put_ordinary(self, runs: Iterable[tuple[int, int, Sequence[int]]]) -> None:
+    def _put_ordinary(self, columns: Iterable[tuple[int, int, int]]) -> None:
+        """Put single tokens, as (stream, index, id), into their streams."""
         find = self._by_number.get
+        for number, index, token_id in columns:
+            stream = find(number)
+            if stream is not None:
+                try:
+                    stream.put_ordinary(index, (token_id,))
+                except Exception as error:
+                    log.exception("stream.failed", request_id=stream.key[0])
+                    _fail(stream, error)
+
+    def _put_runs(self, runs: Iterable["_Run"]) -> None:
         for number, index, token_ids in runs:
-            if (stream := find(number)) is None:
-                continue
-            try:
-                stream.put_ordinary(index, token_ids)
-            except Exception as error:
-                # The top of what a token runs through: its stream fails, the others go on.
-                log.exception("stream.failed", request_id=stream.key[0])
-                name = type(error).__name__
-                stream.fail(EngineFailed(f"the edge failed with its tokens: {name}"))
+            if (stream := self._by_number.get(number)) is not None:
+                try:
+                    stream.put_ordinary(index, token_ids)
+                except Exception as error:
+                    log.exception("stream.failed", request_id=stream.key[0])
+                    _fail(stream, error)
 
     async def _ping(self) -> None:
         while True:
@@ -237,35 +246,37 @@ class EngineClient:
         return PeerLost(f"the engine at {self.address} was lost: {reason}")
 
 
-def _columns(batch: TokenBatch) -> Iterator[tuple[int, int, Sequence[int]]]:
-    """Yield stream, index and ids of each ordinary token."""
-    # Not strict: what a column lacks is lost, and its stream's next token tells.
-    columns = zip(batch.streams, batch.indexes, batch.token_ids, strict=False)
-    return ((number, index, (token_id,)) for number, index, token_id in columns)
+def _fail(stream: TokenStream, error: Exception) -> None:
+    """End a stream whose tokens met a bug: the others go on. The top of what a token runs through."""
+    stream.fail(EngineFailed(f"the edge failed with its tokens: {type(error).__name__}"))
+
+
+_Run = tuple[int, int, list[int]]
+"""Stream, index of the first, ids."""
 
 
 class _Runs:
     """Ordinary tokens of several steps, one run for each stream."""
 
     def __init__(self) -> None:
-        self._runs: dict[int, tuple[int, int, list[int]]] = {}
+        self._runs: dict[int, _Run] = {}
 
-    def add(self, batch: TokenBatch) -> Iterator[tuple[int, int, Sequence[int]]]:
+    def add(self, columns: Iterable[tuple[int, int, int]]) -> Iterator[_Run]:
         """Take one step; yield the runs that it does not continue."""
-        for number, index, token_ids in _columns(batch):
+        for number, index, token_id in columns:
             run = self._runs.get(number)
             if run is not None and run[1] + len(run[2]) == index:
-                run[2].extend(token_ids)
+                run[2].append(token_id)
             else:
-                self._runs[number] = (number, index, list(token_ids))
+                self._runs[number] = (number, index, [token_id])
                 if run is not None:
                     yield run
 
-    def take(self, number: int) -> Iterator[tuple[int, int, Sequence[int]]]:
+    def take(self, number: int) -> Iterator[_Run]:
         """Yield the run of one stream, if there is one, and forget it."""
         if (run := self._runs.pop(number, None)) is not None:
             yield run
 
-    def take_all(self) -> Iterable[tuple[int, int, Sequence[int]]]:
+    def take_all(self) -> Iterable[_Run]:
         """Return every run."""
         return self._runs.values()

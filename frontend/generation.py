@@ -143,11 +143,26 @@ def _ending(finish: Finish) -> Ending:
     return Ending("length")
 
 
+class Outlet(Protocol):
+    """Where the text of ordinary tokens may go at once, between two pieces."""
+
+    def has_room(self) -> bool:
+        """Tell whether `write` can take more without waiting; if not, it comes as a piece."""
+        ...
+
+    def write(self, text: str, token_ids: Sequence[int]) -> None:
+        """Take what stands behind everything before. Must neither wait nor raise."""
+        ...
+
+
 class Transcript:
     """Turns the deltas of one generation into pieces.
 
     Its text does not depend on how tokens were grouped into deltas: with stops tokens are
     read one by one, and those after the match are dropped.
+
+    Args:
+        outlet: For ordinary tokens; without one, everything becomes pieces.
 
     Attributes:
         num_tokens: Shown so far.
@@ -157,15 +172,18 @@ class Transcript:
         "_cached_tokens",
         "_detokenizer",
         "_is_plain",
+        "_outlet",
         "_prompt_logprobs",
         "_rules",
         "_stops",
         "num_tokens",
     )
 
-    def __init__(self, rules: TextRules, detokenizer: Detokenizer) -> None:
+    def __init__(
+        self, rules: TextRules, detokenizer: Detokenizer, outlet: Outlet | None = None
+    ) -> None:
         self._rules = rules
-        self._detokenizer = detokenizer
+        self._detokenizer, self._outlet = detokenizer, outlet
         self._stops = _stops(rules)
         # With nothing to look for, every token is ordinary.
         self._is_plain = not (rules.stops or rules.patterns or rules.is_silent)
@@ -201,18 +219,23 @@ class Transcript:
         self.num_tokens += len(ids)
         return self._piece(text, ids, delta, ending)
 
-    def take_ordinary(self, token_ids: Sequence[int]) -> str | None:
-        """Return the text of tokens that surely end nothing; None, and nothing is taken, if unsure.
+    @property
+    def has_outlet(self) -> bool:
+        """Whether there is somewhere for ordinary tokens to go."""
+        return self._outlet is not None
 
-        Tokens that it is unsure of are to come again, in a delta.
-        """
+    def take_ordinary(self, token_ids: Sequence[int]) -> bool:
+        """See `Tap`. Takes what surely ends nothing; what it is unsure of comes again, in a delta."""
+        outlet = self._outlet
+        if outlet is None or not outlet.has_room():
+            return False
         if not self._is_plain:
-            text = self._detokenizer.preview(token_ids)
             is_early = self.num_tokens < self._rules.min_new_tokens
-            if text is None or is_early or not self._stops.lets_pass(text):
-                return None
+            if is_early or not self._stops.lets_pass(self._detokenizer.preview(token_ids)):
+                return False
         self.num_tokens += len(token_ids)
-        return self._detokenizer.push(token_ids)
+        outlet.write(self._detokenizer.push(token_ids), token_ids)
+        return True
 
     def _piece(self, text: str, ids: list[int], delta: TokenDelta, ending: Ending | None) -> Piece:
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
@@ -251,75 +274,41 @@ def _stops(rules: TextRules) -> StopStrings | StopPatterns:
     return StopStrings(rules.stops, rules.keeps_stop)
 
 
-def _detokenizer(generation: Generation) -> Detokenizer:
-    if generation.tokenizer is None:
-        return NoText()
-    return generation.tokenizer.detokenizer(generation.rules.skip_special_tokens)
+def transcript_of(generation: Generation, outlet: Outlet | None = None) -> Transcript:
+    """Return the transcript of a generation that begins."""
+    rules, tokenizer = generation.rules, generation.tokenizer
+    detokenizer = (
+        NoText() if tokenizer is None else tokenizer.detokenizer(rules.skip_special_tokens)
+    )
+    return Transcript(rules, detokenizer, outlet)
 
 
-class Outlet(Protocol):
-    """Where the text of ordinary tokens may go at once, between two pieces."""
+async def run(
+    backend: Backend, generation: Generation, transcript: Transcript
+) -> AsyncGenerator[Piece, None]:
+    """Yield the pieces of a generation; the last one has an ending.
 
-    def has_room(self) -> bool:
-        """Tell whether `write` can take more without waiting; if not, it comes as a piece."""
-        ...
+    The backend's part is over, or cancelled, before the last piece is yielded and when the caller
+    closes the generator early.
 
-    def write(self, text: str, token_ids: Sequence[int]) -> None:
-        """Take what stands behind everything before. Must neither wait nor raise."""
-        ...
-
-
-class Reading:
-    """The reading of one generation: its transcript, and how it is fed.
-
-    Args:
-        outlet: For ordinary tokens; without one, everything comes as pieces.
+    Raises:
+        TandemError: As the backend raises it, at any point.
     """
-
-    __slots__ = ("_generation", "_outlet", "_transcript")
-
-    def __init__(self, generation: Generation, outlet: Outlet | None = None) -> None:
-        self._generation, self._outlet = generation, outlet
-        self._transcript = Transcript(generation.rules, _detokenizer(generation))
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens shown so far, by piece or outlet."""
-        return self._transcript.num_tokens
-
-    async def run(self, backend: Backend) -> AsyncGenerator[Piece, None]:
-        """Yield the pieces of the generation; the last one has an ending.
-
-        The backend's part is over, or cancelled, before the last piece is yielded and when the caller
-        closes the generator early.
-
-        Raises:
-            TandemError: As the backend raises it, at any point.
-        """
-        request, bootstrap = self._generation.request, self._generation.bootstrap
-        # Log-probabilities belong to pieces.
-        has_tap = self._outlet is not None and request.logprobs is None
-        deltas = backend.generate(request, bootstrap, self if has_tap else None)
-        async with aclosing(deltas):
-            async for delta in deltas:
-                piece = self._transcript.take(delta)
-                if piece is None:
-                    continue
-                if piece.ending is not None:
-                    break
-                yield piece
-            else:
-                raise EngineFailed("the generation ended without saying why")
-        yield piece
-
-    def take_ordinary(self, token_ids: Sequence[int]) -> bool:
-        """See `Tap`."""
-        outlet = self._outlet
-        assert outlet is not None
-        if not outlet.has_room() or (text := self._transcript.take_ordinary(token_ids)) is None:
-            return False
-        outlet.write(text, token_ids)
-        return True
+    request = generation.request
+    # Log-probabilities belong to pieces.
+    tap = transcript if transcript.has_outlet and request.logprobs is None else None
+    deltas = backend.generate(request, generation.bootstrap, tap)
+    async with aclosing(deltas):
+        async for delta in deltas:
+            piece = transcript.take(delta)
+            if piece is None:
+                continue
+            if piece.ending is not None:
+                break
+            yield piece
+        else:
+            raise EngineFailed("the generation ended without saying why")
+    yield piece
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from typing_extensions import override
 
@@ -30,11 +31,13 @@ class StopStrings:
         matched: The stop string met, once it is. Nothing after it is ever returned.
     """
 
+    __slots__ = ("_first_characters", "_held", "_keep_match", "_stops", "matched")
+
     def __init__(self, stops: Sequence[str], keep_match: bool = False) -> None:
         self._stops = stops
         self._keep_match = keep_match
         self._held = ""
-        self._first_characters = frozenset(stop[0] for stop in stops)
+        self._first_characters = _first_characters(tuple(stops))
         self.matched: str | None = None
 
     @override
@@ -75,6 +78,12 @@ class StopStrings:
     def _held_length(self, text: str) -> int:
         """Return the length of the longest end of `text` that begins a stop string."""
         return max(_overlap(text, stop) for stop in self._stops)
+
+
+@lru_cache(maxsize=256)
+def _first_characters(stops: tuple[str, ...]) -> frozenset[str]:
+    """Return what a stop string may begin with. One set for all who have the same ones."""
+    return frozenset(stop[0] for stop in stops)
 
 
 def _overlap(text: str, stop: str) -> int:

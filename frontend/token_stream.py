@@ -109,7 +109,6 @@ class TokenStream:
     def put_ordinary(self, index: int, token_ids: Sequence[int]) -> None:
         """Add tokens of which there is nothing more to say, through the tap if it takes them."""
         if self.tap is not None and self.tap.take_ordinary_at(index, token_ids):
-            self._next_index = index + len(token_ids)
             return
         request_id, attempt = self.key
         self.put(
