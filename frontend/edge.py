@@ -13,6 +13,7 @@ from frontend.backend import Backend
 from frontend.generation import Answer, Generation, Outlet, Piece, run, transcript_of
 from frontend.metrics import FrontendMetrics
 from frontend.options import FrontendOptions
+from frontend.sse import Outbox
 from wire.errors import InvalidRequest
 from wire.ids import RequestId
 
@@ -26,6 +27,7 @@ class Edge:
         self.backend = backend
         self.options = options
         self.metrics = FrontendMetrics()
+        self.outbox = Outbox()
         self._running: set[RequestId] = set()
 
     @override

@@ -93,7 +93,7 @@ def _meta(
 async def _stream(
     request: web.Request, edge: Edge, call: NativeCall, started: float
 ) -> web.StreamResponse:
-    async with EventStream(request, edge.options.stall_timeout_s) as stream:
+    async with EventStream(request, edge.options.stall_timeout_s, edge.outbox) as stream:
         await side_by_side(
             [
                 _Events(edge, stream, call, index, started).send_all()

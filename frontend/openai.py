@@ -144,7 +144,7 @@ async def _answer(
     request: web.Request, edge: Edge, call: OpenAICall, shape: Shape
 ) -> web.StreamResponse:
     if call.is_stream:
-        async with EventStream(request, edge.options.stall_timeout_s) as stream:
+        async with EventStream(request, edge.options.stall_timeout_s, edge.outbox) as stream:
             return await _Chunks(call, shape, stream).send_all(edge)
     answers = await edge.answers(call.generations)
     choices = [_choice(call, shape, index, answer) for index, answer in enumerate(answers)]
