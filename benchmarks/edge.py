@@ -86,8 +86,8 @@ def family(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def cluster(step_s: float) -> Iterator[Target]:
-    """Run simulated nodes and a router; yield the router."""
+def nodes(step_s: float) -> Iterator[tuple[Target, str, Target]]:
+    """Run simulated nodes; yield prefill, its bootstrap port, decode."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as profile:
         json.dump({"decode": {"base_ms": step_s * 1000}}, profile)
         profile.flush()
@@ -96,11 +96,18 @@ def cluster(step_s: float) -> Iterator[Target]:
         sim += ["--max-total-tokens", str(32 << 20), "--served-model-name", "m"]
         bootstrap = str(free_port())
         with (
-            tandem("p", ["prefill", *sim, "--bootstrap-port", bootstrap], CORES[1]) as p,
-            tandem("d", ["decode", *sim], CORES[1]) as d,
-            tandem("lb", ["lb", "--prefill", p.url, bootstrap, "--decode", d.url], CORES[0]) as lb,
+            tandem("p", ["prefill", *sim, "--bootstrap-port", bootstrap], CORES[1]) as prefill,
+            tandem("d", ["decode", *sim], CORES[1]) as decode,
         ):
-            yield lb
+            yield prefill, bootstrap, decode
+
+
+def lb(
+    prefill: Target, bootstrap: str, decode: Target
+) -> contextlib.AbstractContextManager[Target]:
+    """Run the router."""
+    flags = ["lb", "--prefill", prefill.url, bootstrap, "--decode", decode.url]
+    return tandem("lb", flags, CORES[0])
 
 
 @contextlib.contextmanager
@@ -145,7 +152,7 @@ def event_us(reading: EdgeReading) -> float:
 def rows(args: argparse.Namespace, streams: int) -> Iterator[Row]:
     """Measure both APIs at one number of streams, and the floor after each."""
     step_s = max(MIN_STEP_S, streams / TOKENS_PER_S)
-    with cluster(step_s) as router:
+    with nodes(step_s) as served, lb(*served) as router:
         for api, call in bodies().items():
             edge, bare, sizes = [], [], []
             for _ in range(args.rounds):

@@ -155,7 +155,7 @@ def tandem_lb_simulated(cores: Cores) -> Iterator[Router]:
 @contextlib.contextmanager
 def sglang_router(cores: Cores, python: Path | None) -> Iterator[Router]:
     """SGLang's in Rust, prefill and decode apart."""
-    program = _program(python, "python", "sglang_router")
+    program = program_of(python, "python", "sglang_router")
     port, metrics = free_port(), free_port()
     with _http_stubs(cores, 2) as (prefill, decode):
         command = [
@@ -172,7 +172,7 @@ def sglang_router(cores: Cores, python: Path | None) -> Iterator[Router]:
 @contextlib.contextmanager
 def vllm_router(cores: Cores, python: Path | None) -> Iterator[Router]:
     """VLLM's in Rust, prefill and decode apart, one leg after the other."""
-    program = _program(python, "vllm-router", "vllm_router")
+    program = program_of(python, "vllm-router", "vllm_router")
     port, metrics = free_port(), free_port()
     with _http_stubs(cores, 2) as (prefill, decode):
         command = [
@@ -209,7 +209,7 @@ def nginx(cores: Cores) -> Iterator[Router]:
             yield Router("nginx", port, pid, direct_port=backend)
 
 
-def _program(python: Path | None, name: str, package: str) -> str:
+def program_of(python: Path | None, name: str, package: str) -> str:
     if python is None:
         raise Missing(f"{package}: give --peers-python of an environment that has it")
     found = python.parent / (python.name if name == "python" else name)
