@@ -9,7 +9,7 @@ What is common to both APIs, without HTTP.
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import msgspec
@@ -165,12 +165,14 @@ class Transcript:
         outlet: For ordinary tokens; without one, everything becomes pieces.
 
     Attributes:
-        num_tokens: Shown so far.
+        num_tokens: Read so far, but for what follows a stop.
     """
 
     __slots__ = (
         "_cached_tokens",
         "_detokenizer",
+        "_held",
+        "_interval",
         "_is_plain",
         "_outlet",
         "_prompt_logprobs",
@@ -187,6 +189,7 @@ class Transcript:
         self._stops = _stops(rules)
         # With nothing to look for, every token is ordinary.
         self._is_plain = not (rules.stops or rules.patterns or rules.is_silent)
+        self._interval, self._held = rules.stream_interval, Piece("", [])
         self.num_tokens = 0
         self._cached_tokens = 0
         self._prompt_logprobs: list[TokenLogprobs] = []
@@ -217,7 +220,8 @@ class Transcript:
         if self._stops.matched is not None:
             ending = Ending("stop", self._stops.matched)
         self.num_tokens += len(ids)
-        return self._piece(text, ids, delta, ending)
+        piece = self._piece(text, ids, delta, ending)
+        return piece if self._interval == 1 else self._spaced(piece)
 
     @property
     def has_outlet(self) -> bool:
@@ -234,8 +238,29 @@ class Transcript:
             if is_early or not self._stops.lets_pass(self._detokenizer.preview(token_ids)):
                 return False
         self.num_tokens += len(token_ids)
-        outlet.write(self._detokenizer.push(token_ids), token_ids)
+        text = self._detokenizer.push(token_ids)
+        if self._interval == 1:
+            outlet.write(text, token_ids)
+        elif (piece := self._spaced(Piece(text, list(token_ids)))) is not None:
+            outlet.write(piece.text, piece.token_ids)
         return True
+
+    def _spaced(self, piece: Piece) -> Piece | None:
+        """Return a piece with what was held before it, or hold it as well: it is too few tokens."""
+        held = self._held
+        merged = replace(
+            piece,
+            text=held.text + piece.text,
+            token_ids=held.token_ids + piece.token_ids,
+            logprobs=held.logprobs + piece.logprobs,
+        )
+        num_tokens = len(merged.token_ids)
+        is_first = num_tokens == self.num_tokens
+        if merged.ending is None and not is_first and num_tokens < self._interval:
+            self._held = merged
+            return None
+        self._held = Piece("", [])
+        return merged
 
     def _piece(self, text: str, ids: list[int], delta: TokenDelta, ending: Ending | None) -> Piece:
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []

@@ -41,6 +41,7 @@ class TextRules:
             where there are any, `stops` are among them.
         keeps_stop: Whether the stop string, match or stop token stays in the text.
         min_new_tokens: Stops are not looked for before this many tokens.
+        stream_interval: Tokens of one event, but for the first and the last one.
         is_silent: Nothing that is generated is shown: the prompt's log-probabilities were wanted.
     """
 
@@ -49,6 +50,7 @@ class TextRules:
     keeps_stop: bool = False
     skip_special_tokens: bool = True
     min_new_tokens: int = 0
+    stream_interval: int = 1
     is_silent: bool = False
 
 
@@ -118,6 +120,7 @@ class SamplingBody(Body):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    stream_interval: Annotated[int, Field(ge=1)] = 1
     logit_bias: Annotated[
         dict[int, float],
         BeforeValidator(_id_keys, json_schema_input_type=dict[str, float]),
@@ -138,6 +141,7 @@ class SamplingBody(Body):
             keeps_stop=self.no_stop_trim,
             skip_special_tokens=self.skip_special_tokens,
             min_new_tokens=self.min_new_tokens,
+            stream_interval=self.stream_interval,
             is_silent=self.max_new_tokens == 0,
         )
 

@@ -32,7 +32,7 @@ MEANINGLESS = {
     "--disaggregation-ib-device": "no transport of this build uses RDMA",
     "--tokenizer-worker-num": "the router's edge workers tokenize",
     "--detokenizer-worker-num": "the router's edge workers detokenize",
-    "--stream-interval": "tokens are sent as they come",
+    "--stream-interval": "a request asks for it: sampling_params.stream_interval",
 }
 
 

@@ -1,4 +1,6 @@
 import asyncio
+import dataclasses
+import threading
 
 import pytest
 
@@ -6,7 +8,7 @@ from frontend.backend import Bootstrap
 from frontend.options import FrontendOptions
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say, stop
-from tests.frontend.helpers import each, post, stream
+from tests.frontend.helpers import each, post, post_large, stream
 from wire.errors import EngineFailed, NoNodeAvailable, Overloaded
 from wire.generation import Grammar
 
@@ -435,3 +437,46 @@ async def test_a_bad_body_is_answered_with_400_and_a_sentence(client, backend, n
 async def test_what_is_off_is_not_refused(client):
     body = {"text": "a", "max_new_tokens": 1, "return_logprob": False, "json_schema": None}
     assert (await post(client, "/generate", body))[0] == 200
+
+
+async def test_an_event_may_be_asked_for_every_few_tokens(client, backend, tokenizer):
+    ids = tokenizer.encode("one two three four five six seven eight nine ten")[:10]
+    backend.script = say(*[[token_id] for token_id in ids[:-1]], length(ids[-1]))
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 10, "stream_interval": 4}}
+    sent = await stream(client, "/generate", body)
+    assert [len(event["output_ids"]) for event in sent] == [1, 5, 9, 10]
+    assert sent[-1]["output_ids"] == ids
+    assert sent[-1]["text"] == "".join(tokenizer.token_bytes(i).decode() for i in ids)
+
+
+class GatedTokenizer:
+    """Tokenizes long texts, in whatever thread, once a test lets it."""
+
+    def __init__(self, tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.begun, self.gate = threading.Event(), threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def encode_batch(self, *args):
+        self.begun.set()
+        assert self.gate.wait(10)
+        return self._tokenizer.encode_batch(*args)
+
+
+async def test_tokenizing_a_long_prompt_holds_up_nobody(client, backend, tokenizer):
+    gated = GatedTokenizer(tokenizer)
+    backend.served = dataclasses.replace(
+        backend.served, tokenizer=gated, context_length=10**6, max_prompt_tokens=10**6
+    )
+    long = {"text": "so it goes on " * 8000, "sampling_params": {"max_new_tokens": 1}}
+    posting = asyncio.create_task(post_large(client, "/generate", long))
+    await asyncio.to_thread(gated.begun.wait, 10)
+    short = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 5}}
+    assert len((await stream(client, "/generate", short))[-1]["output_ids"]) == 5
+    assert not posting.done()
+    gated.gate.set()
+    status, answer = await posting
+    assert status == 200
+    assert answer["meta_info"]["prompt_tokens"] > 20_000
