@@ -160,3 +160,68 @@ async def test_a_client_without_an_engine_is_not_up_and_starts_nothing():
     assert client.num_streams == 0
     client.stop()
     await client.run()
+
+
+class Tap:
+    """Takes ordinary tokens of one stream, or none while it is closed."""
+
+    def __init__(self) -> None:
+        self.taken, self.is_open = [], True
+
+    def take_ordinary_at(self, index, token_ids) -> bool:
+        if self.is_open:
+            self.taken.append((index, list(token_ids)))
+        return self.is_open
+
+
+def step(engine, **tokens: tuple[int, int]) -> TokenBatch:
+    """One step's ordinary tokens: of each stream, named by its number, index and id."""
+    return TokenBatch(
+        epoch=engine.epoch,
+        deltas=[],
+        streams=[int(name.removeprefix("s")) for name in tokens],
+        indexes=[index for index, _ in tokens.values()],
+        token_ids=[token_id for _, token_id in tokens.values()],
+    )
+
+
+async def two_streams(client):
+    streams = [client.generate(StartColocated(request=request(request_id=i))) for i in "ab"]
+    taps = [Tap(), Tap()]
+    for stream, tap in zip(streams, taps, strict=True):
+        stream.tap = tap
+    return streams, taps
+
+
+async def test_steps_that_arrive_together_reach_each_stream_as_one_run(client, engine):
+    _, (first, second) = await two_streams(client)
+    client._take([step(engine, s1=(1, 11), s2=(1, 21)), step(engine, s1=(2, 12), s2=(2, 22))])
+    assert (first.taken, second.taken) == ([(1, [11, 12])], [(1, [21, 22])])
+
+
+async def test_what_is_more_than_a_token_stays_behind_the_tokens_before_it(client, engine):
+    (stream, _), (tap, _) = await two_streams(client)
+    end = delta(StartColocated(request=request(request_id="a")), 3, [13], "length")
+    last = TokenBatch(epoch=engine.epoch, deltas=[end])
+    client._take([step(engine, s1=(1, 11)), step(engine, s1=(2, 12)), last])
+    assert tap.taken == [(1, [11, 12])]
+    assert ids_of(await read(stream)) == [13]
+
+
+async def test_what_a_tap_refuses_waits_for_the_reader_and_closes_the_tap(client, engine):
+    (stream, _), (tap, _) = await two_streams(client)
+    tap.is_open = False
+    client._take([step(engine, s1=(1, 11))])
+    tap.is_open = True
+    client._take([step(engine, s1=(2, 12))])
+    assert tap.taken == []
+    assert stream.take().token_ids == [11, 12]
+
+
+async def test_a_stream_whose_tokens_meet_a_bug_fails_alone(client, engine):
+    (broken, _), (_, tap) = await two_streams(client)
+    broken.tap = object()
+    client._take([step(engine, s1=(1, 11), s2=(1, 21))])
+    assert tap.taken == [(1, [21])]
+    with pytest.raises(EngineFailed, match="AttributeError"):
+        await read(broken)

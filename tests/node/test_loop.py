@@ -3,7 +3,7 @@
 import pytest
 
 from node.loop import PROBE_INTERVAL_S, Answers, EngineLoop, Ticket
-from wire.channel import HEARTBEAT_TIMEOUT_S, Inbox, Link, Waker, wait
+from wire.channel import HEARTBEAT_TIMEOUT_S, Inbox, Link, Peer, Waker, wait
 from wire.errors import EngineFailed, Overloaded, PeerLost
 from wire.generation import Finish, GenerateRequest, SamplingParams
 from wire.ids import Epoch, RequestId
@@ -140,6 +140,45 @@ def test_all_tokens_of_a_step_travel_in_one_message(rig):
     while len(batch := rig.answer().deltas) < 2:
         assert isinstance(batch, list)
     assert [delta.request_id for delta in batch] == ["a", "b"]
+
+
+class Told:
+    """An inbox that keeps what it is given to send."""
+
+    def __init__(self) -> None:
+        self.sent = []
+
+    def send(self, peer, message) -> None:
+        self.sent.append(message)
+
+
+def test_ordinary_tokens_are_columns_and_what_follows_a_delta_is_one():
+    inbox = Told()
+    answers = Answers(inbox, EPOCH)
+    tickets = [
+        Ticket(Peer(b"edge"), RequestId(name), 0, number) for number, name in enumerate("ab", 1)
+    ]
+    for ticket in tickets:
+        answers.token(ticket, 3, [30])
+    answers.token(tickets[0], 4, [40], cached_tokens=1)
+    answers.token(tickets[0], 5, [50])
+    answers.token(tickets[1], 4, [41], Finish(reason="length"))
+    answers.flush()
+    answers.token(tickets[0], 6, [60])
+    answers.flush()
+    first, second = inbox.sent
+    assert (first.streams, first.indexes, first.token_ids) == ([1, 2], [3, 3], [30, 30])
+    assert [(d.request_id, d.index) for d in first.deltas] == [("a", 4), ("a", 5), ("b", 4)]
+    assert (second.streams, second.indexes, second.token_ids, second.deltas) == ([1], [6], [60], [])
+
+
+def test_an_edge_worker_that_gave_no_number_gets_deltas_only():
+    inbox = Told()
+    answers = Answers(inbox, EPOCH)
+    answers.token(Ticket(Peer(b"edge"), RequestId("a"), 0), 3, [30])
+    answers.flush()
+    assert [d.token_ids for d in inbox.sent[0].deltas] == [[30]]
+    assert inbox.sent[0].streams == []
 
 
 def test_a_ping_is_answered_with_the_load_and_the_epoch(rig):
