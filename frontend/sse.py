@@ -5,6 +5,7 @@ read, so that a stalled client costs one write buffer and its token ids.
 """
 
 import asyncio
+from collections import deque
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +19,10 @@ log = get_logger(__name__)
 
 # aiohttp and uvloop stop the writer at the same size by default.
 WRITE_BUFFER_BYTES = 64 * 1024
+# Half a millisecond of writes.
+WRITES_AT_ONCE = 64
+# Several steps of all the streams that a process can carry.
+MAX_WAITING = 16_384
 # Below it a write cannot block.
 _ROOM_BYTES = WRITE_BUFFER_BYTES // 2
 _HEADERS = {
@@ -39,10 +44,15 @@ class Outbox:
 
     A write takes the kernel several times what making the event takes us, and leaves the caches with
     nothing of ours: between two writes each token's work would find all it touches in far memory.
+    Only so many are made in one go, so that a step of thousands of streams keeps no request waiting.
+
+    Attributes:
+        round: Changes when all that waited was written.
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[asyncio.WriteTransport, bytes]] = []
+        self._waiting: deque[tuple[asyncio.WriteTransport, bytes]] = deque()
+        self.round = 0
 
     @override
     def __repr__(self) -> str:
@@ -51,18 +61,32 @@ class Outbox:
     def put(self, transport: asyncio.WriteTransport, data: bytes) -> None:
         """Write `data` soon: once the callback under way has returned."""
         if not self._waiting:
-            asyncio.get_running_loop().call_soon(self.flush)
+            asyncio.get_running_loop().call_soon(self._write_some)
         self._waiting.append((transport, data))
+        if len(self._waiting) > MAX_WAITING:
+            # This process falls behind. Steps that wait meanwhile become one event a stream.
+            self.flush()
 
     def flush(self) -> None:
         """Write all that waits."""
-        waiting, self._waiting = self._waiting, []
-        for transport, data in waiting:
-            try:
-                transport.write(data)
-            except RuntimeError:
-                # So says uvloop of a connection that is gone. Its handler is about to hear of it.
-                log.debug("client.gone")
+        while self._waiting:
+            self._write(*self._waiting.popleft())
+        self.round += 1
+
+    def _write_some(self) -> None:
+        for _ in range(min(WRITES_AT_ONCE, len(self._waiting))):
+            self._write(*self._waiting.popleft())
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._write_some)
+        else:
+            self.round += 1
+
+    def _write(self, transport: asyncio.WriteTransport, data: bytes) -> None:
+        try:
+            transport.write(data)
+        except RuntimeError:
+            # So says uvloop of a connection that is gone. Its handler is about to hear of it.
+            log.debug("client.gone")
 
 
 class EventStream:
@@ -82,6 +106,7 @@ class EventStream:
 
     __slots__ = (
         "_is_chunked",
+        "_last_round",
         "_outbox",
         "_response",
         "_stall_timeout_s",
@@ -93,6 +118,7 @@ class EventStream:
 
     def __init__(self, request: web.Request, stall_timeout_s: float, outbox: Outbox) -> None:
         self.request, self._outbox = request, outbox
+        self._last_round = -1  # in which something of this stream was put into the outbox
         self._stall_timeout_s = stall_timeout_s
         self._response = web.StreamResponse(headers=_HEADERS)
         self._starting = asyncio.Lock()
@@ -123,7 +149,7 @@ class EventStream:
         Raises:
             ConnectionError: The client is gone, or was cut off because it does not read.
         """
-        self._outbox.flush()  # in which an earlier event may wait
+        self._flush()
         if not self.is_started:
             await self._start()
         if self._has_room(len(events)):
@@ -142,6 +168,12 @@ class EventStream:
         if self._is_chunked:
             events = b"%x\r\n%b\r\n" % (len(events), events)
         self._outbox.put(self._transport, events)
+        self._last_round = self._outbox.round
+
+    def _flush(self) -> None:
+        """See to it that nothing of this stream waits in the outbox: what is written now follows it."""
+        if self._last_round == self._outbox.round:
+            self._outbox.flush()
 
     async def finish(self) -> web.StreamResponse:
         """Send the end of the stream; return the response for aiohttp.
@@ -149,7 +181,7 @@ class EventStream:
         Raises:
             ConnectionError: As `send`.
         """
-        self._outbox.flush()
+        self._flush()
         if not self.is_started:
             await self._start()
         try:
