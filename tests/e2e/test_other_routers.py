@@ -9,8 +9,8 @@ import tempfile
 
 import aiohttp
 import pytest
+from aiohttp.test_utils import TestServer
 
-from frontend.server import listen, serving
 from tandem.up import free_ports
 from tests.e2e.cluster import eventually, get_json
 from tests.e2e.mini_lb import MiniLb
@@ -137,8 +137,6 @@ def test_sglang_router_drives_our_nodes(pair, expected):
 
 async def test_a_load_balancer_of_sglangs_kind_drives_our_nodes(pair, expected):
     prefill, decode, bootstrap_port = pair
-    with listen("127.0.0.1", 0) as sock:
-        app = MiniLb(prefill, bootstrap_port, decode).app()
-        async with serving(app, sock):
-            found = await answers(f"http://127.0.0.1:{sock.getsockname()[1]}", OF_MINI_LB)
+    async with TestServer(MiniLb(prefill, bootstrap_port, decode).app()) as server:
+        found = await answers(str(server.make_url("")).rstrip("/"), OF_MINI_LB)
     assert_same(found, expected)
