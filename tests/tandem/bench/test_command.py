@@ -211,6 +211,17 @@ async def test_it_starts_without_torch():
     assert await process.wait() == 0
 
 
+async def test_clients_end_silently_with_a_command_that_was_killed(ids_backend):
+    ids_backend.script = say([1], asyncio.Event())
+    async with asyncio.timeout(30), serve(ids_backend) as client:
+        process = await start("--url", str(client._base_url))
+        await ids_backend.until(lambda: ids_backend.num_yielded == 1)
+        process.kill()
+        _, said = await process.communicate()  # its clients have the same standard error
+        await ids_backend.until(lambda: ids_backend.cancelled)
+    assert not said
+
+
 async def test_a_certificate_that_is_not_trusted_is_told_with_what_to_do(ids_backend, tmp_path):
     files = make_certificates(tmp_path)
     http = HttpOptions(tls=TlsFiles(files.cert, files.key))
