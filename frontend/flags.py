@@ -16,7 +16,7 @@ log = get_logger(__name__)
 _DEFAULTS = HttpOptions()
 
 
-def add_http_flags(group: argparse._ArgumentGroup, also_of_keys: str = "") -> None:
+def add_http_flags(group: argparse._ActionsContainer, also_of_keys: str = "") -> None:
     """Add the flags to a parser's group.
 
     Args:
@@ -65,7 +65,7 @@ def add_http_flags(group: argparse._ArgumentGroup, also_of_keys: str = "") -> No
     _add_tls_flags(group)
 
 
-def _add_tls_flags(group: argparse._ArgumentGroup) -> None:
+def _add_tls_flags(group: argparse._ActionsContainer) -> None:
     add = group.add_argument
     add("--ssl-certfile", default="", metavar="FILE", help="serve HTTPS with this certificate")
     add("--ssl-keyfile", default="", metavar="FILE", help="the certificate's key")
@@ -100,6 +100,22 @@ def read_http(args: argparse.Namespace) -> HttpOptions:
         cors_origins=tuple(map(_checked_origin, args.cors_allow_origin)),
         tls=_checked_tls(args),
     )
+
+
+def http_argv(args: argparse.Namespace) -> list[str]:
+    """Return the flags that say the same to another process."""
+    values = {
+        "--api-key": args.api_key,
+        "--api-key-file": args.api_key_file,
+        "--max-body-bytes": [args.max_body_bytes],
+        "--request-timeout-s": [args.request_timeout_s],
+        "--cors-allow-origin": args.cors_allow_origin,
+        "--ssl-certfile": [args.ssl_certfile],
+        "--ssl-keyfile": [args.ssl_keyfile],
+        "--ssl-ca-certs": [args.ssl_ca_certs],
+    }
+    # With =, so that a value may begin with a dash.
+    return [f"{flag}={value}" for flag, given in values.items() for value in given]
 
 
 def warn_of_exposed_keys(options: HttpOptions) -> None:

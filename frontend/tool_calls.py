@@ -147,8 +147,11 @@ def _list_schema(schemas: Mapping[str, dict[str, Any]], *, is_parallel: bool) ->
     items = []
     for name, parameters in schemas.items():
         for place in ("$defs", "definitions"):
-            if (kept := parameters.get(place)) is not None:
-                _share(shared.setdefault(place, {}), kept, name)
+            if (kept := parameters.get(place)) is None:
+                continue
+            if not isinstance(kept, dict):
+                raise InvalidRequest(f"tools: {place} of {name!r} must be an object of schemas")
+            _share(shared.setdefault(place, {}), kept, name)
         own = {
             key: value for key, value in parameters.items() if key not in ("$defs", "definitions")
         }

@@ -48,6 +48,7 @@ class Door:
         self._socket, self._pool, self._index = sock, pool, index
         self._served = served
         self._num_received = self._num_closed = 0
+        self._adopting: set[asyncio.Task[None]] = set()
         self._is_open = False
 
     @asynccontextmanager
@@ -67,6 +68,9 @@ class Door:
                 self._write()
                 loop.remove_reader(self._socket.fileno())
                 refreshing.cancel()
+                # Who has not finished TLS's handshake would hold up the end by its whole timeout.
+                for adopting in self._adopting:
+                    adopting.cancel()
 
     def _receive(
         self,
@@ -79,7 +83,9 @@ class Door:
                 self._num_closed += 1
                 log.error("edge_worker.connection_lost", reason="no file descriptor is free here")
                 continue
-            tasks.create_task(adopt(connection))
+            adopting = tasks.create_task(adopt(connection))
+            self._adopting.add(adopting)
+            adopting.add_done_callback(self._adopting.discard)
         self._write()
 
     async def _adopt(

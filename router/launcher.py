@@ -73,7 +73,7 @@ class Launcher:
         self._status = 0
 
     async def run(self) -> int:
-        """Run until a signal comes or a worker says that the configuration cannot work."""
+        """Run until a signal comes or a new worker says that the configuration cannot work."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled)
@@ -112,14 +112,17 @@ class Launcher:
         self._kill()
 
     async def _keep(self, index: int) -> None:
+        is_first_life = True
         while not self._stopping.is_set():
             status = await self._run_worker(index)
             if self._stopping.is_set():
                 return
-            if status == CONFIG_STATUS:
+            # Later a file that worked is gone, such as one being renewed: the others serve on.
+            if status == CONFIG_STATUS and is_first_life:
                 self._status = status
                 self._stop()
                 return
+            is_first_life = False
             log.error("edge_worker.crashed", index=index, status=status, action="restarting")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RESTART_PAUSE_S):

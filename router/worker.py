@@ -123,13 +123,14 @@ def main() -> int:
     is_quiet = start.index > 0 and config.log_level == "info"
     level = "warning" if is_quiet else config.log_level
     configure(level, config.log_format, role="router", worker=start.index)
+    status = 0
     try:
         with socket.socket(fileno=start.socket_fd) as sock:
             uvloop.run(serve(start, sock))
-    except ConfigInvalid as error:
-        log.critical("edge_worker.cannot_start", reason=error.message)
-        return CONFIG_STATUS
-    return 0
+    except* ConfigInvalid as errors:  # as they are, and in the group of the tasks of `serve`
+        log.critical("edge_worker.cannot_start", reason=str(errors.exceptions[0]))
+        status = CONFIG_STATUS
+    return status
 
 
 if __name__ == "__main__":

@@ -18,8 +18,10 @@ import uvloop
 from rich.console import Console
 from rich.text import Text
 
+from frontend.flags import add_http_flags, http_argv, read_http
 from frontend.reply_flags import add_reply_flags
 from telemetry.flags import add_level_flag
+from wire.errors import ConfigInvalid
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
 STOP_TIMEOUT_S = 10.0
@@ -53,7 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--detokenizers", type=int, default=1, metavar="N", help="edge workers of the router")
     add("--policy", default="least_load", help="how the router chooses a pair")
     add("--num-threads", type=int, default=0, help="of torch in each node; 0: cores shared evenly")
-    add("--api-key", action="append", default=[], metavar="KEY", help="required of HTTP clients")
+    # Clients speak to the router alone; the nodes behind it stay plain HTTP on loopback.
+    add_http_flags(parser.add_argument_group("HTTP of the router"))
     add_reply_flags(parser)
     add_level_flag(parser)
     return parser
@@ -90,7 +93,7 @@ def members(
     router += ["--detokenizers", str(args.detokenizers)]
     router += ["--tool-call-parser", args.tool_call_parser]
     router += ["--reasoning-parser", args.reasoning_parser]
-    router += [text for key in args.api_key for text in ("--api-key", key)]
+    router += http_argv(args)
     return [*nodes, Member("router", router)]
 
 
@@ -112,9 +115,18 @@ def main(argv: Sequence[str]) -> int:
     args, extra = parser.parse_known_args(argv)
     if args.prefills < 1 or args.decodes < 1:
         parser.error("--prefills and --decodes are at least 1")
+    try:
+        http = read_http(args)
+    except ConfigInvalid as error:
+        parser.error(error.message)
+    if args.ssl_ca_certs:
+        parser.error(
+            "--ssl-ca-certs: this command has no certificate with which to ask its own router whether it "
+            "serves; start prefill, decode and lb one by one"
+        )
     ports = free_ports(2 * args.prefills + args.decodes)
     cluster = Cluster(members(args, extra, ports, os.cpu_count() or 1), Console(highlight=False))
-    status: int = uvloop.run(cluster.run(args.host, args.port))
+    status: int = uvloop.run(cluster.run(args.host, args.port, http.scheme))
     return status
 
 
@@ -127,7 +139,7 @@ class Cluster:
         self._processes: list[asyncio.subprocess.Process] = []
         self._stopping = asyncio.Event()
 
-    async def run(self, host: str, port: int) -> int:
+    async def run(self, host: str, port: int, scheme: str) -> int:
         """Start all, say when the cluster serves, wait for a signal or an end, stop all.
 
         Returns:
@@ -142,7 +154,7 @@ class Cluster:
                     tasks.create_task(self._member(member, COLOURS[i % len(COLOURS)]))
                     for i, member in enumerate(self._members)
                 ]
-                ready = tasks.create_task(self._announce(host, port))
+                ready = tasks.create_task(self._announce(host, port, scheme))
                 stopped = tasks.create_task(self._stopping.wait())
                 done, _ = await asyncio.wait(
                     [*watchers, stopped], return_when=asyncio.FIRST_COMPLETED
@@ -185,10 +197,12 @@ class Cluster:
                 )
             )
 
-    async def _announce(self, host: str, port: int) -> None:
+    async def _announce(self, host: str, port: int, scheme: str) -> None:
         shown = "localhost" if host in ("127.0.0.1", "0.0.0.0", "::", "::1") else host
-        url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
-        async with aiohttp.ClientSession() as session:
+        url = f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{port}"
+        # Not checked: it is our own child's certificate, made for the name that clients use.
+        connector = aiohttp.TCPConnector(ssl=False)
+        async with aiohttp.ClientSession(connector=connector) as session:
             while not await _is_healthy(session, url):  # noqa: ASYNC110 - of another process
                 await asyncio.sleep(0.2)
         self._console.print(

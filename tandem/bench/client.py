@@ -165,6 +165,8 @@ async def _run(plan: ClientPlan, start_s: float) -> None:
         await load
     cpu_s = time.process_time() - before_s
     telling.cancel()
+    if told.is_closed.done():  # the command was killed: nobody hears it
+        return
     pipe.write(framed(client.progress()))
     pipe.write(framed(Finished(cpu_s=cpu_s)))
     pipe.close()

@@ -1,6 +1,7 @@
 """What has to be known of a server before it is driven: its model, and how many ids there are."""
 
 import http.client
+import ssl
 import urllib.error
 import urllib.request
 from typing import TypeVar
@@ -78,6 +79,11 @@ def _get(config: BenchConfig, path: str, kind: type[T]) -> T | None:
         return None
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            raise Unreachable(
+                f"the certificate of {config.url} is not trusted ({reason.verify_message}): name a file "
+                "with its authority in the environment variable SSL_CERT_FILE"
+            ) from error
         raise Unreachable(
             f"{config.url} does not answer ({reason}): start a server, or give its --url"
         ) from error

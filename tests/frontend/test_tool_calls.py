@@ -123,3 +123,10 @@ def test_a_choice_that_cannot_be_is_refused(name):
     with pytest.raises(InvalidRequest) as caught:
         read_choice(tools, choice, is_parallel=True)
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("defs", [5, "x", [1], True])
+@pytest.mark.parametrize("place", ["$defs", "definitions"])
+def test_definitions_that_are_no_object_are_refused(place, defs):
+    with pytest.raises(InvalidRequest, match="must be an object of schemas"):
+        read_choice([tool("go", {"type": "object", place: defs})], "required", is_parallel=True)

@@ -7,10 +7,12 @@ import pytest
 from aiohttp import web
 
 from frontend.app import create_app
-from frontend.server import listen
+from frontend.options import FrontendOptions, HttpOptions, TlsFiles
+from frontend.server import HANDSHAKE_TIMEOUT_S, listen
 from router.door import Door
 from router.doorman import STUCK_AFTER_S, Candidate, Doorman, least_loaded
 from router.pool import Row, new_pool
+from tests.certificates import make_certificates
 from tests.frontend.fakes import FakeBackend
 from tests.router.fake_node import TIMEOUT_S, until
 
@@ -62,6 +64,7 @@ class Workers:
     def __init__(self, pool, sock) -> None:
         self.pool, self._address = pool, sock.getsockname()
         self.now = 0.0
+        self.tls: TlsFiles | None = None
         self.doorman = Doorman(sock, pool, clock=lambda: self.now)
         self._writers = []
 
@@ -81,7 +84,7 @@ class Workers:
         async def answer(_request: web.Request) -> web.Response:
             return web.Response(text=str(index))
 
-        app = create_app(FakeBackend(None))
+        app = create_app(FakeBackend(None), FrontendOptions(http=HttpOptions(tls=self.tls)))
         app.router.add_get("/", answer)
         return app
 
@@ -176,3 +179,13 @@ async def test_a_row_says_what_its_worker_has(workers):
         assert [row.num_connections for row in workers.pool.rows()] == [3, 3]
         assert all(row.is_open for row in workers.pool.rows())
     assert not any(row.is_open for row in workers.pool.rows())
+
+
+async def test_a_client_that_never_says_hello_does_not_hold_up_the_end(workers, tmp_path):
+    files = make_certificates(tmp_path)
+    workers.tls = TlsFiles(files.cert, files.key)
+    async with asyncio.timeout(HANDSHAKE_TIMEOUT_S / 2):
+        async with workers.working(0):
+            reader, _ = await workers.connect()
+            await until(lambda: workers.pool.row(0).num_connections == 1)
+        assert await reader.read() == b""

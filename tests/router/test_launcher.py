@@ -159,6 +159,34 @@ async def test_every_worker_speaks_tls_and_asks_for_a_key_of_the_file(tmp_path):
                 assert response.status == status
 
 
+async def both_open(url: str, trusting: ssl.SSLContext) -> None:
+    """Connect until each of two workers was given a connection."""
+    async with AsyncExitStack() as stack, asyncio.timeout(20):
+        while True:
+            client = await stack.enter_async_context(aiohttp.ClientSession(url))
+            async with client.get("/server_info", ssl=trusting) as response:
+                workers = (await response.json())["workers"]
+            if all(worker["num_connections"] for worker in workers):
+                return
+            await asyncio.sleep(0.02)
+
+
+async def test_files_of_tls_that_vanish_end_no_worker_but_the_one_that_needs_them(tmp_path):
+    files = make_certificates(tmp_path)
+    trusting = ssl.create_default_context(cafile=files.ca)
+    tls = ("--ssl-certfile", files.cert, "--ssl-keyfile", files.key)
+    async with router(*NOWHERE, *tls, "--detokenizers", "2") as (process, url):
+        first, second = workers_of(process)
+        await both_open(url, trusting)
+        os.rename(files.key, tmp_path / "moved")
+        os.kill(first, signal.SIGKILL)
+        while (await next_event(process, "edge_worker.crashed"))["status"] != 2:
+            pass
+        os.rename(tmp_path / "moved", files.key)
+        await both_open(url, trusting)
+        assert second in workers_of(process)
+
+
 async def test_files_of_tls_that_cannot_work_end_the_router_with_one_sentence(tmp_path):
     files = make_certificates(tmp_path)
     process = await start(*NOWHERE, "--ssl-certfile", files.cert, "--ssl-keyfile", files.other_key)

@@ -1,4 +1,8 @@
-from tandem.up import build_parser, free_ports, members
+import pytest
+
+from router.arguments import parse
+from tandem.up import build_parser, free_ports, main, members
+from tests.certificates import make_certificates
 
 
 def cluster(*argv: str, num_cores: int = 2):
@@ -32,3 +36,41 @@ def test_a_flag_of_nodes_goes_to_every_node_and_not_to_the_router():
 
 def test_free_ports_are_distinct():
     assert len(set(free_ports(20))) == 20
+
+
+def test_flags_of_http_go_to_the_router_and_leave_the_nodes_open_to_it(tmp_path):
+    certificates = make_certificates(tmp_path)
+    keys = tmp_path / "keys"
+    keys.write_text("sk-2\n")
+    prefill, decode, router = cluster(
+        *("--api-key=-sk-1", "--api-key-file", str(keys), "--max-body-bytes", "1000"),
+        *("--request-timeout-s", "2.5", "--cors-allow-origin", "https://a.example"),
+        *("--ssl-certfile", certificates.cert, "--ssl-keyfile", certificates.key),
+    )
+    http = parse(router.argv[1:]).http
+    assert http.api_keys == ("-sk-1", "sk-2")
+    assert (http.max_body_bytes, http.request_timeout_s) == (1000, 2.5)
+    assert http.cors_origins == ("https://a.example",)
+    assert http.tls is not None
+    assert http.tls.certfile == certificates.cert
+    for node in (prefill, decode):
+        assert not any(
+            text.startswith(("--api-key", "--ssl", "--max-body", "--request-timeout", "--cors"))
+            for text in node.argv
+        )
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--ssl-certfile", "/nowhere"), "--ssl-certfile /nowhere: No such file"),
+        (("--max-body-bytes", "0"), "give at least 1"),
+        (("--ssl-certfile", "CERT", "--ssl-keyfile", "KEY", "--ssl-ca-certs", "CA"), "one by one"),
+    ],
+)
+def test_http_that_cannot_work_is_refused_before_anything_starts(tmp_path, capsys, argv, said):
+    made = make_certificates(tmp_path)
+    paths = {"CERT": made.cert, "KEY": made.key, "CA": made.ca}
+    with pytest.raises(SystemExit, match="2"):
+        main([paths.get(text, text) for text in argv])
+    assert said in " ".join(capsys.readouterr().err.split())

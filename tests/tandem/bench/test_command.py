@@ -12,7 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from frontend.app import create_app
+from frontend.options import FrontendOptions, HttpOptions, TlsFiles
+from frontend.server import listen, serving
 from tandem.bench.report import LoadReport, Report
+from tests.certificates import make_certificates
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import FakeBackend, length, say
 from wire.errors import NoNodeAvailable
@@ -20,10 +24,12 @@ from wire.errors import NoNodeAvailable
 ROOT = Path(__file__).resolve().parents[3]
 
 
-async def start(*argv: str) -> asyncio.subprocess.Process:
+async def start(*argv: str, env: dict[str, str] | None = None) -> asyncio.subprocess.Process:
     pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
     command = (sys.executable, "-m", "tandem", "bench", *argv)
-    return await asyncio.create_subprocess_exec(*command, cwd=ROOT, **pipes)
+    return await asyncio.create_subprocess_exec(
+        *command, cwd=ROOT, env=os.environ | (env or {}), **pipes
+    )
 
 
 async def bench(client, tmp_path: Path, *argv: str) -> tuple[int, str, Report]:
@@ -203,3 +209,30 @@ async def test_it_starts_without_torch():
     code = "import sys, tandem.bench.command, tandem.bench.client; sys.exit('torch' in sys.modules)"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, cwd=ROOT)
     assert await process.wait() == 0
+
+
+async def test_clients_end_silently_with_a_command_that_was_killed(ids_backend):
+    ids_backend.script = say([1], asyncio.Event())
+    async with asyncio.timeout(30), serve(ids_backend) as client:
+        process = await start("--url", str(client._base_url))
+        await ids_backend.until(lambda: ids_backend.num_yielded == 1)
+        process.kill()
+        _, said = await process.communicate()  # its clients have the same standard error
+        await ids_backend.until(lambda: ids_backend.cancelled)
+    assert not said
+
+
+async def test_a_certificate_that_is_not_trusted_is_told_with_what_to_do(ids_backend, tmp_path):
+    files = make_certificates(tmp_path)
+    http = HttpOptions(tls=TlsFiles(files.cert, files.key))
+    with listen("127.0.0.1", 0) as sock:
+        app = create_app(ids_backend, FrontendOptions(http=http))
+        async with serving(app, sock):
+            url = ("--url", f"https://127.0.0.1:{sock.getsockname()[1]}", "--output-len", "4")
+            process = await start(*url)
+            _, said = await process.communicate()
+            assert process.returncode == 1
+            assert b"SSL_CERT_FILE" in said
+            trusting = await start(*url, env={"SSL_CERT_FILE": files.ca})
+            await trusting.communicate()
+            assert trusting.returncode == 0
