@@ -25,6 +25,7 @@ from wire.errors import ConfigInvalid
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
 STOP_TIMEOUT_S = 10.0
+ROUTER = "router"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def members(
     router += ["--tool-call-parser", args.tool_call_parser]
     router += ["--reasoning-parser", args.reasoning_parser]
     router += http_argv(args)
-    return [*nodes, Member("router", router)]
+    return [*nodes, Member(ROUTER, router)]
 
 
 def free_ports(num: int) -> list[int]:
@@ -136,7 +137,7 @@ class Cluster:
     def __init__(self, cluster: Sequence[Member], console: Console) -> None:
         self._members = cluster
         self._console = console
-        self._processes: list[asyncio.subprocess.Process] = []
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._stopping = asyncio.Event()
 
     async def run(self, host: str, port: int, scheme: str) -> int:
@@ -182,7 +183,7 @@ class Cluster:
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
         )
-        self._processes.append(process)
+        self._processes[member.name] = process
         assert process.stdout is not None
         width = max(len(m.name) for m in self._members)
         async for line in process.stdout:
@@ -219,19 +220,25 @@ class Cluster:
     async def _stop(self) -> None:
         """Ask the router first, so that no request meets a node that is gone; then the nodes."""
         self._stopping.set()
-        for process in reversed(self._processes):
-            if process.returncode is None:
-                process.terminate()
+        routers = [process for name, process in self._processes.items() if name == ROUTER]
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
-                await asyncio.gather(*(process.wait() for process in self._processes))
+                for processes in (routers, list(self._processes.values())):
+                    await _ended(processes)
         except TimeoutError:
             self._kill()
 
     def _kill(self) -> None:
-        for process in self._processes:
+        for process in self._processes.values():
             if process.returncode is None:
                 process.kill()
+
+
+async def _ended(processes: Sequence[asyncio.subprocess.Process]) -> None:
+    for process in processes:
+        if process.returncode is None:
+            process.terminate()
+    await asyncio.gather(*(process.wait() for process in processes))
 
 
 async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
