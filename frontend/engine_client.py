@@ -248,6 +248,7 @@ class EngineClient:
 
 def _fail(stream: TokenStream, error: Exception) -> None:
     """End a stream whose tokens met a bug: the others go on. The top of what a token runs through."""
+    stream.close()  # the engine knows nothing of it
     stream.fail(EngineFailed(f"the edge failed with its tokens: {type(error).__name__}"))
 
 

@@ -237,13 +237,15 @@ class AsyncLink(Generic[In]):
         Raises:
             ChannelClosed: `close` was called.
         """
+        # One that is slower than its peer finds something each time, and others must run all the same.
+        await asyncio.sleep(0)
         while True:
             if self._socket.closed:
                 raise ChannelClosed(f"link to {self.address} was closed")
             self._arrived.clear()
             if messages := self._drain():
                 return messages
-            # Nothing valid in a whole drain: look again, but let others run.
+            # Nothing valid in a whole drain tells nothing of what is behind it.
             self._look()
             await self._arrived.wait()
 
@@ -270,8 +272,9 @@ class AsyncLink(Generic[In]):
             self._socket.send(self._codec.encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             raise PeerLost(f"no connection to {self.address}: {error.strerror}") from error
-        # The descriptor tells of changes only, and sending may have taken note of one.
-        self._look()
+        finally:
+            # The descriptor tells of changes only, and trying may have taken note of one.
+            self._look()
 
     async def wait_lost(self) -> None:
         """Return when a connection that stood was lost: reset, closed, or silent too long.

@@ -66,6 +66,26 @@ async def test_one_message_is_spread_over_its_requests(client, engine):
     assert [ids_of(await read(stream)) for stream in streams] == [[1], [2]]
 
 
+class BrokenTap:
+    def take_ordinary_at(self, index, token_ids):
+        raise KeyError(index)
+
+
+async def test_a_stream_whose_tokens_meet_a_bug_is_cancelled_and_the_others_go_on(client, engine):
+    other = StartColocated(request=request(request_id="r2"))
+    broken, whole = client.generate(START), client.generate(other)
+    numbers = [(await engine.next(StartColocated)).stream for _ in range(2)]
+    broken.tap = BrokenTap()
+    engine.send(
+        TokenBatch(epoch=engine.epoch, deltas=[], streams=numbers, indexes=[0, 0], token_ids=[1, 2])
+    )
+    with pytest.raises(EngineFailed, match="KeyError"):
+        await read(broken)
+    engine.say(other, 1, [3], "stop")
+    assert ids_of(await read(whole)) == [2, 3]
+    assert await engine.next(Cancel) == Cancel(request_id="r1")
+
+
 async def test_a_failure_is_raised_after_the_tokens_before_it(client, engine):
     stream = client.generate(START)
     start = await engine.next(StartColocated)

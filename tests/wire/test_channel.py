@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.channel import AsyncLink, Inbox, Link, Waker, tcp_address, wait
+from wire.channel import MAX_DRAINED, AsyncLink, Inbox, Link, Waker, tcp_address, wait
 from wire.codec import Codec
 from wire.errors import ConfigInvalid, MessageInvalid, MessageTooLarge, PeerLost
 from wire.ids import Epoch, RequestId
@@ -73,6 +73,23 @@ async def test_a_link_notices_that_its_inbox_is_gone():
     with pytest.raises(PeerLost):
         link.send(Ping())
     link.close()
+
+
+async def test_a_reader_that_finds_something_each_time_lets_others_run():
+    inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
+    link: AsyncLink[FromEngine] = AsyncLink(inbox.address, FromEngine)
+    await send_when_connected(link, Ping())
+    peer, num_sent, num_received = receive(inbox).peer, 4 * MAX_DRAINED, 0
+    for _ in range(num_sent):
+        inbox.send(peer, PONG)
+    async with asyncio.timeout(5):
+        while num_received < num_sent:
+            has_run = asyncio.Event()
+            asyncio.get_running_loop().call_soon(has_run.set)
+            num_received += len(await link.receive())
+            assert has_run.is_set()
+    link.close()
+    inbox.close()
 
 
 def test_an_answer_to_a_peer_that_never_was_is_an_error():
