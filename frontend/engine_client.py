@@ -249,7 +249,9 @@ class EngineClient:
 def _fail(stream: TokenStream, error: Exception) -> None:
     """End a stream whose tokens met a bug: the others go on. The top of what a token runs through."""
     stream.close()  # the engine knows nothing of it
-    stream.fail(EngineFailed(f"the edge failed with its tokens: {type(error).__name__}"))
+    failure = EngineFailed(f"the edge failed with its tokens: {type(error).__name__}")
+    failure.is_retryable = False  # nobody knows how much of them the client was sent
+    stream.fail(failure)
 
 
 _Run = tuple[int, int, list[int]]

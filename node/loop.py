@@ -13,7 +13,7 @@ from typing import Protocol
 
 from telemetry.log import get_logger
 from wire.channel import HEARTBEAT_TIMEOUT_S, Inbox, Peer, Waker, wait
-from wire.errors import Aborted, EngineFailed, PeerLost, TandemError
+from wire.errors import Aborted, EngineFailed, PeerBehind, PeerLost, TandemError
 from wire.generation import Finish, TokenLogprobs
 from wire.ids import Epoch, RequestId
 from wire.messages import (
@@ -75,6 +75,8 @@ class Answers:
         self._epoch = epoch
         self._outgoing: dict[Peer, _Outgoing] = defaultdict(_Outgoing)
         self._unreachable: set[Peer] = set()
+        # Failures that a peer which does not read has yet to hear of: its streams would wait for ever.
+        self._owed: dict[Peer, list[RequestFailed]] = defaultdict(list)
         self.num_failed = 0
 
     def token(
@@ -153,6 +155,7 @@ class Answers:
 
     def flush(self) -> None:
         """Send what was queued."""
+        self._send_owed()
         for peer, out in self._outgoing.items():
             self._send(
                 peer,
@@ -179,8 +182,17 @@ class Answers:
     def _send(self, peer: Peer, message: TokenBatch | RequestFailed | Pong) -> None:
         try:
             self._inbox.send(peer, message)
-        except PeerLost:
+        except PeerLost as error:
+            # Of what was dropped no word may be missed: its requests end, and the edge starts them anew.
             self._unreachable.add(peer)
+            if isinstance(error, PeerBehind) and isinstance(message, RequestFailed):
+                self._owed[peer].append(message)
+
+    def _send_owed(self) -> None:
+        owed, self._owed = self._owed, defaultdict(list)
+        for peer, failures in owed.items():
+            for failure in failures:
+                self._send(peer, failure)
 
 
 class Role(Protocol):

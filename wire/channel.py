@@ -23,7 +23,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from wire.codec import MAX_MESSAGE_BYTES, Codec, In
-from wire.errors import ChannelClosed, ConfigInvalid, MessageInvalid, PeerLost
+from wire.errors import ChannelClosed, ConfigInvalid, MessageInvalid, PeerBehind, PeerLost
 from wire.keys import ChannelKey
 from wire.messages import Message
 
@@ -141,10 +141,13 @@ class Inbox(Generic[In]):
         """Send to one link. Never blocks.
 
         Raises:
-            PeerLost: The link is gone, or so far behind that it counts as gone.
+            PeerBehind: Its link holds as many unread messages as it may.
+            PeerLost: The link is gone.
         """
         try:
             self.socket.send_multipart([peer, self._codec.encode(message)], zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise PeerBehind(f"link {peer.hex()} does not read") from error
         except zmq.ZMQError as error:
             raise PeerLost(f"link {peer.hex()} is gone: {error.strerror}") from error
 

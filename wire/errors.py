@@ -122,6 +122,12 @@ class PeerLost(TandemError):
     is_retryable = True
 
 
+class PeerBehind(PeerLost):
+    """The far side stands and does not read: what was to be sent was dropped."""
+
+    code = "peer_behind"
+
+
 class TransferTimeout(TandemError):
     """The other half of an attempt did not come in time."""
 

@@ -4,7 +4,7 @@ import pytest
 
 from node.loop import PROBE_INTERVAL_S, Answers, EngineLoop, Ticket
 from wire.channel import HEARTBEAT_TIMEOUT_S, Inbox, Link, Peer, Waker, wait
-from wire.errors import EngineFailed, Overloaded, PeerLost
+from wire.errors import EngineFailed, Overloaded, PeerBehind, PeerLost
 from wire.generation import Finish, GenerateRequest, SamplingParams
 from wire.ids import Epoch, RequestId
 from wire.messages import (
@@ -147,9 +147,28 @@ class Told:
 
     def __init__(self) -> None:
         self.sent = []
+        self.is_read = True
 
     def send(self, peer, message) -> None:
+        if not self.is_read:
+            raise PeerBehind("it does not read")
         self.sent.append(message)
+
+
+def test_an_edge_worker_that_did_not_read_hears_of_each_failure_once_it_does():
+    inbox = Told()
+    answers, ticket = Answers(inbox, EPOCH), Ticket(Peer(b"edge"), RequestId("a"), 0, 1)
+    inbox.is_read = False
+    answers.token(ticket, 0, [5], Finish(reason="length"))
+    answers.flush()
+    assert answers.take_unreachable() == {ticket.peer}
+    answers.fail(ticket, PeerLost("the edge worker was silent for too long"))
+    answers.flush()
+    inbox.is_read = True
+    answers.flush()
+    answers.flush()
+    (failure,) = inbox.sent
+    assert (failure.request_id, failure.error.code) == ("a", "peer_lost")
 
 
 def test_ordinary_tokens_are_columns_and_what_follows_a_delta_is_one():
