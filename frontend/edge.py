@@ -10,10 +10,11 @@ from aiohttp import web
 from typing_extensions import override
 
 from frontend.backend import Backend
-from frontend.generation import Answer, Generation, Outlet, Piece, run, transcript_of
+from frontend.generation import Answer, Generation, run, transcript_of
 from frontend.metrics import FrontendMetrics
 from frontend.options import FrontendOptions
 from frontend.sse import Outbox
+from frontend.transcript import Outlet, Piece
 from wire.errors import InvalidRequest
 from wire.ids import RequestId
 

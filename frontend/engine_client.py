@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from frontend.token_stream import Start, StreamKey, TokenStream
 from telemetry.log import get_logger
-from wire.channel import AsyncLink
+from wire.async_link import AsyncLink
 from wire.errors import EngineFailed, InvalidRequest, PeerLost, error_from_info
 from wire.ids import Epoch, RequestId
 from wire.keys import ChannelKey

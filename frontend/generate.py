@@ -12,12 +12,13 @@ from aiohttp import web
 
 from frontend.body import read_json
 from frontend.edge import EDGE, Edge, side_by_side
-from frontend.generation import Answer, Ending, Generation, Piece, failed
+from frontend.generation import Answer, Generation
 from frontend.limits import within_time
 from frontend.logprobs import NativeLogprobs, native_logprobs
 from frontend.middleware import json_response, public_info
 from frontend.native_body import NativeCall, read_call
 from frontend.sse import EventStream, encode
+from frontend.transcript import Ending, Piece, failed
 from wire.errors import TandemError
 
 

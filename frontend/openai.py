@@ -1,120 +1,29 @@
 """OpenAI's API: `/v1/completions` and `/v1/chat/completions`, answered whole or streamed.
 
 What may be in a body is in `frontend/openai_body.py`. The two routes differ only in the shape of
-a choice, which `Completion` and `Chat` hold.
+a choice: `frontend/openai_shapes.py`.
 """
 
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from frontend.body import read_json
 from frontend.edge import EDGE, Edge, side_by_side
-from frontend.generation import Answer, Generation, Outlet, Piece
+from frontend.generation import Answer, Generation
 from frontend.limits import within_time
-from frontend.logprobs import ChatLogprobs, CompletionLogprobs, LogprobWriter, Run
+from frontend.logprobs import LogprobWriter, Run
 from frontend.middleware import error_body, json_response, public_info
 from frontend.openai_body import OpenAICall, read_chat, read_completion
+from frontend.openai_shapes import Chat, Completion, Logprobs, Shape
 from frontend.reply import Reply, message
 from frontend.sse import EventStream, encode, event
-from frontend.tokenizer import Tokenizer
+from frontend.transcript import Outlet, Piece
 from wire.errors import TandemError
-
-Logprobs = dict[str, Any] | None
-
-
-class Shape(Protocol):
-    """How one route writes its choices."""
-
-    whole: str
-    chunk: str
-
-    def writer(self, tokenizer: Tokenizer | None, num_top: int) -> LogprobWriter:
-        """Return what writes the log-probabilities of one choice."""
-        ...
-
-    def choice(
-        self, index: int, text: str, reason: str | None, logprobs: Logprobs = None
-    ) -> dict[str, Any]:
-        """Return a choice of a whole answer."""
-        ...
-
-    def opening(self, index: int, echo: str, logprobs: Logprobs) -> list[dict[str, Any]]:
-        """Return the choices, one a chunk, that stand before the first text."""
-        ...
-
-    def delta(
-        self, index: int, text: str, reason: str | None, logprobs: Logprobs = None
-    ) -> list[dict[str, Any]]:
-        """Return the choices, one a chunk, that add `text` and maybe end."""
-        ...
-
-
-class Completion:
-    """`/v1/completions`."""
-
-    whole = chunk = "text_completion"
-
-    def writer(self, tokenizer: Tokenizer | None, num_top: int) -> LogprobWriter:
-        """See `Shape`."""
-        return CompletionLogprobs(tokenizer, num_top)
-
-    def choice(
-        self, index: int, text: str, reason: str | None, logprobs: Logprobs = None
-    ) -> dict[str, Any]:
-        """See `Shape`."""
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-    def opening(self, index: int, echo: str, logprobs: Logprobs) -> list[dict[str, Any]]:
-        """See `Shape`."""
-        is_worth = echo or (logprobs is not None and logprobs["tokens"])
-        return [self.choice(index, echo, None, logprobs)] if is_worth else []
-
-    def delta(
-        self, index: int, text: str, reason: str | None, logprobs: Logprobs = None
-    ) -> list[dict[str, Any]]:
-        """See `Shape`. A delta that tells nothing is not worth a chunk."""
-        is_worth = text or reason or logprobs
-        return [self.choice(index, text, reason, logprobs)] if is_worth else []
-
-
-class Chat:
-    """`/v1/chat/completions`."""
-
-    whole = "chat.completion"
-    chunk = "chat.completion.chunk"
-
-    def writer(self, tokenizer: Tokenizer | None, num_top: int) -> LogprobWriter:
-        """See `Shape`."""
-        return ChatLogprobs(tokenizer, num_top)
-
-    def choice(
-        self, index: int, text: str, reason: str | None, logprobs: Logprobs = None
-    ) -> dict[str, Any]:
-        """See `Shape`."""
-        message = {"role": "assistant", "content": text}
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
-
-    def opening(self, index: int, echo: str, logprobs: Logprobs) -> list[dict[str, Any]]:
-        """See `Shape`. A chat echoes nothing."""
-        return [self._delta(index, {"role": "assistant", "content": echo}, None)]
-
-    def delta(
-        self, index: int, text: str, reason: str | None, logprobs: Logprobs = None
-    ) -> list[dict[str, Any]]:
-        """See `Shape`. The end has a chunk of its own."""
-        is_worth = text or logprobs
-        part = [self._delta(index, {"content": text}, None, logprobs)] if is_worth else []
-        return part + ([self._delta(index, {}, reason)] if reason else [])
-
-    def _delta(
-        self, index: int, delta: dict[str, str], reason: str | None, logprobs: Logprobs = None
-    ) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
 async def completions(request: web.Request) -> web.StreamResponse:

@@ -2,7 +2,7 @@
 
 ```
  Link (DEALER, connects) ──── one frame a message, msgpack ────▶ Inbox (ROUTER, binds)
- AsyncLink: the same end for an asyncio process
+ AsyncLink (async_link.py): the same end for an asyncio process
 ```
 
 Holds the sockets' options and nothing of what messages mean. Not thread-safe: a socket belongs to
@@ -12,18 +12,15 @@ Liveness is ZMTP's own heartbeat (its I/O thread answers while our loop computes
 not a dead one; a dead, stopped or unreachable one is disconnected after `HEARTBEAT_TIMEOUT_S`.
 """
 
-import asyncio
-import contextlib
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Self
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from wire.codec import MAX_MESSAGE_BYTES, Codec, In
-from wire.errors import ChannelClosed, ConfigInvalid, MessageInvalid, PeerBehind, PeerLost
+from wire.errors import ConfigInvalid, MessageInvalid, PeerBehind, PeerLost
 from wire.keys import ChannelKey
 from wire.messages import Message
 
@@ -33,9 +30,6 @@ HEARTBEAT_TIMEOUT_S = 2.0
 # Messages waiting for one peer. A step is one message: at 100 steps/s this is 80 s of a stalled peer,
 # after which it is treated as lost and its memory is given back.
 HIGH_WATER_MARK = 8192
-
-# Messages that an asyncio end takes in one go: steps that wait are merged, and nobody waits long.
-MAX_DRAINED = 64
 
 
 class Peer(bytes):
@@ -50,7 +44,8 @@ class Envelope(Generic[In]):
     message: In
 
 
-def _configure(sock: zmq.Socket[Any], key: ChannelKey | None, *, is_server: bool) -> None:
+def configure(sock: zmq.Socket[Any], key: ChannelKey | None, *, is_server: bool) -> None:
+    """Set what both ends agree on: limits, heartbeats, who may talk."""
     sock.setsockopt(zmq.LINGER, 0)
     sock.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     sock.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
@@ -103,7 +98,7 @@ class Inbox(Generic[In]):
         self._codec: Codec[In] = Codec(incoming)
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        _configure(self.socket, key, is_server=True)
+        configure(self.socket, key, is_server=True)
         try:
             self.socket.bind(address)
         except zmq.ZMQError as error:
@@ -175,7 +170,7 @@ class Link(Generic[In]):
         self._context = zmq.Context()
         self.address = address
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        _configure(self.socket, key, is_server=False)
+        configure(self.socket, key, is_server=False)
         try:
             self.socket.connect(address)
         except zmq.ZMQError as error:
@@ -209,106 +204,6 @@ class Link(Generic[In]):
         """Close the socket and forget unsent messages. Safe to call twice."""
         self.socket.close(linger=0)
         self._context.destroy(linger=0)
-
-
-class AsyncLink(Generic[In]):
-    """The connecting end, for an asyncio process. Made and used on one running loop.
-
-    The socket is a plain one whose descriptor the loop watches: a message then costs a third of what
-    it does through `zmq.asyncio`, which makes a future for each.
-    """
-
-    def __init__(self, address: str, incoming: Any, key: ChannelKey | None = None) -> None:
-        self._codec: Codec[In] = Codec(incoming)
-        self._context = zmq.Context()
-        self.address = address
-        self._loop = asyncio.get_running_loop()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        _configure(self._socket, key, is_server=False)
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._arrived, self._lost = asyncio.Event(), asyncio.Event()
-        self._fd, self._monitor_fd = self._socket.fileno(), self._monitor.fileno()
-        self._socket.connect(address)
-        self._loop.add_reader(self._fd, self._look)
-        self._loop.add_reader(self._monitor_fd, self._look_at_monitor)
-        # A descriptor tells of what comes after somebody found nothing.
-        self._look_at_monitor()
-
-    async def receive(self) -> list[In]:
-        """Return every message that has arrived, at least one. Invalid bytes are passed over.
-
-        Raises:
-            ChannelClosed: `close` was called.
-        """
-        # One that is slower than its peer finds something each time, and others must run all the same.
-        await asyncio.sleep(0)
-        while True:
-            if self._socket.closed:
-                raise ChannelClosed(f"link to {self.address} was closed")
-            self._arrived.clear()
-            if messages := self._drain():
-                return messages
-            # Nothing valid in a whole drain tells nothing of what is behind it.
-            self._look()
-            await self._arrived.wait()
-
-    def _drain(self) -> list[In]:
-        messages: list[In] = []
-        for _ in range(MAX_DRAINED):
-            try:
-                messages.append(self._codec.decode(self._socket.recv(zmq.NOBLOCK)))
-            except zmq.Again:
-                break
-            except MessageInvalid:
-                continue
-        return messages
-
-    def send(self, message: Message) -> None:
-        """Send. Never waits.
-
-        Raises:
-            PeerLost: There is no connection now, or `wait_lost` has returned.
-        """
-        if self._lost.is_set() or self._socket.closed:
-            raise PeerLost(f"link to {self.address} was lost or closed")
-        try:
-            self._socket.send(self._codec.encode(message), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            raise PeerLost(f"no connection to {self.address}: {error.strerror}") from error
-        finally:
-            # The descriptor tells of changes only, and trying may have taken note of one.
-            self._look()
-
-    async def wait_lost(self) -> None:
-        """Return when a connection that stood was lost: reset, closed, or silent too long.
-
-        From then on `send` refuses, although ZMQ would reconnect: whoever answers there next is
-        another life of the peer, and its owner makes a new link.
-        """
-        await self._lost.wait()
-
-    def _look(self) -> None:
-        # Asking settles the descriptor, which may have become readable for a heartbeat.
-        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._arrived.set()
-
-    def _look_at_monitor(self) -> None:
-        with contextlib.suppress(zmq.Again):
-            while True:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-                if event["event"] == zmq.EVENT_DISCONNECTED:
-                    self._lost.set()
-
-    def close(self) -> None:
-        """Close the socket and forget unsent messages. Safe to call twice."""
-        if not self._socket.closed:
-            self._loop.remove_reader(self._fd)
-            self._loop.remove_reader(self._monitor_fd)
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
-            self._socket.close(linger=0)
-            self._context.destroy(linger=0)
-            self._arrived.set()
 
 
 class Waker:

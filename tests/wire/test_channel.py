@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.channel import MAX_DRAINED, AsyncLink, Inbox, Link, Waker, tcp_address, wait
+from wire.async_link import MAX_DRAINED, AsyncLink
+from wire.channel import Inbox, Link, Waker, tcp_address, wait
 from wire.codec import Codec
 from wire.errors import ConfigInvalid, MessageInvalid, MessageTooLarge, PeerLost
 from wire.ids import Epoch, RequestId

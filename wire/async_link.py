@@ -1,0 +1,117 @@
+"""The connecting end of a channel for an asyncio process."""
+
+import asyncio
+import contextlib
+from typing import Any, Generic
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from wire.channel import configure
+from wire.codec import Codec, In
+from wire.errors import ChannelClosed, MessageInvalid, PeerLost
+from wire.keys import ChannelKey
+from wire.messages import Message
+
+# Messages taken in one go: steps that wait are merged, and nobody waits long.
+MAX_DRAINED = 64
+
+
+class AsyncLink(Generic[In]):
+    """The connecting end, for an asyncio process. Made and used on one running loop.
+
+    The socket is a plain one whose descriptor the loop watches: a message then costs a third of what
+    it does through `zmq.asyncio`, which makes a future for each.
+    """
+
+    def __init__(self, address: str, incoming: Any, key: ChannelKey | None = None) -> None:
+        self._codec: Codec[In] = Codec(incoming)
+        self._context = zmq.Context()
+        self.address = address
+        self._loop = asyncio.get_running_loop()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        configure(self._socket, key, is_server=False)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._arrived, self._lost = asyncio.Event(), asyncio.Event()
+        self._fd, self._monitor_fd = self._socket.fileno(), self._monitor.fileno()
+        self._socket.connect(address)
+        self._loop.add_reader(self._fd, self._look)
+        self._loop.add_reader(self._monitor_fd, self._look_at_monitor)
+        # A descriptor tells of what comes after somebody found nothing.
+        self._look_at_monitor()
+
+    async def receive(self) -> list[In]:
+        """Return every message that has arrived, at least one. Invalid bytes are passed over.
+
+        Raises:
+            ChannelClosed: `close` was called.
+        """
+        # One that is slower than its peer finds something each time, and others must run all the same.
+        await asyncio.sleep(0)
+        while True:
+            if self._socket.closed:
+                raise ChannelClosed(f"link to {self.address} was closed")
+            self._arrived.clear()
+            if messages := self._drain():
+                return messages
+            # Nothing valid in a whole drain tells nothing of what is behind it.
+            self._look()
+            await self._arrived.wait()
+
+    def _drain(self) -> list[In]:
+        messages: list[In] = []
+        for _ in range(MAX_DRAINED):
+            try:
+                messages.append(self._codec.decode(self._socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                break
+            except MessageInvalid:
+                continue
+        return messages
+
+    def send(self, message: Message) -> None:
+        """Send. Never waits.
+
+        Raises:
+            PeerLost: There is no connection now, or `wait_lost` has returned.
+        """
+        if self._lost.is_set() or self._socket.closed:
+            raise PeerLost(f"link to {self.address} was lost or closed")
+        try:
+            self._socket.send(self._codec.encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise PeerLost(f"no connection to {self.address}: {error.strerror}") from error
+        finally:
+            # The descriptor tells of changes only, and trying may have taken note of one.
+            self._look()
+
+    async def wait_lost(self) -> None:
+        """Return when a connection that stood was lost: reset, closed, or silent too long.
+
+        From then on `send` refuses, although ZMQ would reconnect: whoever answers there next is
+        another life of the peer, and its owner makes a new link.
+        """
+        await self._lost.wait()
+
+    def _look(self) -> None:
+        # Asking settles the descriptor, which may have become readable for a heartbeat.
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._arrived.set()
+
+    def _look_at_monitor(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+                if event["event"] == zmq.EVENT_DISCONNECTED:
+                    self._lost.set()
+
+    def close(self) -> None:
+        """Close the socket and forget unsent messages. Safe to call twice."""
+        if not self._socket.closed:
+            self._loop.remove_reader(self._fd)
+            self._loop.remove_reader(self._monitor_fd)
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close(linger=0)
+            self._context.destroy(linger=0)
+            self._arrived.set()
