@@ -41,8 +41,8 @@ from kvtransfer.region import MemoryRegion
 from kvtransfer.sender import PrefillAgent
 from kvtransfer.transports.base import TransportConfig
 from kvtransfer.transports.registry import transports
+from node.answers import Ticket
 from node.engine_host import SWITCH_S
-from node.loop import Ticket
 from prefill.role import PrefillRole
 from telemetry import log as logs
 from wire.channel import Peer, Waker, wait

@@ -19,8 +19,9 @@ from engine.core import Engine
 from engine.forward import ForwardInputs, Wrote
 from engine.launcher import ModelLauncher
 from engine.shape import ModelShape
+from node.answers import Answers
 from node.colocated import ColocatedRole
-from node.loop import Answers, EngineLoop
+from node.loop import EngineLoop
 from wire.channel import Inbox, Link, Waker, wait
 from wire.errors import PeerLost
 from wire.generation import GenerateRequest, SamplingParams

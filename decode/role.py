@@ -15,8 +15,9 @@ from engine.results import Token
 from engine.waiting import Line
 from kvtransfer.agent import Receiver
 from kvtransfer.events import Failed, Landed, Lost
+from node.answers import Answers, Ticket
 from node.load import engine_load, hit_rate, token_usage
-from node.loop import Answers, Start, Ticket
+from node.loop import Start
 from wire.errors import EngineFailed, InvalidRequest, KVCorrupted, Overloaded, TandemError
 from wire.messages import NodeLoad, StartDecode
 

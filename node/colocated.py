@@ -9,9 +9,10 @@ from typing_extensions import override
 
 from engine.core import Engine
 from engine.request import ActiveRequest
+from node.answers import Answers, Ticket
 from node.engine_host import Parts, RoleHost, main
 from node.load import engine_load, hit_rate, token_usage
-from node.loop import Answers, Start, Ticket
+from node.loop import Start
 from wire.errors import InvalidRequest, TandemError
 from wire.messages import NodeLoad, StartColocated
 

@@ -23,9 +23,10 @@ import msgspec
 
 from engine.core import Engine
 from kvtransfer.region import MemoryRegion
+from node.answers import Answers
 from node.config import NodeConfig
 from node.engine_report import Failed, Ready
-from node.loop import Answers, EngineLoop, Role
+from node.loop import EngineLoop, Role
 from node.pool_plan import PoolPlan
 from node.rank_pipe import claim_stdout, end_process_after
 from node.ranks import RankProcess, Ranks

@@ -6,29 +6,22 @@ lost; what a request goes through is the role's.
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol
 
+from node.answers import Answers, Ticket
 from telemetry.log import get_logger
 from wire.channel import HEARTBEAT_TIMEOUT_S, Inbox, Peer, Waker, wait
-from wire.errors import Aborted, EngineFailed, PeerBehind, PeerLost, TandemError
-from wire.generation import Finish, TokenLogprobs
-from wire.ids import Epoch, RequestId
+from wire.errors import EngineFailed, PeerLost, TandemError
 from wire.messages import (
     Cancel,
     FlushCache,
     NodeLoad,
     Ping,
-    Pong,
-    RequestFailed,
     StartColocated,
     StartDecode,
     StartPrefill,
     ToEngine,
-    TokenBatch,
-    TokenDelta,
 )
 
 log = get_logger(__name__)
@@ -39,160 +32,6 @@ Start = StartPrefill | StartDecode | StartColocated
 IDLE_WAIT_S = 0.25
 # A little less, so that an idle loop asks whenever it looks around.
 PROBE_INTERVAL_S = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """One attempt of one edge worker's request.
-
-    Attributes:
-        stream: The edge's short name for its tokens, or 0; no part of what it is.
-    """
-
-    peer: Peer
-    request_id: RequestId
-    attempt: int
-    stream: int = field(default=0, compare=False)
-
-
-class _Outgoing:
-    """What one edge worker is told at the end of a pass."""
-
-    def __init__(self) -> None:
-        self.deltas: list[TokenDelta] = []
-        self.streams: list[int] = []
-        self.indexes: list[int] = []
-        self.token_ids: list[int] = []
-        # Columns are read first: what follows a delta in its stream is one too.
-        self.with_delta: set[int] = set()
-
-
-class Answers:
-    """What goes back to edge workers: tokens of a step in one message each, failures at once."""
-
-    def __init__(self, inbox: Inbox[ToEngine], epoch: Epoch) -> None:
-        self._inbox = inbox
-        self._epoch = epoch
-        self._outgoing: dict[Peer, _Outgoing] = defaultdict(_Outgoing)
-        self._unreachable: set[Peer] = set()
-        # Failures that a peer which does not read has yet to hear of: its streams would wait for ever.
-        self._owed: dict[Peer, list[RequestFailed]] = defaultdict(list)
-        self.num_failed = 0
-
-    def token(
-        self,
-        ticket: Ticket,
-        index: int,
-        token_ids: list[int],
-        finish: Finish | None = None,
-        cached_tokens: int = 0,
-        *,
-        logprobs: TokenLogprobs | None = None,
-    ) -> None:
-        """Queue tokens for the end of this pass."""
-        out = self._outgoing[ticket.peer]
-        is_ordinary = finish is None and logprobs is None and not cached_tokens
-        if (
-            is_ordinary
-            and ticket.stream
-            and len(token_ids) == 1
-            and ticket.stream not in out.with_delta
-        ):
-            out.streams.append(ticket.stream)
-            out.indexes.append(index)
-            out.token_ids += token_ids
-            return
-        self._queue(
-            ticket,
-            TokenDelta(
-                request_id=ticket.request_id,
-                attempt=ticket.attempt,
-                index=index,
-                token_ids=token_ids,
-                finish=finish,
-                cached_tokens=cached_tokens,
-                logprobs=[] if logprobs is None else [logprobs],
-            ),
-        )
-
-    def prompt_logprobs(
-        self, ticket: Ticket, first_position: int, entries: list[TokenLogprobs], index: int
-    ) -> None:
-        """Queue log-probabilities of prompt positions.
-
-        Args:
-            index: Of the request's next token.
-        """
-        self._queue(
-            ticket,
-            TokenDelta(
-                request_id=ticket.request_id,
-                attempt=ticket.attempt,
-                index=index,
-                token_ids=[],
-                prompt_index=first_position,
-                prompt_logprobs=entries,
-            ),
-        )
-
-    def fail(self, ticket: Ticket, error: TandemError) -> None:
-        """Tell that an attempt ended without its tokens."""
-        # The other half was cancelled first: somebody's wish, not a failure.
-        self.num_failed += not isinstance(error, Aborted)
-        self._send(
-            ticket.peer,
-            RequestFailed(
-                epoch=self._epoch,
-                request_id=ticket.request_id,
-                attempt=ticket.attempt,
-                error=error.info(),
-            ),
-        )
-
-    def pong(self, peer: Peer, load: NodeLoad) -> None:
-        """Tell the load: asked by a ping, or unasked."""
-        self._send(peer, Pong(epoch=self._epoch, load=load))
-
-    def flush(self) -> None:
-        """Send what was queued."""
-        self._send_owed()
-        for peer, out in self._outgoing.items():
-            self._send(
-                peer,
-                TokenBatch(
-                    epoch=self._epoch,
-                    deltas=out.deltas,
-                    streams=out.streams,
-                    indexes=out.indexes,
-                    token_ids=out.token_ids,
-                ),
-            )
-        self._outgoing.clear()
-
-    def _queue(self, ticket: Ticket, delta: TokenDelta) -> None:
-        out = self._outgoing[ticket.peer]
-        out.deltas.append(delta)
-        out.with_delta.add(ticket.stream)
-
-    def take_unreachable(self) -> set[Peer]:
-        """Return the edge workers that could not be sent to since the last call."""
-        unreachable, self._unreachable = self._unreachable, set()
-        return unreachable
-
-    def _send(self, peer: Peer, message: TokenBatch | RequestFailed | Pong) -> None:
-        try:
-            self._inbox.send(peer, message)
-        except PeerLost as error:
-            # Of what was dropped no word may be missed: its requests end, and the edge starts them anew.
-            self._unreachable.add(peer)
-            if isinstance(error, PeerBehind) and isinstance(message, RequestFailed):
-                self._owed[peer].append(message)
-
-    def _send_owed(self) -> None:
-        owed, self._owed = self._owed, defaultdict(list)
-        for peer, failures in owed.items():
-            for failure in failures:
-                self._send(peer, failure)
 
 
 class Role(Protocol):

@@ -16,8 +16,9 @@ from engine.results import CompletePages, Token
 from kvtransfer.agent import Sender
 from kvtransfer.events import Granted, PushDone, Released
 from kvtransfer.layer_push import PageRun, Wrote
+from node.answers import Answers, Ticket
 from node.load import engine_load, hit_rate, token_usage
-from node.loop import Answers, Start, Ticket
+from node.loop import Start
 from telemetry.log import get_logger
 from wire.errors import InvalidRequest, Overloaded, TandemError
 from wire.generation import Finish, GenerateRequest

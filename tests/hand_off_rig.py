@@ -15,7 +15,7 @@ from kvtransfer.region import MemoryRegion
 from kvtransfer.sender import PrefillAgent
 from kvtransfer.transports.base import TransportConfig
 from kvtransfer.transports.registry import transports
-from node.loop import Ticket
+from node.answers import Ticket
 from node.pool_memory import bytes_of
 from node.pool_plan import PoolPlan
 from prefill.role import PrefillRole

@@ -12,7 +12,7 @@ import pytest
 
 from frontend.engine_client import EngineClient
 from frontend.options import FrontendOptions
-from node.loop import Answers, Ticket
+from node.answers import Answers, Ticket
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import FakeBackend
 from tests.router.fake_node import FakeEngine

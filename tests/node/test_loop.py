@@ -2,7 +2,8 @@
 
 import pytest
 
-from node.loop import PROBE_INTERVAL_S, Answers, EngineLoop, Ticket
+from node.answers import Answers, Ticket
+from node.loop import PROBE_INTERVAL_S, EngineLoop
 from wire.channel import HEARTBEAT_TIMEOUT_S, Inbox, Link, Peer, Waker, wait
 from wire.errors import EngineFailed, Overloaded, PeerBehind, PeerLost
 from wire.generation import Finish, GenerateRequest, SamplingParams
