@@ -81,6 +81,7 @@ def test_a_simulated_cluster_loses_a_decode_node_and_no_token(described_model, p
     flags = ("--model", str(described_model), *FLAGS, *QUIET, "--verify-kv", "always")
     simulated = ("--sim-kv", kv, "--sim-profile", str(profile))
     with running_cluster(*flags, *simulated, decodes=2) as cluster:
+        assert eventually(lambda: all(are_up(cluster.url))), "a router serves with its first pair"
         kill = partial(os.kill, cluster.processes[1].pid, signal.SIGKILL)
         streams = asyncio.run(stream_all(cluster.url, kill))
         assert streams == [expected(described_model, prompt, NUM_NEW) for prompt in PROMPTS]
@@ -91,6 +92,10 @@ def test_a_simulated_cluster_loses_a_decode_node_and_no_token(described_model, p
         assert decode["received_bytes"] >= len(PROMPTS) // 2 * 80 * (23040 if kv == "real" else 2)
         assert decode["num_corrupted"] == 0
         check_answers(cluster.url, described_model)
+
+
+def are_up(url: str) -> list[bool]:
+    return [node["is_up"] for node in get_json(f"{url}/server_info")[1]["nodes"]]
 
 
 def load_of(url: str) -> dict:
