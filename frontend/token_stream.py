@@ -145,6 +145,7 @@ class TokenStream:
             TokenDelta(
                 request_id=request_id,
                 attempt=attempt,
+                # Or earlier: what went through the tap is not counted here. Of an abort nobody asks.
                 index=self._next_index,
                 token_ids=[],
                 finish=finish,
