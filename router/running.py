@@ -1,0 +1,75 @@
+"""One attempt at a request: both halves of it, started together and merged as they speak."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+
+from router.attempt import Progress
+from router.cluster import Cluster
+from router.node import Node, Work
+from router.policy import Pair
+from wire.errors import PeerLost
+from wire.generation import GenerateRequest
+from wire.ids import new_room
+from wire.messages import StartDecode, StartPrefill, TokenDelta
+
+
+async def run_attempt(
+    cluster: Cluster, progress: Progress, pair: Pair, attempt: int
+) -> AsyncGenerator[TokenDelta, None]:
+    """Yield what one pair adds to the request. Both halves have ended when it returns.
+
+    Raises:
+        TandemError: A half failed before the end; the other is cancelled.
+    """
+    prefill, decode = cluster.node(pair.prefill), cluster.node(pair.decode)
+    request, wake = progress.remaining(), asyncio.Event()
+    start_decode, start_prefill = _starts(request, prefill, attempt)
+    with (
+        decode.start(start_decode, wake) as decode_work,
+        prefill.start(start_prefill, wake) as prefill_work,
+    ):
+        while not progress.is_finished:
+            # Once decode has spoken, only its tokens can follow.
+            if progress.sent_ids and not prefill_work.is_counted:
+                decode_work.stream.tap = progress
+            await wake.wait()
+            wake.clear()
+            decode_work.stream.tap = None
+            for delta in _arrivals(progress, prefill_work, decode_work):
+                if new := progress.accept(delta):
+                    yield new
+                if progress.is_finished:
+                    break
+        # A finish that came from prefill is not known to decode, which is cancelled here.
+        prefill_work.end(is_done=True)
+
+
+def _starts(
+    request: GenerateRequest, prefill: Node, attempt: int
+) -> tuple[StartDecode, StartPrefill]:
+    """Return the two halves of an attempt, which meet in a room of their own."""
+    room = new_room()
+    if prefill.bootstrap_port is None:
+        raise PeerLost(f"prefill node {prefill.url} tells no bootstrap port any more")
+    decode = StartDecode(
+        request=request,
+        room=room,
+        bootstrap_host=prefill.host,
+        bootstrap_port=prefill.bootstrap_port,
+        attempt=attempt,
+    )
+    return decode, StartPrefill(request=request, room=room, attempt=attempt)
+
+
+def _arrivals(progress: Progress, prefill: Work, decode: Work) -> Iterator[TokenDelta]:
+    """Yield what waits in both streams, prefill's first: it has the first token."""
+    while delta := prefill.stream.take():
+        yield delta
+    # The nodes' links do not keep pace with each other: while prefill owes log-probabilities of the
+    # prompt, which come before all tokens, decode's tokens wait. Its failure does not.
+    if progress.awaits_prompt_logprobs and prefill.stream.is_open and not decode.stream.is_empty:
+        return
+    while delta := decode.stream.take():
+        # Decode speaks once every page landed: prefill's part is done, and cannot fail any more.
+        prefill.end(is_done=True)
+        yield delta
