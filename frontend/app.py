@@ -14,7 +14,7 @@ from frontend.edge import EDGE, Edge
 from frontend.limits import INCOMING, Incoming, end_in_time, expect, read_body
 from frontend.middleware import answer_errors, check_key, count_requests
 from frontend.openapi import document
-from frontend.options import FrontendOptions, HttpOptions
+from frontend.options import FrontendOptions
 
 __all__ = ["FrontendOptions", "create_app"]
 
@@ -30,7 +30,7 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
     """
     options = options or FrontendOptions()
     app = web.Application(
-        client_max_size=options.http.max_body_bytes, middlewares=_middlewares(options.http)
+        client_max_size=options.http.max_body_bytes, middlewares=_middlewares(options)
     )
     app[EDGE] = Edge(backend, options)
     app[INCOMING] = Incoming()
@@ -45,10 +45,13 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
     return app
 
 
-def _middlewares(http: HttpOptions) -> list[Middleware]:
+def _middlewares(options: FrontendOptions) -> list[Middleware]:
     """Return what stands around every route, outermost first."""
+    http = options.http
     preflight = [answer_preflight(http.cors_origins)] if http.cors_origins else []
-    keys = [check_key(http.api_keys)] if http.api_keys else []
+    # The operator's key is above those of clients.
+    accepted = [*http.api_keys, *filter(None, [options.operator_key])]
+    keys = [check_key(accepted)] if http.api_keys else []
     timeout = [end_in_time] if http.request_timeout_s else []
     return [count_requests, *preflight, answer_errors, *keys, *timeout, read_body]
 

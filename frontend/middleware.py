@@ -141,6 +141,11 @@ def check_key(api_keys: Iterable[str]) -> Middleware:
     return check
 
 
+def bears(request: web.Request, key: str) -> bool:
+    """Tell whether a request bears this key."""
+    return _is_one_of(_key_of(request), [_digest(key.encode())])
+
+
 def _key_of(request: web.Request) -> bytes:
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     return key.strip().encode(errors="surrogateescape") if scheme.lower() == "bearer" else b""

@@ -64,6 +64,8 @@ class FrontendOptions:
         tokenizer_files: Returns the files to serve at `/tokenizer`, empty while unknown; None
             where there is no such route.
         reply_formats: In which the model writes its thoughts and its calls of tools.
+        operator_key: Opens every route, and alone those that change the cluster; empty: see
+            `frontend/operators.py`.
     """
 
     http: HttpOptions = HttpOptions()
@@ -74,3 +76,4 @@ class FrontendOptions:
     health_timeout_s: float = 20.0
     tokenizer_files: Callable[[], Mapping[str, str]] | None = None
     reply_formats: ReplyFormats = NO_FORMATS
+    operator_key: str = field(default="", repr=False)

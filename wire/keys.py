@@ -34,6 +34,16 @@ class ChannelKey:
         return cls(server_public=zmq.curve_public(private), server_secret=private)
 
 
+def operator_key(secret: str) -> str:
+    """Return what a request that changes the cluster bears, derived from its secret; empty without one.
+
+    It opens no node link: who reads it off an unencrypted HTTP connection cannot speak on those.
+    """
+    if not secret:
+        return ""
+    return hashlib.blake2b(secret.encode(), digest_size=24, person=b"tandem-operator").hexdigest()
+
+
 def is_loopback(host: str) -> bool:
     """Tell whether `host` can only be reached from this machine."""
     bare = host.strip("[]")
