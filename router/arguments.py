@@ -133,6 +133,14 @@ def _add_cluster_flags(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="tries of one request when nodes die under it (default: 3)",
     )
+    group.add_argument(
+        "--node-wait-s",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="how long requests wait when a role has no node left, as while its only one restarts; "
+        "0 refuses them at once (default: 10)",
+    )
 
 
 def _add_server_flags(group: argparse._ArgumentGroup) -> None:
@@ -152,6 +160,14 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="processes for HTTP, tokenizing and detokenizing; a connection goes to the least loaded. "
         "More pay when one keeps a core busy and others are idle (default: 1)",
+    )
+    group.add_argument(
+        "--drain-timeout-s",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="on SIGTERM, how long running streams go on before they are cut; Ctrl-C gives them 3 s "
+        "(default: 30)",
     )
     add_http_flags(group, "; the first is also what this router sends to nodes")
     add_level_flag(group)
@@ -194,6 +210,8 @@ def parse(argv: Sequence[str], prog: str = "tandem lb") -> RouterConfig:
         num_workers=args.num_workers,
         policy=POLICY_ALIASES.get(args.policy, args.policy),
         max_attempts=args.max_attempts,
+        node_wait_s=args.node_wait_s,
+        drain_timeout_s=args.drain_timeout_s,
         node_ca_certs=args.node_ca_certs,
         http=read_http(args),
         tokenizer_dir=args.tokenizer_dir,

@@ -123,6 +123,17 @@ class Progress:
         is_late = delta.index + len(delta.token_ids) < self.next_index
         return None if is_late and finish.reason != "abort" else finish
 
+    def aborted(self) -> TokenDelta:
+        """End the request between two attempts, and return what its client is told."""
+        self.is_finished = True
+        return TokenDelta(
+            request_id=self.request_id,
+            attempt=0,
+            index=self.next_index,
+            token_ids=[],
+            finish=Finish(reason="abort"),
+        )
+
     def remaining(self) -> GenerateRequest:
         """Return what an attempt has to do from here: the sent tokens become part of the prompt."""
         request, logprobs = self._request, self._request.logprobs

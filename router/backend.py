@@ -8,27 +8,33 @@
 ```
 """
 
+import asyncio
 import itertools
 import random
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 
 from frontend.backend import Bootstrap, Health, ServedModel, Tap
 from router.attempt import Progress
 from router.cluster import Cluster
-from router.groups import Groups
+from router.groups import Group, Groups
 from router.metrics import RouterMetrics
 from router.pairing import Pairing
 from router.policy import Pair, Policy
+from router.replays import Replays
 from router.running import run_attempt
 from telemetry.log import get_logger
-from wire.errors import Overloaded, PeerLost, TandemError
+from wire.errors import Aborted, NoNodeAvailable, PeerLost, TandemError
 from wire.generation import GenerateRequest
 from wire.messages import TokenDelta
 
 log = get_logger(__name__)
+
+T = TypeVar("T")
 
 
 class ClusterBackend:
@@ -37,21 +43,37 @@ class ClusterBackend:
     Args:
         cluster: Whose `run` runs elsewhere.
         max_attempts: How often one request is tried; at least 1.
+        node_wait_s: How long a request waits for a role that has no node.
         rng: For the policies that draw.
     """
 
     def __init__(
-        self, cluster: Cluster, policy: Policy, max_attempts: int, rng: random.Random
+        self,
+        cluster: Cluster,
+        policy: Policy,
+        max_attempts: int,
+        rng: random.Random,
+        node_wait_s: float = 0.0,
     ) -> None:
         self._cluster = cluster
-        self._max_attempts = max_attempts
+        self._max_attempts, self._node_wait_s = max_attempts, node_wait_s
         self._groups = Groups()
         self._metrics = RouterMetrics()
         self._pairing = Pairing(cluster, policy, rng, self._metrics)
+        self._last_model: ServedModel | None = None
 
     def model(self) -> ServedModel:
-        """Return the model served. Raises `NoNodeAvailable` while no pair can serve."""
-        return self._cluster.model()
+        """Return the model served.
+
+        Raises:
+            NoNodeAvailable: No pair can serve, and none did: a request would not know what to wait for.
+        """
+        try:
+            self._last_model = self._cluster.model()
+        except NoNodeAvailable:
+            if self._last_model is None or not self._node_wait_s:
+                raise
+        return self._last_model
 
     async def generate(
         self,
@@ -65,32 +87,62 @@ class ClusterBackend:
             bootstrap: Not used: who pairs the nodes is this router.
         """
         with self._metrics.request() as outcome, self._groups.entered(request.group) as group:
-            fingerprint = self._cluster.fingerprint()
-            progress, failed = Progress(request, tap), set[Pair]()
-            pair = self._pairing.pair_for(group, fingerprint, failed)
-            for attempt in itertools.count():
+            progress = Progress(request, tap)
+            try:
+                async with aclosing(self._attempts(progress, group)) as deltas:
+                    async for delta in deltas:
+                        if delta.finish is not None:
+                            outcome.finished()
+                        yield delta
+            except Aborted:  # while it waited for a node; those that run are ended by their streams
+                outcome.finished()
+                yield progress.aborted()
+
+    async def _attempts(self, progress: Progress, group: Group) -> AsyncGenerator[TokenDelta, None]:
+        """Yield what attempts give, one after the other, until the request has ended.
+
+        Raises:
+            TandemError: No further attempt helps, or none may be made.
+        """
+        fingerprint = await self._when_up(progress, self._cluster.fingerprint)
+        replays, failed = Replays(self._max_attempts), set[Pair]()
+        choose = partial(self._pairing.pair_for, group, fingerprint, failed)
+        pair = await self._when_up(progress, choose)
+        for attempt in itertools.count():
+            try:
+                async with aclosing(run_attempt(self._cluster, progress, pair, attempt)) as deltas:
+                    async for delta in deltas:
+                        yield delta
+            except TandemError as error:
+                replays.after(error)
+                lost = error
+            else:
+                return
+            self._note_replay(progress, pair, lost)
+            failed.add(pair)
+            pair = await self._when_up(progress, partial(choose, after=lost))
+
+    async def _when_up(self, progress: Progress, look: Callable[[], T]) -> T:
+        """Return what `look` finds, waiting for nodes that it lacks.
+
+        Raises:
+            NoNodeAvailable: They did not come within `node_wait_s`.
+            Aborted: Somebody ended the request meanwhile.
+        """
+        deadline = asyncio.get_running_loop().time() + self._node_wait_s
+        with self._cluster.waiters.entered(progress.request_id) as waiter:
+            while True:
                 try:
-                    async with aclosing(
-                        run_attempt(self._cluster, progress, pair, attempt)
-                    ) as deltas:
-                        async for delta in deltas:
-                            if delta.finish is not None:
-                                outcome.finished()
-                            yield delta
-                except TandemError as error:
-                    if not self._may_replay(error, attempt):
+                    return look()
+                except NoNodeAvailable:
+                    if not await waiter.before(deadline):
                         raise
-                    self._note_replay(progress, pair, error)
-                    failed.add(pair)
-                    pair = self._pairing.pair_for(group, fingerprint, failed, after=error)
-                else:
-                    return
 
     async def abort(self, request_id: str) -> bool:
         """End a request with reason `abort`. False if it does not run here."""
         nodes = [*self._cluster.prefills, *self._cluster.decodes]
         aborted = [node.client.abort(request_id) for node in nodes if node.client is not None]
-        return any(aborted)
+        return any([*aborted, self._cluster.waiters.abort(request_id)])
 
     async def flush_cache(self) -> None:
         """Drop the idle cached pages of every node that is up."""
@@ -120,11 +172,6 @@ class ClusterBackend:
     def metrics(self) -> str:
         """Return this edge worker's counters."""
         return self._metrics.render(self._cluster.snapshot())
-
-    def _may_replay(self, error: TandemError, attempt: int) -> bool:
-        # The policy took the least busy nodes: if even they have no room, the client should wait.
-        is_hopeful = error.is_retryable and not isinstance(error, Overloaded)
-        return is_hopeful and attempt + 1 < self._max_attempts
 
     def _note_replay(self, progress: Progress, pair: Pair, error: TandemError) -> None:
         self._metrics.replayed(error)

@@ -18,6 +18,7 @@ from router.health import explain
 from router.node import Node
 from router.node_http import NodeUnusable, fetch_info, fetch_tokenizer
 from router.policy import ClusterSnapshot, usable_fingerprint
+from router.waiters import Waiters
 from telemetry.log import get_logger
 from wire.errors import NoNodeAvailable
 from wire.keys import ChannelKey
@@ -38,6 +39,9 @@ class Cluster:
 
     Raises:
         ConfigInvalid: The tokenizer directory cannot be read, or the key cannot be made.
+
+    Attributes:
+        waiters: Told when a node comes up.
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -57,6 +61,7 @@ class Cluster:
         self._fetching = asyncio.Lock()
         self._fingerprint = ""
         self._was_serving = False
+        self.waiters = Waiters()
 
     @override
     def __repr__(self) -> str:
@@ -147,6 +152,8 @@ class Cluster:
                 node.reason, pause_s = str(unusable), retry_s
                 retry_s = min(2 * retry_s, LAST_RETRY_S)
             _log_change(node, was_up=was_up, old_reason=old_reason)
+            if node.is_up and not was_up:
+                self.waiters.tell()
             self._log_health()
             await _pause(node, pause_s)
 

@@ -1,5 +1,6 @@
 """The router's configuration: read in `__main__`, checked here, passed down frozen."""
 
+import math
 import ssl
 from dataclasses import dataclass, field
 from typing import Literal
@@ -61,6 +62,8 @@ class RouterConfig:
             carries thousands of tokens per second; more are for more cores.
         max_attempts: How often one request is tried before its client sees an error. Two deaths in
             the life of one request are rare; a request that kills nodes must not kill them all.
+        node_wait_s: How long a request waits when a role has no node, as while its only one restarts.
+        drain_timeout_s: How long running streams go on when the router is told to stop.
         node_ca_certs: Authorities of nodes that speak HTTPS; empty takes the system's.
         tokenizer_dir: Read here instead of asked from the nodes.
         served_model_name: As clients name the model; empty takes the nodes' name.
@@ -77,6 +80,8 @@ class RouterConfig:
     num_workers: int = 1
     policy: PolicyName = "least_load"
     max_attempts: int = 3
+    node_wait_s: float = 10.0
+    drain_timeout_s: float = 30.0
     node_ca_certs: str = ""
     http: HttpOptions = field(default_factory=HttpOptions)
     tokenizer_dir: str = ""
@@ -96,6 +101,10 @@ class RouterConfig:
             raise ConfigInvalid("each node is given once: two of the URLs are the same")
         if self.num_workers < 1 or self.max_attempts < 1:
             raise ConfigInvalid("--detokenizers and --max-attempts are at least 1")
+        if not (math.isfinite(self.node_wait_s) and self.node_wait_s >= 0):
+            raise ConfigInvalid("--node-wait-s is at least 0")
+        if not (math.isfinite(self.drain_timeout_s) and self.drain_timeout_s >= 0):
+            raise ConfigInvalid("--drain-timeout-s is at least 0")
         if not 0 <= self.port <= 65535:
             raise ConfigInvalid(f"--port {self.port} is not between 0 and 65535")
         if self.node_ca_certs:

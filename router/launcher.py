@@ -29,7 +29,10 @@ from telemetry.log import get_logger
 
 log = get_logger(__name__)
 
-STOP_DEADLINE_S = 5.0
+# Beyond the time that streams are given: for cutting them and ending.
+STOP_GRACE_S = 2.0
+# A person at a keyboard waits for no stream of half a minute.
+INTERRUPT_DRAIN_S = 3.0
 # Long enough that a worker that cannot start does not fill the log.
 RESTART_PAUSE_S = 0.5
 
@@ -70,13 +73,14 @@ class Launcher:
         self._doorman = Doorman(sock, pool) if pool is not None else None
         self._stopping = asyncio.Event()
         self._processes: dict[int, asyncio.subprocess.Process] = {}
-        self._status = 0
+        self._status, self._drain_s = 0, 0.0
 
     async def run(self) -> int:
         """Run until a signal comes or a new worker says that the configuration cannot work."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._signalled)
+        loop.add_signal_handler(signal.SIGTERM, self._signalled, self._config.drain_timeout_s)
+        interrupt_s = min(INTERRUPT_DRAIN_S, self._config.drain_timeout_s)
+        loop.add_signal_handler(signal.SIGINT, self._signalled, interrupt_s)
         if self._doorman is not None:
             self._doorman.open()
         async with asyncio.TaskGroup() as tasks:
@@ -87,12 +91,15 @@ class Launcher:
             reaper.cancel()
         return self._status
 
-    def _signalled(self) -> None:
+    def _signalled(self, drain_s: float) -> None:
         if self._stopping.is_set():  # a second signal forces
             self._kill()
-        self._stop()
+        else:
+            log.info("router.stopping", drain_s=drain_s)
+        self._stop(drain_s)
 
-    def _stop(self) -> None:
+    def _stop(self, drain_s: float = 0.0) -> None:
+        self._drain_s = drain_s
         self._stopping.set()
         if self._doorman is not None:
             self._doorman.close()
@@ -107,8 +114,8 @@ class Launcher:
     async def _reap(self) -> None:
         """Force what is still there when the deadline of a stop has passed."""
         await self._stopping.wait()
-        await asyncio.sleep(STOP_DEADLINE_S)
-        log.warning("router.stop_forced", deadline_s=STOP_DEADLINE_S)
+        await asyncio.sleep(self._drain_s + STOP_GRACE_S)
+        log.warning("router.stop_forced", effect="streams that ran on are cut")
         self._kill()
 
     async def _keep(self, index: int) -> None:

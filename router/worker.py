@@ -37,8 +37,6 @@ log = get_logger("router.worker")
 
 # Exit status that says: starting me again would not help.
 CONFIG_STATUS = 2
-# Shorter than the launcher's deadline: streams that run on are cut before the process is.
-DRAIN_TIMEOUT_S = 3.0
 
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +63,7 @@ async def serve(start: WorkerStart, sock: socket.socket) -> None:
     config = start.config
     cluster = Cluster(config)
     policy, rng = POLICIES[config.policy], random.Random()
-    backend = ClusterBackend(cluster, policy, config.max_attempts, rng)
+    backend = ClusterBackend(cluster, policy, config.max_attempts, rng, config.node_wait_s)
     formats = reply_formats(config.tool_call_parser, config.reasoning_parser)
     app = create_app(backend, FrontendOptions(http=config.http, reply_formats=formats))
     async with asyncio.TaskGroup() as tasks:
@@ -83,14 +81,14 @@ async def _serving(
     app: web.Application, sock: socket.socket, cluster: Cluster, start: WorkerStart
 ) -> AsyncIterator[None]:
     if not start.pool_directory:
-        async with serving(app, sock, DRAIN_TIMEOUT_S):
+        async with serving(app, sock, start.config.drain_timeout_s):
             yield
         return
     pool = Pool(start.pool_directory, start.config.num_workers)
     siblings = Siblings(pool, start.index)
     app.middlewares.append(siblings.answering())
     door = Door(sock, pool, start.index, cluster)
-    async with siblings.reachable(app[EDGE]), door.serving(app, DRAIN_TIMEOUT_S):
+    async with siblings.reachable(app[EDGE]), door.serving(app, start.config.drain_timeout_s):
         yield
 
 

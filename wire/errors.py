@@ -114,6 +114,21 @@ class NoNodeAvailable(TandemError):
     is_retryable = True
 
 
+class AttemptsUsedUp(TandemError):
+    """A request was tried as often as it may be, and each time nodes failed under it."""
+
+    code = "attempts_used_up"
+    status = 503
+    is_retryable = True
+
+    def __init__(self, num_attempts: int, last: TandemError) -> None:
+        reason = last.message if last.is_public else last.code
+        super().__init__(
+            f"gave up after {num_attempts} attempts, of which the last ended with: {reason}"
+        )
+        self.num_attempts, self.last = num_attempts, last
+
+
 class PeerLost(TandemError):
     """The far side of a link died, was cut off or restarted."""
 

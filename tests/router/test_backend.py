@@ -9,20 +9,28 @@ from router.cluster import Cluster
 from router.config import PrefillTarget, RouterConfig
 from router.policy import POLICIES
 from tests.router.fake_node import FakeNode, logprobs, request, until
-from wire.errors import EngineFailed, InvalidRequest, KVCorrupted, NoNodeAvailable, Overloaded
+from wire.errors import (
+    AttemptsUsedUp,
+    EngineFailed,
+    InvalidRequest,
+    KVCorrupted,
+    NoNodeAvailable,
+    Overloaded,
+)
 from wire.generation import LogprobsWanted
 from wire.messages import Cancel, FlushCache, StartDecode, StartPrefill
 
 
 @asynccontextmanager
-async def watched(prefills, decodes, max_attempts=3, **fields):
+async def watched(prefills, decodes, max_attempts=3, node_wait_s=0.0, **fields):
     config = RouterConfig(
         prefills=tuple(PrefillTarget(node.url) for node in prefills),
         decodes=tuple(node.url for node in decodes),
         **fields,
     )
     cluster = Cluster(config)
-    backend = ClusterBackend(cluster, POLICIES["least_load"], max_attempts, random.Random(0))
+    policy, rng = POLICIES["least_load"], random.Random(0)
+    backend = ClusterBackend(cluster, policy, max_attempts, rng, node_wait_s)
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(cluster.run())
         yield backend
@@ -53,13 +61,13 @@ class Setup:
 
 
 @asynccontextmanager
-async def cluster(num_prefills=1, num_decodes=1, max_attempts=3, prefills=None, decodes=None):
+async def cluster(num_prefills=1, num_decodes=1, prefills=None, decodes=None, **settings):
     prefills = prefills or [FakeNode("prefill") for _ in range(num_prefills)]
     decodes = decodes or [FakeNode("decode") for _ in range(num_decodes)]
     async with AsyncExitStack() as stack:
         for node in prefills + decodes:
             await stack.enter_async_context(node.serving())
-        backend = await stack.enter_async_context(watched(prefills, decodes, max_attempts))
+        backend = await stack.enter_async_context(watched(prefills, decodes, **settings))
         nodes = backend._cluster.prefills + backend._cluster.decodes
         await until(lambda: all(node.is_up for node in nodes))
         yield Setup(prefills, decodes, backend)
@@ -267,33 +275,82 @@ async def test_an_error_that_no_retry_helps_is_raised_at_once():
         assert raised.group_contains(InvalidRequest, match="too long")
 
 
-async def test_a_full_node_is_told_to_the_client_and_not_asked_again():
-    async with cluster() as setup:
+async def test_a_full_node_is_told_to_the_client_when_a_second_is_full_as_well():
+    async with cluster(num_decodes=2, max_attempts=5) as setup:
         with pytest.raises(ExceptionGroup) as raised:
             async with reading(setup):
-                _, _, decode, start_decode = await setup.pair_of()
-                decode.engine.fail(start_decode, Overloaded("full"))
-        assert raised.group_contains(Overloaded)
+                prefill, _, first, start_decode = await setup.pair_of()
+                first.engine.fail(start_decode, Overloaded("full"))
+                await prefill.engine.next(Cancel)
+                _, _, second, start_decode = await setup.pair_of(attempt=1)
+                assert second == setup.others(first)
+                second.engine.fail(start_decode, Overloaded("full, too"))
+        assert raised.group_contains(Overloaded, match="full, too")
 
 
-async def test_attempts_are_bounded_and_the_last_error_is_the_clients():
-    async with cluster(max_attempts=2) as setup:
+@pytest.mark.parametrize(
+    ("max_attempts", "kind", "sentence"),
+    [
+        (1, EngineFailed, "^failure 0$"),
+        (2, AttemptsUsedUp, r"after 2 attempts, .* ended with: failure 1$"),
+    ],
+)
+async def test_attempts_are_bounded_and_end_in_one_typed_error(max_attempts, kind, sentence):
+    async with cluster(max_attempts=max_attempts) as setup:
         with pytest.raises(ExceptionGroup) as raised:
             async with reading(setup):
-                for attempt in range(2):
+                for attempt in range(max_attempts):
                     prefill, start_prefill, decode, _ = await setup.pair_of(attempt)
                     prefill.engine.fail(start_prefill, EngineFailed(f"failure {attempt}"))
                     await decode.engine.next(Cancel)
-        assert raised.group_contains(EngineFailed, match="failure 1")
+        assert raised.group_contains(kind, match=sentence)
 
 
 async def test_with_no_pair_left_the_error_says_what_failed():
-    async with cluster() as setup:
+    async with cluster(node_wait_s=0.05) as setup:
         with pytest.raises(ExceptionGroup) as raised:
             async with reading(setup):
                 _, _, decode, _ = await setup.pair_of()
                 decode.engine.close()
         assert raised.group_contains(NoNodeAvailable, match=r"connection broke; no pair of nodes")
+
+
+async def test_the_only_node_of_a_role_is_waited_for_and_the_stream_goes_on():
+    async with cluster(node_wait_s=60) as setup, reading(setup) as reader:
+        prefill, start_prefill, decode, start_decode = await setup.pair_of()
+        prefill.engine.say(start_prefill, 0, [10], "handed_off")
+        decode.engine.say(start_decode, 0, [10, 11])
+        await until(lambda: reader.token_ids == [10, 11])
+        decode.restart_engine()
+        prefill, start_prefill, decode, start_decode = await setup.pair_of(attempt=1)
+        assert start_decode.request.prompt_ids == [1, 2, 3, 10, 11]
+        decode.engine.say(start_decode, 2, [12], "stop")
+        assert await reader.result() == ([10, 11, 12], "stop")
+
+
+async def test_a_new_request_waits_for_a_node_of_a_cluster_that_has_served():
+    async with cluster(node_wait_s=60) as setup:
+        known = setup.backend.model()
+        setup.decodes[0].restart_engine()
+        await until(lambda: not setup.backend.health().is_serving)
+        assert setup.backend.model() == known
+        async with reading(setup) as reader:
+            prefill, start_prefill, *_ = await setup.pair_of()
+            prefill.engine.say(start_prefill, 0, [2], "stop")
+            assert await reader.result() == ([2], "stop")
+
+
+async def test_a_request_is_aborted_while_it_waits_for_a_node():
+    async with cluster(node_wait_s=60) as setup, reading(setup) as reader:
+        prefill, start_prefill, decode, _ = await setup.pair_of()
+        prefill.engine.say(start_prefill, 0, [10])
+        await until(lambda: reader.token_ids == [10])
+        decode.engine.close()
+        waiters = setup.backend._cluster.waiters
+        await until(lambda: len(waiters) == 1)
+        assert await setup.backend.abort("r1")
+        assert await reader.result() == ([10], "abort")
+        assert len(waiters) == 0
 
 
 async def test_a_client_that_goes_away_cancels_both_halves():
