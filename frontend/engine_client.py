@@ -20,6 +20,7 @@ from frontend.token_stream import Start, StreamKey, TokenStream
 from telemetry.log import get_logger
 from wire.async_link import AsyncLink
 from wire.errors import EngineFailed, InvalidRequest, PeerLost, error_from_info
+from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from wire.ids import Epoch, RequestId
 from wire.keys import ChannelKey
 from wire.messages import (
@@ -36,8 +37,6 @@ from wire.messages import (
 
 log = get_logger(__name__)
 
-# The engine gives an edge up after 2 s of silence: three pings may be late.
-PING_INTERVAL_S = 0.5
 # Until the first answer, ask often: a node becomes usable as soon as its engine is.
 FIRST_PING_INTERVAL_S = 0.05
 
@@ -51,6 +50,7 @@ class EngineClient:
         address: Of the engine's inbox, such as `tcp://10.0.0.3:41234` or `ipc:///path`.
         key: The cluster's, when its links are authenticated.
         epoch: The life that is meant; None takes the first that answers.
+        heartbeat: How often the engine hears of us, and the link is looked at.
 
     Attributes:
         load: What the engine last said of itself.
@@ -59,13 +59,17 @@ class EngineClient:
     """
 
     def __init__(
-        self, address: str, key: ChannelKey | None = None, epoch: Epoch | None = None
+        self,
+        address: str,
+        key: ChannelKey | None = None,
+        epoch: Epoch | None = None,
+        heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
     ) -> None:
         self.address = address
         self.load = NodeLoad()
         self.answered = asyncio.Event()
         self.lost = asyncio.Event()
-        self._epoch = epoch
+        self._epoch, self._heartbeat = epoch, heartbeat
         self._streams: dict[StreamKey, TokenStream] = {}
         self._by_number: dict[int, TokenStream] = {}
         self._numbers = itertools.count(1)
@@ -90,7 +94,9 @@ class EngineClient:
     async def run(self) -> None:
         """Hold the link until the engine is lost or `stop` is called, then fail what is open."""
         # Opened here, so that a client whose `run` was never reached leaves no socket behind.
-        self._link = link = AsyncLink[FromEngine](self.address, FromEngine, self._key)
+        self._link = link = AsyncLink[FromEngine](
+            self.address, FromEngine, self._key, self._heartbeat
+        )
         try:
             async with asyncio.TaskGroup() as tasks:
                 serving = [
@@ -230,8 +236,10 @@ class EngineClient:
                 self._send(Ping())
             except PeerLost:
                 log.debug("engine.unreachable", address=self.address)
-            is_known = self.answered.is_set()
-            await asyncio.sleep(PING_INTERVAL_S if is_known else FIRST_PING_INTERVAL_S)
+            interval_s = self._heartbeat.interval_s
+            if not self.answered.is_set():
+                interval_s = min(interval_s, FIRST_PING_INTERVAL_S)
+            await asyncio.sleep(interval_s)
 
     async def _watch(self, link: AsyncLink[FromEngine]) -> None:
         await link.wait_lost()

@@ -26,8 +26,9 @@ from kvtransfer.sharding import Links, Shard, held_heads, links_of, pair_ranks
 from kvtransfer.transports.base import Connection, Transport
 from kvtransfer.transports.registry import choose
 from telemetry.log import get_logger
-from wire.channel import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, Inbox, Peer, Waker, wait
+from wire.channel import Inbox, Peer, Waker, wait
 from wire.errors import LayoutMismatch, PeerLost, TandemError, TransferRefused
+from wire.heartbeat import Heartbeat
 from wire.ids import Epoch
 from wire.messages import (
     Grant,
@@ -97,6 +98,7 @@ class BootstrapPort:
     Args:
         end: What we are.
         inbox: The bound port; closed by `close`.
+        heartbeat: Of the links.
         clock: Seconds.
         heard: Called with every Grant and Withdraw of a link that stands.
         lost: Called once when a link is lost; its worker is closed already.
@@ -106,11 +108,14 @@ class BootstrapPort:
         self,
         end: SenderEnd,
         inbox: Inbox[ToPrefill],
+        *,
+        heartbeat: Heartbeat,
         clock: Callable[[], float],
         heard: Callable[[DecodeLink, Grant | Withdraw], None],
         lost: Callable[[DecodeLink, TandemError], None],
     ) -> None:
-        self._end, self._inbox, self._clock = end, inbox, clock
+        self._end, self._inbox = end, inbox
+        self._heartbeat, self._clock = heartbeat, clock
         self._heard, self._lost = heard, lost
         self._links: dict[Peer, DecodeLink] = {}
         self._ending: list[PushWorker] = []  # of lost links; perhaps in a write still
@@ -272,11 +277,11 @@ class BootstrapPort:
 
     def _keep_alive(self, now_s: float) -> None:
         for link in list(self._links.values()):
-            if now_s - link.last_heard_s > HEARTBEAT_TIMEOUT_S:
-                self.drop(link, PeerLost(f"decode was silent for {HEARTBEAT_TIMEOUT_S} s"))
+            if now_s - link.last_heard_s > self._heartbeat.silence_s:
+                self.drop(link, PeerLost(f"decode was silent for {self._heartbeat.silence_s:g} s"))
         if now_s < self._next_ping_s:
             return
-        self._next_ping_s = now_s + HEARTBEAT_INTERVAL_S
+        self._next_ping_s = now_s + self._heartbeat.interval_s
         for link in list(self._links.values()):
             try:
                 self._inbox.send(link.peer, LinkPing(epoch=self._end.epoch))

@@ -23,8 +23,9 @@ from kvtransfer.layout import KVLayout
 from kvtransfer.sharding import Shard
 from kvtransfer.transports.base import Admission, Listener
 from telemetry.log import get_logger
-from wire.channel import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, Link, Waker, tcp_address, wait
+from wire.channel import Link, Waker, tcp_address, wait
 from wire.errors import PeerLost, TandemError, TransferRefused, error_from_info
+from wire.heartbeat import Heartbeat
 from wire.ids import Epoch
 from wire.keys import ChannelKey
 from wire.messages import (
@@ -103,6 +104,7 @@ class PrefillLinks:
         control: Runs everything here; fences report through it.
         key: Proves to prefill nodes that we know the cluster's secret.
         connect_timeout_s: From `want` to Welcome.
+        heartbeat: Of the links.
         up: Called when a link is up.
         heard: Called with every Landed and Released of a link that is up.
         lost: Called once when a link is lost, before its fence begins.
@@ -116,6 +118,7 @@ class PrefillLinks:
         *,
         key: ChannelKey | None,
         connect_timeout_s: float,
+        heartbeat: Heartbeat,
         clock: Callable[[], float],
         up: Callable[[PrefillLink], None],
         heard: Callable[[PrefillLink, Landed | Released], None],
@@ -123,7 +126,7 @@ class PrefillLinks:
         fenced: Callable[[PrefillLink], None],
     ) -> None:
         self._end, self._control, self._key, self._clock = end, control, key, clock
-        self._connect_timeout_s = connect_timeout_s
+        self._connect_timeout_s, self._heartbeat = connect_timeout_s, heartbeat
         self._up, self._heard, self._lost, self._fenced = up, heard, lost, fenced
         self._links: dict[str, PrefillLink] = {}
         self._next_ping_s = clock()
@@ -184,7 +187,7 @@ class PrefillLinks:
             listener.close()
 
     def _make(self, host: str, address: str) -> PrefillLink:
-        now_s, socket = self._clock(), Link[FromPrefill](address, FromPrefill, self._key)
+        now_s, socket = self._clock(), self._socket(address)
         admissions, reasons = {}, []
         for name, listener in self._end.listeners.items():
             try:
@@ -197,6 +200,9 @@ class PrefillLinks:
             raise TransferRefused("; ".join(reasons))
         deadline_s = now_s + self._connect_timeout_s
         return PrefillLink(host, address, socket, admissions, deadline_s, last_heard_s=now_s)
+
+    def _socket(self, address: str) -> Link[FromPrefill]:
+        return Link(address, FromPrefill, self._key, self._heartbeat)
 
     def _is_kept(self, link: PrefillLink) -> bool:
         return self._links.get(link.address) is link
@@ -245,9 +251,7 @@ class PrefillLinks:
             self.num_refused += 1
             return self.drop(link, PeerLost("prefill redirected twice"))
         try:
-            socket = Link[FromPrefill](
-                tcp_address(link.host, redirect.port), FromPrefill, self._key
-            )
+            socket = self._socket(tcp_address(link.host, redirect.port))
         except PeerLost as error:
             return self.drop(link, error)
         link.socket.close()
@@ -268,14 +272,14 @@ class PrefillLinks:
     def _keep_alive(self, now_s: float) -> None:
         is_ping_due = now_s >= self._next_ping_s
         if is_ping_due:
-            self._next_ping_s = now_s + HEARTBEAT_INTERVAL_S
+            self._next_ping_s = now_s + self._heartbeat.interval_s
         for link in list(self._links.values()):
             if not link.is_up and now_s >= link.deadline_s:
                 self.drop(link, PeerLost(f"no answer from {link.socket.address}"))
             elif not link.is_greeted:
                 self._greet(link)
-            elif now_s - link.last_heard_s > HEARTBEAT_TIMEOUT_S and link.is_up:
-                self.drop(link, PeerLost(f"prefill was silent for {HEARTBEAT_TIMEOUT_S} s"))
+            elif now_s - link.last_heard_s > self._heartbeat.silence_s and link.is_up:
+                self.drop(link, PeerLost(f"prefill was silent for {self._heartbeat.silence_s:g} s"))
             elif is_ping_due:
                 self._ping(link)
 

@@ -59,6 +59,7 @@ from wire.errors import (
     TransferTimeout,
     error_from_info,
 )
+from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from wire.ids import Epoch, Room
 from wire.keys import ChannelKey
 
@@ -74,11 +75,13 @@ class ReceiverTimeouts:
         landed_s: From the grant to Landed: prefill's queue, its forward and the push.
         released_s: From Withdraw to its answer. A prefill that is alive and does not answer in this
             time is cut off, with all its rooms.
+        heartbeat: Of the links.
     """
 
     connect_s: float = 5.0
     landed_s: float = 120.0
     released_s: float = 10.0
+    heartbeat: Heartbeat = DEFAULT_HEARTBEAT
 
 
 class ReceiverStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +150,7 @@ class DecodeAgent:
             self._control,
             key=key,
             connect_timeout_s=self._timeouts.connect_s,
+            heartbeat=self._timeouts.heartbeat,
             clock=clock,
             up=self._link_up,
             heard=self._hear,

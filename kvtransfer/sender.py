@@ -47,6 +47,7 @@ from wire import messages
 from wire.channel import Inbox, Waker
 from wire.errors import Aborted, PeerLost, TandemError, TransferRefused, TransferTimeout
 from wire.generation import TokenLogprobs
+from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from wire.ids import Room
 from wire.keys import ChannelKey
 
@@ -61,10 +62,12 @@ class SenderTimeouts:
     Attributes:
         grant_s: A request without a grant: decode may be queueing for pages.
         early_grant_s: A grant without a request, whose pages nobody else can use meanwhile.
+        heartbeat: Of the links.
     """
 
     grant_s: float = 30.0
     early_grant_s: float = 30.0
+    heartbeat: Heartbeat = DEFAULT_HEARTBEAT
 
 
 class SenderStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,9 +120,12 @@ class PrefillAgent:
         self._end, self._clock = end, clock
         self._timeouts = timeouts or SenderTimeouts()
         self._one_in, self._least_bytes = one_in(verify), least_bytes
-        inbox: Inbox[messages.ToPrefill] = Inbox(address, messages.ToPrefill, key)
+        heartbeat = self._timeouts.heartbeat
+        inbox: Inbox[messages.ToPrefill] = Inbox(address, messages.ToPrefill, key, heartbeat)
         self.port = inbox.port
-        self._bootstrap = BootstrapPort(end, inbox, clock, self._hear, self._lose)
+        self._bootstrap = BootstrapPort(
+            end, inbox, heartbeat=heartbeat, clock=clock, heard=self._hear, lost=self._lose
+        )
         self._outbox: Outbox[SenderEvent] = Outbox(waker, (PushDone, Released), Released)
         self._rooms = PushRooms()
         self._num_landed = self._num_released = self._pushed_bytes = self._saved_bytes = 0

@@ -9,6 +9,7 @@ from frontend.options import HttpOptions
 from kvtransfer.checksum import Verify
 from kvtransfer.transports.registry import names_of
 from wire.errors import ConfigInvalid
+from wire.heartbeat import Heartbeat, heartbeat_of
 from wire.keys import is_loopback
 
 NodeRole = Literal["prefill", "decode", "colocated"]
@@ -51,6 +52,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
             `/server_info` tells them.
         tool_call_parser: Name of the format of the model's calls of tools; empty leaves them text.
         reasoning_parser: Name of that of its thoughts, likewise.
+        heartbeat_interval_ms: See `Heartbeat`; the same on every node and router.
     """
 
     role: NodeRole
@@ -67,6 +69,12 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     log_format: Literal["auto", "console", "json"] = "auto"
     is_insecure: bool = False
+    heartbeat_interval_ms: float = 500.0
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """The rhythm of this node's links."""
+        return heartbeat_of(self.heartbeat_interval_ms)
 
 
 def check(config: NodeConfig) -> NodeConfig:
@@ -75,6 +83,7 @@ def check(config: NodeConfig) -> NodeConfig:
     Raises:
         ConfigInvalid: Naming the flag and what to give.
     """
+    heartbeat_of(config.heartbeat_interval_ms)
     engine = config.engine
     for flag, value, least in (
         ("--page-size", engine.page_size, 1),

@@ -136,11 +136,12 @@ class _EngineProcess:
         config, host, epoch = self._config, self._host, new_epoch()
         key = cluster_key(config.host, is_insecure=config.is_insecure)
         engine = build_engine(config, host, self._waker, self._ranks)
-        inbox: Inbox[ToEngine] = Inbox(tcp_address(config.host, config.engine_port), ToEngine, key)
+        address, heartbeat = tcp_address(config.host, config.engine_port), config.heartbeat
+        inbox: Inbox[ToEngine] = Inbox(address, ToEngine, key, heartbeat)
         answers = Answers(inbox, epoch)
         others = () if self._ranks is None else self._ranks.others
         role = host.role(Parts(config, epoch, engine, answers, self._waker, key, others))
-        loop = self._loop = EngineLoop(role, inbox, answers, self._waker)
+        loop = self._loop = EngineLoop(role, inbox, answers, self._waker, heartbeat=heartbeat)
         threading.Thread(
             target=_stop_at_eof, args=(loop,), name="parent-watch", daemon=True
         ).start()

@@ -21,7 +21,7 @@ from node.engine_flags import (
     add_simulation_flags,
     read_engine,
 )
-from telemetry.flags import add_format_flag, add_level_flag
+from telemetry.flags import add_format_flag, add_heartbeat_flag, add_level_flag
 from wire.hosts import bare_host
 
 # Known elsewhere, without meaning here: accepted, said once. Value: why.
@@ -109,6 +109,7 @@ def _add_server_flags(group: argparse._ArgumentGroup, default_port: int) -> None
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=default_port, help="of HTTP")
     add("--engine-port", type=int, default=0, help="of the token plane; 0: any free port")
+    add_heartbeat_flag(group)
     add_http_flags(group)
     add_level_flag(group)
     add_format_flag(group)
@@ -218,6 +219,7 @@ def read_config(
         host=bare_host("--host", args.host),
         port=args.port,
         engine_port=args.engine_port,
+        heartbeat_interval_ms=args.heartbeat_interval_ms,
         http=read_http(args),
         is_incremental_output=args.incremental_streaming_output,
         tool_call_parser=args.tool_call_parser,

@@ -11,8 +11,9 @@ from typing import Protocol
 
 from node.answers import Answers, Ticket
 from telemetry.log import get_logger
-from wire.channel import HEARTBEAT_TIMEOUT_S, Inbox, Peer, Waker, wait
+from wire.channel import Inbox, Peer, Waker, wait
 from wire.errors import EngineFailed, PeerLost, TandemError
+from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from wire.messages import (
     Cancel,
     FlushCache,
@@ -87,6 +88,7 @@ class EngineLoop:
     """Runs a role until told to stop.
 
     Args:
+        heartbeat: After how much silence an edge worker is lost.
         log_interval_s: Between two lines of `Role.log_line`.
     """
 
@@ -97,6 +99,7 @@ class EngineLoop:
         answers: Answers,
         waker: Waker,
         *,
+        heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
         clock: Callable[[], float] = time.monotonic,
         log_interval_s: float = 5.0,
     ) -> None:
@@ -104,7 +107,7 @@ class EngineLoop:
         self._inbox = inbox
         self._answers = answers
         self._waker = waker
-        self._clock = clock
+        self._heartbeat, self._clock = heartbeat, clock
         self._log_interval_s = log_interval_s
         self._logged_at = clock()
         self._probed_at = clock()
@@ -163,7 +166,7 @@ class EngineLoop:
     def _drop_lost_edges(self) -> None:
         self._probe()
         # Judged right after the inbox was drained: a step longer than the limit silences nobody.
-        limit = self._clock() - HEARTBEAT_TIMEOUT_S
+        limit = self._clock() - self._heartbeat.silence_s
         silent = {peer for peer, heard in self._last_heard.items() if heard < limit}
         for peer in silent | self._answers.take_unreachable():
             self._last_heard.pop(peer, None)

@@ -95,7 +95,7 @@ class _Node:
     async def watch(self, ready: Ready, key: ChannelKey | None, url: str) -> int:
         """Serve until a signal (0) or until the engine ends by itself (1)."""
         address = tcp_address(_reachable(self._config.host), ready.engine_port)
-        client = EngineClient(address, key, Epoch(ready.epoch))
+        client = EngineClient(address, key, Epoch(ready.epoch), self._config.heartbeat)
         tokenizer = (
             await asyncio.to_thread(Tokenizer.from_files, self._files) if self._files else None
         )

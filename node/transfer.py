@@ -72,6 +72,7 @@ def make_sender(
         timeouts=SenderTimeouts(
             grant_s=config.transfer.grant_timeout_s,
             early_grant_s=config.transfer.early_grant_timeout_s,
+            heartbeat=config.heartbeat,
         ),
         verify=config.transfer.verify,
     )
@@ -92,7 +93,9 @@ def make_receiver(
         transports=_transports(config),
         waker=waker,
         key=key,
-        timeouts=ReceiverTimeouts(landed_s=config.transfer.landed_timeout_s),
+        timeouts=ReceiverTimeouts(
+            landed_s=config.transfer.landed_timeout_s, heartbeat=config.heartbeat
+        ),
         verify=config.transfer.verify,
         shard=_shard(config, end),
     )

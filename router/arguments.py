@@ -13,7 +13,7 @@ from typing_extensions import override
 from frontend.flags import add_http_flags, read_http
 from frontend.reply_flags import add_reply_flags
 from router.config import PolicyName, PrefillTarget, RouterConfig, node_url
-from telemetry.flags import add_format_flag, add_level_flag
+from telemetry.flags import add_format_flag, add_heartbeat_flag, add_level_flag
 from wire.errors import ConfigInvalid
 from wire.hosts import bare_host
 
@@ -169,6 +169,7 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         help="on SIGTERM, how long running streams go on before they are cut; Ctrl-C gives them 3 s "
         "(default: 30)",
     )
+    add_heartbeat_flag(group)
     add_http_flags(group, "; the first is also what this router sends to nodes")
     add_level_flag(group)
     add_format_flag(group)
@@ -212,6 +213,7 @@ def parse(argv: Sequence[str], prog: str = "tandem lb") -> RouterConfig:
         max_attempts=args.max_attempts,
         node_wait_s=args.node_wait_s,
         drain_timeout_s=args.drain_timeout_s,
+        heartbeat_interval_ms=args.heartbeat_interval_ms,
         node_ca_certs=args.node_ca_certs,
         http=read_http(args),
         tokenizer_dir=args.tokenizer_dir,

@@ -48,7 +48,7 @@ class Cluster:
         self.prefills = [Node(t.url, "prefill", t.bootstrap_port) for t in config.prefills]
         self.decodes = [Node(url, "decode") for url in config.decodes]
         secret = config.cluster_secret
-        self._tls = config.node_tls()
+        self._tls, self._heartbeat = config.node_tls(), config.heartbeat
         self._key = ChannelKey.from_secret(secret) if secret else None
         # Nodes that ask for a key are given the one that clients have.
         keys = config.http.api_keys
@@ -171,7 +171,7 @@ class Cluster:
         except NodeUnusable:
             node.is_admitted = False
             raise
-        client = node.meet(info, self._key)
+        client = node.meet(info, self._key, self._heartbeat)
         if client is not None:
             tasks.create_task(client.run())
         node.is_admitted = True

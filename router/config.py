@@ -11,6 +11,7 @@ from frontend.reply_parser import reply_formats
 from frontend.tls import load_authorities
 from telemetry.log import LogFormat
 from wire.errors import ConfigInvalid
+from wire.heartbeat import Heartbeat, heartbeat_of
 
 PolicyName = Literal["least_load", "round_robin", "random", "power_of_two"]
 
@@ -64,6 +65,7 @@ class RouterConfig:
             the life of one request are rare; a request that kills nodes must not kill them all.
         node_wait_s: How long a request waits when a role has no node, as while its only one restarts.
         drain_timeout_s: How long running streams go on when the router is told to stop.
+        heartbeat_interval_ms: See `Heartbeat`; the same on every node and router.
         node_ca_certs: Authorities of nodes that speak HTTPS; empty takes the system's.
         tokenizer_dir: Read here instead of asked from the nodes.
         served_model_name: As clients name the model; empty takes the nodes' name.
@@ -82,6 +84,7 @@ class RouterConfig:
     max_attempts: int = 3
     node_wait_s: float = 10.0
     drain_timeout_s: float = 30.0
+    heartbeat_interval_ms: float = 500.0
     node_ca_certs: str = ""
     http: HttpOptions = field(default_factory=HttpOptions)
     tokenizer_dir: str = ""
@@ -107,9 +110,15 @@ class RouterConfig:
             raise ConfigInvalid("--drain-timeout-s is at least 0")
         if not 0 <= self.port <= 65535:
             raise ConfigInvalid(f"--port {self.port} is not between 0 and 65535")
+        heartbeat_of(self.heartbeat_interval_ms)
         if self.node_ca_certs:
             self.node_tls()
         reply_formats(self.tool_call_parser, self.reasoning_parser)
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """The rhythm of the links to nodes."""
+        return heartbeat_of(self.heartbeat_interval_ms)
 
     def node_tls(self) -> ssl.SSLContext | bool:
         """Return what https:// nodes are checked with; true for what the system trusts.

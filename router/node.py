@@ -19,6 +19,7 @@ from router.node_http import NodeUnusable
 from router.policy import NodeSnapshot
 from wire.channel import tcp_address
 from wire.errors import PeerLost
+from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from wire.ids import Epoch
 from wire.keys import ChannelKey
 from wire.messages import NodeLoad
@@ -112,7 +113,9 @@ class Node:
         if self.role == "prefill" and not (self._bootstrap_port or info.bootstrap_port):
             raise NodeUnusable("tells no bootstrap port: give it behind the URL")
 
-    def meet(self, info: NodeInfo, key: ChannelKey | None) -> EngineClient | None:
+    def meet(
+        self, info: NodeInfo, key: ChannelKey | None, heartbeat: Heartbeat = DEFAULT_HEARTBEAT
+    ) -> EngineClient | None:
         """Take note of what the node says; return a new client, to be run, if this is a new life.
 
         The client of the life before is stopped, and its streams end with `PeerLost`.
@@ -124,7 +127,7 @@ class Node:
                 return None
             self.client.stop()
         address = tcp_address(self.host, info.engine_port)
-        self.client = EngineClient(address, key, Epoch(info.epoch))
+        self.client = EngineClient(address, key, Epoch(info.epoch), heartbeat)
         return self.client
 
     def start(self, start: Start, wake: asyncio.Event) -> Work:

@@ -1,4 +1,4 @@
-"""The flags of logging, the same for every command."""
+"""The flags that every serving command has."""
 
 import argparse
 
@@ -21,4 +21,16 @@ def add_format_flag(parser: argparse._ActionsContainer) -> None:
         choices=["auto", "console", "json"],
         default="auto",
         help="auto: console on a terminal, else JSON lines (default: %(default)s)",
+    )
+
+
+def add_heartbeat_flag(parser: argparse._ActionsContainer) -> None:
+    """Add `--heartbeat-interval-ms`."""
+    parser.add_argument(
+        "--heartbeat-interval-ms",
+        type=float,
+        default=500.0,
+        metavar="MS",
+        help="between two signs of life on links between processes, the same everywhere; a lost one is "
+        "noticed within four (default: 500)",
     )

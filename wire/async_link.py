@@ -10,6 +10,7 @@ from zmq.utils.monitor import parse_monitor_message
 from wire.channel import configure
 from wire.codec import Codec, In
 from wire.errors import ChannelClosed, MessageInvalid, PeerLost
+from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from wire.keys import ChannelKey
 from wire.messages import Message
 
@@ -24,13 +25,19 @@ class AsyncLink(Generic[In]):
     it does through `zmq.asyncio`, which makes a future for each.
     """
 
-    def __init__(self, address: str, incoming: Any, key: ChannelKey | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        incoming: Any,
+        key: ChannelKey | None = None,
+        heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
+    ) -> None:
         self._codec: Codec[In] = Codec(incoming)
         self._context = zmq.Context()
         self.address = address
         self._loop = asyncio.get_running_loop()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        configure(self._socket, key, is_server=False)
+        configure(self._socket, key, heartbeat, is_server=False)
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._arrived, self._lost = asyncio.Event(), asyncio.Event()
         self._fd, self._monitor_fd = self._socket.fileno(), self._monitor.fileno()

@@ -9,7 +9,7 @@ Holds the sockets' options and nothing of what messages mean. Not thread-safe: a
 the thread that made it; `Waker` is how another thread interrupts `wait`.
 
 Liveness is ZMTP's own heartbeat (its I/O thread answers while our loop computes), so a busy peer is
-not a dead one; a dead, stopped or unreachable one is disconnected after `HEARTBEAT_TIMEOUT_S`.
+not a dead one; a dead, stopped or unreachable one is disconnected as `Heartbeat` says.
 """
 
 import socket
@@ -21,11 +21,9 @@ import zmq
 
 from wire.codec import MAX_MESSAGE_BYTES, Codec, In
 from wire.errors import ConfigInvalid, MessageInvalid, PeerBehind, PeerLost
+from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from wire.keys import ChannelKey
 from wire.messages import Message
-
-HEARTBEAT_INTERVAL_S = 0.5
-HEARTBEAT_TIMEOUT_S = 2.0
 
 # Messages waiting for one peer. A step is one message: at 100 steps/s this is 80 s of a stalled peer,
 # after which it is treated as lost and its memory is given back.
@@ -44,15 +42,17 @@ class Envelope(Generic[In]):
     message: In
 
 
-def configure(sock: zmq.Socket[Any], key: ChannelKey | None, *, is_server: bool) -> None:
+def configure(
+    sock: zmq.Socket[Any], key: ChannelKey | None, heartbeat: Heartbeat, *, is_server: bool
+) -> None:
     """Set what both ends agree on: limits, heartbeats, who may talk."""
     sock.setsockopt(zmq.LINGER, 0)
     sock.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     sock.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    sock.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_INTERVAL_S * 1000))
-    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT_TIMEOUT_S * 1000))
-    sock.setsockopt(zmq.HEARTBEAT_TTL, int(HEARTBEAT_TIMEOUT_S * 1000))
+    sock.setsockopt(zmq.HEARTBEAT_IVL, int(heartbeat.interval_s * 1000))
+    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(heartbeat.timeout_s * 1000))
+    sock.setsockopt(zmq.HEARTBEAT_TTL, int(heartbeat.timeout_s * 1000))
     sock.setsockopt(zmq.IPV6, 1)
     if is_server:
         # An answer to a peer that went away is an error we can see, not a silent drop.
@@ -94,11 +94,17 @@ class Inbox(Generic[In]):
         ConfigInvalid: The address is in use or not ours.
     """
 
-    def __init__(self, address: str, incoming: Any, key: ChannelKey | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        incoming: Any,
+        key: ChannelKey | None = None,
+        heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
+    ) -> None:
         self._codec: Codec[In] = Codec(incoming)
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        configure(self.socket, key, is_server=True)
+        configure(self.socket, key, heartbeat, is_server=True)
         try:
             self.socket.bind(address)
         except zmq.ZMQError as error:
@@ -165,12 +171,18 @@ class Link(Generic[In]):
         PeerLost: The address cannot be one. That nobody answers there shows later.
     """
 
-    def __init__(self, address: str, incoming: Any, key: ChannelKey | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        incoming: Any,
+        key: ChannelKey | None = None,
+        heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
+    ) -> None:
         self._codec: Codec[In] = Codec(incoming)
         self._context = zmq.Context()
         self.address = address
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        configure(self.socket, key, is_server=False)
+        configure(self.socket, key, heartbeat, is_server=False)
         try:
             self.socket.connect(address)
         except zmq.ZMQError as error:

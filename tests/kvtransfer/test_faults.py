@@ -13,11 +13,11 @@ import pytest
 from tests.kvtransfer.bad_link import HOSTS, BadLink
 from tests.kvtransfer.fault_rig import FarNode, begin_push, hand_off
 from tests.kvtransfer.installed import cross_process
-from wire.channel import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S
+from wire.heartbeat import DEFAULT_HEARTBEAT
 
 # Detecting takes one ping after a death and the heartbeat's limit otherwise. A machine that is busy
 # with other things may be late: the guard is for a node that does not notice at all.
-NOTICE_S = HEARTBEAT_TIMEOUT_S + 2 * HEARTBEAT_INTERVAL_S
+NOTICE_S = 4 * DEFAULT_HEARTBEAT.interval_s
 BUSY = 4
 
 

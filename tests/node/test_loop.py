@@ -4,9 +4,10 @@ import pytest
 
 from node.answers import Answers, Ticket
 from node.loop import PROBE_INTERVAL_S, EngineLoop
-from wire.channel import HEARTBEAT_TIMEOUT_S, Inbox, Link, Peer, Waker, wait
+from wire.channel import Inbox, Link, Peer, Waker, wait
 from wire.errors import EngineFailed, Overloaded, PeerBehind, PeerLost
 from wire.generation import Finish, GenerateRequest, SamplingParams
+from wire.heartbeat import DEFAULT_HEARTBEAT
 from wire.ids import Epoch, RequestId
 from wire.messages import (
     Cancel,
@@ -233,7 +234,7 @@ def test_a_cancel_reaches_the_role(rig):
 def test_the_requests_of_a_silent_edge_are_cancelled(rig):
     rig.send(start("a"))
     rig.pass_until(lambda: rig.role.started)
-    rig.now += HEARTBEAT_TIMEOUT_S + 0.1
+    rig.now += DEFAULT_HEARTBEAT.silence_s + 0.1
     rig.loop.run_once(0)
     assert [ticket.request_id for ticket in rig.role.cancelled] == ["a"]
 
@@ -270,7 +271,7 @@ def test_an_edge_that_is_there_keeps_its_requests_and_is_told_the_load(rig):
 def test_an_edge_that_was_only_slow_hears_that_its_request_ended(rig):
     rig.send(start("a"))
     rig.pass_until(lambda: rig.role.started)
-    rig.now += HEARTBEAT_TIMEOUT_S + 0.1
+    rig.now += DEFAULT_HEARTBEAT.silence_s + 0.1
     rig.loop.run_once(0)
     while isinstance(answer := rig.answer(), TokenBatch | Pong):
         pass
@@ -283,7 +284,7 @@ def test_a_step_longer_than_the_limit_silences_nobody_who_pinged_meanwhile(rig):
     rig.pass_until(lambda: rig.role.started)
     rig.send(Ping())
     wait([rig.inbox], 5)
-    rig.now += HEARTBEAT_TIMEOUT_S + 0.1
+    rig.now += DEFAULT_HEARTBEAT.silence_s + 0.1
     rig.loop.run_once(0)
     assert not rig.role.cancelled
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 
 from kvtransfer.session import RECEIVER, SENDER, ReceiverState, SenderState, Table
-from wire.channel import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S
+from wire.heartbeat import DEFAULT_HEARTBEAT
 
 # A stopped process goes on after this time, long after everybody has given it up.
 STOPPED_S = 10.0
-NOTICE_S = HEARTBEAT_TIMEOUT_S + HEARTBEAT_INTERVAL_S
+NOTICE_S = 4 * DEFAULT_HEARTBEAT.interval_s
 
 _S, _R = SenderState, ReceiverState
 GIVEN_UP = frozenset({"abort", "withdraw", "corrupt", "refuse write"})

@@ -1,0 +1,61 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.wire.test_channel import send_when_connected
+from wire.async_link import AsyncLink
+from wire.errors import ConfigInvalid
+from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat, heartbeat_of
+from wire.messages import FromEngine, Ping
+
+PEER = """
+import sys, time, zmq
+from wire.channel import Inbox
+from wire.messages import ToEngine
+inbox = Inbox("tcp://127.0.0.1:0", ToEngine)
+print(inbox.address, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_peer_is_lost_within_two_seconds_by_default():
+    beat = DEFAULT_HEARTBEAT
+    assert beat.interval_s + beat.timeout_s <= 2.0
+    assert beat.timeout_s < beat.silence_s < 2.0
+
+
+@pytest.mark.parametrize("interval_ms", [0, -1, 19, 60_001, float("nan"), float("inf")])
+def test_a_rhythm_that_cannot_be_kept_is_refused(interval_ms):
+    with pytest.raises(ConfigInvalid, match="give 20 to 60000"):
+        heartbeat_of(interval_ms)
+
+
+@pytest.fixture
+def peer():
+    """Yield a process with an inbox, and its address."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PEER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    yield process.pid, process.stdout.readline().strip()
+    process.send_signal(signal.SIGCONT)
+    process.communicate()
+
+
+async def test_a_stopped_peer_is_lost_although_its_connection_stands(peer):
+    pid, address = peer
+    hasty = AsyncLink(address, FromEngine, heartbeat=Heartbeat(0.02))
+    patient = AsyncLink(address, FromEngine, heartbeat=Heartbeat(60))
+    try:
+        for link in (hasty, patient):
+            await send_when_connected(link, Ping())
+        os.kill(pid, signal.SIGSTOP)
+        async with asyncio.timeout(10):
+            await hasty.wait_lost()
+        patient.send(Ping())
+    finally:
+        hasty.close()
+        patient.close()
