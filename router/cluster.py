@@ -186,7 +186,7 @@ class Cluster:
         try:
             said = files.read()
         except OSError as error:  # who was known stays
-            log.error("nodes.unreadable", directory=str(files.directory), reason=error.strerror)
+            log.warning("nodes.unreadable", directory=str(files.directory), reason=error.strerror)
             return
         for over in self._membership.hear(said, time.monotonic(), self._is_up):
             files.forget(over)

@@ -25,10 +25,9 @@ def node_url(text: str) -> str:
         # As the resolver does, which would raise in the middle of serving.
         host = (parts.hostname or "").encode("idna")
         is_whole = parts.scheme in {"http", "https"} and bool(host) and parts.port is not None
-        has_more = bool(parts.username or parts.password or parts.query or parts.fragment)
     except ValueError:  # a port that is no number, an unclosed bracket, no name of a host
-        is_whole, has_more = False, False
-    if not is_whole or has_more:
+        parts, is_whole = urlsplit(""), False
+    if not is_whole or "@" in parts.netloc or parts.query or parts.fragment:
         raise ConfigInvalid(
             f"{text!r} is not a node's URL: give http://HOST:PORT or https://HOST:PORT, an IPv6 "
             "host in brackets"

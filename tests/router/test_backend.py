@@ -15,13 +15,13 @@ from wire.messages import Cancel, FlushCache, StartDecode, StartPrefill
 
 
 @asynccontextmanager
-async def watched(prefills, decodes, max_attempts=3, **fields):
+async def watched(prefills, decodes, max_attempts=3, files=None, **fields):
     config = RouterConfig(
         prefills=tuple(PrefillTarget(node.url) for node in prefills),
         decodes=tuple(node.url for node in decodes),
         **fields,
     )
-    cluster = Cluster(config)
+    cluster = Cluster(config, files)
     backend = ClusterBackend(cluster, POLICIES["least_load"], max_attempts, random.Random(0))
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(cluster.run())
@@ -53,13 +53,15 @@ class Setup:
 
 
 @asynccontextmanager
-async def cluster(num_prefills=1, num_decodes=1, max_attempts=3, prefills=None, decodes=None):
+async def cluster(
+    num_prefills=1, num_decodes=1, max_attempts=3, prefills=None, decodes=None, files=None
+):
     prefills = prefills or [FakeNode("prefill") for _ in range(num_prefills)]
     decodes = decodes or [FakeNode("decode") for _ in range(num_decodes)]
     async with AsyncExitStack() as stack:
         for node in prefills + decodes:
             await stack.enter_async_context(node.serving())
-        backend = await stack.enter_async_context(watched(prefills, decodes, max_attempts))
+        backend = await stack.enter_async_context(watched(prefills, decodes, max_attempts, files))
         nodes = backend._cluster.prefills + backend._cluster.decodes
         await until(lambda: all(node.is_up for node in nodes))
         yield Setup(prefills, decodes, backend)
