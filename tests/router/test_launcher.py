@@ -6,6 +6,7 @@ import socket
 import ssl
 import sys
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -320,14 +321,20 @@ async def test_either_worker_answers_for_both():
 
 
 async def known(client: Client) -> list[str]:
-    """What the worker behind one connection knows, without asking its siblings."""
-    info = await client.get("/nodes")
-    return [node["id"] for node in json.loads(info)["nodes"] if node["state"] != "leaving"]
+    """Return the nodes that the worker behind one connection knows."""
+    nodes = json.loads(await client.get("/nodes"))["nodes"]
+    return [node["id"] for node in nodes if node["state"] != "leaving"]
+
+
+async def silent_workers(url: str) -> list[int]:
+    _, info = await get_json(f"{url}/server_info")
+    return info.get("silent_workers", [])
 
 
 async def test_what_one_worker_is_told_of_nodes_all_know_and_so_does_a_successor():
     flags = ("--discover-announced", "--detokenizers", "2")
     async with router(*flags) as (process, url):
+        await eventually(lambda: silent_workers(url), [])
         async with clients_of(url, 2) as clients:
             body = {"url": "http://127.0.0.1:1", "role": "decode", "ttl_s": 600}
             answer = await clients[0].post("/nodes", body)
@@ -341,10 +348,9 @@ async def test_what_one_worker_is_told_of_nodes_all_know_and_so_does_a_successor
         for pid in workers_of(process):
             os.kill(pid, signal.SIGKILL)
             await until(partial(is_gone, pid))
-        await until(lambda: len(workers_of(process)) == 2)
+        await eventually(lambda: silent_workers(url), [])
         async with clients_of(url, 2) as clients:
-            await eventually(lambda: known(clients[0]), ["127.0.0.1:1"])
-            await eventually(lambda: known(clients[1]), ["127.0.0.1:1"])
+            assert [await known(client) for client in clients] == [["127.0.0.1:1"]] * 2
 
 
 async def test_a_lone_workers_successor_knows_the_nodes_that_were_announced():

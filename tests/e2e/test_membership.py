@@ -1,0 +1,138 @@
+"""Real nodes and routers that come and go: nobody's stream notices. The engine is simulated."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import urllib.error
+import urllib.request
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from tandem.up import free_ports
+from tests.e2e.cluster import Process, eventually, get_json, wait_healthy
+from tests.e2e.test_deaths import NUM_NEW, PROMPTS, stream_all, unaccounted
+from tests.e2e.test_simulated import FLAGS, QUIET, expected
+
+SECRET = {"TANDEM_CLUSTER_KEY": "a secret of this test"}
+
+
+@pytest.fixture
+def flags(embedded_model, tmp_path: Path) -> tuple[str, ...]:
+    """Of nodes whose answers take about a second."""
+    file = tmp_path / "profile.json"
+    file.write_text('{"prefill": {"per_token_ms": 0.01}, "decode": {"base_ms": 4}}')
+    simulated = ("--sim-kv", "none", "--sim-profile", str(file))
+    return ("--model", str(embedded_model), *FLAGS, *QUIET, *simulated)
+
+
+@pytest.fixture
+def start():
+    """Return a function that starts a process and returns it with its URL; all end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start_one(*argv: str, port: int = 0) -> tuple[Process, str]:
+            port = port or free_ports(1)[0]
+            process = Process(*argv, "--port", str(port), env=SECRET)
+            stack.callback(process.stop)
+            return process, f"http://127.0.0.1:{port}"
+
+        yield start_one
+
+
+def operator(method: str, url: str, key: str, **body) -> dict:
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    data = json.dumps(body).encode() if body else None
+    request = urllib.request.Request(url, data, headers, method=method)
+    with urllib.request.urlopen(request, timeout=10) as response:
+        return json.loads(response.read())
+
+
+def operator_key() -> str:
+    process = Process("operator-key", env=SECRET)
+    assert process.wait() == 0
+    key = process.output().strip()
+    process.stop()
+    return key
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(OSError):
+        return get_json(f"{url}/health")[0] in {200, 503}
+    return False
+
+
+def states(router: str) -> dict[str, str]:
+    return {node["url"]: node["state"] for node in get_json(f"{router}/nodes")[1]["nodes"]}
+
+
+def all_expected(flags) -> list[list[int]]:
+    return [expected(flags[1], prompt, NUM_NEW) for prompt in PROMPTS]
+
+
+@pytest.mark.slow
+def test_a_router_that_is_killed_takes_only_its_own_streams_with_it(flags, start):
+    prefill, prefill_url = start("prefill", *flags, "--bootstrap-port", str(free_ports(1)[0]))
+    decode, decode_url = start("decode", *flags)
+    nodes = ("--prefill", prefill_url, "--decode", decode_url, *QUIET)
+    (doomed, doomed_url), (staying, staying_url) = start("lb", *nodes), start("lb", *nodes)
+    for url in (doomed_url, staying_url):
+        wait_healthy(url, prefill, decode, doomed, staying)
+
+    async def both() -> list:
+        flowing = asyncio.Event()
+        lost = asyncio.ensure_future(stream_all(doomed_url, flowing.set))
+        await asyncio.wait_for(flowing.wait(), 60)
+        kill = lambda: os.kill(doomed.pid, signal.SIGKILL)  # noqa: E731
+        kept = await stream_all(staying_url, kill)
+        return [kept, *await asyncio.gather(lost, return_exceptions=True)]
+
+    kept, lost = asyncio.run(both())
+    assert kept == all_expected(flags)
+    assert isinstance(lost, BaseException)
+    assert eventually(lambda: not any(map(unaccounted, (prefill_url, decode_url))))
+    assert asyncio.run(stream_all(staying_url)) == kept
+
+
+@pytest.mark.slow
+def test_nodes_are_added_handed_over_and_started_anew_under_a_router_that_runs(flags, start):
+    key = operator_key()
+    router_process, router = start("lb", "--discover-announced", "--detokenizers", "2", *QUIET)
+    bootstrap_port = free_ports(1)[0]
+    prefill, prefill_url = start("prefill", *flags, "--bootstrap-port", str(bootstrap_port))
+    first, first_url = start("decode", *flags)
+    second, second_url = start("decode", *flags)
+    assert eventually(lambda: answers(router), 60)
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        operator("POST", f"{router}/nodes", "wrong", url=first_url)
+    for url in (prefill_url, first_url):
+        operator("POST", f"{router}/nodes", key, url=url)
+    wait_healthy(router, router_process, prefill, first, second)
+
+    def hand_over() -> None:
+        operator("POST", f"{router}/nodes", key, url=second_url, role="decode")
+        assert eventually(lambda: states(router)[second_url] == "up", 20)
+        operator("DELETE", f"{router}/nodes/{quote(first_url, safe='')}?now=1", key)
+
+    async def streams() -> list[list[int]]:
+        flowing = asyncio.Event()
+        streaming = asyncio.ensure_future(stream_all(router, flowing.set))
+        await asyncio.wait_for(flowing.wait(), 60)
+        await asyncio.to_thread(hand_over)
+        return await streaming
+
+    assert asyncio.run(streams()) == all_expected(flags)
+    assert eventually(lambda: set(states(router)) == {prefill_url, second_url})
+    nodes = (prefill_url, first_url, second_url)
+    assert eventually(lambda: not any(map(unaccounted, nodes)))
+
+    second.signal(signal.SIGKILL)
+    second.wait()
+    assert eventually(lambda: states(router)[second_url] == "down")
+    again, _ = start("decode", *flags, port=int(second_url.rpartition(":")[2]))
+    wait_healthy(second_url, again)
+    assert eventually(lambda: states(router)[second_url] == "up", 5)
+    assert asyncio.run(stream_all(router)) == all_expected(flags)
