@@ -14,7 +14,7 @@ import pytest
 
 from tandem.up import free_ports
 from tests.e2e.cluster import Process, eventually, get_json, wait_healthy
-from tests.e2e.test_deaths import NUM_NEW, PROMPTS, stream_all, unaccounted
+from tests.e2e.test_deaths import NUM_NEW, PROMPTS, children, stream_all, unaccounted
 from tests.e2e.test_simulated import FLAGS, QUIET, expected
 
 SECRET = {"TANDEM_CLUSTER_KEY": "a secret of this test"}
@@ -22,9 +22,9 @@ SECRET = {"TANDEM_CLUSTER_KEY": "a secret of this test"}
 
 @pytest.fixture
 def flags(embedded_model, tmp_path: Path) -> tuple[str, ...]:
-    """Of nodes whose answers take about a second."""
+    """Of nodes whose answers take three seconds."""
     file = tmp_path / "profile.json"
-    file.write_text('{"prefill": {"per_token_ms": 0.01}, "decode": {"base_ms": 4}}')
+    file.write_text('{"prefill": {"per_token_ms": 0.01}, "decode": {"base_ms": 10}}')
     simulated = ("--sim-kv", "none", "--sim-profile", str(file))
     return ("--model", str(embedded_model), *FLAGS, *QUIET, *simulated)
 
@@ -82,13 +82,20 @@ def test_a_router_that_is_killed_takes_only_its_own_streams_with_it(flags, start
     for url in (doomed_url, staying_url):
         wait_healthy(url, prefill, decode, doomed, staying)
 
+    def kill() -> None:
+        # With its edge worker, which would let what runs go on for a while.
+        for pid in (doomed.pid, *children(doomed.pid)):
+            os.kill(pid, signal.SIGKILL)
+
     async def both() -> list:
-        flowing = asyncio.Event()
-        lost = asyncio.ensure_future(stream_all(doomed_url, flowing.set))
-        await asyncio.wait_for(flowing.wait(), 60)
-        kill = lambda: os.kill(doomed.pid, signal.SIGKILL)  # noqa: E731
-        kept = await stream_all(staying_url, kill)
-        return [kept, *await asyncio.gather(lost, return_exceptions=True)]
+        flowing = [asyncio.Event(), asyncio.Event()]
+        kept = asyncio.ensure_future(stream_all(staying_url, flowing[0].set))
+        lost = asyncio.ensure_future(stream_all(doomed_url, flowing[1].set))
+        for event in flowing:
+            await asyncio.wait_for(event.wait(), 60)
+        assert not kept.done()
+        kill()
+        return await asyncio.gather(kept, lost, return_exceptions=True)
 
     kept, lost = asyncio.run(both())
     assert kept == all_expected(flags)
