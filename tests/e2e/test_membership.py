@@ -32,23 +32,31 @@ def flags(embedded_model, tmp_path: Path) -> tuple[str, ...]:
 @pytest.fixture
 def start():
     """Return a function that starts a process and returns it with its URL; all end with the test."""
-    with contextlib.ExitStack() as stack:
+    processes = []
 
-        def start_one(*argv: str, port: int = 0) -> tuple[Process, str]:
-            port = port or free_ports(1)[0]
-            process = Process(*argv, "--port", str(port), env=SECRET)
-            stack.callback(process.stop)
-            return process, f"http://127.0.0.1:{port}"
+    def start_one(*argv: str, port: int = 0) -> tuple[Process, str]:
+        port = port or free_ports(1)[0]
+        processes.append(Process(*argv, "--port", str(port), env=SECRET))
+        return processes[-1], f"http://127.0.0.1:{port}"
 
-        yield start_one
+    yield start_one
+    for process in processes:
+        process.interrupt()
+    for process in processes:
+        process.stop()
 
 
-def operator(method: str, url: str, key: str, **body) -> dict:
+def ask(method: str, at: str, key: str, **body) -> int:
+    """Ask for a change with an operator's key; return the status."""
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     data = json.dumps(body).encode() if body else None
-    request = urllib.request.Request(url, data, headers, method=method)
-    with urllib.request.urlopen(request, timeout=10) as response:
-        return json.loads(response.read())
+    request = urllib.request.Request(at, data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
 
 
 def operator_key() -> str:
@@ -113,16 +121,16 @@ def test_nodes_are_added_handed_over_and_started_anew_under_a_router_that_runs(f
     first, first_url = start("decode", *flags)
     second, second_url = start("decode", *flags)
     assert eventually(lambda: answers(router), 60)
-    with pytest.raises(urllib.error.HTTPError, match="401"):
-        operator("POST", f"{router}/nodes", "wrong", url=first_url)
+    assert ask("POST", f"{router}/nodes", "wrong", url=first_url) == 401
     for url in (prefill_url, first_url):
-        operator("POST", f"{router}/nodes", key, url=url)
+        assert ask("POST", f"{router}/nodes", key, url=url) == 200
     wait_healthy(router, router_process, prefill, first, second)
 
     def hand_over() -> None:
-        operator("POST", f"{router}/nodes", key, url=second_url, role="decode")
+        assert ask("POST", f"{router}/nodes", key, url=second_url, role="decode") == 200
         assert eventually(lambda: states(router)[second_url] == "up", 20)
-        operator("DELETE", f"{router}/nodes/{quote(first_url, safe='')}?now=1", key)
+        named = quote(first_url, safe="")
+        assert ask("DELETE", f"{router}/nodes/{named}?now=1", key) == 200
 
     async def streams() -> list[list[int]]:
         flowing = asyncio.Event()
@@ -141,5 +149,6 @@ def test_nodes_are_added_handed_over_and_started_anew_under_a_router_that_runs(f
     assert eventually(lambda: states(router)[second_url] == "down")
     again, _ = start("decode", *flags, port=int(second_url.rpartition(":")[2]))
     wait_healthy(second_url, again)
-    assert eventually(lambda: states(router)[second_url] == "up", 5)
+    # Within 5 s, which a crowded machine must not decide here: tests/router/test_cluster.py counts them.
+    assert eventually(lambda: states(router)[second_url] == "up", 20)
     assert asyncio.run(stream_all(router)) == all_expected(flags)
