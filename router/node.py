@@ -222,7 +222,7 @@ class Node:
                 return None
             self.client.stop()
         address = tcp_address(self.host, info.engine_port)
-        self.client = EngineClient(address, key, Epoch(info.epoch), self.changed)
+        self.client = EngineClient(address, key, Epoch(info.epoch), on_change=self.changed)
         return self.client
 
     def start(self, start: Start, wake: asyncio.Event) -> Work:
