@@ -11,7 +11,7 @@ Holds streams of token ids by request and attempt. Knows nothing of text, of pai
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 from typing_extensions import override
@@ -51,6 +51,7 @@ class EngineClient:
         key: The cluster's, when its links are authenticated.
         epoch: The life that is meant; None takes the first that answers.
         heartbeat: How often the engine hears of us, and the link is looked at.
+        on_change: Called when `load` or `is_up` has changed.
 
     Attributes:
         load: What the engine last said of itself.
@@ -64,12 +65,14 @@ class EngineClient:
         key: ChannelKey | None = None,
         epoch: Epoch | None = None,
         heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = address
         self.load = NodeLoad()
         self.answered = asyncio.Event()
         self.lost = asyncio.Event()
         self._epoch, self._heartbeat = epoch, heartbeat
+        self._on_change = on_change
         self._streams: dict[StreamKey, TokenStream] = {}
         self._by_number: dict[int, TokenStream] = {}
         self._numbers = itertools.count(1)
@@ -199,6 +202,7 @@ class EngineClient:
             case Pong(load=load):
                 self.load = load
                 self.answered.set()
+                self._on_change()
 
     def _stream(
         self, request_id: RequestId, attempt: int, runs: "_Runs | None"
@@ -247,6 +251,7 @@ class EngineClient:
 
     def _lose(self, reason: str) -> None:
         self.lost.set()
+        self._on_change()
         for stream in list(self._streams.values()):
             stream.fail(self._peer_lost(reason))
 

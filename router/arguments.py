@@ -13,6 +13,7 @@ from typing_extensions import override
 from frontend.flags import add_http_flags, read_http
 from frontend.reply_flags import add_reply_flags
 from router.config import PolicyName, PrefillTarget, RouterConfig, node_url
+from router.discovery_flags import add_discovery_flags, read_dns, read_kubernetes
 from telemetry.flags import add_format_flag, add_heartbeat_flag, add_level_flag
 from wire.errors import ConfigInvalid
 from wire.hosts import bare_host
@@ -27,7 +28,11 @@ examples:
   as for SGLang's router:
     tandem lb --pd-disaggregation --prefill http://a:7000 8998 --prefill http://b:7000 none \\
               --decode http://c:7001 --policy round_robin
+  nodes that announce themselves (--router of prefill and decode), or that a name has the addresses of:
+    tandem lb --discover-announced
+    tandem lb --discover-dns prefill=prefill.tandem:7000 decode=decode.tandem:7001
 
+Nodes may be added and removed while it runs: POST /nodes, DELETE /nodes/ID, and GET /nodes to look.
 GET /health answers 200 once a pair can serve, and says what is missing until then.
 The secret that nodes and router share is read from TANDEM_CLUSTER_KEY.
 """
@@ -82,6 +87,7 @@ def build_parser(prog: str = "tandem lb") -> argparse.ArgumentParser:
     )
     parser.set_defaults(ignored=[])
     _add_cluster_flags(parser.add_argument_group("the cluster"))
+    add_discovery_flags(parser.add_argument_group("nodes that come and go"))
     _add_server_flags(parser.add_argument_group("the server"))
     _add_model_flags(parser.add_argument_group("the model"))
     for flag in IGNORED_FLAGS:
@@ -94,7 +100,7 @@ def _add_cluster_flags(group: argparse._ArgumentGroup) -> None:
         "--prefill",
         action="append",
         nargs="+",
-        required=True,
+        default=[],
         metavar="URL|PORT",
         help="prefill nodes; a bootstrap port or `none` may follow each URL; may be repeated",
     )
@@ -110,7 +116,7 @@ def _add_cluster_flags(group: argparse._ArgumentGroup) -> None:
         "--decode",
         action="append",
         nargs="+",
-        required=True,
+        default=[],
         metavar="URL",
         help="decode nodes; may be repeated",
     )
@@ -206,6 +212,9 @@ def parse(argv: Sequence[str], prog: str = "tandem lb") -> RouterConfig:
     return RouterConfig(
         prefills=_with_ports(prefill_targets(args.prefill), ports),
         decodes=tuple(node_url(text) for group in args.decode for text in group),
+        dns=read_dns(args),
+        kubernetes=read_kubernetes(args),
+        takes_announced=args.discover_announced,
         host=bare_host("--host", args.host),
         port=args.port,
         num_workers=args.num_workers,

@@ -1,41 +1,59 @@
-"""All nodes of a cluster, watched for as long as `Cluster.run` runs, and the model they serve.
+"""The nodes of a cluster as its sources say, watched while `Cluster.run` runs, and what they serve.
+
+```
+ sources, announcements ──▶ Membership ──refresh──▶ Roster ──▶ snapshot, model, health
+                                                      ▲
+                                        Watcher ──────┘ one task a node
+```
 
 Holds who is there. Which nodes take a request is `policy.py`'s to say; what runs on them is
 `backend.py`'s.
 """
 
 import asyncio
-from pathlib import Path
+import secrets
+import time
+from contextlib import aclosing
+from dataclasses import dataclass
 
 import aiohttp
+import msgspec
 from typing_extensions import override
 
 from frontend.backend import Health, ServedModel
-from frontend.engine_client import EngineClient
-from frontend.tokenizer import Tokenizer
 from router.config import RouterConfig
+from router.discovery import sources_of
 from router.health import explain
+from router.membership import Member, Membership, Said, Source
+from router.membership_files import MemberFiles
 from router.node import Node
-from router.node_http import NodeUnusable, fetch_info, fetch_tokenizer
+from router.node_watch import Watcher
 from router.policy import ClusterSnapshot, usable_fingerprint
+from router.roster import Roster
 from router.waiters import Waiters
 from telemetry.log import get_logger
 from wire.errors import NoNodeAvailable
-from wire.keys import ChannelKey
-from wire.node_info import NodeInfo
 
 log = get_logger(__name__)
 
-POLL_INTERVAL_S = 1.0
-# A node that is away is asked after 0.25, 0.5, 1, 1, ... s: no less often than one that serves.
-FIRST_RETRY_S = 0.25
-LAST_RETRY_S = POLL_INTERVAL_S
-# An engine that /server_info names answers in milliseconds, or is out of reach.
-FIRST_ANSWER_TIMEOUT_S = 2.0
+# How often leases are looked at. What is said over HTTP is told to every worker at once.
+REFRESH_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Outlook:
+    """What the cluster can serve, as of one version of the roster."""
+
+    version: int
+    fingerprint: str | None
+    health: Health
 
 
 class Cluster:
     """The nodes and what they serve. Everything but `run` is quick and may be called any time.
+
+    Args:
+        files: Of what is said of nodes over HTTP; None where nobody can say anything.
 
     Raises:
         ConfigInvalid: The tokenizer directory cannot be read, or the key cannot be made.
@@ -44,47 +62,64 @@ class Cluster:
         waiters: Told when a node comes up.
     """
 
-    def __init__(self, config: RouterConfig) -> None:
-        self.prefills = [Node(t.url, "prefill", t.bootstrap_port) for t in config.prefills]
-        self.decodes = [Node(url, "decode") for url in config.decodes]
-        secret = config.cluster_secret
-        self._tls, self._heartbeat = config.node_tls(), config.heartbeat
-        self._key = ChannelKey.from_secret(secret) if secret else None
+    def __init__(self, config: RouterConfig, files: MemberFiles | None = None) -> None:
+        self.roster = Roster()
+        self.sources: list[Source] = sources_of(config)
+        self._membership = Membership(
+            [Member(target.url, "prefill", target.bootstrap_port) for target in config.prefills]
+            + [Member(url, "decode") for url in config.decodes]
+        )
+        self._files = files
+        self._tls = config.node_tls()
+        self.waiters = Waiters()
+        self._watcher = Watcher.of_config(config, came_up=self.waiters.tell)
         # Nodes that ask for a key are given the one that clients have.
         keys = config.http.api_keys
         self._headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
-        self._by_url = {node.url: node for node in (*self.prefills, *self.decodes)}
         self._name = config.served_model_name
-        given = Tokenizer.load(Path(config.tokenizer_dir)) if config.tokenizer_dir else None
-        self._given_tokenizer = given
-        self._tokenizers: dict[str, Tokenizer] = {}
-        self._fetching = asyncio.Lock()
         self._fingerprint = ""
+        self._outlook = _Outlook(-1, None, Health(is_serving=False, detail=""))
+        self._model: tuple[int, ServedModel] | None = None
         self._was_serving = False
-        self.waiters = Waiters()
+        self._arrivals: asyncio.Queue[Node] = asyncio.Queue()
+        self.refresh()
 
     @override
     def __repr__(self) -> str:
         return f"<Cluster {self.health().detail}>"
 
     async def run(self) -> None:
-        """Watch every node until cancelled."""
+        """Watch every node, and look for more, until cancelled."""
         connector = aiohttp.TCPConnector(limit=0, ssl=self._tls)
         async with (
             aiohttp.ClientSession(connector=connector, headers=self._headers) as session,
             asyncio.TaskGroup() as tasks,
         ):
-            for node in (*self.prefills, *self.decodes):
-                tasks.create_task(self._watch(node, session, tasks))
+            for source in self.sources:
+                tasks.create_task(self._follow(source))
+            tasks.create_task(self._refresh_often())
+            while True:
+                node = await self._arrivals.get()
+                tasks.create_task(self._keep(node, session))
+
+    @property
+    def prefills(self) -> list[Node]:
+        """The nodes that are prefills now."""
+        return self.roster.of_role("prefill")
+
+    @property
+    def decodes(self) -> list[Node]:
+        """The nodes that are decodes now."""
+        return self.roster.of_role("decode")
 
     def node(self, url: str) -> Node:
-        """Return the node that was given by this URL."""
-        return self._by_url[url]
+        """Return the node of this URL. One that was forgotten is as one that was never reached."""
+        return self.roster.find(url) or Node(url, "")
 
     @property
     def is_serving(self) -> bool:
-        """Whether a pair could serve when the nodes were last looked at."""
-        return self._was_serving
+        """Whether a pair can serve now."""
+        return self.health().is_serving
 
     @property
     def num_streams(self) -> int:
@@ -92,11 +127,8 @@ class Cluster:
         return sum(node.in_flight_requests for node in self.decodes)
 
     def snapshot(self) -> ClusterSnapshot:
-        """Return every node at this moment."""
-        return ClusterSnapshot(
-            prefills=tuple(node.snapshot() for node in self.prefills),
-            decodes=tuple(node.snapshot() for node in self.decodes),
-        )
+        """Return every node at this moment. It is the same object until one changes."""
+        return self.roster.snapshot()
 
     def fingerprint(self) -> str:
         """Return that of the model served now.
@@ -104,19 +136,17 @@ class Cluster:
         Raises:
             NoNodeAvailable: No pair can serve; says why.
         """
-        snapshot = self.snapshot()
-        usable = usable_fingerprint(snapshot, preferred=self._fingerprint)
-        if usable is None:
-            raise NoNodeAvailable(explain(snapshot, None).detail)
-        if usable != self._fingerprint:
-            log.info("cluster.serves", fingerprint=usable, before=self._fingerprint)
-            self._fingerprint = usable
-        return usable
+        outlook = self._look()
+        if outlook.fingerprint is None:
+            raise NoNodeAvailable(outlook.health.detail)
+        if outlook.fingerprint != self._fingerprint:
+            log.info("cluster.serves", fingerprint=outlook.fingerprint, before=self._fingerprint)
+            self._fingerprint = outlook.fingerprint
+        return outlook.fingerprint
 
     def health(self) -> Health:
         """Tell whether a pair can serve now, and what is missing."""
-        snapshot = self.snapshot()
-        return explain(snapshot, usable_fingerprint(snapshot, preferred=self._fingerprint))
+        return self._look().health
 
     def model(self) -> ServedModel:
         """Return the model served.
@@ -125,8 +155,95 @@ class Cluster:
             NoNodeAvailable: No pair can serve; says why.
         """
         fingerprint = self.fingerprint()
-        nodes = [*self.prefills, *self.decodes]
-        infos = [node.info for node in nodes if node.info is not None and node.is_up]
+        if self._model is None or self._model[0] != self._outlook.version:
+            self._model = (self._outlook.version, self._model_of(fingerprint))
+        return self._model[1]
+
+    def refresh(self) -> None:
+        """Take up what was said since the last time, and let go of what nobody says any more."""
+        if self._files is not None:
+            self._hear(self._files)
+        wanted = self._membership.wanted()
+        for member in wanted.values():
+            self._want(member)
+        for node in self.roster:
+            if node.url not in wanted:
+                node.leave(hands_over=self._membership.hands_over(node.url))
+        self.waiters.tell()  # one that was leaving may be wanted again
+
+    @property
+    def num_said(self) -> int:
+        """Of how many nodes something was said over HTTP."""
+        return self._membership.num_said
+
+    def say(self, said: Said) -> bool:
+        """Keep what is said of a node; tell whether it is news, which other workers are to be told.
+
+        Raises:
+            MembersUnwritable: It cannot be kept.
+        """
+        assert self._files is not None
+        before = self._membership.said(said.url)
+        self._files.write(msgspec.structs.replace(said, mark=secrets.token_hex(8)))
+        self.refresh()
+        return before is None or msgspec.structs.replace(before, mark=said.mark) != said
+
+    def _hear(self, files: MemberFiles) -> None:
+        try:
+            said = files.read()
+        except OSError as error:  # who was known stays
+            log.warning("nodes.unreadable", directory=str(files.directory), reason=error.strerror)
+            return
+        for over in self._membership.hear(said, time.monotonic(), self._is_up):
+            files.forget(over)
+            if not over.is_removed:
+                log.info("node.silent", url=over.url, ttl_s=over.ttl_s, action="forgetting it")
+
+    def _is_up(self, url: str) -> bool:
+        node = self.roster.find(url)
+        return node is not None and node.is_up
+
+    def _want(self, member: Member) -> None:
+        node = self.roster.find(member.url)
+        if node is None:
+            node = Node(member.url, member.role, on_change=self.roster.note_change)
+            self.roster.add(node)
+            self._arrivals.put_nowait(node)
+        node.join(member)
+
+    async def _keep(self, node: Node, session: aiohttp.ClientSession) -> None:
+        await self._watcher.keep(node, session)
+        self.roster.remove(node)
+        log.info("node.forgotten", role=node.role, url=node.url)
+
+    async def _follow(self, source: Source) -> None:
+        async with aclosing(source.watch()) as findings:
+            async for members in findings:
+                self._membership.give(source.name, members)
+                self.refresh()
+
+    async def _refresh_often(self) -> None:
+        while True:
+            self.refresh()
+            self._look()
+            await asyncio.sleep(REFRESH_INTERVAL_S)
+
+    def _look(self) -> _Outlook:
+        snapshot = self.roster.snapshot()
+        if self._outlook.version != self.roster.version:
+            usable = usable_fingerprint(snapshot, preferred=self._fingerprint)
+            self._outlook = _Outlook(self.roster.version, usable, explain(snapshot, usable))
+            self._log_health(self._outlook.health)
+        return self._outlook
+
+    def _log_health(self, health: Health) -> None:
+        if health.is_serving != self._was_serving:
+            self._was_serving = health.is_serving
+            event = "cluster.serving" if health.is_serving else "cluster.not_serving"
+            log.info(event, detail=health.detail)
+
+    def _model_of(self, fingerprint: str) -> ServedModel:
+        infos = [node.info for node in self.roster if node.info is not None and node.is_up]
         infos = [info for info in infos if info.model.fingerprint == fingerprint]
         model = infos[0].model
         limits = [info.max_prompt_tokens for info in infos if info.max_prompt_tokens]
@@ -136,91 +253,5 @@ class Cluster:
             max_prompt_tokens=min([model.context_length - 1, *limits]),
             vocab_size=model.vocab_size,
             eos_token_ids=frozenset(model.eos_token_ids),
-            tokenizer=self._given_tokenizer or self._tokenizers.get(model.tokenizer_hash),
+            tokenizer=self._watcher.tokenizer(model.tokenizer_hash),
         )
-
-    async def _watch(
-        self, node: Node, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup
-    ) -> None:
-        retry_s = FIRST_RETRY_S
-        while True:
-            was_up, old_reason = node.is_up, node.reason
-            try:
-                await self._visit(node, session, tasks)
-                node.reason, retry_s, pause_s = "", FIRST_RETRY_S, POLL_INTERVAL_S
-            except NodeUnusable as unusable:
-                node.reason, pause_s = str(unusable), retry_s
-                retry_s = min(2 * retry_s, LAST_RETRY_S)
-            _log_change(node, was_up=was_up, old_reason=old_reason)
-            if node.is_up and not was_up:
-                self.waiters.tell()
-            self._log_health()
-            await _pause(node, pause_s)
-
-    async def _visit(
-        self, node: Node, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup
-    ) -> None:
-        """Bring what is known of a node up to date.
-
-        A node whose HTTP does not answer keeps its state: its engine's link says if it is alive.
-        """
-        info = await fetch_info(session, node.url)
-        try:
-            node.check(info)
-            await self._learn_tokenizer(node, info, session)
-        except NodeUnusable:
-            node.is_admitted = False
-            raise
-        client = node.meet(info, self._key, self._heartbeat)
-        if client is not None:
-            tasks.create_task(client.run())
-        node.is_admitted = True
-        if node.client is not None:
-            await _wait_answered(node.client)
-
-    async def _learn_tokenizer(
-        self, node: Node, info: NodeInfo, session: aiohttp.ClientSession
-    ) -> None:
-        name = info.model.tokenizer_hash
-        async with self._fetching:  # all nodes of a model have the same one: fetch it once
-            if self._given_tokenizer is None and name and name not in self._tokenizers:
-                self._tokenizers[name] = await fetch_tokenizer(session, node.url, name)
-
-    def _log_health(self) -> None:
-        health = self.health()
-        if health.is_serving != self._was_serving:
-            self._was_serving = health.is_serving
-            event = "cluster.serving" if health.is_serving else "cluster.not_serving"
-            log.info(event, detail=health.detail)
-
-
-async def _wait_answered(client: EngineClient) -> None:
-    try:
-        async with asyncio.timeout(FIRST_ANSWER_TIMEOUT_S):
-            await client.answered.wait()
-    except TimeoutError as error:
-        raise NodeUnusable(
-            f"its engine at {client.address} does not answer: is the port open, "
-            "and TANDEM_CLUSTER_KEY the same on both sides?"
-        ) from error
-
-
-async def _pause(node: Node, pause_s: float) -> None:
-    """Wait until the next visit is due, which is at once when the engine is lost."""
-    if node.client is None or node.client.lost.is_set():
-        await asyncio.sleep(pause_s)
-        return
-    try:
-        async with asyncio.timeout(pause_s):
-            await node.client.lost.wait()
-    except TimeoutError:
-        return
-    node.reason = "its engine was lost"
-    log.warning("node.lost", role=node.role, url=node.url)
-
-
-def _log_change(node: Node, *, was_up: bool, old_reason: str) -> None:
-    if node.is_up and not was_up:
-        log.info("node.up", role=node.role, url=node.url)
-    elif not node.is_up and node.reason != old_reason:
-        log.warning("node.down", role=node.role, url=node.url, reason=node.reason)

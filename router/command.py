@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from frontend.flags import warn_of_exposed_keys
 from router.arguments import parse
+from router.discovery_flags import in_pod
 from router.launcher import run
 from telemetry.log import configure, get_logger
 from wire.errors import ConfigInvalid
@@ -19,7 +20,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         given = parse(argv)
         secret = os.environ.get("TANDEM_CLUSTER_KEY", "")
-        config = dataclasses.replace(given, cluster_secret=secret)
+        config = dataclasses.replace(
+            given, cluster_secret=secret, kubernetes=in_pod(given.kubernetes, os.environ)
+        )
         configure(config.log_level, config.log_format, role="router")
         for flag in config.ignored_flags:
             log.info("flag.ignored", flag=flag, reason="it has no meaning here")

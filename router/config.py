@@ -28,13 +28,18 @@ def node_url(text: str) -> str:
         host = (parts.hostname or "").encode("idna")
         is_whole = parts.scheme in {"http", "https"} and bool(host) and parts.port is not None
     except ValueError:  # a port that is no number, an unclosed bracket, no name of a host
-        is_whole = False
-    if not is_whole:
+        parts, is_whole = urlsplit(""), False
+    if not is_whole or "@" in parts.netloc or parts.query or parts.fragment:
         raise ConfigInvalid(
             f"{text!r} is not a node's URL: give http://HOST:PORT or https://HOST:PORT, an IPv6 "
             "host in brackets"
         )
-    return text.rstrip("/")
+    return f"{parts.scheme}://{parts.netloc.lower()}{parts.path.rstrip('/')}"
+
+
+def node_id(url: str) -> str:
+    """Return how people name a node: its URL, as `node_url` returns it, without the scheme."""
+    return url.partition("://")[2]
 
 
 def host_of(url: str) -> str:
@@ -54,11 +59,48 @@ class PrefillTarget:
     bootstrap_port: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class DnsTarget:
+    """A name of which every address is a node.
+
+    Attributes:
+        role: Empty to ask each node.
+    """
+
+    host: str
+    port: int
+    role: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesTarget:
+    """Pods that are nodes.
+
+    Attributes:
+        api_url: Of the API server.
+        namespace: Of the pods; empty takes that of the router's own pod.
+        prefill_selector: Label selector of the prefill pods; empty where there are none to find.
+        decode_selector: That of the decode pods.
+        port: Where their HTTP is: a number, or the name of a port of a container.
+        account_dir: With the files that Kubernetes gives to a pod: token, ca.crt, namespace.
+    """
+
+    api_url: str = ""
+    namespace: str = ""
+    prefill_selector: str = ""
+    decode_selector: str = ""
+    port: str = "http"
+    account_dir: str = "/var/run/secrets/kubernetes.io/serviceaccount"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """Everything `python -m router` can be told.
 
     Attributes:
+        dns: Names to find more nodes by.
+        kubernetes: How to find more nodes as pods; None does not.
+        takes_announced: Nodes that announce themselves may be all there are.
         num_workers: Edge workers: processes that each serve HTTP, tokenize and detokenize. One
             carries thousands of tokens per second; more are for more cores.
         max_attempts: How often one request is tried before its client sees an error. Two deaths in
@@ -77,6 +119,9 @@ class RouterConfig:
 
     prefills: tuple[PrefillTarget, ...]
     decodes: tuple[str, ...]
+    dns: tuple[DnsTarget, ...] = ()
+    kubernetes: KubernetesTarget | None = None
+    takes_announced: bool = False
     host: str = "127.0.0.1"
     port: int = 8000
     num_workers: int = 1
@@ -97,8 +142,12 @@ class RouterConfig:
     ignored_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.prefills or not self.decodes:
-            raise ConfigInvalid("give at least one --prefill URL and one --decode URL")
+        has_source = bool(self.dns) or self.kubernetes is not None or self.takes_announced
+        if not has_source and not (self.prefills and self.decodes):
+            raise ConfigInvalid(
+                "give at least one --prefill URL and one --decode URL, or say where nodes come from: "
+                "--discover-dns, --discover-kubernetes or --discover-announced"
+            )
         urls = [target.url for target in self.prefills] + list(self.decodes)
         if len(set(urls)) < len(urls):
             raise ConfigInvalid("each node is given once: two of the URLs are the same")

@@ -42,6 +42,8 @@ def _missing(snapshot: ClusterSnapshot) -> list[str]:
     roles = (("prefill", snapshot.prefills), ("decode", snapshot.decodes))
     absent = [
         f"no {role} node reachable: " + ", ".join(f"{node.url} {node.reason}" for node in nodes)
+        if nodes
+        else f"no {role} node is known"
         for role, nodes in roles
         if not any(node.is_up for node in nodes)
     ]

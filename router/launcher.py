@@ -23,6 +23,7 @@ import uvloop
 from frontend.server import allow_many_connections, listen
 from router.config import RouterConfig
 from router.doorman import Doorman
+from router.membership_files import MemberFiles, new_member_files
 from router.pool import Pool, new_pool
 from router.worker import CONFIG_STATUS, WorkerStart
 from telemetry.log import get_logger
@@ -44,7 +45,11 @@ def run(config: RouterConfig) -> int:
         ConfigInvalid: The address cannot be listened on.
     """
     allow_many_connections()
-    with listen(config.host, config.port) as sock, _pool_of(config) as pool:
+    with (
+        listen(config.host, config.port) as sock,
+        _pool_of(config) as pool,
+        new_member_files() as files,
+    ):
         host, port = sock.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         log.info(
@@ -52,7 +57,7 @@ def run(config: RouterConfig) -> int:
             url=f"{config.http.scheme}://{shown}:{port}",
             num_workers=config.num_workers,
         )
-        status: int = uvloop.run(Launcher(config, sock, pool).run())
+        status: int = uvloop.run(Launcher(config, sock, pool, files).run())
         return status
 
 
@@ -66,10 +71,13 @@ class Launcher:
     Args:
         sock: Listening.
         pool: Of the workers, when there are several.
+        files: Of nodes that were announced: they outlive the worker that was told.
     """
 
-    def __init__(self, config: RouterConfig, sock: socket.socket, pool: Pool | None) -> None:
-        self._config, self._socket, self._pool = config, sock, pool
+    def __init__(
+        self, config: RouterConfig, sock: socket.socket, pool: Pool | None, files: MemberFiles
+    ) -> None:
+        self._config, self._socket, self._pool, self._files = config, sock, pool, files
         self._doorman = Doorman(sock, pool) if pool is not None else None
         self._stopping = asyncio.Event()
         self._processes: dict[int, asyncio.subprocess.Process] = {}
@@ -153,6 +161,7 @@ class Launcher:
             index=index,
             socket_fd=sock_fd,
             pool_directory=str(self._pool.directory) if self._pool else "",
+            nodes_directory=str(self._files.directory),
         )
         process.stdin.write(msgspec.json.encode(start) + b"\n")
         if self._stopping.is_set():  # the signal came while it started

@@ -1,13 +1,15 @@
 """One node as the router sees it: its address, its life, and what this process runs on it.
 
 ```
- unreachable ──meet──▶ connecting ──engine answers──▶ up
+ unreachable ──meet──▶ connecting ──engine answers──▶ up ──says so──▶ draining
       ▲                                                │
       └──────── connection broke · other epoch ────────┘
+ any ──leave──▶ leaving: takes nothing new ──▶ forgotten, when nothing of this process runs on it
 ```
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Self
 
 from typing_extensions import override
@@ -15,8 +17,10 @@ from typing_extensions import override
 from frontend.engine_client import EngineClient
 from frontend.token_stream import Start, TokenStream
 from router.config import host_of
+from router.membership import Member
 from router.node_http import NodeUnusable
 from router.policy import NodeSnapshot
+from telemetry.log import get_logger
 from wire.channel import tcp_address
 from wire.errors import PeerLost
 from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
@@ -24,6 +28,11 @@ from wire.ids import Epoch
 from wire.keys import ChannelKey
 from wire.messages import NodeLoad
 from wire.node_info import NodeInfo
+
+log = get_logger(__name__)
+
+ROLES = frozenset({"prefill", "decode"})
+DRAINING = "is draining"
 
 
 class Work:
@@ -39,8 +48,7 @@ class Work:
         self.stream = stream
         self._node, self._num_tokens = node, num_tokens
         self.is_counted = True
-        node.in_flight_requests += 1
-        node.in_flight_tokens += num_tokens
+        node.count(1, num_tokens)
 
     def end(self, *, is_done: bool = False) -> None:
         """Give the share back. Cancels at the engine unless it `is_done`. Safe to call twice."""
@@ -49,8 +57,7 @@ class Work:
         self.stream.close()
         if self.is_counted:
             self.is_counted = False
-            self._node.in_flight_requests -= 1
-            self._node.in_flight_tokens -= self._num_tokens
+            self._node.count(-1, -self._num_tokens)
 
     def __enter__(self) -> Self:
         return self
@@ -62,14 +69,26 @@ class Work:
 class Node:
     """A node at one URL, over all of its lives.
 
+    Args:
+        role: What it was given as: prefill or decode; empty to take what it says.
+        on_change: Called with the node when what `snapshot` returns may have changed.
+
     Attributes:
-        role: What it was given as: prefill or decode.
+        role: What it last said that it is; until then what it was given as.
         info: What it last said of itself; None until it was reached.
         reason: Why it is not used; empty when nothing is wrong.
-        is_admitted: Its last answer was that of a healthy node of its role.
+        is_admitted: Its last answer was that of a healthy node that takes requests.
+        leaving: Set while it is to be forgotten.
+        idle: Set while nothing of this process runs on it.
     """
 
-    def __init__(self, url: str, role: str, bootstrap_port: int | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        role: str,
+        bootstrap_port: int | None = None,
+        on_change: "Callable[[Node], None]" = lambda _node: None,
+    ) -> None:
         self.url, self.role = url, role
         self.info: NodeInfo | None = None
         self.client: EngineClient | None = None
@@ -77,12 +96,61 @@ class Node:
         self.is_admitted = False
         self.in_flight_requests = 0
         self.in_flight_tokens = 0
-        self._bootstrap_port = bootstrap_port
+        self.leaving, self.idle = asyncio.Event(), asyncio.Event()
+        self.idle.set()
+        self._member = Member(url, role, bootstrap_port)
+        self._on_change = on_change
 
     @override
     def __repr__(self) -> str:
         state = "up" if self.is_up else f"down ({self.reason})"
         return f"<Node {self.role} {self.url} {state} in_flight={self.in_flight_requests}>"
+
+    def join(self, member: Member) -> None:
+        """Become wanted, or stay so, as a source says."""
+        if self.leaving.is_set():
+            self.leaving.clear()
+            log.info("node.wanted_again", role=self.role, url=self.url)
+        elif member == self._member:
+            return
+        self._member = member
+        if self.info is None:
+            self.role = member.role
+        self.changed()
+
+    def leave(self, *, hands_over: bool) -> None:
+        """Take nothing new from here on.
+
+        Args:
+            hands_over: End what runs here with `PeerLost`, so that it goes on elsewhere.
+        """
+        if not self.leaving.is_set():
+            self.leaving.set()
+            num = self.in_flight_requests
+            log.info("node.leaving", role=self.role, url=self.url, in_flight_requests=num)
+        if hands_over and self.client is not None:
+            self.client.stop()
+        self.changed()
+
+    def note(self, *, is_admitted: bool | None = None, reason: str | None = None) -> None:
+        """Note what was found out; None leaves what is known."""
+        self.is_admitted = self.is_admitted if is_admitted is None else is_admitted
+        self.reason = self.reason if reason is None else reason
+        self.changed()
+
+    def count(self, num_requests: int, num_tokens: int) -> None:
+        """Count what was started here, or with negative numbers what ended."""
+        self.in_flight_requests += num_requests
+        self.in_flight_tokens += num_tokens
+        if self.in_flight_requests:
+            self.idle.clear()
+        else:
+            self.idle.set()
+        self.changed()
+
+    def changed(self) -> None:
+        """Say that a snapshot made before is out of date."""
+        self._on_change(self)
 
     @property
     def host(self) -> str:
@@ -93,24 +161,53 @@ class Node:
     def bootstrap_port(self) -> int | None:
         """Where it listens for grants: as configured, else as it says."""
         told = self.info.bootstrap_port if self.info else None
-        return self._bootstrap_port or told
+        return self._member.bootstrap_port or told
 
     @property
     def is_up(self) -> bool:
         """Whether it may be given requests now."""
-        return self.is_admitted and self.client is not None and self.client.is_up
+        is_taken = self.is_admitted and not self.leaving.is_set()
+        return is_taken and self.client is not None and self.client.is_up
+
+    @property
+    def shown_reason(self) -> str:
+        """Why it is not used, for people."""
+        return "was removed" if self.leaving.is_set() else self.reason
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it said so when it was last asked."""
+        return self.reason == DRAINING
+
+    @property
+    def zone(self) -> str:
+        """Where it stands: as it says, else as the source that named it does."""
+        told = self.info.zone if self.info else ""
+        return told or self._member.zone
+
+    @property
+    def source(self) -> str:
+        """Who named it, for people."""
+        return self._member.source
 
     def check(self, info: NodeInfo) -> None:
-        """Refuse what is no usable node of this role.
+        """Refuse what is no usable node; take the role that it says it has.
 
         Raises:
             NodeUnusable: With the reason.
         """
+        if info.role not in ROLES:
+            raise NodeUnusable(f"is a {info.role} node, not a prefill or a decode")
         if info.role != self.role:
-            raise NodeUnusable(f"is a {info.role} node and was given as --{self.role}")
+            if self.role:
+                log.info("node.role_changed", url=self.url, before=self.role, role=info.role)
+            self.role = info.role
+            self.changed()
+        if info.is_draining:
+            raise NodeUnusable(DRAINING)
         if not info.is_healthy:
             raise NodeUnusable("says that it is not healthy")
-        if self.role == "prefill" and not (self._bootstrap_port or info.bootstrap_port):
+        if self.role == "prefill" and not (self._member.bootstrap_port or info.bootstrap_port):
             raise NodeUnusable("tells no bootstrap port: give it behind the URL")
 
     def meet(
@@ -122,12 +219,13 @@ class Node:
         """
         is_same_life = self.info is not None and self.info.epoch == info.epoch
         self.info = info
+        self.changed()
         if self.client is not None:
             if is_same_life and not self.client.lost.is_set():
                 return None
             self.client.stop()
         address = tcp_address(self.host, info.engine_port)
-        self.client = EngineClient(address, key, Epoch(info.epoch), heartbeat)
+        self.client = EngineClient(address, key, Epoch(info.epoch), heartbeat, self.changed)
         return self.client
 
     def start(self, start: Start, wake: asyncio.Event) -> Work:
@@ -148,7 +246,7 @@ class Node:
             role=self.role,
             is_up=self.is_up,
             fingerprint=self.info.model.fingerprint if self.info else "",
-            reason=self.reason,
+            reason=self.shown_reason,
             load=self.client.load if self.client else NodeLoad(),
             in_flight_requests=self.in_flight_requests,
             in_flight_tokens=self.in_flight_tokens,

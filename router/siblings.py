@@ -28,12 +28,14 @@ from typing_extensions import override
 from frontend import routes
 from frontend.edge import EDGE, Edge
 from frontend.middleware import answer_errors, json_response
+from router.nodes_api import IS_NEWS, NODES_ROUTE, NodesApi
 from router.pool import Pool, Row
 
 # A worker that serves answers in milliseconds; a person who asks would rather know of a stuck one.
 TIMEOUT_S = 0.5
 ABORT_ROUTE = "/abort_request"
 INFO_ROUTES = frozenset({"/server_info", "/get_server_info"})
+REFRESH_ROUTE = "/nodes/refresh"
 METRICS_ROUTE = "/metrics"
 
 Answer = dict[str, Any]
@@ -60,12 +62,15 @@ class Siblings:
         self._sessions: dict[int, aiohttp.ClientSession] = {}
 
     @asynccontextmanager
-    async def reachable(self, edge: Edge) -> AsyncIterator[None]:
-        """Answer siblings for `edge`, and have links to them, inside the block."""
+    async def reachable(self, edge: Edge, nodes: NodesApi | None = None) -> AsyncIterator[None]:
+        """Answer siblings for `edge` and `nodes`, and have links to them, inside the block."""
         app = web.Application(middlewares=[answer_errors])
         app[EDGE] = edge
         app.router.add_post(ABORT_ROUTE, routes.abort_request)
         app.router.add_get(min(INFO_ROUTES), routes.server_info)
+        if nodes is not None:
+            app.router.add_get(NODES_ROUTE, nodes.show)
+            app.router.add_post(REFRESH_ROUTE, nodes.refresh)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=TIMEOUT_S)
         async with AsyncExitStack() as stack:
             await runner.setup()
@@ -95,19 +100,20 @@ class Siblings:
             own = await handler(request)
             if request.path == METRICS_ROUTE:
                 return self._metrics()
-            if request.path != ABORT_ROUTE and request.path not in INFO_ROUTES:
-                return own
-            assert isinstance(own, web.Response)
-            assert isinstance(own.body, bytes)
-            answer = msgspec.json.decode(own.body, type=Answer)
             if request.path == ABORT_ROUTE:
                 others = await self.ask("POST", ABORT_ROUTE, await request.read())
-                merged = merge_abort(answer, others)
-            else:
+                return json_response(merge_abort(_read(own), others))
+            if IS_NEWS in request:
+                others = await self.ask("POST", REFRESH_ROUTE)
+                return json_response(_read(own) | _silence(others))
+            if request.path == NODES_ROUTE and request.method == "GET":
+                others = await self.ask("GET", NODES_ROUTE)
+                return json_response(merge_info(_read(own), others))
+            if request.path in INFO_ROUTES:
                 others = await self.ask("GET", min(INFO_ROUTES))
-                merged = merge_info(answer, others)
-                merged["workers"] = [_as_json(row) for row in self._pool.rows()]
-            return json_response(merged)
+                workers = {"workers": [_as_json(row) for row in self._pool.rows()]}
+                return json_response(merge_info(_read(own), others) | workers)
+            return own
 
         return answer
 
@@ -151,6 +157,8 @@ def merge_info(own: Answer, others: Answers) -> Answer:
     nodes = {node["url"]: dict(node) for node in own["nodes"]}
     for answer in others.given:
         for node in answer["nodes"]:
+            if node["url"] not in nodes:  # one has heard of it a moment before the other
+                continue
             for name in ("in_flight_requests", "in_flight_tokens"):
                 nodes[node["url"]][name] += node[name]
     return {**own, "nodes": list(nodes.values()), **_silence(others)}
@@ -158,6 +166,12 @@ def merge_info(own: Answer, others: Answers) -> Answer:
 
 def _silence(others: Answers) -> Answer:
     return {"silent_workers": list(others.silent)} if others.silent else {}
+
+
+def _read(own: web.StreamResponse) -> Answer:
+    assert isinstance(own, web.Response)
+    assert isinstance(own.body, bytes)
+    return msgspec.json.decode(own.body, type=Answer)
 
 
 def _as_json(row: Row) -> Answer:

@@ -27,11 +27,14 @@ from router.backend import ClusterBackend
 from router.cluster import Cluster
 from router.config import RouterConfig
 from router.door import Door
+from router.membership_files import MemberFiles
+from router.nodes_api import NodesApi
 from router.policy import POLICIES
 from router.pool import Pool
 from router.siblings import Siblings
 from telemetry.log import configure, get_logger
 from wire.errors import ConfigInvalid
+from wire.keys import operator_key
 
 log = get_logger("router.worker")
 
@@ -45,12 +48,14 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         index: 0 ... num_workers - 1.
         socket_fd: The inherited socket.
+        nodes_directory: Of the `MemberFiles` of its router.
         pool_directory: Of the `Pool` that this worker is one of; empty when it is alone.
     """
 
     config: RouterConfig
     index: int
     socket_fd: int
+    nodes_directory: str
     pool_directory: str = ""
 
 
@@ -61,14 +66,21 @@ async def serve(start: WorkerStart, sock: socket.socket) -> None:
         ConfigInvalid: The configuration cannot work.
     """
     config = start.config
-    cluster = Cluster(config)
+    cluster = Cluster(config, MemberFiles(start.nodes_directory))
     policy, rng = POLICIES[config.policy], random.Random()
     backend = ClusterBackend(cluster, policy, config.max_attempts, rng, config.node_wait_s)
     formats = reply_formats(config.tool_call_parser, config.reasoning_parser)
-    app = create_app(backend, FrontendOptions(http=config.http, reply_formats=formats))
+    options = FrontendOptions(
+        http=config.http,
+        reply_formats=formats,
+        operator_key=operator_key(config.cluster_secret),
+    )
+    app = create_app(backend, options)
+    nodes = NodesApi(cluster)
+    app.add_routes(nodes.routes())
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(cluster.run())
-        async with _serving(app, sock, cluster, start):
+        async with _serving(app, sock, cluster, nodes, start):
             log.info("edge_worker.ready", policy=config.policy)
             _calm_collector()
             await _told_to_stop()
@@ -78,7 +90,11 @@ async def serve(start: WorkerStart, sock: socket.socket) -> None:
 
 @asynccontextmanager
 async def _serving(
-    app: web.Application, sock: socket.socket, cluster: Cluster, start: WorkerStart
+    app: web.Application,
+    sock: socket.socket,
+    cluster: Cluster,
+    nodes: NodesApi,
+    start: WorkerStart,
 ) -> AsyncIterator[None]:
     if not start.pool_directory:
         async with serving(app, sock, start.config.drain_timeout_s):
@@ -88,7 +104,10 @@ async def _serving(
     siblings = Siblings(pool, start.index)
     app.middlewares.append(siblings.answering())
     door = Door(sock, pool, start.index, cluster)
-    async with siblings.reachable(app[EDGE]), door.serving(app, start.config.drain_timeout_s):
+    async with (
+        siblings.reachable(app[EDGE], nodes),
+        door.serving(app, start.config.drain_timeout_s),
+    ):
         yield
 
 

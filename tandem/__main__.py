@@ -18,6 +18,7 @@ Serve large language models with prefill and decode on separate nodes.
   serve     both roles in one engine, without transfer
   doctor    what works here or between two hosts, how fast it is, and what is missing
   bench     drive a server with a load: latencies, throughput, goodput, and a page with plots
+  operator-key   print the key that requests which change the cluster bear
 
 `tandem COMMAND --help` lists a command's flags. A first try:
 
@@ -38,6 +39,7 @@ MODULES = {
     "serve": "tandem.serve",
     "doctor": "tandem.doctor.command",
     "bench": "tandem.bench.command",
+    "operator-key": "tandem.operator_key",
 }
 
 

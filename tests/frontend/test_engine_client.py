@@ -56,6 +56,22 @@ async def test_tokens_reach_their_stream_and_the_finish_ends_it(client, engine):
     assert client.num_streams == 0
 
 
+async def test_every_change_of_load_or_life_is_told_when_it_is_there_to_see(engine):
+    seen = []
+
+    def look() -> None:
+        seen.append((client.is_up, client.load.num_running))
+
+    client = EngineClient(engine.address, on_change=look)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(client.run())
+        await until(lambda: seen == [(True, 3)])
+        engine.send(Pong(epoch=engine.epoch, load=NodeLoad(num_running=4)))
+        await until(lambda: (True, 4) in seen)
+        client.stop()
+        assert seen[-1][0] is False
+
+
 async def test_one_message_is_spread_over_its_requests(client, engine):
     other = StartColocated(request=request(request_id="r2"))
     streams = [client.generate(START), client.generate(other)]

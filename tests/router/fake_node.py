@@ -169,6 +169,10 @@ class FakeNode:
         }
         return NodeInfo(**fields | self._extra)
 
+    def now_says(self, **fields) -> None:
+        """Say this of itself from here on."""
+        self._extra |= fields
+
     def restart_engine(self) -> None:
         self.engine.close()
         self.engine = FakeEngine()
@@ -184,13 +188,15 @@ class FakeNode:
         return web.json_response({"files": self._tokenizer_files})
 
     @contextlib.asynccontextmanager
-    async def serving(self, tls: ssl.SSLContext | None = None) -> AsyncIterator["FakeNode"]:
+    async def serving(
+        self, tls: ssl.SSLContext | None = None, port: int = 0
+    ) -> AsyncIterator["FakeNode"]:
         app = web.Application()
         app.router.add_get("/server_info", self._server_info)
         app.router.add_get("/tokenizer", self._tokenizer)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
+        site = web.TCPSite(runner, "127.0.0.1", port, ssl_context=tls)
         await site.start()
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{runner.addresses[0][1]}"
         try:

@@ -22,13 +22,13 @@ from wire.messages import Cancel, FlushCache, StartDecode, StartPrefill
 
 
 @asynccontextmanager
-async def watched(prefills, decodes, max_attempts=3, node_wait_s=0.0, **fields):
+async def watched(prefills, decodes, max_attempts=3, node_wait_s=0.0, files=None, **fields):
     config = RouterConfig(
         prefills=tuple(PrefillTarget(node.url) for node in prefills),
         decodes=tuple(node.url for node in decodes),
         **fields,
     )
-    cluster = Cluster(config)
+    cluster = Cluster(config, files)
     policy, rng = POLICIES["least_load"], random.Random(0)
     backend = ClusterBackend(cluster, policy, max_attempts, rng, node_wait_s)
     async with asyncio.TaskGroup() as tasks:

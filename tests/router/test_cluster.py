@@ -1,3 +1,4 @@
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,13 @@ from frontend.tls import server_context
 from frontend.tokenizer_files import tokenizer_hash
 from router.cluster import Cluster
 from router.config import PrefillTarget, RouterConfig
+from router.membership import Said
+from router.membership_files import MemberFiles
+from router.node_http import INFO_TIMEOUT_S
+from router.node_watch import FIRST_ANSWER_TIMEOUT_S, LAST_RETRY_S
 from tests.certificates import make_certificates
-from tests.router.fake_node import FakeNode, until
-from tests.router.test_backend import cluster, watched
+from tests.router.fake_node import FakeNode, request, until
+from tests.router.test_backend import cluster, reading, watched
 from wire.errors import ConfigInvalid
 from wire.node_info import ModelInfo
 
@@ -37,6 +42,109 @@ async def test_an_engine_that_restarts_is_used_again_under_its_new_life():
         assert setup.backend.health().is_serving
 
 
+async def test_a_node_that_restarts_under_its_address_serves_within_five_seconds():
+    # What one visit may take at worst, a pause behind it, and the first answer of the new engine.
+    assert INFO_TIMEOUT_S + LAST_RETRY_S + FIRST_ANSWER_TIMEOUT_S <= 5
+    prefill, first_life, second_life = FakeNode("prefill"), FakeNode("decode"), FakeNode("decode")
+    async with prefill.serving(), AsyncExitStack() as stack:
+        async with first_life.serving():
+            backend = await stack.enter_async_context(watched([prefill], [first_life]))
+            await until(lambda: backend.health().is_serving)
+        await until(lambda: not backend.health().is_serving)
+        async with second_life.serving(port=int(first_life.url.rpartition(":")[2])):
+            await until(lambda: backend.health().is_serving)  # which waits for 5 s
+            (node,) = backend._cluster.decodes
+            assert node.info.epoch == second_life.engine.epoch
+
+
+async def test_a_node_that_drains_gets_nothing_new_and_its_streams_go_on():
+    async with cluster(num_decodes=2) as setup, reading(setup) as running:
+        _, _, decode, start_decode = await setup.pair_of()
+        decode.now_says(is_draining=True)
+        node = setup.backend._cluster.node(decode.url)
+        await until(lambda: not node.is_up)
+        assert f"{decode.url} is draining" in setup.backend.health().detail
+        async with reading(setup, request(request_id="r2")) as later:
+            _, _, other, start_other = await setup.pair_of()
+            assert other is setup.others(decode)
+            other.engine.say(start_other, 0, [9], "stop")
+            assert await later.result() == ([9], "stop")
+        decode.engine.say(start_decode, 0, [7, 8], "stop")
+        assert await running.result() == ([7, 8], "stop")
+        decode.now_says(is_draining=False)
+        await until(lambda: node.is_up)
+
+
+async def test_a_node_that_changes_its_role_is_used_in_the_new_one():
+    prefills, decodes = [FakeNode("prefill") for _ in range(2)], [FakeNode("decode")]
+    async with cluster(prefills=prefills, decodes=decodes) as setup:
+        turned = prefills[1]
+        turned.role = "decode"
+        await until(lambda: len(setup.backend._cluster.snapshot().decodes) == 2)
+        assert [n.url for n in setup.backend._cluster.snapshot().prefills] == [prefills[0].url]
+        await until(lambda: all(n.is_up for n in setup.backend._cluster.snapshot().decodes))
+        turned.role = "prefill"
+        await until(lambda: len(setup.backend._cluster.snapshot().prefills) == 2)
+
+
+async def test_a_removed_node_ends_its_streams_and_is_forgotten_with_the_last(tmp_path: Path):
+    prefills, decodes = [FakeNode("prefill")], [FakeNode("decode") for _ in range(2)]
+    files = MemberFiles(str(tmp_path))
+    async with cluster(prefills=prefills, decodes=decodes, files=files) as setup:
+        async with reading(setup) as running:
+            _, _, decode, start = await setup.pair_of()
+            watched_cluster = setup.backend._cluster
+            watched_cluster.say(Said(url=decode.url, is_removed=True))
+            node = watched_cluster.node(decode.url)
+            assert (node.is_up, node.shown_reason) == (False, "was removed")
+            assert [n.is_up for n in watched_cluster.snapshot().decodes].count(True) == 1
+            decode.engine.say(start, 0, [7], "stop")
+            assert await running.result() == ([7], "stop")
+        await until(lambda: watched_cluster.roster.find(decode.url) is None)
+        assert not watched_cluster.node(decode.url).is_up
+        watched_cluster.say(Said(url=decode.url))
+        await until(lambda: watched_cluster.node(decode.url).is_up)
+
+
+async def test_a_node_removed_at_once_hands_its_streams_to_another(tmp_path: Path):
+    prefills, decodes = [FakeNode("prefill")], [FakeNode("decode") for _ in range(2)]
+    files = MemberFiles(str(tmp_path))
+    async with (
+        cluster(prefills=prefills, decodes=decodes, files=files) as setup,
+        reading(setup) as running,
+    ):
+        _, _, decode, start = await setup.pair_of()
+        decode.engine.say(start, 0, [7])
+        await until(lambda: running.token_ids == [7])
+        setup.backend._cluster.say(Said(url=decode.url, is_removed=True, hands_over=True))
+        _, _, other, start = await setup.pair_of(attempt=1)
+        assert other is setup.others(decode)
+        assert start.request.prompt_ids == [1, 2, 3, 7]
+        other.engine.say(start, 1, [8], "stop")
+        assert await running.result() == ([7, 8], "stop")
+        await until(lambda: setup.backend._cluster.roster.find(decode.url) is None)
+
+
+async def test_a_node_without_a_role_is_asked_for_it(tmp_path: Path):
+    prefills, decodes, third = [FakeNode("prefill")], [FakeNode("decode")], FakeNode("decode")
+    files = MemberFiles(str(tmp_path))
+    async with third.serving(), cluster(prefills=prefills, decodes=decodes, files=files) as setup:
+        setup.backend._cluster.say(Said(url=third.url))
+        assert setup.backend._cluster.node(third.url).role == ""
+        await until(lambda: setup.backend._cluster.node(third.url).is_up)
+        assert third.url in [node.url for node in setup.backend._cluster.snapshot().decodes]
+
+
+async def test_a_node_whose_lease_ran_out_while_it_was_away_is_forgotten(tmp_path: Path):
+    prefills, decodes = [FakeNode("prefill")], [FakeNode("decode")]
+    files = MemberFiles(str(tmp_path))
+    async with cluster(prefills=prefills, decodes=decodes, files=files) as setup:
+        setup.backend._cluster.say(Said(url="http://127.0.0.1:1", role="decode", ttl_s=0.1))
+        assert len(setup.backend._cluster.decodes) == 2
+        await until(lambda: len(setup.backend._cluster.decodes) == 1)
+        assert files.read() == {}
+
+
 async def test_a_tokenizer_is_fetched_once_for_all_nodes_that_have_it():
     files = tokenizer_files()
     model = model_info(tokenizer_hash=tokenizer_hash(files))
@@ -50,7 +158,7 @@ async def test_a_tokenizer_is_fetched_once_for_all_nodes_that_have_it():
 @pytest.mark.parametrize(
     ("node", "sentence"),
     [
-        (lambda: FakeNode("decode"), "is a decode node and was given as --prefill"),
+        (lambda: FakeNode("colocated"), "is a colocated node, not a prefill or a decode"),
         (lambda: FakeNode("prefill", is_healthy=False), "says that it is not healthy"),
         (lambda: FakeNode("prefill", bootstrap_port=None), "tells no bootstrap port"),
         (

@@ -6,6 +6,7 @@ import socket
 import ssl
 import sys
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -317,6 +318,50 @@ async def test_either_worker_answers_for_both():
             assert await asking.post("/abort_request", {"rid": name}) == {"aborted": True}
         assert all("abort" in end for end in await asyncio.gather(one.rest(), two.rest()))
         assert await asking.post("/abort_request", {"rid": "one"}) == {"aborted": False}
+
+
+async def known(client: Client) -> list[str]:
+    """Return the nodes that the worker behind one connection knows."""
+    nodes = json.loads(await client.get("/nodes"))["nodes"]
+    return [node["id"] for node in nodes if node["state"] != "leaving"]
+
+
+async def silent_workers(url: str) -> list[int]:
+    _, info = await get_json(f"{url}/server_info")
+    return info.get("silent_workers", [])
+
+
+async def test_what_one_worker_is_told_of_nodes_all_know_and_so_does_a_successor():
+    flags = ("--discover-announced", "--detokenizers", "2")
+    async with router(*flags) as (process, url):
+        await eventually(lambda: silent_workers(url), [])
+        async with clients_of(url, 2) as clients:
+            body = {"url": "http://127.0.0.1:1", "role": "decode", "ttl_s": 600}
+            answer = await clients[0].post("/nodes", body)
+            assert answer["id"] == "127.0.0.1:1"
+            assert "silent_workers" not in answer
+            assert [await known(client) for client in clients] == [["127.0.0.1:1"]] * 2
+            async with clients[1].session.delete(f"{url}/nodes/127.0.0.1:1") as response:
+                assert response.status == 200
+            assert [await known(client) for client in clients] == [[]] * 2
+            await clients[1].post("/nodes", body)
+        for pid in workers_of(process):
+            os.kill(pid, signal.SIGKILL)
+            await until(partial(is_gone, pid))
+        await eventually(lambda: silent_workers(url), [])
+        async with clients_of(url, 2) as clients:
+            assert [await known(client) for client in clients] == [["127.0.0.1:1"]] * 2
+
+
+async def test_a_lone_workers_successor_knows_the_nodes_that_were_announced():
+    async with router("--discover-announced") as (process, url):
+        async with clients_of(url, 1) as (client,):
+            await client.post("/nodes", {"url": "http://127.0.0.1:1", "role": "decode"})
+        (pid,) = workers_of(process)
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: workers_of(process) not in ([], [pid]))
+        async with clients_of(url, 1) as (client,):
+            assert await known(client) == ["127.0.0.1:1"]
 
 
 async def test_the_directory_of_a_pool_goes_with_its_router(tmp_path):

@@ -33,6 +33,11 @@ def test_what_all_workers_run_on_a_node_is_added_up():
     assert merged["silent_workers"] == [2]
 
 
+def test_a_node_that_one_worker_has_not_heard_of_yet_harms_nothing():
+    others = Answers([{"nodes": [node("new", 3, 5), node("a", 1, 1)]}], [])
+    assert merge_info({"nodes": [node("a", 1, 10)]}, others)["nodes"] == [node("a", 2, 11)]
+
+
 class Worker:
     """What of an edge worker answers siblings and clients."""
 

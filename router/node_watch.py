@@ -1,0 +1,159 @@
+"""Watching one node: asks it what it is, again and again, and holds a link to its engine.
+
+A node that restarts under its address is found `INFO_TIMEOUT_S + LAST_RETRY_S` after it is healthy, or
+sooner: when the last question to its old life has just been asked, and stays unanswered.
+"""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import aiohttp
+
+from frontend.engine_client import EngineClient
+from frontend.tokenizer import Tokenizer
+from router.config import RouterConfig
+from router.node import Node
+from router.node_http import NodeUnusable, fetch_info, fetch_tokenizer
+from telemetry.log import get_logger
+from wire.heartbeat import Heartbeat
+from wire.keys import ChannelKey
+from wire.node_info import NodeInfo
+
+log = get_logger(__name__)
+
+POLL_INTERVAL_S = 1.0
+# A node that is away is asked after 0.25, 0.5, 1, 1, ... s: no less often than one that serves.
+FIRST_RETRY_S = 0.25
+LAST_RETRY_S = POLL_INTERVAL_S
+# An engine that /server_info names answers in milliseconds, or is out of reach.
+FIRST_ANSWER_TIMEOUT_S = 2.0
+
+
+class Watcher:
+    """Watches nodes, each in a task of its own, and collects the tokenizers of their models.
+
+    Args:
+        key: Of the links to engines; None leaves them plain.
+        tokenizer: Used in place of those of the nodes.
+        heartbeat: Of those links.
+        came_up: Called when a node may be given requests again.
+    """
+
+    def __init__(
+        self,
+        key: ChannelKey | None,
+        tokenizer: Tokenizer | None,
+        heartbeat: Heartbeat,
+        came_up: Callable[[], None],
+    ) -> None:
+        self._key, self._given_tokenizer = key, tokenizer
+        self._heartbeat, self._came_up = heartbeat, came_up
+        self._tokenizers: dict[str, Tokenizer] = {}
+        self._fetching = asyncio.Lock()
+
+    @classmethod
+    def of_config(cls, config: RouterConfig, came_up: Callable[[], None]) -> "Watcher":
+        """Make one.
+
+        Raises:
+            ConfigInvalid: The tokenizer directory cannot be read, or the key cannot be made.
+        """
+        secret, directory = config.cluster_secret, config.tokenizer_dir
+        key = ChannelKey.from_secret(secret) if secret else None
+        tokenizer = Tokenizer.load(Path(directory)) if directory else None
+        return cls(key, tokenizer, config.heartbeat, came_up)
+
+    def tokenizer(self, tokenizer_hash: str) -> Tokenizer | None:
+        """Return the tokenizer of a model, None where it has none."""
+        return self._given_tokenizer or self._tokenizers.get(tokenizer_hash)
+
+    async def keep(self, node: Node, session: aiohttp.ClientSession) -> None:
+        """Watch a node until it has left and nothing of this process runs on it."""
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(self._watch(node, session, tasks))
+            while not (node.leaving.is_set() and node.idle.is_set()):
+                await node.leaving.wait()
+                await node.idle.wait()
+            watching.cancel()
+            if node.client is not None:
+                node.client.stop()
+
+    async def _watch(
+        self, node: Node, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup
+    ) -> None:
+        retry_s = FIRST_RETRY_S
+        while True:
+            was_up, old_reason = node.is_up, node.reason
+            try:
+                await self._visit(node, session, tasks)
+                node.note(reason="")
+                retry_s, pause_s = FIRST_RETRY_S, POLL_INTERVAL_S
+            except NodeUnusable as unusable:
+                node.note(reason=str(unusable))
+                pause_s, retry_s = retry_s, min(2 * retry_s, LAST_RETRY_S)
+            _log_change(node, was_up=was_up, old_reason=old_reason)
+            if node.is_up and not was_up:
+                self._came_up()
+            await _pause(node, pause_s)
+
+    async def _visit(
+        self, node: Node, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup
+    ) -> None:
+        """Bring what is known of a node up to date.
+
+        A node whose HTTP does not answer keeps its state: its engine's link says if it is alive.
+        """
+        info = await fetch_info(session, node.url)
+        try:
+            node.check(info)
+            await self._learn_tokenizer(node, info, session)
+        except NodeUnusable:
+            node.note(is_admitted=False)
+            raise
+        client = node.meet(info, self._key, self._heartbeat)
+        if client is not None:
+            tasks.create_task(client.run())
+        node.note(is_admitted=True)
+        if node.client is not None:
+            await _wait_answered(node.client)
+
+    async def _learn_tokenizer(
+        self, node: Node, info: NodeInfo, session: aiohttp.ClientSession
+    ) -> None:
+        name = info.model.tokenizer_hash
+        async with self._fetching:  # all nodes of a model have the same one: fetch it once
+            if self._given_tokenizer is None and name and name not in self._tokenizers:
+                self._tokenizers[name] = await fetch_tokenizer(session, node.url, name)
+
+
+async def _wait_answered(client: EngineClient) -> None:
+    try:
+        async with asyncio.timeout(FIRST_ANSWER_TIMEOUT_S):
+            await client.answered.wait()
+    except TimeoutError as error:
+        raise NodeUnusable(
+            f"its engine at {client.address} does not answer: is the port open, "
+            "and TANDEM_CLUSTER_KEY the same on both sides?"
+        ) from error
+
+
+async def _pause(node: Node, pause_s: float) -> None:
+    """Wait until the next visit is due, which is at once when the engine is lost."""
+    if node.client is None or node.client.lost.is_set():
+        await asyncio.sleep(pause_s)
+        return
+    try:
+        async with asyncio.timeout(pause_s):
+            await node.client.lost.wait()
+    except TimeoutError:
+        return
+    node.note(reason="its engine was lost")
+    log.warning("node.lost", role=node.role, url=node.url)
+
+
+def _log_change(node: Node, *, was_up: bool, old_reason: str) -> None:
+    if node.is_up and not was_up:
+        log.info("node.up", role=node.role, url=node.url)
+    elif not node.is_up and node.reason != old_reason:
+        log.warning("node.down", role=node.role, url=node.url, reason=node.reason)

@@ -1,0 +1,154 @@
+"""Real nodes and routers that come and go: nobody's stream notices. The engine is simulated."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import urllib.error
+import urllib.request
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from tandem.up import free_ports
+from tests.e2e.cluster import Process, eventually, get_json, wait_healthy
+from tests.e2e.test_deaths import NUM_NEW, PROMPTS, children, stream_all, unaccounted
+from tests.e2e.test_simulated import FLAGS, QUIET, expected
+
+SECRET = {"TANDEM_CLUSTER_KEY": "a secret of this test"}
+
+
+@pytest.fixture
+def flags(embedded_model, tmp_path: Path) -> tuple[str, ...]:
+    """Of nodes whose answers take three seconds."""
+    file = tmp_path / "profile.json"
+    file.write_text('{"prefill": {"per_token_ms": 0.01}, "decode": {"base_ms": 10}}')
+    simulated = ("--sim-kv", "none", "--sim-profile", str(file))
+    return ("--model", str(embedded_model), *FLAGS, *QUIET, *simulated)
+
+
+@pytest.fixture
+def start():
+    """Return a function that starts a process and returns it with its URL; all end with the test."""
+    processes = []
+
+    def start_one(*argv: str, port: int = 0) -> tuple[Process, str]:
+        port = port or free_ports(1)[0]
+        processes.append(Process(*argv, "--port", str(port), env=SECRET))
+        return processes[-1], f"http://127.0.0.1:{port}"
+
+    yield start_one
+    for process in processes:
+        process.interrupt()
+    for process in processes:
+        process.stop()
+
+
+def ask(method: str, at: str, key: str, **body) -> int:
+    """Ask for a change with an operator's key; return the status."""
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    data = json.dumps(body).encode() if body else None
+    request = urllib.request.Request(at, data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def operator_key() -> str:
+    process = Process("operator-key", env=SECRET)
+    assert process.wait() == 0
+    key = process.output().strip()
+    process.stop()
+    return key
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(OSError):
+        return get_json(f"{url}/health")[0] in {200, 503}
+    return False
+
+
+def states(router: str) -> dict[str, str]:
+    return {node["url"]: node["state"] for node in get_json(f"{router}/nodes")[1]["nodes"]}
+
+
+def all_expected(flags) -> list[list[int]]:
+    return [expected(flags[1], prompt, NUM_NEW) for prompt in PROMPTS]
+
+
+@pytest.mark.slow
+def test_a_router_that_is_killed_takes_only_its_own_streams_with_it(flags, start):
+    prefill, prefill_url = start("prefill", *flags, "--bootstrap-port", str(free_ports(1)[0]))
+    decode, decode_url = start("decode", *flags)
+    nodes = ("--prefill", prefill_url, "--decode", decode_url, *QUIET)
+    (doomed, doomed_url), (staying, staying_url) = start("lb", *nodes), start("lb", *nodes)
+    for url in (doomed_url, staying_url):
+        wait_healthy(url, prefill, decode, doomed, staying)
+
+    def kill() -> None:
+        # With its edge worker, which would let what runs go on for a while.
+        for pid in (doomed.pid, *children(doomed.pid)):
+            os.kill(pid, signal.SIGKILL)
+
+    async def both() -> list:
+        flowing = [asyncio.Event(), asyncio.Event()]
+        kept = asyncio.ensure_future(stream_all(staying_url, flowing[0].set))
+        lost = asyncio.ensure_future(stream_all(doomed_url, flowing[1].set))
+        for event in flowing:
+            await asyncio.wait_for(event.wait(), 60)
+        assert not kept.done()
+        kill()
+        return await asyncio.gather(kept, lost, return_exceptions=True)
+
+    kept, lost = asyncio.run(both())
+    assert kept == all_expected(flags)
+    assert isinstance(lost, BaseException)
+    assert eventually(lambda: not any(map(unaccounted, (prefill_url, decode_url))))
+    assert asyncio.run(stream_all(staying_url)) == kept
+
+
+@pytest.mark.slow
+def test_nodes_are_added_handed_over_and_started_anew_under_a_router_that_runs(flags, start):
+    key = operator_key()
+    router_process, router = start("lb", "--discover-announced", "--detokenizers", "2", *QUIET)
+    bootstrap_port = free_ports(1)[0]
+    prefill, prefill_url = start("prefill", *flags, "--bootstrap-port", str(bootstrap_port))
+    first, first_url = start("decode", *flags)
+    second, second_url = start("decode", *flags)
+    assert eventually(lambda: answers(router), 60)
+    assert ask("POST", f"{router}/nodes", "wrong", url=first_url) == 401
+    for url in (prefill_url, first_url):
+        assert ask("POST", f"{router}/nodes", key, url=url) == 200
+    wait_healthy(router, router_process, prefill, first, second)
+
+    def hand_over() -> None:
+        assert ask("POST", f"{router}/nodes", key, url=second_url, role="decode") == 200
+        assert eventually(lambda: states(router)[second_url] == "up", 20)
+        named = quote(first_url, safe="")
+        assert ask("DELETE", f"{router}/nodes/{named}?now=1", key) == 200
+
+    async def streams() -> list[list[int]]:
+        flowing = asyncio.Event()
+        streaming = asyncio.ensure_future(stream_all(router, flowing.set))
+        await asyncio.wait_for(flowing.wait(), 60)
+        await asyncio.to_thread(hand_over)
+        return await streaming
+
+    assert asyncio.run(streams()) == all_expected(flags)
+    assert eventually(lambda: set(states(router)) == {prefill_url, second_url})
+    nodes = (prefill_url, first_url, second_url)
+    assert eventually(lambda: not any(map(unaccounted, nodes)))
+
+    second.signal(signal.SIGKILL)
+    second.wait()
+    assert eventually(lambda: states(router)[second_url] == "down")
+    again, _ = start("decode", *flags, port=int(second_url.rpartition(":")[2]))
+    wait_healthy(second_url, again)
+    # Within 5 s, which a crowded machine must not decide here: tests/router/test_cluster.py counts them.
+    assert eventually(lambda: states(router)[second_url] == "up", 20)
+    assert asyncio.run(stream_all(router)) == all_expected(flags)

@@ -1,0 +1,126 @@
+"""The routes that change who is known, on one edge worker over HTTP."""
+
+from contextlib import asynccontextmanager
+from urllib.parse import quote
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from frontend.app import create_app
+from frontend.options import FrontendOptions, HttpOptions
+from router.cluster import Cluster
+from router.config import RouterConfig
+from router.membership_files import new_member_files
+from router.nodes_api import NodesApi
+from tests.frontend.fakes import FakeBackend
+
+URL, ID = "http://10.0.0.1:7000", "10.0.0.1:7000"
+
+
+@asynccontextmanager
+async def serving(*, key="", api_keys=()):
+    """Yield a client of a router without nodes, which visits none either."""
+    options = FrontendOptions(operator_key=key, http=HttpOptions(api_keys=api_keys))
+    with new_member_files() as files:
+        config = RouterConfig(prefills=(), decodes=(), takes_announced=True)
+        app = create_app(FakeBackend(None), options)
+        app.add_routes(NodesApi(Cluster(config, files)).routes())
+        async with TestClient(TestServer(app)) as client:
+            yield client
+
+
+async def post(client, **body) -> tuple[int, dict]:
+    async with client.post("/nodes", json=body) as response:
+        return response.status, await response.json()
+
+
+async def delete(client, name: str) -> tuple[int, dict]:
+    async with client.delete(f"/nodes/{name}") as response:
+        return response.status, await response.json()
+
+
+async def nodes(client) -> list[dict]:
+    async with client.get("/nodes") as response:
+        assert response.status == 200
+        return (await response.json())["nodes"]
+
+
+async def test_a_node_that_announces_itself_is_shown_with_what_is_known():
+    async with serving() as client:
+        assert await nodes(client) == []
+        status, answer = await post(client, url=f"{URL}/", role="decode", zone="z", ttl_s=10)
+        assert status == 200
+        assert answer == {
+            "id": ID,
+            "url": URL,
+            "role": "decode",
+            "state": "down",
+            "reason": "not reached yet",
+            "source": "announced",
+            "zone": "z",
+            "in_flight_requests": 0,
+            "in_flight_tokens": 0,
+        }
+        await post(client, url=URL, role="decode", zone="z", ttl_s=10)
+        assert await nodes(client) == [answer]
+
+
+@pytest.mark.parametrize("name", [ID, quote(URL, safe=""), URL, quote(quote(URL, safe=""))])
+async def test_a_node_is_removed_by_its_id_or_its_url(name):
+    async with serving() as client:
+        await post(client, url=URL, role="decode")
+        status, answer = await delete(client, name)
+        assert (status, answer["state"], answer["reason"]) == (200, "leaving", "was removed")
+        # Said again, it belongs to the cluster again.
+        assert (await post(client, url=URL, role="decode"))[1]["state"] == "down"
+
+
+async def test_a_node_that_nobody_knows_cannot_be_removed():
+    async with serving() as client:
+        status, answer = await delete(client, "10.0.0.9:1")
+        assert status == 404
+        assert "there is no node '10.0.0.9:1'" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({}, "url: is missing"),
+        ({"url": 7}, "url: must be a string"),
+        ({"url": "10.0.0.1:7000"}, "url: '10.0.0.1:7000' is not a node's URL"),
+        ({"url": "http://10.0.0.1:7000?x=1"}, "is not a node's URL"),
+        ({"url": URL, "role": "router"}, "role: Input should be 'prefill' or 'decode'"),
+        ({"url": URL, "bootstrap_port": 70000}, "bootstrap_port: must be less than 65536"),
+        ({"url": URL, "ttl_s": 0}, "ttl_s: must be more than 0"),
+        ({"url": URL, "ttl_s": 1e9}, "ttl_s: must be at most 86400"),
+        ({"url": "http://" + "a" * 2000}, "url: must have at most 1024 characters"),
+    ],
+)
+async def test_what_cannot_be_is_refused_by_the_name_of_the_field(body, sentence):
+    async with serving() as client:
+        status, answer = await post(client, **body)
+        assert status == 400
+        assert sentence in answer["error"]["message"]
+        assert await nodes(client) == []
+
+
+async def test_only_who_bears_the_operators_key_changes_a_cluster_that_has_a_secret():
+    async with serving(key="0p", api_keys=("client",)) as client:
+        for key, expected in (("", 401), ("client", 401), ("0p", 200)):
+            headers = {"Authorization": f"Bearer {key}"}
+            body = {"url": URL, "role": "decode"}
+            async with client.post("/nodes", json=body, headers=headers) as response:
+                assert response.status == expected
+            async with client.delete(f"/nodes/{ID}", headers=headers) as response:
+                assert response.status == expected
+
+
+async def test_how_many_may_be_announced_is_bounded(monkeypatch):
+    monkeypatch.setattr("router.nodes_api.MAX_SAID", 2)
+    async with serving() as client:
+        for host in ("a", "b"):
+            assert (await post(client, url=f"http://{host}:1"))[0] == 200
+        status, answer = await post(client, url="http://c:1")
+        assert status == 400
+        assert "2 nodes were announced already" in answer["error"]["message"]
+        assert (await post(client, url="http://a:1"))[0] == 200

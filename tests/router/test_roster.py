@@ -1,0 +1,88 @@
+import pytest
+
+from router.node import Node
+from router.node_http import NodeUnusable
+from router.roster import Roster
+from wire.node_info import ModelInfo, NodeInfo
+
+
+class CountedNode(Node):
+    num_snapshots = 0
+
+    def snapshot(self):
+        CountedNode.num_snapshots += 1
+        return super().snapshot()
+
+
+def roster_of(*nodes: tuple[str, str]) -> Roster:
+    roster = Roster()
+    for url, role in nodes:
+        roster.add(CountedNode(url, role, on_change=roster.note_change))
+    roster.snapshot()
+    CountedNode.num_snapshots = 0
+    return roster
+
+
+def urls(nodes) -> list[str]:
+    return [node.url for node in nodes]
+
+
+def info(role: str, **fields) -> NodeInfo:
+    model = ModelInfo(name="m", fingerprint="f", context_length=9, vocab_size=9, eos_token_ids=[2])
+    return NodeInfo(role=role, version="1", epoch=1, engine_port=1, model=model, **fields)
+
+
+def test_the_view_is_the_same_object_until_a_node_changes():
+    roster = roster_of(("p", "prefill"), ("d", "decode"), ("e", "decode"))
+    before, version = roster.snapshot(), roster.version
+    assert roster.snapshot() is before
+    assert urls(before.prefills) == ["p"]
+    assert urls(before.decodes) == ["d", "e"]
+    roster.find("d").count(1, 10)
+    after = roster.snapshot()
+    assert (after.decodes[0].in_flight_requests, after.decodes[0].in_flight_tokens) == (1, 10)
+    assert after.decodes[1] is before.decodes[1]
+    assert CountedNode.num_snapshots == 1
+    assert roster.version == version, "load is no change of what can be served"
+
+
+def test_who_is_there_and_why_one_is_not_used_make_another_version():
+    roster = roster_of(("p", "prefill"), ("d", "decode"))
+    seen = {roster.version}
+
+    def changed() -> bool:
+        roster.snapshot()
+        is_new = roster.version not in seen
+        seen.add(roster.version)
+        return is_new
+
+    node = roster.find("d")
+    node.note(reason="Connection refused")
+    assert changed()
+    node.note(reason="Connection refused")
+    assert not changed()
+    node.leave(hands_over=False)
+    assert changed()
+    roster.remove(node)
+    assert changed()
+    assert roster.snapshot().decodes == ()
+
+
+def test_a_node_that_turns_moves_to_its_role_and_one_without_a_role_is_in_none():
+    roster = roster_of(("p", "prefill"), ("q", "prefill"), ("x", ""))
+    assert urls(roster.snapshot().prefills) == ["p", "q"]
+    roster.find("p").check(info("decode"))
+    assert urls(roster.snapshot().prefills) == ["q"]
+    assert urls(roster.snapshot().decodes) == ["p"]
+    with pytest.raises(NodeUnusable):
+        roster.find("x").check(info("prefill", is_healthy=False))
+    assert urls(roster.snapshot().prefills) == ["q", "x"]
+
+
+def test_a_node_that_came_and_went_between_two_views_leaves_nothing():
+    roster = roster_of(("d", "decode"))
+    node = Node("e", "decode", on_change=roster.note_change)
+    roster.add(node)
+    roster.remove(node)
+    assert urls(roster.snapshot().decodes) == ["d"]
+    assert [n.url for n in roster] == ["d"]
