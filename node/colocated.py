@@ -8,7 +8,7 @@ import sys
 from typing_extensions import override
 
 from engine.core import Engine
-from engine.request import ActiveRequest, Stage
+from engine.request import ActiveRequest
 from node.answers import Answers, Ticket
 from node.deadlines import Deadlines, not_started
 from node.engine_host import Parts, RoleHost, main
@@ -58,9 +58,9 @@ class ColocatedRole:
     def poll(self) -> None:
         """See `Role.poll`. Nothing happens beside this loop but that time passes."""
         for active in self._deadlines.passed():
-            # A retracted one waits again, and was started.
-            is_new = active.stage is Stage.WAITING and len(active.token_ids) == active.num_prompt
-            if is_new and (ticket := self._by_request.pop(active, None)) is not None:
+            ticket = self._by_request.get(active)
+            if ticket is not None and not active.is_begun:
+                del self._by_request[active]
                 del self._by_ticket[ticket]
                 self._engine.cancel(active)
                 self._answers.fail(ticket, not_started())

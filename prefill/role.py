@@ -11,7 +11,7 @@
 from dataclasses import dataclass
 
 from engine.core import Engine
-from engine.request import ActiveRequest, Stage
+from engine.request import ActiveRequest
 from engine.results import CompletePages, Token
 from kvtransfer.agent import Sender
 from kvtransfer.events import Granted, PushDone, Released
@@ -43,11 +43,6 @@ class _Half:
     request: GenerateRequest
     is_wanted: bool = True
     active: ActiveRequest | None = None
-
-    @property
-    def is_started(self) -> bool:
-        """Whether any of it was computed."""
-        return self.active is not None and self.active.stage is not Stage.WAITING
 
 
 class PrefillRole:
@@ -189,7 +184,7 @@ class PrefillRole:
 
     def _drop_late(self) -> None:
         for half in self._deadlines.passed():
-            if half.is_wanted and not half.is_started:
+            if half.is_wanted and not (half.active is not None and half.active.is_begun):
                 late = not_started()
                 self._fail(half, late)
                 self._abandon(half, late)

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from frontend.flags import add_http_flags, read_http
 from frontend.reply_flags import add_reply_flags
+from router.admission_flags import add_admission_flags, read_admission
 from router.config import PolicyName, PrefillTarget, RouterConfig, node_url
 from telemetry.flags import add_format_flag, add_level_flag
 from wire.errors import ConfigInvalid
@@ -82,6 +83,7 @@ def build_parser(prog: str = "tandem lb") -> argparse.ArgumentParser:
     )
     parser.set_defaults(ignored=[])
     _add_cluster_flags(parser.add_argument_group("the cluster"))
+    add_admission_flags(parser.add_argument_group("who may start"))
     _add_server_flags(parser.add_argument_group("the server"))
     _add_model_flags(parser.add_argument_group("the model"))
     for flag in IGNORED_FLAGS:
@@ -194,6 +196,7 @@ def parse(argv: Sequence[str], prog: str = "tandem lb") -> RouterConfig:
         num_workers=args.num_workers,
         policy=POLICY_ALIASES.get(args.policy, args.policy),
         max_attempts=args.max_attempts,
+        admission=read_admission(args),
         node_ca_certs=args.node_ca_certs,
         http=read_http(args),
         tokenizer_dir=args.tokenizer_dir,

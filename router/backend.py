@@ -18,11 +18,14 @@ import msgspec
 from frontend.backend import Bootstrap, Health, ServedModel, Tap
 from router.attempt import Progress
 from router.cluster import Cluster
+from router.config import AdmissionConfig
+from router.gate import Gate
 from router.groups import Groups
 from router.metrics import RouterMetrics
 from router.pairing import Pairing
 from router.policy import Pair, Policy
 from router.running import run_attempt
+from router.visit import aborted
 from telemetry.log import get_logger
 from wire.errors import Overloaded, PeerLost, TandemError
 from wire.generation import GenerateRequest
@@ -38,16 +41,24 @@ class ClusterBackend:
         cluster: Whose `run` runs elsewhere.
         max_attempts: How often one request is tried; at least 1.
         rng: For the policies that draw.
+        admission: Which requests start when.
     """
 
     def __init__(
-        self, cluster: Cluster, policy: Policy, max_attempts: int, rng: random.Random
+        self,
+        cluster: Cluster,
+        policy: Policy,
+        max_attempts: int,
+        rng: random.Random,
+        *,
+        admission: AdmissionConfig | None = None,
     ) -> None:
         self._cluster = cluster
         self._max_attempts = max_attempts
         self._groups = Groups()
         self._metrics = RouterMetrics()
         self._pairing = Pairing(cluster, policy, rng, self._metrics)
+        self._gate = Gate(cluster.snapshot, admission or AdmissionConfig(), self._metrics)
 
     def model(self) -> ServedModel:
         """Return the model served. Raises `NoNodeAvailable` while no pair can serve."""
@@ -59,11 +70,24 @@ class ClusterBackend:
         bootstrap: Bootstrap | None = None,
         tap: Tap | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the tokens of one request, over as many attempts as it takes; see `Backend`.
+        """Yield the tokens of one request once there is room for it; see `Backend`.
 
         Args:
             bootstrap: Not used: who pairs the nodes is this router.
         """
+        async with self._gate.admitted(request, tap) as visit:
+            if visit is None:
+                yield aborted(request)
+                return
+            async with aclosing(self._attempts(visit.request, visit.tap)) as deltas:
+                async for delta in deltas:
+                    visit.saw(delta)
+                    yield delta
+
+    async def _attempts(
+        self, request: GenerateRequest, tap: Tap | None
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Yield the tokens of one request, over as many attempts as it takes."""
         with self._metrics.request() as outcome, self._groups.entered(request.group) as group:
             fingerprint = self._cluster.fingerprint()
             progress, failed = Progress(request, tap), set[Pair]()
@@ -89,8 +113,8 @@ class ClusterBackend:
     async def abort(self, request_id: str) -> bool:
         """End a request with reason `abort`. False if it does not run here."""
         nodes = [*self._cluster.prefills, *self._cluster.decodes]
-        aborted = [node.client.abort(request_id) for node in nodes if node.client is not None]
-        return any(aborted)
+        was_running = [node.client.abort(request_id) for node in nodes if node.client is not None]
+        return any(was_running) or self._gate.abort(request_id)
 
     async def flush_cache(self) -> None:
         """Drop the idle cached pages of every node that is up."""

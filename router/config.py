@@ -1,13 +1,15 @@
 """The router's configuration: read in `__main__`, checked here, passed down frozen."""
 
 import ssl
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 from urllib.parse import urlsplit
 
 from frontend.options import HttpOptions
 from frontend.reply_parser import reply_formats
 from frontend.tls import load_authorities
+from router.admission import Limits
+from router.key_limits import KeyLimit
 from telemetry.log import LogFormat
 from wire.errors import ConfigInvalid
 
@@ -53,6 +55,28 @@ class PrefillTarget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionConfig:
+    """Who may start, and how many at once.
+
+    Attributes:
+        is_on: False starts every request at once and leaves all waiting to the nodes.
+        max_in_flight: Requests of all edge workers at one node; 0: as many as the node says.
+        limits: Of each edge worker's line.
+        key_limits: Of this router, by key; see `key_limits.py`.
+    """
+
+    is_on: bool = True
+    max_in_flight: int = 0
+    limits: Limits = field(default_factory=Limits)
+    key_limits: dict[str, KeyLimit] = field(default_factory=dict)
+
+    def for_one_of(self, num_workers: int) -> "AdmissionConfig":
+        """Return what one of several edge workers goes by: its share of what keys may use."""
+        shares = {name: limit.divided(num_workers) for name, limit in self.key_limits.items()}
+        return replace(self, key_limits=shares)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """Everything `python -m router` can be told.
 
@@ -77,6 +101,7 @@ class RouterConfig:
     num_workers: int = 1
     policy: PolicyName = "least_load"
     max_attempts: int = 3
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     node_ca_certs: str = ""
     http: HttpOptions = field(default_factory=HttpOptions)
     tokenizer_dir: str = ""
@@ -96,6 +121,10 @@ class RouterConfig:
             raise ConfigInvalid("each node is given once: two of the URLs are the same")
         if self.num_workers < 1 or self.max_attempts < 1:
             raise ConfigInvalid("--detokenizers and --max-attempts are at least 1")
+        if self.admission.key_limits and not self.http.api_keys:
+            raise ConfigInvalid(
+                "--key-limits needs keys to limit: give --api-key or --api-key-file"
+            )
         if not 0 <= self.port <= 65535:
             raise ConfigInvalid(f"--port {self.port} is not between 0 and 65535")
         if self.node_ca_certs:

@@ -65,7 +65,8 @@ async def serve(start: WorkerStart, sock: socket.socket) -> None:
     config = start.config
     cluster = Cluster(config)
     policy, rng = POLICIES[config.policy], random.Random()
-    backend = ClusterBackend(cluster, policy, config.max_attempts, rng)
+    admission = config.admission.for_one_of(config.num_workers)
+    backend = ClusterBackend(cluster, policy, config.max_attempts, rng, admission=admission)
     formats = reply_formats(config.tool_call_parser, config.reasoning_parser)
     app = create_app(backend, FrontendOptions(http=config.http, reply_formats=formats))
     async with asyncio.TaskGroup() as tasks:
