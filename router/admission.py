@@ -84,6 +84,28 @@ class Pace:
         self._taken += 1
 
 
+class Begin:
+    """How long requests take from their start to their first token, most of them.
+
+    Source: the mean and the mean deviation of Jacobson, Congestion avoidance and control, 1988.
+    """
+
+    def __init__(self) -> None:
+        self._mean_s = self._deviation_s = self._at = 0.0
+
+    def observe(self, after_s: float, now: float) -> None:
+        """Take one that began."""
+        error_s = after_s - self._mean_s
+        self._mean_s += error_s / 8
+        self._deviation_s += (abs(error_s) - self._deviation_s) / 4
+        self._at = now
+
+    def expected_s(self, now: float) -> float:
+        """Return in which time one that starts now should have begun."""
+        kept = 0.5 ** ((now - self._at) / BEGIN_HALF_LIFE_S)
+        return float((self._mean_s + 2 * self._deviation_s) * kept)
+
+
 class Admission:
     """The line and what is known of its pace. Times are of any one clock that does not go back."""
 
@@ -91,7 +113,7 @@ class Admission:
         self._limits = limits
         self._line = Line()
         self._pace = Pace()
-        self._begin_s = self._began_at = 0.0
+        self._begin = Begin()
 
     def __len__(self) -> int:
         return len(self._line)
@@ -117,7 +139,7 @@ class Admission:
         if waiting.has_deadline and left_s <= 0:
             raise self.too_late(waiting)
         wait_s = self.wait_s(waiting.priority, waiting.client)
-        begin_s = self.begin_s(now) if waiting.has_deadline else 0.0
+        begin_s = self._begin.expected_s(now) if waiting.has_deadline else 0.0
         if wait_s + begin_s > left_s:
             raise Overloaded(
                 f"the request would wait about {wait_s + begin_s:.1f} s and may wait "
@@ -143,15 +165,11 @@ class Admission:
 
     def began(self, after_s: float, now: float) -> None:
         """Note how long after its start a request had its first token."""
-        self._begin_s, self._began_at = 0.8 * self.begin_s(now) + 0.2 * after_s, now
-
-    def begin_s(self, now: float) -> float:
-        """Return how long a request that starts now is expected to take to its first token."""
-        return float(self._begin_s * 0.5 ** ((now - self._began_at) / BEGIN_HALF_LIFE_S))
+        self._begin.observe(after_s, now)
 
     def is_too_late(self, waiting: Waiting, now: float) -> bool:
         """Tell whether a request could not have its first token before its client's time is over."""
-        return waiting.has_deadline and now + self.begin_s(now) > waiting.expires
+        return waiting.has_deadline and now + self._begin.expected_s(now) > waiting.expires
 
     def wait_s(self, priority: int, client: str) -> float:
         """Return how long a request that comes now is expected to wait in line."""
