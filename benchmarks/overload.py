@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import aiohttp
 import numpy as np
+from typing_extensions import override
 
 from benchmarks.processes import Target, free_port, tandem
 from benchmarks.verdict import result
@@ -71,6 +72,7 @@ class Row:
     p99_s: float
     retry_after_s: tuple[int, int]
 
+    @override
     def __str__(self) -> str:
         refused = ", ".join(f"{count} x {status}" for status, count in self.refused.items())
         least, most = self.retry_after_s
@@ -258,8 +260,8 @@ def main() -> None:
     print(f"{os.cpu_count()} cores; load average before the start {os.getloadavg()}")
     with nodes() as flags:
         most, full, beyond = measure(args, flags)
-    print(f"of the closed loop's rate: {beyond.goodput / most:.3f}")
-    print(result("overload-goodput", beyond.goodput / full.goodput, GOAL))
+    # A Poisson stream may have asked for less than its rate: the higher of the two is what can be had.
+    print(result("overload-goodput", beyond.goodput / max(most, full.goodput), GOAL))
 
 
 if __name__ == "__main__":

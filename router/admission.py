@@ -26,6 +26,8 @@ HALF_LIFE_S = 20.0
 BEGIN_HALF_LIFE_S = 5.0
 # An hour: who would have to wait longer had better ask a person.
 MAX_RETRY_AFTER_S = 3600
+# An expected wait is a mean: who waits and then is too late had better been told at once.
+CAUTION = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +70,13 @@ class Pace:
     @property
     def seconds_each(self) -> float:
         """Until one was taken, as long as the first has waited: at least so long it is."""
-        return self._seconds / max(1.0, self._taken)
+        return self._seconds / (self._taken or 1.0)
 
     def pass_time(self, now: float, *, is_busy: bool) -> None:
         """Note that time has passed since it was last called, in which somebody waited or not."""
         if is_busy:
             past_s = max(0.0, now - self._at)
-            kept = 0.5 ** (past_s / HALF_LIFE_S)
+            kept = 0.5 ** (past_s / HALF_LIFE_S) if self._taken else 1.0
             self._seconds = (self._seconds + past_s) * kept
             self._taken *= kept
         self._at = now
@@ -139,11 +141,12 @@ class Admission:
         if waiting.has_deadline and left_s <= 0:
             raise self.too_late(waiting)
         wait_s = self.wait_s(waiting.priority, waiting.client)
-        begin_s = self._begin.expected_s(now) if waiting.has_deadline else 0.0
-        if wait_s + begin_s > left_s:
+        if waiting.has_deadline:
+            wait_s = wait_s * CAUTION + self._begin.expected_s(now)
+        if wait_s > left_s:
             raise Overloaded(
-                f"the request would wait about {wait_s + begin_s:.1f} s and may wait "
-                f"{max(0.0, left_s):.1f} s: send it again later",
+                f"the request would wait about {wait_s:.1f} s and may wait {max(0.0, left_s):.1f} s: "
+                "send it again later",
                 self.retry_after_s(waiting),
             )
         sent_away = self._make_room(waiting)
@@ -154,7 +157,8 @@ class Admission:
         """Take the next one out of line, to start now; None when nobody waits."""
         self._pass_time(now)
         waiting = self._line.take()
-        if waiting is not None:
+        # Who is too late takes no place, so the next one is not as far behind as it seemed.
+        if waiting is not None and not self.is_too_late(waiting, now):
             self._pace.took()
         return waiting
 
