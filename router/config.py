@@ -63,17 +63,19 @@ class AdmissionConfig:
         max_in_flight: Requests of all edge workers at one node; 0: as many as the node says.
         limits: Of each edge worker's line.
         key_limits: Of this router, by key; see `key_limits.py`.
+        num_workers: Edge workers that share all this.
     """
 
     is_on: bool = True
     max_in_flight: int = 0
     limits: Limits = field(default_factory=Limits)
     key_limits: dict[str, KeyLimit] = field(default_factory=dict)
+    num_workers: int = 1
 
     def for_one_of(self, num_workers: int) -> "AdmissionConfig":
         """Return what one of several edge workers goes by: its share of what keys may use."""
         shares = {name: limit.divided(num_workers) for name, limit in self.key_limits.items()}
-        return replace(self, key_limits=shares)
+        return replace(self, key_limits=shares, num_workers=num_workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,7 +66,7 @@ class Gate:
         self._snapshot, self._clock, self._metrics = snapshot, clock, metrics
         self._is_on = config.is_on
         self._admission = Admission(config.limits)
-        self._places = Places(config.max_in_flight)
+        self._places = Places(config.max_in_flight, config.num_workers)
         self._keys = KeyUsage(config.key_limits)
         self._entries: dict[Waiting, _Entry] = {}
         self._by_id: dict[str, _Entry] = {}

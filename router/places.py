@@ -55,10 +55,11 @@ class Places:
 
     Args:
         max_in_flight: Requests of all edge workers at one node; 0: as the node says.
+        num_workers: Of this router: as many may come at once to a node where nobody is yet.
     """
 
-    def __init__(self, max_in_flight: int = 0) -> None:
-        self._max_in_flight = max_in_flight
+    def __init__(self, max_in_flight: int = 0, num_workers: int = 1) -> None:
+        self._max_in_flight, self._num_workers = max_in_flight, num_workers
         self._paces: dict[str, Pace] = {}
 
     def count(
@@ -76,18 +77,26 @@ class Places:
         line = max(LEAST_LINE, round(pace.per_s * PREFILL_LINE_S))
         # Those being pushed take none of its time; those that wait for a grant will be with it soon.
         elsewhere = load.num_transferring + min(line, load.num_waiting)
-        return _share(node, self._bound(line + elsewhere))
+        return self._share(node, line + elsewhere)
 
     def at_decode(self, node: NodeSnapshot) -> int:
         """Return the places of one decode: as many as it runs at once and has pages for."""
         load = node.load
         if load.num_waiting > max(1, load.num_running // DECODE_LINE_SHARE):
             return 0  # it lacks pages for those it has
-        free = _share(node, self._bound(load.max_running or UNTOLD))
+        free = self._share(node, load.max_running or UNTOLD)
         return min(free, _num_fitting(node))
 
-    def _bound(self, told: int) -> int:
-        return min(self._max_in_flight or told, told)
+    def _share(self, node: NodeSnapshot, told: int) -> int:
+        """Return how many more this edge worker may start at a node that is for `told` of all."""
+        load, own, reported = node.load, node.in_flight_requests, _num_reported(node)
+        bound = min(self._max_in_flight or told, told)
+        if reported and not load.num_edges:  # an older node, which does not tell whose they are
+            return bound - max(own, reported)
+        is_newcomer = load.num_own == 0
+        num_edges = load.num_edges + is_newcomer if load.num_edges else self._num_workers
+        free = math.ceil((bound - reported) / num_edges)
+        return max(free - _num_since_report(node), max(1, bound // num_edges) - own)
 
 
 def _num_since_report(node: NodeSnapshot) -> int:
@@ -97,17 +106,6 @@ def _num_since_report(node: NodeSnapshot) -> int:
 
 def _num_reported(node: NodeSnapshot) -> int:
     return node.load.num_running + node.load.num_waiting + node.load.num_transferring
-
-
-def _share(node: NodeSnapshot, bound: int) -> int:
-    """Return how many more this edge worker may start at a node for at most `bound` of all."""
-    load, own, reported = node.load, node.in_flight_requests, _num_reported(node)
-    if reported and not load.num_edges:  # an older node, which does not tell whose they are
-        return bound - max(own, reported)
-    is_newcomer = load.num_edges > 0 and load.num_own == 0
-    num_edges = max(1, load.num_edges + is_newcomer)
-    free = math.ceil((bound - reported) / num_edges)
-    return max(free - _num_since_report(node), max(1, bound // num_edges) - own)
 
 
 def _num_fitting(node: NodeSnapshot) -> int:

@@ -88,7 +88,8 @@ def test_a_prefill_of_another_life_counts_anew():
 class Worker:
     """An edge worker that always has more to start."""
 
-    def __init__(self, starts_at=0.0) -> None:
+    def __init__(self, starts_at=0.0, num_workers=1) -> None:
+        self.places = Places(num_workers=num_workers)
         self.starts_at, self.own, self.load = starts_at, 0, NodeLoad(max_running=SLOTS)
 
     def start(self, now) -> int:
@@ -97,7 +98,7 @@ class Worker:
         seen = NodeSnapshot(
             url="u", role="decode", is_up=True, load=self.load, in_flight_requests=self.own
         )
-        count = max(0, Places().at_decode(seen))
+        count = max(0, self.places.at_decode(seen))
         self.own += count
         return count
 
@@ -134,7 +135,7 @@ def run_workers(workers, seconds, seed=0):
 
 @pytest.mark.parametrize("num_workers", [1, 2, 8])
 def test_workers_that_share_a_node_keep_it_busy_without_a_line(num_workers):
-    workers = [Worker() for _ in range(num_workers)]
+    workers = [Worker(num_workers=num_workers) for _ in range(num_workers)]
     settled = [(line, running) for now, line, running in run_workers(workers, 30.0) if now > 5]
     assert sum(running for _, running in settled) / len(settled) > 0.93 * SLOTS
     assert max(line for line, _ in settled) <= SLOTS // 4
@@ -149,7 +150,7 @@ def test_a_worker_that_comes_late_gets_its_share():
 
 
 def test_a_worker_alone_among_idle_ones_has_all():
-    busy = Worker()
+    busy = Worker(num_workers=8)
     idle = [Worker(starts_at=1e9) for _ in range(7)]
     runs = [running for now, _, running in run_workers([busy, *idle], 10.0) if now > 2]
     assert sum(runs) / len(runs) > 0.93 * SLOTS
