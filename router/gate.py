@@ -206,6 +206,8 @@ class Gate:
                 self._refuse(waiting, self._admission.too_late(waiting))
                 continue
             entry = self._entries[waiting]
+            if entry.future.done():  # cancelled, and its task has not run since
+                continue
             self._let_in(entry.arrived, now)
             entry.future.set_result(True)
             num_free = self._free(now)

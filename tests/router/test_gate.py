@@ -157,6 +157,18 @@ async def test_a_client_that_goes_away_as_it_is_let_in_gives_its_place_back():
         assert rig.inside == ["c"]
 
 
+async def test_a_place_is_not_given_to_one_that_is_about_to_go():
+    rig = Rig()
+    async with visitors() as send:
+        await send(rig, "a")
+        gone = await send(rig, "b")
+        await send(rig, "c")
+        rig.say_leave("a")
+        gone.cancel()  # and has not left the line when the place becomes free
+        await settled()
+        assert rig.inside == ["c"]
+
+
 async def test_a_full_line_refuses_with_when_to_come_back():
     rig = Rig(limits=Limits(max_requests=1))
     async with visitors() as send:
