@@ -16,6 +16,7 @@ from engine.waiting import Line
 from kvtransfer.agent import Receiver
 from kvtransfer.events import Failed, Landed, Lost
 from node.answers import Answers, Ticket
+from node.deadlines import Deadlines, not_started
 from node.load import engine_load, hit_rate, token_usage
 from node.loop import Start
 from wire.errors import EngineFailed, InvalidRequest, KVCorrupted, Overloaded, TandemError
@@ -54,6 +55,7 @@ class DecodeRole:
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._reserving: Line[_Half] = Line(lambda half: half.active.rank)
+        self._deadlines: Deadlines[_Half] = Deadlines()
         self._granted: dict[int, _Half] = {}  # by room, quarantined ones included
         self._by_ticket: dict[Ticket, _Half] = {}
         self._by_active: dict[ActiveRequest, _Half] = {}  # running
@@ -82,6 +84,7 @@ class DecodeRole:
         half = _Half(ticket, message, self._engine.check(message.request))
         self._by_ticket[ticket] = half
         self._reserving.add(half)
+        self._deadlines.note(half, message.request.deadline_s)
         self._reserve()
 
     def cancel(self, ticket: Ticket) -> None:
@@ -139,6 +142,7 @@ class DecodeRole:
         moved = self._agent.statistics()
         return engine_load(
             self._engine,
+            max_running=self._max_running,
             num_waiting=len(self._reserving),
             num_transferring=len(self._granted),
             received_bytes=moved.received_bytes,
@@ -166,6 +170,10 @@ class DecodeRole:
 
     def _reserve(self) -> None:
         """Grant pages to those in line; nobody overtakes one that lacks pages."""
+        for half in self._deadlines.passed():
+            if half in self._reserving:
+                self._reserving.remove(half)
+                self._fail(half, not_started())
         for half in list(self._reserving):
             if len(self._granted) + self._engine.num_running >= self._max_running:
                 return

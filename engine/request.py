@@ -113,6 +113,12 @@ class ActiveRequest:
         return len(self.token_ids) - self.num_prompt + self.request.num_prior_tokens
 
     @property
+    def is_begun(self) -> bool:
+        """Whether a forward has computed, or computes, any of it."""
+        is_computed = self.num_launched > 0 or self.num_collected > self.num_cached
+        return is_computed or len(self.token_ids) > self.num_prompt
+
+    @property
     def rank(self) -> tuple[int, int]:
         """Who goes first: the smallest."""
         return (-self.request.priority, self.arrival)

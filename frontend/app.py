@@ -9,6 +9,7 @@ from aiohttp.typedefs import Middleware
 
 from frontend import generate, openai, routes
 from frontend.backend import Backend
+from frontend.caller import note_caller
 from frontend.cors import answer_preflight, tell_origin
 from frontend.edge import EDGE, Edge
 from frontend.limits import INCOMING, Incoming, end_in_time, expect, read_body
@@ -53,7 +54,7 @@ def _middlewares(options: FrontendOptions) -> list[Middleware]:
     accepted = [*http.api_keys, *filter(None, [options.operator_key])]
     keys = [check_key(accepted)] if http.api_keys else []
     timeout = [end_in_time] if http.request_timeout_s else []
-    return [count_requests, *preflight, answer_errors, *keys, *timeout, read_body]
+    return [count_requests, *preflight, answer_errors, *keys, *timeout, note_caller, read_body]
 
 
 def _table(options: FrontendOptions) -> list[web.RouteDef]:

@@ -6,11 +6,13 @@ What may be in a body is in `frontend/native_body.py`.
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 
 from frontend.body import read_json
+from frontend.caller import asked_by
 from frontend.edge import EDGE, Edge, side_by_side
 from frontend.generation import Answer, Generation
 from frontend.limits import within_time
@@ -31,6 +33,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     started = time.perf_counter()
     edge = request.app[EDGE]
     call = await read_call(edge.backend.model(), read_json(await request.read()))
+    call = replace(call, generations=asked_by(request, call.generations))
     if call.is_stream:
         return await _stream(request, edge, call, started)
     answers = await edge.answers(call.generations)

@@ -22,7 +22,8 @@ log = get_logger(__name__)
 OPEN_ROUTES = frozenset({"/health", "/metrics", "/openapi.json", "/docs"})
 # OpenAI's names; what is not listed is the server's fault.
 _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-_RETRY_AFTER_S = "1"
+# Where nobody knows when it helps.
+_RETRY_AFTER_S = 1
 # As nginx: the client closed the request. It reaches nobody but the metrics.
 _CLIENT_GONE = 499
 _SLOW_BODY = 408
@@ -61,7 +62,7 @@ def error_response(error: ErrorInfo, headers: dict[str, str] | None = None) -> w
     """Return an error as the whole of an answer."""
     headers = dict(headers or {})
     if error.is_retryable and error.status in {429, 503}:
-        headers["Retry-After"] = _RETRY_AFTER_S
+        headers["Retry-After"] = str(error.retry_after_s or _RETRY_AFTER_S)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     response = json_response(error_body(error), error.status, headers)
@@ -134,7 +135,7 @@ def check_key(api_keys: Iterable[str]) -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path not in OPEN_ROUTES and not _is_one_of(_key_of(request), accepted):
+        if request.path not in OPEN_ROUTES and not _is_one_of(key_of(request), accepted):
             raise Unauthorized("send the API key as 'Authorization: Bearer KEY'")
         return await handler(request)
 
@@ -143,10 +144,11 @@ def check_key(api_keys: Iterable[str]) -> Middleware:
 
 def bears(request: web.Request, key: str) -> bool:
     """Tell whether a request bears this key."""
-    return _is_one_of(_key_of(request), [_digest(key.encode())])
+    return _is_one_of(key_of(request), [_digest(key.encode())])
 
 
-def _key_of(request: web.Request) -> bytes:
+def key_of(request: web.Request) -> bytes:
+    """Return the bearer token of a request; empty where it has none."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     return key.strip().encode(errors="surrogateescape") if scheme.lower() == "bearer" else b""
 

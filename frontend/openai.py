@@ -7,12 +7,14 @@ a choice: `frontend/openai_shapes.py`.
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from frontend.body import read_json
+from frontend.caller import asked_by
 from frontend.edge import EDGE, Edge, side_by_side
 from frontend.generation import Answer, Generation
 from frontend.limits import within_time
@@ -52,6 +54,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 async def _answer(
     request: web.Request, edge: Edge, call: OpenAICall, shape: Shape
 ) -> web.StreamResponse:
+    call = replace(call, generations=asked_by(request, call.generations))
     if call.is_stream:
         async with EventStream(request, edge.options.stall_timeout_s, edge.outbox) as stream:
             return await _Chunks(call, shape, stream).send_all(edge)

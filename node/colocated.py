@@ -10,6 +10,7 @@ from typing_extensions import override
 from engine.core import Engine
 from engine.request import ActiveRequest
 from node.answers import Answers, Ticket
+from node.deadlines import Deadlines, not_started
 from node.engine_host import Parts, RoleHost, main
 from node.load import engine_load, hit_rate, token_usage
 from node.loop import Start
@@ -25,6 +26,7 @@ class ColocatedRole:
         self._answers = answers
         self._by_ticket: dict[Ticket, ActiveRequest] = {}
         self._by_request: dict[ActiveRequest, Ticket] = {}
+        self._deadlines: Deadlines[ActiveRequest] = Deadlines()
         self._num_aborted = 0
         self._logged = NodeLoad()
 
@@ -43,6 +45,7 @@ class ColocatedRole:
             raise InvalidRequest("this node serves alone: it takes no half of a request")
         active = self._engine.submit(message.request)
         self._by_ticket[ticket], self._by_request[active] = active, ticket
+        self._deadlines.note(active, message.request.deadline_s)
 
     def cancel(self, ticket: Ticket) -> None:
         """See `Role.cancel`."""
@@ -53,7 +56,14 @@ class ColocatedRole:
             self._engine.cancel(active)
 
     def poll(self) -> None:
-        """Nothing happens beside this loop."""
+        """See `Role.poll`. Nothing happens beside this loop but that time passes."""
+        for active in self._deadlines.passed():
+            ticket = self._by_request.get(active)
+            if ticket is not None and not active.is_begun:
+                del self._by_request[active]
+                del self._by_ticket[ticket]
+                self._engine.cancel(active)
+                self._answers.fail(ticket, not_started())
 
     def step(self) -> None:
         """See `Role.step`."""

@@ -7,6 +7,7 @@ from wire.messages import NodeLoad
 def engine_load(
     engine: Engine,
     *,
+    max_running: int = 0,
     num_waiting: int = 0,
     num_transferring: int = 0,
     pushed_bytes: int = 0,
@@ -19,6 +20,7 @@ def engine_load(
     """Return the load of a node whose role adds these to what its engine counts."""
     pages = engine.counts()
     return NodeLoad(
+        max_running=max_running,
         num_running=engine.num_running,
         num_waiting=engine.num_waiting + num_waiting,
         num_transferring=num_transferring,

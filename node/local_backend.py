@@ -77,6 +77,7 @@ class LocalBackend:
         self, request: GenerateRequest, bootstrap: Bootstrap | None
     ) -> StartPrefill | StartDecode | StartColocated:
         role = self._config.role
+        request = msgspec.structs.replace(request, client="")
         if role == "colocated":
             return StartColocated(request=request)
         if bootstrap is None:

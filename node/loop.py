@@ -6,8 +6,11 @@ lost; what a request goes through is the role's.
 """
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from typing import Protocol
+
+import msgspec
 
 from node.answers import Answers, Ticket
 from telemetry.log import get_logger
@@ -144,10 +147,10 @@ class EngineLoop:
 
     def _handle(self, peer: Peer, message: ToEngine) -> None:
         if isinstance(message, Ping):
-            self._answers.pong(peer, self._role.load())
+            self._tell_load([peer])
         elif isinstance(message, FlushCache):
             self._role.flush_cache()
-            self._answers.pong(peer, self._role.load())
+            self._tell_load([peer])
         elif isinstance(message, Cancel):
             self._role.cancel(Ticket(peer, message.request_id, message.attempt))
         else:
@@ -182,9 +185,15 @@ class EngineLoop:
         """Tell every edge worker the load; a process that was killed cannot be sent to any more."""
         now = self._clock()
         if now - self._probed_at >= PROBE_INTERVAL_S:
-            self._probed_at, load = now, self._role.load()
-            for peer in self._last_heard:
-                self._answers.pong(peer, load)
+            self._probed_at = now
+            self._tell_load(self._last_heard)
+
+    def _tell_load(self, peers: Collection[Peer]) -> None:
+        """Tell edge workers the load, each with how much of it is its own."""
+        counts = Counter(ticket.peer for ticket in self._role.tickets())
+        load = msgspec.structs.replace(self._role.load(), num_edges=len(counts))
+        for peer in peers:
+            self._answers.pong(peer, msgspec.structs.replace(load, num_own=counts[peer]))
 
     def _log(self) -> None:
         elapsed_s = self._clock() - self._logged_at

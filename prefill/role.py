@@ -17,6 +17,7 @@ from kvtransfer.agent import Sender
 from kvtransfer.events import Granted, PushDone, Released
 from kvtransfer.layer_push import PageRun, Wrote
 from node.answers import Answers, Ticket
+from node.deadlines import Deadlines, not_started
 from node.load import engine_load, hit_rate, token_usage
 from node.loop import Start
 from telemetry.log import get_logger
@@ -65,6 +66,7 @@ class PrefillRole:
         self._agent = agent
         self._answers = answers
         self._max_waiting = max_waiting
+        self._deadlines: Deadlines[_Half] = Deadlines()
         self._by_room: dict[Room, _Half] = {}
         self._by_ticket: dict[Ticket, _Half] = {}
         self._by_active: dict[ActiveRequest, _Half] = {}
@@ -94,6 +96,7 @@ class PrefillRole:
         self._engine.check(message.request, is_prompt_only=True)
         half = _Half(ticket, message.room, message.request)
         self._by_room[half.room] = self._by_ticket[ticket] = half
+        self._deadlines.note(half, half.request.deadline_s)
         self._agent.expect(half.room)
 
     def cancel(self, ticket: Ticket) -> None:
@@ -116,6 +119,7 @@ class PrefillRole:
                 self._handed_off(half)
             else:
                 self._released(half, event)
+        self._drop_late()
 
     def step(self) -> None:
         """See `Role.step`."""
@@ -177,6 +181,13 @@ class PrefillRole:
             f"input throughput (token/s): {num_new / elapsed_s:.2f}, "
             f"cache hit rate: {hit_rate(now, before):.2f}"
         )
+
+    def _drop_late(self) -> None:
+        for half in self._deadlines.passed():
+            if half.is_wanted and not (half.active is not None and half.active.is_begun):
+                late = not_started()
+                self._fail(half, late)
+                self._abandon(half, late)
 
     def _granted(self, half: _Half) -> None:
         if not half.is_wanted:

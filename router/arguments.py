@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from frontend.flags import add_http_flags, read_http
 from frontend.reply_flags import add_reply_flags
+from router.admission_flags import add_admission_flags, read_admission
 from router.config import PolicyName, PrefillTarget, RouterConfig, node_url
 from router.discovery_flags import add_discovery_flags, read_dns, read_kubernetes
 from telemetry.flags import add_format_flag, add_heartbeat_flag, add_level_flag
@@ -88,6 +89,7 @@ def build_parser(prog: str = "tandem lb") -> argparse.ArgumentParser:
     parser.set_defaults(ignored=[])
     _add_cluster_flags(parser.add_argument_group("the cluster"))
     add_discovery_flags(parser.add_argument_group("nodes that come and go"))
+    add_admission_flags(parser.add_argument_group("who may start"))
     _add_server_flags(parser.add_argument_group("the server"))
     _add_model_flags(parser.add_argument_group("the model"))
     for flag in IGNORED_FLAGS:
@@ -223,6 +225,7 @@ def parse(argv: Sequence[str], prog: str = "tandem lb") -> RouterConfig:
         node_wait_s=args.node_wait_s,
         drain_timeout_s=args.drain_timeout_s,
         heartbeat_interval_ms=args.heartbeat_interval_ms,
+        admission=read_admission(args),
         node_ca_certs=args.node_ca_certs,
         http=read_http(args),
         tokenizer_dir=args.tokenizer_dir,

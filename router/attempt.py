@@ -146,5 +146,6 @@ class Progress:
             num_prior_tokens=self.next_index,
             # With sent tokens behind it the prompt is no longer that of the others.
             group="" if self.sent_ids else request.group,
+            deadline_s=None if self.sent_ids else request.deadline_s,
             logprobs=logprobs,
         )

@@ -21,6 +21,8 @@ import msgspec
 from frontend.backend import Bootstrap, Health, ServedModel, Tap
 from router.attempt import Progress
 from router.cluster import Cluster
+from router.config import AdmissionConfig
+from router.gate import Gate
 from router.groups import Group, Groups
 from router.metrics import RouterMetrics
 from router.pairing import Pairing
@@ -45,6 +47,7 @@ class ClusterBackend:
         max_attempts: How often one request is tried; at least 1.
         node_wait_s: How long a request waits for a role that has no node.
         rng: For the policies that draw.
+        admission: Which requests start when.
     """
 
     def __init__(
@@ -54,6 +57,8 @@ class ClusterBackend:
         max_attempts: int,
         rng: random.Random,
         node_wait_s: float = 0.0,
+        *,
+        admission: AdmissionConfig | None = None,
     ) -> None:
         self._cluster = cluster
         self._max_attempts, self._node_wait_s = max_attempts, node_wait_s
@@ -61,6 +66,9 @@ class ClusterBackend:
         self._metrics = RouterMetrics()
         self._pairing = Pairing(cluster, policy, rng, self._metrics)
         self._last_model: ServedModel | None = None
+        admission = admission or AdmissionConfig()
+        self._max_waiting = admission.limits.max_requests
+        self._gate = Gate(cluster.snapshot, admission, self._metrics)
 
     def model(self) -> ServedModel:
         """Return the model served.
@@ -81,11 +89,24 @@ class ClusterBackend:
         bootstrap: Bootstrap | None = None,
         tap: Tap | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the tokens of one request, over as many attempts as it takes; see `Backend`.
+        """Yield the tokens of one request once there is room for it; see `Backend`.
 
         Args:
             bootstrap: Not used: who pairs the nodes is this router.
         """
+        async with self._gate.admitted(request, tap) as visit:
+            if visit is None:
+                yield Progress(request).aborted()
+                return
+            async with aclosing(self._counted(visit.request, visit.tap)) as deltas:
+                async for delta in deltas:
+                    visit.saw(delta)
+                    yield delta
+
+    async def _counted(
+        self, request: GenerateRequest, tap: Tap | None
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Yield the tokens of one request that has room, and count how it ends."""
         with self._metrics.request() as outcome, self._groups.entered(request.group) as group:
             progress = Progress(request, tap)
             try:
@@ -135,14 +156,16 @@ class ClusterBackend:
                 try:
                     return look()
                 except NoNodeAvailable:
-                    if not await waiter.before(deadline):
+                    is_crowded = len(self._cluster.waiters) > self._max_waiting
+                    if is_crowded or not await waiter.before(deadline):
                         raise
 
     async def abort(self, request_id: str) -> bool:
         """End a request with reason `abort`. False if it does not run here."""
         nodes = [*self._cluster.prefills, *self._cluster.decodes]
-        aborted = [node.client.abort(request_id) for node in nodes if node.client is not None]
-        return any([*aborted, self._cluster.waiters.abort(request_id)])
+        was_running = [node.client.abort(request_id) for node in nodes if node.client is not None]
+        waited = self._cluster.waiters.abort(request_id) or self._gate.abort(request_id)
+        return waited or any(was_running)
 
     async def flush_cache(self) -> None:
         """Drop the idle cached pages of every node that is up."""

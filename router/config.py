@@ -2,13 +2,15 @@
 
 import math
 import ssl
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 from urllib.parse import urlsplit
 
 from frontend.options import HttpOptions
 from frontend.reply_parser import reply_formats
 from frontend.tls import load_authorities
+from router.admission import Limits
+from router.key_limits import KeyLimit
 from telemetry.log import LogFormat
 from wire.errors import ConfigInvalid
 from wire.heartbeat import Heartbeat, heartbeat_of
@@ -94,6 +96,30 @@ class KubernetesTarget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionConfig:
+    """Who may start, and how many at once.
+
+    Attributes:
+        is_on: False starts every request at once and leaves all waiting to the nodes.
+        max_in_flight: Requests of all edge workers at one node; 0: as many as the node says.
+        limits: Of each edge worker's line.
+        key_limits: Of this router, by key; see `key_limits.py`.
+        num_workers: Edge workers that share all this.
+    """
+
+    is_on: bool = True
+    max_in_flight: int = 0
+    limits: Limits = field(default_factory=Limits)
+    key_limits: dict[str, KeyLimit] = field(default_factory=dict)
+    num_workers: int = 1
+
+    def for_one_of(self, num_workers: int) -> "AdmissionConfig":
+        """Return what one of several edge workers goes by: its share of what keys may use."""
+        shares = {name: limit.divided(num_workers) for name, limit in self.key_limits.items()}
+        return replace(self, key_limits=shares, num_workers=num_workers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """Everything `python -m router` can be told.
 
@@ -130,6 +156,7 @@ class RouterConfig:
     node_wait_s: float = 10.0
     drain_timeout_s: float = 30.0
     heartbeat_interval_ms: float = 500.0
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     node_ca_certs: str = ""
     http: HttpOptions = field(default_factory=HttpOptions)
     tokenizer_dir: str = ""
@@ -157,6 +184,10 @@ class RouterConfig:
             raise ConfigInvalid("--node-wait-s is at least 0")
         if not (math.isfinite(self.drain_timeout_s) and self.drain_timeout_s >= 0):
             raise ConfigInvalid("--drain-timeout-s is at least 0")
+        if self.admission.key_limits and not self.http.api_keys:
+            raise ConfigInvalid(
+                "--key-limits needs keys to limit: give --api-key or --api-key-file"
+            )
         if not 0 <= self.port <= 65535:
             raise ConfigInvalid(f"--port {self.port} is not between 0 and 65535")
         heartbeat_of(self.heartbeat_interval_ms)

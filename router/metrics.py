@@ -9,6 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from router.policy import ClusterSnapshot
 from wire.errors import TandemError
 
+# From what a place takes to be found to where common proxies give an answer up.
+WAIT_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # From a tenth of the 1 ms that pairing may take to ten times it.
 PAIRING_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01)
 
@@ -63,6 +65,37 @@ class RouterMetrics:
             registry=self._registry,
             buckets=PAIRING_BUCKETS_S,
         )
+
+        self._queued = Gauge(
+            "tandem_router_queued_requests",
+            "Requests that wait for room.",
+            registry=self._registry,
+            multiprocess_mode="livesum",
+        )
+        self._wait = Histogram(
+            "tandem_router_queue_wait_seconds",
+            "How long requests waited for room before they started.",
+            registry=self._registry,
+            buckets=WAIT_BUCKETS_S,
+        )
+        self._refused = Counter(
+            "tandem_router_refused",
+            "Requests that were not started, by why.",
+            ["reason"],
+            registry=self._registry,
+        )
+
+    def queued(self, num_waiting: int) -> None:
+        """Tell how many wait for room now."""
+        self._queued.set(num_waiting)
+
+    def waited(self, wait_s: float) -> None:
+        """Count a request that starts, and how long it waited for room."""
+        self._wait.observe(wait_s)
+
+    def refused(self, error: TandemError) -> None:
+        """Count a request that is not started."""
+        self._refused.labels(error.code).inc()
 
     @contextmanager
     def request(self) -> Iterator[Outcome]:

@@ -68,7 +68,10 @@ async def serve(start: WorkerStart, sock: socket.socket) -> None:
     config = start.config
     cluster = Cluster(config, MemberFiles(start.nodes_directory))
     policy, rng = POLICIES[config.policy], random.Random()
-    backend = ClusterBackend(cluster, policy, config.max_attempts, rng, config.node_wait_s)
+    admission = config.admission.for_one_of(config.num_workers)
+    backend = ClusterBackend(
+        cluster, policy, config.max_attempts, rng, config.node_wait_s, admission=admission
+    )
     formats = reply_formats(config.tool_call_parser, config.reasoning_parser)
     options = FrontendOptions(
         http=config.http,

@@ -125,11 +125,14 @@ class Pair:
     def ticket(self, name: str) -> Ticket:
         return Ticket(Peer(b"edge"), RequestId(name), 0)
 
-    def start(self, name: str, prompt, decode_first: bool = True, **sampling) -> GenerateRequest:
+    def start(
+        self, name: str, prompt, decode_first: bool = True, deadline_s=None, **sampling
+    ) -> GenerateRequest:
         request = GenerateRequest(
             request_id=RequestId(name),
             prompt_ids=prompt,
             sampling=SamplingParams(**{"temperature": 0, "ignore_eos": True, **sampling}),
+            deadline_s=deadline_s,
         )
         room = new_room()
         halves = [

@@ -8,12 +8,17 @@ import msgspec
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """An error as it travels between processes."""
+    """An error as it travels between processes.
+
+    Attributes:
+        retry_after_s: When to send it again; 0: not known.
+    """
 
     code: str
     message: str
     status: int = 500
     is_retryable: bool = False
+    retry_after_s: int = 0
 
 
 class TandemError(Exception):
@@ -24,12 +29,14 @@ class TandemError(Exception):
         status: The HTTP status this becomes at the edge.
         is_retryable: Whether the same request may succeed if sent again.
         is_public: Whether the message may leave the building. Others become a generic sentence.
+        retry_after_s: When the same request may have better luck; 0: not known.
     """
 
     code = "internal_error"
     status = 500
     is_retryable = False
     is_public = True
+    retry_after_s = 0
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -42,6 +49,7 @@ class TandemError(Exception):
             message=self.message,
             status=self.status,
             is_retryable=self.is_retryable,
+            retry_after_s=self.retry_after_s,
         )
 
 
@@ -83,6 +91,23 @@ class Overloaded(TandemError):
     code = "overloaded"
     status = 429
     is_retryable = True
+
+    def __init__(self, message: str, retry_after_s: int = 0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RateLimited(Overloaded):
+    """This API key has used up what it may; others have not."""
+
+    code = "rate_limit_exceeded"
+
+
+class DeadlinePassed(TandemError):
+    """The request waited for longer than its client would: it was not started."""
+
+    code = "deadline_passed"
+    status = 504
 
 
 class OutOfPages(TandemError):
@@ -244,5 +269,6 @@ def error_from_info(info: ErrorInfo) -> TandemError:
     error = cls.__new__(cls)
     TandemError.__init__(error, info.message)
     error.code, error.is_retryable = info.code, info.is_retryable
+    error.retry_after_s = info.retry_after_s
     error.status = info.status if 400 <= info.status < 600 else TandemError.status
     return error

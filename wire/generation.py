@@ -94,6 +94,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         group: Requests of one group have the same prompt and go to the same pair, which computes it
             once. Empty: a group of its own.
         logprobs: None: not wanted.
+        client: Whose it is: a short name of an API key, which does not tell the key. Known to the
+            router alone and never sent to nodes.
+        deadline_s: Seconds left, when this was sent, in which it is worth starting; None: always.
     """
 
     request_id: RequestId
@@ -104,6 +107,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     priority: int = 0
     group: str = ""
     logprobs: LogprobsWanted | None = None
+    client: str = ""
+    deadline_s: float | None = None
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -138,7 +138,13 @@ class RequestFailed(Message, frozen=True, kw_only=True):
 
 
 class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node says of itself: page states sum to `num_pages`."""
+    """What a node says of itself: page states sum to `num_pages`.
+
+    Attributes:
+        max_running: Requests that it runs at once, at most; 0: an older node, which does not tell.
+        num_edges: Edge workers that have requests here.
+        num_own: Requests here of the edge worker that is told; both 0 from older nodes.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -160,6 +166,9 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     received_bytes: int = 0
     saved_bytes: int = 0
     num_corrupted: int = 0
+    max_running: int = 0
+    num_edges: int = 0
+    num_own: int = 0
 
 
 class Pong(Message, frozen=True, kw_only=True):

@@ -264,7 +264,7 @@ def test_an_edge_that_is_there_keeps_its_requests_and_is_told_the_load(rig):
     rig.pass_until(lambda: rig.role.started)
     rig.now += PROBE_INTERVAL_S
     rig.loop.run_once(0)
-    assert rig.answer() == Pong(epoch=EPOCH, load=NodeLoad(num_running=1))
+    assert rig.answer() == Pong(epoch=EPOCH, load=NodeLoad(num_running=1, num_edges=1, num_own=1))
     assert not rig.role.cancelled
 
 

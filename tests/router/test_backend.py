@@ -18,7 +18,7 @@ from wire.errors import (
     Overloaded,
 )
 from wire.generation import LogprobsWanted
-from wire.messages import Cancel, FlushCache, StartDecode, StartPrefill
+from wire.messages import Cancel, FlushCache, NodeLoad, StartDecode, StartPrefill
 
 
 @asynccontextmanager
@@ -500,3 +500,39 @@ async def test_every_node_is_shown_with_its_load():
         info = setup.backend.server_info()
         assert [node["role"] for node in info["nodes"]] == ["prefill", "decode"]
         assert info["is_serving"]
+
+
+async def test_a_node_hears_how_long_a_client_still_waits_and_not_who_it_is():
+    async with cluster() as setup, asyncio.TaskGroup() as tasks:
+        asked = request(client="0a1b2c3d", deadline_s=30.0)
+        reader = Reader(tasks, setup.backend, asked)
+        _, start, decode, decode_start = await setup.pair_of()
+        for half in (start, decode_start):
+            assert half.request.client == ""
+            assert 0 < half.request.deadline_s <= 30.0
+        decode.engine.say(decode_start, 0, [7])
+        decode.engine.fail(decode_start, KVCorrupted("broke"))
+        # A client that has heard something waits on: another attempt has no deadline.
+        _, again, decode, decode_again = await setup.pair_of(attempt=1)
+        assert again.request.deadline_s is None
+        decode.engine.say(decode_again, 1, [8], "stop")
+        await reader.task
+
+
+async def test_requests_beyond_a_nodes_room_wait_at_the_router():
+    decode = FakeNode("decode")
+    decode.engine.load = NodeLoad(max_running=1)
+    async with cluster(decodes=[decode]) as setup, asyncio.TaskGroup() as tasks:
+        await until(lambda: setup.backend._cluster.decodes[0].client.load.max_running == 1)
+        first = Reader(tasks, setup.backend, request(request_id="a"))
+        _, _, decode, start = await setup.pair_of()
+        second = Reader(tasks, setup.backend, request(request_id="b"))
+        await until(lambda: "queued_requests 1.0" in setup.backend.metrics())
+        assert decode.engine.is_idle()
+        decode.engine.say(start, 0, [7], "stop")
+        await first.task
+        while not isinstance(message := await decode.engine.next(object), StartDecode):
+            pass
+        assert message.request.request_id == "b"
+        decode.engine.say(message, 0, [7], "stop")
+        await second.task

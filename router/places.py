@@ -1,0 +1,120 @@
+"""How many requests the nodes have room for, as one edge worker can know it: pure.
+
+```
+ what a node said, a fifth of a second ago     what this worker did since
+   free places / edge workers there         -  started there and not ended
+```
+
+Edge workers share nothing but what nodes say. Each takes its share of what a report shows free, and no
+more before the next: so all together do not start more than there is room for. To what it has had ended
+since, a worker has the first right. And each may always have its share of the whole: one that comes
+late gets it as others' requests end, since those start none while they have more.
+"""
+
+import math
+from collections.abc import Iterable
+
+from router.policy import NodeSnapshot
+
+# Of a prefill's work, in its hands: more than one forward and the time between two reports, so that it
+# never waits for the router; what is beyond would only wait there, and out of order.
+PREFILL_LINE_S = 0.5
+# Where a prompt takes longer than that: one in work, others ready.
+LEAST_LINE = 4
+# Over which a prefill's pace is taken: more than two reports.
+WINDOW_S = 0.5
+# Of a decode's line for pages: as many as will be free before long, where requests end one by one.
+DECODE_LINE_SHARE = 8
+# Where there is no report to go by: in flight at one node.
+UNTOLD = 256
+
+
+class Pace:
+    """How many prompts a second a prefill ends while it has some, of late."""
+
+    def __init__(self) -> None:
+        self.per_s = 0.0
+        self._num_ended, self._at = -1, 0.0
+        self._was_busy = False
+
+    def observe(self, num_ended: int, now: float, *, is_busy: bool) -> None:
+        """Take a report: how many prompts it has ended in its life, and whether it computes some."""
+        past_s = now - self._at
+        is_same_life = 0 <= self._num_ended <= num_ended
+        if is_same_life and past_s < WINDOW_S:
+            return
+        # An idle while says nothing of what it could do.
+        if is_same_life and is_busy and self._was_busy:
+            seen = (num_ended - self._num_ended) / past_s
+            self.per_s = (self.per_s + seen) / 2 if self.per_s else seen
+        self._num_ended, self._at, self._was_busy = num_ended, now, is_busy
+
+
+class Places:
+    """Counts the places of nodes.
+
+    Args:
+        max_in_flight: Requests of all edge workers at one node; 0: as the node says.
+        num_workers: Of this router: as many may come at once to a node where nobody is yet.
+    """
+
+    def __init__(self, max_in_flight: int = 0, num_workers: int = 1) -> None:
+        self._max_in_flight, self._num_workers = max_in_flight, num_workers
+        self._paces: dict[str, Pace] = {}
+
+    def count(
+        self, prefills: Iterable[NodeSnapshot], decodes: Iterable[NodeSnapshot], now: float
+    ) -> int:
+        """Return how many more requests may start now: none where a role has no node."""
+        at_prefills = sum(max(0, self.at_prefill(node, now)) for node in prefills)
+        at_decodes = sum(max(0, self.at_decode(node)) for node in decodes)
+        return min(at_prefills, at_decodes)
+
+    def at_prefill(self, node: NodeSnapshot, now: float) -> int:
+        """Return the places of one prefill: a short line of work, and what else is under way there."""
+        load, pace = node.load, self._paces.setdefault(node.url, Pace())
+        pace.observe(load.generated_tokens, now, is_busy=load.num_running > 0)
+        line = max(LEAST_LINE, round(pace.per_s * PREFILL_LINE_S))
+        # Those being pushed take none of its time; those that wait for a grant will be with it soon.
+        elsewhere = load.num_transferring + min(line, load.num_waiting)
+        return self._share(node, line + elsewhere)
+
+    def at_decode(self, node: NodeSnapshot) -> int:
+        """Return the places of one decode: as many as it runs at once and has pages for."""
+        load = node.load
+        if load.num_waiting > max(1, load.num_running // DECODE_LINE_SHARE):
+            return 0  # it lacks pages for those it has
+        free = self._share(node, load.max_running or UNTOLD)
+        return min(free, _num_fitting(node))
+
+    def _share(self, node: NodeSnapshot, told: int) -> int:
+        """Return how many more this edge worker may start at a node that is for `told` of all."""
+        load, own, reported = node.load, node.in_flight_requests, _num_reported(node)
+        bound = min(self._max_in_flight or told, told)
+        if reported and not load.num_edges:  # an older node, which does not tell whose they are
+            return bound - max(own, reported)
+        is_newcomer = load.num_own == 0
+        num_edges = load.num_edges + is_newcomer if load.num_edges else self._num_workers
+        free = math.ceil((bound - reported) / num_edges)
+        return max(free - _num_since_report(node), max(1, bound // num_edges) - own)
+
+
+def _num_since_report(node: NodeSnapshot) -> int:
+    """Return how many more this edge worker has there now than the report knows; may be negative."""
+    return node.in_flight_requests - node.load.num_own
+
+
+def _num_reported(node: NodeSnapshot) -> int:
+    return node.load.num_running + node.load.num_waiting + node.load.num_transferring
+
+
+def _num_fitting(node: NodeSnapshot) -> int:
+    """Return for how many more prompts of the usual size a node has pages."""
+    load = node.load
+    if not load.page_size:
+        return UNTOLD
+    mean_tokens = node.in_flight_tokens / max(1, node.in_flight_requests)
+    pages_each = math.ceil(mean_tokens / load.page_size) + 1  # the answer's first
+    num_fitting = (load.pages_free + load.pages_cached) // pages_each
+    is_told = load.num_edges > 0 or not _num_reported(node)
+    return num_fitting - (max(0, _num_since_report(node)) if is_told else 0)

@@ -1,0 +1,107 @@
+"""Requests whose clients wait only so long, at nodes that have no pages for them yet."""
+
+import pytest
+
+from node.answers import Ticket
+from node.colocated import ColocatedRole
+from node.deadlines import Deadlines
+from tests.hand_off_rig import CollectedAnswers, Pair, prompt_of
+from wire.channel import Peer
+from wire.errors import DeadlinePassed
+from wire.generation import GenerateRequest, SamplingParams
+from wire.ids import RequestId
+from wire.messages import StartColocated
+
+# Of the 480 tokens that a pool of the rig holds: two do not fit.
+PROMPT, NEXT_PROMPT = prompt_of(300), prompt_of(290)[::-1]
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def pair(tiny_model, clock):
+    made = Pair(tiny_model("llama"), "shm")
+    made.prefill._deadlines, made.decode._deadlines = Deadlines(clock), Deadlines(clock)
+    yield made
+    made.close()
+
+
+def test_items_pass_in_the_order_of_their_deadlines_and_once(clock):
+    deadlines = Deadlines(clock)
+    for name, left_s in (("c", 3.0), ("a", 1.0), ("never", None), ("b", 1.0)):
+        deadlines.note(name, left_s)
+    assert list(deadlines.passed()) == []
+    clock.now += 2
+    assert list(deadlines.passed()) == ["a", "b"]
+    clock.now += 2
+    assert list(deadlines.passed()) == ["c"]
+
+
+def test_a_decode_does_not_start_what_nobody_waits_for(pair, clock):
+    pair.start("a", PROMPT, max_new_tokens=20, deadline_s=5.0)
+    pair.start("b", NEXT_PROMPT, max_new_tokens=20, deadline_s=5.0)
+    pair.run_until(lambda: pair.decode.load().num_running == 1)
+    assert pair.decode.load().num_waiting == 1
+    clock.now += 5.0
+    pair.run_until(lambda: pair.decode_answers.errors)
+    error = pair.decode_answers.errors["b"]
+    assert isinstance(error, DeadlinePassed)
+    assert (error.status, error.is_retryable) == (504, False)
+    assert pair.decode.load().num_waiting == 0
+    pair.prefill.cancel(pair.ticket("b"))
+    # What was started is the edge's to end.
+    pair.run_until(lambda: pair.decode_answers.finishes["a"] == ["length"])
+    pair.run_until(pair.all_pages_are_back)
+
+
+def test_a_prefill_does_not_start_what_nobody_waits_for(pair, clock):
+    pair.start("a", PROMPT, max_new_tokens=20)
+    pair.start("b", NEXT_PROMPT, max_new_tokens=20, deadline_s=5.0)
+    clock.now += 5.0
+    pair.run_until(lambda: pair.prefill_answers.errors)
+    assert isinstance(pair.prefill_answers.errors["b"], DeadlinePassed)
+    pair.decode.cancel(pair.ticket("b"))
+    pair.run_until(lambda: pair.decode_answers.finishes["a"] == ["length"])
+    pair.run_until(pair.all_pages_are_back)
+
+
+def test_a_prompt_that_is_being_computed_is_not_dropped(pair, clock):
+    pair.start("a", PROMPT, max_new_tokens=3, deadline_s=5.0)
+    pair.run_until(lambda: pair.prefill_engine.num_prompt_tokens > 0)
+    clock.now += 5.0
+    pair.run_until(lambda: pair.decode_answers.finishes["a"] == ["length"])
+    assert not pair.prefill_answers.errors
+    pair.run_until(pair.all_pages_are_back)
+
+
+def test_a_colocated_node_does_not_start_what_nobody_waits_for(pair, clock):
+    answers = CollectedAnswers()
+    role = ColocatedRole(pair.colocated, answers)
+    role._deadlines = Deadlines(clock)
+    for name, prompt in (("a", PROMPT), ("b", NEXT_PROMPT)):
+        request = GenerateRequest(
+            request_id=RequestId(name),
+            prompt_ids=prompt,
+            sampling=SamplingParams(max_new_tokens=8, ignore_eos=True),
+            deadline_s=5.0,
+        )
+        role.start(Ticket(Peer(b"edge"), RequestId(name), 0), StartColocated(request=request))
+    role.step()
+    clock.now += 5.0
+    while role.has_work:
+        role.poll()
+        role.step()
+    assert isinstance(answers.errors["b"], DeadlinePassed)
+    assert answers.finishes["a"] == ["length"]
+    assert role.tickets() == []
+    pair.colocated.cache.check_integrity()

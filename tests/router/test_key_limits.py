@@ -1,0 +1,88 @@
+import pytest
+
+from router.arguments import parse
+from router.key_limits import KeyLimit, KeyUsage, read_limits
+from wire.errors import ConfigInvalid, RateLimited
+
+NODES = ["--prefill", "http://p:1", "--decode", "http://d:1"]
+
+
+def written(tmp_path, text) -> str:
+    path = tmp_path / "limits.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_file_says_what_keys_may_use(tmp_path):
+    path = written(
+        tmp_path, "[default]\nrequests_per_minute = 60\n[0a1b2c3d]\ntokens_per_minute = 9"
+    )
+    limits = {
+        "default": KeyLimit(requests_per_minute=60),
+        "0a1b2c3d": KeyLimit(tokens_per_minute=9),
+    }
+    assert read_limits(path) == limits
+    config = parse([*NODES, "--api-key", "k", "--key-limits", path])
+    assert config.admission.key_limits == limits
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[alice]\nrequests_in_flight = 1", "sha256sum"),
+        ("[default]\nrequests = 1", "requests"),
+        ("[default]\nrequests_in_flight = -1", "at least 1"),
+        ("[default", "--key-limits"),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused_with_what_to_write(tmp_path, text, said):
+    with pytest.raises(ConfigInvalid, match=said):
+        read_limits(written(tmp_path, text))
+
+
+def test_limits_without_keys_are_refused(tmp_path):
+    path = written(tmp_path, "[default]\nrequests_in_flight = 1")
+    with pytest.raises(ConfigInvalid, match="--api-key"):
+        parse([*NODES, "--key-limits", path])
+
+
+def test_a_key_may_use_its_minute_at_once_and_then_as_it_comes_back():
+    usage = KeyUsage({"default": KeyLimit(requests_per_minute=30)}).of("k", 0.0)
+    for _ in range(30):
+        usage.begin(1, 0.0)
+    with pytest.raises(RateLimited) as refused:
+        usage.begin(1, 0.5)
+    assert refused.value.retry_after_s == 2
+    usage.begin(1, 2.0)
+
+
+def test_a_prompt_longer_than_a_minutes_tokens_waits_for_all_of_them():
+    usage = KeyUsage({"default": KeyLimit(tokens_per_minute=60)}).of("k", 0.0)
+    usage.begin(1000, 0.0)
+    with pytest.raises(RateLimited) as refused:
+        usage.begin(1, 0.0)
+    assert refused.value.retry_after_s == 941
+
+
+def test_a_refused_request_uses_nothing():
+    usage = KeyUsage({"default": KeyLimit(requests_per_minute=1, tokens_per_minute=60)}).of(
+        "k", 0.0
+    )
+    usage.begin(50, 0.0)
+    for _ in range(5):
+        with pytest.raises(RateLimited):
+            usage.begin(20, 30.0)
+    usage.begin(20, 60.0)
+    assert usage.num_in_flight == 2
+
+
+def test_keys_that_nothing_limits_are_not_counted():
+    keys = KeyUsage({"0a1b2c3d": KeyLimit(requests_in_flight=1)})
+    assert keys.of("ffffffff", 0.0) is None
+    assert keys.of("", 0.0) is None
+    assert keys.of("0a1b2c3d", 0.0) is keys.of("0a1b2c3d", 9.0) is not None
+
+
+def test_each_edge_worker_has_its_share_and_at_least_one():
+    limit = KeyLimit(requests_in_flight=2, requests_per_minute=90)
+    assert limit.divided(4) == KeyLimit(requests_in_flight=1, requests_per_minute=23)

@@ -1,0 +1,156 @@
+import random
+from collections import deque
+
+import pytest
+
+from router.places import LEAST_LINE, UNTOLD, Pace, Places
+from router.policy import NodeSnapshot
+from wire.messages import NodeLoad
+
+
+def node(role="decode", *, own=0, own_tokens=0, **load) -> NodeSnapshot:
+    return NodeSnapshot(
+        url="u",
+        role=role,
+        is_up=True,
+        load=NodeLoad(**load),
+        in_flight_requests=own,
+        in_flight_tokens=own_tokens,
+    )
+
+
+def at_decode(own=0, own_tokens=0, max_in_flight=0, **load):
+    return Places(max_in_flight).at_decode(node(own=own, own_tokens=own_tokens, **load))
+
+
+def test_a_decode_has_room_for_what_it_runs_at_once_less_what_is_there():
+    assert at_decode(max_running=16) == 16
+    assert at_decode(max_running=16, own=5) == 11
+    assert at_decode(max_running=16, num_running=10, num_edges=1, num_own=10, own=10) == 6
+    # Of another's ten, and three of our own that the report does not know yet.
+    assert at_decode(max_running=20, num_running=10, num_edges=1, num_own=0, own=3) >= 2
+
+
+def test_an_operators_bound_holds_where_it_is_less():
+    assert at_decode(max_running=16, max_in_flight=4) == 4
+    assert at_decode(max_running=16, max_in_flight=40) == 16
+
+
+def test_what_ended_since_a_report_is_room_at_once():
+    told = {"max_running": 16, "num_running": 16, "num_edges": 1, "num_own": 16}
+    assert at_decode(own=16, **told) == 0
+    assert at_decode(own=13, **told) == 3
+
+
+def test_a_decode_without_pages_has_no_room_however_few_it_runs():
+    pages = {"page_size": 16, "num_pages": 100, "max_running": 64}
+    fits = at_decode(pages_free=20, own=4, own_tokens=4 * 64, num_own=4, num_edges=1, **pages)
+    assert fits == 20 // 5
+    assert at_decode(pages_free=60, num_running=8, num_waiting=2, num_edges=1, **pages) == 0
+
+
+def test_an_older_node_is_not_counted_twice():
+    assert at_decode(own=10, num_running=10) == UNTOLD - 10
+    assert at_decode(own=2, num_running=10) == UNTOLD - 10
+
+
+def test_a_role_without_nodes_has_no_room():
+    assert Places().count([], [node()], 0.0) == Places().count([node("prefill")], [], 0.0) == 0
+
+
+def test_a_prefill_is_given_as_much_as_it_ends_in_half_a_second():
+    places, ended = Places(), 0
+    assert places.at_prefill(node("prefill"), 0.0) == LEAST_LINE
+    for step in range(1, 40):
+        ended += 20  # in 0.2 s
+        busy = node("prefill", generated_tokens=ended, num_running=8, num_edges=1, num_own=8, own=8)
+        free = places.at_prefill(busy, 0.2 * step)
+    assert free + 8 == pytest.approx(50, abs=2)
+
+
+def test_an_idle_while_does_not_make_a_prefill_slow():
+    pace = Pace()
+    for step in range(10):
+        pace.observe(100 * step, float(step), is_busy=True)
+    for step in range(10, 60):
+        pace.observe(1000, float(step), is_busy=False)
+    assert pace.per_s == 100
+
+
+def test_a_prefill_of_another_life_counts_anew():
+    pace = Pace()
+    pace.observe(5000, 0.0, is_busy=True)
+    pace.observe(10, 1.0, is_busy=True)
+    pace.observe(60, 2.0, is_busy=True)
+    assert pace.per_s == 50
+
+
+class Worker:
+    """An edge worker that always has more to start."""
+
+    def __init__(self, starts_at=0.0, num_workers=1) -> None:
+        self.places = Places(num_workers=num_workers)
+        self.starts_at, self.own, self.load = starts_at, 0, NodeLoad(max_running=SLOTS)
+
+    def start(self, now) -> int:
+        if now < self.starts_at:
+            return 0
+        seen = NodeSnapshot(
+            url="u", role="decode", is_up=True, load=self.load, in_flight_requests=self.own
+        )
+        count = max(0, self.places.at_decode(seen))
+        self.own += count
+        return count
+
+
+SLOTS, STEP_S, REPORTS_S = 32, 0.01, 0.2
+
+
+def run_workers(workers, seconds, seed=0):
+    """Run a decode node with slots and a line; yield its line and running once a report."""
+    rng = random.Random(seed)
+    line, running = deque(), []
+    for step in range(int(seconds / STEP_S)):
+        now = step * STEP_S
+        for worker in rng.sample(workers, len(workers)):
+            line += [worker] * worker.start(now)
+        for ends_at, worker in running:
+            if ends_at <= now:
+                worker.own -= 1
+        running = [each for each in running if each[0] > now]
+        while line and len(running) < SLOTS:
+            running.append((now + rng.uniform(0.5, 1.5), line.popleft()))
+        if step % int(REPORTS_S / STEP_S) == 0:
+            there = [*line, *(worker for _, worker in running)]
+            for worker in workers:
+                worker.load = NodeLoad(
+                    max_running=SLOTS,
+                    num_running=len(running),
+                    num_waiting=len(line),
+                    num_edges=len(set(there)),
+                    num_own=there.count(worker),
+                )
+            yield now, len(line), len(running)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 8])
+def test_workers_that_share_a_node_keep_it_busy_without_a_line(num_workers):
+    workers = [Worker(num_workers=num_workers) for _ in range(num_workers)]
+    settled = [(line, running) for now, line, running in run_workers(workers, 30.0) if now > 5]
+    assert sum(running for _, running in settled) / len(settled) > 0.93 * SLOTS
+    assert max(line for line, _ in settled) <= SLOTS // 4
+    assert max(worker.own for worker in workers) <= 2 * SLOTS / num_workers
+
+
+def test_a_worker_that_comes_late_gets_its_share():
+    early, late = Worker(), Worker(starts_at=5.0)
+    shares = [(early.own, late.own) for now, *_ in run_workers([early, late], 15.0) if now > 10]
+    assert min(late for _, late in shares) >= 0.35 * SLOTS
+    assert min(early for early, _ in shares) >= 0.35 * SLOTS
+
+
+def test_a_worker_alone_among_idle_ones_has_all():
+    busy = Worker(num_workers=8)
+    idle = [Worker(starts_at=1e9) for _ in range(7)]
+    runs = [running for now, _, running in run_workers([busy, *idle], 10.0) if now > 2]
+    assert sum(runs) / len(runs) > 0.93 * SLOTS
