@@ -1,0 +1,125 @@
+"""Run the fault matrix, keep what came of each cell, write the page.
+
+    python -m tests.faults.matrix                                  all cells that are not done yet
+    python -m tests.faults.matrix --only target=decode,fault=SIGKILL
+    python -m tests.faults.matrix --write docs/fault-matrix.md     the same, then the page
+
+Results are JSON lines in `--results`, one a cell; a run that was cut off goes on where it was.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tests.faults.cells import Cell, all_cells
+from tests.faults.hurts import has_memory_limit
+from tests.faults.members import os as _os
+from tests.faults.network import has_network
+from tests.faults.page import write_page
+from tests.faults.rig import running_rig
+from tests.faults.streams import Arithmetic
+from tests.faults.trial import Result, StageMissed, Trials
+
+
+def why_not(cell: Cell) -> str:
+    """Say why a cell cannot be run on this machine; empty when it can."""
+    if cell.needs_network and not has_network():
+        return "needs root and TUN devices"
+    if cell.fault == "disk full" and _os.geteuid() != 0:
+        return "needs root, to mount a disk"
+    if cell.fault == "memory limit" and not has_memory_limit():
+        return "needs a memory cgroup that it may write to"
+    return ""
+
+
+async def run_cells(
+    cells: Sequence[Cell], directory: Path, keep, durations: dict[str, float] | None = None
+) -> None:
+    """Run cells of the simulated cluster; `keep` is called with each result."""
+    async with running_rig(directory) as rig:
+        trials = Trials(rig, Arithmetic(str(rig.model_dir)), durations or {})
+        for cell in cells:
+            try:
+                keep(await trials.run(cell))
+            except StageMissed as missed:
+                keep(Result(cell.target, cell.fault, cell.stage, not_run=str(missed)))
+
+
+def read_results(file: Path) -> dict[Cell, dict]:
+    """Return the results so far, the last of each cell."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    results = [json.loads(line) for line in lines]
+    return {Cell(r["target"], r["fault"], r["stage"]): r for r in results}
+
+
+def selected(cells: Iterable[Cell], only: str) -> list[Cell]:
+    wanted = dict(part.split("=", 1) for part in only.split(",") if part)
+    return [
+        cell for cell in cells if all(getattr(cell, key) == value for key, value in wanted.items())
+    ]
+
+
+def tell(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run it; return the exit status: 1 when a cell lost, repeated or leaked something."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.matrix", description=(__doc__ or "").splitlines()[0]
+    )
+    add = parser.add_argument
+    add("--only", default="", metavar="KEY=VALUE,...", help="of target, fault and stage")
+    add("--results", type=Path, default=Path("/tmp/tandem-fault-matrix.jsonl"), metavar="FILE")
+    add("--write", type=Path, default=None, metavar="PAGE", help="write the page at the end")
+    add("--again", action="store_true", help="run cells that have a result, too")
+    args = parser.parse_args(argv)
+    done = {} if args.again else read_results(args.results)
+    cells = [cell for cell in selected(all_cells(), args.only) if cell not in done]
+    begun, num_bad = time.monotonic(), 0
+
+    def keep(result: Result) -> None:
+        nonlocal num_bad
+        num_bad += not (result.is_nothing_lost or result.not_run)
+        with args.results.open("a") as file:
+            file.write(json.dumps(result.as_json()) + "\n")
+        tell(f"{time.monotonic() - begun:6.0f} s  {summary(result)}")
+
+    runnable = [cell for cell in cells if not why_not(cell)]
+    for cell in cells:
+        if why := why_not(cell):
+            keep(Result(cell.target, cell.fault, cell.stage, not_run=why))
+    groups = [[c for c in runnable if c.needs_ranks == has_ranks] for has_ranks in (False, True)]
+    for has_ranks, group in zip((False, True), groups, strict=True):
+        if group and not has_ranks:
+            with tempfile.TemporaryDirectory(prefix="tandem-faults-") as directory:
+                asyncio.run(run_cells(group, Path(directory), keep))
+    if args.write is not None:
+        write_page(args.write, read_results(args.results))
+        tell(f"wrote {args.write}")
+    return int(num_bad > 0)
+
+
+def summary(result: Result) -> str:
+    """Return a line of progress."""
+    cell = f"{result.target} | {result.fault} | {result.stage}:"
+    if result.not_run:
+        return f"{cell} not run: {result.not_run}"
+    verdict = "ok  " if result.is_nothing_lost else "BAD "
+    noticed = "-" if result.noticed_ms is None else f"{result.noticed_ms:.0f}"
+    return (
+        f"{verdict} {cell} {result.num_right}/{result.num_requests} right, broken {result.broken}, "
+        f"lost {result.lost} repeated {result.repeated} wrong {result.wrong} errors {result.errors} "
+        f"gap {result.gap_ms} noticed {noticed} by {result.noticed_by} pages {result.pages_ms} "
+        f"left {result.pages_left} healed {result.healed_ms} {result.effect}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

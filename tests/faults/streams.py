@@ -1,0 +1,181 @@
+"""The clients of a cluster under test, and what is said of what they got."""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.simulated import answer_key, tokens_at
+from engine.simulated_model import read_model
+
+# A client that has waited so long waits for ever: no cell of the matrix has a reason to.
+HUNG_AFTER_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request and the tokens that are right."""
+
+    url: str
+    body: dict
+    expected: tuple[int, ...]
+    is_streamed: bool = True
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client got.
+
+    Attributes:
+        error: Code of a typed error, `connection lost`, or `hung`; empty when there was none.
+        times_s: When the request went out, and when each event came.
+    """
+
+    ask: Ask
+    token_ids: list[int] = field(default_factory=list)
+    error: str = ""
+    message: str = ""
+    times_s: list[float] = field(default_factory=list)
+    is_done: bool = False
+
+    @property
+    def first_s(self) -> float:
+        """Time to the first event."""
+        return self.times_s[1] - self.times_s[0] if len(self.times_s) > 1 else 0.0
+
+    @property
+    def longest_pause_s(self) -> float:
+        """Between two events."""
+        later = self.times_s[1:]
+        return max((b - a for a, b in zip(later, later[1:], strict=False)), default=0.0)
+
+    def verdict(self) -> "Verdict":
+        """Say how the tokens differ from the right ones."""
+        got, right = self.token_ids, list(self.ask.expected)
+        if self.error:
+            right = right[: len(got)]
+        return compare(got, right)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Tokens lost, repeated and wrong; all 0 when every one is right."""
+
+    lost: int = 0
+    repeated: int = 0
+    wrong: int = 0
+
+    @property
+    def is_right(self) -> bool:
+        return not (self.lost or self.repeated or self.wrong)
+
+
+def compare(got: Sequence[int], right: Sequence[int]) -> Verdict:
+    """Tell what became of the right tokens on their way.
+
+    What follows the first difference is looked for in what is right: behind it (tokens were lost) or
+    before it (tokens came twice); found nowhere it is wrong.
+    """
+    got, right = list(got), list(right)
+    if got == right:
+        return Verdict()
+    at = next((i for i, (a, b) in enumerate(zip(got, right, strict=False)) if a != b), None)
+    if at is None:
+        return Verdict(lost=max(0, len(right) - len(got)), wrong=max(0, len(got) - len(right)))
+    tail = got[at : at + 4]
+    for behind in range(at + 1, len(right)):
+        if right[behind : behind + len(tail)] == tail:
+            return Verdict(lost=behind - at)
+    for before in range(at - 1, -1, -1):
+        if right[before : before + len(tail)] == tail:
+            return Verdict(repeated=at - before)
+    return Verdict(wrong=len(got) - at)
+
+
+class Arithmetic:
+    """Knows every answer of a simulated cluster."""
+
+    def __init__(self, model_dir: str) -> None:
+        _, self._ordinary = read_model(EngineConfig(model_dir=model_dir), "none")
+
+    def tokens(self, prompt: list[int], num_new: int, seed: int = 0) -> list[int]:
+        keys = np.full(num_new, answer_key(prompt, seed), np.uint64)
+        return tokens_at(keys, np.arange(num_new), self._ordinary).tolist()
+
+    def ask(
+        self,
+        url: str,
+        prompt: list[int],
+        num_new: int,
+        *,
+        seed: int | None = None,
+        stops_at: int | None = None,
+        is_streamed: bool = True,
+    ) -> Ask:
+        """Make a request: greedy, or sampled with a seed; ended by its length, or by a stop id.
+
+        Args:
+            stops_at: Index of the token whose id is given as a stop.
+        """
+        right = self.tokens(prompt, num_new, seed or 0)
+        params: dict = {"max_new_tokens": num_new, "temperature": 0 if seed is None else 0.8}
+        if seed is not None:
+            params["sampling_seed"] = seed
+        if stops_at is not None:
+            params["stop_token_ids"] = [right[stops_at]]
+            right = right[: right.index(right[stops_at]) + 1]
+        body = {"input_ids": prompt, "sampling_params": params, "stream": is_streamed}
+        return Ask(url, body, tuple(right), is_streamed)
+
+
+async def send(session: aiohttp.ClientSession, answer: Answer) -> Answer:
+    """Send a request and keep what comes, in `answer` as it comes; no failure is raised."""
+    answer.times_s.append(time.monotonic())
+    try:
+        async with asyncio.timeout(HUNG_AFTER_S):
+            await _send(session, answer)
+            if not answer.is_done and not answer.error:
+                answer.error = "connection lost"
+    except TimeoutError:
+        answer.error = "hung"
+    except (aiohttp.ClientError, OSError) as error:
+        answer.error, answer.message = "connection lost", repr(error)
+    return answer
+
+
+async def _send(session: aiohttp.ClientSession, answer: Answer) -> None:
+    ask = answer.ask
+    async with session.post(f"{ask.url}/generate", json=ask.body) as response:
+        if response.status != 200 or not ask.is_streamed:
+            body = await response.json()
+            answer.times_s.append(time.monotonic())
+            _take(answer, body)
+            answer.is_done = not answer.error
+            return
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                answer.times_s.append(time.monotonic())
+                _take(answer, json.loads(line[6:]))
+            elif line.startswith(b"data: [DONE]"):
+                answer.is_done = True
+
+
+def _take(answer: Answer, body: dict) -> None:
+    if "error" in body:
+        error = body["error"]
+        answer.error = str(error.get("code") or error.get("type"))
+        answer.message = str(error.get("message"))
+        return
+    reason = body["meta_info"]["finish_reason"]
+    if reason is not None and reason["type"] == "abort":
+        answer.error = str(reason.get("err_type") or "abort")
+        answer.message = str(reason.get("message"))
+    known = answer.token_ids
+    if body["output_ids"][: len(known)] != known:
+        answer.error = "tokens were taken back"
+    answer.token_ids = body["output_ids"]
