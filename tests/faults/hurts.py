@@ -19,6 +19,8 @@ MEMORY_BYTES = 256 << 10
 # Nearly all pages of a decode node, as requests whose prefill never comes; and of a prefill node, as one.
 HOG_PROMPTS, HOG_TOKENS = 4, 1500
 LONG_TOKENS = 5600
+# Bodies that are read into megabytes: the router refuses such prompts when it has read them.
+MANY_IDS, NUM_LARGE, RANK_TOKENS = 30_000, 24, 400
 
 Lift = Callable[[], None]
 
@@ -61,10 +63,12 @@ def hurt(rig: Rig, cell: Cell, member: Member) -> Lift:
             member.disk.fill()
             return member.disk.free
         case "memory limit":
-            return limit_memory(pids, f"tandem-{os.getpid()}")
+            unlimit = limit_memory(pids, f"tandem-{os.getpid()}")
+            asking = asyncio.ensure_future(_ask_for_memory(rig, cell, member))
+            return lambda: (asking.cancel(), unlimit()) and None
         case "out of pages":
-            task = asyncio.ensure_future(_take_pages(rig, member))
-            return task.cancel
+            taking = asyncio.ensure_future(_take_pages(rig, member))
+            return lambda: taking.cancel() and None
     raise ValueError(cell.fault)
 
 
@@ -96,6 +100,28 @@ async def _take_pages(rig: Rig, member: Member) -> None:
             room = new_room()
             for node in (decode, prefill):
                 tasks.create_task(half(node, room, LONG_TOKENS, 2000))
+
+
+async def _ask_for_memory(rig: Rig, cell: Cell, member: Member) -> None:
+    """Send what takes memory to read: a limit tells only whoever needs more than it has."""
+    is_node = member.role != "router"
+    ids = [300 + i % 30_000 for i in range(LONG_TOKENS if is_node else MANY_IDS)]
+    if cell.target == "TP rank":  # it hears of prompts that are computed, and of nothing else
+        member, is_node = rig.members["a"], False
+        ids = [5 + i % 250 for i in range(RANK_TOKENS)]
+
+    async def one(number: int) -> None:
+        body: dict = {"input_ids": [*ids, number], "sampling_params": {"max_new_tokens": 2}}
+        if is_node:
+            where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1}
+            body |= {**where, "bootstrap_room": new_room()}
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            async with rig.session.post(f"{member.url}/generate", json=body) as response:
+                await response.read()
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(NUM_LARGE):
+            tasks.create_task(one(number))
 
 
 def _bootstrap_of(info: dict, rig: Rig, prefill: Member) -> tuple[str, int]:

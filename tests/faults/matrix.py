@@ -9,7 +9,9 @@ Results are JSON lines in `--results`, one a cell; a run that was cut off goes o
 
 import argparse
 import asyncio
+import itertools
 import json
+import os
 import sys
 import tempfile
 import time
@@ -18,10 +20,9 @@ from pathlib import Path
 
 from tests.faults.cells import Cell, all_cells
 from tests.faults.hurts import has_memory_limit
-from tests.faults.members import os as _os
 from tests.faults.network import has_network
 from tests.faults.page import write_page
-from tests.faults.rig import running_rig
+from tests.faults.rig import NotWell, running_rig
 from tests.faults.streams import Arithmetic
 from tests.faults.trial import Result, StageMissed, Trials
 
@@ -30,7 +31,7 @@ def why_not(cell: Cell) -> str:
     """Say why a cell cannot be run on this machine; empty when it can."""
     if cell.needs_network and not has_network():
         return "needs root and TUN devices"
-    if cell.fault == "disk full" and _os.geteuid() != 0:
+    if cell.fault == "disk full" and os.geteuid() != 0:
         return "needs root, to mount a disk"
     if cell.fault == "memory limit" and not has_memory_limit():
         return "needs a memory cgroup that it may write to"
@@ -41,13 +42,29 @@ async def run_cells(
     cells: Sequence[Cell], directory: Path, keep, durations: dict[str, float] | None = None
 ) -> None:
     """Run cells of the simulated cluster; `keep` is called with each result."""
-    async with running_rig(directory) as rig:
-        trials = Trials(rig, Arithmetic(str(rig.model_dir)), durations or {})
-        for cell in cells:
-            try:
-                keep(await trials.run(cell))
-            except StageMissed as missed:
-                keep(Result(cell.target, cell.fault, cell.stage, not_run=str(missed)))
+    left = list(cells)
+    for number in itertools.count():
+        if not left:
+            return
+        home = directory / str(number)
+        home.mkdir()
+        async with running_rig(home) as rig:
+            trials = Trials(rig, Arithmetic(str(rig.model_dir)), durations or {})
+            while left:
+                result = await _try(trials, left.pop(0))
+                keep(result)
+                if "did not heal" in result.errors:  # another cluster for the others
+                    break
+
+
+async def _try(trials: Trials, cell: Cell) -> Result:
+    try:
+        return await trials.run(cell)
+    except StageMissed as missed:
+        return Result(cell.target, cell.fault, cell.stage, not_run=str(missed))
+    except NotWell as error:
+        tell(str(error))
+        return Result(cell.target, cell.fault, cell.stage, errors={"did not heal": 1})
 
 
 def read_results(file: Path) -> dict[Cell, dict]:

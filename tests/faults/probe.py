@@ -17,6 +17,7 @@ from wire.node_info import NodeInfo
 
 QUICK_S, SLOW_S = 0.004, 0.1
 RETRY_S = 0.1
+SILENT_S = 3.0
 
 
 class Probe:
@@ -32,6 +33,7 @@ class Probe:
         self.load: NodeLoad | None = None
         self.interval_s = SLOW_S
         self.told = asyncio.Event()
+        self._patience: asyncio.Timeout | None = None
 
     @property
     def unaccounted(self) -> int | None:
@@ -57,11 +59,14 @@ class Probe:
             async with asyncio.TaskGroup() as tasks:
                 listening = tasks.create_task(self._listen(link))
                 pinging = tasks.create_task(self._ping(link))
-                await link.wait_lost()
+                with contextlib.suppress(TimeoutError):
+                    # An engine that had gone before is never lost: it is one that does not answer.
+                    async with asyncio.timeout(SILENT_S) as self._patience:
+                        await link.wait_lost()
                 listening.cancel()
                 pinging.cancel()
         finally:
-            self.load = None
+            self.load = self._patience = None
             link.close()
 
     async def _listen(self, link: AsyncLink[FromEngine]) -> None:
@@ -69,6 +74,8 @@ class Probe:
             for message in await link.receive():
                 if isinstance(message, Pong):
                     self.load = message.load
+                    if self._patience is not None:
+                        self._patience.reschedule(asyncio.get_running_loop().time() + SILENT_S)
                     self.told.set()
 
     async def _ping(self, link: AsyncLink[FromEngine]) -> None:

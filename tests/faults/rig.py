@@ -40,7 +40,7 @@ SIMULATED = (
 )
 
 
-def describe_model(directory: Path) -> Path:
+def describe_model(directory: Path, profile: dict) -> Path:
     """Write what a simulated engine reads of a model with little KV; return the directory."""
     embedded = resolve_model(None, Path.home() / ".cache" / "tandem" / "models")
     target = directory / "model"
@@ -50,8 +50,12 @@ def describe_model(directory: Path) -> Path:
     facts = json.loads((embedded / "config.json").read_text())
     facts["num_hidden_layers"] = NUM_LAYERS
     (target / "config.json").write_text(json.dumps(facts))
-    (directory / "profile.json").write_text(json.dumps(PROFILE))
+    (directory / "profile.json").write_text(json.dumps(profile))
     return target
+
+
+class NotWell(Exception):
+    """A cluster did not heal."""
 
 
 @dataclass(slots=True)
@@ -106,7 +110,7 @@ class Rig:
         """Start again what ended, wait until all is well, and return how long routers took to see it.
 
         Raises:
-            AssertionError: It did not become well.
+            NotWell: It did not become so in time.
         """
         ended = [member for member in self.members.values() if not member.is_running]
         await self.start(*ended)
@@ -128,7 +132,7 @@ class Rig:
         deadline = time.monotonic() + within_s
         while not await is_so():
             if time.monotonic() > deadline:
-                raise AssertionError(f"not within {within_s:g} s: {what}\n{self.describe()}")
+                raise NotWell(f"not within {within_s:g} s: {what}\n{self.describe()}")
             await asyncio.sleep(0.02)
 
     def describe(self) -> str:
@@ -143,8 +147,10 @@ async def running_rig(
     *,
     flags: Sequence[str] = SIMULATED,
     model_dir: Path | None = None,
+    profile: dict = PROFILE,
     prefills: int = 2,
     decodes: int = 2,
+    routers: Sequence[str] = ("a", "b"),
     decode_flags: Sequence[str] = (),
     is_networked: bool = True,
     env: dict[str, str] | None = None,
@@ -155,29 +161,31 @@ async def running_rig(
         model_dir: A real model; None describes one to be simulated.
     """
     if model_dir is None:
-        model_dir = describe_model(directory)
+        model_dir = describe_model(directory, profile)
         flags = [*flags, "--sim-profile", str(directory / "profile.json")]
-    names = [*(f"p{i}" for i in range(prefills)), *(f"d{i}" for i in range(decodes)), "a", "b"]
+    names = [*(f"p{i}" for i in range(prefills)), *(f"d{i}" for i in range(decodes)), *routers]
     with network_of(names, is_wanted=is_networked) as network, contextlib.ExitStack() as stack:
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            timeout=aiohttp.ClientTimeout(total=None),
-        ) as session:
+        async with (
+            aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, force_close=True),
+                timeout=aiohttp.ClientTimeout(total=None),
+            ) as session,
+            asyncio.TaskGroup() as tasks,
+        ):
             rig = Rig(network, model_dir, session)
             _add_members(rig, names, directory, ["--model", str(model_dir), *flags], decode_flags, env)
             for member in rig.members.values():
                 stack.callback(member.disk.close)
-            probing = [asyncio.create_task(probe.run(session)) for probe in rig.probes.values()]
             try:
+                probing = [tasks.create_task(probe.run(session)) for probe in rig.probes.values()]
                 if network.is_real:
                     for member in rig.of_role("decode"):
                         network.set_link(member.name, mbit=DECODE_MBIT)
                 await rig.heal()
                 yield rig
-            finally:
                 for task in probing:
                     task.cancel()
-                await asyncio.gather(*probing, return_exceptions=True)
+            finally:
                 for member in rig.members.values():
                     member.kill()
 

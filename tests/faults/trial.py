@@ -170,7 +170,7 @@ class Trials:
         await lifting
         watching.cancel()
         result.health = (await asyncio.gather(watching, return_exceptions=True))[0] or ""
-        result.effect = self._effect(cell, victim, pids)
+        result.effect = await asyncio.to_thread(self._effect, cell, victim, pids)
         self._read_logs(result, at_s, cell, victim)
         result.healed_ms = round(1000 * await rig.heal())
         return result
