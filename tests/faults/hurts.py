@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import aiohttp
@@ -46,11 +46,11 @@ def hurt(rig: Rig, cell: Cell, member: Member) -> Lift:
     match cell.fault:
         case "SIGKILL" | "SIGTERM":
             number = getattr(signal, cell.fault)
-            _signal(pids, number)
+            signal_all(pids, number)
             return nothing
         case "SIGSTOP":
-            _signal(pids, signal.SIGSTOP)
-            return lambda: _signal(pids, signal.SIGCONT)
+            signal_all(pids, signal.SIGSTOP)
+            return lambda: signal_all(pids, signal.SIGCONT)
         case "network cut":
             rig.network.set_link(member.name, is_cut=True)
             return lambda: rig.network.set_link(member.name, is_cut=False)
@@ -64,15 +64,23 @@ def hurt(rig: Rig, cell: Cell, member: Member) -> Lift:
             return member.disk.free
         case "memory limit":
             unlimit = limit_memory(pids, f"tandem-{os.getpid()}")
-            asking = asyncio.ensure_future(_ask_for_memory(rig, cell, member))
-            return lambda: (asking.cancel(), unlimit()) and None
+            return _cancelling(_ask_for_memory(rig, cell, member), then=unlimit)
         case "out of pages":
-            taking = asyncio.ensure_future(_take_pages(rig, member))
-            return lambda: taking.cancel() and None
+            return _cancelling(_take_pages(rig, member))
     raise ValueError(cell.fault)
 
 
-def _signal(pids: list[int], number: int) -> None:
+def _cancelling(work: Coroutine[None, None, None], then: Lift = nothing) -> Lift:
+    task = asyncio.ensure_future(work)
+
+    def lift() -> None:
+        task.cancel()
+        then()
+
+    return lift
+
+
+def signal_all(pids: list[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -166,4 +174,5 @@ def _forget(group: Path) -> None:
     for pid in (group / "cgroup.procs").read_text().split():
         with contextlib.suppress(OSError):
             (group.parent / "cgroup.procs").write_text(pid)
-    group.rmdir()
+    with contextlib.suppress(OSError):  # whoever is ending still holds it; the next limit takes it
+        group.rmdir()

@@ -16,14 +16,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from tests.faults.cells import Cell, all_cells
 from tests.faults.hurts import has_memory_limit
 from tests.faults.network import has_network
 from tests.faults.page import write_page
-from tests.faults.rig import NotWell, running_rig
-from tests.faults.streams import Arithmetic
+from tests.faults.rig import RANKED, NotWell, Rig, running_rig
+from tests.faults.streams import Arithmetic, Measured
 from tests.faults.trial import Result, StageMissed, Trials
 
 
@@ -41,20 +42,39 @@ def why_not(cell: Cell) -> str:
 async def run_cells(
     cells: Sequence[Cell], directory: Path, keep, durations: dict[str, float] | None = None
 ) -> None:
-    """Run cells of the simulated cluster; `keep` is called with each result."""
+    """Run cells that share a cluster; `keep` is called with each result."""
     left = list(cells)
     for number in itertools.count():
         if not left:
             return
         home = directory / str(number)
         home.mkdir()
-        async with running_rig(home) as rig:
-            trials = Trials(rig, Arithmetic(str(rig.model_dir)), durations or {})
+        async with _rig_of(cells[0], home) as rig:
+            oracle = Measured() if cells[0].needs_ranks else Arithmetic(str(rig.model_dir))
+            trials = Trials(rig, oracle, durations or {})
             while left:
                 result = await _try(trials, left.pop(0))
                 keep(result)
                 if "did not heal" in result.errors:  # another cluster for the others
                     break
+
+
+def _rig_of(cell: Cell, directory: Path) -> AbstractAsyncContextManager[Rig]:
+    if not cell.needs_ranks:
+        return running_rig(directory)
+    from tests.tiny_models import make_tiny_model  # torch takes a second to import
+
+    model = directory / "tiny"
+    model.mkdir()
+    make_tiny_model("qwen3", model)
+    return running_rig(
+        directory,
+        flags=RANKED,
+        model_dir=model,
+        prefills=1,
+        decode_flags=("--tp", "2"),
+        is_networked=False,
+    )
 
 
 async def _try(trials: Trials, cell: Cell) -> Result:
@@ -112,9 +132,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for cell in cells:
         if why := why_not(cell):
             keep(Result(cell.target, cell.fault, cell.stage, not_run=why))
-    groups = [[c for c in runnable if c.needs_ranks == has_ranks] for has_ranks in (False, True)]
-    for has_ranks, group in zip((False, True), groups, strict=True):
-        if group and not has_ranks:
+    for has_ranks in (False, True):
+        group = [cell for cell in runnable if cell.needs_ranks == has_ranks]
+        if group:
             with tempfile.TemporaryDirectory(prefix="tandem-faults-") as directory:
                 asyncio.run(run_cells(group, Path(directory), keep))
     if args.write is not None:

@@ -1,6 +1,7 @@
 """One process tree of a cluster under test: a node or a router on a host, a disk and a log of its own."""
 
 import contextlib
+import datetime as dt
 import json
 import os
 import signal
@@ -87,6 +88,12 @@ class Member:
                 self._command, stdout=log, stderr=log, cwd=ROOT, env=self._env
             )
 
+    def mount_shared_memory(self, directory: Path) -> None:
+        """Have it find this directory as /dev/shm, from its next start. Needs root."""
+        script = 'mount --bind "$0" /dev/shm && exec "$@"'
+        unshare = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script]
+        self._command = [*unshare, str(directory), *self._command]
+
     def tree(self) -> list[int]:
         """Return all processes of it, parents first."""
         found, left = [], [self.pid]
@@ -134,9 +141,7 @@ class Member:
 
 def time_of(stamp: str) -> float:
     """Return the time of a log line, which is in UTC."""
-    from datetime import datetime
-
-    return datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()
+    return dt.datetime.fromisoformat(stamp).timestamp()
 
 
 def wait_ended(pids: Sequence[int], within_s: float = 10) -> bool:

@@ -93,7 +93,9 @@ def has_network() -> bool:
 def _has_netns() -> bool:
     name = f"tandem-{os.getpid()}-try"
     with contextlib.suppress(FileNotFoundError):
-        if subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True).returncode:
+        if subprocess.run(
+            ["ip", "netns", "add", name], check=False, capture_output=True
+        ).returncode:
             return False
         return not subprocess.run(["ip", "netns", "delete", name], check=False).returncode
     return False

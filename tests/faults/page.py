@@ -1,6 +1,6 @@
 """The fault matrix as a page for people: tables from results, and a legend."""
 
-import datetime
+import datetime as dt
 import os
 import platform
 from collections import Counter
@@ -52,16 +52,14 @@ LEGEND = f"""## Legend
 def write_page(path: Path, results: Mapping[Cell, Mapping]) -> None:
     """Write it."""
     parts = [INTRODUCTION, _machine(), _totals(results), LEGEND]
-    for target in TARGETS:
-        parts.append(_table(target, results))
-    parts.append(_operators(results))
-    parts.append(_empty(results))
+    parts += [_table(target, results) for target in TARGETS]
+    parts += [_operators(results), _empty(results)]
     path.write_text("\n".join(parts).rstrip() + "\n")
 
 
 def _machine() -> str:
     cores, kernel = os.cpu_count(), platform.release().split("-")[0]
-    day = datetime.datetime.now(datetime.UTC).date()
+    day = dt.datetime.now(dt.UTC).date()
     return f"Run on {day}, on {cores} cores, Linux {kernel}, Python {platform.python_version()}.\n"
 
 
@@ -112,7 +110,10 @@ def _shown(cell: Cell, results: Mapping[Cell, Mapping]) -> str:
 def _operators(results: Mapping[Cell, Mapping]) -> str:
     lines = [
         *("## What operators see", ""),
-        *("| who | how | log events | /health of a router, where it changed |", "|---|---|---|---|"),
+        *(
+            "| who | how | log events | /health of a router, where it changed |",
+            "|---|---|---|---|",
+        ),
     ]
     for target in TARGETS:
         for fault in FAULTS:

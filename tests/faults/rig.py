@@ -39,6 +39,13 @@ SIMULATED = (
     *("--transfer-backend", "tcp", "--verify-kv", "always", "--push-granularity", "chunk"),
 )
 
+# A tiny model that computes: several ranks are several processes, which a simulated engine has not.
+RANKED = (
+    *("--dtype", "float32", "--page-size", "8", "--chunked-prefill-size", "16"),
+    *("--max-total-tokens", "4096", "--num-threads", "1", "--attention-backend", "torch"),
+    *("--max-running-requests", str(MAX_RUNNING), "--transfer-backend", "tcp"),
+)
+
 
 def describe_model(directory: Path, profile: dict) -> Path:
     """Write what a simulated engine reads of a model with little KV; return the directory."""
@@ -153,12 +160,13 @@ async def running_rig(
     routers: Sequence[str] = ("a", "b"),
     decode_flags: Sequence[str] = (),
     is_networked: bool = True,
-    env: dict[str, str] | None = None,
+    shared_memory: Path | None = None,
 ) -> AsyncIterator[Rig]:
     """Start a cluster, wait until both routers have every node, stop it at the end.
 
     Args:
         model_dir: A real model; None describes one to be simulated.
+        shared_memory: A directory to be their /dev/shm; None leaves them the machine's.
     """
     if model_dir is None:
         model_dir = describe_model(directory, profile)
@@ -173,7 +181,10 @@ async def running_rig(
             asyncio.TaskGroup() as tasks,
         ):
             rig = Rig(network, model_dir, session)
-            _add_members(rig, names, directory, ["--model", str(model_dir), *flags], decode_flags, env)
+            _add_members(rig, names, directory, ["--model", str(model_dir), *flags], decode_flags)
+            if shared_memory is not None:
+                for member in rig.members.values():
+                    member.mount_shared_memory(shared_memory)
             for member in rig.members.values():
                 stack.callback(member.disk.close)
             try:
@@ -196,10 +207,9 @@ def _add_members(
     directory: Path,
     flags: Sequence[str],
     decode_flags: Sequence[str],
-    env: dict[str, str] | None,
 ) -> None:
     key, ports = ChannelKey.from_secret(SECRET), iter(free_ports(3 * len(names)))
-    env = {"TANDEM_CLUSTER_KEY": SECRET, **(env or {})}
+    env = {"TANDEM_CLUSTER_KEY": SECRET}
     pairs: dict[str, list[str]] = {"prefill": [], "decode": []}
     for name in names:
         host, port = rig.network.addresses[name], str(next(ports))

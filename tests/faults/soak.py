@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import signal
 import statistics
@@ -27,14 +28,14 @@ from pathlib import Path
 import aiohttp
 
 from benchmarks.verdict import result
-from tests.faults.hurts import _signal
+from tests.faults.hurts import signal_all
 from tests.faults.members import Member, wait_ended
 from tests.faults.rig import SECRET, Rig, running_rig
 from tests.faults.streams import Answer, Arithmetic, Ask, send
 from wire.keys import operator_key
 
 FLAGS = (
-    *("--engine", "simulated", "--page-size", "16", "--max-total-tokens", "16384"),
+    *("--engine", "simulated", "--page-size", "16", "--max-total-tokens", "4096"),
     *("--transfer-backend", "auto", "--verify-kv", "sample"),
 )
 PROFILE = {"prefill": {"base_ms": 3, "per_token_ms": 0.1}, "decode": {"base_ms": 8}}
@@ -250,19 +251,19 @@ class Soak:
                 member.kill()
                 await asyncio.sleep(away_s)
             case "kill engine":
-                _signal(member.children()[:1], signal.SIGKILL)
+                signal_all(member.children()[:1], signal.SIGKILL)
                 await asyncio.to_thread(wait_ended, [member.pid], 10)
             case "stop":
                 pids = member.tree()
-                _signal(pids, signal.SIGSTOP)
+                signal_all(pids, signal.SIGSTOP)
                 await asyncio.sleep(1 + away_s)  # on both sides of what is noticed
-                _signal(pids, signal.SIGCONT)
+                signal_all(pids, signal.SIGCONT)
             case "terminate":
                 await asyncio.to_thread(member.stop)
                 await asyncio.sleep(away_s)
             case "kill edge worker":
                 self._broken_until_s = time.monotonic() + BROKEN_WITHIN_S
-                _signal(self._router.children()[:1], signal.SIGKILL)
+                signal_all(self._router.children()[:1], signal.SIGKILL)
             case "leave and join":
                 await self._leave_and_join(member)
         if not member.is_running:
@@ -295,29 +296,24 @@ class Soak:
 
 
 def leftovers(directory: Path) -> list[str]:
-    """Return files of ended processes: in their scratch directories, beside their logs."""
-    files = (path for path in directory.glob("*/*") if path.parent.name not in ("model",))
+    """Return files of ended processes: in their scratch directories and their /dev/shm."""
+    files = (path for path in directory.glob("*/*") if path.parent.name != "model")
     return sorted(str(p.relative_to(directory)) for p in files if p.name not in ("log", "ballast"))
-
-
-def pools() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("tandem-*")}
 
 
 async def soak(seconds: float, seed: int) -> tuple[bool, dict]:
     """Run; return whether all is well, and the report."""
-    before = pools()
     with tempfile.TemporaryDirectory(prefix="tandem-soak-") as name:
-        directory = Path(name)
+        directory, shared = Path(name), Path(name) / "shm"
+        shared.mkdir()
         async with running_rig(
             directory, flags=FLAGS, profile=PROFILE, prefills=3, decodes=3, is_networked=False,
-            routers=("a",),
+            routers=("a",), shared_memory=shared if os.geteuid() == 0 else None,
         ) as rig:  # fmt: skip
             run = Soak(rig, seed, seconds)
             await run.run()
             statuses = {m.name: await asyncio.to_thread(m.stop) for m in rig.members.values()}
             left = leftovers(directory)
-        new_pools = sorted(pools() - before)
     problems = [*run.tally.bad]
     problems += [f"{g.name} grew: {_growth(g)}" for g in run.growth if not g.is_flat]
     problems += [run.page_problems] if run.page_problems else []
@@ -335,7 +331,6 @@ async def soak(seconds: float, seed: int) -> tuple[bool, dict]:
         "wrong": run.tally.bad,
         "growth": {g.name: _growth(g) for g in run.growth},
         "problems": problems,
-        "new in /dev/shm": new_pools,
     }
 
 
@@ -347,6 +342,7 @@ def _growth(growth: Growth) -> dict[str, float]:
         "2nd to last quarter MiB": round(growth.grown(growth.memory_mib), 2),
         "MiB an hour": round(slope * 3600, 1),
         "descriptors": growth.descriptors[-1],
+        "most descriptors": max(growth.descriptors),
         "2nd to last quarter descriptors": growth.grown(growth.descriptors),
     }
 

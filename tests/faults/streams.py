@@ -1,10 +1,11 @@
 """The clients of a cluster under test, and what is said of what they got."""
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import aiohttp
 import numpy as np
@@ -15,6 +16,8 @@ from engine.simulated_model import read_model
 
 # A client that has waited so long waits for ever: no cell of the matrix has a reason to.
 HUNG_AFTER_S = 60.0
+# Events of a stream's beginning: after the first token, the KV is waited for.
+NUM_EARLY = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,21 @@ class Ask:
     body: dict
     expected: tuple[int, ...]
     is_streamed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """The longest pause of a stream's beginning, where prompt and KV are waited for, and of what follows."""
+
+    early_s: float = 0.0
+    late_s: float = 0.0
+
+    def beyond(self, usual: "Pauses") -> float:
+        """Return how much longer one of them is than usual, in seconds."""
+        return max(0.0, self.early_s - usual.early_s, self.late_s - usual.late_s)
+
+    def longer(self, other: "Pauses") -> "Pauses":
+        return Pauses(max(self.early_s, other.early_s), max(self.late_s, other.late_s))
 
 
 @dataclass(slots=True)
@@ -43,16 +61,15 @@ class Answer:
     times_s: list[float] = field(default_factory=list)
     is_done: bool = False
 
-    @property
-    def first_s(self) -> float:
-        """Time to the first event."""
-        return self.times_s[1] - self.times_s[0] if len(self.times_s) > 1 else 0.0
-
-    @property
-    def longest_pause_s(self) -> float:
-        """Between two events."""
-        later = self.times_s[1:]
-        return max((b - a for a, b in zip(later, later[1:], strict=False)), default=0.0)
+    def longest_pauses_s(self, since_s: float = 0.0) -> "Pauses":
+        """Return the longest times between events, of those that ended since a moment."""
+        early, late = 0.0, 0.0
+        for number, (before_s, now_s) in enumerate(itertools.pairwise(self.times_s)):
+            if now_s >= since_s and number <= NUM_EARLY:
+                early = max(early, now_s - before_s)
+            elif now_s >= since_s:
+                late = max(late, now_s - before_s)
+        return Pauses(early, late)
 
     def verdict(self) -> "Verdict":
         """Say how the tokens differ from the right ones."""
@@ -97,8 +114,54 @@ def compare(got: Sequence[int], right: Sequence[int]) -> Verdict:
     return Verdict(wrong=len(got) - at)
 
 
+class Measured:
+    """Knows the answers of a real model: those that an undisturbed run gave."""
+
+    num_ids = 300
+
+    def ask(
+        self,
+        url: str,
+        prompt: list[int],
+        num_new: int,
+        *,
+        seed: int | None = None,
+        stops_at: int | None = None,
+        is_streamed: bool = True,
+    ) -> Ask:
+        """Make a request whose answer is not known yet; it has no stop id, for want of one."""
+        del stops_at
+        params: dict = {"max_new_tokens": num_new, "ignore_eos": True}
+        params |= (
+            {"temperature": 0} if seed is None else {"temperature": 0.8, "sampling_seed": seed}
+        )
+        body = {"input_ids": prompt, "sampling_params": params, "stream": is_streamed}
+        return Ask(url, body, (), is_streamed)
+
+    async def known(self, session: aiohttp.ClientSession, asks: list[Ask]) -> list[Ask]:
+        """Return the requests with their answers, and caches as if nobody had asked."""
+        answers = [Answer(ask) for ask in asks]
+        await asyncio.gather(*(send(session, answer) for answer in answers))
+        assert not any(answer.error for answer in answers), answers
+        for url in {ask.url for ask in asks}:
+            async with session.post(f"{url}/flush_cache"):
+                pass
+        return [replace(a.ask, expected=tuple(a.token_ids)) for a in answers]
+
+
 class Arithmetic:
-    """Knows every answer of a simulated cluster."""
+    """Knows every answer of a simulated cluster.
+
+    Attributes:
+        num_ids: Prompts are made of ids below it.
+    """
+
+    num_ids = 40_000
+
+    async def known(self, session: aiohttp.ClientSession, asks: list[Ask]) -> list[Ask]:
+        """Return the requests, whose answers are known."""
+        del session
+        return asks
 
     def __init__(self, model_dir: str) -> None:
         _, self._ordinary = read_model(EngineConfig(model_dir=model_dir), "none")

@@ -16,7 +16,7 @@ from tests.faults.members import Member, wait_ended
 from tests.faults.probe import QUICK_S, SLOW_S
 from tests.faults.rig import MAX_RUNNING, Rig
 from tests.faults.stages import View, in_stage
-from tests.faults.streams import Answer, Arithmetic, Ask, send
+from tests.faults.streams import Answer, Arithmetic, Ask, Measured, Pauses, send
 
 STAGE_TIMEOUT_S = 15.0
 MAX_TRIES = 3
@@ -85,11 +85,13 @@ class Trials:
         durations: Seconds that each lasting fault lasts.
     """
 
-    def __init__(self, rig: Rig, arithmetic: Arithmetic, durations: dict[str, float]) -> None:
-        self._rig, self._arithmetic = rig, arithmetic
+    def __init__(
+        self, rig: Rig, oracle: Arithmetic | Measured, durations: dict[str, float]
+    ) -> None:
+        self._rig, self._oracle = rig, oracle
         self._durations = {**LASTS_S, **durations}
         self._numbers = random.Random(1)
-        self._undisturbed_s: dict[bool, float] = {}
+        self._undisturbed: dict[bool, Pauses] = {}
 
     async def run(self, cell: Cell) -> Result:
         """Run a cell on a cluster that is well, and leave it so.
@@ -98,33 +100,38 @@ class Trials:
             StageMissed: Three times nobody was seen at the stage.
         """
         is_streamed = cell.stage != "decoding"
-        if is_streamed not in self._undisturbed_s:
-            self._undisturbed_s[is_streamed] = await self._measure(is_streamed=is_streamed)
+        if is_streamed not in self._undisturbed:
+            self._undisturbed[is_streamed] = await self._measure(is_streamed=is_streamed)
         for _ in range(MAX_TRIES):
             with contextlib.suppress(StageMissed):
                 return await self._try(cell)
         raise StageMissed(f"{MAX_TRIES} times no request was seen {cell.stage}")
 
-    async def _measure(self, *, is_streamed: bool) -> float:
-        """Return the longest pause of undisturbed clients, in seconds."""
-        longest = 0.0
+    async def _measure(self, *, is_streamed: bool) -> Pauses:
+        """Return the longest pauses of undisturbed clients."""
+        longest = Pauses()
         for _ in range(2):
-            answers = [Answer(ask) for ask in self._asks(NUM_STREAMS, is_streamed=is_streamed)]
+            asks = await self._asks(NUM_STREAMS, is_streamed=is_streamed)
+            answers = [Answer(ask) for ask in asks]
             await asyncio.gather(*(send(self._rig.session, answer) for answer in answers))
             bad = [a for a in answers if a.error or not a.verdict().is_right]
             assert not bad, f"undisturbed, and not right: {bad}"
-            longest = max(longest, *(_pause_s(answer) for answer in answers))
+            for answer in answers:
+                longest = longest.longer(answer.longest_pauses_s())
         return longest
 
-    def _asks(self, num: int, *, is_streamed: bool) -> list[Ask]:
+    async def _asks(self, num: int, *, is_streamed: bool) -> list[Ask]:
         """Return requests that no prefix cache knows: greedy, seeded, and one with a stop id in each six."""
         routers = [self._rig.members[name].url for name in ("a", "a", "b")]
         asks = []
         for i in range(num):
-            first = self._numbers.randrange(100, 40_000)
-            prompt = [first, *(5 + (first + j) % 30_000 for j in range(150 + 12 * (i % 6)))]
+            first = self._numbers.randrange(2**31)
+            length = 150 + 12 * (i % 6)
+            prompt = [
+                3 + (first * (j + 1) >> 7) % (self._oracle.num_ids - 3) for j in range(length)
+            ]
             asks.append(
-                self._arithmetic.ask(
+                self._oracle.ask(
                     routers[i % 3],
                     prompt,
                     50 + 6 * (i % 6),
@@ -133,12 +140,13 @@ class Trials:
                     is_streamed=is_streamed,
                 )
             )
-        return asks
+        return await self._oracle.known(self._rig.session, asks)
 
     async def _try(self, cell: Cell) -> Result:
         rig = self._rig
         num = 2 * MAX_RUNNING + 4 if cell.stage == "waiting" else NUM_STREAMS
-        answers = [Answer(ask) for ask in self._asks(num, is_streamed=cell.stage != "decoding")]
+        asks = await self._asks(num, is_streamed=cell.stage != "decoding")
+        answers = [Answer(ask) for ask in asks]
         base = {name: probe.load for name, probe in rig.probes.items() if probe.load is not None}
         health = await self._health("b" if cell.target == "router" else "a")
         for probe in rig.probes.values():
@@ -165,7 +173,7 @@ class Trials:
         lifting = asyncio.create_task(self._lift_later(cell, lift, began_s))
         await asyncio.gather(*tasks)
         result = Result(cell.target, cell.fault, cell.stage, num_requests=num)
-        judge(result, answers, cell, self._undisturbed_s[cell.stage != "decoding"])
+        judge(result, answers, cell, self._undisturbed[cell.stage != "decoding"], began_s)
         await self._see_pages(result, victim)
         await lifting
         watching.cancel()
@@ -196,7 +204,9 @@ class Trials:
             view = View(now, base, max(len(answer.token_ids) for answer in answers))
             for member in candidates:
                 # A router's requests are where their nodes are.
-                nodes = [member.name] if member.role != "router" else [d for d in now if d[0] == "d"]
+                nodes = (
+                    [member.name] if member.role != "router" else [d for d in now if d[0] == "d"]
+                )
                 if any(in_stage(view, name, cell.stage) for name in nodes):
                     return member
             for event in told:
@@ -267,7 +277,7 @@ class Trials:
                 name = str(event["event"])
                 is_notice = name in NOTICES
                 if is_notice or event.get("level") in ("warning", "error", "critical"):
-                    told[name.split(",")[0][:60]] += 1
+                    told[name.partition(",")[0][:60]] += 1
                 if is_notice:
                     notices.append((event["at_s"], name, member.name))
         result.operator = dict(told)
@@ -277,25 +287,22 @@ class Trials:
             result.noticed_by = f"{name} ({by})"
 
 
-def judge(result: Result, answers: Sequence[Answer], cell: Cell, undisturbed_s: float) -> None:
-    """Sum up what clients got."""
-    errors, longest_s = Counter[str](), 0.0
+def judge(
+    result: Result, answers: Sequence[Answer], cell: Cell, undisturbed: Pauses, since_s: float
+) -> None:
+    """Sum up what clients got, and how long they waited for more since the fault."""
+    errors, gap_s = Counter[str](), 0.0
     for answer in answers:
         verdict = answer.verdict()
         result.lost += verdict.lost
         result.repeated += verdict.repeated
         result.wrong += verdict.wrong
-        is_own = cell.breaks_connections and answer.error == "connection lost"
-        if is_own:
+        if cell.breaks_connections and answer.error == "connection lost":
             result.broken += 1
         elif answer.error:
             errors[answer.error] += 1
         else:
             result.num_right += verdict.is_right
-            longest_s = max(longest_s, _pause_s(answer))
+            gap_s = max(gap_s, answer.longest_pauses_s(since_s).beyond(undisturbed))
     result.errors = dict(errors)
-    result.gap_ms = round(1000 * max(0.0, longest_s - undisturbed_s))
-
-
-def _pause_s(answer: Answer) -> float:
-    return max(answer.first_s, answer.longest_pause_s)
+    result.gap_ms = round(1000 * gap_s)
