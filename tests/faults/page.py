@@ -26,6 +26,11 @@ two decode nodes (simulated engines, real KV bytes over TCP, checked), a router 
 a second router, each on a network and a disk of its own. Six requests run in each cell, sixteen in those
 of *waiting*: greedy, sampled with a seed, and ended by a stop id; every token is compared with the one that is right.
 The rows of *TP rank* run a tiny model with two ranks a decode node, on loopback.
+
+`make faults` runs all of it and writes this page: as root, for the networks and the disks; a run that was cut off goes on
+where it was. Some cells of every row and column are in the tests (`tests/faults/test_matrix.py`). `make soak` serves
+thousands of requests for half an hour while every 10 s somebody is killed, frozen, ended or taken out, and
+compares every token, memory, descriptors, pages and what is left behind (`tests/faults/soak.py`).
 """
 
 LEGEND = f"""## Legend
