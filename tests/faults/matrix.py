@@ -23,9 +23,10 @@ from tests.faults.cells import Cell, all_cells
 from tests.faults.hurts import has_memory_limit
 from tests.faults.network import has_network
 from tests.faults.page import write_page
+from tests.faults.results import Result, summary
 from tests.faults.rig import RANKED, NotWell, Rig, running_rig
 from tests.faults.streams import Arithmetic, Measured
-from tests.faults.trial import Result, StageMissed, Trials
+from tests.faults.trial import StageMissed, Trials
 
 
 def why_not(cell: Cell) -> str:
@@ -141,21 +142,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_page(args.write, read_results(args.results))
         tell(f"wrote {args.write}")
     return int(num_bad > 0)
-
-
-def summary(result: Result) -> str:
-    """Return a line of progress."""
-    cell = f"{result.target} | {result.fault} | {result.stage}:"
-    if result.not_run:
-        return f"{cell} not run: {result.not_run}"
-    verdict = "ok  " if result.is_nothing_lost else "BAD "
-    noticed = "-" if result.noticed_ms is None else f"{result.noticed_ms:.0f}"
-    return (
-        f"{verdict} {cell} {result.num_right}/{result.num_requests} right, broken {result.broken}, "
-        f"lost {result.lost} repeated {result.repeated} wrong {result.wrong} errors {result.errors} "
-        f"gap {result.gap_ms} noticed {noticed} by {result.noticed_by} pages {result.pages_ms} "
-        f"left {result.pages_left} healed {result.healed_ms} {result.effect}"
-    )
 
 
 if __name__ == "__main__":

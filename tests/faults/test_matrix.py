@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from tests.faults.cells import EMPTY, FAULTS, STAGES, TARGETS, Cell, all_cells
-from tests.faults.matrix import run_cells, summary, why_not
+from tests.faults.matrix import run_cells, why_not
+from tests.faults.results import summary
 from tests.faults.streams import Verdict, compare
 
 # As short as it is noticed all the same: the whole matrix is run by `python -m tests.faults.matrix`.
