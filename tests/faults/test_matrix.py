@@ -20,7 +20,6 @@ DURATIONS_S = {
 }
 CELLS = [
     Cell("edge worker", "SIGKILL", "streaming"),
-    Cell("edge worker", "SIGTERM", "waiting"),
     Cell("router", "SIGKILL", "pushing"),
     Cell("router", "disk full", "landed"),
     Cell("prefill", "SIGKILL", "prefilling"),
