@@ -7,6 +7,8 @@ is then not run, and is said not to have been.
 import contextlib
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -101,10 +103,26 @@ def _has_netns() -> bool:
     return False
 
 
+def sweep() -> None:
+    """End what a run that was killed has left in its namespaces, and the namespaces."""
+    listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True)
+    for namespace, pid in re.findall(r"^(tandem-(\d+)-\w+)", listed.stdout, re.MULTILINE):
+        if not Path(f"/proc/{pid}").exists():
+            inside = ["ip", "netns", "pids", namespace]
+            found = subprocess.run(inside, check=False, capture_output=True, text=True)
+            for left in found.stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(left), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "delete", namespace], check=False)
+
+
 @contextlib.contextmanager
 def network_of(hosts: Sequence[str], *, is_wanted: bool = True) -> Iterator[Network | Loopback]:
     """Make a network, if there can be one."""
-    network = Network(hosts) if is_wanted and has_network() else Loopback(hosts)
+    is_real = is_wanted and has_network()
+    if is_real:
+        sweep()
+    network = Network(hosts) if is_real else Loopback(hosts)
     try:
         yield network
     finally:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -181,6 +182,10 @@ async def running_rig(
             ) as session,
             asyncio.TaskGroup() as tasks,
         ):
+            # Whoever ends this process ends the cluster with it.
+            loop, running = asyncio.get_running_loop(), asyncio.current_task()
+            assert running is not None
+            loop.add_signal_handler(signal.SIGTERM, running.cancel)
             rig = Rig(network, model_dir, session)
             _add_members(rig, names, directory, ["--model", str(model_dir), *flags], decode_flags)
             if shared_memory is not None:
@@ -198,6 +203,7 @@ async def running_rig(
                 for task in probing:
                     task.cancel()
             finally:
+                loop.remove_signal_handler(signal.SIGTERM)
                 for member in rig.members.values():
                     member.kill()
 
