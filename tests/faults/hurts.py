@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 from collections.abc import Callable, Coroutine
@@ -139,6 +140,7 @@ def _bootstrap_of(info: dict, rig: Rig, prefill: Member) -> tuple[str, int]:
 MEMORY_V1, MEMORY_V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 
 
+@functools.cache
 def has_memory_limit() -> bool:
     """Tell whether processes can be put under a limit of memory here."""
     root, file = _memory_root()

@@ -19,14 +19,16 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from tests.faults.cells import Cell, all_cells
+from tests.faults.cells import FAULTS, STAGES, TARGETS, Cell, all_cells
 from tests.faults.hurts import has_memory_limit
 from tests.faults.network import has_network
 from tests.faults.page import write_page
 from tests.faults.results import Result, summary
-from tests.faults.rig import RANKED, NotWell, Rig, running_rig
+from tests.faults.rig import RANKED, Rig, running_rig
 from tests.faults.streams import Arithmetic, Measured
 from tests.faults.trial import StageMissed, Trials
+
+RESULTS = Path(tempfile.gettempdir()) / "tandem-fault-matrix.jsonl"
 
 
 def why_not(cell: Cell) -> str:
@@ -83,9 +85,6 @@ async def _try(trials: Trials, cell: Cell) -> Result:
         return await trials.run(cell)
     except StageMissed as missed:
         return Result(cell.target, cell.fault, cell.stage, not_run=str(missed))
-    except NotWell as error:
-        tell(str(error))
-        return Result(cell.target, cell.fault, cell.stage, errors={"did not heal": 1})
 
 
 def read_results(file: Path) -> dict[Cell, dict]:
@@ -96,7 +95,17 @@ def read_results(file: Path) -> dict[Cell, dict]:
 
 
 def selected(cells: Iterable[Cell], only: str) -> list[Cell]:
-    wanted = dict(part.split("=", 1) for part in only.split(",") if part)
+    """Return the cells that `target=...,fault=...,stage=...` names.
+
+    Raises:
+        ValueError: It names what there is not.
+    """
+    known = {"target": TARGETS, "fault": FAULTS, "stage": STAGES}
+    wanted = dict(part.partition("=")[::2] for part in only.split(",") if part)
+    for key, value in wanted.items():
+        if value not in known.get(key, ()):
+            choices = "; ".join(f"{name}={' | '.join(of)}" for name, of in known.items())
+            raise ValueError(f"--only {key}={value}: give some of {choices}")
     return [
         cell for cell in cells if all(getattr(cell, key) == value for key, value in wanted.items())
     ]
@@ -114,12 +123,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--only", default="", metavar="KEY=VALUE,...", help="of target, fault and stage")
-    add("--results", type=Path, default=Path("/tmp/tandem-fault-matrix.jsonl"), metavar="FILE")
+    add("--results", type=Path, default=RESULTS, metavar="FILE")
     add("--write", type=Path, default=None, metavar="PAGE", help="write the page at the end")
     add("--again", action="store_true", help="run cells that have a result, too")
     args = parser.parse_args(argv)
     done = {} if args.again else read_results(args.results)
-    cells = [cell for cell in selected(all_cells(), args.only) if cell not in done]
+    try:
+        cells = [cell for cell in selected(all_cells(), args.only) if cell not in done]
+    except ValueError as error:
+        parser.error(str(error))
     begun, num_bad = time.monotonic(), 0
 
     def keep(result: Result) -> None:

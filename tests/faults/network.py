@@ -5,6 +5,7 @@ is then not run, and is said not to have been.
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -87,6 +88,7 @@ class Loopback:
         pass
 
 
+@functools.cache
 def has_network() -> bool:
     """Tell whether namespaces and TUN devices can be made here."""
     return os.geteuid() == 0 and os.access("/dev/net/tun", os.R_OK | os.W_OK) and _has_netns()

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from tests.faults.soak import Growth, soak
+from tests.faults.soak import soak
+from tests.faults.soak_report import Growth
 
 SECONDS = 45.0
 

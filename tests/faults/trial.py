@@ -14,7 +14,7 @@ from tests.faults.hurts import hurt, victims_pids
 from tests.faults.members import Member, wait_ended
 from tests.faults.probe import QUICK_S, SLOW_S
 from tests.faults.results import Result, judge
-from tests.faults.rig import MAX_RUNNING, Rig
+from tests.faults.rig import MAX_RUNNING, NotWell, Rig
 from tests.faults.stages import View, in_stage
 from tests.faults.streams import Answer, Arithmetic, Ask, Measured, Pauses, send
 
@@ -136,7 +136,11 @@ class Trials:
         result.health = (await asyncio.gather(watching, return_exceptions=True))[0] or ""
         result.effect = await asyncio.to_thread(self._effect, cell, victim, pids)
         self._read_logs(result, at_s, cell, victim)
-        result.healed_ms = round(1000 * await rig.heal())
+        try:
+            result.healed_ms = round(1000 * await rig.heal())
+        except NotWell as error:
+            result.errors["did not heal"] = 1
+            result.effect = f"{result.effect}; {error}"
         return result
 
     def _candidates(self, cell: Cell) -> list[Member]:
