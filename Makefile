@@ -6,7 +6,7 @@ EXTRAS ?= dev
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup serve test check format bench clean
+.PHONY: help setup serve test check format bench faults soak clean
 .DEFAULT_GOAL := help
 
 help: ## Show this.
@@ -42,6 +42,12 @@ format: setup ## Format the code.
 bench: setup ## Run the benchmarks that need nothing else (about 25 minutes).
 	@for name in step_overhead decode prefill transfer overlap interference serve edge balance; do \
 	  echo "==> $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
+
+faults: setup ## Run the fault matrix and write docs/fault-matrix.md (about 40 minutes; as root for all of it).
+	@$(BIN)/python -m tests.faults.matrix --write docs/fault-matrix.md $(ARGS)
+
+soak: setup ## Serve for 30 minutes while processes die, freeze and come back.
+	@$(BIN)/python -m tests.faults.soak --minutes 30 $(ARGS)
 
 clean: ## Remove .venv and caches of tools.
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info

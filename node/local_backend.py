@@ -42,6 +42,10 @@ class LocalBackend:
         self._ready, self._client = ready, client
         self._tokenizer, self._tokenizer_hash = tokenizer, tokenizer_hash
 
+    def relink(self, client: EngineClient) -> None:
+        """The link to the engine was lost and this is another one."""
+        self._client = client
+
     def detach(self, detail: str) -> None:
         """The engine is gone: refuse requests, saying `detail`."""
         self._client = None

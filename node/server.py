@@ -9,6 +9,7 @@
 import asyncio
 import signal
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from frontend.app import create_app
@@ -19,6 +20,7 @@ from frontend.server import listen, serving
 from frontend.tokenizer import Tokenizer
 from frontend.tokenizer_files import tokenizer_files, tokenizer_hash
 from node.config import NodeConfig
+from node.engine_link import keep_linked
 from node.engine_process import EngineProcess
 from node.engine_report import Ready
 from node.local_backend import LocalBackend
@@ -95,12 +97,15 @@ class _Node:
     async def watch(self, ready: Ready, key: ChannelKey | None, url: str) -> int:
         """Serve until a signal (0) or until the engine ends by itself (1)."""
         address = tcp_address(_reachable(self._config.host), ready.engine_port)
-        client = EngineClient(address, key, Epoch(ready.epoch), self._config.heartbeat)
+        make_client = partial(
+            EngineClient, address, key, Epoch(ready.epoch), self._config.heartbeat
+        )
+        client = make_client()
         tokenizer = (
             await asyncio.to_thread(Tokenizer.from_files, self._files) if self._files else None
         )
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(client.run())
+            linked = tasks.create_task(keep_linked(client, make_client, self.backend.relink))
             self.backend.attach(ready, client, tokenizer, tokenizer_hash(self._files))
             log.info("node.serving", url=url)
             ended = tasks.create_task(self._engine.wait())
@@ -110,7 +115,7 @@ class _Node:
             if has_died:
                 log.error("engine.died", status=ended.result(), effect="the node ends")
             self.backend.detach("the node is stopping")
-            client.stop()
+            linked.cancel()
             ended.cancel()
             told.cancel()
         return int(has_died)

@@ -4,13 +4,34 @@ Holds configuration of structlog and nothing else. Two lines are prose by tradit
 as their own event text: `Prefill batch, ...` and `Decode batch, ...`.
 """
 
+import contextlib
+import io
 import logging
 import sys
-from typing import Literal, TextIO
+from typing import Literal, TextIO, cast
 
 import structlog
+from typing_extensions import override
 
 LogFormat = Literal["auto", "console", "json"]
+
+
+class _Lossy(io.TextIOBase):
+    """A log's end: lines for which there is no room, or no reader, are lost, and nothing else is."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    @override
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            return self._out.write(text)
+        return len(text)
+
+    @override
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._out.flush()
 
 
 def configure(
@@ -51,7 +72,7 @@ def configure(
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(out),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Lossy(out))),
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.clear_contextvars()

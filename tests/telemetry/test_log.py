@@ -1,3 +1,4 @@
+import errno
 import io
 import json
 
@@ -41,6 +42,24 @@ def test_a_logger_made_before_the_configuration_follows_it():
     configure("info", stream=out)
     early.info("after")
     assert lines(out)[0]["event"] == "after"
+
+
+class FullDisk(io.StringIO):
+    is_full = True
+
+    def write(self, text):
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def test_a_full_disk_costs_lines_and_nothing_else():
+    out = FullDisk()
+    configure("info", stream=out)
+    get_logger("m").info("unheard")
+    out.is_full = False
+    get_logger("m").info("heard")
+    assert [line["event"] for line in lines(out)] == ["heard"]
 
 
 def test_an_unknown_level_is_refused_with_the_known_ones():

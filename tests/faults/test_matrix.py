@@ -1,0 +1,109 @@
+"""Some cells of the fault matrix, of every row and every column, on one cluster of real processes."""
+
+import asyncio
+import sys
+
+import pytest
+
+from tests.faults.cells import EMPTY, FAULTS, STAGES, TARGETS, Cell, all_cells
+from tests.faults.matrix import run_cells, why_not
+from tests.faults.results import summary
+from tests.faults.streams import Verdict, compare
+
+# As short as it is noticed all the same: the whole matrix is run by `python -m tests.faults.matrix`.
+DURATIONS_S = {
+    "SIGSTOP": 4.0,
+    "network cut": 4.0,
+    "delay and loss": 3.0,
+    "disk full": 2.0,
+    "out of pages": 3.0,
+}
+CELLS = [
+    Cell("edge worker", "SIGKILL", "streaming"),
+    Cell("router", "SIGKILL", "pushing"),
+    Cell("router", "disk full", "landed"),
+    Cell("prefill", "SIGKILL", "prefilling"),
+    Cell("prefill", "SIGSTOP", "pushing"),
+    Cell("prefill", "network cut", "waiting"),
+    Cell("prefill", "memory limit", "idle"),
+    Cell("decode", "SIGKILL", "landed"),
+    Cell("decode", "SIGTERM", "streaming"),
+    Cell("decode", "network cut", "pushing"),
+    Cell("decode", "delay and loss", "decoding"),
+    Cell("decode", "out of pages", "streaming"),
+    Cell("engine process", "SIGKILL", "decoding"),
+]
+RANK_CELL = Cell("TP rank", "SIGKILL", "streaming")
+# 2 s of silence, and room: it is the page of the whole matrix that tells how long it takes.
+NOTICED_WITHIN_MS = 10_000
+
+
+def run(cells, directory) -> list:
+    results: list = []
+
+    def keep(result) -> None:
+        results.append(result)
+        sys.stdout.write(f"{summary(result)}\n")
+
+    asyncio.run(run_cells(cells, directory, keep, DURATIONS_S))
+    return results
+
+
+def check(result) -> None:
+    line = summary(result)
+    assert not result.not_run, line
+    assert result.is_nothing_lost, line
+    assert result.num_right + result.broken == result.num_requests, line
+    if result.target in ("prefill", "decode") and result.fault in (
+        *("SIGKILL", "SIGSTOP", "network cut"),
+    ):
+        assert result.noticed_ms is not None, line
+        assert result.noticed_ms < NOTICED_WITHIN_MS, line
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_whoever_is_hurt_however_and_at_whatever_stage(tmp_path, capsys):
+    cells = [cell for cell in CELLS if not why_not(cell)]
+    with capsys.disabled():
+        for cell in set(CELLS) - set(cells):
+            sys.stdout.write(f"\nnot run: {cell}: {why_not(cell)}")
+        sys.stdout.write("\n")
+        results = run(cells, tmp_path)
+    for result in results:
+        check(result)
+    assert len(results) == len(cells)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_costs_no_client_a_token(tmp_path, capsys):
+    with capsys.disabled():
+        (result,) = run([RANK_CELL], tmp_path)
+    check(result)
+
+
+def test_every_row_column_and_stage_is_in_the_selection():
+    chosen = [*CELLS, RANK_CELL]
+    assert {cell.target for cell in chosen} == set(TARGETS)
+    assert {cell.fault for cell in chosen} == set(FAULTS)
+    assert {cell.stage for cell in chosen} == set(STAGES)
+    assert set(chosen) <= set(all_cells())
+
+
+def test_every_cell_is_run_or_says_why_it_is_empty():
+    num_tried = len(list(all_cells()))
+    assert num_tried + len(EMPTY) * len(STAGES) == len(TARGETS) * len(FAULTS) * len(STAGES)
+
+
+@pytest.mark.parametrize(
+    ("got", "verdict"),
+    [
+        ([1, 2, 3, 4, 5, 6], Verdict()),
+        ([1, 2, 3, 4], Verdict(lost=2)),
+        ([1, 2, 5, 6], Verdict(lost=2)),
+        ([1, 2, 3, 2, 3, 4, 5, 6], Verdict(repeated=2)),
+        ([1, 2, 3, 9, 8, 7], Verdict(wrong=3)),
+        ([1, 2, 3, 4, 5, 6, 7], Verdict(wrong=1)),
+    ],
+)
+def test_what_became_of_tokens_is_told_from_those_that_came(got, verdict):
+    assert compare(got, [1, 2, 3, 4, 5, 6]) == verdict
