@@ -72,6 +72,7 @@ class Client:
 
     Attributes:
         leaves_after: Tokens after which it hangs up; None stays.
+        patience_s: How long it stays; None for as long as it takes.
         aborts_after: Tokens after which the request is aborted by its id.
         is_slow: It pauses between reads.
         taps: It takes ordinary tokens at once.
@@ -81,6 +82,7 @@ class Client:
     router_number: int = 0
     begins_s: float = 0.0
     leaves_after: int | None = None
+    patience_s: float | None = None
     aborts_after: int | None = None
     is_slow: bool = False
     taps: bool = True
@@ -106,25 +108,10 @@ class Client:
         await asyncio.sleep(self.begins_s)
         world.note("client", f"{self.name} begins at {router.host}")
         try:
-            deltas = router.backend.generate(self.request, tap=self if self.taps else None)
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    world.check(not self.finish, f"{self.name} got a delta after its end")
-                    world.check(
-                        delta.index == len(self.token_ids),
-                        f"{self.name} has {len(self.token_ids)} tokens and got index {delta.index}",
-                    )
-                    self._take(delta.token_ids, delta.logprobs)
-                    self.prompt_logprobs += delta.prompt_logprobs
-                    self.finish = delta.finish.reason if delta.finish is not None else ""
-                    if self._is_after(self.leaves_after) and not self.finish:
-                        self.has_left = True
-                        return
-                    if self._is_after(self.aborts_after) and not self.has_aborted:
-                        self.has_aborted = True
-                        await router.backend.abort(self.name)
-                    if self.is_slow:
-                        await asyncio.sleep(world.draw.expovariate(20))
+            async with asyncio.timeout(self.patience_s):
+                await self._read(router, world)
+        except TimeoutError:
+            self.has_left = True
         except TandemError as error:
             self.error = error
             self._check_error(error)
@@ -134,6 +121,25 @@ class Client:
             world.note("client", f"{self.name} ends: {end}")
         if not self.error and not self.has_left:
             self._check_whole()
+
+    async def _read(self, router, world) -> None:
+        deltas = router.backend.generate(self.request, tap=self if self.taps else None)
+        async with aclosing(deltas):
+            async for delta in deltas:
+                num = len(self.token_ids)
+                world.check(not self.finish, f"{self.name} got a delta after its end")
+                world.check(delta.index == num, f"{self.name}: index {delta.index} behind {num} tokens")
+                self._take(delta.token_ids, delta.logprobs)
+                self.prompt_logprobs += delta.prompt_logprobs
+                self.finish = delta.finish.reason if delta.finish is not None else ""
+                if self._is_after(self.leaves_after) and not self.finish:
+                    self.has_left = True
+                    return
+                if self._is_after(self.aborts_after) and not self.has_aborted:
+                    self.has_aborted = True
+                    await router.backend.abort(self.name)
+                if self.is_slow:
+                    await asyncio.sleep(world.draw.expovariate(20))
 
     def take_ordinary(self, token_ids) -> bool:
         """See `frontend.backend.Tap`."""

@@ -56,14 +56,15 @@ def draw_plan(draw: random.Random) -> Plan:
         num_routers=routers,
         policy=draw.choice(["least_load", "round_robin", "random", "power_of_two"]),
         pace=draw.choice([0.0005, 0.002, 0.01]),
+        write_pace=draw.choice([4.0, 4.0, 20.0, 100.0]),
         write_faults=write_faults,
         spikes=draw.choice([0.0, 0.0, 0.01, 0.03]),
     )
 
 
 def _draw_node(draw: random.Random, page_size: int) -> NodeShape:
-    # The longest prompt and answer is 70 tokens; at the least two such fit.
-    num_tokens = draw.choice([144, 200, 400])
+    # The longest prompt and answer have 70 tokens.
+    num_tokens = draw.choice([80, 80, 144, 400])
     return NodeShape(
         num_pages=num_tokens // page_size,
         page_size=page_size,
@@ -108,6 +109,8 @@ def _draw_group(draw, first, num, prompt, begins_s, num_routers) -> list[Client]
             router_number=first % num_routers,
             begins_s=begins_s,
             leaves_after=draw.choice([None] * 8 + [0, 1, 3]),
+            # Of those who wait for a prompt to be computed or pushed.
+            patience_s=draw.choice([None] * 5 + [draw.expovariate(4.0)]),
             aborts_after=draw.choice([None] * 9 + [1, 3]),
             is_slow=draw.random() < 0.3,
             taps=draw.random() < 0.7,
@@ -125,18 +128,21 @@ async def misfortunes(world: World) -> None:
         await asyncio.sleep(draw.uniform(0.0, longest_s))
         world.num_faults += 1
         inflict(world, draw.choice(KINDS), draw.choice(world.nodes), draw)
-    if world.num_faults:
-        await asyncio.sleep(draw.uniform(0.0, 10.0))
+    # Some are healed by themselves before everything is, unless nobody is left to notice.
+    await world.answered(within_s=draw.uniform(0.0, 12.0))
 
 
 KINDS = ("kill", "power off", "stop", "cut", "reset", "slow", "kill router", "cut off")
 
 
+def _peers(world: World, node) -> list[str]:
+    others = [other.host for other in world.nodes if other.role_name != node.role_name]
+    return others + [router.host for router in world.routers]
+
+
 def inflict(world: World, kind: str, node, draw: random.Random) -> None:
     """Have one thing go wrong with a node, or the way to it, and end by itself."""
-    loop = world.loop
-    others = [n.host for n in world.nodes if n.role_name != node.role_name]
-    others += [router.host for router in world.routers]
+    loop, others = world.loop, _peers(world, node)
     match kind:
         case "kill" | "power off":
             node.kill(is_silent=kind == "power off")
@@ -149,14 +155,13 @@ def inflict(world: World, kind: str, node, draw: random.Random) -> None:
         case "cut off":
             _cut(world, node.host, others, draw.choice([0.5, 1.9, 2.2, 6.0]))
         case "reset":
-            other = draw.choice(others)
-            world.note("fault", f"reset {node.host} {other}")
-            world.network.reset(node.host, other)
+            _reset(world, node.host, [draw.choice(others)])
         case "slow":
             world.note("fault", f"slow {node.host}")
             node.slow_until_s = loop.time() + draw.uniform(0.5, 4.0)
         case "kill router" if len(world.routers) > 1:
-            draw.choice(world.routers).kill()
+            # One of them stays.
+            world.routers[1].kill()
 
 
 def _cut(world: World, host: str, others: list[str], for_s: float) -> None:
@@ -164,6 +169,12 @@ def _cut(world: World, host: str, others: list[str], for_s: float) -> None:
         world.note("fault", f"cut {host} {other}")
         world.network.cut(host, other)
         world.loop.call_later(for_s, world.network.heal, host, other)
+
+
+def _reset(world: World, host: str, others: list[str]) -> None:
+    for other in others:
+        world.note("fault", f"reset {host} {other}")
+        world.network.reset(host, other)
 
 
 def run_seed(seed: int, **more) -> World:
@@ -218,28 +229,31 @@ def run_blow(blow: Blow, **more) -> World:
     Raises:
         Failure: It broke a promise, or the client saw an error.
     """
-    draw = random.Random(blow.at_step)
 
-    def on_step(number: int) -> None:
+    def on_step(world: World, number: int) -> None:
         if number == blow.at_step:
-            world = run.world
             (node,) = [node for node in world.nodes if node.host == f"{blow.target[0]}0"]
-            inflict(world, blow.kind, node, draw)
+            strike(world, blow.kind, node)
 
-    async def wait_for_the_end(world: World) -> None:
-        await asyncio.sleep(0.0)
-        while any(client.ended_s < 0 for client in world.plan.clients):
-            world.check(world.loop.time() < 60.0, "the request does not end")
-            await asyncio.sleep(0.1)
+    async def wait(world: World) -> None:
+        await world.answered(within_s=60.0)
 
-    class run:
-        world: World
+    return run_plan(str(blow), small_plan(), 0, wait, on_step=on_step, **more)
 
-    async def remember(world: World) -> None:
-        run.world = world
-        await wait_for_the_end(world)
 
-    return run_plan(str(blow), small_plan(), 0, remember, on_step=on_step, **more)
+def strike(world: World, kind: str, node) -> None:
+    """Have a node fail entirely, for so long that everybody notices."""
+    match kind:
+        case "kill" | "power off":
+            node.kill(is_silent=kind == "power off")
+            world.loop.call_later(5.0, node.restart)
+        case "stop":
+            node.stop()
+            world.loop.call_later(10.0, node.go_on)
+        case "cut off":
+            _cut(world, node.host, _peers(world, node), 6.0)
+        case "reset":
+            _reset(world, node.host, _peers(world, node))
 
 
 async def _nothing(world: World) -> None:

@@ -35,6 +35,7 @@ class Plan:
     Attributes:
         pace: Mean seconds of a frame on its way; everything else is in proportion.
         write_faults: Of the transport, by number of the write.
+        write_pace: Mean seconds of a write of pages, in `pace`.
         spikes: Of how many frames or passes one takes a hundred times as long.
     """
 
@@ -44,6 +45,7 @@ class Plan:
     num_routers: int = 1
     policy: str = "least_load"
     pace: float = 0.001
+    write_pace: float = 4.0
     write_faults: list[Fault] = field(default_factory=list)
     spikes: float = 0.0
 
@@ -56,9 +58,10 @@ class World:
         is_traced: Keep a line for everything that happens.
     """
 
-    def __init__(self, plan: Plan, seed: int, *, is_traced=False, on_step=lambda number: None):
+    def __init__(self, plan: Plan, seed: int, *, is_traced=False, on_step=lambda world, number: None):
         self.plan, self.draw = plan, random.Random(seed)
-        self.trace, self.num_faults, self.num_steps = [], 0, 0
+        self.trace, self.num_steps = [], 0
+        self.num_faults = len(plan.write_faults)
         self.replays = 0
         self.violations = []
         self._is_traced, self._on_step = is_traced, on_step
@@ -123,7 +126,7 @@ class World:
 
     def write_s(self) -> float:
         """Return how long a write of pages takes."""
-        return self._some(4.0)
+        return self._some(self.plan.write_pace)
 
     def fence_s(self) -> float:
         """Return how long a fence takes."""
@@ -140,7 +143,7 @@ class World:
             self.num_steps += 1
             if self._is_traced:
                 self.trace.append(f"{self.loop.time():10.6f} #{self.num_steps} {kind}: {text}")
-            self._on_step(self.num_steps)
+            self._on_step(self, self.num_steps)
         elif self._is_traced and name not in HEARTBEATS:
             self.trace.append(f"{self.loop.time():10.6f} {kind}: {text}")
 
@@ -195,6 +198,12 @@ class World:
         parties = [*self.nodes, *(each for each in self.routers if not each.process.is_dead)]
         held = [(party, party.leftovers()) for party in parties]
         return "; ".join(f"{party.host}: {what}" for party, what in held if what)
+
+    async def answered(self, within_s: float) -> None:
+        """Wait until every request ended, or for so long."""
+        end_s = self.loop.time() + within_s
+        while self.loop.time() < end_s and any(each.ended_s < 0 for each in self.plan.clients):
+            await asyncio.sleep(0.05)
 
     def _is_serving(self) -> bool:
         return all(
