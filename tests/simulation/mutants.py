@@ -1,22 +1,29 @@
 """Products that are wrong, each in one place: what the simulation must catch."""
 
-import contextlib
 from unittest import mock
 
 import msgspec
 
-import router.attempt
-import router.running
 from decode.role import DecodeRole
 from engine.core import Engine
 from engine.request import Stage
 from frontend.engine_client import EngineClient
 from frontend.token_stream import TokenStream
 from kvtransfer.prefill_links import PrefillLinks
-from kvtransfer.session import RECEIVER, SENDER, Action, LinkLost, ReceiverState, SenderState, Step
-from kvtransfer.session import WithdrawArrived, WithdrawAsked
+from kvtransfer.sender import PrefillAgent
+from kvtransfer.session import (
+    RECEIVER,
+    SENDER,
+    Action,
+    LinkLost,
+    ReceiverState,
+    SenderState,
+    Step,
+    WithdrawArrived,
+    WithdrawAsked,
+    WritesDone,
+)
 from node.loop import EngineLoop
-from prefill.role import PrefillRole
 from router.attempt import Progress
 from router.node import Work
 
@@ -62,12 +69,8 @@ def _free_granted(cancel, role, ticket):
         role._safe = lambda half, error: role._granted.pop(half.message.room)
 
 
-def _release_under_push(abandon, role, half, error):
-    abandon(role, half, error)
-    if half.active is not None:
-        role._engine.release(half.active)
-        role._by_active.pop(half.active)
-        half.active = None
+def _land_at_once(_original, agent, part, _entry):
+    agent._apply(part, WritesDone())
 
 
 def _nothing(_original, *_args, **_named):
@@ -86,7 +89,9 @@ MUTANTS = {
     "a lost engine fails no stream": changed(TokenStream, "fail", _nothing),
     "a node keeps the requests of lost edges": changed(EngineLoop, "_drop_lost_edges", _nothing),
     "decode frees granted pages when it cancels": changed(DecodeRole, "cancel", _free_granted),
-    "prefill frees pages under a push": changed(PrefillRole, "_abandon", _release_under_push),
+    "prefill says Landed before the writes are done": changed(
+        PrefillAgent, "_conclude", _land_at_once
+    ),
     "prefill never gives pages back": changed(Engine, "release", _nothing),
     "decode frees on its own Withdraw": arrow(
         RECEIVER, _R.GRANTED, WithdrawAsked, _R.CLOSED, _A.SEND_WITHDRAW, _A.TELL_SAFE

@@ -1,5 +1,6 @@
 """Prefill and decode nodes: the real loop, role, engine and agent, each on simulated ground."""
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from decode.role import DecodeRole
@@ -7,13 +8,18 @@ from kvtransfer.bootstrap import SenderEnd
 from kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
 from kvtransfer.region import MemoryRegion
 from kvtransfer.sender import PrefillAgent, SenderTimeouts
-from kvtransfer.transports.loopback import LoopbackConnection, LoopbackTransport
+from kvtransfer.transports.loopback import (
+    LoopbackConnection,
+    LoopbackListener,
+    LoopbackTransport,
+)
 from node.answers import Answers
 from node.loop import EngineLoop
 from prefill.role import PrefillRole
 from tests.simulation.processes import CURRENT, Process, Repeated
 from tests.simulation.sockets import SimulatedInbox, SimulatedWaker
 from tests.simulation.toy import CONTEXT, EOS, VOCAB, toy_engine, toy_layout
+from wire.errors import PeerLost
 from wire.ids import new_epoch
 from wire.messages import ToEngine
 from wire.node_info import ModelInfo, NodeInfo
@@ -37,11 +43,26 @@ class NodeShape:
     verify: str = "always"
 
 
+class OneSidedListener(LoopbackListener):
+    """Receives as memory does that a network card writes into: only a fence keeps a peer out."""
+
+    @contextmanager
+    def writing(self, peer, room, plan):
+        del room, plan
+        if peer not in self._permits:
+            raise PeerLost("this peer was fenced")
+        yield self._pool.region
+
+
 class SimulatedTransport(LoopbackTransport):
     """Copies within the process, from and to the processes that made its ends."""
 
+    def __init__(self, faults, *, is_one_sided: bool) -> None:
+        super().__init__(faults)
+        self._kind = OneSidedListener if is_one_sided else LoopbackListener
+
     def listen(self, pool):
-        listener = super().listen(pool)
+        listener = self._kind(pool, self._listeners)
         listener.process = CURRENT.get()
         return listener
 

@@ -42,7 +42,7 @@ def run_plan(name: str, plan: Plan, seed: int, misfortune, **more) -> World:
 def draw_plan(draw: random.Random) -> Plan:
     """Draw a cluster and its clients."""
     page_size = draw.choice([2, 4, 8])
-    routers = draw.choice([1, 1, 2])
+    routers = draw.choice([1, 2])
     write_faults = [
         Fault(draw.choice(["fail", "corrupt", "duplicate"]), draw.randrange(40))
         for _ in range(draw.choice([0, 0, 0, 1, 3]))
@@ -56,6 +56,8 @@ def draw_plan(draw: random.Random) -> Plan:
         num_routers=routers,
         policy=draw.choice(["least_load", "round_robin", "random", "power_of_two"]),
         pace=draw.choice([0.0005, 0.002, 0.01]),
+        is_one_sided=draw.random() < 0.7,
+        fence_pace=draw.choice([20.0, 200.0]),
         write_pace=draw.choice([4.0, 4.0, 20.0, 100.0]),
         write_faults=write_faults,
         spikes=draw.choice([0.0, 0.0, 0.01, 0.03]),
@@ -132,7 +134,7 @@ async def misfortunes(world: World) -> None:
     await world.answered(within_s=draw.uniform(0.0, 12.0))
 
 
-KINDS = ("kill", "power off", "stop", "cut", "reset", "slow", "kill router", "cut off")
+KINDS = ("kill", "power off", "stop", "cut", "reset", "slow", "cut off", "kill router", "kill router")
 
 
 def _peers(world: World, node) -> list[str]:

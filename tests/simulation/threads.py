@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from functools import partial
 
 import kvtransfer.control
 from kvtransfer.push_worker import _attempt as attempt
@@ -66,6 +67,7 @@ class SimulatedPushWorker:
         self._connection = None
         self._tasks = deque()
         self._running = None
+        self._number = 0
         self._stops = []
         self._is_closed = False
         self._process.later(self._world.latency(), self._open)
@@ -94,6 +96,8 @@ class SimulatedPushWorker:
         self._tasks.clear()
         if self._connection is not None:
             self._connection.close()
+            if self._running is not None:  # it fails
+                self._process.later(self._world.latency(), partial(self._end, self._number))
 
     def _open(self) -> None:
         def connect():
@@ -109,18 +113,21 @@ class SimulatedPushWorker:
             self._running = self._tasks.popleft()
             self._world.note("write begins", f"{self._process.host} room {self._running[0] % 1000}", "w")
             self._process.jobs.append(self)
-            self._process.later(self._world.write_s(), self._end)
+            self._number += 1
+            self._process.later(self._world.write_s(), partial(self._end, self._number))
 
     def finish_of_the_dead(self) -> None:
         """The process died in the middle of a write, and the bytes were on their way."""
         _, job, _ = self._running
         attempt(lambda: job(self._connection))
 
-    def _end(self, num_tries: int = 0) -> None:
+    def _end(self, number: int, num_tries: int = 0) -> None:
+        if number != self._number or self._running is None:
+            return
         far, here = self._connection.far, self._process.host
         if self._world.network.is_cut(here, far.host) and not self._is_closed:
             if num_tries < 10:
-                self._process.later(0.3, lambda: self._end(num_tries + 1))
+                self._process.later(0.3, partial(self._end, number, num_tries + 1))
                 return
             self._connection.close()
         room, job, done = self._running

@@ -35,6 +35,8 @@ class Plan:
     Attributes:
         pace: Mean seconds of a frame on its way; everything else is in proportion.
         write_faults: Of the transport, by number of the write.
+        is_one_sided: Nothing but a fence keeps a writer out.
+        fence_pace: Mean seconds of a fence, in `pace`.
         write_pace: Mean seconds of a write of pages, in `pace`.
         spikes: Of how many frames or passes one takes a hundred times as long.
     """
@@ -45,6 +47,8 @@ class Plan:
     num_routers: int = 1
     policy: str = "least_load"
     pace: float = 0.001
+    is_one_sided: bool = True
+    fence_pace: float = 20.0
     write_pace: float = 4.0
     write_faults: list[Fault] = field(default_factory=list)
     spikes: float = 0.0
@@ -79,7 +83,9 @@ class World:
         )
         # Whatever is not of a process draws from the same seed.
         CURRENT.set(Process(self, "nowhere"))
-        self.transport = SimulatedTransport(self.plan.write_faults)
+        self.transport = SimulatedTransport(
+            self.plan.write_faults, is_one_sided=self.plan.is_one_sided
+        )
         self.nodes = [
             *(SimulatedNode(self, f"p{i}", "prefill", s) for i, s in enumerate(self.plan.prefills)),
             *(SimulatedNode(self, f"d{i}", "decode", s) for i, s in enumerate(self.plan.decodes)),
@@ -126,11 +132,11 @@ class World:
 
     def write_s(self) -> float:
         """Return how long a write of pages takes."""
-        return self._some(self.plan.write_pace)
+        return self.plan.pace * self.plan.write_pace * self.draw.uniform(0.3, 1.7)
 
     def fence_s(self) -> float:
         """Return how long a fence takes."""
-        return self._some(20.0)
+        return self.plan.pace * self.plan.fence_pace * self.draw.uniform(0.3, 1.7)
 
     def _some(self, factor: float) -> float:
         spike = 100.0 if self.plan.spikes and self.draw.random() < self.plan.spikes else 1.0
