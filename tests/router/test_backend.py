@@ -9,7 +9,14 @@ from router.cluster import Cluster
 from router.config import PrefillTarget, RouterConfig
 from router.policy import POLICIES
 from tests.router.fake_node import FakeNode, logprobs, request, until
-from wire.errors import Aborted, EngineFailed, InvalidRequest, KVCorrupted, NoNodeAvailable, Overloaded
+from wire.errors import (
+    Aborted,
+    EngineFailed,
+    InvalidRequest,
+    KVCorrupted,
+    NoNodeAvailable,
+    Overloaded,
+)
 from wire.generation import LogprobsWanted
 from wire.messages import Cancel, FlushCache, StartDecode, StartPrefill
 

@@ -28,7 +28,9 @@ class SimulatedRouter:
 
     def _build(self, policy: str) -> None:
         config = RouterConfig(
-            prefills=tuple(PrefillTarget(n.url) for n in self.world.nodes if n.role_name == "prefill"),
+            prefills=tuple(
+                PrefillTarget(n.url) for n in self.world.nodes if n.role_name == "prefill"
+            ),
             decodes=tuple(n.url for n in self.world.nodes if n.role_name == "decode"),
         )
         self.cluster = Cluster(config)
@@ -128,7 +130,9 @@ class Client:
             async for delta in deltas:
                 num = len(self.token_ids)
                 world.check(not self.finish, f"{self.name} got a delta after its end")
-                world.check(delta.index == num, f"{self.name}: index {delta.index} behind {num} tokens")
+                world.check(
+                    delta.index == num, f"{self.name}: index {delta.index} behind {num} tokens"
+                )
                 self._take(delta.token_ids, delta.logprobs)
                 self.prompt_logprobs += delta.prompt_logprobs
                 self.finish = delta.finish.reason if delta.finish is not None else ""
@@ -190,14 +194,18 @@ class Client:
                 for position in range(max(1, request.logprobs.prompt_start), len(prompt))
             ]
             got = [each for each in self.prompt_logprobs if each.logprob is not None]
-            check(got == told, f"{self.name} got {len(got)} of {len(told)} prompt log-probabilities")
+            check(
+                got == told, f"{self.name} got {len(got)} of {len(told)} prompt log-probabilities"
+            )
 
     def _check_error(self, error: TandemError) -> None:
         """An error is right when no attempt is left, or no node."""
         world = self.router.world
         num_attempts = world.num_attempts(self.router, self.name)
         is_used_up = error.is_retryable and num_attempts >= MAX_ATTEMPTS
-        has_no_node = isinstance(error, NoNodeAvailable) and not self.router.cluster.health().is_serving
+        has_no_node = (
+            isinstance(error, NoNodeAvailable) and not self.router.cluster.health().is_serving
+        )
         world.check(
             world.num_faults > 0 and (is_used_up or has_no_node),
             f"{self.name} failed after {num_attempts} attempts with {error.code}: {error}",

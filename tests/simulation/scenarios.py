@@ -49,9 +49,7 @@ def draw_plan(draw: random.Random) -> Plan:
     ]
     return Plan(
         prefills=[_draw_node(draw, page_size) for _ in range(draw.randint(1, 3))],
-        decodes=[
-            _draw_node(draw, draw.choice([page_size, 4])) for _ in range(draw.randint(1, 3))
-        ],
+        decodes=[_draw_node(draw, draw.choice([page_size, 4])) for _ in range(draw.randint(1, 3))],
         clients=_draw_clients(draw, routers),
         num_routers=routers,
         policy=draw.choice(["least_load", "round_robin", "random", "power_of_two"]),
@@ -134,7 +132,17 @@ async def misfortunes(world: World) -> None:
     await world.answered(within_s=draw.uniform(0.0, 12.0))
 
 
-KINDS = ("kill", "power off", "stop", "cut", "reset", "slow", "cut off", "kill router", "kill router")
+KINDS = (
+    "kill",
+    "power off",
+    "stop",
+    "cut",
+    "reset",
+    "slow",
+    "cut off",
+    "kill router",
+    "kill router",
+)
 
 
 def _peers(world: World, node) -> list[str]:
@@ -256,6 +264,38 @@ def strike(world: World, kind: str, node) -> None:
             _cut(world, node.host, _peers(world, node), 6.0)
         case "reset":
             _reset(world, node.host, _peers(world, node))
+
+
+# ── given up ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def run_abandoned(how: str) -> World:
+    """Have a long request, of ten seconds, given up at its third token: its nodes must soon be idle.
+
+    Args:
+        how: `a client leaves` or `its router dies`.
+
+    Raises:
+        Failure: They work on.
+    """
+    client = Client(
+        request=GenerateRequest(
+            request_id="long",
+            prompt_ids=[9, 8, 7],
+            sampling=SamplingParams(max_new_tokens=180, temperature=0.0, ignore_eos=True),
+        ),
+        leaves_after=3 if how == "a client leaves" else None,
+    )
+
+    async def misfortune(world: World) -> None:
+        while len(client.token_ids) < 3:
+            await asyncio.sleep(0.01)
+        if how == "its router dies":
+            world.routers[0].kill()
+
+    node = NodeShape(num_pages=50, page_size=4)
+    plan = Plan(prefills=[node], decodes=[node], clients=[client], pace=0.02)
+    return run_plan(how, plan, 0, misfortune)
 
 
 async def _nothing(world: World) -> None:

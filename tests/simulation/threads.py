@@ -111,7 +111,9 @@ class SimulatedPushWorker:
     def _next(self) -> None:
         if self._running is None and self._connection is not None and self._tasks:
             self._running = self._tasks.popleft()
-            self._world.note("write begins", f"{self._process.host} room {self._running[0] % 1000}", "w")
+            self._world.note(
+                "write begins", f"{self._process.host} room {self._running[0] % 1000}", "w"
+            )
             self._process.jobs.append(self)
             self._number += 1
             self._process.later(self._world.write_s(), partial(self._end, self._number))
@@ -132,8 +134,10 @@ class SimulatedPushWorker:
             self._connection.close()
         room, job, done = self._running
         self._process.jobs.remove(self)
-        error = PeerLost("its process is gone") if far.is_dead else attempt(
-            lambda: job(self._connection)
+        error = (
+            PeerLost("its process is gone")
+            if far.is_dead
+            else attempt(lambda: job(self._connection))
         )
         self._world.note("write ends", f"{here} room {room % 1000} {error or ''}", "w")
         self._running = None

@@ -47,7 +47,7 @@ def answer(prompt, sampling):
         token = token_after(tokens, seed, index)
         told.append(logprob_after(tokens, token))
         tokens.append(token)
-        if token == EOS:
+        if token == EOS and not sampling.ignore_eos:
             break
     return tokens[len(prompt) :], told
 
