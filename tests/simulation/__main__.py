@@ -32,6 +32,12 @@ def main() -> int:
     return run_all(runs, keeps_going=options.keep_going)
 
 
+def say(text: str = "", end: str = "\n") -> None:
+    """Write to standard output at once."""
+    sys.stdout.write(text + end)
+    sys.stdout.flush()
+
+
 def seeds(first, num):
     """Return a run for each seed, with what to do to see it."""
     return [
@@ -60,7 +66,7 @@ def run_all(runs, *, keeps_going: bool) -> int:
             world = run()
         except Failure as failure:
             num_failed += 1
-            print(f"\n{failure}\n  see it: {again}", flush=True)
+            say(f"\n{failure}\n  see it: {again}")
             if not keeps_going:
                 break
         else:
@@ -68,13 +74,12 @@ def run_all(runs, *, keeps_going: bool) -> int:
             num_errors += sum(client.error is not None for client in world.plan.clients)
         if time.monotonic() - shown_s > SHOW_EVERY_S or i == len(runs):
             shown_s = time.monotonic()
-            print(
+            say(
                 f"\r{i} of {len(runs)} runs, {num_failed} failed; {num_replays} replays, "
                 f"{num_errors} typed errors; {i / (shown_s - begin_s):.0f} runs/s",
                 end="",
-                flush=True,
             )
-    print()
+    say()
     return 1 if num_failed else 0
 
 
@@ -83,11 +88,11 @@ def trace(seed: int) -> int:
     try:
         world = run_seed(seed, is_traced=True)
     except Failure as failure:
-        print("\n".join(failure.world.trace))
-        print(failure)
+        say("\n".join(failure.world.trace))
+        say(failure)
         return 1
-    print("\n".join(world.trace))
-    print(f"seed {seed} keeps every promise")
+    say("\n".join(world.trace))
+    say(f"seed {seed} keeps every promise")
     return 0
 
 

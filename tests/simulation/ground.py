@@ -5,10 +5,10 @@ While that is so, a real socket or thread is an error: a simulation that had one
 """
 
 import contextlib
+import functools
 import secrets
 import sys
 import threading
-from unittest import mock
 
 import structlog
 import zmq
@@ -49,28 +49,34 @@ REPLACED = {
 def simulated():
     """Replace what touches the machine, for as long as the block runs."""
     logs = structlog.get_config()
-    with contextlib.ExitStack() as stack:
-        for module, name, stand_in in _places():
-            stack.enter_context(mock.patch.object(module, name, stand_in))
-        stack.enter_context(
-            mock.patch.object(kvtransfer.prefill_links, "threading", threads.SimulatedThreading)
-        )
-        for name in CHANCE:
-            stack.enter_context(mock.patch.object(secrets, name, _drawn(name)))
-        stack.enter_context(mock.patch.object(zmq, "Context", _refused("socket")))
-        stack.enter_context(mock.patch.object(threading.Thread, "start", _refused("thread")))
-        stack.callback(lambda: structlog.configure(**logs))
+    for owner, name, _, stand_in in _places():
+        setattr(owner, name, stand_in)
+    try:
         yield
+    finally:
+        for owner, name, original, _ in _places():
+            setattr(owner, name, original)
+        structlog.configure(**logs)
 
 
+@functools.cache
 def _places():
-    """Yield each (module, name, stand-in) where a module of the product holds what is replaced."""
+    """Return each (owner, name, original, stand-in)."""
     by_id = {id(original): stand_in for original, stand_in in REPLACED.items()}
-    for name, module in sorted(sys.modules.items()):
-        if name.startswith(PACKAGES):
-            for attribute, value in list(vars(module).items()):
-                if id(value) in by_id:
-                    yield module, attribute, by_id[id(value)]
+    places = [
+        (module, attribute, value, by_id[id(value)])
+        for name, module in sorted(sys.modules.items())
+        if name.startswith(PACKAGES)
+        for attribute, value in vars(module).items()
+        if id(value) in by_id
+    ]
+    places += [(secrets, name, getattr(secrets, name), _drawn(name)) for name in CHANCE]
+    return [
+        *places,
+        (kvtransfer.prefill_links, "threading", threading, threads.SimulatedThreading),
+        (zmq, "Context", zmq.Context, _refused("socket")),
+        (threading.Thread, "start", threading.Thread.start, _refused("thread")),
+    ]
 
 
 def _drawn(name):

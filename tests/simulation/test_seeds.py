@@ -15,7 +15,7 @@ from tests.simulation.scenarios import Failure, run_abandoned, run_seed
 from tests.simulation.virtual_time import Stuck, run_in_virtual_time
 
 
-@pytest.mark.parametrize("first", range(0, 160, 40))
+@pytest.mark.parametrize("first", range(0, 200, 40))
 def test_every_request_ends_right_and_nothing_is_left(first):
     worlds = [run_seed(seed) for seed in range(first, first + 40)]
     # These are not forty calm ones.

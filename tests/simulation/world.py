@@ -214,7 +214,7 @@ class World:
     async def answered(self, within_s: float) -> None:
         """Wait until every request ended, or for so long."""
         end_s = self.loop.time() + within_s
-        while self.loop.time() < end_s and any(each.ended_s < 0 for each in self.plan.clients):
+        while self.loop.time() < end_s and any(each.ended_s < 0 for each in self.plan.clients):  # noqa: ASYNC110 - no time passes
             await asyncio.sleep(0.05)
 
     def _is_serving(self) -> bool:
