@@ -29,8 +29,9 @@ from router.pairing import Pairing
 from router.policy import Pair, Policy
 from router.replays import Replays
 from router.running import run_attempt
+from router.waiters import WaitAborted
 from telemetry.log import get_logger
-from wire.errors import Aborted, NoNodeAvailable, PeerLost, TandemError
+from wire.errors import NoNodeAvailable, PeerLost, TandemError
 from wire.generation import GenerateRequest
 from wire.messages import TokenDelta
 
@@ -115,7 +116,7 @@ class ClusterBackend:
                         if delta.finish is not None:
                             outcome.finished()
                         yield delta
-            except Aborted:  # while it waited for a node; those that run are ended by their streams
+            except WaitAborted:  # requests that run are ended by their streams
                 outcome.finished()
                 yield progress.aborted()
 
@@ -148,7 +149,7 @@ class ClusterBackend:
 
         Raises:
             NoNodeAvailable: They did not come within `node_wait_s`.
-            Aborted: Somebody ended the request meanwhile.
+            WaitAborted: Somebody ended the request meanwhile.
         """
         deadline = asyncio.get_running_loop().time() + self._node_wait_s
         with self._cluster.waiters.entered(progress.request_id) as waiter:

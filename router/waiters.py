@@ -6,8 +6,11 @@ from contextlib import contextmanager
 
 from typing_extensions import override
 
-from wire.errors import Aborted
 from wire.ids import RequestId
+
+
+class WaitAborted(Exception):
+    """Somebody ended a request that waited for a node."""
 
 
 class Waiter:
@@ -25,7 +28,7 @@ class Waiter:
         """Wait for a change since the last call; False when none came before the loop's `deadline`.
 
         Raises:
-            Aborted: The request was.
+            WaitAborted: The request was ended.
         """
         try:
             async with asyncio.timeout_at(deadline):
@@ -34,7 +37,7 @@ class Waiter:
             return False
         self._woken.clear()
         if self._is_aborted:
-            raise Aborted("the request was aborted while it waited for a node")
+            raise WaitAborted
         return True
 
     def wake(self) -> None:

@@ -125,10 +125,15 @@ class OutOfPages(TandemError):
 
 
 class Aborted(TandemError):
-    """The request was cancelled, by its client or an operator."""
+    """The request was cancelled, by its client or an operator.
+
+    Or by a node that took its edge worker for lost: the other node then says so to an edge worker that is
+    there, and may try again. One that cancelled does not listen.
+    """
 
     code = "aborted"
     status = 499
+    is_retryable = True
 
 
 class NoNodeAvailable(TandemError):

@@ -10,6 +10,7 @@ from router.config import PrefillTarget, RouterConfig
 from router.policy import POLICIES
 from tests.router.fake_node import FakeNode, logprobs, request, until
 from wire.errors import (
+    Aborted,
     AttemptsUsedUp,
     EngineFailed,
     InvalidRequest,
@@ -193,6 +194,18 @@ async def test_pages_that_arrived_corrupted_are_computed_again_and_the_client_se
         assert await reader.result() == ([10, 11, 12], "stop")
         replays = 'tandem_router_replays_total{error="kv_corrupted"} 1.0'
         assert replays in setup.backend.metrics()
+
+
+async def test_a_half_that_ended_because_the_other_node_gave_it_up_is_replayed():
+    async with cluster(num_decodes=2) as setup, reading(setup) as reader:
+        prefill, _, decode, start_decode = await setup.pair_of()
+        # Prefill took this router for lost, and its own word of it is still on its way.
+        decode.engine.fail(start_decode, Aborted("prefill gave the request up"))
+        await prefill.engine.next(Cancel)
+        prefill, start_prefill, decode, start_decode = await setup.pair_of(attempt=1)
+        prefill.engine.say(start_prefill, 0, [10])
+        decode.engine.say(start_decode, 0, [10, 11], "stop")
+        assert await reader.result() == ([10, 11], "stop")
 
 
 async def test_a_decode_that_dies_mid_stream_costs_and_repeats_no_token():

@@ -1,0 +1,99 @@
+"""Puts the simulation under the product: sockets, threads, chance and HTTP, and nothing else.
+
+The product's own classes are replaced where its modules hold them, so that no code of it has to know.
+While that is so, a real socket or thread is an error: a simulation that had one would not be one.
+"""
+
+import contextlib
+import functools
+import secrets
+import sys
+import threading
+
+import structlog
+import zmq
+
+import kvtransfer.control
+import kvtransfer.prefill_links
+import kvtransfer.push_worker
+import router.node_http
+import wire.async_link
+import wire.channel
+from tests.simulation import sockets, threads
+from tests.simulation.processes import CURRENT
+
+PACKAGES = ("router.", "frontend.", "prefill.", "decode.", "node.", "kvtransfer.", "wire.")
+CHANCE = ("randbits", "token_bytes", "token_hex")
+
+
+async def fetch_info(session, url):
+    """See `router.node_http.fetch_info`."""
+    del session
+    process = CURRENT.get()
+    return await process.world.server_info(process, url)
+
+
+REPLACED = {
+    wire.channel.Inbox: sockets.SimulatedInbox,
+    wire.channel.Link: sockets.SimulatedLink,
+    wire.channel.Waker: sockets.SimulatedWaker,
+    wire.channel.wait: sockets.wait,
+    wire.async_link.AsyncLink: sockets.SimulatedAsyncLink,
+    kvtransfer.control.ControlThread: threads.SimulatedControlThread,
+    kvtransfer.push_worker.PushWorker: threads.SimulatedPushWorker,
+    router.node_http.fetch_info: fetch_info,
+}
+
+
+@contextlib.contextmanager
+def simulated():
+    """Replace what touches the machine, for as long as the block runs."""
+    logs = structlog.get_config()
+    for owner, name, _, stand_in in _places():
+        setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        for owner, name, original, _ in _places():
+            setattr(owner, name, original)
+        structlog.configure(**logs)
+
+
+@functools.cache
+def _places():
+    """Return each (owner, name, original, stand-in)."""
+    by_id = {id(original): stand_in for original, stand_in in REPLACED.items()}
+    places = [
+        (module, attribute, value, by_id[id(value)])
+        for name, module in sorted(sys.modules.items())
+        if name.startswith(PACKAGES)
+        for attribute, value in vars(module).items()
+        if id(value) in by_id
+    ]
+    places += [(secrets, name, getattr(secrets, name), _drawn(name)) for name in CHANCE]
+    return [
+        *places,
+        (kvtransfer.prefill_links, "threading", threading, threads.SimulatedThreading),
+        (zmq, "Context", zmq.Context, _refused("socket")),
+        (threading.Thread, "start", threading.Thread.start, _refused("thread")),
+    ]
+
+
+def _drawn(name):
+    """Return what draws from the seed instead."""
+
+    def draw(size=32):
+        chance = CURRENT.get().world.draw
+        if name == "randbits":
+            return chance.getrandbits(size)
+        drawn = chance.randbytes(size)
+        return drawn if name == "token_bytes" else drawn.hex()
+
+    return draw
+
+
+def _refused(what):
+    def refuse(*_args, **_named):
+        raise AssertionError(f"a real {what} was made in a simulation")
+
+    return refuse

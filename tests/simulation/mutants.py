@@ -1,0 +1,112 @@
+"""Products that are wrong, each in one place: what the simulation must catch."""
+
+from unittest import mock
+
+import msgspec
+
+from decode.role import DecodeRole
+from engine.core import Engine
+from engine.request import Stage
+from frontend.engine_client import EngineClient
+from frontend.token_stream import TokenStream
+from kvtransfer.prefill_links import PrefillLinks
+from kvtransfer.sender import PrefillAgent
+from kvtransfer.session import (
+    RECEIVER,
+    SENDER,
+    Action,
+    ReceiverState,
+    SenderState,
+    Step,
+    WithdrawArrived,
+    WithdrawAsked,
+    WritesDone,
+)
+from node.loop import EngineLoop
+from router.attempt import Progress
+from router.node import Work
+from router.replays import Replays
+
+_S, _R, _A = SenderState, ReceiverState, Action
+
+
+def changed(owner, name, wrong):
+    """Return what has `wrong(original, ...)` called instead of a method."""
+    original = getattr(owner, name)
+
+    def call(*args, **named):
+        return wrong(original, *args, **named)
+
+    return mock.patch.object(owner, name, call)
+
+
+def arrow(table, state, event, target, *actions):
+    """Return what has a table lead elsewhere."""
+    return mock.patch.dict(table, {state: {**table[state], event: Step(target, actions)}})
+
+
+def _take_any_index(accept, progress, delta):
+    return accept(progress, msgspec.structs.replace(delta, index=progress.next_index))
+
+
+def _forget_sent(remaining, progress):
+    request = remaining(progress)
+    num = len(progress.sent_ids)
+    prompt_ids = request.prompt_ids[: len(request.prompt_ids) - num]
+    return msgspec.structs.replace(request, prompt_ids=prompt_ids)
+
+
+def _count_anew(remaining, progress):
+    return msgspec.structs.replace(remaining(progress), num_prior_tokens=0)
+
+
+def _free_granted(cancel, role, ticket):
+    """Give granted pages back without waiting for prefill's word."""
+    half = role._by_ticket.get(ticket)
+    is_granted = half is not None and half.active.stage is Stage.RESERVED
+    cancel(role, ticket)
+    if is_granted and half.message.room in role._granted:
+        role._engine.reclaim(half.active)
+        role._safe = lambda half, error: role._granted.pop(half.message.room)
+
+
+def _land_at_once(_original, agent, part, _entry):
+    agent._apply(part, WritesDone())
+
+
+def _give_up(_original, _replays, error):
+    raise error
+
+
+def _nothing(_original, *_args, **_named):
+    return None
+
+
+MUTANTS = {
+    "the edge takes a token whatever its index": changed(Progress, "accept", _take_any_index),
+    "a replay forgets what was sent": changed(Progress, "remaining", _forget_sent),
+    "a replay counts from 0": changed(Progress, "remaining", _count_anew),
+    "a replay is never made": changed(Replays, "after", _give_up),
+    "a half that ended keeps its share of the load": changed(
+        Work, "end", lambda end, work, **_: work.stream.close()
+    ),
+    "a lost engine fails no stream": changed(TokenStream, "fail", _nothing),
+    "decode frees granted pages when it cancels": changed(DecodeRole, "cancel", _free_granted),
+    "prefill says Landed before the writes are done": changed(
+        PrefillAgent, "_conclude", _land_at_once
+    ),
+    "prefill never gives pages back": changed(Engine, "release", _nothing),
+    "decode frees on its own Withdraw": arrow(
+        RECEIVER, _R.GRANTED, WithdrawAsked, _R.CLOSED, _A.SEND_WITHDRAW, _A.TELL_SAFE
+    ),
+    "prefill answers a Withdraw under its own writes": arrow(
+        SENDER, _S.PUSHING, WithdrawArrived, _S.RELEASED, _A.SEND_RELEASED, _A.TELL_RELEASED
+    ),
+    "a silent prefill is not noticed": changed(PrefillLinks, "_keep_alive", _nothing),
+}
+
+# Nobody gets a wrong token of these, but nodes work for nobody.
+WASTEFUL = {
+    "a client leaves": changed(EngineClient, "cancel", _nothing),
+    "its router dies": changed(EngineLoop, "_drop_lost_edges", _nothing),
+}

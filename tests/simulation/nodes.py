@@ -1,0 +1,233 @@
+"""Prefill and decode nodes: the real loop, role, engine and agent, each on simulated ground."""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from decode.role import DecodeRole
+from kvtransfer.bootstrap import SenderEnd
+from kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
+from kvtransfer.region import MemoryRegion
+from kvtransfer.sender import PrefillAgent, SenderTimeouts
+from kvtransfer.transports.loopback import (
+    LoopbackConnection,
+    LoopbackListener,
+    LoopbackTransport,
+)
+from node.answers import Answers
+from node.loop import EngineLoop
+from prefill.role import PrefillRole
+from tests.simulation.processes import CURRENT, Process, Repeated
+from tests.simulation.sockets import SimulatedInbox, SimulatedWaker
+from tests.simulation.toy import CONTEXT, EOS, VOCAB, toy_engine, toy_layout
+from wire.errors import PeerLost
+from wire.ids import new_epoch
+from wire.messages import ToEngine
+from wire.node_info import ModelInfo, NodeInfo
+
+ENGINE_PORT, BOOTSTRAP_PORT = 9000, 8998
+# Shorter than the product's: a scenario is over in seconds.
+SENDER_TIMEOUTS = SenderTimeouts(grant_s=12.0, early_grant_s=8.0)
+RECEIVER_TIMEOUTS = ReceiverTimeouts(connect_s=4.0, landed_s=20.0, released_s=5.0)
+IDLE_S = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeShape:
+    """How a node is made; the same in all its lives."""
+
+    num_pages: int
+    page_size: int
+    chunk_size: int = 16
+    is_beside_host: bool = False
+    pushes_layers: bool = True
+    verify: str = "always"
+
+
+class OneSidedListener(LoopbackListener):
+    """Receives as memory does that a network card writes into: only a fence keeps a peer out."""
+
+    @contextmanager
+    def writing(self, peer, room, plan):
+        del room, plan
+        if peer not in self._permits:
+            raise PeerLost("this peer was fenced")
+        yield self._pool.region
+
+
+class SimulatedTransport(LoopbackTransport):
+    """Copies within the process, from and to the processes that made its ends."""
+
+    def __init__(self, faults, *, is_one_sided: bool) -> None:
+        super().__init__(faults)
+        self._kind = OneSidedListener if is_one_sided else LoopbackListener
+
+    def listen(self, pool):
+        listener = self._kind(pool, self._listeners)
+        listener.process = CURRENT.get()
+        return listener
+
+    def connect(self, offer, region):
+        connection: LoopbackConnection = super().connect(offer, region)
+        connection.far = connection._listener.process
+        return connection
+
+
+class SimulatedNode:
+    """One node over all of its lives.
+
+    Attributes:
+        slow_until_s: Until then a step takes seconds.
+    """
+
+    def __init__(self, world, host: str, role: str, shape: NodeShape) -> None:
+        self.world, self.host, self.role_name, self.shape = world, host, role, shape
+        self.url = f"http://{host}:8000"
+        self.slow_until_s = 0.0
+        self.process = None
+        self.num_lives = 0
+
+    def __repr__(self) -> str:
+        return f"<SimulatedNode {self.process}>"
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it runs."""
+        return self.process is not None and not (self.process.is_dead or self.process.is_stopped)
+
+    def start(self) -> None:
+        """Begin a life."""
+        self.num_lives += 1
+        self.process = Process(self.world, self.host)
+        self.process.context.run(self._build)
+
+    def _build(self) -> None:
+        world, shape = self.world, self.shape
+        self.epoch = new_epoch()
+        layout = toy_layout(shape.num_pages, shape.page_size)
+        region = MemoryRegion.private(layout.pool_bytes)
+        self.engine = toy_engine(
+            region,
+            layout,
+            is_beside_host=shape.is_beside_host,
+            chunked_prefill_size=shape.chunk_size,
+            max_running_requests=32,
+        )
+        waker = SimulatedWaker()
+        inbox = SimulatedInbox(f"tcp://{self.host}:{ENGINE_PORT}", ToEngine)
+        answers = Answers(inbox, self.epoch)
+        if self.role_name == "prefill":
+            end = SenderEnd(self.epoch, "toy", layout, region, [world.transport])
+            self.agent = PrefillAgent(
+                f"tcp://{self.host}:{BOOTSTRAP_PORT}",
+                end,
+                waker=waker,
+                timeouts=SENDER_TIMEOUTS,
+                verify=shape.verify,
+                least_bytes=1,
+                clock=world.loop.time,
+            )
+            self.role = PrefillRole(
+                self.engine, self.agent, answers, 1000, pushes_layers=shape.pushes_layers
+            )
+        else:
+            self.agent = DecodeAgent(
+                epoch=self.epoch,
+                fingerprint="toy",
+                layout=layout,
+                region=region,
+                transports=[world.transport],
+                waker=waker,
+                timeouts=RECEIVER_TIMEOUTS,
+                clock=world.loop.time,
+                verify=shape.verify,
+            )
+            self.role = DecodeRole(self.engine, self.agent, answers, 32, 1000)
+        self._loop = EngineLoop(
+            self.role, inbox, answers, waker, clock=world.loop.time, log_interval_s=1e9
+        )
+        passes = Repeated(self.process, self._pass)
+        waker.wake = passes.wake
+        passes.wake()
+
+    def _pass(self) -> float:
+        had_work = self.role.has_work
+        self._loop.run_once(0.0)
+        if had_work:
+            self.world.note("step", self.host, "step")
+        if not self.role.has_work:
+            return IDLE_S
+        if self.world.loop.time() < self.slow_until_s:
+            return self.world.draw.uniform(0.5, 2.5)
+        return self.world.step_s()
+
+    def info(self) -> NodeInfo:
+        """Return what it says at /server_info."""
+        model = ModelInfo(
+            name="toy",
+            fingerprint="toy",
+            context_length=CONTEXT,
+            vocab_size=VOCAB,
+            eos_token_ids=[EOS],
+        )
+        return NodeInfo(
+            role=self.role_name,
+            version="0",
+            epoch=self.epoch,
+            engine_port=ENGINE_PORT,
+            bootstrap_port=BOOTSTRAP_PORT if self.role_name == "prefill" else None,
+            model=model,
+            max_prompt_tokens=self.shape.num_pages * self.shape.page_size - 1,
+        )
+
+    def kill(self, *, is_silent: bool = False) -> None:
+        """End its life: the process alone, or (`is_silent`) with its host, so that nobody is told."""
+        if self.process.is_dead:
+            return
+        self.world.note("fault", f"{'power off' if is_silent else 'kill'} {self.host}")
+        self.process.is_dead = True
+        self.world.network.died(self.process, is_silent=is_silent)
+        for worker in self.process.jobs:
+            # One-sided writes that the network card has taken on may land all the same.
+            if self.world.draw.random() < 0.5:
+                self.world.loop.call_later(self.world.write_s(), worker.finish_of_the_dead)
+
+    def restart(self) -> None:
+        """Begin a new life at the same address, unless it lives."""
+        if self.process.is_dead:
+            self.world.note("fault", f"restart {self.host}")
+            self.world.network.back(self.host)
+            self.start()
+
+    def stop(self) -> None:
+        """As SIGSTOP."""
+        if self.is_up:
+            self.world.note("fault", f"stop {self.host}")
+            self.process.is_stopped = True
+            self.world.network.stopped(self.process)
+
+    def go_on(self) -> None:
+        """As SIGCONT."""
+        if self.process.is_stopped and not self.process.is_dead:
+            self.world.note("fault", f"go on {self.host}")
+            self.process.go_on()
+
+    def leftovers(self) -> str:
+        """Say what it still holds of any request; empty when nothing."""
+        load, said = self.role.load(), self.agent.statistics()
+        held = {
+            "tickets": len(self.role.tickets()),
+            "running": load.num_running,
+            "waiting": load.num_waiting,
+            "transferring": load.num_transferring,
+            "pages held": load.pages_held,
+            "pages granted": load.pages_granted,
+            "pages quarantined": load.pages_quarantined,
+            "pages missing": load.num_pages - load.pages_free - load.pages_cached,
+        }
+        names = (
+            ("num_waiting", "num_early_grants", "num_pushing")
+            if self.role_name == "prefill"
+            else ("num_reserving", "num_granted", "num_withdrawn", "num_fencing")
+        )
+        held |= {f"agent's {name}": getattr(said, name) for name in names}
+        return ", ".join(f"{name} {number}" for name, number in held.items() if number)

@@ -1,0 +1,171 @@
+"""What stands in for sockets: the same three ends of a channel, over simulated connections.
+
+Messages are encoded and decoded as ever.
+"""
+
+import asyncio
+from collections import deque
+from typing import Generic
+
+from tests.simulation.network import CLIENT, SERVER
+from tests.simulation.processes import CURRENT
+from wire.async_link import MAX_DRAINED
+from wire.channel import Envelope
+from wire.codec import Codec, In
+from wire.errors import ChannelClosed, PeerLost
+
+
+class SimulatedWaker:
+    """A `Waker` that calls somebody."""
+
+    def __init__(self, wake=lambda: None) -> None:
+        self.wake = wake
+        self.timeout_s = 0.0
+
+    def clear(self) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def wait(ends, timeout_s, waker=None) -> None:
+    """Return at once; from now on what arrives at `ends` rings, and so does the time."""
+    waker.timeout_s = timeout_s
+    for end in ends:
+        end.ring = waker.wake
+
+
+class SimulatedInbox(Generic[In]):
+    """See `wire.channel.Inbox`."""
+
+    def __init__(self, address, incoming, key=None, heartbeat=None) -> None:
+        del key, heartbeat
+        self.address, self._codec = address, Codec(incoming)
+        self.process = CURRENT.get()
+        self.num_invalid = 0
+        self.ring = lambda: None
+        self._queue, self._connections = deque(), {}
+        self.process.world.network.bind(self)
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    def receive(self):
+        if not self._queue:
+            return None
+        peer, frame = self._queue.popleft()
+        return Envelope(peer, self._codec.decode(frame))
+
+    def send(self, peer, message) -> None:
+        connection = self._connections.get(peer)
+        if connection is None:
+            raise PeerLost(f"link {peer.hex()} is gone")
+        connection.send(SERVER, self._codec.encode(message), type(message).__name__)
+
+    def close(self) -> None:
+        for connection in list(self._connections.values()):
+            connection.close(SERVER)
+
+    def accepted(self, connection) -> None:
+        self._connections[connection.peer] = connection
+
+    def put(self, frame, connection) -> None:
+        self._queue.append((connection.peer, frame))
+        self.ring()
+
+    def closed(self, connection) -> None:
+        self._connections.pop(connection.peer, None)
+
+
+class SimulatedLink(Generic[In]):
+    """See `wire.channel.Link`: connects, and connects again when it broke."""
+
+    def __init__(self, address, incoming, key=None, heartbeat=None) -> None:
+        del key, heartbeat
+        self.address, self._codec = address, Codec(incoming)
+        self.process = CURRENT.get()
+        self.is_closed = False
+        self.ring = lambda: None
+        self._queue, self._connection = deque(), None
+        self.process.world.network.connect(self, address)
+
+    def receive(self):
+        return self._codec.decode(self._queue.popleft()) if self._queue else None
+
+    def send(self, message) -> None:
+        if self._connection is None:
+            raise PeerLost(f"no connection to {self.address}")
+        self._connection.send(CLIENT, self._codec.encode(message), type(message).__name__)
+
+    def close(self) -> None:
+        self.is_closed = True
+        if self._connection is not None:
+            self._connection.close(CLIENT)
+
+    def connected(self, connection) -> None:
+        self._connection = connection
+        self.ring()
+
+    def put(self, frame, connection) -> None:
+        self._queue.append(frame)
+        self.ring()
+
+    def closed(self, connection) -> None:
+        if self._connection is connection:
+            self._connection = None
+            world = self.process.world
+            world.network.connect(self, self.address, world.draw.uniform(0.1, 1.0))
+
+
+class SimulatedAsyncLink(Generic[In]):
+    """See `wire.async_link.AsyncLink`: one connection, and none after it."""
+
+    def __init__(self, address, incoming, key=None, heartbeat=None) -> None:
+        del key, heartbeat
+        self.address, self._codec = address, Codec(incoming)
+        self.process = CURRENT.get()
+        self.is_closed = False
+        self._queue, self._connection = deque(), None
+        self._arrived, self._lost = asyncio.Event(), asyncio.Event()
+        self.process.world.network.connect(self, address)
+
+    async def receive(self):
+        await asyncio.sleep(0)
+        while True:
+            if self.is_closed:
+                raise ChannelClosed(f"link to {self.address} was closed")
+            self._arrived.clear()
+            if self._queue:
+                num_taken = min(len(self._queue), MAX_DRAINED)
+                return [self._codec.decode(self._queue.popleft()) for _ in range(num_taken)]
+            await self._arrived.wait()
+
+    def send(self, message) -> None:
+        if self._lost.is_set() or self.is_closed:
+            raise PeerLost(f"link to {self.address} was lost or closed")
+        if self._connection is None:
+            raise PeerLost(f"no connection to {self.address}")
+        self.process.world.said(self.process, message)
+        self._connection.send(CLIENT, self._codec.encode(message), type(message).__name__)
+
+    async def wait_lost(self) -> None:
+        await self._lost.wait()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._arrived.set()
+        if self._connection is not None:
+            self._connection.close(CLIENT)
+
+    def connected(self, connection) -> None:
+        self._connection = connection
+
+    def put(self, frame, connection) -> None:
+        self._queue.append(frame)
+        # Behind a moment in which more may come: a router that is slow finds several steps at once.
+        self.process.later(self.process.world.latency(), self._arrived.set)
+
+    def closed(self, connection) -> None:
+        self._lost.set()

@@ -1,0 +1,64 @@
+"""Whole clusters with faults at random: the real code of routers and nodes, in virtual time.
+
+A seed that fails is seen again with `python -m tests.simulation --trace SEED`, and thousands are run with
+`--seeds`.
+"""
+
+import asyncio
+
+import pytest
+import zmq
+
+from tests.simulation.ground import simulated
+from tests.simulation.mutants import MUTANTS, WASTEFUL
+from tests.simulation.scenarios import Failure, run_abandoned, run_seed
+from tests.simulation.virtual_time import Stuck, run_in_virtual_time
+
+
+@pytest.mark.parametrize("first", range(0, 200, 40))
+def test_every_request_ends_right_and_nothing_is_left(first):
+    worlds = [run_seed(seed) for seed in range(first, first + 40)]
+    # These are not forty calm ones.
+    assert sum(world.num_faults for world in worlds) > 20
+    assert sum(world.replays for world in worlds) > 5
+    answered = sum(bool(client.finish) for world in worlds for client in world.plan.clients)
+    assert answered > 80
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_product_that_is_wrong_in_one_place_is_caught(name):
+    with MUTANTS[name], pytest.raises(Failure):
+        for seed in range(100):
+            run_seed(seed)
+
+
+@pytest.mark.parametrize("how", WASTEFUL)
+def test_what_nobody_reads_is_not_computed(how):
+    run_abandoned(how)
+    with WASTEFUL[how], pytest.raises(Failure, match="nothing is left"):
+        run_abandoned(how)
+
+
+def test_a_seed_does_the_same_each_time():
+    assert run_seed(8, is_traced=True).trace == run_seed(8, is_traced=True).trace
+
+
+def test_nothing_real_is_used():
+    with simulated(), pytest.raises(AssertionError, match="a real socket"):
+        zmq.Context()
+
+
+def test_a_cluster_in_which_nothing_will_ever_happen_is_an_error():
+    async def wait_for_ever(loop):
+        await asyncio.Event().wait()
+
+    with pytest.raises(Stuck):
+        run_in_virtual_time(wait_for_ever)
+
+
+def test_time_passes_without_waiting():
+    async def sleep(loop):
+        await asyncio.sleep(3600)
+        return loop.time()
+
+    assert run_in_virtual_time(sleep) == 3600

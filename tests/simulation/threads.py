@@ -1,0 +1,168 @@
+"""What stands in for threads: callbacks of the process that made them, at times of their own."""
+
+import threading
+from collections import deque
+from functools import partial
+
+import kvtransfer.control
+from kvtransfer.push_worker import _attempt as attempt
+from telemetry.log import get_logger
+from tests.simulation.processes import CURRENT, Repeated
+from tests.simulation.sockets import SimulatedWaker
+from wire.errors import PeerLost
+
+log = get_logger("kvtransfer.control")
+
+# Deadlines are looked at this often. The real thread does it five times as often, and finds nothing.
+TURN_S = 0.25
+# While a connection is being made; that it stands rings, too.
+CONNECTING_TURN_S = 0.05
+
+
+class SimulatedControlThread:
+    """See `kvtransfer.control.ControlThread`."""
+
+    def __init__(self, name, turn) -> None:
+        del name
+        self._turn = turn
+        self._calls = deque()
+        self._passes = Repeated(CURRENT.get(), self._run)
+        self._waker = SimulatedWaker(self._passes.wake)
+
+    def start(self) -> None:
+        self._passes.wake()
+
+    def post(self, call) -> None:
+        self._calls.append(call)
+        self._passes.wake()
+
+    def stop(self) -> None:
+        self._passes.end()
+
+    def _run(self) -> float:
+        self._guarded(lambda: self._turn(self._waker))
+        if self._calls:  # another turn follows at once
+            self._passes.wake()
+        for _ in range(len(self._calls)):
+            self._guarded(self._calls.popleft())
+        is_idle = self._waker.timeout_s >= kvtransfer.control.TURN_S
+        return TURN_S if is_idle else CONNECTING_TURN_S
+
+    def _guarded(self, call) -> None:
+        try:
+            call()
+        except Exception:
+            log.exception("kv_control.failed")
+
+
+class SimulatedPushWorker:
+    """See `kvtransfer.push_worker.PushWorker`. A write takes a while, and its bytes move at the end of it.
+
+    That is the worst moment: whoever reuses a page under a write finds it overwritten, and whoever
+    reuses the page that is read has the wrong bytes sent.
+    """
+
+    def __init__(self, connect, connected) -> None:
+        self._connect, self._connected = connect, connected
+        self._process = CURRENT.get()
+        self._world = self._process.world
+        self._connection = None
+        self._tasks = deque()
+        self._running = None
+        self._number = 0
+        self._stops = []
+        self._is_closed = False
+        self._process.later(self._world.latency(), self._open)
+
+    @property
+    def is_running(self) -> bool:
+        return not self._is_closed
+
+    def join(self) -> None:
+        """There is no thread."""
+
+    def submit(self, room, job, done) -> None:
+        if not self._is_closed:
+            self._tasks.append((room, job, done))
+            self._next()
+
+    def stop(self, room, stopped) -> None:
+        self._tasks = deque(task for task in self._tasks if task[0] != room)
+        if self._running is not None and self._running[0] == room:
+            self._stops.append(stopped)
+        else:
+            stopped()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._tasks.clear()
+        if self._connection is not None:
+            self._connection.close()
+            if self._running is not None:  # it fails
+                self._process.later(self._world.latency(), partial(self._end, self._number))
+
+    def _open(self) -> None:
+        def connect():
+            self._connection = self._connect()
+
+        self._connected(attempt(connect))
+        if self._is_closed and self._connection is not None:
+            self._connection.close()
+        self._next()
+
+    def _next(self) -> None:
+        if self._running is None and self._connection is not None and self._tasks:
+            self._running = self._tasks.popleft()
+            self._world.note(
+                "write begins", f"{self._process.host} room {self._running[0] % 1000}", "w"
+            )
+            self._process.jobs.append(self)
+            self._number += 1
+            self._process.later(self._world.write_s(), partial(self._end, self._number))
+
+    def finish_of_the_dead(self) -> None:
+        """The process died in the middle of a write, and the bytes were on their way."""
+        _, job, _ = self._running
+        attempt(lambda: job(self._connection))
+
+    def _end(self, number: int, num_tries: int = 0) -> None:
+        if number != self._number or self._running is None:
+            return
+        far, here = self._connection.far, self._process.host
+        if self._world.network.is_cut(here, far.host) and not self._is_closed:
+            if num_tries < 10:
+                self._process.later(0.3, partial(self._end, number, num_tries + 1))
+                return
+            self._connection.close()
+        room, job, done = self._running
+        self._process.jobs.remove(self)
+        error = (
+            PeerLost("its process is gone")
+            if far.is_dead
+            else attempt(lambda: job(self._connection))
+        )
+        self._world.note("write ends", f"{here} room {room % 1000} {error or ''}", "w")
+        self._running = None
+        stops, self._stops = self._stops, []
+        done(error)
+        for stopped in stops:
+            stopped()
+        self._next()
+
+
+class SimulatedThread:
+    """A thread that does one thing and ends, as a fence does."""
+
+    def __init__(self, target, **_named) -> None:
+        self._target = target
+
+    def start(self) -> None:
+        process = CURRENT.get()
+        process.later(process.world.fence_s(), self._target)
+
+
+class SimulatedThreading:
+    """The part of `threading` that is asked of."""
+
+    Thread = SimulatedThread
+    Lock, Event, Condition = threading.Lock, threading.Event, threading.Condition
