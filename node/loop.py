@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from node.answers import Answers, Ticket
 from telemetry.log import get_logger
 from wire.channel import HEARTBEAT_TIMEOUT_S, Inbox, Peer, Waker, wait
@@ -141,10 +143,10 @@ class EngineLoop:
 
     def _handle(self, peer: Peer, message: ToEngine) -> None:
         if isinstance(message, Ping):
-            self._answers.pong(peer, self._role.load())
+            self._answers.pong(peer, self._load())
         elif isinstance(message, FlushCache):
             self._role.flush_cache()
-            self._answers.pong(peer, self._role.load())
+            self._answers.pong(peer, self._load())
         elif isinstance(message, Cancel):
             self._role.cancel(Ticket(peer, message.request_id, message.attempt))
         else:
@@ -179,9 +181,18 @@ class EngineLoop:
         """Tell every edge worker the load; a process that was killed cannot be sent to any more."""
         now = self._clock()
         if now - self._probed_at >= PROBE_INTERVAL_S:
-            self._probed_at, load = now, self._role.load()
+            self._probed_at, load = now, self._load()
             for peer in self._last_heard:
                 self._answers.pong(peer, load)
+
+    def _load(self) -> NodeLoad:
+        """Return the role's load, with what came to the inbox and was nobody's request."""
+        load = self._role.load()
+        return msgspec.structs.replace(
+            load,
+            num_strangers=load.num_strangers + self._inbox.num_strangers,
+            num_invalid=self._inbox.num_invalid,
+        )
 
     def _log(self) -> None:
         elapsed_s = self._clock() - self._logged_at

@@ -10,6 +10,7 @@ from router.arguments import parse
 from router.launcher import run
 from telemetry.log import configure, get_logger
 from wire.errors import ConfigInvalid
+from wire.keys import warn_of_weak_secret
 
 log = get_logger(__name__)
 
@@ -24,6 +25,7 @@ def main(argv: Sequence[str]) -> int:
         for flag in config.ignored_flags:
             log.info("flag.ignored", flag=flag, reason="it has no meaning here")
         warn_of_exposed_keys(config.http)
+        warn_of_weak_secret(secret)
         return run(config)
     except ConfigInvalid as error:
         sys.stderr.write(f"tandem lb: error: {error.message}\n")

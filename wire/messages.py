@@ -138,7 +138,14 @@ class RequestFailed(Message, frozen=True, kw_only=True):
 
 
 class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node says of itself: page states sum to `num_pages`."""
+    """What a node says of itself: page states sum to `num_pages`.
+
+    Attributes:
+        num_refused_transfers: Writes, grants and words about KV that no live grant or link allows.
+        num_strangers: Connections to the node's links that were turned away: by their key, the lack of
+            one, or what they spoke.
+        num_invalid: Frames that were no message.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -160,6 +167,9 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     received_bytes: int = 0
     saved_bytes: int = 0
     num_corrupted: int = 0
+    num_refused_transfers: int = 0
+    num_strangers: int = 0
+    num_invalid: int = 0
 
 
 class Pong(Message, frozen=True, kw_only=True):
