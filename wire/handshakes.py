@@ -23,6 +23,9 @@ FAILED = (
 )
 # Values of zmq.h, which pyzmq has no names for.
 CRYPTOGRAPHIC, MECHANISM_MISMATCH = 0x11000001, 0x11000002
+HUNG_UP = (
+    "the other end hung up in the middle of the handshake, as it does when its TANDEM_CLUSTER_KEY is not ours"
+)
 # A misconfigured node tries every second for as long as it runs.
 LOG_INTERVAL_S = 60.0
 
@@ -44,9 +47,9 @@ def reason_of(event: Mapping[str, Any], *, has_key: bool) -> str:
         return "the other end has another TANDEM_CLUSTER_KEY"
     if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
         return "the other end speaks something else"
-    # All that the end that connects is told of a key that is not the server's.
-    hint = ", as it does when its TANDEM_CLUSTER_KEY is another" if has_key else ""
-    return f"the other end hung up in the middle of the handshake{hint}"
+    # All that the end that connects is told of another key, and either when the other end was the first
+    # to see that only one of them has any.
+    return HUNG_UP
 
 
 class Handshakes:
@@ -70,7 +73,7 @@ class Handshakes:
         # Without a limit: at one, libzmq's I/O thread would wait for us, and with it all our peers.
         self._monitor.setsockopt(zmq.RCVHWM, 0)
         self._monitor.connect("inproc://handshakes")
-        self._silent_until_s = clock()
+        self._silent_until_s = float("-inf")
         self._num_logged = 0
         self.num_failed = 0
         self.reason = ""
