@@ -16,11 +16,8 @@ from telemetry.log import get_logger
 
 log = get_logger(__name__)
 
-FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
+REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+FAILED = REFUSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 # Values of zmq.h, which pyzmq has no names for.
 CRYPTOGRAPHIC, MECHANISM_MISMATCH = 0x11000001, 0x11000002
 HUNG_UP = (
@@ -55,6 +52,10 @@ def reason_of(event: Mapping[str, Any], *, has_key: bool) -> str:
 class Handshakes:
     """Counts the failed handshakes of one socket. Belongs to the thread that has the socket.
 
+    Args:
+        events: `REFUSED` at an end that listens, where those who hang up are probes of ports, or have
+            seen for themselves that the keys differ; `FAILED` at an end that connects.
+
     Attributes:
         num_failed: So far.
         reason: Of the last one; empty before the first.
@@ -63,12 +64,13 @@ class Handshakes:
     def __init__(
         self,
         sock: zmq.Socket[Any],
+        events: int,
         *,
         has_key: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._socket, self._has_key, self._clock = sock, has_key, clock
-        sock.monitor("inproc://handshakes", FAILED)
+        sock.monitor("inproc://handshakes", events)
         self._monitor: zmq.Socket[bytes] = sock.context.socket(zmq.PAIR)
         # Without a limit: at one, libzmq's I/O thread would wait for us, and with it all our peers.
         self._monitor.setsockopt(zmq.RCVHWM, 0)

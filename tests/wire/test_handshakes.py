@@ -55,7 +55,7 @@ def test_a_stranger_is_not_heard_and_both_ends_know_why(
             until(lambda: inbox.receive() or inbox.num_strangers, inbox)
         assert link.refusal in (link_says, HUNG_UP)
         assert {log["event"] for log in logs} == {"link.refused"}
-        assert logs[0]["reason"] in (inbox_says, HUNG_UP if ANOTHER != inbox_says else ANOTHER)
+        assert logs[0]["reason"] == inbox_says
         with pytest.raises(PeerLost):
             link.send(Ping())
         link.close()
@@ -78,7 +78,8 @@ def test_hundreds_of_strangers_leave_nothing_behind_and_are_told_of_once_a_minut
         inbox._handshakes._clock = lambda: now_s
 
         def turn_away(num: int) -> None:
-            context, expected = zmq.Context(), inbox.num_strangers + num
+            # Half of them have no key, and may see that before the inbox does.
+            context, expected = zmq.Context(), inbox.num_strangers + num // 2
             for number in range(num):
                 knocking = context.socket(zmq.DEALER)
                 configure(knocking, (GUESS, None)[number % 2], is_server=False)
@@ -94,7 +95,7 @@ def test_hundreds_of_strangers_leave_nothing_behind_and_are_told_of_once_a_minut
             assert len(logs) == 1
             now_s += LOG_INTERVAL_S
             inbox.receive()
-        assert sum(log["num_times"] for log in logs) == inbox.num_strangers >= 350
+        assert sum(log["num_times"] for log in logs) == inbox.num_strangers >= 175
         assert len(os.listdir("/proc/self/fd")) <= num_fds
         assert _resident_bytes() - resident < 8 << 20
 
