@@ -128,7 +128,7 @@ class EngineLoop:
         wait([self._inbox], timeout_s, self._waker)
         while (envelope := self._inbox.receive()) is not None:
             self._last_heard[envelope.peer] = self._clock()
-            self._handle(envelope.peer, envelope.message)
+            self._hear(envelope.peer, envelope.message)
         self._drop_lost_edges()
         try:
             self._role.poll()
@@ -140,6 +140,17 @@ class EngineLoop:
             self._role.fail_all(EngineFailed("the engine failed while it ran this request"))
         self._answers.flush()
         self._log()
+
+    def _hear(self, peer: Peer, message: ToEngine) -> None:
+        try:
+            self._handle(peer, message)
+        except Exception:
+            # The top of the loop, too: what one peer sent must not end what all others run.
+            log.exception("engine.message_failed", kind=type(message).__name__)
+            if isinstance(message, StartPrefill | StartDecode | StartColocated):
+                ticket = Ticket(peer, message.request.request_id, message.attempt)
+                self._role.cancel(ticket)
+                self._answers.fail(ticket, EngineFailed("the engine failed to take this request"))
 
     def _handle(self, peer: Peer, message: ToEngine) -> None:
         if isinstance(message, Ping):
