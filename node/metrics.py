@@ -25,7 +25,7 @@ COUNTERS = {
     "saved_bytes": "Bytes of KV of prompts handed off that decode had in its prefix cache already.",
     "num_corrupted": "Hand-offs whose bytes arrived other than they were sent; they are done again.",
     "num_refused_transfers": "Writes, grants and words about KV outside a live grant or link; refused.",
-    "num_strangers": "Connections to node links turned away: another secret, none, or no link at all.",
+    "num_strangers": "Connections to node links turned away: another secret, or none.",
     "num_invalid": "Frames on node links that were no message.",
     "num_aborted": "Requests cancelled.",
     "num_retracted": "How often a running request gave its pages back, to be computed again.",

@@ -21,7 +21,7 @@ import zmq
 
 from wire.codec import MAX_MESSAGE_BYTES, Codec, In
 from wire.errors import ConfigInvalid, MessageInvalid, PeerBehind, PeerLost
-from wire.handshakes import FAILED, REFUSED, Handshakes
+from wire.handshakes import Handshakes
 from wire.keys import ChannelKey
 from wire.messages import Message
 
@@ -100,7 +100,7 @@ class Inbox(Generic[In]):
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         configure(self.socket, key, is_server=True)
-        self._handshakes = Handshakes(self.socket, REFUSED, has_key=key is not None)
+        self._handshakes = Handshakes(self.socket, has_key=key is not None)
         try:
             self.socket.bind(address)
         except zmq.ZMQError as error:
@@ -181,7 +181,7 @@ class Link(Generic[In]):
         self.address = address
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         configure(self.socket, key, is_server=False)
-        self._handshakes = Handshakes(self.socket, FAILED, has_key=key is not None)
+        self._handshakes = Handshakes(self.socket, has_key=key is not None)
         try:
             self.socket.connect(address)
         except zmq.ZMQError as error:

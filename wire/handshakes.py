@@ -16,13 +16,14 @@ from telemetry.log import get_logger
 
 log = get_logger(__name__)
 
-REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-FAILED = REFUSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 # Values of zmq.h, which pyzmq has no names for.
 CRYPTOGRAPHIC, MECHANISM_MISMATCH = 0x11000001, 0x11000002
-HUNG_UP = (
-    "the other end hung up in the middle of the handshake, as it does when its TANDEM_CLUSTER_KEY is not ours"
-)
+HUNG_UP = "the other end hung up in the middle of the handshake, as it does when its TANDEM_CLUSTER_KEY is not ours"
 # A misconfigured node tries every second for as long as it runs.
 LOG_INTERVAL_S = 60.0
 
@@ -52,25 +53,20 @@ def reason_of(event: Mapping[str, Any], *, has_key: bool) -> str:
 class Handshakes:
     """Counts the failed handshakes of one socket. Belongs to the thread that has the socket.
 
-    Args:
-        events: `REFUSED` at an end that listens, where those who hang up are probes of ports, or have
-            seen for themselves that the keys differ; `FAILED` at an end that connects.
-
     Attributes:
         num_failed: So far.
-        reason: Of the last one; empty before the first.
+        reason: Of the last one that has a definite one; empty before the first.
     """
 
     def __init__(
         self,
         sock: zmq.Socket[Any],
-        events: int,
         *,
         has_key: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._socket, self._has_key, self._clock = sock, has_key, clock
-        sock.monitor("inproc://handshakes", events)
+        sock.monitor("inproc://handshakes", FAILED)
         self._monitor: zmq.Socket[bytes] = sock.context.socket(zmq.PAIR)
         # Without a limit: at one, libzmq's I/O thread would wait for us, and with it all our peers.
         self._monitor.setsockopt(zmq.RCVHWM, 0)
@@ -86,14 +82,19 @@ class Handshakes:
             while True:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
                 self.num_failed += 1
-                self.reason = reason_of(event, has_key=self._has_key)
+                if (
+                    reason := reason_of(event, has_key=self._has_key)
+                ) != HUNG_UP or not self.reason:
+                    self.reason = reason
 
     def log_failures(self, address: str) -> None:
         """Log what has failed at a bound address: at once, then together once a minute."""
         num_new, now_s = self.num_failed - self._num_logged, self._clock()
         if num_new and now_s >= self._silent_until_s:
             self._num_logged, self._silent_until_s = self.num_failed, now_s + LOG_INTERVAL_S
-            log.warning("link.refused", address=address, num_times=num_new, reason=self.reason)
+            # Probes of ports hang up, too: no reason to wake anybody.
+            tell = log.debug if self.reason == HUNG_UP else log.warning
+            tell("link.refused", address=address, num_times=num_new, reason=self.reason)
 
     def close(self) -> None:
         """Stop watching. Before the socket is closed; safe to call twice."""

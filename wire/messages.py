@@ -142,8 +142,8 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         num_refused_transfers: Writes, grants and words about KV that no live grant or link allows.
-        num_strangers: Connections to the node's links that were turned away: by their key, the lack of
-            one, or what they spoke.
+        num_strangers: Connections to the node's links that were turned away, by their key or the lack of
+            one, or hung up while they were greeted.
         num_invalid: Frames that were no message.
     """
 

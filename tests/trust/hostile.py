@@ -9,9 +9,39 @@ from msgspec import inspect
 
 Any_ = st.SearchStrategy[Any]
 
-INTEGERS = [0, 1, 2, 3, -1, 7, 16, 17, 255, 65535, 65536, 2**31, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)]
+INTEGERS = [
+    0,
+    1,
+    2,
+    3,
+    -1,
+    7,
+    16,
+    17,
+    255,
+    65535,
+    65536,
+    2**31,
+    2**53,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+    -(2**63),
+]
 FLOATS = [0.0, 1.0, -1.0, 0.5, 1e-320, 1e308, -1e308, float("inf"), float("-inf"), float("nan")]
-STRINGS = ["", "a", "b", "127.0.0.1", "*", "\0", "../..", "[::1", "tcp://127.0.0.1", "é" * 40, "x" * 5000]
+STRINGS = [
+    "",
+    "a",
+    "b",
+    "127.0.0.1",
+    "*",
+    "\0",
+    "../..",
+    "[::1",
+    "tcp://127.0.0.1",
+    "é" * 40,
+    "x" * 5000,
+]
 # Small enough that thousands are tried; the limits on large ones have tests of their own.
 MOST_ITEMS = 5
 
@@ -69,6 +99,4 @@ def _structs(kind: inspect.StructType, hints: Mapping[str, Any_]) -> Any_:
     tag = {} if kind.tag is None else {kind.tag_field: st.just(kind.tag)}
     optional = {f.encode_name for f in kind.fields if not f.required}
     required = {name: value for name, value in fields.items() if name not in optional}
-    return st.fixed_dictionaries(
-        tag | required, optional={name: fields[name] for name in optional}
-    )
+    return st.fixed_dictionaries(tag | required, optional={name: fields[name] for name in optional})

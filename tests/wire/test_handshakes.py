@@ -45,17 +45,15 @@ def until(is_so, *ends) -> None:
 
 
 @MISMATCHES
-def test_a_stranger_is_not_heard_and_both_ends_know_why(
-    inbox_key, link_key, inbox_says, link_says
-):
+def test_a_stranger_is_not_heard_and_both_ends_know_why(inbox_key, link_key, inbox_says, link_says):
     with Inbox("tcp://127.0.0.1:0", ToEngine, inbox_key) as inbox:
-        with structlog.testing.capture_logs() as logs:
-            link: Link[FromEngine] = Link(inbox.address, FromEngine, link_key)
-            until(lambda: link.refusal, inbox)
-            until(lambda: inbox.receive() or inbox.num_strangers, inbox)
+        link: Link[FromEngine] = Link(inbox.address, FromEngine, link_key)
+        until(lambda: link.refusal, inbox)
+        until(lambda: inbox.receive() or inbox.num_strangers, inbox)
         assert link.refusal in (link_says, HUNG_UP)
-        assert {log["event"] for log in logs} == {"link.refused"}
-        assert logs[0]["reason"] == inbox_says
+        # Whoever sees first that only one of them has a key hangs up on the other.
+        assert inbox._handshakes.reason in (inbox_says, HUNG_UP)
+        assert {link.refusal, inbox._handshakes.reason} != {HUNG_UP}
         with pytest.raises(PeerLost):
             link.send(Ping())
         link.close()
@@ -78,14 +76,13 @@ def test_hundreds_of_strangers_leave_nothing_behind_and_are_told_of_once_a_minut
         inbox._handshakes._clock = lambda: now_s
 
         def turn_away(num: int) -> None:
-            # Half of them have no key, and may see that before the inbox does.
-            context, expected = zmq.Context(), inbox.num_strangers + num // 2
-            for number in range(num):
-                knocking = context.socket(zmq.DEALER)
-                configure(knocking, (GUESS, None)[number % 2], is_server=False)
-                knocking.connect(inbox.address)
-            until(lambda: inbox.receive() or inbox.num_strangers >= expected, inbox)
-            context.destroy(linger=0)
+            expected = inbox.num_strangers + num
+            with zmq.Context() as context, contextlib.ExitStack() as stack:
+                for number in range(num):
+                    knocking = stack.enter_context(context.socket(zmq.DEALER))
+                    configure(knocking, (GUESS, None)[number % 2], is_server=False)
+                    knocking.connect(inbox.address)
+                until(lambda: inbox.receive() or inbox.num_strangers >= expected, inbox)
 
         with structlog.testing.capture_logs() as logs:
             turn_away(50)
@@ -95,7 +92,7 @@ def test_hundreds_of_strangers_leave_nothing_behind_and_are_told_of_once_a_minut
             assert len(logs) == 1
             now_s += LOG_INTERVAL_S
             inbox.receive()
-        assert sum(log["num_times"] for log in logs) == inbox.num_strangers >= 175
+        assert sum(log["num_times"] for log in logs) == inbox.num_strangers >= 350
         assert len(os.listdir("/proc/self/fd")) <= num_fds
         assert _resident_bytes() - resident < 8 << 20
 
