@@ -45,7 +45,7 @@ class Node:
         self.role = make_role(self.engine, answers, self.waker)
         self.loop = EngineLoop(self.role, self.inbox, answers, self.waker)
         self.link: Link[FromEngine] = Link(self.inbox.address, FromEngine)
-        stack.callback(lambda: self.link.close())
+        stack.callback(lambda: self.link.close())  # noqa: PLW0108 - of then
 
     @property
     def is_idle(self) -> bool:

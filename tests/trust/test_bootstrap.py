@@ -90,8 +90,7 @@ def test_no_word_of_a_decode_node_keeps_a_room_of_prefill_open(cluster):
 
 
 def test_no_word_of_a_prefill_node_keeps_a_page_of_decode(cluster):
-    # Long enough that a time that has passed is never what ends a room.
-    decode = cluster.decode(timeouts=ReceiverTimeouts(connect_s=30, landed_s=30, released_s=0.1))
+    decode = cluster.decode(clock=cluster.clock)
     rooms = iter(range(1, 1 << 20))
 
     @FUZZ
@@ -105,9 +104,10 @@ def test_no_word_of_a_prefill_node_keeps_a_page_of_decode(cluster):
                 with contextlib.suppress(zmq.ZMQError):  # it has hung up on what came before
                     inbox.socket.send_multipart([peer, frame])
             decode.agent.withdraw(room)
-        _ends(decode, room)
+            _ends(decode, room, cluster.clock)
 
     say()
+    cluster.clock.now_s += ReceiverTimeouts().connect_s
     decode.wait_until(lambda now: now.num_links == 0)
     now = decode.agent.statistics()
     assert (now.num_reserving, now.num_granted, now.num_withdrawn, now.num_fencing) == (0,) * 4
@@ -122,11 +122,12 @@ def _say(link, message) -> None:
             wait([link], 0.001)
 
 
-def _ends(decode, room) -> None:
-    """Wait for the last event of a room, after which its pages are decode's own."""
+def _ends(decode, room, clock) -> None:
+    """Let time pass until the last event of a room, after which its pages are decode's own."""
     for _ in range(2000):
+        clock.now_s += 0.1
         for event in decode.agent.events():
             if event.room == room and isinstance(event, Failed | Safe):
                 return
-        wait([], 0.01, decode.waker)
+        wait([], 0.005, decode.waker)
     raise AssertionError(decode.agent)
