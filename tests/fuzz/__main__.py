@@ -20,7 +20,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=60, help="for each target")
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir(), "fuzz"))
     args = parser.parse_args()
-    failed = [name for name in args.targets or NAMES if not _run(name, args.seconds, args.directory)]
+    failed = [
+        name for name in args.targets or NAMES if not _run(name, args.seconds, args.directory)
+    ]
     print(f"fuzz: {'failed: ' + ', '.join(failed) if failed else 'nothing found'}")
     return int(bool(failed))
 

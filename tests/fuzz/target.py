@@ -4,7 +4,9 @@ import sys
 
 import atheris
 
-with atheris.instrument_imports(include=["wire", "kvtransfer", "node", "decode", "prefill", "frontend"]):
+with atheris.instrument_imports(
+    include=["wire", "kvtransfer", "node", "decode", "prefill", "frontend"]
+):
     from tests.fuzz import targets
 
 import logging

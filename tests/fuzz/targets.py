@@ -138,7 +138,9 @@ def bootstrap() -> Iterator[Target]:
                 _say(link, msgspec.msgpack.encode(hello))
                 for frame in data.split(BETWEEN)[:8]:
                     # In its own name: what is said in another's ends at the first check.
-                    ours = frame.replace(b"\xa5epoch\x02", b"\xa5epoch\xd3" + struct.pack(">q", epoch))
+                    ours = frame.replace(
+                        b"\xa5epoch\x02", b"\xa5epoch\xd3" + struct.pack(">q", epoch)
+                    )
                     _say(link, ours)
                 _say(link, msgspec.msgpack.encode(messages.LinkPing(epoch=Epoch(-1))))
                 while not isinstance(rig.receive(link), messages.Refused):
@@ -173,7 +175,10 @@ def kv_port() -> Iterator[Target]:
 def kv_file() -> Iterator[Target]:
     """A batch of a peer that knows the directory's secret is refused, or lies inside its grant."""
     nonce = bytes(16)
-    with tempfile.TemporaryDirectory() as directory, MemoryRegion.private(PAGE * NUM_PAGES) as region:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        MemoryRegion.private(PAGE * NUM_PAGES) as region,
+    ):
         permits = Permits(Pool(region, PAGE, NUM_PAGES))
         permits.permit(ROOM, [2, 3])
         path = Path(directory, f"{1:016x}.batch")
