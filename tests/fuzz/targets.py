@@ -18,7 +18,6 @@ from frontend.app import create_app
 from frontend.server import listen, serving
 from kvtransfer.region import MemoryRegion
 from kvtransfer.sender import SenderTimeouts
-from kvtransfer.transports import tcp_frames
 from kvtransfer.transports.base import Permits, Pool
 from kvtransfer.transports.file_batches import read_batch
 from kvtransfer.transports.tcp import open_stream
@@ -57,10 +56,13 @@ SEEDS = {
     ],
 }
 HTTP_SEEDS = [
-    b"POST /generate HTTP/1.1\r\nContent-Length: 41\r\n\r\n"
-    b'{"input_ids": [5, 6], "max_new_tokens": 2}',
-    b'POST /v1/completions HTTP/1.1\r\nContent-Length: 30\r\n\r\n{"model": "m", "prompt": "hi"}',
-    b"GET /server_info HTTP/1.1\r\n\r\n",
+    f"{line} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+    for line, body in (
+        ("POST /generate", '{"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}'),
+        ("POST /v1/completions", '{"model": "m", "prompt": [5, 6], "max_tokens": 2}'),
+        ("POST /abort_request", '{"rid": "a"}'),
+        ("GET /server_info", ""),
+    )
 ]
 
 
@@ -213,10 +215,10 @@ def http() -> Iterator[Target]:
     started.wait()
 
     def take(data: bytes) -> None:
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        # Whose end is not sent: the server would give up on it.
+        with socket.create_connection(("127.0.0.1", port), timeout=0.05) as client:
             client.sendall(data)
-            client.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(ConnectionResetError):
+            with contextlib.suppress(ConnectionResetError, TimeoutError):
                 while client.recv(65536):
                     pass
         with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
