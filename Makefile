@@ -6,7 +6,7 @@ EXTRAS ?= dev
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup serve test check format bench faults soak clean
+.PHONY: help setup serve test check format bench faults soak audit fuzz clean
 .DEFAULT_GOAL := help
 
 help: ## Show this.
@@ -35,6 +35,13 @@ test: setup ## Run the tests.
 
 check: setup ## Check format, lint, types and import contracts.
 	@PATH="$(abspath $(BIN)):$$PATH" scripts/check
+
+audit: setup ## Look for known holes in what this stands on.
+	@$(BIN)/python scripts/audit
+
+fuzz: setup ## Fuzz everything that listens: make fuzz SECONDS=600.
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	@$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),60)
 
 format: setup ## Format the code.
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .

@@ -148,6 +148,7 @@ class DecodeRole:
             received_bytes=moved.received_bytes,
             saved_bytes=moved.saved_bytes,
             num_corrupted=self._num_corrupted,
+            num_refused_transfers=moved.num_refused,
             num_failed=self._answers.num_failed,
             num_aborted=self._num_aborted,
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.kv_cache import KVCache
 from engine.launched import Launcher
+from engine.limits import absurdity
 from engine.request import ActiveRequest
 from engine.seen import seen_by
 from engine.shape import ModelShape
@@ -79,6 +80,8 @@ class Intake:
         prompt = request.prompt_ids
         if not prompt:
             raise InvalidRequest("the prompt is empty")
+        if fault := absurdity(request):
+            raise InvalidRequest(fault)
         if min(prompt) < 0 or max(prompt) >= self._shape.vocab_size:
             raise InvalidRequest(f"prompt ids must be in 0 ... {self._shape.vocab_size - 1}")
         if any(not 0 <= i < self._shape.vocab_size for i in request.sampling.logit_bias):

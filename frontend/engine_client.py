@@ -94,6 +94,11 @@ class EngineClient:
         """Attempts that have neither ended nor been closed."""
         return len(self._streams)
 
+    @property
+    def refusal(self) -> str:
+        """Why the engine's port would not have us; empty where it did, or was not reached."""
+        return "" if self._link is None else self._link.refusal
+
     async def run(self) -> None:
         """Hold the link until the engine is lost or `stop` is called, then fail what is open."""
         # Opened here, so that a client whose `run` was never reached leaves no socket behind.

@@ -61,8 +61,8 @@ def _as_list(value: object) -> object:
 def _top_k(value: int) -> int:
     if value < -1:
         raise ValueError("must be -1 (all) or at least 1")
-    # SGLang and vLLM differ on whether 0 or -1 means all; nobody means none.
-    return value if value > 0 else -1
+    # SGLang and vLLM differ on whether 0 or -1 means all; nobody means none. No vocabulary is larger.
+    return value if 0 < value < 2**31 else -1
 
 
 def _nucleus(value: float) -> float:

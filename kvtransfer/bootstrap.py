@@ -123,6 +123,11 @@ class BootstrapPort:
         self.num_refused = 0
 
     @property
+    def num_strangers(self) -> int:
+        """See `Inbox.num_strangers`."""
+        return self._inbox.num_strangers
+
+    @property
     def num_links(self) -> int:
         """Links that stand or are being connected."""
         return len(self._links)

@@ -133,6 +133,11 @@ class PrefillLinks:
         self.num_refused = 0
 
     @property
+    def num_violations(self) -> int:
+        """Writes that our listeners refused."""
+        return sum(listener.num_violations for listener in self._end.listeners.values())
+
+    @property
     def num_links(self) -> int:
         """Links that are up or being made."""
         return len(self._links)
@@ -275,7 +280,8 @@ class PrefillLinks:
             self._next_ping_s = now_s + self._heartbeat.interval_s
         for link in list(self._links.values()):
             if not link.is_up and now_s >= link.deadline_s:
-                self.drop(link, PeerLost(f"no answer from {link.socket.address}"))
+                why = f": {refusal}" if (refusal := link.socket.refusal) else ""
+                self.drop(link, PeerLost(f"no answer from {link.socket.address}{why}"))
             elif not link.is_greeted:
                 self._greet(link)
             elif now_s - link.last_heard_s > self._heartbeat.silence_s and link.is_up:

@@ -85,7 +85,11 @@ class ReceiverTimeouts:
 
 
 class ReceiverStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What a decode agent holds now and has done so far. Each part of a room counts."""
+    """What a decode agent holds now and has done so far. Each part of a room counts.
+
+    Attributes:
+        num_refused: Writes outside a grant, and words of prefill nodes that cannot be.
+    """
 
     num_links: int
     num_reserving: int
@@ -205,7 +209,7 @@ class DecodeAgent:
             num_landed=self._told[Action.TELL_LANDED],
             num_failed=self._told[Action.TELL_FAILED] + self._told[Action.TELL_LOST],
             num_corrupted=self._num_corrupted,
-            num_refused=self._links.num_refused,
+            num_refused=self._links.num_refused + self._links.num_violations,
             received_bytes=self._received_bytes,
             saved_bytes=self._saved_bytes,
         )

@@ -71,7 +71,12 @@ class SenderTimeouts:
 
 
 class SenderStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prefill agent holds now and has done so far. Each part of a room counts."""
+    """What a prefill agent holds now and has done so far. Each part of a room counts.
+
+    Attributes:
+        num_refused: Links and grants of decode nodes that cannot be.
+        num_strangers: Connections to the bootstrap port that did not get as far as a word.
+    """
 
     num_links: int
     num_waiting: int
@@ -82,6 +87,7 @@ class SenderStatistics(msgspec.Struct, frozen=True, kw_only=True):
     num_refused: int
     pushed_bytes: int
     saved_bytes: int
+    num_strangers: int = 0
 
 
 class PrefillAgent:
@@ -208,6 +214,7 @@ class PrefillAgent:
             num_landed=self._num_landed,
             num_released=self._num_released,
             num_refused=self._bootstrap.num_refused,
+            num_strangers=self._bootstrap.num_strangers,
             pushed_bytes=self._pushed_bytes,
             saved_bytes=self._saved_bytes,
         )
@@ -258,8 +265,10 @@ class PrefillAgent:
         entry = self._rooms.part(part)
         if entry is not None and entry.grant is not None and entry.link is link:
             # Released would end the first grant at decode, under writes that are still going on.
+            self._bootstrap.num_refused += 1
             return self._bootstrap.drop(link, PeerLost("decode granted a room twice"))
         if fault := grant_fault(grant, link.layout) or self._rooms.grant_fault(part, link):
+            self._bootstrap.num_refused += 1
             info = TransferRefused(fault).info()
             word = messages.Released(epoch=self._end.epoch, room=grant.room, error=info)
             return self._bootstrap.send(link, word)

@@ -17,7 +17,7 @@ from node.flags import MEANINGLESS, build_parser, read_config
 from node.server import serve
 from telemetry import log as logs
 from wire.errors import TandemError
-from wire.keys import cluster_key
+from wire.keys import cluster_key, warn_of_weak_secret
 
 log = logs.get_logger(__name__)
 
@@ -51,6 +51,7 @@ def run(command: NodeCommand, argv: Sequence[str]) -> int:
         config, args = read_config(parser, command.role, argv)
         logs.configure(config.log_level, config.log_format, role=config.role)
         warn_of_exposed_keys(config.http)
+        warn_of_weak_secret(os.environ.get("TANDEM_CLUSTER_KEY", ""))
         for flag in dict.fromkeys(args.meaningless or []):
             log.warning("flag.meaningless", flag=flag, reason=MEANINGLESS[flag])
         key = cluster_key(config.host, is_insecure=config.is_insecure)

@@ -14,6 +14,8 @@ def engine_load(
     received_bytes: int = 0,
     saved_bytes: int = 0,
     num_corrupted: int = 0,
+    num_refused_transfers: int = 0,
+    num_strangers: int = 0,
     num_failed: int = 0,
     num_aborted: int = 0,
 ) -> NodeLoad:
@@ -39,6 +41,8 @@ def engine_load(
         received_bytes=received_bytes,
         saved_bytes=saved_bytes,
         num_corrupted=num_corrupted,
+        num_refused_transfers=num_refused_transfers,
+        num_strangers=num_strangers,
         num_failed=num_failed,
         num_aborted=num_aborted,
     )

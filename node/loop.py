@@ -132,7 +132,7 @@ class EngineLoop:
         wait([self._inbox], timeout_s, self._waker)
         while (envelope := self._inbox.receive()) is not None:
             self._last_heard[envelope.peer] = self._clock()
-            self._handle(envelope.peer, envelope.message)
+            self._hear(envelope.peer, envelope.message)
         self._drop_lost_edges()
         try:
             self._role.poll()
@@ -144,6 +144,17 @@ class EngineLoop:
             self._role.fail_all(EngineFailed("the engine failed while it ran this request"))
         self._answers.flush()
         self._log()
+
+    def _hear(self, peer: Peer, message: ToEngine) -> None:
+        try:
+            self._handle(peer, message)
+        except Exception:
+            # The top of the loop, too: what one peer sent must not end what all others run.
+            log.exception("engine.message_failed", kind=type(message).__name__)
+            if isinstance(message, StartPrefill | StartDecode | StartColocated):
+                ticket = Ticket(peer, message.request.request_id, message.attempt)
+                self._role.cancel(ticket)
+                self._answers.fail(ticket, EngineFailed("the engine failed to take this request"))
 
     def _handle(self, peer: Peer, message: ToEngine) -> None:
         if isinstance(message, Ping):
@@ -191,9 +202,18 @@ class EngineLoop:
     def _tell_load(self, peers: Collection[Peer]) -> None:
         """Tell edge workers the load, each with how much of it is its own."""
         counts = Counter(ticket.peer for ticket in self._role.tickets())
-        load = msgspec.structs.replace(self._role.load(), num_edges=len(counts))
+        load = msgspec.structs.replace(self._load(), num_edges=len(counts))
         for peer in peers:
             self._answers.pong(peer, msgspec.structs.replace(load, num_own=counts[peer]))
+
+    def _load(self) -> NodeLoad:
+        """Return the role's load, with what came to the inbox and was nobody's request."""
+        load = self._role.load()
+        return msgspec.structs.replace(
+            load,
+            num_strangers=load.num_strangers + self._inbox.num_strangers,
+            num_invalid=self._inbox.num_invalid,
+        )
 
     def _log(self) -> None:
         elapsed_s = self._clock() - self._logged_at

@@ -159,6 +159,8 @@ class PrefillRole:
             - self._engine.num_waiting,
             pushed_bytes=moved.pushed_bytes,
             saved_bytes=moved.saved_bytes,
+            num_refused_transfers=moved.num_refused,
+            num_strangers=moved.num_strangers,
             num_failed=self._answers.num_failed,
             num_aborted=self._num_aborted,
         )

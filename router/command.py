@@ -11,6 +11,7 @@ from router.discovery_flags import in_pod
 from router.launcher import run
 from telemetry.log import configure, get_logger
 from wire.errors import ConfigInvalid
+from wire.keys import warn_of_weak_secret
 
 log = get_logger(__name__)
 
@@ -27,6 +28,7 @@ def main(argv: Sequence[str]) -> int:
         for flag in config.ignored_flags:
             log.info("flag.ignored", flag=flag, reason="it has no meaning here")
         warn_of_exposed_keys(config.http)
+        warn_of_weak_secret(secret)
         return run(config)
     except ConfigInvalid as error:
         sys.stderr.write(f"tandem lb: error: {error.message}\n")

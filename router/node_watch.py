@@ -132,10 +132,8 @@ async def _wait_answered(client: EngineClient) -> None:
         async with asyncio.timeout(FIRST_ANSWER_TIMEOUT_S):
             await client.answered.wait()
     except TimeoutError as error:
-        raise NodeUnusable(
-            f"its engine at {client.address} does not answer: is the port open, "
-            "and TANDEM_CLUSTER_KEY the same on both sides?"
-        ) from error
+        why = client.refusal or "is the port open, and TANDEM_CLUSTER_KEY the same on both sides?"
+        raise NodeUnusable(f"its engine at {client.address} does not answer: {why}") from error
 
 
 async def _pause(node: Node, pause_s: float) -> None:

@@ -10,6 +10,7 @@ from zmq.utils.monitor import parse_monitor_message
 from wire.channel import configure
 from wire.codec import Codec, In
 from wire.errors import ChannelClosed, MessageInvalid, PeerLost
+from wire.handshakes import FAILED, reason_of
 from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from wire.keys import ChannelKey
 from wire.messages import Message
@@ -23,6 +24,9 @@ class AsyncLink(Generic[In]):
 
     The socket is a plain one whose descriptor the loop watches: a message then costs a third of what
     it does through `zmq.asyncio`, which makes a future for each.
+
+    Attributes:
+        refusal: Why the last handshake failed; empty when none did.
     """
 
     def __init__(
@@ -38,7 +42,11 @@ class AsyncLink(Generic[In]):
         self._loop = asyncio.get_running_loop()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         configure(self._socket, key, heartbeat, is_server=False)
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | FAILED
+        )
+        self._has_key = key is not None
+        self.refusal = ""
         self._arrived, self._lost = asyncio.Event(), asyncio.Event()
         self._fd, self._monitor_fd = self._socket.fileno(), self._monitor.fileno()
         self._socket.connect(address)
@@ -111,6 +119,8 @@ class AsyncLink(Generic[In]):
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
                 if event["event"] == zmq.EVENT_DISCONNECTED:
                     self._lost.set()
+                else:
+                    self.refusal = reason_of(event, has_key=self._has_key)
 
     def close(self) -> None:
         """Close the socket and forget unsent messages. Safe to call twice."""

@@ -21,6 +21,7 @@ import zmq
 
 from wire.codec import MAX_MESSAGE_BYTES, Codec, In
 from wire.errors import ConfigInvalid, MessageInvalid, PeerBehind, PeerLost
+from wire.handshakes import Handshakes
 from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from wire.keys import ChannelKey
 from wire.messages import Message
@@ -105,6 +106,7 @@ class Inbox(Generic[In]):
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         configure(self.socket, key, heartbeat, is_server=True)
+        self._handshakes = Handshakes(self.socket, has_key=key is not None)
         try:
             self.socket.bind(address)
         except zmq.ZMQError as error:
@@ -120,6 +122,11 @@ class Inbox(Generic[In]):
         """The TCP port that was bound."""
         return int(self.address.rpartition(":")[2])
 
+    @property
+    def num_strangers(self) -> int:
+        """Connections turned away so far: by their key, the lack of one, or what they spoke."""
+        return self._handshakes.num_failed
+
     def receive(self) -> Envelope[In] | None:
         """Return the next message, or None when there is none now.
 
@@ -130,6 +137,8 @@ class Inbox(Generic[In]):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
+                self._handshakes.look()
+                self._handshakes.log_failures(self.address)
                 return None
             if len(frames) == 2:
                 try:
@@ -154,6 +163,7 @@ class Inbox(Generic[In]):
 
     def close(self) -> None:
         """Close the socket and forget unsent messages. Safe to call twice."""
+        self._handshakes.close()
         self.socket.close(linger=0)
         self._context.destroy(linger=0)
 
@@ -183,11 +193,18 @@ class Link(Generic[In]):
         self.address = address
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         configure(self.socket, key, heartbeat, is_server=False)
+        self._handshakes = Handshakes(self.socket, has_key=key is not None)
         try:
             self.socket.connect(address)
         except zmq.ZMQError as error:
             self.close()
             raise PeerLost(f"cannot connect to {address}: {error.strerror}") from error
+
+    @property
+    def refusal(self) -> str:
+        """Why the last handshake failed; empty when none did."""
+        self._handshakes.look()
+        return self._handshakes.reason
 
     def receive(self) -> In | None:
         """Return the next message, or None when there is none now. Invalid bytes are passed over."""
@@ -214,6 +231,7 @@ class Link(Generic[In]):
 
     def close(self) -> None:
         """Close the socket and forget unsent messages. Safe to call twice."""
+        self._handshakes.close()
         self.socket.close(linger=0)
         self._context.destroy(linger=0)
 

@@ -3,11 +3,21 @@
 import hashlib
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 
 import zmq
 from zmq.utils import z85
 
+from telemetry.log import get_logger
 from wire.errors import ConfigInvalid
+
+log = get_logger(__name__)
+
+# A guess costs 16 MiB and 50 ms of a core, ours and a guesser's, who has an operator's key off a plain
+# HTTP connection or a recorded handshake to try it on. A process pays once, at its start.
+SCRYPT_COST, SCRYPT_BLOCK = 1 << 14, 8
+# `openssl rand -hex 32` has 64; a password of a person that is shorter than this is in word lists.
+SHORTEST_SECRET = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +39,7 @@ class ChannelKey:
         """
         if not zmq.has("curve"):
             raise ConfigInvalid("TANDEM_CLUSTER_KEY is set but this libzmq was built without CURVE")
-        seed = hashlib.blake2b(secret.encode(), digest_size=32, person=b"tandem-curve").digest()
+        seed = _derived(secret, b"tandem-curve", 32)
         private = z85.encode(seed)
         return cls(server_public=zmq.curve_public(private), server_secret=private)
 
@@ -41,7 +51,17 @@ def operator_key(secret: str) -> str:
     """
     if not secret:
         return ""
-    return hashlib.blake2b(secret.encode(), digest_size=24, person=b"tandem-operator").hexdigest()
+    return _derived(secret, b"tandem-operator", 24).hex()
+
+
+def warn_of_weak_secret(secret: str) -> None:
+    """Log a warning for a cluster's secret that is short enough to be guessed; empty is none."""
+    if 0 < len(secret) < SHORTEST_SECRET:
+        log.warning(
+            "cluster_key.weak",
+            num_characters=len(secret),
+            action="make TANDEM_CLUSTER_KEY with `openssl rand -hex 32`",
+        )
 
 
 def is_loopback(host: str) -> bool:
@@ -70,4 +90,17 @@ def cluster_key(host: str, *, is_insecure: bool, flag: str = "--host") -> Channe
     raise ConfigInvalid(
         f"{flag} {host} can be reached from other machines: set TANDEM_CLUSTER_KEY to one secret on "
         "every node and router, or pass --insecure to trust the network"
+    )
+
+
+def _derived(secret: str, purpose: bytes, size_bytes: int) -> bytes:
+    """Return a key for one purpose; it tells nothing of the secret, nor of the other keys."""
+    return hashlib.blake2b(_stretched(secret), digest_size=size_bytes, person=purpose).digest()
+
+
+@lru_cache(maxsize=1)
+def _stretched(secret: str) -> bytes:
+    # The salt is the same for all clusters: nodes share nothing else from which to make one.
+    return hashlib.scrypt(
+        secret.encode(), salt=b"tandem-cluster", n=SCRYPT_COST, r=SCRYPT_BLOCK, p=1, dklen=32
     )

@@ -144,6 +144,10 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
         max_running: Requests that it runs at once, at most; 0: an older node, which does not tell.
         num_edges: Edge workers that have requests here.
         num_own: Requests here of the edge worker that is told; both 0 from older nodes.
+        num_refused_transfers: Writes, grants and words about KV that no live grant or link allows.
+        num_strangers: Connections to the node's links that were turned away, by their key or the lack of
+            one, or hung up while they were greeted.
+        num_invalid: Frames that were no message.
     """
 
     num_running: int = 0
@@ -169,6 +173,9 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 0
     num_edges: int = 0
     num_own: int = 0
+    num_refused_transfers: int = 0
+    num_strangers: int = 0
+    num_invalid: int = 0
 
 
 class Pong(Message, frozen=True, kw_only=True):

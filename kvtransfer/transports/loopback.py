@@ -100,6 +100,7 @@ class LoopbackListener:
         self._all = listeners
         self._permits: dict[PeerKey, Permits] = {}
         self._lock = threading.Lock()
+        self.num_violations = 0
 
     def admit(self, toward_host: str) -> Admission:
         """Let one more peer connect."""
@@ -126,7 +127,11 @@ class LoopbackListener:
         with self._lock:
             if (permits := self._permits.get(peer)) is None:
                 raise PeerLost("this peer was fenced")
-            permits.check(room, plan)
+            try:
+                permits.check(room, plan)
+            except TransferRefused:
+                self.num_violations += 1
+                raise
             yield self._pool.region
 
     def fence(self, peer: PeerKey) -> None:

@@ -480,3 +480,12 @@ async def test_tokenizing_a_long_prompt_holds_up_nobody(client, backend, tokeniz
     status, answer = await posting
     assert status == 200
     assert answer["meta_info"]["prompt_tokens"] > 20_000
+
+
+@pytest.mark.parametrize("top_k", [2**31, 2**63, 2**64])
+async def test_a_top_k_beyond_every_vocabulary_means_all_and_reaches_no_node(
+    client, backend, top_k
+):
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2, "top_k": top_k}}
+    assert (await post(client, "/generate", body))[0] == 200
+    assert backend.requests[-1].sampling.top_k == -1

@@ -3,10 +3,12 @@
 from contextlib import ExitStack
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvtransfer.bootstrap import MAX_OFFERS
 from kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Safe
+from kvtransfer.plan import CopyPlan
 from kvtransfer.receiver import ReceiverTimeouts
 from kvtransfer.region import MemoryRegion
 from kvtransfer.transports.base import Pool
@@ -14,7 +16,7 @@ from tests.kvtransfer import test_agents as rig
 from tests.kvtransfer.test_agents import DECODE_PAGES, ROOM
 from wire import messages
 from wire.channel import Inbox, Link, wait
-from wire.errors import ErrorInfo, PeerLost
+from wire.errors import ErrorInfo, PeerLost, TransferRefused
 from wire.ids import Epoch, Room
 
 HUGE = 2**62
@@ -144,6 +146,7 @@ def test_a_grant_that_lies_is_released_at_once(liar, lies):
     liar.say(messages.Grant(**{"epoch": Epoch(2), "room": ROOM, "page_ids": [1], **lies}))
     assert liar.hear().error.code == "transfer_refused"
     assert liar.prefill.agent.statistics().num_early_grants == 0
+    assert liar.prefill.agent.statistics().num_refused == 1
 
 
 def test_a_grant_for_tokens_beyond_every_prompt_is_released_when_prefill_has_finished(liar):
@@ -182,7 +185,8 @@ class LyingPrefill:
         self.decode = decode
         self.inbox = stack.enter_context(Inbox("tcp://127.0.0.1:0", messages.ToPrefill))
         decode.agent.request(ROOM, "127.0.0.1", self.inbox.port, DECODE_PAGES)
-        self.peer = rig.receive(self.inbox).peer
+        envelope = rig.receive(self.inbox)
+        self.peer, self.hello = envelope.peer, envelope.message
 
     def say(self, message):
         self.inbox.send(self.peer, message)
@@ -209,6 +213,21 @@ def false_prefill(cluster):
         serve_the_next(cluster.prefill(), decode)
         now = decode.agent.statistics()
         assert (now.num_reserving, now.num_granted, now.num_withdrawn, now.num_fencing) == (0,) * 4
+
+
+@pytest.mark.parametrize("room", [ROOM, Room(ROOM + 1)])
+def test_a_write_outside_the_grant_is_refused_and_counted(cluster, false_prefill, room):
+    false_prefill.welcome()
+    decode, page_bytes = false_prefill.decode, rig.layout().page_bytes
+    ungranted = min(set(range(16)) - set(DECODE_PAGES))
+    plan = CopyPlan(*(np.array([each]) for each in (0, ungranted * page_bytes, page_bytes)))
+    with MemoryRegion.private(page_bytes) as source:
+        connection = cluster.transport.connect(false_prefill.hello.offers[0], source)
+        with pytest.raises(TransferRefused):
+            connection.write(room, plan)
+    assert decode.agent.statistics().num_refused == 1
+    false_prefill.released()
+    decode.next(Failed)
 
 
 @pytest.mark.parametrize("transport", ["carrier pigeon", "", "x" * 100_000])

@@ -302,3 +302,24 @@ def test_a_bug_in_a_step_fails_its_requests_and_not_the_loop(rig):
 def test_a_stop_from_another_thread_ends_the_loop(rig):
     rig.loop.stop()
     rig.loop.run()
+
+
+def test_a_bug_that_one_message_finds_is_answered_and_the_loop_goes_on(rig):
+    rig.role.refusal = ZeroDivisionError()
+    rig.send(start("a"))
+    rig.pass_until(lambda: rig.link.socket.poll(0))
+    answer = rig.answer()
+    assert isinstance(answer, RequestFailed)
+    assert (answer.request_id, answer.error.code) == ("a", EngineFailed.code)
+    rig.role.refusal = None
+    rig.send(start("b"))
+    rig.pass_until(lambda: [ticket.request_id for ticket in rig.role.started] == ["b"])
+
+
+def test_frames_that_are_no_message_show_in_the_load(rig):
+    rig.send(Ping())
+    rig.pass_until(lambda: rig.link.socket.poll(0))
+    assert rig.answer().load.num_invalid == 0
+    rig.link.socket.send(b"\xc1")
+    rig.send(Ping())
+    rig.pass_until(lambda: (said := rig.link.receive()) and said.load.num_invalid == 1)

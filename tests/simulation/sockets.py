@@ -43,7 +43,7 @@ class SimulatedInbox(Generic[In]):
         del key, heartbeat
         self.address, self._codec = address, Codec(incoming)
         self.process = CURRENT.get()
-        self.num_invalid = 0
+        self.num_invalid = self.num_strangers = 0
         self.ring = lambda: None
         self._queue, self._connections = deque(), {}
         self.process.world.network.bind(self)
@@ -87,6 +87,7 @@ class SimulatedLink(Generic[In]):
         self.address, self._codec = address, Codec(incoming)
         self.process = CURRENT.get()
         self.is_closed = False
+        self.refusal = ""
         self.ring = lambda: None
         self._queue, self._connection = deque(), None
         self.process.world.network.connect(self, address)
@@ -127,6 +128,7 @@ class SimulatedAsyncLink(Generic[In]):
         self.address, self._codec = address, Codec(incoming)
         self.process = CURRENT.get()
         self.is_closed = False
+        self.refusal = ""
         self._queue, self._connection = deque(), None
         self._arrived, self._lost = asyncio.Event(), asyncio.Event()
         self.process.world.network.connect(self, address)

@@ -1,0 +1,248 @@
+"""What is fuzzed: each target takes bytes, and raises when something of it is left or does not go on."""
+
+import asyncio
+import contextlib
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import xxhash
+import zmq
+
+from frontend.app import create_app
+from frontend.server import listen, serving
+from kvtransfer.region import MemoryRegion
+from kvtransfer.sender import SenderTimeouts
+from kvtransfer.transports.base import Permits, Pool
+from kvtransfer.transports.file_batches import read_batch
+from kvtransfer.transports.tcp import open_stream
+from tests.frontend.fakes import FakeBackend
+from tests.kvtransfer import test_agents as rig
+from tests.trust.node_rig import Cluster
+from tests.trust.test_tcp_port import NUM_PAGES, PAGE, ROOM, Port
+from wire import messages
+from wire.channel import Link, wait
+from wire.codec import Codec
+from wire.errors import MessageInvalid, PeerLost, TransferRefused
+from wire.generation import GenerateRequest, SamplingParams
+from wire.ids import Epoch, Room
+
+Target = Callable[[bytes], None]
+UNIONS = (messages.ToEngine, messages.FromEngine, messages.ToPrefill, messages.FromPrefill)
+# Between two frames: msgpack never uses it.
+BETWEEN = b"\xc1"
+REQUEST = GenerateRequest(
+    request_id="a", prompt_ids=[5, 6, 7], sampling=SamplingParams(max_new_tokens=2, seed=1)
+)
+SEEDS = {
+    "inbox": [
+        messages.StartColocated(request=REQUEST),
+        messages.StartPrefill(request=REQUEST, room=Room(1)),
+        messages.StartDecode(
+            request=REQUEST, room=Room(1), bootstrap_host="127.0.0.1", bootstrap_port=9
+        ),
+        messages.Cancel(request_id="a"),
+        messages.FlushCache(),
+    ],
+    "bootstrap": [
+        messages.Grant(epoch=Epoch(2), room=Room(1), page_ids=[1, 2], have_tokens=4),
+        messages.Withdraw(epoch=Epoch(2), room=Room(1)),
+        messages.LinkPing(epoch=Epoch(2)),
+    ],
+}
+HTTP_SEEDS = [
+    f"{line} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+    for line, body in (
+        ("POST /generate", '{"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}'),
+        ("POST /v1/completions", '{"model": "m", "prompt": [5, 6], "max_tokens": 2}'),
+        ("POST /abort_request", '{"rid": "a"}'),
+        ("GET /server_info", ""),
+    )
+]
+
+
+def write_seeds(name: str, directory: str) -> None:
+    """Write what an honest peer says, for the fuzzer to begin with."""
+    seeds = [msgspec.msgpack.encode(message) for message in SEEDS.get(name, [])]
+    if name == "codec":
+        seeds = [msgspec.msgpack.encode(each) for group in SEEDS.values() for each in group]
+    if name == "http":
+        seeds = HTTP_SEEDS
+    if name in ("kv_port", "kv_file"):
+        seeds = [struct.pack("<qqqq", ROOM, 1, 2 * PAGE, PAGE) + bytes(PAGE)]
+    if not Path(directory).is_dir():
+        return
+    for number, seed in enumerate([*seeds, BETWEEN.join(seeds)]):
+        Path(directory, f"seed-{number}").write_bytes(seed)
+
+
+@contextlib.contextmanager
+def codec() -> Iterator[Target]:
+    """What is decoded can be said again, and means the same."""
+    codecs = [Codec(union) for union in UNIONS]
+
+    def take(data: bytes) -> None:
+        for each in codecs:
+            try:
+                message = each.decode(data)
+            except MessageInvalid:
+                continue
+            frame = each.encode(message)
+            assert each.encode(each.decode(frame)) == frame
+
+    yield take
+
+
+@contextlib.contextmanager
+def inbox() -> Iterator[Target]:
+    """Engines go on, and nothing of a request is left when its edge has gone."""
+    with contextlib.ExitStack() as stack:
+        cluster = Cluster(stack)
+
+        def take(data: bytes) -> None:
+            frames = data.split(BETWEEN)[:8]
+            for node in range(len(cluster.nodes)):
+                cluster.tell(node, frames)
+            cluster.step()
+            cluster.settle()
+
+        yield take
+        cluster.serve_one()
+
+
+@contextlib.contextmanager
+def bootstrap() -> Iterator[Target]:
+    """A prefill node holds no room for a decode node that has gone."""
+    with contextlib.ExitStack() as stack:
+        cluster = rig.Cluster(stack)
+        timeouts = SenderTimeouts(grant_s=0.05, early_grant_s=0.05)
+        prefill, shape = cluster.prefill(timeouts=timeouts), rig.layout()
+        region = stack.enter_context(MemoryRegion.private(shape.pool_bytes))
+        listener = cluster.transport.listen(Pool(region, shape.page_bytes, shape.num_pages))
+        epochs = iter(range(10, 1 << 40))
+
+        def take(data: bytes) -> None:
+            epoch = Epoch(next(epochs))
+            link = Link(f"tcp://127.0.0.1:{prefill.agent.port}", messages.FromPrefill)
+            admission = listener.admit("")
+            with contextlib.closing(link):
+                hello = messages.Hello(
+                    epoch=epoch,
+                    fingerprint="llama",
+                    layout=shape.to_info(),
+                    offers=[admission.offer],
+                )
+                _say(link, msgspec.msgpack.encode(hello))
+                for frame in data.split(BETWEEN)[:8]:
+                    # In its own name: what is said in another's ends at the first check.
+                    ours = frame.replace(
+                        b"\xa5epoch\x02", b"\xa5epoch\xd3" + struct.pack(">q", epoch)
+                    )
+                    _say(link, ours)
+                _say(link, msgspec.msgpack.encode(messages.LinkPing(epoch=Epoch(-1))))
+                while not isinstance(rig.receive(link), messages.Refused):
+                    pass
+            listener.fence(admission.peer)
+            list(prefill.agent.events())
+
+        yield take
+        prefill.wait_until(lambda now: now.num_early_grants == now.num_pushing == 0)
+
+
+@contextlib.contextmanager
+def kv_port() -> Iterator[Target]:
+    """Only granted pages are written, whatever an admitted peer sends."""
+    with MemoryRegion.private(PAGE * NUM_PAGES) as region:
+        port = Port(region)
+
+        def take(data: bytes) -> None:
+            with open_stream(port.facts) as stream, contextlib.suppress(PeerLost, OSError):
+                stream.sendall(data)
+                stream.shutdown(socket.SHUT_WR)
+                while stream.recv(4096):
+                    pass
+            port.check()
+
+        yield take
+        port.serve_one()
+        port.listener.close()
+
+
+@contextlib.contextmanager
+def kv_file() -> Iterator[Target]:
+    """A batch of a peer that knows the directory's secret is refused, or lies inside its grant."""
+    nonce = bytes(16)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        MemoryRegion.private(PAGE * NUM_PAGES) as region,
+    ):
+        permits = Permits(Pool(region, PAGE, NUM_PAGES))
+        permits.permit(ROOM, [2, 3])
+        path = Path(directory, f"{1:016x}.batch")
+
+        def take(data: bytes) -> None:
+            digest = xxhash.xxh3_128(nonce + path.stem.encode() + data).digest()
+            path.write_bytes(data + digest)
+            with contextlib.suppress(TransferRefused):
+                batch = read_batch(path, nonce)
+                permits.check(Room(batch.room), batch.plan)
+                ends = batch.plan.destination_offset + batch.plan.size_bytes
+                assert batch.plan.destination_offset.min() >= 2 * PAGE
+                assert np.max(ends) <= 4 * PAGE
+
+        yield take
+
+
+@contextlib.contextmanager
+def http() -> Iterator[Target]:
+    """A server answers the next client, whatever the last one sent."""
+    loop, stop, started = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
+    sock = listen("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+
+    async def run() -> None:
+        async with serving(create_app(FakeBackend(None)), sock):
+            started.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(run(),), daemon=True)
+    thread.start()
+    started.wait()
+
+    def take(data: bytes) -> None:
+        # Whose end is not sent: the server would give up on it.
+        with socket.create_connection(("127.0.0.1", port), timeout=0.05) as client:
+            client.sendall(data)
+            with contextlib.suppress(ConnectionResetError, TimeoutError):
+                while client.recv(65536):
+                    pass
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            assert client.recv(64).startswith(b"HTTP/1.1 200")
+
+    yield take
+    loop.call_soon_threadsafe(stop.set)
+    thread.join()
+
+
+TARGETS = {
+    "codec": codec,
+    "inbox": inbox,
+    "bootstrap": bootstrap,
+    "kv_port": kv_port,
+    "kv_file": kv_file,
+    "http": http,
+}
+
+
+def _say(link, frame: bytes) -> None:
+    while True:
+        try:
+            return link.socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            wait([link], 0.001)

@@ -1,0 +1,184 @@
+"""A prefill and a decode node in one process, over toy models, at whose links anybody may knock."""
+
+from contextlib import ExitStack
+
+from decode.role import DecodeRole
+from kvtransfer.bootstrap import SenderEnd
+from kvtransfer.layout import KVLayout
+from kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
+from kvtransfer.region import MemoryRegion
+from kvtransfer.sender import PrefillAgent, SenderTimeouts
+from kvtransfer.transports.loopback import LoopbackTransport
+from node.answers import Answers
+from node.colocated import ColocatedRole
+from node.loop import EngineLoop
+from prefill.role import PrefillRole
+from tests.engine.toy_runner import toy_engine
+from wire.channel import Inbox, Link, Waker, wait
+from wire.errors import PeerLost
+from wire.generation import GenerateRequest, SamplingParams
+from wire.ids import Epoch, RequestId
+from wire.messages import (
+    Cancel,
+    FromEngine,
+    Ping,
+    Pong,
+    StartColocated,
+    StartDecode,
+    StartPrefill,
+    ToEngine,
+)
+
+NUM_PAGES, PAGE = 24, 4
+PREFILL, DECODE, COLOCATED = range(3)
+
+
+class Node:
+    """One engine's loop, and a link to its inbox."""
+
+    def __init__(self, stack: ExitStack, make_role, epoch: int) -> None:
+        self.engine, _ = toy_engine(NUM_PAGES, PAGE, context_length=64)
+        self.waker = Waker()
+        stack.callback(self.waker.close)
+        self.inbox: Inbox[ToEngine] = stack.enter_context(Inbox("tcp://127.0.0.1:0", ToEngine))
+        answers = Answers(self.inbox, Epoch(epoch))
+        self.role = make_role(self.engine, answers, self.waker)
+        self.loop = EngineLoop(self.role, self.inbox, answers, self.waker)
+        self.link: Link[FromEngine] = Link(self.inbox.address, FromEngine)
+        stack.callback(lambda: self.link.close())  # noqa: PLW0108 - of then
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of any request is left: no ticket, no page, no work."""
+        self.engine.cache.check_integrity()
+        counts = self.engine.counts()
+        is_free = counts.free + counts.cached == counts.total
+        return is_free and not self.role.tickets() and not self.role.has_work
+
+
+class Cluster:
+    """Three nodes: prefill, decode and one that is both."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        transport = LoopbackTransport()
+        layout = KVLayout(
+            num_pages=NUM_PAGES, page_size=PAGE, num_layers=1, num_kv_heads=1, head_dim=1,
+            dtype="float32", itemsize=4,
+        )  # fmt: skip
+        source, target = (
+            stack.enter_context(MemoryRegion.private(layout.pool_bytes)) for _ in range(2)
+        )
+
+        def prefill(engine, answers, waker):
+            end = SenderEnd(Epoch(1), "toy", layout, source, [transport])
+            self.sender = PrefillAgent(
+                "tcp://127.0.0.1:0",
+                end,
+                waker=waker,
+                timeouts=SenderTimeouts(grant_s=0.05, early_grant_s=0.05),
+            )
+            stack.callback(self.sender.close)
+            return PrefillRole(engine, self.sender, answers, 8)
+
+        def decode(engine, answers, waker):
+            self.receiver = DecodeAgent(
+                epoch=Epoch(2),
+                fingerprint="toy",
+                layout=layout,
+                region=target,
+                transports=[transport],
+                waker=waker,
+                timeouts=ReceiverTimeouts(connect_s=0.05, landed_s=0.2, released_s=0.2),
+            )
+            stack.callback(self.receiver.close)
+            return DecodeRole(engine, self.receiver, answers, 8, 8)
+
+        def both(engine, answers, waker):
+            del waker
+            return ColocatedRole(engine, answers)
+
+        self.nodes = [
+            Node(stack, make, epoch) for epoch, make in enumerate((prefill, decode, both), 1)
+        ]
+
+    def step(self) -> None:
+        """Let every node make a pass."""
+        for node in self.nodes:
+            node.loop.run_once(0)
+
+    def tell(self, index: int, frames) -> None:
+        """Send these frames to one node and see that it has read them: it answers what comes last."""
+        node = self.nodes[index]
+        for frame in (*frames, None):
+            self.until(lambda frame=frame: _sent(node.link, frame))
+        self.until(lambda: _heard(node.link, Pong))
+
+    def until(self, is_so) -> None:
+        """Let all nodes run until something is so."""
+        for _ in range(4000):
+            if is_so():
+                return
+            self.step()
+            wait([], 0.0005)
+        raise AssertionError([node.engine.counts() for node in self.nodes])
+
+    def settle(self) -> None:
+        """Hang up, as every liar does in the end, and see that nothing of it is left."""
+        for node in self.nodes:
+            node.link.close()
+            node.link = Link(node.inbox.address, FromEngine)
+            # What a broken connection does after 0.2 s of nobody asking, now.
+            for ticket in node.role.tickets():
+                node.role.cancel(ticket)
+        self.until(lambda: all(node.is_idle for node in self.nodes))
+
+    def serve_one(self) -> None:
+        """Serve an honest request through the pair, and one alone."""
+        request = GenerateRequest(
+            request_id=RequestId("honest"),
+            prompt_ids=[5, 6, 7, 8, 9],
+            sampling=SamplingParams(max_new_tokens=3, temperature=0, ignore_eos=True),
+        )
+        room = 424242
+        decode = StartDecode(
+            request=request, room=room, bootstrap_host="127.0.0.1", bootstrap_port=self.sender.port
+        )
+        starts = [StartPrefill(request=request, room=room), decode, StartColocated(request=request)]
+        for node, start in zip(self.nodes, starts, strict=True):
+            self.until(lambda node=node, start=start: _sent(node.link, start))
+        for node in self.nodes[DECODE:]:
+            tokens: set[int] = set()
+            self.until(lambda node=node, tokens=tokens: _count(node.link, tokens) == 3)
+        for node in self.nodes:
+            node.link.send(Cancel(request_id=request.request_id))
+        self.until(lambda: all(node.is_idle for node in self.nodes))
+
+
+def _sent(link, frame) -> bool:
+    try:
+        if isinstance(frame, bytes):
+            link.socket.send(frame, 1)  # zmq.NOBLOCK
+        else:
+            link.send(frame or Ping())
+    except PeerLost:
+        return False
+    except Exception as error:  # zmq.Again, while the connection is being made
+        if type(error).__name__ == "Again":
+            return False
+        raise
+    return True
+
+
+def _heard(link, kind) -> bool:
+    while (message := link.receive()) is not None:
+        if isinstance(message, kind):
+            return True
+    return False
+
+
+def _count(link, tokens: set[int]) -> int:
+    while (message := link.receive()) is not None:
+        for delta in getattr(message, "deltas", []):
+            tokens.update(range(delta.index, delta.index + len(delta.token_ids)))
+        tokens.update(getattr(message, "indexes", []))
+    return len(tokens)

@@ -1,0 +1,133 @@
+"""Whatever is said on the links between prefill and decode: both ends go on, and all rooms end."""
+
+import contextlib
+from contextlib import ExitStack
+
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.events import Failed, Safe
+from kvtransfer.receiver import ReceiverTimeouts
+from kvtransfer.region import MemoryRegion
+from kvtransfer.sender import SenderTimeouts
+from kvtransfer.transports.base import Pool
+from tests.kvtransfer import test_agents as rig
+from tests.kvtransfer.test_lies import serve_the_next
+from tests.trust.hostile import frames_of
+from wire.channel import Inbox, Link, wait
+from wire.errors import PeerLost
+from wire.ids import Epoch, Room
+from wire.messages import FromPrefill, Hello, LinkPing, Refused, Released, ToPrefill, Welcome
+
+FUZZ = settings(
+    max_examples=80,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+EPOCH = Epoch(2)
+HINTS = {
+    "epoch": st.just(EPOCH),
+    "room": st.integers(1, 3),
+    "fingerprint": st.just("llama"),
+    "layout": st.just(rig.layout().to_info()),
+    "page_ids": st.lists(st.integers(0, 15), max_size=5),
+    "have_tokens": st.sampled_from([0, 4, 8]),
+    "tp_rank": st.just(0),
+    "tp_size": st.just(1),
+    "model_kv_heads": st.just(0),
+    "transport": st.just("loopback"),
+    "first_head": st.just(0),
+    "num_heads": st.none(),
+    "more_ports": st.just([]),
+}
+
+
+@pytest.fixture
+def cluster():
+    with ExitStack() as stack:
+        yield rig.Cluster(stack)
+
+
+def test_no_word_of_a_decode_node_keeps_a_room_of_prefill_open(cluster):
+    timeouts = SenderTimeouts(grant_s=0.05, early_grant_s=0.05)
+    prefill = cluster.prefill(timeouts=timeouts)
+    shape = rig.layout()
+    with MemoryRegion.private(shape.pool_bytes) as region:
+        listener = cluster.transport.listen(Pool(region, shape.page_bytes, shape.num_pages))
+        hints = HINTS | {"offers": st.builds(lambda: [listener.admit("").offer])}
+
+        @FUZZ
+        @given(st.lists(frames_of(ToPrefill, hints), max_size=6), st.integers(0, 2**30))
+        def say(frames, number):
+            link = Link(f"tcp://127.0.0.1:{prefill.agent.port}", FromPrefill)
+            with contextlib.closing(link):
+                room = Room(1000 + number)
+                prefill.agent.expect(room)
+                offers = [listener.admit("").offer]
+                layout = shape.to_info()
+                _say(link, Hello(epoch=EPOCH, fingerprint="llama", layout=layout, offers=offers))
+                while not isinstance(rig.receive(link), Welcome):
+                    pass
+                for frame in frames:
+                    link.socket.send(frame)
+                # The end of what it says: of an epoch of nobody, so it is refused whatever came before.
+                _say(link, LinkPing(epoch=Epoch(-1)))
+                while not isinstance(rig.receive(link), Refused | Released):
+                    pass
+                prefill.agent.abort(room)
+
+        say()
+        list(prefill.agent.events())
+        prefill.wait_until(
+            lambda now: now.num_waiting == now.num_early_grants == now.num_pushing == 0
+        )
+        assert prefill.agent.statistics().num_refused > 0
+        serve_the_next(prefill, cluster.decode(epoch=9))
+
+
+def test_no_word_of_a_prefill_node_keeps_a_page_of_decode(cluster):
+    decode = cluster.decode(clock=cluster.clock)
+    rooms = iter(range(1, 1 << 20))
+
+    @FUZZ
+    @given(st.lists(frames_of(FromPrefill, HINTS), max_size=6))
+    def say(frames):
+        with Inbox("tcp://127.0.0.1:0", ToPrefill) as inbox:
+            room = Room(next(rooms))
+            decode.agent.request(room, "127.0.0.1", inbox.port, rig.DECODE_PAGES)
+            peer = rig.receive(inbox).peer
+            for frame in frames:
+                with contextlib.suppress(zmq.ZMQError):  # it has hung up on what came before
+                    inbox.socket.send_multipart([peer, frame])
+            decode.agent.withdraw(room)
+            _ends(decode, room, cluster.clock)
+
+    say()
+    cluster.clock.now_s += ReceiverTimeouts().connect_s
+    decode.wait_until(lambda now: now.num_links == 0)
+    now = decode.agent.statistics()
+    assert (now.num_reserving, now.num_granted, now.num_withdrawn, now.num_fencing) == (0,) * 4
+    serve_the_next(cluster.prefill(), decode)
+
+
+def _say(link, message) -> None:
+    while True:
+        try:
+            return link.send(message)
+        except PeerLost:
+            wait([link], 0.001)
+
+
+def _ends(decode, room, clock) -> None:
+    """Let time pass until the last event of a room, after which its pages are decode's own."""
+    for _ in range(2000):
+        clock.now_s += 0.1
+        for event in decode.agent.events():
+            if event.room == room and isinstance(event, Failed | Safe):
+                return
+        wait([], 0.005, decode.waker)
+    raise AssertionError(decode.agent)

@@ -1,0 +1,61 @@
+"""Whatever is sent to an engine's inbox: the loop goes on, every page is accounted for, the next is served."""
+
+from contextlib import ExitStack
+
+import pytest
+import structlog.testing
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.trust.hostile import frames_of
+from tests.trust.node_rig import COLOCATED, DECODE, PREFILL, Cluster
+from wire.messages import ToEngine
+
+HINTS = {
+    "request_id": st.sampled_from(["a", "b"]),
+    "room": st.integers(1, 3),
+    "attempt": st.integers(0, 1),
+    "prompt_ids": st.lists(st.integers(2, 49), min_size=1, max_size=40),
+    "num_prior_tokens": st.just(0),
+    "bootstrap_host": st.just("127.0.0.1"),
+    "max_new_tokens": st.integers(1, 6),
+    "logit_bias": st.dictionaries(st.integers(0, 49), st.floats(width=32), max_size=2),
+    "stop_token_ids": st.lists(st.integers(0, 49), max_size=2),
+    "grammar": st.none(),
+    "temperature": st.sampled_from([0.0, 1.0]),
+    "repetition_penalty": st.just(1.0),
+}
+FUZZ = settings(
+    max_examples=60,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ExitStack() as stack:
+        made = Cluster(stack)
+        yield made
+        made.serve_one()
+
+
+@pytest.mark.parametrize("node", [PREFILL, DECODE, COLOCATED], ids=["prefill", "decode", "both"])
+def test_no_message_stops_an_engine_or_keeps_a_page(cluster, node):
+    hints = HINTS | {"bootstrap_port": st.just(cluster.sender.port)}
+
+    @FUZZ
+    @given(st.lists(frames_of(ToEngine, hints), max_size=6))
+    def knock(frames):
+        cluster.tell(node, frames)
+        for _ in range(3):
+            cluster.step()
+        cluster.settle()
+
+    with structlog.testing.capture_logs() as logs:
+        knock()
+    # The loop survives what it did not foresee; here everything was.
+    assert not [log for log in logs if log["log_level"] == "error"]
+    cluster.serve_one()

@@ -1,0 +1,111 @@
+"""A running cluster tells its secrets to nobody: not to `ps`, not to a log, not over HTTP."""
+
+import json
+import secrets
+import stat
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tandem.up import free_ports
+from tests.e2e.cluster import Process, eventually, running_cluster
+from wire.keys import ChannelKey, operator_key
+
+SHM, TMP = Path("/dev/shm"), Path("/tmp")
+
+
+def ask(url: str, key: str = "", body: object = None) -> str:
+    """Return all that an answer says, headers included, whatever its status."""
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return f"{answer.headers}{answer.read().decode()}"
+    except urllib.error.HTTPError as error:
+        with error:
+            return f"{error.headers}{error.read().decode()}"
+
+
+def command_lines() -> str:
+    """Return what `ps` shows anybody."""
+    lines = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            lines.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue  # it has just ended
+    return "\n".join(lines)
+
+
+def open_to_others(directory: Path, before: set[Path]) -> list[Path]:
+    """Return the files that a cluster made and that another user could look into."""
+    made = set(directory.glob("tandem-*")) - before
+    mode = stat.S_IRWXG | stat.S_IRWXO
+    return [path for path in made if path.lstat().st_mode & mode]
+
+
+@pytest.mark.slow
+def test_no_secret_is_in_a_log_an_answer_a_command_line_or_a_file_of_others(tiny_model, tmp_path):
+    secret, api_key = f"secret-{secrets.token_hex(16)}", f"key-{secrets.token_hex(16)}"
+    channel = ChannelKey.from_secret(secret)
+    derived = [channel.server_secret.decode(), channel.server_public.decode(), operator_key(secret)]
+    keys = tmp_path / "keys"
+    keys.write_text(api_key)
+    keys.chmod(0o600)
+    guarded = ("--api-key-file", str(keys), "--log-level", "debug")
+    flags = ("--model", str(tiny_model("llama")), "--engine", "simulated", "--page-size", "8")
+    files = {directory: set(directory.glob("tandem-*")) for directory in (SHM, TMP)}
+    with running_cluster(
+        *(*flags, "--max-total-tokens", "4096", *guarded),
+        env={"TANDEM_CLUSTER_KEY": secret},
+        router_flags=(*guarded, "--detokenizers", "2"),
+    ) as cluster:
+        said = []
+        for url in (cluster.url, *cluster.prefill_urls, *cluster.decode_urls):
+            for path in ("/server_info", "/metrics", "/health", "/v1/models", "/openapi.json"):
+                said += [ask(url + path, api_key), ask(url + path, "wrong")]
+            said += [ask(f"{url}/generate", api_key, body) for body in ({}, [], {"input_ids": "x"})]
+        good = {"input_ids": [5, 6, 7], "max_new_tokens": 3}
+        served = ask(f"{cluster.url}/generate", api_key, good)
+        assert "output_ids" in served, served
+        shown = command_lines()
+        assert str(keys) in shown, "the cluster's own command lines were looked at"
+        for directory, before in files.items():
+            assert not open_to_others(directory, before)
+        logs = [process.output() for process in cluster.processes]
+    assert all("debug" in log for log in logs)
+    for hidden in (secret, api_key, *derived):
+        assert not [text for text in (*said, served, shown, *logs) if hidden in text]
+
+
+@pytest.mark.slow
+def test_a_router_with_another_secret_says_so_and_so_do_the_nodes(tiny_model):
+    flags = ("--model", str(tiny_model("llama")), "--engine", "simulated", "--page-size", "8")
+    with running_cluster(
+        *(*flags, "--max-total-tokens", "4096"), env={"TANDEM_CLUSTER_KEY": "of the nodes"}
+    ) as cluster:
+        node, router = cluster.decode_urls[0], cluster.processes[-1]
+        stranger = Process(
+            *("lb", "--prefill", cluster.prefill_urls[0], "--decode", node),
+            *("--port", str(free_ports(1)[0])),
+            env={"TANDEM_CLUSTER_KEY": "of a stranger"},
+        )
+        try:
+            told = "hung up in the middle of the handshake, as it does when its TANDEM_CLUSTER_KEY"
+            assert eventually(lambda: told in stranger.output(), 20), stranger.output()
+            assert "cluster_key.weak" in stranger.output()
+            decode = cluster.processes[1]
+            assert eventually(lambda: "another TANDEM_CLUSTER_KEY" in decode.output())
+            assert eventually(lambda: strangers(node) > 0)
+        finally:
+            stranger.stop()
+        assert router.is_running()
+
+
+def strangers(url: str) -> float:
+    lines = ask(f"{url}/metrics").splitlines()
+    (line,) = [line for line in lines if line.startswith("tandem_strangers_total{")]
+    return float(line.rpartition(" ")[2])

@@ -1,0 +1,146 @@
+"""Peers that may not speak: nothing of theirs gets through, nothing of them stays, each end says why."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+
+import pytest
+import structlog.testing
+import zmq
+
+from wire.async_link import AsyncLink
+from wire.channel import Inbox, Link, configure, wait
+from wire.errors import PeerLost
+from wire.handshakes import HUNG_UP, LOG_INTERVAL_S
+from wire.heartbeat import DEFAULT_HEARTBEAT
+from wire.keys import ChannelKey, operator_key, warn_of_weak_secret
+from wire.messages import FromEngine, Ping, ToEngine
+
+OURS = ChannelKey.from_secret("the cluster's own secret")
+GUESS = ChannelKey.from_secret("somebody's guess of it")
+ANOTHER = "the other end has another TANDEM_CLUSTER_KEY"
+WE_HAVE, THEY_HAVE = (
+    "this end has a TANDEM_CLUSTER_KEY and the other has none",
+    "the other end has a TANDEM_CLUSTER_KEY and this one has none",
+)
+# Of the listening and of the connecting end, and what each then says.
+MISMATCHES = pytest.mark.parametrize(
+    ("inbox_key", "link_key", "inbox_says", "link_says"),
+    [
+        (OURS, GUESS, ANOTHER, HUNG_UP),
+        (OURS, None, WE_HAVE, THEY_HAVE),
+        (None, OURS, THEY_HAVE, WE_HAVE),
+    ],
+    ids=["another key", "no key", "a key where none is"],
+)
+
+
+def until(is_so, *ends) -> None:
+    for _ in range(500):
+        if is_so():
+            return
+        wait(ends, 0.01)
+    raise AssertionError("it did not come")
+
+
+@MISMATCHES
+def test_a_stranger_is_not_heard_and_both_ends_know_why(inbox_key, link_key, inbox_says, link_says):
+    with Inbox("tcp://127.0.0.1:0", ToEngine, inbox_key) as inbox:
+        link: Link[FromEngine] = Link(inbox.address, FromEngine, link_key)
+        until(lambda: link.refusal, inbox)
+        until(lambda: inbox.receive() or inbox.num_strangers, inbox)
+        assert link.refusal in (link_says, HUNG_UP)
+        # Whoever sees first that only one of them has a key hangs up on the other.
+        assert inbox._handshakes.reason in (inbox_says, HUNG_UP)
+        assert {link.refusal, inbox._handshakes.reason} != {HUNG_UP}
+        with pytest.raises(PeerLost):
+            link.send(Ping())
+        link.close()
+        _hear_a_friend(inbox, inbox_key)
+
+
+@MISMATCHES
+async def test_an_edge_is_told_why_its_link_is_refused(inbox_key, link_key, inbox_says, link_says):
+    with Inbox("tcp://127.0.0.1:0", ToEngine, inbox_key) as inbox:
+        link: AsyncLink[FromEngine] = AsyncLink(inbox.address, FromEngine, link_key)
+        async with asyncio.timeout(5):
+            await link.wait_lost()
+        assert link.refusal in (link_says, HUNG_UP)
+        link.close()
+
+
+def test_hundreds_of_strangers_leave_nothing_behind_and_are_told_of_once_a_minute():
+    now_s = time.monotonic()
+    with Inbox("tcp://127.0.0.1:0", ToEngine, OURS) as inbox:
+        inbox._handshakes._clock = lambda: now_s
+
+        def turn_away(num: int) -> None:
+            expected = inbox.num_strangers + num
+            with zmq.Context() as context, contextlib.ExitStack() as stack:
+                for number in range(num):
+                    knocking = stack.enter_context(context.socket(zmq.DEALER))
+                    configure(knocking, (GUESS, None)[number % 2], DEFAULT_HEARTBEAT, is_server=False)
+                    knocking.connect(inbox.address)
+                until(lambda: inbox.receive() or inbox.num_strangers >= expected, inbox)
+
+        with structlog.testing.capture_logs() as logs:
+            turn_away(50)
+            num_fds, resident = len(os.listdir("/proc/self/fd")), _resident_bytes()
+            for _ in range(6):
+                turn_away(50)
+            assert len(logs) == 1
+            now_s += LOG_INTERVAL_S
+            inbox.receive()
+        assert sum(log["num_times"] for log in logs) == inbox.num_strangers >= 350
+        assert len(os.listdir("/proc/self/fd")) <= num_fds
+        assert _resident_bytes() - resident < 8 << 20
+
+
+def test_bytes_that_are_no_handshake_are_cut_off_and_friends_are_heard():
+    with Inbox("tcp://127.0.0.1:0", ToEngine, OURS) as inbox:
+        for greeting in (b"GET / HTTP/1.1\r\n\r\n" * 8, b"\xff" + bytes(8) + b"\x7f" + b"x" * 200):
+            with socket.create_connection(("127.0.0.1", inbox.port), timeout=5) as stranger:
+                stranger.sendall(greeting)
+                with contextlib.suppress(ConnectionResetError):
+                    while stranger.recv(4096):  # its own greeting, then the end
+                        pass
+        _hear_a_friend(inbox, OURS)
+        assert inbox.num_invalid == 0
+
+
+def test_keys_for_different_purposes_tell_nothing_of_each_other():
+    operator = operator_key("a secret")
+    assert operator != operator_key("another")
+    assert operator.encode() not in ChannelKey.from_secret("a secret").server_secret
+    assert operator_key("") == ""
+
+
+def test_a_secret_that_can_be_guessed_is_warned_of_without_saying_it():
+    with structlog.testing.capture_logs() as logs:
+        warn_of_weak_secret("")
+        warn_of_weak_secret("0123456789abcdef")
+        warn_of_weak_secret("hunter2")
+    assert [log["event"] for log in logs] == ["cluster_key.weak"]
+    assert "hunter2" not in str(logs)
+
+
+def _hear_a_friend(inbox: Inbox[ToEngine], key: ChannelKey | None) -> None:
+    friend: Link[FromEngine] = Link(inbox.address, FromEngine, key)
+    until(lambda: _sends(friend), friend)
+    until(lambda: (envelope := inbox.receive()) and envelope.message == Ping(), inbox)
+    friend.close()
+
+
+def _sends(link: Link[FromEngine]) -> bool:
+    try:
+        link.send(Ping())
+    except PeerLost:
+        return False
+    return True
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

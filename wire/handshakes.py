@@ -1,0 +1,103 @@
+"""Handshakes of node links that failed, and why: what libzmq tells of a socket that is watched.
+
+A peer that is turned away never gets a message through, so nobody above the socket would hear of it.
+libzmq does not say who it was: the end that connects knows whom it tried, and says so in its own log.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from telemetry.log import get_logger
+
+log = get_logger(__name__)
+
+FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+# Values of zmq.h, which pyzmq has no names for.
+CRYPTOGRAPHIC, MECHANISM_MISMATCH = 0x11000001, 0x11000002
+HUNG_UP = "the other end hung up in the middle of the handshake, as it does when its TANDEM_CLUSTER_KEY is not ours"
+# A misconfigured node tries every second for as long as it runs.
+LOG_INTERVAL_S = 60.0
+
+
+def reason_of(event: Mapping[str, Any], *, has_key: bool) -> str:
+    """Return why a handshake failed, as an operator can act on it.
+
+    Args:
+        event: One of `FAILED`, parsed.
+        has_key: Whether this end has the cluster's key.
+    """
+    if event["value"] == MECHANISM_MISMATCH:
+        return (
+            "this end has a TANDEM_CLUSTER_KEY and the other has none"
+            if has_key
+            else "the other end has a TANDEM_CLUSTER_KEY and this one has none"
+        )
+    if event["value"] == CRYPTOGRAPHIC:
+        return "the other end has another TANDEM_CLUSTER_KEY"
+    if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+        return "the other end speaks something else"
+    # All that the end that connects is told of another key, and either when the other end was the first
+    # to see that only one of them has any.
+    return HUNG_UP
+
+
+class Handshakes:
+    """Counts the failed handshakes of one socket. Belongs to the thread that has the socket.
+
+    Attributes:
+        num_failed: So far.
+        reason: Of the last one that has a definite one; empty before the first.
+    """
+
+    def __init__(
+        self,
+        sock: zmq.Socket[Any],
+        *,
+        has_key: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._socket, self._has_key, self._clock = sock, has_key, clock
+        sock.monitor("inproc://handshakes", FAILED)
+        self._monitor: zmq.Socket[bytes] = sock.context.socket(zmq.PAIR)
+        # Without a limit: at one, libzmq's I/O thread would wait for us, and with it all our peers.
+        self._monitor.setsockopt(zmq.RCVHWM, 0)
+        self._monitor.connect("inproc://handshakes")
+        self._silent_until_s = float("-inf")
+        self._num_logged = 0
+        self.num_failed = 0
+        self.reason = ""
+
+    def look(self) -> None:
+        """Take in what has failed since the last look."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+                self.num_failed += 1
+                if (
+                    reason := reason_of(event, has_key=self._has_key)
+                ) != HUNG_UP or not self.reason:
+                    self.reason = reason
+
+    def log_failures(self, address: str) -> None:
+        """Log what has failed at a bound address: at once, then together once a minute."""
+        num_new, now_s = self.num_failed - self._num_logged, self._clock()
+        if num_new and now_s >= self._silent_until_s:
+            self._num_logged, self._silent_until_s = self.num_failed, now_s + LOG_INTERVAL_S
+            # Probes of ports hang up, too: no reason to wake anybody.
+            tell = log.debug if self.reason == HUNG_UP else log.warning
+            tell("link.refused", address=address, num_times=num_new, reason=self.reason)
+
+    def close(self) -> None:
+        """Stop watching. Before the socket is closed; safe to call twice."""
+        if not self._monitor.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
