@@ -114,6 +114,14 @@ class NoNodeAvailable(TandemError):
     is_retryable = True
 
 
+class NodeDraining(TandemError):
+    """The node takes nothing new, or hands this request over: another node goes on with it."""
+
+    code = "node_draining"
+    status = 503
+    is_retryable = True
+
+
 class PeerLost(TandemError):
     """The far side of a link died, was cut off or restarted."""
 
