@@ -13,6 +13,8 @@ from wire.keys import is_loopback
 
 NodeRole = Literal["prefill", "decode", "colocated"]
 
+# What a pod is given to end by default; one that drains should be given some seconds more.
+DRAIN_TIMEOUT_S = 30.0
 # A day: longer than any answer takes, so that more is a mistake.
 MAX_DRAIN_S = 86_400.0
 
@@ -55,7 +57,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
         tool_call_parser: Name of the format of the model's calls of tools; empty leaves them text.
         reasoning_parser: Name of that of its thoughts, likewise.
         drain_timeout_s: How long requests may take to finish when the node is told to end, before the
-            rest is handed over. 30 s: what Kubernetes gives a pod, which should be told to give more.
+            rest is handed over.
         routers: URLs of routers that this node announces itself to.
         advertise_url: By which they reach it; empty for that of `host` and the port.
     """
@@ -74,7 +76,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     log_format: Literal["auto", "console", "json"] = "auto"
     is_insecure: bool = False
-    drain_timeout_s: float = 30.0
+    drain_timeout_s: float = DRAIN_TIMEOUT_S
     routers: tuple[str, ...] = ()
     advertise_url: str = ""
 

@@ -14,7 +14,7 @@ from frontend.flags import add_http_flags, read_http
 from frontend.reply_flags import add_reply_flags
 from frontend.reply_parser import reply_formats
 from node.checkpoint import model_name
-from node.config import NodeConfig, NodeRole, TransferConfig, check
+from node.config import DRAIN_TIMEOUT_S, NodeConfig, NodeRole, TransferConfig, check
 from node.engine_flags import (
     add_engine_flags,
     add_model_flags,
@@ -113,7 +113,7 @@ def _add_server_flags(group: argparse._ArgumentGroup, default_port: int) -> None
     add(
         "--drain-timeout-s",
         type=float,
-        default=NodeConfig.drain_timeout_s,
+        default=DRAIN_TIMEOUT_S,
         metavar="SECONDS",
         help="how long running requests may take to finish after SIGTERM or POST /drain, before they are "
         "handed over to other nodes; 0 hands over at once",

@@ -84,6 +84,19 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
 }
 
 
+SENTENCES: dict[State, str] = {
+    _S.LOADING: "loading the model",
+    _S.SERVING: "serving",
+    _S.DRAINING: "draining{left}",
+    _S.DRAINED: 'drained: POST /drain {{"cancel": true}} has it serve again',
+    _S.TURNING: "turning into {role}: loading the model",
+    _S.FAILED: "not serving: it could not become {role} ({reason}); "
+    'POST /role {{"role": "{other}"}} turns it back',
+    _S.LEAVING: "draining{left}, and ends then",
+    _S.ENDED: "ending",
+}
+
+
 class NotNow(TandemError):
     """The node is in no state for what is asked of it; the sentence says what to do first."""
 
@@ -161,24 +174,6 @@ class Life:
             num_left: Requests that it has to do with, where that is known.
         """
         left = "" if num_left is None else f": {num_left} requests left"
-        match self.state:
-            case State.LOADING:
-                return "loading: the engine is loading the model"
-            case State.DRAINING:
-                return f"draining{left}"
-            case State.DRAINED:
-                return 'drained: POST /drain {"cancel": true} has it serve again'
-            case State.LEAVING:
-                return f"draining{left}, and ends then"
-            case State.TURNING:
-                return f"turning into {self.role}: loading the model"
-            case State.FAILED:
-                other = "prefill" if self.role == "decode" else "decode"
-                return (
-                    f"not serving: it could not become {self.role} ({self.reason}); POST /role "
-                    f'{{"role": "{other}"}} turns it back'
-                )
-            case State.ENDED:
-                return "ending"
-            case State.SERVING:
-                return "serving"
+        other = "prefill" if self.role == "decode" else "decode"
+        sentence = SENTENCES[self.state]
+        return sentence.format(left=left, role=self.role, reason=self.reason, other=other)
