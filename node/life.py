@@ -92,7 +92,7 @@ SENTENCES: dict[State, str] = {
     _S.TURNING: "turning into {role}: loading the model",
     _S.FAILED: "not serving: it could not become {role} ({reason}); "
     'POST /role {{"role": "{other}"}} turns it back',
-    _S.LEAVING: "draining{left}, and ends then",
+    _S.LEAVING: "draining, and ends then{left}",
     _S.ENDED: "ending",
 }
 
@@ -156,7 +156,7 @@ class Life:
             raise InvalidRequest("this node serves alone, with both roles: it turns into neither")
         if self.state is _S.DRAINING or (self.state is _S.SERVING and num_left):
             raise NotNow(
-                f"the node has {num_left} requests: drain it first, with `tandem drain URL` or POST /drain"
+                f"the node has {_requests(num_left)}: drain it first, with `tandem drain URL` or POST /drain"
             )
         self.apply(_E.TURN)
         self.role, self.reason = role, ""
@@ -173,7 +173,11 @@ class Life:
         Args:
             num_left: Requests that it has to do with, where that is known.
         """
-        left = "" if num_left is None else f": {num_left} requests left"
+        left = "" if num_left is None else f": {_requests(num_left)} left"
         other = "prefill" if self.role == "decode" else "decode"
         sentence = SENTENCES[self.state]
         return sentence.format(left=left, role=self.role, reason=self.reason, other=other)
+
+
+def _requests(num: int) -> str:
+    return "1 request" if num == 1 else f"{num} requests"
