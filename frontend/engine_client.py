@@ -235,9 +235,6 @@ class EngineClient:
 
     async def _watch(self, link: AsyncLink[FromEngine]) -> None:
         await link.wait_lost()
-        # An engine that ends says the last of its requests first: nobody computes that again.
-        while last_words := link.receive_now():
-            self._take(last_words)
         self._lose("its connection broke")
 
     def _lose(self, reason: str) -> None:

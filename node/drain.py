@@ -2,7 +2,7 @@
 
 ```
  off ──begin──▶ on: finishing ──deadline──▶ on: handed over
-  ▲                └────── nothing left ──────┴──▶ told once
+  ▲                └── nothing left, answers read ──┴──▶ told once
   └──end── from anywhere
 ```
 
@@ -13,6 +13,10 @@ from typing_extensions import override
 
 from wire.errors import NodeDraining
 from wire.messages import NodeLoad
+
+
+# An edge worker that stands still may read its last answers later, or never: it starts those requests anew.
+UNREAD_S = 2.0
 
 
 def refusal() -> NodeDraining:
@@ -38,6 +42,7 @@ class Drain:
         self._deadline_s = 0.0
         self._is_handed_over = False
         self._is_told = False
+        self._empty_since_s: float | None = None
         self.is_on = False
 
     @override
@@ -52,6 +57,7 @@ class Drain:
         """
         self._number, self._deadline_s = number, now_s + timeout_s
         self._is_handed_over = self._is_told = False
+        self._empty_since_s = None
         self.is_on = True
 
     def end(self) -> None:
@@ -64,9 +70,17 @@ class Drain:
         self._is_handed_over |= is_due
         return is_due
 
-    def take_end(self, num_left: int) -> int | None:
-        """Return, once, the order's number when nothing is left."""
+    def take_end(self, num_left: int, now_s: float, *, is_read: bool) -> int | None:
+        """Return, once, the order's number when nothing is left.
+
+        Args:
+            is_read: Whether the last answers were. What is not when a link is closed, its far side drops.
+        """
         if not self.is_on or self._is_told or num_left:
+            return None
+        if self._empty_since_s is None:
+            self._empty_since_s = now_s
+        if not is_read and now_s < self._empty_since_s + UNREAD_S:
             return None
         self._is_told = True
         return self._number

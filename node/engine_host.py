@@ -41,8 +41,6 @@ log = logs.get_logger(__name__)
 
 # Time for the loop's last answers after a rank died. On CPUs a forward under way fails at once.
 RANK_LOST_GRACE_S = 2.0
-# For the last answers of a loop that ended, to edge workers that read them.
-LAST_WORDS_S = 1.0
 # How long a thread in the interpreter makes another wait. The pushing thread waits for the loop's after the
 # last layer, when every tenth of a millisecond is in the time to the second token; Python's own is 5 ms.
 SWITCH_S = 0.0005
@@ -165,7 +163,7 @@ class _EngineProcess:
         try:
             loop.run()
         finally:
-            inbox.close(last_words_s=LAST_WORDS_S)
+            inbox.close()
         return int(self._lost_rank is not None)
 
     def close(self) -> None:

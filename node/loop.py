@@ -96,7 +96,7 @@ class EngineLoop:
 
     Args:
         log_interval_s: Between two lines of `Role.log_line`.
-        on_drained: Given the number of a drain when nothing is left and all answers went out.
+        on_drained: Given the number of a drain when nothing is left and all answers were read.
     """
 
     def __init__(
@@ -174,12 +174,14 @@ class EngineLoop:
 
     def _tell_drained(self) -> None:
         if self._drain.is_on and not self._role.has_work:
-            number = self._drain.take_end(num_left(self._role.load()))
+            left, is_read = num_left(self._role.load()), self._answers.are_read
+            number = self._drain.take_end(left, self._clock(), is_read=is_read)
             if number is not None:
                 self._on_drained(number)
 
     def _handle(self, peer: Peer, message: ToEngine) -> None:
         if isinstance(message, Ping):
+            self._answers.pinged(peer)
             self._answers.pong(peer, self._role.load())
         elif isinstance(message, FlushCache):
             self._role.flush_cache()
@@ -208,6 +210,7 @@ class EngineLoop:
         silent = {peer for peer, heard in self._last_heard.items() if heard < limit}
         for peer in silent | self._answers.take_unreachable():
             self._last_heard.pop(peer, None)
+            self._answers.lost(peer)
             tickets = [ticket for ticket in self._role.tickets() if ticket.peer == peer]
             if tickets:
                 log.info("edge.lost", peer=peer.hex(), num_requests=len(tickets))

@@ -58,10 +58,6 @@ class AsyncLink(Generic[In]):
             self._look()
             await self._arrived.wait()
 
-    def receive_now(self) -> list[In]:
-        """Return messages that have arrived, of which there may be none or more than these."""
-        return [] if self._socket.closed else self._drain()
-
     def _drain(self) -> list[In]:
         messages: list[In] = []
         for _ in range(MAX_DRAINED):

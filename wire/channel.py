@@ -146,15 +146,10 @@ class Inbox(Generic[In]):
         except zmq.ZMQError as error:
             raise PeerLost(f"link {peer.hex()} is gone: {error.strerror}") from error
 
-    def close(self, last_words_s: float = 0.0) -> None:
-        """Close the socket. Safe to call twice.
-
-        Args:
-            last_words_s: How long unsent messages may take to go out; then they are forgotten.
-        """
-        linger_ms = int(last_words_s * 1000)
-        self.socket.close(linger=linger_ms)
-        self._context.destroy(linger=linger_ms)
+    def close(self) -> None:
+        """Close the socket and forget unsent messages. Safe to call twice."""
+        self.socket.close(linger=0)
+        self._context.destroy(linger=0)
 
     def __enter__(self) -> Self:
         return self
