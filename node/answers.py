@@ -9,7 +9,6 @@ from wire.generation import Finish, TokenLogprobs
 from wire.ids import Epoch, RequestId
 from wire.messages import NodeLoad, Pong, RequestFailed, ToEngine, TokenBatch, TokenDelta
 
-
 # The first may have been on its way while we spoke; before the second the far side has looked at its link.
 PINGS_AFTER = 2
 

@@ -14,7 +14,6 @@ from typing_extensions import override
 from wire.errors import NodeDraining
 from wire.messages import NodeLoad
 
-
 # An edge worker that stands still may read its last answers later, or never: it starts those requests anew.
 UNREAD_S = 2.0
 
