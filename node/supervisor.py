@@ -96,8 +96,8 @@ class Supervisor:
 
     def resume(self) -> None:
         """See `Operated.resume`."""
-        self._apply(Event.RESUME)
-        self._engine.resume()
+        if self._apply(Event.RESUME) is State.SERVING:
+            self._engine.resume()
 
     def turn(self, role: NodeRole) -> None:
         """See `Operated.turn`."""
