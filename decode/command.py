@@ -6,7 +6,8 @@ from node.command import NodeCommand, run
 
 COMMAND = NodeCommand(
     role="decode",
-    engine_module="decode.engine",
+    # Named, not imported: a node may be turned into the other role.
+    engine_modules={"prefill": "prefill.engine", "decode": "decode.engine"},
     default_port=7001,
     summary="Serve answers: take over prompts whose KV landed here, and generate.",
 )

@@ -90,18 +90,10 @@ class DecodeRole:
     def cancel(self, ticket: Ticket) -> None:
         """See `Role.cancel`."""
         half = self._by_ticket.pop(ticket, None)
-        if half is None:
-            return
-        self._num_aborted += 1
-        half.is_wanted = False
-        if half in self._reserving:
-            self._reserving.remove(half)
-        elif half.active.stage is Stage.RESERVED:
-            self._engine.quarantine(half.active)
-            self._agent.withdraw(half.message.room)
-        else:
-            del self._by_active[half.active]
-            self._engine.cancel(half.active)
+        if half is not None:
+            self._num_aborted += 1
+            half.is_wanted = False
+            self._let_go(half)
 
     def poll(self) -> None:
         """See `Role.poll`."""
@@ -132,6 +124,12 @@ class DecodeRole:
             self._engine.cancel(active)
             self._fail(half, error)
         self._by_active.clear()
+
+    def hand_over(self, error: TandemError) -> None:
+        """See `Role.hand_over`."""
+        for half in list(self._by_ticket.values()):
+            self._fail(half, error)
+            self._let_go(half, error)
 
     def flush_cache(self) -> None:
         """See `Role.flush_cache`."""
@@ -197,6 +195,17 @@ class DecodeRole:
                 half.active.granted_pages,
                 half.active.num_computed,
             )
+
+    def _let_go(self, half: _Half, error: TandemError | None = None) -> None:
+        """Stop a half that nobody waits for any more. Prefill is told `error`."""
+        if half in self._reserving:
+            self._reserving.remove(half)
+        elif half.active.stage is Stage.RESERVED:
+            self._engine.quarantine(half.active)
+            self._agent.withdraw(half.message.room, error)
+        else:
+            del self._by_active[half.active]
+            self._engine.cancel(half.active)
 
     def _landed(self, half: _Half, event: Landed) -> None:
         del self._granted[event.room]

@@ -81,7 +81,7 @@ class ReceiverRank(Protocol):
         """See `DecodeAgent.request`."""
         ...
 
-    def withdraw(self, room: Room) -> None:
+    def withdraw(self, room: Room, error: TandemError | None = None) -> None:
         """See `DecodeAgent.withdraw`."""
         ...
 

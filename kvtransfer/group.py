@@ -174,10 +174,10 @@ class DecodeGroup:
         for rank in self._ranks:
             rank.request(room, bootstrap_host, bootstrap_port, page_ids, have_tokens)
 
-    def withdraw(self, room: Room) -> None:
+    def withdraw(self, room: Room, error: TandemError | None = None) -> None:
         """See `DecodeAgent.withdraw`."""
         if self._outbox.cancel(room) and room in self._rooms:
-            self._act(room, self._rooms[room].give_up())
+            self._act(room, self._rooms[room].give_up(), error)
 
     def events(self) -> Iterator[ReceiverEvent]:
         """See `DecodeAgent.events`."""
@@ -200,7 +200,8 @@ class DecodeGroup:
         self._own.close()
 
     def _hear(self, rank: int, event: ReceiverEvent) -> None:
-        self._act(event.room, self._count(self._rooms[event.room], rank, event))
+        fan_in = self._rooms[event.room]
+        self._act(event.room, self._count(fan_in, rank, event), fan_in.error)
 
     def _count(self, fan_in: RoomFanIn, rank: int, event: ReceiverEvent) -> list[GroupAction]:
         match event:
@@ -215,7 +216,7 @@ class DecodeGroup:
             case Lost():
                 return fan_in.lost(event.error)
 
-    def _act(self, room: Room, actions: Sequence[GroupAction]) -> None:
+    def _act(self, room: Room, actions: Sequence[GroupAction], error: TandemError | None) -> None:
         fan_in = self._rooms[room]
         tell: dict[GroupAction, Callable[[], ReceiverEvent]] = {
             GroupAction.TELL_LOST: lambda: Lost(
@@ -227,7 +228,7 @@ class DecodeGroup:
         for action in actions:
             if action is GroupAction.END_OTHERS:
                 for rank in fan_in.live_ranks:
-                    self._ranks[rank].withdraw(room)
+                    self._ranks[rank].withdraw(room, error)
             else:
                 self._outbox.put(tell[action]())
         if fan_in.state is GroupState.OVER:

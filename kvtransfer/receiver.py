@@ -187,10 +187,13 @@ class DecodeAgent:
             lambda: self._request(room, bootstrap_host, bootstrap_port, page_ids, have_tokens)
         )
 
-    def withdraw(self, room: Room) -> None:
-        """Take the pages back; they are quarantined until `Safe`. No-op when the room is over."""
+    def withdraw(self, room: Room, error: TandemError | None = None) -> None:
+        """Take the pages back; they are quarantined until `Safe`. No-op when the room is over.
+
+        Prefill is told `error`, and its client by it.
+        """
         if self._outbox.cancel(room):
-            why = Aborted("decode gave the request up")
+            why = error or Aborted("decode gave the request up")
             self._control.post(lambda: self._give_up(room, why))
 
     def events(self) -> Iterator[ReceiverEvent]:
@@ -342,7 +345,8 @@ class DecodeAgent:
                 self._send_grant(room, entry)
             case Action.SEND_WITHDRAW:
                 entry.deadline_s = self._clock() + self._timeouts.released_s
-                self._links.send(entry.link, messages.Withdraw(epoch=self._epoch, room=room))
+                withdraw = messages.Withdraw(epoch=self._epoch, room=room, error=error.info())
+                self._links.send(entry.link, withdraw)
             case Action.REVOKE:
                 listener, admission = self._links.listener(entry.link)
                 listener.revoke(admission.peer, room)

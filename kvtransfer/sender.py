@@ -45,7 +45,14 @@ from kvtransfer.session import (
 from kvtransfer.transports.base import Connection
 from wire import messages
 from wire.channel import Inbox, Waker
-from wire.errors import Aborted, PeerLost, TandemError, TransferRefused, TransferTimeout
+from wire.errors import (
+    Aborted,
+    PeerLost,
+    TandemError,
+    TransferRefused,
+    TransferTimeout,
+    error_from_info,
+)
 from wire.generation import TokenLogprobs
 from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from wire.ids import Room
@@ -243,7 +250,9 @@ class PrefillAgent:
             return self._take_grant(link, message, part)
         entry = self._rooms.part(part)
         if entry is not None and entry.link is link:
-            self._apply(part, WithdrawArrived(Aborted("decode withdrew its grant")))
+            told = message.error
+            why = Aborted("decode withdrew its grant") if told is None else error_from_info(told)
+            self._apply(part, WithdrawArrived(why))
         return None
 
     def _lose(self, link: DecodeLink, error: TandemError) -> None:

@@ -9,6 +9,9 @@ from wire.generation import Finish, TokenLogprobs
 from wire.ids import Epoch, RequestId
 from wire.messages import NodeLoad, Pong, RequestFailed, ToEngine, TokenBatch, TokenDelta
 
+# The first may have been on its way while we spoke; before the second the far side has looked at its link.
+PINGS_AFTER = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
@@ -46,6 +49,8 @@ class Answers:
         self._unreachable: set[Peer] = set()
         # Failures that a peer which does not read has yet to hear of: its streams would wait for ever.
         self._owed: dict[Peer, list[RequestFailed]] = defaultdict(list)
+        # How many pings are to come until a peer has surely read the last that it was told.
+        self._to_ping: dict[Peer, int] = {}
         self.num_failed = 0
 
     def token(
@@ -143,12 +148,28 @@ class Answers:
         out.deltas.append(delta)
         out.with_delta.add(ticket.stream)
 
+    @property
+    def are_read(self) -> bool:
+        """Whether every edge worker that is there has read the last of its answers."""
+        return not self._to_ping
+
+    def pinged(self, peer: Peer) -> None:
+        """An edge worker was heard."""
+        if (num := self._to_ping.pop(peer, 0)) > 1:
+            self._to_ping[peer] = num - 1
+
+    def lost(self, peer: Peer) -> None:
+        """An edge worker is gone, and reads nothing any more."""
+        self._to_ping.pop(peer, None)
+
     def take_unreachable(self) -> set[Peer]:
         """Return the edge workers that could not be sent to since the last call."""
         unreachable, self._unreachable = self._unreachable, set()
         return unreachable
 
     def _send(self, peer: Peer, message: TokenBatch | RequestFailed | Pong) -> None:
+        if not isinstance(message, Pong):
+            self._to_ping[peer] = PINGS_AFTER
         try:
             self._inbox.send(peer, message)
         except PeerLost as error:

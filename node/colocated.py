@@ -98,6 +98,10 @@ class ColocatedRole:
         self._by_ticket.clear()
         self._by_request.clear()
 
+    def hand_over(self, error: TandemError) -> None:
+        """See `Role.hand_over`."""
+        self.fail_all(error)
+
     def flush_cache(self) -> None:
         """See `Role.flush_cache`."""
         self._engine.cache.flush()

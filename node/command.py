@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from node.flags import MEANINGLESS, build_parser, read_config
 from node.server import serve
 from telemetry import log as logs
 from wire.errors import TandemError
-from wire.keys import cluster_key, warn_of_weak_secret
+from wire.keys import cluster_key, operator_key, warn_of_weak_secret
 
 log = logs.get_logger(__name__)
 
@@ -27,11 +27,11 @@ class NodeCommand:
     """What differs between `prefill`, `decode` and `serve`.
 
     Attributes:
-        engine_module: Run as `python -m engine_module`.
+        engine_modules: Run as `python -m MODULE`; by role, of which the node may take on any.
     """
 
     role: NodeRole
-    engine_module: str
+    engine_modules: Mapping[NodeRole, str]
     default_port: int
     summary: str
     prog: str = ""
@@ -41,7 +41,7 @@ def run(command: NodeCommand, argv: Sequence[str]) -> int:
     """Run a node until it is told to stop.
 
     Returns:
-        0 after a stop that was asked for, 1 after a failure, 2 for flags that cannot work.
+        0 after a stop that was asked for, 1 after a failure or a stop by force, 2 for flags that cannot work.
     """
     # Until the server takes over, a SIGTERM unwinds too: a conversion under way is stopped and removed.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(0))
@@ -56,7 +56,8 @@ def run(command: NodeCommand, argv: Sequence[str]) -> int:
             log.warning("flag.meaningless", flag=flag, reason=MEANINGLESS[flag])
         key = cluster_key(config.host, is_insecure=config.is_insecure)
         config = _with_model(config, args.model, args.cache_dir or default_cache_dir())
-        status: int = uvloop.run(serve(config, command.engine_module, key))
+        operator = operator_key(os.environ.get("TANDEM_CLUSTER_KEY", ""))
+        status: int = uvloop.run(serve(config, command.engine_modules, key, operator))
     except TandemError as error:
         sys.stderr.write(f"{prog}: error: {error.message}\n")
         return 2

@@ -14,6 +14,11 @@ from wire.keys import is_loopback
 
 NodeRole = Literal["prefill", "decode", "colocated"]
 
+# What a pod is given to end by default; one that drains should be given some seconds more.
+DRAIN_TIMEOUT_S = 30.0
+# A day: longer than any answer takes, so that more is a mistake.
+MAX_DRAIN_S = 86_400.0
+
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How KV moves.
@@ -53,6 +58,10 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
         tool_call_parser: Name of the format of the model's calls of tools; empty leaves them text.
         reasoning_parser: Name of that of its thoughts, likewise.
         heartbeat_interval_ms: See `Heartbeat`; the same on every node and router.
+        drain_timeout_s: How long requests may take to finish when the node is told to end, before the
+            rest is handed over.
+        routers: URLs of routers that this node announces itself to.
+        advertise_url: By which they reach it; empty for that of `host` and the port.
     """
 
     role: NodeRole
@@ -69,6 +78,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     log_format: Literal["auto", "console", "json"] = "auto"
     is_insecure: bool = False
+    drain_timeout_s: float = DRAIN_TIMEOUT_S
+    routers: tuple[str, ...] = ()
+    advertise_url: str = ""
     heartbeat_interval_ms: float = 500.0
 
     @property
@@ -97,6 +109,11 @@ def check(config: NodeConfig) -> NodeConfig:
     ):
         if value < least:
             raise ConfigInvalid(f"{flag} is {value}: give at least {least}")
+    if not 0 <= config.drain_timeout_s <= MAX_DRAIN_S:
+        raise ConfigInvalid(
+            f"--drain-timeout-s is {config.drain_timeout_s:g}: give 0, which hands over at once, up to "
+            f"{MAX_DRAIN_S:g}"
+        )
     if max(config.port, config.transfer.bootstrap_port, config.engine_port) > 65535:
         raise ConfigInvalid("ports are at most 65535")
     if "file" in config.transfer.backend.split(",") and not config.transfer.directory:

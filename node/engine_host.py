@@ -1,8 +1,8 @@
 """The engine process of a node: reads its config, loads the model, says that it is ready, loops.
 
 ```
- parent (HTTP) ── stdin: one line of NodeConfig, then open while the parent lives ──▶ engine
- parent (HTTP) ◀── stdout: one line of Ready or ErrorInfo ────────────────────────── engine
+ parent (HTTP) ── stdin: a line of NodeConfig, then orders while the parent lives ──▶ engine
+ parent (HTTP) ◀── stdout: a line of Ready or Failed, then reports ──────────────── engine
 ```
 
 Standard input's end is the order to stop, so an engine never outlives its parent, however that died.
@@ -25,7 +25,7 @@ from engine.core import Engine
 from kvtransfer.region import MemoryRegion
 from node.answers import Answers
 from node.config import NodeConfig
-from node.engine_report import Failed, Ready
+from node.engine_report import Drained, Failed, Order, Ready, Report
 from node.loop import EngineLoop, Role
 from node.pool_plan import PoolPlan
 from node.rank_pipe import claim_stdout, end_process_after
@@ -88,8 +88,9 @@ class RoleHost(ABC):
 
 def main(host: RoleHost) -> int:
     """Run an engine process to its end; return its exit status."""
-    # Ctrl-C reaches the whole group; the parent decides what ends when.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches the whole group, and so may SIGTERM; the parent drains, and decides what ends when.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     parent = _Parent(claim_stdout())
     sys.setswitchinterval(SWITCH_S)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=NodeConfig)
@@ -106,13 +107,13 @@ def main(host: RoleHost) -> int:
 
 
 class _Parent:
-    """Standard output, where the one line goes."""
+    """Standard output, where reports go."""
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out
 
-    def tell(self, message: Ready | Failed) -> None:
-        """Say what became of this process."""
+    def tell(self, message: Report) -> None:
+        """Say what became of this process, or of an order."""
         self._out.write(msgspec.json.encode(message) + b"\n")
         self._out.flush()
 
@@ -141,11 +142,17 @@ class _EngineProcess:
         answers = Answers(inbox, epoch)
         others = () if self._ranks is None else self._ranks.others
         role = host.role(Parts(config, epoch, engine, answers, self._waker, key, others))
-        loop = self._loop = EngineLoop(role, inbox, answers, self._waker, heartbeat=heartbeat)
+        loop = self._loop = EngineLoop(
+            role,
+            inbox,
+            answers,
+            self._waker,
+            heartbeat=heartbeat,
+            on_drained=self._tell_drained,
+        )
         threading.Thread(
-            target=_stop_at_eof, args=(loop,), name="parent-watch", daemon=True
+            target=_take_orders, args=(loop,), name="parent-watch", daemon=True
         ).start()
-        signal.signal(signal.SIGTERM, lambda _number, _frame: loop.stop())
         shape = engine.shape
         self._parent.tell(
             Ready(
@@ -169,6 +176,12 @@ class _EngineProcess:
         """End the other ranks."""
         if self._ranks is not None:
             self._ranks.close()
+
+    def _tell_drained(self, number: int) -> None:
+        try:
+            self._parent.tell(Drained(number=number))
+        except OSError:  # the parent died: the end of standard input stops the loop
+            log.debug("engine.parent_gone")
 
     def _rank_ended(self, error: TandemError) -> None:
         """A rank is gone: what it held of every request is, too. Called by the rank's reader."""
@@ -201,7 +214,11 @@ def build_engine(
     return build_model(config, partial(host.memory, config), waker, ranks)
 
 
-def _stop_at_eof(loop: EngineLoop) -> None:
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
+def _take_orders(loop: EngineLoop) -> None:
+    # Not through `sys.stdin`, whose lock a thread that waits there would hold while the process ends.
+    unread = b""
+    while data := os.read(sys.stdin.fileno(), 4096):
+        *lines, unread = (unread + data).split(b"\n")
+        for line in lines:
+            loop.order(msgspec.json.decode(line, type=Order))
     loop.stop()

@@ -1,13 +1,14 @@
-"""The engine process as its parent sees it: started, ready or failed, watched, stopped."""
+"""The engine process as its parent sees it: started, ready or failed, watched, drained, stopped."""
 
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 
 import msgspec
 
 from node.config import NodeConfig
-from node.engine_report import Failed, Ready
+from node.engine_report import Drain, Drained, Failed, Order, Ready, Resume
 from telemetry.log import get_logger
 from wire.errors import EngineFailed, TandemError, error_from_info
 
@@ -33,12 +34,15 @@ class EngineProcess:
 
     Args:
         module: Run as `python -m module`; such as `prefill.engine`.
+        on_drained: Called when nothing is left since the last `drain`.
     """
 
-    def __init__(self, module: str, config: NodeConfig) -> None:
+    def __init__(self, module: str, config: NodeConfig, on_drained: Callable[[], None]) -> None:
         self._module = module
         self._config = config
+        self._on_drained = on_drained
         self._process: asyncio.subprocess.Process | None = None
+        self._num_drains = 0
 
     async def start(self) -> Ready | TandemError:
         """Start the process and wait until it serves, or until it said why it cannot."""
@@ -67,10 +71,34 @@ class EngineProcess:
         environment = MALLOC_SETTINGS | GLOO_SETTINGS | os.environ
         return environment | (WITHOUT_GPUS if self._config.engine.device == "cpu" else {})
 
-    async def wait(self) -> int:
-        """Wait until the process ends; return its exit status."""
+    def drain(self, timeout_s: float) -> None:
+        """Have it take nothing new, and hand over what is left in `timeout_s`. It has started."""
+        self._num_drains += 1
+        self._order(Drain(number=self._num_drains, timeout_s=timeout_s))
+
+    def resume(self) -> None:
+        """Have it take requests again."""
+        self._num_drains += 1  # a report that is under way is of the drain that ends here
+        self._order(Resume())
+
+    def _order(self, order: Order) -> None:
         assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(order) + b"\n")
+
+    async def wait(self) -> int:
+        """Take what the process reports until it ends; return its exit status."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            if msgspec.json.decode(line, type=Drained).number == self._num_drains:
+                self._on_drained()
         return await self._process.wait()
+
+    def kill(self) -> None:
+        """End it at once; `stop` then returns soon."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         """End the process: by closing its standard input, and by force after `timeout_s`."""

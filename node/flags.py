@@ -14,7 +14,7 @@ from frontend.flags import add_http_flags, read_http
 from frontend.reply_flags import add_reply_flags
 from frontend.reply_parser import reply_formats
 from node.checkpoint import model_name
-from node.config import NodeConfig, NodeRole, TransferConfig, check
+from node.config import DRAIN_TIMEOUT_S, NodeConfig, NodeRole, TransferConfig, check
 from node.engine_flags import (
     add_engine_flags,
     add_model_flags,
@@ -22,7 +22,7 @@ from node.engine_flags import (
     read_engine,
 )
 from telemetry.flags import add_format_flag, add_heartbeat_flag, add_level_flag
-from wire.hosts import bare_host
+from wire.hosts import bare_host, checked_url
 
 # Known elsewhere, without meaning here: accepted, said once. Value: why.
 MEANINGLESS = {
@@ -71,6 +71,7 @@ def build_parser(
     add_engine_flags(parser.add_argument_group("engine"))
     add_simulation_flags(parser.add_argument_group("simulation"))
     if role != "colocated":
+        _add_announce_flags(parser.add_argument_group("routers"))
         _add_transfer_flags(parser.add_argument_group("transfer"))
     for flag in MEANINGLESS:
         parser.add_argument(
@@ -110,6 +111,14 @@ def _add_server_flags(group: argparse._ArgumentGroup, default_port: int) -> None
     add("--port", type=int, default=default_port, help="of HTTP")
     add("--engine-port", type=int, default=0, help="of the token plane; 0: any free port")
     add_heartbeat_flag(group)
+    add(
+        "--drain-timeout-s",
+        type=float,
+        default=DRAIN_TIMEOUT_S,
+        metavar="SECONDS",
+        help="how long running requests may take to finish after SIGTERM or POST /drain, before they are "
+        "handed over to other nodes; 0 hands over at once",
+    )
     add_http_flags(group)
     add_level_flag(group)
     add_format_flag(group)
@@ -123,6 +132,25 @@ def _add_server_flags(group: argparse._ArgumentGroup, default_port: int) -> None
         "--insecure",
         action="store_true",
         help="listen beyond loopback without TANDEM_CLUSTER_KEY, trusting the network",
+    )
+
+
+def _add_announce_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--router",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="tell this router, every 3 s, that the node is there, so that it need not be listed there; may "
+        "be repeated",
+    )
+    add(
+        "--advertise-url",
+        default="",
+        metavar="URL",
+        help="by which routers reach this node; nothing: its --host and --port and, where --host is all "
+        "addresses, the one that this machine reaches the router from",
     )
 
 
@@ -152,7 +180,8 @@ def _add_transfer_flags(group: argparse._ArgumentGroup) -> None:
         "--disaggregation-bootstrap-port",
         type=int,
         default=defaults.bootstrap_port,
-        help="where prefill takes grants; on decode: the port taken when a request names none",
+        help="where prefill takes grants, also one that was started as decode; on decode: the port taken when "
+        "a request names none",
     )
     add(
         "--grant-timeout",
@@ -227,8 +256,16 @@ def read_config(
         log_level=args.log_level,
         log_format=args.log_format,
         is_insecure=args.insecure,
+        drain_timeout_s=args.drain_timeout_s,
+        routers=tuple(checked_url("--router", url) for url in getattr(args, "router", [])),
+        advertise_url=_advertise_url(args),
     )
     return check(config), args
+
+
+def _advertise_url(args: argparse.Namespace) -> str:
+    url: str = getattr(args, "advertise_url", "")
+    return checked_url("--advertise-url", url) if url else ""
 
 
 def _transfer(args: argparse.Namespace) -> TransferConfig:

@@ -13,7 +13,9 @@ from frontend.engine_client import EngineClient
 from frontend.tokenizer import Tokenizer
 from kvtransfer.transports.registry import names_of
 from node.config import NodeConfig
+from node.drain import num_left, refusal
 from node.engine_report import Ready
+from node.life import Life, State
 from node.metrics import load_metrics, render
 from wire.errors import InvalidRequest, NoNodeAvailable
 from wire.generation import GenerateRequest
@@ -23,38 +25,49 @@ from wire.node_info import ModelInfo, NodeInfo
 
 
 class LocalBackend:
-    """Serves one node's engine, from before it is ready until it ends."""
+    """Serves one node's engines, from before the first is ready until the last ends."""
 
-    def __init__(self, config: NodeConfig, version: str) -> None:
+    def __init__(self, config: NodeConfig, version: str, life: Life) -> None:
         self._config = config
         self._version = version
+        self._life = life
         self._ready: Ready | None = None
         self._client: EngineClient | None = None
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_hash = ""
-        self._detail = "the engine is loading the model"
         self._metrics = load_metrics(self._load, config.role)
 
     def attach(
-        self, ready: Ready, client: EngineClient, tokenizer: Tokenizer | None, tokenizer_hash: str
+        self,
+        config: NodeConfig,
+        ready: Ready,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        tokenizer_hash: str,
     ) -> None:
-        """The engine serves: take requests from now on."""
-        self._ready, self._client = ready, client
+        """An engine serves: take requests from now on."""
+        if config.role != self._config.role:  # its counters begin at zero
+            self._metrics = load_metrics(self._load, config.role)
+        self._config, self._ready, self._client = config, ready, client
         self._tokenizer, self._tokenizer_hash = tokenizer, tokenizer_hash
 
     def relink(self, client: EngineClient) -> None:
         """The link to the engine was lost and this is another one."""
         self._client = client
 
-    def detach(self, detail: str) -> None:
-        """The engine is gone: refuse requests, saying `detail`."""
-        self._client = None
-        self._detail = detail
+    def detach(self) -> None:
+        """The engine is gone: refuse requests."""
+        self._ready = self._client = None
+
+    @property
+    def num_left(self) -> int:
+        """Requests that the engine has to do with, as it last said."""
+        return num_left(self._load())
 
     def model(self) -> ServedModel:
         """See `Backend.model`."""
         if self._ready is None:
-            raise NoNodeAvailable(f"not serving yet: {self._detail}")
+            raise NoNodeAvailable(self._life.describe())
         return ServedModel(
             name=self._config.served_model_name,
             context_length=self._ready.context_length,
@@ -72,7 +85,9 @@ class LocalBackend:
     ) -> AsyncGenerator[TokenDelta, None]:
         """See `Backend.generate`."""
         if self._client is None:
-            raise NoNodeAvailable(f"not serving: {self._detail}")
+            raise NoNodeAvailable(self._life.describe())
+        if self._life.is_draining:
+            raise refusal()
         with self._client.generate(self._start(request, bootstrap)) as stream:
             async for delta in stream.read(tap):
                 yield delta
@@ -104,16 +119,17 @@ class LocalBackend:
     async def flush_cache(self) -> None:
         """See `Backend.flush_cache`."""
         if self._client is None:
-            raise NoNodeAvailable(f"not serving: {self._detail}")
+            raise NoNodeAvailable(self._life.describe())
         self._client.flush_cache()
 
     def health(self) -> Health:
         """See `Backend.health`."""
         if self._client is None:
-            return Health(is_serving=False, detail=self._detail)
+            return Health(is_serving=False, detail=self._life.describe())
         if not self._client.is_up:
             return Health(is_serving=False, detail="the engine does not answer")
-        return Health(is_serving=True, detail="serving")
+        is_serving = self._life.state is State.SERVING
+        return Health(is_serving=is_serving, detail=self._life.describe(self.num_left))
 
     def server_info(self) -> Mapping[str, object]:
         """Return a `NodeInfo` as JSON-like values.
@@ -130,6 +146,7 @@ class LocalBackend:
             engine_port=ready.engine_port,
             bootstrap_port=ready.bootstrap_port,
             is_healthy=self.health().is_serving,
+            is_draining=self._life.is_draining,
             max_prompt_tokens=ready.max_prompt_tokens,
             load=self._load(),
             tp_size=self._config.engine.tp_size,

@@ -1,4 +1,4 @@
-"""The engine process's loop: drain the inbox, let the role act, step, answer.
+"""The engine process's loop: empty the inbox, let the role act, step, answer.
 
 Plain and single-threaded. Whatever a role does beside it (transfers) rings the waker. The loop knows
 who asked for what (`Ticket`) and that an edge worker whose connection broke, or that falls silent, is
@@ -6,13 +6,16 @@ lost; what a request goes through is the role's.
 """
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from typing import Protocol
 
 import msgspec
 
 from node.answers import Answers, Ticket
+from node.drain import Drain, hand_over, num_left, refusal
+from node.engine_report import Drain as DrainOrder
+from node.engine_report import Order
 from telemetry.log import get_logger
 from wire.channel import Inbox, Peer, Waker, wait
 from wire.errors import EngineFailed, PeerLost, TandemError
@@ -74,6 +77,10 @@ class Role(Protocol):
         """End every request that computes with `error`."""
         ...
 
+    def hand_over(self, error: TandemError) -> None:
+        """End every request with `error`, whatever its stage; the other half is told it, too."""
+        ...
+
     def flush_cache(self) -> None:
         """Drop cached pages without a reader."""
         ...
@@ -93,6 +100,7 @@ class EngineLoop:
     Args:
         heartbeat: After how much silence an edge worker is lost.
         log_interval_s: Between two lines of `Role.log_line`.
+        on_drained: Given the number of a drain when nothing is left and all answers were read.
     """
 
     def __init__(
@@ -105,6 +113,7 @@ class EngineLoop:
         heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
         clock: Callable[[], float] = time.monotonic,
         log_interval_s: float = 5.0,
+        on_drained: Callable[[int], None] = lambda _number: None,
     ) -> None:
         self._role = role
         self._inbox = inbox
@@ -116,10 +125,18 @@ class EngineLoop:
         self._probed_at = clock()
         self._last_heard: dict[Peer, float] = {}
         self._is_stopping = False
+        self._orders: deque[Order] = deque()
+        self._drain = Drain()
+        self._on_drained = on_drained
 
     def stop(self) -> None:
         """End `run` after the pass under way. Any thread may call it."""
         self._is_stopping = True
+        self._waker.wake()
+
+    def order(self, order: Order) -> None:
+        """Drain, or take requests again, from the next pass on. Any thread may call it."""
+        self._orders.append(order)
         self._waker.wake()
 
     def run(self) -> None:
@@ -130,11 +147,15 @@ class EngineLoop:
     def run_once(self, timeout_s: float) -> None:
         """Make one pass, waiting at most `timeout_s` for something to do."""
         wait([self._inbox], timeout_s, self._waker)
+        self._take_orders()
         while (envelope := self._inbox.receive()) is not None:
             self._last_heard[envelope.peer] = self._clock()
             self._hear(envelope.peer, envelope.message)
         self._drop_lost_edges()
         try:
+            # What the pass before produced has gone out: nothing of it is computed twice.
+            if self._drain.take_hand_over(self._clock()):
+                self._role.hand_over(hand_over())
             self._role.poll()
             if self._role.has_work:
                 self._role.step()
@@ -143,6 +164,7 @@ class EngineLoop:
             log.exception("engine.step_failed")
             self._role.fail_all(EngineFailed("the engine failed while it ran this request"))
         self._answers.flush()
+        self._tell_drained()
         self._log()
 
     def _hear(self, peer: Peer, message: ToEngine) -> None:
@@ -156,8 +178,26 @@ class EngineLoop:
                 self._role.cancel(ticket)
                 self._answers.fail(ticket, EngineFailed("the engine failed to take this request"))
 
+    def _take_orders(self) -> None:
+        while self._orders:
+            order = self._orders.popleft()
+            if isinstance(order, DrainOrder):
+                self._drain.begin(order.number, order.timeout_s, self._clock())
+                log.info("engine.draining", num_left=num_left(self._role.load()))
+            else:
+                self._drain.end()
+                log.info("engine.resumed")
+
+    def _tell_drained(self) -> None:
+        if self._drain.is_on and not self._role.has_work:
+            left, is_read = num_left(self._role.load()), self._answers.are_read
+            number = self._drain.take_end(left, self._clock(), is_read=is_read)
+            if number is not None:
+                self._on_drained(number)
+
     def _handle(self, peer: Peer, message: ToEngine) -> None:
         if isinstance(message, Ping):
+            self._answers.pinged(peer)
             self._tell_load([peer])
         elif isinstance(message, FlushCache):
             self._role.flush_cache()
@@ -172,6 +212,8 @@ class EngineLoop:
         # An edge worker uses an id twice only when it has forgotten the first use.
         self._role.cancel(ticket)
         try:
+            if self._drain.is_on:
+                raise refusal()
             self._role.start(ticket, message)
         except TandemError as error:
             log.info("request.refused", request_id=ticket.request_id, reason=error.message)
@@ -184,6 +226,7 @@ class EngineLoop:
         silent = {peer for peer, heard in self._last_heard.items() if heard < limit}
         for peer in silent | self._answers.take_unreachable():
             self._last_heard.pop(peer, None)
+            self._answers.lost(peer)
             tickets = [ticket for ticket in self._role.tickets() if ticket.peer == peer]
             if tickets:
                 log.info("edge.lost", peer=peer.hex(), num_requests=len(tickets))

@@ -180,7 +180,7 @@ class _ReceiverAgent(RankAgent):
                     message.have_tokens,
                 )
             case WithdrawRoom():
-                self._agent.withdraw(message.room)
+                self._agent.withdraw(message.room, unpack_error(message.error))
             case _:
                 raise AssertionError(message)
 
@@ -276,9 +276,9 @@ class RemoteReceiver:
         )
         self._rank.send(request)
 
-    def withdraw(self, room: Room) -> None:
+    def withdraw(self, room: Room, error: TandemError | None = None) -> None:
         """See `DecodeAgent.withdraw`."""
-        self._rank.send(WithdrawRoom(room=room))
+        self._rank.send(WithdrawRoom(room=room, error=pack_error(error)))
 
     def events(self) -> Iterator[ReceiverEvent]:
         """See `DecodeAgent.events`."""

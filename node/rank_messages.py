@@ -107,6 +107,7 @@ class WithdrawRoom(Message, frozen=True, kw_only=True):
     """See `Receiver.withdraw`."""
 
     room: Room
+    error: ErrorInfo | None = None
 
 
 ToSender = Expect | PushByLayer | Push | FinishPush | Abort

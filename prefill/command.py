@@ -6,7 +6,8 @@ from node.command import NodeCommand, run
 
 COMMAND = NodeCommand(
     role="prefill",
-    engine_module="prefill.engine",
+    # Named, not imported: a node may be turned into the other role.
+    engine_modules={"prefill": "prefill.engine", "decode": "decode.engine"},
     default_port=7000,
     summary="Serve prompts: compute their KV and push it into decode nodes' memory.",
 )

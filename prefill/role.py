@@ -143,6 +143,12 @@ class PrefillRole:
             self._fail(half, error)
             self._abandon(half, error)
 
+    def hand_over(self, error: TandemError) -> None:
+        """See `Role.hand_over`."""
+        for half in list(self._by_ticket.values()):
+            self._fail(half, error)
+            self._abandon(half, error)
+
     def flush_cache(self) -> None:
         """See `Role.flush_cache`."""
         self._engine.cache.flush()

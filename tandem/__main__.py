@@ -16,6 +16,7 @@ Serve large language models with prefill and decode on separate nodes.
   decode    a decode node: takes over prompts whose KV landed, and generates
   lb        the router: HTTP, OpenAI API, pairing, detokenizing
   serve     both roles in one engine, without transfer
+  drain     have a node finish, or hand over, what it has, and take nothing new
   doctor    what works here or between two hosts, how fast it is, and what is missing
   bench     drive a server with a load: latencies, throughput, goodput, and a page with plots
   operator-key   print the key that requests which change the cluster bear
@@ -37,6 +38,7 @@ MODULES = {
     "lb": "router.command",
     "router": "router.command",
     "serve": "tandem.serve",
+    "drain": "tandem.drain",
     "doctor": "tandem.doctor.command",
     "bench": "tandem.bench.command",
     "operator-key": "tandem.operator_key",

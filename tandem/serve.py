@@ -6,7 +6,7 @@ from node.command import NodeCommand, run
 
 COMMAND = NodeCommand(
     role="colocated",
-    engine_module="node.colocated",
+    engine_modules={"colocated": "node.colocated"},
     default_port=8000,
     summary="Serve a model with prefill and decode in one engine, without transfer.",
     prog="tandem serve",

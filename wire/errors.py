@@ -159,6 +159,14 @@ class AttemptsUsedUp(TandemError):
         self.num_attempts, self.last = num_attempts, last
 
 
+class NodeDraining(TandemError):
+    """The node takes nothing new, or hands this request over: another node goes on with it."""
+
+    code = "node_draining"
+    status = 503
+    is_retryable = True
+
+
 class PeerLost(TandemError):
     """The far side of a link died, was cut off or restarted."""
 

@@ -284,10 +284,15 @@ class Grant(Message, frozen=True, kw_only=True):
 
 
 class Withdraw(Message, frozen=True, kw_only=True):
-    """Decode wants its pages back; answered by `Released` once no write can follow."""
+    """Decode wants its pages back; answered by `Released` once no write can follow.
+
+    Attributes:
+        error: Why, where it is more than that its client is gone.
+    """
 
     epoch: Epoch
     room: Room
+    error: ErrorInfo | None = None
 
 
 class Landed(Message, frozen=True, kw_only=True):

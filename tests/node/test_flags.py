@@ -91,6 +91,11 @@ def test_a_flag_that_takes_no_value_does_not_swallow_the_next_one():
         ["--engine", "simulated", "--tp", "2"],
         ["--engine", "simulated", "--device", "cuda:0"],
         ["--sim-profile", "/nowhere/profile.json", "--engine", "simulated"],
+        ["--drain-timeout-s", "-1"],
+        ["--drain-timeout-s", "nan"],
+        ["--router", "10.0.0.7:8000"],
+        ["--router", "http://10.0.0.7:x"],
+        ["--advertise-url", "http://"],
     ],
 )
 def test_a_value_that_cannot_work_is_refused_by_the_name_of_its_flag(argv):

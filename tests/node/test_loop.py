@@ -3,6 +3,7 @@
 import pytest
 
 from node.answers import Answers, Ticket
+from node.engine_report import Drain, Resume
 from node.loop import PROBE_INTERVAL_S, EngineLoop
 from wire.channel import Inbox, Link, Peer, Waker, wait
 from wire.errors import EngineFailed, Overloaded, PeerBehind, PeerLost
@@ -61,6 +62,11 @@ class RecordingRole:
     def fail_all(self, error):
         self.failures.append(error)
 
+    def hand_over(self, error):
+        for ticket in self.started:
+            self.answers.fail(ticket, error)
+        self.started.clear()
+
     def flush_cache(self):
         pass
 
@@ -80,7 +86,15 @@ class Rig:
         self.waker = Waker()
         answers = Answers(self.inbox, EPOCH)
         self.role = RecordingRole(answers)
-        self.loop = EngineLoop(self.role, self.inbox, answers, self.waker, clock=lambda: self.now)
+        self.drained: list[int] = []
+        self.loop = EngineLoop(
+            self.role,
+            self.inbox,
+            answers,
+            self.waker,
+            clock=lambda: self.now,
+            on_drained=self.drained.append,
+        )
         self.link: Link[FromEngine] = Link(self.inbox.address, FromEngine)
 
     def send(self, message) -> None:
@@ -323,3 +337,87 @@ def test_frames_that_are_no_message_show_in_the_load(rig):
     rig.link.socket.send(b"\xc1")
     rig.send(Ping())
     rig.pass_until(lambda: (said := rig.link.receive()) and said.load.num_invalid == 1)
+
+
+def failure(rig) -> RequestFailed:
+    while not isinstance(answer := rig.answer(), RequestFailed):
+        pass
+    return answer
+
+
+def test_a_drain_refuses_what_comes_and_lets_what_is_in_finish(rig):
+    rig.send(start("a"))
+    rig.pass_until(lambda: rig.role.started)
+    rig.loop.order(Drain(number=1, timeout_s=30))
+    rig.send(start("b"))
+    rig.pass_until(lambda: rig.link.socket.poll(0))
+    refused = failure(rig)
+    assert (refused.request_id, refused.error.code) == ("b", "node_draining")
+    assert refused.error.is_retryable
+    assert (len(rig.role.started), rig.drained) == (1, [])
+    rig.role.started.clear()
+    rig.role.has_work = False
+    rig.loop.run_once(0)
+    assert rig.drained == [], "the edge worker may not have read its answers"
+    for _ in range(2):
+        rig.send(Ping())
+    rig.pass_until(lambda: rig.drained)
+    rig.loop.run_once(0)
+    assert rig.drained == [1]
+
+
+def test_an_edge_worker_that_is_gone_keeps_no_drain_from_being_over(rig):
+    rig.send(start("a"))
+    rig.pass_until(lambda: rig.role.started)
+    rig.loop.order(Drain(number=1, timeout_s=0))
+    rig.role.has_work = False
+    rig.lose_edge()
+    rig.now += PROBE_INTERVAL_S
+    rig.pass_until(lambda: rig.drained)
+
+
+def test_what_is_not_finished_by_the_deadline_is_handed_over(rig):
+    rig.send(start("a"))
+    rig.pass_until(lambda: rig.role.started)
+    rig.role.is_talking = False
+    rig.loop.order(Drain(number=1, timeout_s=30))
+    rig.loop.run_once(0)
+    rig.send(Ping())  # else the edge worker is lost, which hands nothing over
+    wait([rig.inbox], 5)
+    rig.now += 29
+    rig.loop.run_once(0)
+    assert rig.role.started
+    rig.now += 1.5
+    rig.loop.run_once(0)
+    handed_over = failure(rig)
+    assert (handed_over.request_id, handed_over.error.code) == ("a", "node_draining")
+    assert handed_over.error.is_retryable
+    assert not rig.role.started
+
+
+def test_pages_that_are_still_written_keep_a_drain_from_being_over(rig):
+    rig.loop.order(Drain(number=1, timeout_s=0))
+    rig.loop.run_once(0)
+    assert rig.drained == [], "the engine still computes"
+    rig.role.has_work = False
+    rig.role.load = lambda: NodeLoad(num_transferring=1)
+    rig.loop.run_once(0)
+    assert rig.drained == []
+    rig.role.load = NodeLoad
+    rig.loop.run_once(0)
+    assert rig.drained == [1]
+
+
+def test_a_drain_that_was_ended_takes_requests_again(rig):
+    rig.loop.order(Drain(number=1, timeout_s=0))
+    rig.loop.order(Resume())
+    rig.send(start("a"))
+    rig.pass_until(lambda: rig.role.started)
+
+
+def test_an_edge_worker_is_answered_while_the_node_is_drained(rig):
+    rig.role.has_work = False
+    rig.loop.order(Drain(number=1, timeout_s=0))
+    rig.send(Ping())
+    rig.pass_until(lambda: rig.link.socket.poll(0))
+    assert isinstance(rig.answer(), Pong)

@@ -81,7 +81,9 @@ def test_hundreds_of_strangers_leave_nothing_behind_and_are_told_of_once_a_minut
             with zmq.Context() as context, contextlib.ExitStack() as stack:
                 for number in range(num):
                     knocking = stack.enter_context(context.socket(zmq.DEALER))
-                    configure(knocking, (GUESS, None)[number % 2], DEFAULT_HEARTBEAT, is_server=False)
+                    configure(
+                        knocking, (GUESS, None)[number % 2], DEFAULT_HEARTBEAT, is_server=False
+                    )
                     knocking.connect(inbox.address)
                 until(lambda: inbox.receive() or inbox.num_strangers >= expected, inbox)
 

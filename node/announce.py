@@ -1,0 +1,175 @@
+"""A node tells routers that it is there, every few seconds, and that it leaves.
+
+```
+ start ──▶ POST ROUTER/nodes {"url", "role", "ttl_s"} ──3 s──▶ POST ... ──stop──▶ DELETE ROUTER/nodes/URL
+```
+
+A router that is away or refuses harms the node in nothing: it is told of once, and tried again. What a
+router does with the word is `router/`'s to say.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from urllib.parse import quote, urlsplit
+
+import aiohttp
+import msgspec
+
+from node.config import NodeConfig
+from telemetry.log import get_logger
+from wire.hosts import reason_of
+from wire.keys import is_loopback
+
+log = get_logger(__name__)
+
+INTERVAL_S = 3.0
+# Two words may be lost before a router forgets the node.
+TTL_S = 10.0
+TIMEOUT_S = 2.0
+# A router that is away holds up the end of the node by no more.
+LEAVE_TIMEOUT_S = 1.0
+
+WILDCARDS = ("0.0.0.0", "::")
+
+# What an operator can do about an answer; of any other the router's own sentence says it.
+ACTIONS = {
+    401: "give this node the router's TANDEM_CLUSTER_KEY or, if it has none, one of its API keys",
+    403: "set TANDEM_CLUSTER_KEY to one secret on this node and the router",
+    404: "list the node with --prefill or --decode there: this router takes no announcements",
+}
+
+
+class Announcer:
+    """Announces one node to its routers.
+
+    Args:
+        port: Where the node's HTTP listens.
+        role: Returns what the node is now.
+        bearer: The key that routers want of an operator; empty for none.
+    """
+
+    def __init__(
+        self, config: NodeConfig, port: int, role: Callable[[], str], bearer: str = ""
+    ) -> None:
+        self._config, self._port, self._role = config, port, role
+        self._headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        """Announce the node until `stop`, then say that it leaves."""
+        async with (
+            aiohttp.ClientSession(headers=self._headers) as session,
+            asyncio.TaskGroup() as tasks,
+        ):
+            for router in self._config.routers:
+                tasks.create_task(self._keep(session, router))
+
+    def stop(self) -> None:
+        """Have `run` take leave and return."""
+        self._stopping.set()
+
+    async def _keep(self, session: aiohttp.ClientSession, router: str) -> None:
+        outcome: str | None = None
+        url = ""
+        while not self._stopping.is_set():
+            before, url = outcome, await self.advertised(router)
+            outcome = await self._announce(session, router, url)
+            if outcome != before:
+                _tell(router, url, outcome)
+            try:
+                async with asyncio.timeout(INTERVAL_S):
+                    await self._stopping.wait()
+            except TimeoutError:
+                continue
+        if outcome == "":
+            await self._leave(session, router, url)
+
+    async def _announce(self, session: aiohttp.ClientSession, router: str, url: str) -> str:
+        """Return what is wrong and what to do; empty when the router took it."""
+        body = {"url": url, "role": self._role(), "ttl_s": TTL_S}
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        try:
+            async with session.post(f"{router}/nodes", json=body, timeout=timeout) as response:
+                if response.status < 300:
+                    return ""
+                return _refusal(response.status, await response.content.read(4096))
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            return _why(error)
+
+    async def _leave(self, session: aiohttp.ClientSession, router: str, url: str) -> None:
+        timeout = aiohttp.ClientTimeout(total=LEAVE_TIMEOUT_S)
+        try:
+            async with session.delete(
+                f"{router}/nodes/{quote(url, safe='')}", timeout=timeout
+            ) as response:
+                log.info("announce.left", router=router, status=response.status)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            log.info("announce.not_left", router=router, reason=_why(error), effect="it forgets us")
+
+    async def advertised(self, router: str) -> str:
+        """Return the URL by which a router reaches this node."""
+        if self._config.advertise_url:
+            return self._config.advertise_url
+        host = self._config.host
+        if host in WILDCARDS:
+            host = await _address_towards(router) or host
+        shown = f"[{host}]" if ":" in host else host
+        return f"{self._config.http.scheme}://{shown}:{self._port}"
+
+
+def warn_of_loopback(config: NodeConfig) -> None:
+    """Say so when a router on another machine is told of an address that only this one has."""
+    for router in config.routers if is_loopback(config.host) and not config.advertise_url else ():
+        if not is_loopback(urlsplit(router).hostname or ""):
+            log.warning(
+                "announce.loopback",
+                router=router,
+                host=config.host,
+                action="give --host an address that the router reaches, or --advertise-url",
+            )
+
+
+def _tell(router: str, url: str, outcome: str) -> None:
+    if outcome:
+        log.warning("announce.refused", router=router, url=url, reason=outcome, action="retrying")
+    else:
+        log.info("announce.accepted", router=router, url=url)
+
+
+def _refusal(status: int, body: bytes) -> str:
+    try:
+        said = str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError):
+        said = ""
+    action = ACTIONS.get(status, "")
+    return ": ".join(filter(None, [f"it answers with status {status}", said, action]))
+
+
+def _why(error: Exception) -> str:
+    match error:
+        case aiohttp.ClientConnectorCertificateError():
+            return (
+                f"its certificate is not trusted ({error.certificate_error}): name the file of its "
+                "authority in SSL_CERT_FILE"
+            )
+        case aiohttp.ClientConnectorError():
+            return f"cannot be reached ({reason_of(error.os_error)}): is it up, and --router right?"
+        case TimeoutError():
+            return "does not answer in time"
+        case _:
+            return str(error) or type(error).__name__
+
+
+async def _address_towards(router: str) -> str:
+    """Return the address of this machine that speaks to a router; empty when there is no way to it."""
+    parts = urlsplit(router)
+    try:
+        resolve = asyncio.get_running_loop().getaddrinfo
+        found = await resolve(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+        family, kind, _, _, address = found[0]
+        with socket.socket(family, kind) as sock:
+            sock.connect(address)  # sends nothing: the kernel chooses a route
+            return str(sock.getsockname()[0])
+    except OSError:
+        return ""

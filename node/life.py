@@ -1,0 +1,183 @@
+"""What a node is doing, and what it may do next. Pure: no clock, no process.
+
+```
+ loading ──loaded──▶ serving ◀──resume── draining ──emptied──▶ drained
+                       │ ▲                  ▲                     │ │
+                       │ └──────────────────┼───────resume────────┘ │
+                       ├──────drain─────────┘                       │
+                       └──────turn, when idle──▶ turning ◀───turn───┘
+                                                  │   ▲
+                                        not loaded│   │turn
+                                                  ▼   │            turning ──loaded──▶ serving
+                                                  failed
+
+ serving, draining ──end──▶ leaving ──emptied, too late──▶ ended
+ all others        ──end──▶ ended                  ended at once ◀──force── all
+```
+"""
+
+from enum import StrEnum
+
+from typing_extensions import override
+
+from node.config import NodeRole
+from wire.errors import InvalidRequest, TandemError
+
+
+class State(StrEnum):
+    """What the node is doing."""
+
+    LOADING = "loading"
+    SERVING = "serving"
+    DRAINING = "draining"
+    DRAINED = "drained"
+    TURNING = "turning"
+    FAILED = "failed"
+    LEAVING = "leaving"
+    ENDED = "ended"
+
+
+class Event(StrEnum):
+    """What happened to it, or is asked of it."""
+
+    LOADED = "loaded"
+    NOT_LOADED = "not loaded"
+    DRAIN = "drain"
+    RESUME = "resume"
+    EMPTIED = "emptied"
+    TURN = "turn"
+    END = "end"
+    TOO_LATE = "too late"
+    FORCE = "force"
+
+
+_S, _E = State, Event
+_ALWAYS = {_E.END: _S.ENDED, _E.FORCE: _S.ENDED}
+
+TRANSITIONS: dict[State, dict[Event, State]] = {
+    _S.LOADING: {_E.LOADED: _S.SERVING, **_ALWAYS},
+    _S.SERVING: {
+        **_ALWAYS,
+        _E.DRAIN: _S.DRAINING,
+        _E.RESUME: _S.SERVING,
+        _E.TURN: _S.TURNING,
+        _E.END: _S.LEAVING,
+    },
+    _S.DRAINING: {
+        **_ALWAYS,
+        _E.DRAIN: _S.DRAINING,  # with another deadline
+        _E.RESUME: _S.SERVING,
+        _E.EMPTIED: _S.DRAINED,
+        _E.END: _S.LEAVING,
+    },
+    _S.DRAINED: {
+        **_ALWAYS,
+        _E.DRAIN: _S.DRAINED,
+        _E.EMPTIED: _S.DRAINED,
+        _E.RESUME: _S.SERVING,
+        _E.TURN: _S.TURNING,
+    },
+    _S.TURNING: {_E.LOADED: _S.SERVING, _E.NOT_LOADED: _S.FAILED, **_ALWAYS},
+    _S.FAILED: {_E.TURN: _S.TURNING, **_ALWAYS},
+    _S.LEAVING: {**_ALWAYS, _E.EMPTIED: _S.ENDED, _E.TOO_LATE: _S.ENDED},
+    _S.ENDED: dict.fromkeys(Event, _S.ENDED),
+}
+
+
+SENTENCES: dict[State, str] = {
+    _S.LOADING: "loading the model",
+    _S.SERVING: "serving",
+    _S.DRAINING: "draining{left}",
+    _S.DRAINED: 'drained: POST /drain {{"cancel": true}} has it serve again',
+    _S.TURNING: "turning into {role}: loading the model",
+    _S.FAILED: "not serving: it could not become {role} ({reason}); "
+    'POST /role {{"role": "{other}"}} turns it back',
+    _S.LEAVING: "draining, and ends then{left}",
+    _S.ENDED: "ending",
+}
+
+
+class NotNow(TandemError):
+    """The node is in no state for what is asked of it; the sentence says what to do first."""
+
+    code = "not_now"
+    status = 409
+
+
+class Life:
+    """One node's state and role.
+
+    Attributes:
+        role: What it is, or is turning into.
+        reason: Why it could not become that; empty while nothing is wrong.
+    """
+
+    def __init__(self, role: NodeRole) -> None:
+        self.state = State.LOADING
+        self.role = role
+        self.reason = ""
+
+    @override
+    def __repr__(self) -> str:
+        return f"<Life {self.role} {self.state}>"
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine serves, be it what it still has."""
+        return self.state in (_S.SERVING, _S.DRAINING, _S.DRAINED, _S.LEAVING)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it takes nothing new."""
+        return self.state in (_S.DRAINING, _S.DRAINED, _S.LEAVING)
+
+    def apply(self, event: Event) -> State:
+        """Go on to the next state and return it.
+
+        Raises:
+            NotNow: There is none for this event; nothing has changed.
+        """
+        following = TRANSITIONS[self.state].get(event)
+        if following is None:
+            raise NotNow(f"cannot {event} now: the node is {self.describe()}")
+        self.state = following
+        return following
+
+    def turn(self, role: NodeRole, num_left: int) -> bool:
+        """Begin to become `role`; False when the node is that already, or becoming it.
+
+        Raises:
+            InvalidRequest: It is both already.
+            NotNow: It has requests, or is in no state to.
+        """
+        if role == self.role and self.state is not _S.FAILED:
+            return False
+        if self.role == "colocated":
+            raise InvalidRequest("this node serves alone, with both roles: it turns into neither")
+        if self.state is _S.DRAINING or (self.state is _S.SERVING and num_left):
+            raise NotNow(
+                f"the node has {_requests(num_left)}: drain it first, with `tandem drain URL` or POST /drain"
+            )
+        self.apply(_E.TURN)
+        self.role, self.reason = role, ""
+        return True
+
+    def not_loaded(self, reason: str) -> None:
+        """The engine of the new role did not start."""
+        self.apply(_E.NOT_LOADED)
+        self.reason = reason
+
+    def describe(self, num_left: int | None = None) -> str:
+        """Return what the node is doing, for people.
+
+        Args:
+            num_left: Requests that it has to do with, where that is known.
+        """
+        left = "" if num_left is None else f": {_requests(num_left)} left"
+        other = "prefill" if self.role == "decode" else "decode"
+        sentence = SENTENCES[self.state]
+        return sentence.format(left=left, role=self.role, reason=self.reason, other=other)
+
+
+def _requests(num: int) -> str:
+    return "1 request" if num == 1 else f"{num} requests"

@@ -1,0 +1,239 @@
+"""One node from its first signal handler to its last process: its engines, one after another, and its life.
+
+Does what `life.py` says: starts the engine of the node's role, attaches it to the backend, passes orders on to
+it, and ends it. Signals and `operations.py` give the orders.
+"""
+
+import asyncio
+import signal
+from collections.abc import Mapping
+from functools import partial
+
+import msgspec
+
+from frontend.engine_client import EngineClient
+from frontend.tokenizer import Tokenizer
+from frontend.tokenizer_files import tokenizer_hash
+from node.announce import LEAVE_TIMEOUT_S, Announcer, warn_of_loopback
+from node.config import NodeConfig, NodeRole
+from node.engine_link import keep_linked
+from node.engine_process import EngineProcess
+from node.engine_report import Ready
+from node.life import Event, Life, State
+from node.local_backend import LocalBackend
+from node.operations import NodeStatus
+from telemetry.log import configure, get_logger
+from telemetry.version import package_version
+from wire.channel import tcp_address
+from wire.errors import TandemError
+from wire.ids import Epoch
+from wire.keys import ChannelKey
+
+log = get_logger(__name__)
+
+# From the deadline, when what is left was handed over, to the last page that a peer may still write. A peer
+# that does not answer is found lost after 2 s.
+HAND_OVER_S = 5.0
+
+
+class Supervisor:
+    """Runs a node.
+
+    Args:
+        engine_modules: Of each role that the node may have.
+        files: Of the tokenizer; empty when the model has none.
+        port: Where its HTTP listens.
+        operator_key: With which it announces itself to routers.
+
+    Attributes:
+        backend: What the node's HTTP serves.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        engine_modules: Mapping[NodeRole, str],
+        key: ChannelKey | None,
+        *,
+        files: Mapping[str, str],
+        port: int,
+        operator_key: str,
+    ) -> None:
+        self._config, self._modules, self._key, self._files = config, engine_modules, key, files
+        self._life = Life(config.role)
+        self.backend = LocalBackend(config, package_version(), self._life)
+        shown = f"[{config.host}]" if ":" in config.host else config.host
+        self._url = f"{config.http.scheme}://{shown}:{port}"
+        bearer = operator_key or next(iter(config.http.api_keys), "")
+        self._announcer = Announcer(config, port, lambda: self._life.role, bearer)
+        self._engine = self._new_engine(config)
+        self._changed = asyncio.Event()
+        self._deadline_s = 0.0
+        self._is_told_to_end = False
+        self._status = 0
+        loop = asyncio.get_running_loop()
+        # Who presses Ctrl-C waits for it: other nodes go on with the requests.
+        loop.add_signal_handler(signal.SIGINT, self._told_to_end, 0.0)
+        loop.add_signal_handler(signal.SIGTERM, self._told_to_end, config.drain_timeout_s)
+
+    # ── orders ───────────────────────────────────────────────────────────────────────────────────
+
+    def status(self) -> NodeStatus:
+        """See `Operated.status`."""
+        num_left, remaining_s = self.backend.num_left, None
+        if self._life.state in (State.DRAINING, State.LEAVING):
+            remaining_s = max(0.0, self._deadline_s - asyncio.get_running_loop().time())
+        return NodeStatus(
+            role=self._life.role,
+            state=self._life.state,
+            detail=self._life.describe(num_left),
+            num_left=num_left,
+            remaining_s=remaining_s,
+        )
+
+    def drain(self, timeout_s: float | None) -> None:
+        """See `Operated.drain`."""
+        if self._apply(Event.DRAIN) is State.DRAINING:
+            self._drain_engine(self._config.drain_timeout_s if timeout_s is None else timeout_s)
+
+    def resume(self) -> None:
+        """See `Operated.resume`."""
+        if self._apply(Event.RESUME) is State.SERVING:
+            self._engine.resume()
+
+    def turn(self, role: NodeRole) -> None:
+        """See `Operated.turn`."""
+        if self._life.turn(role, self.backend.num_left):
+            log.info("node.turning", role=role)
+            self._changed.set()
+
+    def _told_to_end(self, timeout_s: float) -> None:
+        if self._is_told_to_end:  # a second signal forces
+            self._status = 1
+            self._engine.kill()
+            self._apply(Event.FORCE)
+        elif self._apply(Event.END) is State.LEAVING:
+            self._drain_engine(timeout_s)
+            asyncio.get_running_loop().call_later(timeout_s + HAND_OVER_S, self._too_late)
+        self._is_told_to_end = True
+
+    def _too_late(self) -> None:
+        if self._life.state is State.LEAVING:
+            log.warning("node.not_emptied", num_left=self.backend.num_left, effect="the node ends")
+            self._apply(Event.TOO_LATE)
+
+    def _drained(self) -> None:
+        if self._life.is_draining:
+            log.info("node.drained")
+            self._apply(Event.EMPTIED)
+
+    def _drain_engine(self, timeout_s: float) -> None:
+        log.info("node.draining", num_left=self.backend.num_left, timeout_s=timeout_s)
+        self._deadline_s = asyncio.get_running_loop().time() + timeout_s
+        self._engine.drain(timeout_s)
+
+    def _apply(self, event: Event) -> State:
+        state = self._life.apply(event)
+        self._changed.set()
+        return state
+
+    # ── engines ──────────────────────────────────────────────────────────────────────────────────
+
+    async def run(self) -> int | TandemError:
+        """Run until the node is told to end or its engine ends by itself.
+
+        Returns:
+            The exit status, or why the first engine could not start.
+        """
+        warn_of_loopback(self._config)
+        async with asyncio.TaskGroup() as tasks:
+            announcing = tasks.create_task(self._announcer.run())
+            outcome: int | TandemError | None = None
+            while outcome is None:
+                outcome = await self._run_engine(announcing)
+            announcing.cancel()
+        return outcome
+
+    async def _run_engine(self, announcing: asyncio.Task[None]) -> int | TandemError | None:
+        """Run one engine from start to stop; None when the node goes on with another."""
+        config = msgspec.structs.replace(self._config, role=self._life.role)
+        configure(config.log_level, config.log_format, role=config.role)
+        self._engine = engine = self._new_engine(config)
+        try:
+            ready = await self._unless_ended(engine)
+            if isinstance(ready, Ready):
+                if await self._serve(config, ready, announcing):
+                    return 1
+            else:
+                engine.kill()  # it may be reading a model, and has nothing to lose
+            if isinstance(ready, TandemError):
+                if self._life.state is State.LOADING:
+                    return ready
+                await self._wait_to_be_turned(config.role, ready)
+        finally:
+            self.backend.detach()
+            await engine.stop()
+        return self._status if self._life.state is State.ENDED else None
+
+    def _new_engine(self, config: NodeConfig) -> EngineProcess:
+        return EngineProcess(self._modules[config.role], config, self._drained)
+
+    async def _unless_ended(self, engine: EngineProcess) -> Ready | TandemError | None:
+        """Start an engine; None when the node was told to end first."""
+        async with asyncio.TaskGroup() as tasks:
+            starting = tasks.create_task(engine.start())
+            ended = tasks.create_task(self._changes_while(State.LOADING, State.TURNING))
+            await asyncio.wait([starting, ended], return_when=asyncio.FIRST_COMPLETED)
+            ended.cancel()
+            starting.cancel()
+        return None if starting.cancelled() else starting.result()
+
+    async def _serve(
+        self, config: NodeConfig, ready: Ready, announcing: asyncio.Task[None]
+    ) -> bool:
+        """Serve until the engine is to end; True when it ended by itself."""
+        address = tcp_address(_reachable(config.host), ready.engine_port)
+        make_client = partial(
+            EngineClient, address, self._key, Epoch(ready.epoch), config.heartbeat
+        )
+        client = make_client()
+        files = self._files
+        tokenizer = await asyncio.to_thread(Tokenizer.from_files, files) if files else None
+        async with asyncio.TaskGroup() as tasks:
+            linked = tasks.create_task(keep_linked(client, make_client, self.backend.relink))
+            self.backend.attach(config, ready, client, tokenizer, tokenizer_hash(files))
+            self._apply(Event.LOADED)
+            log.info("node.serving", url=self._url)
+            died = tasks.create_task(self._engine.wait())
+            died.add_done_callback(lambda _task: self._changed.set())
+            while self._life.has_engine and not died.done():
+                await self._changed.wait()
+                self._changed.clear()
+            has_died = self._life.has_engine
+            if has_died:
+                log.error("engine.died", status=died.result(), effect="the node ends")
+            elif self._life.state is State.ENDED and not self._status:
+                # While the engine still answers: no router takes this for a loss.
+                self._announcer.stop()
+                await asyncio.wait([announcing], timeout=LEAVE_TIMEOUT_S)
+            self.backend.detach()
+            linked.cancel()
+            died.cancel()
+        return has_died
+
+    async def _wait_to_be_turned(self, role: NodeRole, error: TandemError) -> None:
+        """Serve nothing, and say why, until the node is turned or told to end."""
+        log.error("node.not_turned", role=role, reason=error.message)
+        self._life.not_loaded(error.message)
+        await self._changes_while(State.FAILED)
+
+    async def _changes_while(self, *states: State) -> None:
+        """Return when the node is in none of these states."""
+        while self._life.state in states:
+            await self._changed.wait()
+            self._changed.clear()
+
+
+def _reachable(host: str) -> str:
+    """Return where this machine reaches a socket of its own that is bound to `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

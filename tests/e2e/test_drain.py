@@ -1,0 +1,220 @@
+"""Nodes that leave, drain and turn under their requests: no token is lost or repeated, and they end with 0."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+import pytest
+
+from tandem.up import free_ports
+from tests.e2e.cluster import ROOT, Process, eventually, get_json, running_cluster, wait_healthy
+from tests.e2e.test_deaths import NUM_NEW, PROMPTS, stream_all, unaccounted
+from tests.e2e.test_simulated import FLAGS, QUIET, are_up, expected, generate
+
+NUM_LONG = 12
+LONG_PROMPTS = [[5 + index, 6, 7, 8, 9] * 80 for index in range(NUM_LONG)]
+
+
+@pytest.fixture
+def flags(embedded_model, tmp_path):
+    """Return those of nodes whose prompts and answers take long enough to be interrupted."""
+
+    def make(step_ms: float) -> tuple[str, ...]:
+        profile = tmp_path / "profile.json"
+        per_token = {"prefill": {"per_token_ms": 0.1}, "decode": {"base_ms": step_ms}}
+        profile.write_text(json.dumps(per_token))
+        return ("--model", str(embedded_model), *FLAGS, *QUIET, "--sim-profile", str(profile))
+
+    return make
+
+
+def post(url: str, **body) -> tuple[int, dict]:
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status, json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+def drain(*argv: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "tandem", "drain", *argv]
+    return subprocess.run(
+        command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+
+def detail(url: str) -> str:
+    return get_json(f"{url}/health")[1]["detail"]
+
+
+def num_replays(url: str) -> int:
+    lines = get_json(f"{url}/metrics")[1].splitlines()
+    return int(
+        sum(
+            float(line.split()[-1])
+            for line in lines
+            if line.startswith("tandem_router_replays_total{")
+        )
+    )
+
+
+async def prompts_at_once(url: str, after_the_first) -> list[list[int]]:
+    """Send long prompts at once; return their tokens in order."""
+    async with asyncio.TaskGroup() as tasks:
+        asked = [
+            tasks.create_task(asyncio.to_thread(generate, url, input_ids=prompt, **PARAMS))
+            for prompt in LONG_PROMPTS
+        ]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        after_the_first()
+    return [task.result()["output_ids"] for task in asked]
+
+
+PARAMS = {"max_new_tokens": 5, "temperature": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("timeout_s", "is_handed_over"), [("0.2", True), ("30", False)])
+def test_no_client_notices_that_nodes_were_told_to_end_and_these_end_with_0(
+    flags, embedded_model, timeout_s, is_handed_over
+):
+    node_flags = (*flags(5), "--drain-timeout-s", timeout_s)
+    with running_cluster(*node_flags, prefills=2, decodes=2) as cluster:
+        assert eventually(lambda: all(are_up(cluster.url)))
+        first_prefill, _, first_decode, *_ = cluster.processes
+        others = [cluster.prefill_urls[1], cluster.decode_urls[1]]
+
+        streams = asyncio.run(stream_all(cluster.url, lambda: first_decode.signal(signal.SIGTERM)))
+        assert streams == [expected(embedded_model, prompt, NUM_NEW) for prompt in PROMPTS]
+        assert first_decode.wait(10) == 0
+        assert (num_replays(cluster.url) > 0) == is_handed_over
+
+        answers = asyncio.run(
+            prompts_at_once(cluster.url, lambda: first_prefill.signal(signal.SIGTERM))
+        )
+        assert answers == [expected(embedded_model, prompt, 5) for prompt in LONG_PROMPTS]
+        assert first_prefill.wait(10) == 0
+        assert eventually(lambda: not any(map(unaccounted, others)))
+
+
+@pytest.mark.slow
+def test_a_node_is_drained_turned_into_the_other_role_and_serves_in_it(flags, embedded_model):
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        decode_flags = ("--bootstrap-port", str(port))
+        with (
+            running_cluster(*flags(20), decodes=2, decode_flags=decode_flags) as cluster,
+            long_stream(cluster.url) as stream,
+        ):
+            assert eventually(lambda: any(map(num_running, cluster.decode_urls)))
+            url = next(url for url in cluster.decode_urls if num_running(url))
+            (other,) = set(cluster.decode_urls) - {url}
+            can_be_drained_and_serve_again(url)
+            told = drain(url, "--timeout", "0")
+            assert (told.returncode, told.stderr) == (0, "")
+            assert f"{url} is drained: nothing runs on it" in told.stdout
+            assert num_replays(cluster.url) == 1
+            assert eventually(lambda: num_running(other) == 1), "it was handed over"
+            assert stream.readline()
+            is_drained(url)
+
+            cannot_turn(url, port)
+            holder.close()
+            epoch = get_json(f"{url}/server_info")[1]["epoch"]
+            turn(url, "prefill")
+            info = get_json(f"{url}/server_info")[1]
+            assert (info["role"], info["bootstrap_port"]) == ("prefill", port)
+            assert info["epoch"] != epoch
+            serves_as_prefill(url, other, embedded_model)
+
+            ends_at_once(other, cluster.processes[1 + cluster.decode_urls.index(other)])
+
+
+@contextlib.contextmanager
+def long_stream(url: str):
+    """A stream of minutes, once its first token came."""
+    body = {"prompt": [5, 6], "max_tokens": 6000, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        assert response.readline()
+        yield response
+
+
+def num_running(url: str) -> int:
+    return get_json(f"{url}/server_info")[1]["load"]["num_running"]
+
+
+def can_be_drained_and_serve_again(url: str) -> None:
+    status, told = post(f"{url}/drain")
+    assert (status, told["state"], told["num_left"]) == (200, "draining", 1)
+    assert 25 < told["remaining_s"] <= 30
+    assert detail(url) == "draining: 1 request left"
+    status, refusal = post(f"{url}/role", role="prefill")
+    assert (status, refusal["error"]["code"]) == (409, "not_now")
+    assert "the node has 1 request: drain it first" in refusal["error"]["message"]
+    told = drain(url, "--cancel")
+    assert (told.returncode, told.stdout) == (0, f"{url} is serving\n")
+    assert get_json(f"{url}/health")[0] == 200
+
+
+def is_drained(url: str) -> None:
+    """It says so, and holds nothing."""
+    status, health = get_json(f"{url}/health")
+    assert (status, health["detail"][:8]) == (503, "drained:")
+    info = get_json(f"{url}/server_info")[1]
+    assert (info["is_draining"], info["is_healthy"]) == (True, False)
+    assert not unaccounted(url)
+
+
+def cannot_turn(url: str, port: int) -> None:
+    """The port of grants is taken: the node says so, and is turned back."""
+    assert post(f"{url}/role", role="prefill")[1]["state"] == "turning"
+    assert eventually(lambda: "could not become prefill" in detail(url), 30)
+    assert str(port) in detail(url)
+    status, refusal = post(f"{url}/drain")
+    assert (status, refusal["error"]["code"]) == (409, "not_now")
+    turn(url, "decode")
+
+
+def turn(url: str, role: str) -> None:
+    status, told = post(f"{url}/role", role=role)
+    assert (status, told["state"], told["role"]) == (200, "turning", role)
+    assert f"turning into {role}" in detail(url)
+    assert eventually(lambda: detail(url) == "serving", 30)
+
+
+def serves_as_prefill(url: str, decode: str, model) -> None:
+    """A router that is given the node as prefill, and no other, has it compute prompts."""
+    port = free_ports(1)[0]
+    router = Process("lb", "--prefill", url, "--decode", decode, "--port", str(port), *QUIET)
+    try:
+        wait_healthy(f"http://127.0.0.1:{port}", router)
+        told = generate(f"http://127.0.0.1:{port}", input_ids=[5, 6, 7], **PARAMS)
+        assert told["output_ids"] == expected(model, [5, 6, 7], 5)
+        assert get_json(f"{url}/server_info")[1]["load"]["prompt_tokens"] == 3
+    finally:
+        router.stop()
+
+
+def ends_at_once(url: str, node: Process) -> None:
+    """A second signal does not wait for the stream that the first one lets finish."""
+    node.signal(signal.SIGTERM)
+    assert eventually(lambda: detail(url) == "draining, and ends then: 1 request left")
+    assert post(f"{url}/drain", cancel=True)[0] == 409
+    node.signal(signal.SIGTERM)
+    assert node.wait(10) == 1
+    told = drain(url)
+    assert (told.returncode, told.stdout) == (1, "")
+    assert "cannot be reached" in told.stderr

@@ -1,0 +1,127 @@
+"""A node that announces itself, to a router that is a small server."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from urllib.parse import unquote
+
+import msgspec
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from structlog.testing import capture_logs
+
+from engine.config import EngineConfig
+from node import announce
+from node.announce import TTL_S, Announcer, warn_of_loopback
+from node.config import NodeConfig
+from wire.keys import operator_key
+
+CONFIG = NodeConfig(role="decode", served_model_name="m", engine=EngineConfig(model_dir="m"))
+
+
+class FakeRouter:
+    """Keeps what it is told, and answers with `status`."""
+
+    def __init__(self) -> None:
+        self.told: asyncio.Queue = asyncio.Queue()
+        self.status = 200
+        app = web.Application()
+        app.router.add_post("/nodes", self._add)
+        app.router.add_delete("/nodes/{node}", self._remove)
+        self.server = TestServer(app)
+
+    async def _add(self, request: web.Request) -> web.Response:
+        key = request.headers.get("Authorization", "")
+        self.told.put_nowait(("add", key, await request.json()))
+        body = {"error": {"message": "a sentence of the router's"}}
+        return web.json_response(body, status=self.status)
+
+    async def _remove(self, request: web.Request) -> web.Response:
+        self.told.put_nowait(("remove", unquote(request.raw_path.removeprefix("/nodes/"))))
+        return web.json_response({})
+
+    @property
+    def url(self) -> str:
+        return str(self.server.make_url("")).rstrip("/")
+
+    async def next(self):
+        async with asyncio.timeout(5):
+            return await self.told.get()
+
+
+@pytest.fixture
+async def router(monkeypatch):
+    monkeypatch.setattr(announce, "INTERVAL_S", 0.01)
+    made = FakeRouter()
+    await made.server.start_server()
+    yield made
+    await made.server.close()
+
+
+@asynccontextmanager
+async def announced(*routers: str, role=lambda: "decode", bearer: str = "", **fields):
+    config = msgspec.structs.replace(CONFIG, routers=routers, **fields)
+    announcer = Announcer(config, 7001, role, bearer)
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        tasks.create_task(announcer.run())
+        yield announcer
+        announcer.stop()
+
+
+async def test_a_node_says_again_and_again_what_it_is_and_then_that_it_leaves(router):
+    key, roles = operator_key("secret"), ["decode"]
+    async with announced(router.url, role=lambda: roles[0], bearer=key):
+        body = {"url": "http://127.0.0.1:7001", "role": "decode", "ttl_s": TTL_S}
+        for _ in range(2):
+            assert await router.next() == ("add", f"Bearer {key}", body)
+        roles[0] = "prefill"
+        while (told := await router.next())[2]["role"] == "decode":
+            pass
+        assert told[2] == body | {"role": "prefill"}
+    while (told := await router.next())[0] == "add":
+        pass
+    assert told == ("remove", "http://127.0.0.1:7001")
+
+
+async def test_a_refusal_is_said_once_with_what_to_do_and_tried_again(router):
+    router.status = 401
+    with capture_logs() as logs:
+        async with announced(router.url):
+            for _ in range(3):
+                await router.next()
+            router.status = 200
+            for _ in range(3):
+                await router.next()
+    events = [entry["event"] for entry in logs]
+    assert events == ["announce.refused", "announce.accepted", "announce.left"]
+    assert "a sentence of the router's: give this node the router's TANDEM_CL" in logs[0]["reason"]
+
+
+async def test_one_router_that_is_away_keeps_no_other_from_hearing(router):
+    with capture_logs() as logs:
+        async with announced("http://127.0.0.1:9", router.url):
+            assert (await router.next())[0] == "add"
+            assert (await router.next())[0] == "add"
+    (refused,) = [entry for entry in logs if entry["event"] == "announce.refused"]
+    assert refused["router"] == "http://127.0.0.1:9"
+    assert "cannot be reached (Connection refused)" in refused["reason"]
+
+
+async def test_a_node_on_all_addresses_gives_that_which_reaches_the_router():
+    config = msgspec.structs.replace(CONFIG, host="0.0.0.0")
+    announcer = Announcer(config, 7001, lambda: "decode")
+    assert await announcer.advertised("http://127.0.0.1:8000") == "http://127.0.0.1:7001"
+    assert await announcer.advertised("http://[::1]:8000") == "http://[::1]:7001"
+    given = msgspec.structs.replace(config, advertise_url="https://decode-3.example")
+    assert (
+        await Announcer(given, 7001, lambda: "decode").advertised("http://127.0.0.1:8000")
+        == "https://decode-3.example"
+    )
+
+
+def test_an_address_that_the_router_cannot_reach_is_warned_of():
+    with capture_logs() as logs:
+        for router in ("http://10.0.0.7:8000", "http://127.0.0.1:8000"):
+            warn_of_loopback(msgspec.structs.replace(CONFIG, routers=(router,)))
+    (warned,) = logs
+    assert (warned["event"], warned["router"]) == ("announce.loopback", "http://10.0.0.7:8000")
