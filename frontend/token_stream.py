@@ -90,6 +90,11 @@ class TokenStream:
         return self._is_open
 
     @property
+    def failure(self) -> TandemError | None:
+        """What the attempt failed with."""
+        return self._failure
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing waits to be taken, but maybe a failure."""
         return not self._waiting

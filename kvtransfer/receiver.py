@@ -57,7 +57,7 @@ from wire.errors import (
     PeerLost,
     TandemError,
     TransferTimeout,
-    error_from_info,
+    error_of_far_side,
 )
 from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from wire.ids import Epoch, Room
@@ -304,7 +304,7 @@ class DecodeAgent:
         try:
             match message:
                 case messages.Released(error=info):
-                    error = None if info is None else error_from_info(info)
+                    error = None if info is None else error_of_far_side(info)
                     self._apply(part, ReleasedArrived(error))
                 case messages.Landed():
                     self._apply(part, self._verify(self._parts[part], message))

@@ -51,7 +51,7 @@ from wire.errors import (
     TandemError,
     TransferRefused,
     TransferTimeout,
-    error_from_info,
+    error_of_far_side,
 )
 from wire.generation import TokenLogprobs
 from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
@@ -251,7 +251,7 @@ class PrefillAgent:
         entry = self._rooms.part(part)
         if entry is not None and entry.link is link:
             told = message.error
-            why = Aborted("decode withdrew its grant") if told is None else error_from_info(told)
+            why = Aborted("decode withdrew its grant") if told is None else error_of_far_side(told)
             self._apply(part, WithdrawArrived(why))
         return None
 

@@ -22,7 +22,7 @@ from router.node_http import NodeUnusable
 from router.policy import NodeSnapshot
 from telemetry.log import get_logger
 from wire.channel import tcp_address
-from wire.errors import PeerLost
+from wire.errors import NodeDraining, PeerLost
 from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from wire.ids import Epoch
 from wire.keys import ChannelKey
@@ -58,6 +58,9 @@ class Work:
         if self.is_counted:
             self.is_counted = False
             self._node.count(-1, -self._num_tokens)
+            # Sooner than it is next asked; a peer's drain is told under another code.
+            if self.stream.failure is not None and self.stream.failure.code == NodeDraining.code:
+                self._node.note(is_admitted=False, reason=DRAINING)
 
     def __enter__(self) -> Self:
         return self

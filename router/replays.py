@@ -3,11 +3,15 @@
 ```
  an error that no retry helps ────────────────────────────────▶ it
  refused for want of room: elsewhere, once; then ─────────────▶ it: the client should wait
+ handed over by a node that drains: elsewhere, and no attempt is used up
  lost, failed, timed out: another pair, up to `max_attempts` ─▶ AttemptsUsedUp
 ```
 """
 
-from wire.errors import AttemptsUsedUp, Overloaded, TandemError
+from wire.errors import AttemptsUsedUp, NodeDraining, Overloaded, TandemError
+
+# A rolling update of a large cluster hands a long answer over a few times; more is a node that is wrong.
+MAX_HAND_OVERS = 32
 
 
 class Replays:
@@ -19,7 +23,7 @@ class Replays:
 
     def __init__(self, max_attempts: int) -> None:
         self._max_attempts = max_attempts
-        self._num_failed = 0
+        self._num_failed = self._num_handed_over = 0
         self._was_refused = False
 
     def after(self, error: TandemError) -> None:
@@ -34,6 +38,9 @@ class Replays:
             if self._was_refused:
                 raise error
             self._was_refused = True
+            return
+        if isinstance(error, NodeDraining) and self._num_handed_over < MAX_HAND_OVERS:
+            self._num_handed_over += 1
             return
         self._num_failed += 1
         if self._num_failed < self._max_attempts:

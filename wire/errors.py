@@ -144,6 +144,20 @@ class NoNodeAvailable(TandemError):
     is_retryable = True
 
 
+class NodeDraining(TandemError):
+    """The node takes nothing new, or hands this request over: another node goes on with it."""
+
+    code = "node_draining"
+    status = 503
+    is_retryable = True
+
+
+class PeerDraining(NodeDraining):
+    """The node of the other half of this attempt is draining; this one is not."""
+
+    code = "peer_draining"
+
+
 class AttemptsUsedUp(TandemError):
     """A request was tried as often as it may be, and each time nodes failed under it."""
 
@@ -157,14 +171,6 @@ class AttemptsUsedUp(TandemError):
             f"gave up after {num_attempts} attempts, of which the last ended with: {reason}"
         )
         self.num_attempts, self.last = num_attempts, last
-
-
-class NodeDraining(TandemError):
-    """The node takes nothing new, or hands this request over: another node goes on with it."""
-
-    code = "node_draining"
-    status = 503
-    is_retryable = True
 
 
 class PeerLost(TandemError):
@@ -263,6 +269,12 @@ class ConfigInvalid(TandemError):
     """A flag, a path or an address that cannot work; the sentence says what to do."""
 
     code = "config_invalid"
+
+
+def error_of_far_side(info: ErrorInfo) -> TandemError:
+    """Rebuild an error that the other half of an attempt ended with, as this half tells it on."""
+    error = error_from_info(info)
+    return PeerDraining(error.message) if isinstance(error, NodeDraining) else error
 
 
 def _subclasses(base: type[TandemError]) -> dict[str, type[TandemError]]:

@@ -15,8 +15,10 @@ from wire.errors import (
     EngineFailed,
     InvalidRequest,
     KVCorrupted,
+    NodeDraining,
     NoNodeAvailable,
     Overloaded,
+    PeerDraining,
 )
 from wire.generation import LogprobsWanted
 from wire.messages import Cancel, FlushCache, NodeLoad, StartDecode, StartPrefill
@@ -364,6 +366,25 @@ async def test_a_request_is_aborted_while_it_waits_for_a_node():
         assert await setup.backend.abort("r1")
         assert await reader.result() == ([10], "abort")
         assert len(waiters) == 0
+
+
+async def test_a_node_that_hands_over_is_passed_over_at_once_and_its_partner_is_not():
+    async with cluster(num_decodes=2, max_attempts=1) as setup, reading(setup) as reader:
+        prefill, start_prefill, decode, start_decode = await setup.pair_of()
+        prefill.engine.say(start_prefill, 0, [10])
+        await until(lambda: reader.token_ids == [10])
+        decode.engine.fail(start_decode, NodeDraining("handed over"))
+        await prefill.engine.next(Cancel)
+        prefill, start_prefill, second, _ = await setup.pair_of(attempt=1)
+        assert second == setup.others(decode)
+        reasons = {n.url: n.reason for n in setup.backend._cluster.decodes if not n.is_up}
+        assert reasons == {decode.url: "is draining"}
+        prefill.engine.fail(start_prefill, PeerDraining("the other half's"))
+        await second.engine.next(Cancel)
+        assert all(node.is_up for node in setup.backend._cluster.prefills)
+        prefill, start_prefill, _, _ = await setup.pair_of(attempt=2)
+        prefill.engine.say(start_prefill, 1, [2], "stop")
+        assert await reader.result() == ([10, 2], "stop")
 
 
 async def test_a_client_that_goes_away_cancels_both_halves():
