@@ -137,7 +137,7 @@ class _EngineProcess:
         key = cluster_key(config.host, is_insecure=config.is_insecure)
         engine = build_engine(config, host, self._waker, self._ranks)
         inbox: Inbox[ToEngine] = Inbox(tcp_address(config.host, config.engine_port), ToEngine, key)
-        answers = Answers(inbox, epoch)
+        answers = Answers(inbox, epoch, engine.cache.journal)
         others = () if self._ranks is None else self._ranks.others
         role = host.role(Parts(config, epoch, engine, answers, self._waker, key, others))
         loop = self._loop = EngineLoop(role, inbox, answers, self._waker)

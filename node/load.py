@@ -8,6 +8,7 @@ def engine_load(
     engine: Engine,
     *,
     num_waiting: int = 0,
+    queued_tokens: int = 0,
     num_transferring: int = 0,
     pushed_bytes: int = 0,
     received_bytes: int = 0,
@@ -21,6 +22,7 @@ def engine_load(
     return NodeLoad(
         num_running=engine.num_running,
         num_waiting=engine.num_waiting + num_waiting,
+        queued_tokens=engine.num_queued_tokens + queued_tokens,
         num_transferring=num_transferring,
         num_pages=pages.total,
         pages_free=pages.free,

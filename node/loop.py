@@ -142,6 +142,7 @@ class EngineLoop:
     def _handle(self, peer: Peer, message: ToEngine) -> None:
         if isinstance(message, Ping):
             self._answers.pong(peer, self._role.load())
+            self._answers.prefixes(peer, message.prefix_position)
         elif isinstance(message, FlushCache):
             self._role.flush_cache()
             self._answers.pong(peer, self._role.load())
