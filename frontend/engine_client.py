@@ -12,6 +12,7 @@ Holds streams of token ids by request and attempt. Knows nothing of text, of pai
 import asyncio
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 from typing_extensions import override
@@ -23,6 +24,7 @@ from wire.errors import EngineFailed, InvalidRequest, PeerLost, error_from_info
 from wire.ids import Epoch, RequestId
 from wire.keys import ChannelKey
 from wire.messages import (
+    CacheReport,
     Cancel,
     FlushCache,
     FromEngine,
@@ -42,6 +44,19 @@ PING_INTERVAL_S = 0.5
 FIRST_PING_INTERVAL_S = 0.05
 
 
+class PrefixFollower(Protocol):
+    """Who wants to know what an engine has in its prefix cache."""
+
+    @property
+    def position(self) -> int:
+        """Up to where it knows."""
+        ...
+
+    def take(self, report: CacheReport) -> None:
+        """Take note of what changed since."""
+        ...
+
+
 class EngineClient:
     """Sends requests to one life of one engine and spreads what it answers.
 
@@ -51,6 +66,7 @@ class EngineClient:
         address: Of the engine's inbox, such as `tcp://10.0.0.3:41234` or `ipc:///path`.
         key: The cluster's, when its links are authenticated.
         epoch: The life that is meant; None takes the first that answers.
+        prefixes: Told what the engine has cached; None does not ask.
 
     Attributes:
         load: What the engine last said of itself.
@@ -59,7 +75,12 @@ class EngineClient:
     """
 
     def __init__(
-        self, address: str, key: ChannelKey | None = None, epoch: Epoch | None = None
+        self,
+        address: str,
+        key: ChannelKey | None = None,
+        epoch: Epoch | None = None,
+        *,
+        prefixes: PrefixFollower | None = None,
     ) -> None:
         self.address = address
         self.load = NodeLoad()
@@ -70,6 +91,7 @@ class EngineClient:
         self._by_number: dict[int, TokenStream] = {}
         self._numbers = itertools.count(1)
         self._key = key
+        self._prefixes = prefixes
         self._link: AsyncLink[FromEngine] | None = None
 
     @override
@@ -193,6 +215,10 @@ class EngineClient:
             case Pong(load=load):
                 self.load = load
                 self.answered.set()
+            case CacheReport() if self._prefixes is not None:
+                self._prefixes.take(message)
+            case CacheReport():
+                pass
 
     def _stream(
         self, request_id: RequestId, attempt: int, runs: "_Runs | None"
@@ -227,7 +253,8 @@ class EngineClient:
     async def _ping(self) -> None:
         while True:
             try:
-                self._send(Ping())
+                position = self._prefixes.position if self._prefixes is not None else -1
+                self._send(Ping(prefix_position=position))
             except PeerLost:
                 log.debug("engine.unreachable", address=self.address)
             is_known = self.answered.is_set()

@@ -135,5 +135,6 @@ class Progress:
             num_prior_tokens=self.next_index,
             # With sent tokens behind it the prompt is no longer that of the others.
             group="" if self.sent_ids else request.group,
+            session="",  # of the router's own
             logprobs=logprobs,
         )

@@ -67,7 +67,7 @@ class ClusterBackend:
         with self._metrics.request() as outcome, self._groups.entered(request.group) as group:
             fingerprint = self._cluster.fingerprint()
             progress, failed = Progress(request, tap), set[Pair]()
-            pair = self._pairing.pair_for(group, fingerprint, failed)
+            pair = self._pairing.pair_for(group, request, fingerprint, failed)
             for attempt in itertools.count():
                 try:
                     async with aclosing(
@@ -82,7 +82,7 @@ class ClusterBackend:
                         raise
                     self._note_replay(progress, pair, error)
                     failed.add(pair)
-                    pair = self._pairing.pair_for(group, fingerprint, failed, after=error)
+                    pair = self._pairing.pair_for(group, request, fingerprint, failed, after=error)
                 else:
                     return
 

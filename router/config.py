@@ -11,7 +11,9 @@ from frontend.tls import load_authorities
 from telemetry.log import LogFormat
 from wire.errors import ConfigInvalid
 
-PolicyName = Literal["least_load", "round_robin", "random", "power_of_two"]
+PolicyName = Literal[
+    "least_load", "cache_aware", "session", "power_of_two", "round_robin", "random"
+]
 
 
 def node_url(text: str) -> str:
@@ -59,6 +61,8 @@ class RouterConfig:
     Attributes:
         num_workers: Edge workers: processes that each serve HTTP, tokenize and detokenize. One
             carries thousands of tokens per second; more are for more cores.
+        prefill_policy: How prefills are rated where it is not as `policy` says; empty is as it says.
+        decode_policy: Likewise decodes.
         max_attempts: How often one request is tried before its client sees an error. Two deaths in
             the life of one request are rare; a request that kills nodes must not kill them all.
         node_ca_certs: Authorities of nodes that speak HTTPS; empty takes the system's.
@@ -76,6 +80,8 @@ class RouterConfig:
     port: int = 8000
     num_workers: int = 1
     policy: PolicyName = "least_load"
+    prefill_policy: PolicyName | Literal[""] = ""
+    decode_policy: PolicyName | Literal[""] = ""
     max_attempts: int = 3
     node_ca_certs: str = ""
     http: HttpOptions = field(default_factory=HttpOptions)

@@ -17,6 +17,7 @@ from frontend.token_stream import Start, TokenStream
 from router.config import host_of
 from router.node_http import NodeUnusable
 from router.policy import NodeSnapshot
+from router.prefixes import NOTHING_CACHED, CachedPrefixes
 from wire.channel import tcp_address
 from wire.errors import PeerLost
 from wire.ids import Epoch
@@ -66,6 +67,7 @@ class Node:
         info: What it last said of itself; None until it was reached.
         reason: Why it is not used; empty when nothing is wrong.
         is_admitted: Its last answer was that of a healthy node of its role.
+        prefixes: What this life of it has cached.
     """
 
     def __init__(self, url: str, role: str, bootstrap_port: int | None = None) -> None:
@@ -76,7 +78,11 @@ class Node:
         self.is_admitted = False
         self.in_flight_requests = 0
         self.in_flight_tokens = 0
+        self.prefixes = NOTHING_CACHED
         self._bootstrap_port = bootstrap_port
+        self._fresh_tokens = 0
+        # The load that these were started after.
+        self._load_before = NodeLoad()
 
     @override
     def __repr__(self) -> str:
@@ -124,7 +130,8 @@ class Node:
                 return None
             self.client.stop()
         address = tcp_address(self.host, info.engine_port)
-        self.client = EngineClient(address, key, Epoch(info.epoch))
+        self.prefixes = CachedPrefixes()
+        self.client = EngineClient(address, key, Epoch(info.epoch), prefixes=self.prefixes)
         return self.client
 
     def start(self, start: Start, wake: asyncio.Event) -> Work:
@@ -136,7 +143,16 @@ class Node:
         if self.client is None:
             raise PeerLost(f"{self.role} node {self.url} was lost")
         stream = self.client.generate(start, wake)
-        return Work(self, stream, len(start.request.prompt_ids))
+        num_tokens = len(start.request.prompt_ids)
+        self._fresh_tokens = self.fresh_tokens() + num_tokens
+        return Work(self, stream, num_tokens)
+
+    def fresh_tokens(self) -> int:
+        """Return the prompt tokens of what was started here since the node last told its load."""
+        load = self.client.load if self.client else NodeLoad()
+        if load is not self._load_before:
+            self._load_before, self._fresh_tokens = load, 0
+        return self._fresh_tokens
 
     def snapshot(self) -> NodeSnapshot:
         """Return the node at this moment."""
@@ -149,4 +165,7 @@ class Node:
             load=self.client.load if self.client else NodeLoad(),
             in_flight_requests=self.in_flight_requests,
             in_flight_tokens=self.in_flight_tokens,
+            fresh_tokens=self.fresh_tokens(),
+            zone=self.info.zone if self.info else "",
+            prefixes=self.prefixes,
         )

@@ -27,7 +27,7 @@ from router.backend import ClusterBackend
 from router.cluster import Cluster
 from router.config import RouterConfig
 from router.door import Door
-from router.policy import POLICIES
+from router.policies import policy_of
 from router.pool import Pool
 from router.siblings import Siblings
 from telemetry.log import configure, get_logger
@@ -64,8 +64,8 @@ async def serve(start: WorkerStart, sock: socket.socket) -> None:
     """
     config = start.config
     cluster = Cluster(config)
-    policy, rng = POLICIES[config.policy], random.Random()
-    backend = ClusterBackend(cluster, policy, config.max_attempts, rng)
+    policy = policy_of(config.policy, config.prefill_policy, config.decode_policy)
+    backend = ClusterBackend(cluster, policy, config.max_attempts, random.Random())
     formats = reply_formats(config.tool_call_parser, config.reasoning_parser)
     app = create_app(backend, FrontendOptions(http=config.http, reply_formats=formats))
     async with asyncio.TaskGroup() as tasks:

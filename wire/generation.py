@@ -93,6 +93,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
             first to be retracted.
         group: Requests of one group have the same prompt and go to the same pair, which computes it
             once. Empty: a group of its own.
+        session: What clients call the conversation that this is one turn of. For the router, which does
+            not send it on.
         logprobs: None: not wanted.
     """
 
@@ -104,6 +106,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     priority: int = 0
     group: str = ""
     logprobs: LogprobsWanted | None = None
+    session: str = ""
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -7,7 +7,7 @@ import pytest
 from router.backend import ClusterBackend
 from router.cluster import Cluster
 from router.config import PrefillTarget, RouterConfig
-from router.policy import POLICIES
+from router.policies import POLICIES
 from tests.router.fake_node import FakeNode, logprobs, request, until
 from wire.errors import EngineFailed, InvalidRequest, KVCorrupted, NoNodeAvailable, Overloaded
 from wire.generation import LogprobsWanted
