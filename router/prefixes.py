@@ -55,6 +55,8 @@ NOTHING_CACHED = CachedPrefixes()
 class PromptBlocks:
     """One prompt, by the blocks that it may share with others. They are named when first asked for."""
 
+    block_tokens = BLOCK_TOKENS
+
     def __init__(self, token_ids: Sequence[int], salt: str = "") -> None:
         self._token_ids, self._salt = token_ids, salt
         self._names: list[int] | None = None
@@ -69,7 +71,7 @@ class PromptBlocks:
 
     def cached_tokens(self, prefixes: CachedPrefixes) -> int:
         """Return how many tokens at its beginning a node has cached."""
-        return num_leading(self.names, prefixes.names) * BLOCK_TOKENS
+        return num_leading(self.names, prefixes.names) * self.block_tokens
 
 
 def num_leading(names: Sequence[int], known: AbstractSet[int]) -> int:
