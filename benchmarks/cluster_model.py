@@ -24,7 +24,7 @@ from benchmarks.mooncake import BLOCK_TOKENS, TraceRequest
 from engine.prefix_journal import PrefixJournal
 from engine.profile import Profile
 from router.policy import Asked, ClusterSnapshot, NodeSnapshot, Policy, choose
-from router.prefixes import CachedPrefixes, PromptBlocks, num_leading
+from router.prefixes import PrefixIndex, PromptBlocks
 from wire.ids import Epoch
 from wire.messages import CacheReport, NodeLoad
 from wire.prefix_blocks import pack_names
@@ -43,7 +43,11 @@ class TracePrompt(PromptBlocks):
 
     def __init__(self, blocks: Sequence[int]) -> None:
         super().__init__(())
-        self._names = list(blocks)
+        self._blocks = blocks
+
+    def names(self) -> Sequence[int]:
+        """See `PromptBlocks`."""
+        return self._blocks
 
 
 class BlockCache:
@@ -56,7 +60,12 @@ class BlockCache:
 
     def num_cached(self, blocks: Sequence[int]) -> int:
         """Return how many of a prompt's first blocks are here."""
-        return num_leading(blocks, self._blocks.keys())
+        count = 0
+        for block in blocks:
+            if block not in self._blocks:
+                break
+            count += 1
+        return count
 
     def put(self, blocks: Sequence[int]) -> None:
         """Keep a prompt as the most recently used one."""
@@ -94,11 +103,13 @@ class NodeModel:
 
     role = ""
 
-    def __init__(self, index: int, zone: str, cache_tokens: int, profile: Profile) -> None:
+    def __init__(
+        self, index: int, zone: str, cache_tokens: int, profile: Profile, prefixes: PrefixIndex
+    ) -> None:
         self.cache = BlockCache(cache_tokens)
         self.busy_s = 0.0
         self._profile = profile
-        self._prefixes = CachedPrefixes()
+        self._prefixes = prefixes.new_life()
         self._url, self._zone = f"http://{self.role}-{index}:7000", zone
         self._load, self._fresh_tokens = self.load(), 0
         self.snapshot = self._snapshot()
@@ -237,7 +248,7 @@ class Outcome:
 
     Attributes:
         busy_s: Of each prefill.
-        choice_s: Of each choice of a pair.
+        choice_s: Of each choice of a pair, by the clock of this thread: others may use the machine.
         decode_s: From the first token to the last, divided by the tokens between.
     """
 
@@ -317,9 +328,9 @@ class ClusterModel:
             tuple(node.snapshot for node in self._decodes.values()),
         )
         asked = Asked(request.num_prompt, f"s{request.session}", TracePrompt(request.blocks))
-        began = time.perf_counter()
+        began = time.thread_time()
         pair = choose(snapshot, FINGERPRINT, self._policy, self._turn, self._rng, asked=asked)
-        self.outcome.choice_s.append(time.perf_counter() - began)
+        self.outcome.choice_s.append(time.thread_time() - began)
         self._turn += 1
         prefill, decode = self._prefills[pair.prefill], self._decodes[pair.decode]
         prefill.chosen(request.num_prompt)

@@ -18,6 +18,7 @@ from router.health import explain
 from router.node import Node
 from router.node_http import NodeUnusable, fetch_info, fetch_tokenizer
 from router.policy import ClusterSnapshot, usable_fingerprint
+from router.prefixes import PrefixIndex
 from telemetry.log import get_logger
 from wire.errors import NoNodeAvailable
 from wire.keys import ChannelKey
@@ -41,8 +42,9 @@ class Cluster:
     """
 
     def __init__(self, config: RouterConfig) -> None:
-        self.prefills = [Node(t.url, "prefill", t.bootstrap_port) for t in config.prefills]
-        self.decodes = [Node(url, "decode") for url in config.decodes]
+        index = PrefixIndex()
+        self.prefills = [Node(t.url, "prefill", t.bootstrap_port, index) for t in config.prefills]
+        self.decodes = [Node(url, "decode", index=index) for url in config.decodes]
         secret = config.cluster_secret
         self._tls = config.node_tls()
         self._key = ChannelKey.from_secret(secret) if secret else None

@@ -17,7 +17,7 @@ from frontend.token_stream import Start, TokenStream
 from router.config import host_of
 from router.node_http import NodeUnusable
 from router.policy import NodeSnapshot
-from router.prefixes import NOTHING_CACHED, CachedPrefixes
+from router.prefixes import NOTHING_CACHED, PrefixIndex
 from wire.channel import tcp_address
 from wire.errors import PeerLost
 from wire.ids import Epoch
@@ -62,6 +62,9 @@ class Work:
 class Node:
     """A node at one URL, over all of its lives.
 
+    Args:
+        index: Of what all nodes have cached.
+
     Attributes:
         role: What it was given as: prefill or decode.
         info: What it last said of itself; None until it was reached.
@@ -70,7 +73,13 @@ class Node:
         prefixes: What this life of it has cached.
     """
 
-    def __init__(self, url: str, role: str, bootstrap_port: int | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        role: str,
+        bootstrap_port: int | None = None,
+        index: PrefixIndex | None = None,
+    ) -> None:
         self.url, self.role = url, role
         self.info: NodeInfo | None = None
         self.client: EngineClient | None = None
@@ -79,6 +88,7 @@ class Node:
         self.in_flight_requests = 0
         self.in_flight_tokens = 0
         self.prefixes = NOTHING_CACHED
+        self._index = PrefixIndex() if index is None else index
         self._bootstrap_port = bootstrap_port
         self._fresh_tokens = 0
         # The load that these were started after.
@@ -130,7 +140,8 @@ class Node:
                 return None
             self.client.stop()
         address = tcp_address(self.host, info.engine_port)
-        self.prefixes = CachedPrefixes()
+        self.prefixes.forget()
+        self.prefixes = self._index.new_life()
         self.client = EngineClient(address, key, Epoch(info.epoch), prefixes=self.prefixes)
         return self.client
 

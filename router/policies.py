@@ -21,6 +21,9 @@ _NO_ROOM_TOKENS = 100_000
 # KV that leaves a zone: a 70B model's 320 KiB a token at 10 GB/s take as long as computing the token on
 # eight H100.
 _CROSSING_TOKENS = 1.0
+# On a decode, a token that is there already is one that need not travel, a token held makes steps a little
+# longer: 12,000 more slow a 70B model on eight H100 by 2 %.
+_KEPT_TOKENS = 4.0
 # A session's node is passed over when it has more than this many times the average work. Consistent
 # hashing with bounded loads (Mirrokni et al. 2016) has 1 + epsilon; at 2 hardly a session moves.
 _OVERLOAD = 2.0
@@ -39,7 +42,15 @@ def _cache_aware(nodes: Sequence[NodeSnapshot], asked: Asked, draw: Draw) -> lis
     A node with a popular prefix is taken until its queue is longer by as much as the prefix saves.
     """
     loads = _least_load(nodes, asked, draw)
-    return [load - asked.cached_tokens(node) for load, node in zip(loads, nodes, strict=True)]
+    return [load - cached for load, cached in zip(loads, asked.cached_in(nodes), strict=True)]
+
+
+def _cache_aware_decode(nodes: Sequence[NodeSnapshot], asked: Asked, draw: Draw) -> list[float]:
+    loads = _least_load(nodes, asked, draw)
+    return [
+        load - _KEPT_TOKENS * cached
+        for load, cached in zip(loads, asked.cached_in(nodes), strict=True)
+    ]
 
 
 def _power_of_two(nodes: Sequence[NodeSnapshot], asked: Asked, draw: Draw) -> list[float]:
@@ -90,8 +101,9 @@ def _session(nodes: Sequence[NodeSnapshot], asked: Asked, draw: Draw) -> list[fl
 
 def _session_decode(nodes: Sequence[NodeSnapshot], asked: Asked, draw: Draw) -> list[float]:
     """Rate as `_session`, but for second place: a decode that goes does not move the prefill."""
-    costs = _session(nodes, asked, draw)
-    return [cost * _MINOR for cost in costs] if asked.session else costs
+    if not asked.session:
+        return _cache_aware_decode(nodes, asked, draw)
+    return [cost * _MINOR for cost in _session(nodes, asked, draw)]
 
 
 def _by_tokens(asked: Asked) -> float:
@@ -114,7 +126,9 @@ def _both(rating: Rating) -> Policy:
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         "least_load": _both(Rating(_least_load, _by_tokens)),
-        "cache_aware": _both(Rating(_cache_aware, _by_tokens)),
+        "cache_aware": Policy(
+            Rating(_cache_aware, _by_tokens), Rating(_cache_aware_decode, _by_tokens)
+        ),
         "session": Policy(Rating(_session, _by_session), Rating(_session_decode, _by_session)),
         "power_of_two": _both(Rating(_power_of_two, _by_tokens)),
         "round_robin": _both(Rating(_round_robin, _by_places)),

@@ -128,7 +128,11 @@ class Asked:
 
     def cached_tokens(self, node: NodeSnapshot) -> int:
         """Return how many tokens at the beginning of the prompt `node` has cached, as far as known."""
-        return self.prompt.cached_tokens(node.prefixes)
+        return self.cached_in([node])[0]
+
+    def cached_in(self, nodes: Sequence[NodeSnapshot]) -> list[int]:
+        """Return the same of each of several nodes, for little more than of one."""
+        return self.prompt.cached_in([node.prefixes for node in nodes])
 
 
 ANYTHING = Asked()
@@ -237,9 +241,9 @@ def _cheapest_by_zone(
     """Return the cheapest node of each zone with its cost; of equals, the first from `turn` on."""
     found: dict[str, tuple[float, NodeSnapshot]] = {}
     first = turn % len(nodes)
-    for index in (*range(first, len(nodes)), *range(first)):
-        node, cost = nodes[index], costs[index]
-        best = found.get(node.zone)
-        if best is None or cost < best[0]:
-            found[node.zone] = (cost, node)
+    in_turn = zip((*costs[first:], *costs[:first]), (*nodes[first:], *nodes[:first]), strict=True)
+    for cost, node in in_turn:
+        zone = node.zone
+        if zone not in found or cost < found[zone][0]:
+            found[zone] = (cost, node)
     return list(found.values())

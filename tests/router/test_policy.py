@@ -13,7 +13,7 @@ from router.policy import (
     choose,
     usable_fingerprint,
 )
-from router.prefixes import CachedPrefixes, PromptBlocks
+from router.prefixes import CachedPrefixes, PrefixIndex, PromptBlocks
 from wire.errors import NoNodeAvailable
 from wire.messages import CacheReport, NodeLoad
 from wire.prefix_blocks import BLOCK_TOKENS, block_names, pack_names
@@ -75,7 +75,7 @@ def decode(name="d", held_tokens=0, **fields) -> NodeSnapshot:
 
 def having(*prompts) -> CachedPrefixes:
     """What a node told that has these prompts cached."""
-    prefixes = CachedPrefixes()
+    prefixes = PrefixIndex().new_life()
     names = [name for prompt in prompts for name in block_names(prompt)]
     prefixes.take(CacheReport(epoch=EPOCH, position=1, added=pack_names(names)))
     return prefixes
