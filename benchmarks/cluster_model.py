@@ -19,6 +19,9 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+
+from typing_extensions import override
 
 from benchmarks.mooncake import BLOCK_TOKENS, TraceRequest
 from engine.prefix_journal import PrefixJournal
@@ -45,6 +48,7 @@ class TracePrompt(PromptBlocks):
         super().__init__(())
         self._blocks = blocks
 
+    @override
     def names(self) -> Sequence[int]:
         """See `PromptBlocks`."""
         return self._blocks
@@ -166,6 +170,7 @@ class PrefillModel(NodeModel):
         self.queue: deque[Job] = deque()
         super().__init__(*args)  # type: ignore[arg-type]
 
+    @override
     def load(self) -> NodeLoad:
         """See `NodeModel`. As the engine does, it counts what waits in full."""
         queued = sum(job.request.num_prompt for job in self.queue)
@@ -202,6 +207,7 @@ class DecodeModel(NodeModel):
         self._numbers = itertools.count()
         super().__init__(*args)  # type: ignore[arg-type]
 
+    @override
     def load(self) -> NodeLoad:
         """See `NodeModel`."""
         pages = self._held // PAGE_SIZE
@@ -302,7 +308,7 @@ class ClusterModel:
             self._every(LOAD_INTERVAL_S, node.tell_load, requests[-1].at_s)
             self._every(CACHE_INTERVAL_S, node.tell_cache, requests[-1].at_s)
         for request in requests:
-            self._at(request.at_s, lambda now_s, request=request: self._arrive(request, now_s))
+            self._at(request.at_s, partial(self._arrive, request))
         while self._events:
             now_s, _, act = heapq.heappop(self._events)
             act(now_s)
