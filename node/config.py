@@ -49,6 +49,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         engine_port: Where edge workers reach the engine; 0 takes any free port, which
             `/server_info` tells them.
+        zone: Where it stands: any name that nodes near each other share.
         tool_call_parser: Name of the format of the model's calls of tools; empty leaves them text.
         reasoning_parser: Name of that of its thoughts, likewise.
     """
@@ -60,6 +61,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 7000
     engine_port: int = 0
+    zone: str = ""
     http: HttpOptions = HttpOptions()
     is_incremental_output: bool = False
     tool_call_parser: str = ""

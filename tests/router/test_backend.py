@@ -12,17 +12,18 @@ from tests.router.fake_node import FakeNode, logprobs, request, until
 from wire.errors import EngineFailed, InvalidRequest, KVCorrupted, NoNodeAvailable, Overloaded
 from wire.generation import LogprobsWanted
 from wire.messages import Cancel, FlushCache, StartDecode, StartPrefill
+from wire.prefix_blocks import block_names
 
 
 @asynccontextmanager
-async def watched(prefills, decodes, max_attempts=3, **fields):
+async def watched(prefills, decodes, max_attempts=3, policy="least_load", **fields):
     config = RouterConfig(
         prefills=tuple(PrefillTarget(node.url) for node in prefills),
         decodes=tuple(node.url for node in decodes),
         **fields,
     )
     cluster = Cluster(config)
-    backend = ClusterBackend(cluster, POLICIES["least_load"], max_attempts, random.Random(0))
+    backend = ClusterBackend(cluster, POLICIES[policy], max_attempts, random.Random(0))
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(cluster.run())
         yield backend
@@ -53,13 +54,17 @@ class Setup:
 
 
 @asynccontextmanager
-async def cluster(num_prefills=1, num_decodes=1, max_attempts=3, prefills=None, decodes=None):
+async def cluster(
+    num_prefills=1, num_decodes=1, max_attempts=3, prefills=None, decodes=None, **fields
+):
     prefills = prefills or [FakeNode("prefill") for _ in range(num_prefills)]
     decodes = decodes or [FakeNode("decode") for _ in range(num_decodes)]
     async with AsyncExitStack() as stack:
         for node in prefills + decodes:
             await stack.enter_async_context(node.serving())
-        backend = await stack.enter_async_context(watched(prefills, decodes, max_attempts))
+        backend = await stack.enter_async_context(
+            watched(prefills, decodes, max_attempts, **fields)
+        )
         nodes = backend._cluster.prefills + backend._cluster.decodes
         await until(lambda: all(node.is_up for node in nodes))
         yield Setup(prefills, decodes, backend)
@@ -443,3 +448,29 @@ async def test_every_node_is_shown_with_its_load():
         info = setup.backend.server_info()
         assert [node["role"] for node in info["nodes"]] == ["prefill", "decode"]
         assert info["is_serving"]
+
+
+async def test_requests_go_where_nodes_told_that_their_prompt_is_cached_until_they_restart():
+    prompt = list(range(300))
+    async with (
+        cluster(3, 3, policy="cache_aware") as setup,
+        asyncio.TaskGroup() as tasks,
+    ):
+        warm = [setup.prefills[2], setup.decodes[1]]
+        for node in warm:
+            node.engine.tell_cached(block_names(prompt))
+        known = {node.url: node for node in setup.backend._cluster.snapshot().prefills}
+        prefixes = known[warm[0].url].prefixes
+        await until(lambda: prefixes.num_blocks == 2)
+        for number in range(3):
+            asked = request(prompt, f"r{number}", session="of the router's own")
+            reader = Reader(tasks, setup.backend, asked)
+            prefill, start, decode, _ = await setup.pair_of()
+            assert [prefill, decode] == warm
+            assert start.request.session == ""
+            reader.task.cancel()
+            await until(lambda: not setup.backend._cluster.num_streams)
+            for node in warm:
+                await node.engine.next(Cancel)
+        warm[0].restart_engine()
+        await until(lambda: prefixes.num_blocks == 0)
