@@ -459,9 +459,8 @@ async def test_requests_go_where_nodes_told_that_their_prompt_is_cached_until_th
         warm = [setup.prefills[2], setup.decodes[1]]
         for node in warm:
             node.engine.tell_cached(block_names(prompt))
-        known = {node.url: node for node in setup.backend._cluster.snapshot().prefills}
-        prefixes = known[warm[0].url].prefixes
-        await until(lambda: prefixes.num_blocks == 2)
+        known = [setup.backend._cluster.node(node.url).prefixes for node in warm]
+        await until(lambda: [prefixes.num_blocks for prefixes in known] == [2, 2])
         for number in range(3):
             asked = request(prompt, f"r{number}", session="of the router's own")
             reader = Reader(tasks, setup.backend, asked)
@@ -473,4 +472,4 @@ async def test_requests_go_where_nodes_told_that_their_prompt_is_cached_until_th
             for node in warm:
                 await node.engine.next(Cancel)
         warm[0].restart_engine()
-        await until(lambda: prefixes.num_blocks == 0)
+        await until(lambda: known[0].num_blocks == 0)
