@@ -123,7 +123,7 @@ class NodeModel:
         raise NotImplementedError
 
     def chosen(self, num_tokens: int) -> None:
-        """The router sent a prompt here."""
+        """The router sent a request here, which is so many tokens to do."""
         self._fresh_tokens += num_tokens
         self.snapshot = self._snapshot()
 
@@ -339,7 +339,7 @@ class ClusterModel:
         self.outcome.choice_s.append(time.thread_time() - began)
         self._turn += 1
         prefill, decode = self._prefills[pair.prefill], self._decodes[pair.decode]
-        prefill.chosen(request.num_prompt)
+        prefill.chosen(request.num_prompt - asked.cached_tokens(prefill.snapshot))
         decode.chosen(request.num_prompt)
         prefill.queue.append(Job(request, decode, is_counted=now_s >= self._warm_s))
         if len(prefill.queue) == 1:

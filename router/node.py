@@ -154,12 +154,14 @@ class Node:
         if self.client is None:
             raise PeerLost(f"{self.role} node {self.url} was lost")
         stream = self.client.generate(start, wake)
-        num_tokens = len(start.request.prompt_ids)
+        return Work(self, stream, len(start.request.prompt_ids))
+
+    def expect(self, num_tokens: int) -> None:
+        """A request was given to this node, which will have so many tokens more to do."""
         self._fresh_tokens = self.fresh_tokens() + num_tokens
-        return Work(self, stream, num_tokens)
 
     def fresh_tokens(self) -> int:
-        """Return the prompt tokens of what was started here since the node last told its load."""
+        """Return the tokens of what was given to this node since it last told its load."""
         load = self.client.load if self.client else NodeLoad()
         if load is not self._load_before:
             self._load_before, self._fresh_tokens = load, 0

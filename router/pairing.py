@@ -54,17 +54,22 @@ class Pairing:
         with self._metrics.pairing():
             snapshot, turn = self._cluster.snapshot(), next(self._turns)
             avoid = {url for pair in failed for url in (pair.prefill, pair.decode)}
+            asked = Asked.of(request)
             try:
-                return choose(
+                pair = choose(
                     snapshot,
                     fingerprint,
                     self._policy,
                     turn,
                     self._rng,
-                    asked=Asked.of(request),
+                    asked=asked,
                     avoid=avoid,
                 )
             except NoNodeAvailable as none:
                 if after is None:
                     raise
                 raise NoNodeAvailable(f"{after.message}; {none.message}") from after
+            prefill = self._cluster.node(pair.prefill)
+            prefill.expect(asked.num_tokens - asked.cached_tokens(prefill.snapshot()))
+            self._cluster.node(pair.decode).expect(asked.num_tokens)
+            return pair

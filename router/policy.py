@@ -34,7 +34,8 @@ class NodeSnapshot:
         load: What it last said of itself, up to half a second old.
         in_flight_requests: Started by this edge worker and not ended.
         in_flight_tokens: Prompt tokens of those.
-        fresh_tokens: Prompt tokens of those that were started since `load` was told.
+        fresh_tokens: What it was given to do since `load` was told: prompt tokens, on prefill without
+            those that are cached.
         zone: Where it stands, as operators name it: KV moves faster within a zone.
         prefixes: What it has cached. It changes as the node tells more.
         busy_tokens: How much work it has; see `busy_tokens`.
