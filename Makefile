@@ -39,8 +39,8 @@ check: setup ## Check format, lint, types and import contracts.
 format: setup ## Format the code.
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
-bench: setup ## Run the benchmarks that need nothing else (about 25 minutes).
-	@for name in step_overhead decode prefill transfer overlap interference serve edge balance; do \
+bench: setup ## Run the benchmarks that need nothing else (about 27 minutes).
+	@for name in step_overhead decode prefill transfer overlap interference serve edge balance policies; do \
 	  echo "==> $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean: ## Remove .venv and caches of tools.
