@@ -46,8 +46,8 @@ fuzz: setup ## Fuzz everything that listens: make fuzz SECONDS=600.
 format: setup ## Format the code.
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
-bench: setup ## Run the benchmarks that need nothing else (about 25 minutes).
-	@for name in step_overhead decode prefill transfer overlap interference serve edge balance; do \
+bench: setup ## Run the benchmarks that need nothing else (about 27 minutes).
+	@for name in step_overhead decode prefill transfer overlap interference serve edge balance policies; do \
 	  echo "==> $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 faults: setup ## Run the fault matrix and write docs/fault-matrix.md (about 40 minutes; as root for all of it).

@@ -234,6 +234,14 @@ class Engine:
         return len(self._scheduler.waiting) + len(self._compiling)
 
     @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens to compute: of those that wait all, since what is cached of them may change."""
+        waiting = (*self._scheduler.waiting, *self._compiling)
+        return sum(len(active.token_ids) for active in waiting) + sum(
+            active.num_uncomputed for active in self._scheduler.prompts
+        )
+
+    @property
     def num_generated_tokens(self) -> int:
         """Tokens generated so far, those that another node chose included."""
         return self._collector.num_tokens

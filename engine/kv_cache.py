@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from engine.pages import PageCounts, PagePool, PageState
 from engine.prefix_cache import PrefixCache, PrefixMatch
+from engine.prefix_journal import PrefixJournal
 
 
 class KVCache:
@@ -32,6 +33,11 @@ class KVCache:
         match = self._prefixes.match(token_ids, salt)
         self._pool.hold(match.page_ids)
         return match
+
+    @property
+    def journal(self) -> PrefixJournal:
+        """What is in the prefix cache, as routers are told."""
+        return self._prefixes.journal
 
     @property
     def num_available(self) -> int:

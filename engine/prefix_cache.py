@@ -4,11 +4,17 @@ A node of the tree is one full page, found by its parent's number and its own to
 released leaf first, so eviction, which takes the least recently used from one ordered dict, meets a
 child before its parent and needs no tree walk. A child that does lose its parent (its request held a
 copy of the parent's page) is never found again, since numbers are not reused, and is evicted in turn.
+
+Routers follow what is cached by the names of its blocks (`journal`), so that they can send a prompt to where
+the beginning of it is.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from engine.prefix_journal import PrefixJournal
+from wire.prefix_blocks import BLOCK_TOKENS, next_name, root_name
 
 # Parent's node number (for a first page: the salt), tokens of the page.
 Key = tuple[int | str, tuple[int, ...]]
@@ -35,6 +41,8 @@ class _Node:
     number: int
     key: Key
     page: int
+    # Of the blocks that end in this page.
+    names: tuple[int, ...]
 
 
 class PrefixCache:
@@ -43,6 +51,9 @@ class PrefixCache:
     Args:
         page_size: Tokens in a page.
         is_unused: Tells whether a page has no reader, so that eviction may take it.
+
+    Attributes:
+        journal: What of it routers are told.
     """
 
     def __init__(self, page_size: int, is_unused: Callable[[int], bool]) -> None:
@@ -52,6 +63,7 @@ class PrefixCache:
         # Least recently used first.
         self._by_page: OrderedDict[int, _Node] = OrderedDict()
         self._last_number = 0
+        self.journal = PrefixJournal()
 
     def __len__(self) -> int:
         return len(self._by_page)
@@ -96,16 +108,22 @@ class PrefixCache:
             page_ids: Pages in order; those past the last full page are passed over.
         """
         parent: int | str = salt
+        name = root_name(salt)
         for index in range(min(len(token_ids) // self._page_size, len(page_ids))):
             start = index * self._page_size
             key = (parent, tuple(token_ids[start : start + self._page_size]))
             node = self._by_key.get(key)
             if node is None:
                 self._last_number += 1
-                node = _Node(self._last_number, key, page_ids[index])
+                names = _names_ending(token_ids, start, start + self._page_size, name)
+                node = _Node(self._last_number, key, page_ids[index], names)
                 self._by_key[key] = node
                 self._by_page[node.page] = node
+                for new in names:
+                    self.journal.add(new)
             parent = node.number
+            if node.names:
+                name = node.names[-1]
 
     def touch(self, page_ids: Sequence[int]) -> None:
         """Mark a released chain as just used, leaf first, so that parents outlive children."""
@@ -124,5 +142,22 @@ class PrefixCache:
         for page in in_use:  # not to be met again next time; their place is set at their release
             self._by_page.move_to_end(page)
         for page in taken:
-            del self._by_key[self._by_page.pop(page).key]
+            node = self._by_page.pop(page)
+            del self._by_key[node.key]
+            for name in node.names:
+                self.journal.remove(name)
         return taken
+
+
+def _names_ending(token_ids: Sequence[int], start: int, end: int, name: int) -> tuple[int, ...]:
+    """Return the names of the blocks that end behind `start` and up to `end`.
+
+    Args:
+        name: Of the last block that ends before.
+    """
+    names = []
+    first_end = (start // BLOCK_TOKENS + 1) * BLOCK_TOKENS
+    for block_end in range(first_end, end + 1, BLOCK_TOKENS):
+        name = next_name(name, token_ids[block_end - BLOCK_TOKENS : block_end])
+        names.append(name)
+    return tuple(names)

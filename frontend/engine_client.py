@@ -12,6 +12,7 @@ Holds streams of token ids by request and attempt. Knows nothing of text, of pai
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 from typing_extensions import override
@@ -24,6 +25,7 @@ from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from wire.ids import Epoch, RequestId
 from wire.keys import ChannelKey
 from wire.messages import (
+    CacheReport,
     Cancel,
     FlushCache,
     FromEngine,
@@ -41,6 +43,19 @@ log = get_logger(__name__)
 FIRST_PING_INTERVAL_S = 0.05
 
 
+class PrefixFollower(Protocol):
+    """Who wants to know what an engine has in its prefix cache."""
+
+    @property
+    def position(self) -> int:
+        """Up to where it knows."""
+        ...
+
+    def take(self, report: CacheReport) -> None:
+        """Take note of what changed since."""
+        ...
+
+
 class EngineClient:
     """Sends requests to one life of one engine and spreads what it answers.
 
@@ -52,6 +67,7 @@ class EngineClient:
         epoch: The life that is meant; None takes the first that answers.
         heartbeat: How often the engine hears of us, and the link is looked at.
         on_change: Called when `load` or `is_up` has changed.
+        prefixes: Told what the engine has cached; None does not ask.
 
     Attributes:
         load: What the engine last said of itself.
@@ -66,6 +82,8 @@ class EngineClient:
         epoch: Epoch | None = None,
         heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
         on_change: Callable[[], None] = lambda: None,
+        *,
+        prefixes: PrefixFollower | None = None,
     ) -> None:
         self.address = address
         self.load = NodeLoad()
@@ -77,6 +95,7 @@ class EngineClient:
         self._by_number: dict[int, TokenStream] = {}
         self._numbers = itertools.count(1)
         self._key = key
+        self._prefixes = prefixes
         self._link: AsyncLink[FromEngine] | None = None
 
     @override
@@ -208,6 +227,10 @@ class EngineClient:
                 self.load = load
                 self.answered.set()
                 self._on_change()
+            case CacheReport() if self._prefixes is not None:
+                self._prefixes.take(message)
+            case CacheReport():
+                pass
 
     def _stream(
         self, request_id: RequestId, attempt: int, runs: "_Runs | None"
@@ -242,7 +265,8 @@ class EngineClient:
     async def _ping(self) -> None:
         while True:
             try:
-                self._send(Ping())
+                position = self._prefixes.position if self._prefixes is not None else -1
+                self._send(Ping(prefix_position=position))
             except PeerLost:
                 log.debug("engine.unreachable", address=self.address)
             interval_s = self._heartbeat.interval_s

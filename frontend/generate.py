@@ -19,6 +19,7 @@ from frontend.limits import within_time
 from frontend.logprobs import NativeLogprobs, native_logprobs
 from frontend.middleware import json_response, public_info
 from frontend.native_body import NativeCall, read_call
+from frontend.session import with_session
 from frontend.sse import EventStream, encode
 from frontend.transcript import Ending, Piece, failed
 from wire.errors import TandemError
@@ -32,7 +33,9 @@ async def generate(request: web.Request) -> web.StreamResponse:
     """
     started = time.perf_counter()
     edge = request.app[EDGE]
-    call = await read_call(edge.backend.model(), read_json(await request.read()))
+    call = await read_call(
+        edge.backend.model(), with_session(request.headers, read_json(await request.read()))
+    )
     call = replace(call, generations=asked_by(request, call.generations))
     if call.is_stream:
         return await _stream(request, edge, call, started)

@@ -42,6 +42,7 @@ class Wishes:
     cache_salt: str = ""
     logprobs: LogprobsWanted | None = None
     grammar: Grammar | None = None
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ def generations_of(model: ServedModel, prompt: Prompt, sampling: SamplingBody) -
                 cache_salt=wishes.cache_salt,
                 group=group,
                 logprobs=wishes.logprobs,
+                session=wishes.session,
             ),
             rules=rules,
             tokenizer=model.tokenizer,

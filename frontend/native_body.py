@@ -30,6 +30,7 @@ from frontend.grammars import native_grammar
 from frontend.logprobs import MAX_TOP_LOGPROBS
 from frontend.prompts import MAX_GENERATIONS, Prompts, id_prompts, prompt_ids, text_prompts
 from frontend.sampling import MAX_STOP_PATTERNS, NativeSampling, require_tokens
+from frontend.session import session_of
 from wire.errors import InvalidRequest
 from wire.generation import LogprobsWanted
 from wire.ids import RequestId, new_request_id
@@ -141,7 +142,11 @@ async def read_call(model: ServedModel, data: dict[str, Any]) -> NativeCall:
         if not logprobs[index].return_logprob:
             require_tokens(samplings[index], "max_new_tokens")
         wishes = Wishes(
-            body.priority, body.cache_salt, logprobs[index].wanted(len(ids)), grammars[index]
+            body.priority,
+            body.cache_salt,
+            logprobs[index].wanted(len(ids)),
+            grammars[index],
+            session_of(data),
         )
         names = rids[index * n : (index + 1) * n]
         prompt = Prompt(ids, names, wishes, halves[index])

@@ -23,6 +23,7 @@ from frontend.middleware import error_body, json_response, public_info
 from frontend.openai_body import OpenAICall, read_chat, read_completion
 from frontend.openai_shapes import Chat, Completion, Logprobs, Shape
 from frontend.reply import Reply, message
+from frontend.session import with_session
 from frontend.sse import EventStream, encode, event
 from frontend.transcript import Outlet, Piece
 from wire.errors import TandemError
@@ -35,7 +36,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
         TandemError: Nothing was sent yet.
     """
     edge = request.app[EDGE]
-    call = await read_completion(edge.backend.model(), read_json(await request.read()))
+    call = await read_completion(
+        edge.backend.model(), with_session(request.headers, read_json(await request.read()))
+    )
     return await _answer(request, edge, call, Completion())
 
 
@@ -46,7 +49,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         TandemError: Nothing was sent yet.
     """
     edge = request.app[EDGE]
-    data = read_json(await request.read())
+    data = with_session(request.headers, read_json(await request.read()))
     call = await read_chat(edge.backend.model(), data, edge.options.reply_formats)
     return await _answer(request, edge, call, Chat())
 

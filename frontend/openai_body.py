@@ -28,6 +28,7 @@ from frontend.prompts import (
 from frontend.reply import Reply
 from frontend.reply_parser import NO_FORMATS, ReplyFormats
 from frontend.sampling import CompletionSampling, OpenAISampling, require_tokens
+from frontend.session import session_of
 from frontend.tool_calls import ToolChoice, read_choice
 from wire.errors import InvalidRequest, ModelNotFound
 from wire.generation import LogprobsWanted
@@ -203,7 +204,9 @@ async def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICal
         raise InvalidRequest("prompt: is missing")
     prompts = any_prompts(body.prompt, "prompt")
     sampling = validate(CompletionSampling, data)
-    wishes = Wishes(body.priority, body.cache_salt, body.wanted(), openai_grammar(data))
+    wishes = Wishes(
+        body.priority, body.cache_salt, body.wanted(), openai_grammar(data), session_of(data)
+    )
     ids = await prompt_ids(model, prompts)
     if not body.echo:
         require_tokens(sampling, "max_tokens")
@@ -247,7 +250,9 @@ async def read_chat(
     # The template has written the special tokens.
     tokenized = await tokenize(model, [text], add_special_tokens=False)
     ids = await prompt_ids(model, Prompts(is_batch=False, ids=tokenized))
-    wishes = Wishes(body.priority, body.cache_salt, body.wanted(), asked or choice.grammar)
+    wishes = Wishes(
+        body.priority, body.cache_salt, body.wanted(), asked or choice.grammar, session_of(data)
+    )
     [half] = bootstraps(body, 1, is_batch=False, n=sampling.n)
     made = _call("chatcmpl", model, body, sampling, [(ids[0], "", half)], wishes=wishes)
     return replace(made, make_reply=make_reply)

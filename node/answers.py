@@ -3,11 +3,21 @@
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from engine.prefix_journal import PrefixJournal
 from wire.channel import Inbox, Peer
 from wire.errors import Aborted, PeerBehind, PeerLost, TandemError
 from wire.generation import Finish, TokenLogprobs
 from wire.ids import Epoch, RequestId
-from wire.messages import NodeLoad, Pong, RequestFailed, ToEngine, TokenBatch, TokenDelta
+from wire.messages import (
+    CacheReport,
+    NodeLoad,
+    Pong,
+    RequestFailed,
+    ToEngine,
+    TokenBatch,
+    TokenDelta,
+)
+from wire.prefix_blocks import pack_names
 
 # The first may have been on its way while we spoke; before the second the far side has looked at its link.
 PINGS_AFTER = 2
@@ -40,11 +50,18 @@ class _Outgoing:
 
 
 class Answers:
-    """What goes back to edge workers: tokens of a step in one message each, failures at once."""
+    """What goes back to edge workers: tokens of a step in one message each, failures at once.
 
-    def __init__(self, inbox: Inbox[ToEngine], epoch: Epoch) -> None:
+    Args:
+        journal: Of the prefix cache that edge workers may follow.
+    """
+
+    def __init__(
+        self, inbox: Inbox[ToEngine], epoch: Epoch, journal: PrefixJournal | None = None
+    ) -> None:
         self._inbox = inbox
         self._epoch = epoch
+        self._journal = journal
         self._outgoing: dict[Peer, _Outgoing] = defaultdict(_Outgoing)
         self._unreachable: set[Peer] = set()
         # Failures that a peer which does not read has yet to hear of: its streams would wait for ever.
@@ -127,6 +144,21 @@ class Answers:
         """Tell the load: asked by a ping, or unasked."""
         self._send(peer, Pong(epoch=self._epoch, load=load))
 
+    def prefixes(self, peer: Peer, position: int) -> None:
+        """Tell what changed in the prefix cache since a position that the edge worker told."""
+        changes = self._journal.since(position) if self._journal and position >= 0 else None
+        if changes is not None:
+            self._send(
+                peer,
+                CacheReport(
+                    epoch=self._epoch,
+                    position=changes.position,
+                    is_whole=changes.is_whole,
+                    added=pack_names(changes.added),
+                    removed=pack_names(changes.removed),
+                ),
+            )
+
     def flush(self) -> None:
         """Send what was queued."""
         self._send_owed()
@@ -167,8 +199,8 @@ class Answers:
         unreachable, self._unreachable = self._unreachable, set()
         return unreachable
 
-    def _send(self, peer: Peer, message: TokenBatch | RequestFailed | Pong) -> None:
-        if not isinstance(message, Pong):
+    def _send(self, peer: Peer, message: TokenBatch | RequestFailed | Pong | CacheReport) -> None:
+        if not isinstance(message, Pong | CacheReport):
             self._to_ping[peer] = PINGS_AFTER
         try:
             self._inbox.send(peer, message)

@@ -55,6 +55,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         engine_port: Where edge workers reach the engine; 0 takes any free port, which
             `/server_info` tells them.
+        zone: Where it stands: any name that nodes near each other share.
         tool_call_parser: Name of the format of the model's calls of tools; empty leaves them text.
         reasoning_parser: Name of that of its thoughts, likewise.
         heartbeat_interval_ms: See `Heartbeat`; the same on every node and router.
@@ -71,6 +72,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 7000
     engine_port: int = 0
+    zone: str = ""
     http: HttpOptions = HttpOptions()
     is_incremental_output: bool = False
     tool_call_parser: str = ""

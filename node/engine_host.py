@@ -139,7 +139,7 @@ class _EngineProcess:
         engine = build_engine(config, host, self._waker, self._ranks)
         address, heartbeat = tcp_address(config.host, config.engine_port), config.heartbeat
         inbox: Inbox[ToEngine] = Inbox(address, ToEngine, key, heartbeat)
-        answers = Answers(inbox, epoch)
+        answers = Answers(inbox, epoch, engine.cache.journal)
         others = () if self._ranks is None else self._ranks.others
         role = host.role(Parts(config, epoch, engine, answers, self._waker, key, others))
         loop = self._loop = EngineLoop(

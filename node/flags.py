@@ -109,6 +109,12 @@ def _add_server_flags(group: argparse._ArgumentGroup, default_port: int) -> None
     add = group.add_argument
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=default_port, help="of HTTP")
+    add(
+        "--zone",
+        default="",
+        metavar="NAME",
+        help="where this node stands; routers pair nodes of one zone before those of two",
+    )
     add("--engine-port", type=int, default=0, help="of the token plane; 0: any free port")
     add_heartbeat_flag(group)
     add(
@@ -247,6 +253,7 @@ def read_config(
         transfer=TransferConfig() if role == "colocated" else _transfer(args),
         host=bare_host("--host", args.host),
         port=args.port,
+        zone=args.zone,
         engine_port=args.engine_port,
         heartbeat_interval_ms=args.heartbeat_interval_ms,
         http=read_http(args),

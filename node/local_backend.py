@@ -151,6 +151,7 @@ class LocalBackend:
             load=self._load(),
             tp_size=self._config.engine.tp_size,
             transports=self._transports(),
+            zone=self._config.zone,
             model=ModelInfo(
                 name=model.name,
                 fingerprint=ready.fingerprint,

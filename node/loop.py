@@ -199,6 +199,7 @@ class EngineLoop:
         if isinstance(message, Ping):
             self._answers.pinged(peer)
             self._tell_load([peer])
+            self._answers.prefixes(peer, message.prefix_position)
         elif isinstance(message, FlushCache):
             self._role.flush_cache()
             self._tell_load([peer])

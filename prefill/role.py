@@ -155,11 +155,12 @@ class PrefillRole:
 
     def load(self) -> NodeLoad:
         """See `Role.load`."""
-        num_pending = len(self._by_room) - len(self._by_active)
+        pending = [half for half in self._by_room.values() if half.active is None]
         moved = self._agent.statistics()
         return engine_load(
             self._engine,
-            num_waiting=num_pending,
+            num_waiting=len(pending),
+            queued_tokens=sum(len(half.request.prompt_ids) for half in pending),
             num_transferring=len(self._by_active)
             - self._engine.num_running
             - self._engine.num_waiting,

@@ -59,8 +59,12 @@ IGNORED_FLAGS = (
     "--enable-metrics",
     "--insecure",
 )
-# Policies of other routers, and the one here that serves the same wish best.
-POLICY_ALIASES = {"cache_aware": "least_load"}
+# Names that other routers have for policies.
+POLICY_ALIASES = {
+    "consistent_hash": "session",
+    "consistent_hashing": "session",
+    "manual": "session",
+}
 
 
 class _Ignored(argparse.Action):
@@ -122,12 +126,24 @@ def _add_cluster_flags(group: argparse._ArgumentGroup) -> None:
         metavar="URL",
         help="decode nodes; may be repeated",
     )
+    policies = [*get_args(PolicyName), *POLICY_ALIASES]
     group.add_argument(
         "--policy",
-        choices=[*get_args(PolicyName), *POLICY_ALIASES],
+        choices=policies,
         default="least_load",
-        help="how a pair is chosen (default: least_load; cache_aware is taken as least_load)",
+        metavar="NAME",
+        help=f"how a pair is chosen: {', '.join(get_args(PolicyName))}; cache_aware sends a prompt to "
+        "where the beginning of it is cached, session each X-Session-Id to one pair "
+        "(default: least_load)",
     )
+    for role in ("prefill", "decode"):
+        group.add_argument(
+            f"--{role}-policy",
+            choices=policies,
+            default="",
+            metavar="NAME",
+            help=f"how {role} nodes are compared (default: as --policy says)",
+        )
     group.add_argument(
         "--node-ca-certs",
         default="",
@@ -221,6 +237,8 @@ def parse(argv: Sequence[str], prog: str = "tandem lb") -> RouterConfig:
         port=args.port,
         num_workers=args.num_workers,
         policy=POLICY_ALIASES.get(args.policy, args.policy),
+        prefill_policy=POLICY_ALIASES.get(args.prefill_policy, args.prefill_policy),
+        decode_policy=POLICY_ALIASES.get(args.decode_policy, args.decode_policy),
         max_attempts=args.max_attempts,
         node_wait_s=args.node_wait_s,
         drain_timeout_s=args.drain_timeout_s,

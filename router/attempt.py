@@ -134,6 +134,13 @@ class Progress:
             finish=Finish(reason="abort"),
         )
 
+    def to_place(self) -> GenerateRequest:
+        """Return what nodes are chosen for: the request, with the sent tokens in its prompt."""
+        if not self.sent_ids:
+            return self._request
+        prompt_ids = self._request.prompt_ids + self.sent_ids
+        return msgspec.structs.replace(self._request, prompt_ids=prompt_ids)
+
     def remaining(self) -> GenerateRequest:
         """Return what an attempt has to do from here: the sent tokens become part of the prompt."""
         request, logprobs = self._request, self._request.logprobs
@@ -147,5 +154,6 @@ class Progress:
             # With sent tokens behind it the prompt is no longer that of the others.
             group="" if self.sent_ids else request.group,
             deadline_s=None if self.sent_ids else request.deadline_s,
+            session="",  # of the router's own
             logprobs=logprobs,
         )

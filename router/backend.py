@@ -128,8 +128,8 @@ class ClusterBackend:
         """
         fingerprint = await self._when_up(progress, self._cluster.fingerprint)
         replays, failed = Replays(self._max_attempts), set[Pair]()
-        choose = partial(self._pairing.pair_for, group, fingerprint, failed)
-        pair = await self._when_up(progress, choose)
+        choose = partial(self._pairing.pair_for, group, fingerprint=fingerprint, failed=failed)
+        pair = await self._when_up(progress, partial(choose, progress.to_place()))
         for attempt in itertools.count():
             try:
                 async with aclosing(run_attempt(self._cluster, progress, pair, attempt)) as deltas:
@@ -142,7 +142,7 @@ class ClusterBackend:
                 return
             self._note_replay(progress, pair, lost)
             failed.add(pair)
-            pair = await self._when_up(progress, partial(choose, after=lost))
+            pair = await self._when_up(progress, partial(choose, progress.to_place(), after=lost))
 
     async def _when_up(self, progress: Progress, look: Callable[[], T]) -> T:
         """Return what `look` finds, waiting for nodes that it lacks.

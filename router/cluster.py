@@ -29,6 +29,7 @@ from router.membership_files import MemberFiles
 from router.node import Node
 from router.node_watch import Watcher
 from router.policy import ClusterSnapshot, usable_fingerprint
+from router.prefixes import PrefixIndex
 from router.roster import Roster
 from router.waiters import Waiters
 from telemetry.log import get_logger
@@ -63,7 +64,7 @@ class Cluster:
     """
 
     def __init__(self, config: RouterConfig, files: MemberFiles | None = None) -> None:
-        self.roster = Roster()
+        self.roster, self._index = Roster(), PrefixIndex()
         self.sources: list[Source] = sources_of(config)
         self._membership = Membership(
             [Member(target.url, "prefill", target.bootstrap_port) for target in config.prefills]
@@ -206,13 +207,16 @@ class Cluster:
     def _want(self, member: Member) -> None:
         node = self.roster.find(member.url)
         if node is None:
-            node = Node(member.url, member.role, on_change=self.roster.note_change)
+            node = Node(
+                member.url, member.role, on_change=self.roster.note_change, index=self._index
+            )
             self.roster.add(node)
             self._arrivals.put_nowait(node)
         node.join(member)
 
     async def _keep(self, node: Node, session: aiohttp.ClientSession) -> None:
         await self._watcher.keep(node, session)
+        node.prefixes.forget()
         self.roster.remove(node)
         log.info("node.forgotten", role=node.role, url=node.url)
 

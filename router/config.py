@@ -15,7 +15,9 @@ from telemetry.log import LogFormat
 from wire.errors import ConfigInvalid
 from wire.heartbeat import Heartbeat, heartbeat_of
 
-PolicyName = Literal["least_load", "round_robin", "random", "power_of_two"]
+PolicyName = Literal[
+    "least_load", "cache_aware", "session", "power_of_two", "round_robin", "random"
+]
 
 
 def node_url(text: str) -> str:
@@ -129,6 +131,8 @@ class RouterConfig:
         takes_announced: Nodes that announce themselves may be all there are.
         num_workers: Edge workers: processes that each serve HTTP, tokenize and detokenize. One
             carries thousands of tokens per second; more are for more cores.
+        prefill_policy: How prefills are rated where it is not as `policy` says; empty is as it says.
+        decode_policy: Likewise decodes.
         max_attempts: How often one request is tried before its client sees an error. Two deaths in
             the life of one request are rare; a request that kills nodes must not kill them all.
         node_wait_s: How long a request waits when a role has no node, as while its only one restarts.
@@ -152,6 +156,8 @@ class RouterConfig:
     port: int = 8000
     num_workers: int = 1
     policy: PolicyName = "least_load"
+    prefill_policy: PolicyName | Literal[""] = ""
+    decode_policy: PolicyName | Literal[""] = ""
     max_attempts: int = 3
     node_wait_s: float = 10.0
     drain_timeout_s: float = 30.0

@@ -20,6 +20,7 @@ from router.config import host_of
 from router.membership import Member
 from router.node_http import NodeUnusable
 from router.policy import NodeSnapshot
+from router.prefixes import NOTHING_CACHED, PrefixIndex
 from telemetry.log import get_logger
 from wire.channel import tcp_address
 from wire.errors import NodeDraining, PeerLost
@@ -75,6 +76,7 @@ class Node:
     Args:
         role: What it was given as: prefill or decode; empty to take what it says.
         on_change: Called with the node when what `snapshot` returns may have changed.
+        index: Of what all nodes have cached.
 
     Attributes:
         role: What it last said that it is; until then what it was given as.
@@ -83,6 +85,7 @@ class Node:
         is_admitted: Its last answer was that of a healthy node that takes requests.
         leaving: Set while it is to be forgotten.
         idle: Set while nothing of this process runs on it.
+        prefixes: What this life of it has cached.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Node:
         role: str,
         bootstrap_port: int | None = None,
         on_change: "Callable[[Node], None]" = lambda _node: None,
+        index: PrefixIndex | None = None,
     ) -> None:
         self.url, self.role = url, role
         self.info: NodeInfo | None = None
@@ -103,6 +107,11 @@ class Node:
         self.idle.set()
         self._member = Member(url, role, bootstrap_port)
         self._on_change = on_change
+        self.prefixes = NOTHING_CACHED
+        self._index = PrefixIndex() if index is None else index
+        self._fresh_tokens = 0
+        # The load that these were started after.
+        self._load_before = NodeLoad()
 
     @override
     def __repr__(self) -> str:
@@ -228,7 +237,11 @@ class Node:
                 return None
             self.client.stop()
         address = tcp_address(self.host, info.engine_port)
-        self.client = EngineClient(address, key, Epoch(info.epoch), heartbeat, self.changed)
+        self.prefixes.forget()
+        self.prefixes = self._index.new_life()
+        self.client = EngineClient(
+            address, key, Epoch(info.epoch), heartbeat, self.changed, prefixes=self.prefixes
+        )
         return self.client
 
     def start(self, start: Start, wake: asyncio.Event) -> Work:
@@ -242,6 +255,18 @@ class Node:
         stream = self.client.generate(start, wake)
         return Work(self, stream, len(start.request.prompt_ids))
 
+    def expect(self, num_tokens: int) -> None:
+        """A request was given to this node, which will have so many tokens more to do."""
+        self._fresh_tokens = self.fresh_tokens() + num_tokens
+        self.changed()
+
+    def fresh_tokens(self) -> int:
+        """Return the tokens of what was given to this node since it last told its load."""
+        load = self.client.load if self.client else NodeLoad()
+        if load is not self._load_before:
+            self._load_before, self._fresh_tokens = load, 0
+        return self._fresh_tokens
+
     def snapshot(self) -> NodeSnapshot:
         """Return the node at this moment."""
         return NodeSnapshot(
@@ -253,4 +278,7 @@ class Node:
             load=self.client.load if self.client else NodeLoad(),
             in_flight_requests=self.in_flight_requests,
             in_flight_tokens=self.in_flight_tokens,
+            fresh_tokens=self.fresh_tokens(),
+            zone=self.zone,
+            prefixes=self.prefixes,
         )

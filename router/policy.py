@@ -1,16 +1,27 @@
-"""Which prefill and which decode node take a request: pure functions of a snapshot.
+"""Which prefill and which decode node take a request: pure functions of a snapshot and of the request.
 
-Holds no connection and no clock: what a policy knows of a node is in its `NodeSnapshot`. A turn
-number, one higher with each choice, breaks ties, so that equal nodes are used in rotation.
+```
+ nodes of a role ──Rating.costs──▶ a cost for each ──▶ the cheapest of each zone ─┐
+                                                                                 ├─▶ the cheapest pair
+ nodes of the other ─────────────▶ ...             ──▶ the cheapest of each zone ─┘   + crossing, if zones differ
+```
+
+Holds no connection and no clock: what is known of a node is in its `NodeSnapshot`, of the request in
+`Asked`. How nodes are rated is in `router/policies.py`. A turn number, one higher with each choice, breaks
+ties, so that equal nodes are used in rotation.
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
+from router.prefixes import NOTHING_CACHED, CachedPrefixes, PromptBlocks
 from wire.errors import NoNodeAvailable
+from wire.generation import GenerateRequest
 from wire.messages import NodeLoad
+
+# Of equally many tokens, fewer requests are less work: a thousand count as one token.
+_REQUEST_TOKENS = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +34,12 @@ class NodeSnapshot:
         load: What it last said of itself, up to half a second old.
         in_flight_requests: Started by this edge worker and not ended.
         in_flight_tokens: Prompt tokens of those.
+        fresh_tokens: What it was given to do since `load` was told: prompt tokens, on prefill without
+            those that are cached.
+        zone: Where it stands, as operators name it: KV moves faster within a zone.
+        prefixes: What it has cached. It changes as the node tells more.
+        busy_tokens: How much work it has; see `busy_tokens`.
+        room_tokens: For how many more tokens it has pages.
     """
 
     url: str
@@ -33,6 +50,41 @@ class NodeSnapshot:
     load: NodeLoad = field(default_factory=NodeLoad)
     in_flight_requests: int = 0
     in_flight_tokens: int = 0
+    fresh_tokens: int = 0
+    zone: str = ""
+    prefixes: CachedPrefixes = NOTHING_CACHED
+    # Kept, since a choice looks at hundreds of nodes of which few have changed.
+    busy_tokens: float = field(init=False)
+    room_tokens: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "busy_tokens", busy_tokens(self))
+        object.__setattr__(self, "room_tokens", room_tokens(self))
+
+
+def busy_tokens(node: NodeSnapshot) -> float:
+    """Return the work that a node has, in tokens: what it reported and what was started since.
+
+    Of prefill that is prompt tokens to compute, of decode tokens of running requests, which each step
+    reads, and of those in line.
+    """
+    load = node.load
+    num_placed = load.num_running + load.num_transferring
+    reported_tokens: float = max(0, load.queued_tokens)
+    if load.queued_tokens < 0 or node.role != "prefill":
+        placed_tokens = (load.pages_held + load.pages_granted) * load.page_size
+        # A waiting request holds no pages yet: count it as one of the average size.
+        reported_tokens += placed_tokens * (1 + load.num_waiting / max(1, num_placed))
+    num_requests = node.in_flight_requests + num_placed + load.num_waiting
+    return node.fresh_tokens + reported_tokens + num_requests * _REQUEST_TOKENS
+
+
+def room_tokens(node: NodeSnapshot) -> float:
+    """Return for how many more tokens a node has pages; infinitely many when it never told."""
+    load = node.load
+    if not load.num_pages:
+        return float("inf")
+    return (load.pages_free + load.pages_cached) * load.page_size - node.fresh_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,57 +103,70 @@ class Pair:
     decode: str
 
 
-Policy = Callable[[Sequence[NodeSnapshot], int, random.Random], NodeSnapshot]
-"""Picks one of at least one node, given the turn and a source of randomness."""
+_NO_BLOCKS = PromptBlocks(())
 
 
-def load_of(node: NodeSnapshot) -> tuple[float, int]:
-    """Return how busy a node is, to be compared: tokens in flight, then requests.
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is known of a request before it has a pair.
 
-    Own counts are exact but know this edge worker only; the report knows everyone and is late. Their
-    sum counts some tokens twice, on every node alike, which keeps the order.
+    Attributes:
+        num_tokens: Of its prompt.
+        session: Requests of one session are worth sending to one pair; empty: of none.
+        prompt: What of it may be cached somewhere.
     """
-    load = node.load
-    num_placed = load.num_running + load.num_transferring
-    placed_tokens = (load.pages_held + load.pages_granted) * load.page_size
-    # A waiting request holds no pages yet: count it as one of the average size.
-    reported_tokens = placed_tokens * (1 + load.num_waiting / max(1, num_placed))
-    num_requests = node.in_flight_requests + num_placed + load.num_waiting
-    return node.in_flight_tokens + reported_tokens, num_requests
+
+    num_tokens: int = 0
+    session: str = ""
+    prompt: PromptBlocks = _NO_BLOCKS
+
+    @classmethod
+    def of(cls, request: GenerateRequest) -> "Asked":
+        """Return what is known of `request`."""
+        prompt_ids = request.prompt_ids
+        blocks = PromptBlocks(prompt_ids, request.cache_salt)
+        return cls(len(prompt_ids), request.session, blocks)
+
+    def cached_tokens(self, node: NodeSnapshot) -> int:
+        """Return how many tokens at the beginning of the prompt `node` has cached, as far as known."""
+        return self.cached_in([node])[0]
+
+    def cached_in(self, nodes: Sequence[NodeSnapshot]) -> list[int]:
+        """Return the same of each of several nodes, for little more than of one."""
+        return self.prompt.cached_in([node.prefixes for node in nodes])
 
 
-def round_robin(nodes: Sequence[NodeSnapshot], turn: int, rng: random.Random) -> NodeSnapshot:
-    """Return each node in turn."""
-    return nodes[turn % len(nodes)]
+ANYTHING = Asked()
+"""A request of which nothing is known."""
 
 
-def least_load(nodes: Sequence[NodeSnapshot], turn: int, rng: random.Random) -> NodeSnapshot:
-    """Return the least busy node; equally busy ones in turn."""
-    first = turn % len(nodes)
-    return min([*nodes[first:], *nodes[:first]], key=load_of)
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What makes one choice differ from the next: its turn, and a source of randomness."""
+
+    turn: int
+    rng: random.Random
 
 
-def uniform(nodes: Sequence[NodeSnapshot], turn: int, rng: random.Random) -> NodeSnapshot:
-    """Return any node, each as likely."""
-    return rng.choice(nodes)
+@dataclass(frozen=True, slots=True)
+class Rating:
+    """How the nodes of one role are compared.
 
-
-def power_of_two(nodes: Sequence[NodeSnapshot], turn: int, rng: random.Random) -> NodeSnapshot:
-    """Return the less busy of two drawn at random: many routers then do not herd to one node.
-
-    Source: Mitzenmacher, The power of two choices in randomized load balancing, 2001.
+    Attributes:
+        costs: Of each of at least one node; the cheapest is taken. Infinity: not taken.
+        crossing: What it costs to take a pair from two zones.
     """
-    return min(rng.sample(nodes, min(2, len(nodes))), key=load_of)
+
+    costs: Callable[[Sequence[NodeSnapshot], Asked, Draw], Sequence[float]]
+    crossing: Callable[[Asked], float]
 
 
-POLICIES: Mapping[str, Policy] = MappingProxyType(
-    {
-        "least_load": least_load,
-        "round_robin": round_robin,
-        "random": uniform,
-        "power_of_two": power_of_two,
-    }
-)
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How a pair is chosen."""
+
+    prefill: Rating
+    decode: Rating
 
 
 def usable_fingerprint(snapshot: ClusterSnapshot, preferred: str = "") -> str | None:
@@ -125,9 +190,13 @@ def choose(
     turn: int,
     rng: random.Random,
     *,
+    asked: Asked = ANYTHING,
     avoid: Set[str] = frozenset(),
 ) -> Pair:
     """Return the pair for one attempt at a request on the model of this fingerprint.
+
+    Both nodes are chosen together: of all pairs the one that costs least, what it costs to move KV from
+    one zone to another included.
 
     Args:
         avoid: URLs of nodes that failed this request; taken only where there is no other.
@@ -135,11 +204,47 @@ def choose(
     Raises:
         NoNodeAvailable: A role has no node of that model up; says which and why.
     """
+    draw = Draw(turn, rng)
+    prefills = _usable(snapshot.prefills, fingerprint, avoid)
+    decodes = _usable(snapshot.decodes, fingerprint, avoid)
+    prefill_costs = policy.prefill.costs(prefills, asked, draw)
+    decode_costs = policy.decode.costs(decodes, asked, draw)
+    crossing = max(policy.prefill.crossing(asked), policy.decode.crossing(asked))
+    _, prefill, decode = min(
+        (
+            (
+                prefill_cost + decode_cost + (crossing if prefill.zone != decode.zone else 0),
+                prefill,
+                decode,
+            )
+            for prefill_cost, prefill in _cheapest_by_zone(prefills, prefill_costs, turn)
+            for decode_cost, decode in _cheapest_by_zone(decodes, decode_costs, turn)
+        ),
+        key=lambda found: found[0],
+    )
+    return Pair(prefill=prefill.url, decode=decode.url)
 
-    def pick(nodes: Sequence[NodeSnapshot]) -> NodeSnapshot:
-        usable = [node for node in nodes if node.is_up and node.fingerprint == fingerprint]
-        if not usable:
-            raise NoNodeAvailable("no pair of nodes can serve this model now; send it again later")
-        return policy([node for node in usable if node.url not in avoid] or usable, turn, rng)
 
-    return Pair(prefill=pick(snapshot.prefills).url, decode=pick(snapshot.decodes).url)
+def _usable(
+    nodes: Sequence[NodeSnapshot], fingerprint: str, avoid: Set[str]
+) -> Sequence[NodeSnapshot]:
+    usable = [node for node in nodes if node.is_up and node.fingerprint == fingerprint]
+    if not usable:
+        raise NoNodeAvailable("no pair of nodes can serve this model now; send it again later")
+    if not avoid:
+        return usable
+    return [node for node in usable if node.url not in avoid] or usable
+
+
+def _cheapest_by_zone(
+    nodes: Sequence[NodeSnapshot], costs: Sequence[float], turn: int
+) -> list[tuple[float, NodeSnapshot]]:
+    """Return the cheapest node of each zone with its cost; of equals, the first from `turn` on."""
+    found: dict[str, tuple[float, NodeSnapshot]] = {}
+    first = turn % len(nodes)
+    in_turn = zip((*costs[first:], *costs[:first]), (*nodes[first:], *nodes[:first]), strict=True)
+    for cost, node in in_turn:
+        zone = node.zone
+        if zone not in found or cost < found[zone][0]:
+            found[zone] = (cost, node)
+    return list(found.values())

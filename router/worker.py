@@ -29,7 +29,7 @@ from router.config import RouterConfig
 from router.door import Door
 from router.membership_files import MemberFiles
 from router.nodes_api import NodesApi
-from router.policy import POLICIES
+from router.policies import policy_of
 from router.pool import Pool
 from router.siblings import Siblings
 from telemetry.log import configure, get_logger
@@ -67,7 +67,10 @@ async def serve(start: WorkerStart, sock: socket.socket) -> None:
     """
     config = start.config
     cluster = Cluster(config, MemberFiles(start.nodes_directory))
-    policy, rng = POLICIES[config.policy], random.Random()
+    policy, rng = (
+        policy_of(config.policy, config.prefill_policy, config.decode_policy),
+        random.Random(),
+    )
     admission = config.admission.for_one_of(config.num_workers)
     backend = ClusterBackend(
         cluster, policy, config.max_attempts, rng, config.node_wait_s, admission=admission

@@ -93,6 +93,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
             first to be retracted.
         group: Requests of one group have the same prompt and go to the same pair, which computes it
             once. Empty: a group of its own.
+        session: What clients call the conversation that this is one turn of. For the router, which does
+            not send it on.
         logprobs: None: not wanted.
         client: Whose it is: a short name of an API key, which does not tell the key. Known to the
             router alone and never sent to nodes.
@@ -109,6 +111,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     logprobs: LogprobsWanted | None = None
     client: str = ""
     deadline_s: float | None = None
+    session: str = ""
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

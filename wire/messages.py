@@ -5,7 +5,7 @@ one release of difference between two nodes is safe.
 
 ```
  edge worker ──▶ engine inbox     StartPrefill StartDecode StartColocated Cancel FlushCache Ping
- engine      ──▶ edge worker      TokenBatch RequestFailed Pong
+ engine      ──▶ edge worker      TokenBatch RequestFailed Pong CacheReport
  decode      ──▶ prefill          Hello Grant Withdraw LinkPing         (prefill's bootstrap port)
  prefill     ──▶ decode           Welcome Redirect Refused Landed Released LinkPing
 ```
@@ -18,6 +18,7 @@ import msgspec
 from wire.errors import ErrorInfo
 from wire.generation import Finish, GenerateRequest, TokenIds, TokenLogprobs
 from wire.ids import Epoch, RequestId, Room
+from wire.prefix_blocks import MAX_BLOCKS, NAME_BYTES
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -80,7 +81,14 @@ class FlushCache(Message, frozen=True, kw_only=True):
 
 
 class Ping(Message, frozen=True, kw_only=True):
-    """I am here; tell me your load. An edge silent for 2 s is lost and its requests cancelled."""
+    """I am here; tell me your load. An edge silent for 2 s is lost and its requests cancelled.
+
+    Attributes:
+        prefix_position: Up to where I know your prefix cache: tell me what changed since, by
+            `CacheReport`. -1: I do not want to know.
+    """
+
+    prefix_position: int = -1
 
 
 # ── engine → edge worker ─────────────────────────────────────────────────────────────────────────
@@ -176,6 +184,8 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_refused_transfers: int = 0
     num_strangers: int = 0
     num_invalid: int = 0
+    # Prompt tokens that wait to be computed; -1: an older node, which does not tell.
+    queued_tokens: int = -1
 
 
 class Pong(Message, frozen=True, kw_only=True):
@@ -183,6 +193,24 @@ class Pong(Message, frozen=True, kw_only=True):
 
     epoch: Epoch
     load: NodeLoad
+
+
+# Names of blocks, as `wire.prefix_blocks` packs them.
+BlockNames = Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCKS * NAME_BYTES)]
+
+
+class CacheReport(Message, frozen=True, kw_only=True):
+    """How to come from the position of a `Ping` to `position`: which blocks were cached and evicted.
+
+    Attributes:
+        is_whole: Forget what you knew: `added` is all there is.
+    """
+
+    epoch: Epoch
+    position: int
+    is_whole: bool = False
+    added: BlockNames = b""
+    removed: BlockNames = b""
 
 
 # ── decode ↔ prefill, on prefill's bootstrap port ────────────────────────────────────────────────
@@ -335,6 +363,6 @@ class LinkPing(Message, frozen=True, kw_only=True):
 
 
 ToEngine = StartPrefill | StartDecode | StartColocated | Cancel | FlushCache | Ping
-FromEngine = TokenBatch | RequestFailed | Pong
+FromEngine = TokenBatch | RequestFailed | Pong | CacheReport
 ToPrefill = Hello | Grant | Withdraw | LinkPing
 FromPrefill = Welcome | Redirect | Refused | Landed | Released | LinkPing

@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.prefix_journal import PrefixJournal
 from node.answers import Answers, Ticket
 from node.engine_report import Drain, Resume
 from node.loop import PROBE_INTERVAL_S, EngineLoop
@@ -11,6 +12,7 @@ from wire.generation import Finish, GenerateRequest, SamplingParams
 from wire.heartbeat import DEFAULT_HEARTBEAT
 from wire.ids import Epoch, RequestId
 from wire.messages import (
+    CacheReport,
     Cancel,
     FromEngine,
     NodeLoad,
@@ -21,6 +23,7 @@ from wire.messages import (
     ToEngine,
     TokenBatch,
 )
+from wire.prefix_blocks import pack_names
 
 EPOCH = Epoch(9)
 
@@ -84,7 +87,8 @@ class Rig:
         self.now = 100.0
         self.inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
         self.waker = Waker()
-        answers = Answers(self.inbox, EPOCH)
+        self.journal = PrefixJournal()
+        answers = Answers(self.inbox, EPOCH, self.journal)
         self.role = RecordingRole(answers)
         self.drained: list[int] = []
         self.loop = EngineLoop(
@@ -220,6 +224,19 @@ def test_a_ping_is_answered_with_the_load_and_the_epoch(rig):
     rig.send(Ping())
     rig.pass_until(lambda: rig.link.socket.poll(0))
     assert rig.answer() == Pong(epoch=EPOCH, load=NodeLoad())
+
+
+def test_an_edge_that_follows_the_prefix_cache_is_told_what_changed_since_it_asked(rig):
+    rig.journal.add(7)
+    rig.send(Ping(prefix_position=0))
+    rig.pass_until(lambda: rig.link.socket.poll(0))
+    assert isinstance(rig.answer(), Pong)
+    whole = CacheReport(epoch=EPOCH, position=1, added=pack_names([7]))
+    assert rig.answer() == whole
+    rig.send(Ping(prefix_position=1))
+    rig.send(Ping())
+    rig.pass_until(lambda: rig.link.socket.poll(0))
+    assert [type(rig.answer()) for _ in range(2)] == [Pong, Pong]
 
 
 def test_a_second_start_of_one_id_takes_the_place_of_the_first(rig):

@@ -15,6 +15,7 @@ from wire.errors import PeerLost, TandemError
 from wire.generation import Finish, GenerateRequest, SamplingParams, TokenLogprobs
 from wire.ids import RequestId, new_epoch
 from wire.messages import (
+    CacheReport,
     Cancel,
     FlushCache,
     NodeLoad,
@@ -26,6 +27,7 @@ from wire.messages import (
     TokenDelta,
 )
 from wire.node_info import ModelInfo, NodeInfo
+from wire.prefix_blocks import pack_names
 
 TIMEOUT_S = 5
 
@@ -79,6 +81,7 @@ class FakeEngine:
         self._peer: Peer | None = None
         self._peers: dict[tuple[str, int], Peer] = {}
         self._outgoing: deque = deque()
+        self._cached = CacheReport(epoch=self.epoch, position=0)
         self._waker, self._is_closing = Waker(), False
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -90,6 +93,8 @@ class FakeEngine:
                 message, self._peer = envelope.message, envelope.peer
                 if isinstance(message, Ping):
                     self._outgoing.append((self._peer, Pong(epoch=self.epoch, load=self.load)))
+                    if message.prefix_position not in (-1, self._cached.position):
+                        self._outgoing.append((self._peer, self._cached))
                     continue
                 if not isinstance(message, Cancel | FlushCache):
                     self._peers[message.request.request_id, message.attempt] = self._peer
@@ -130,6 +135,13 @@ class FakeEngine:
                 error=error.info(),
             ),
             start,
+        )
+
+    def tell_cached(self, names) -> None:
+        """Have these blocks cached from now on."""
+        position = self._cached.position + 1
+        self._cached = CacheReport(
+            epoch=self.epoch, position=position, is_whole=True, added=pack_names(names)
         )
 
     def close(self) -> None:

@@ -74,6 +74,7 @@ def test_a_replay_has_the_sent_tokens_in_its_prompt_and_its_index_continues():
     remaining = progress.remaining()
     assert remaining.prompt_ids == [1, 2, 5, 6]
     assert remaining.num_prior_tokens == 2
+    assert remaining.session == ""
     assert remaining.sampling == request().sampling
     assert accept(progress, 2, [7]).index == 2
 

@@ -7,7 +7,7 @@ import pytest
 from router.backend import ClusterBackend
 from router.cluster import Cluster
 from router.config import PrefillTarget, RouterConfig
-from router.policy import POLICIES
+from router.policies import POLICIES
 from tests.router.fake_node import FakeNode, logprobs, request, until
 from wire.errors import (
     Aborted,
@@ -22,18 +22,21 @@ from wire.errors import (
 )
 from wire.generation import LogprobsWanted
 from wire.messages import Cancel, FlushCache, NodeLoad, StartDecode, StartPrefill
+from wire.prefix_blocks import block_names
 
 
 @asynccontextmanager
-async def watched(prefills, decodes, max_attempts=3, node_wait_s=0.0, files=None, **fields):
+async def watched(
+    prefills, decodes, max_attempts=3, node_wait_s=0.0, files=None, policy="least_load", **fields
+):
     config = RouterConfig(
         prefills=tuple(PrefillTarget(node.url) for node in prefills),
         decodes=tuple(node.url for node in decodes),
         **fields,
     )
     cluster = Cluster(config, files)
-    policy, rng = POLICIES["least_load"], random.Random(0)
-    backend = ClusterBackend(cluster, policy, max_attempts, rng, node_wait_s)
+    rng = random.Random(0)
+    backend = ClusterBackend(cluster, POLICIES[policy], max_attempts, rng, node_wait_s)
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(cluster.run())
         yield backend
@@ -570,3 +573,28 @@ async def test_requests_beyond_a_nodes_room_wait_at_the_router():
         assert message.request.request_id == "b"
         decode.engine.say(message, 0, [7], "stop")
         await second.task
+
+
+async def test_requests_go_where_nodes_told_that_their_prompt_is_cached_until_they_restart():
+    prompt = list(range(300))
+    async with (
+        cluster(3, 3, policy="cache_aware") as setup,
+        asyncio.TaskGroup() as tasks,
+    ):
+        warm = [setup.prefills[2], setup.decodes[1]]
+        for node in warm:
+            node.engine.tell_cached(block_names(prompt))
+        known = [setup.backend._cluster.node(node.url).prefixes for node in warm]
+        await until(lambda: [prefixes.num_blocks for prefixes in known] == [2, 2])
+        for number in range(3):
+            asked = request(prompt, f"r{number}", session="of the router's own")
+            reader = Reader(tasks, setup.backend, asked)
+            prefill, start, decode, _ = await setup.pair_of()
+            assert [prefill, decode] == warm
+            assert start.request.session == ""
+            reader.task.cancel()
+            await until(lambda: not setup.backend._cluster.num_streams)
+            for node in warm:
+                await node.engine.next(Cancel)
+        warm[0].restart_engine()
+        await until(lambda: known[0].num_blocks == 0)

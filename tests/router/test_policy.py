@@ -4,24 +4,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.policies import POLICIES, policy_of
 from router.policy import (
-    POLICIES,
+    Asked,
     ClusterSnapshot,
     NodeSnapshot,
+    Pair,
     choose,
-    least_load,
-    load_of,
     usable_fingerprint,
 )
+from router.prefixes import CachedPrefixes, PrefixIndex, PromptBlocks
 from wire.errors import NoNodeAvailable
-from wire.messages import NodeLoad
+from wire.messages import CacheReport, NodeLoad
+from wire.prefix_blocks import BLOCK_TOKENS, block_names, pack_names
 
+EPOCH = 1
+TEN_TOKENS = Asked(10)
 loads = st.builds(
     NodeLoad,
     num_running=st.integers(0, 20),
     num_waiting=st.integers(0, 20),
+    num_pages=st.sampled_from([0, 1000]),
+    pages_free=st.integers(0, 900),
     pages_held=st.integers(0, 100),
     page_size=st.just(16),
+    queued_tokens=st.integers(-1, 50_000),
+)
+asks = st.builds(
+    Asked, num_tokens=st.integers(1, 20_000), session=st.sampled_from(["", "s1", "s2"])
 )
 
 
@@ -34,20 +44,51 @@ def nodes(draw, role):
             is_up=draw(st.booleans()),
             fingerprint=draw(st.sampled_from(["a", "b"])),
             load=draw(loads),
-            in_flight_tokens=draw(st.integers(0, 1000)),
+            fresh_tokens=draw(st.integers(0, 1000)),
+            zone=draw(st.sampled_from(["", "east", "west"])),
         )
         for i in range(draw(st.integers(1, 5)))
     )
 
 
 snapshots = st.builds(ClusterSnapshot, prefills=nodes("prefill"), decodes=nodes("decode"))
-policies = st.sampled_from(sorted(POLICIES))
+policies = st.builds(
+    policy_of,
+    st.sampled_from(sorted(POLICIES)),
+    st.sampled_from(["", *sorted(POLICIES)]),
+    st.sampled_from(["", *sorted(POLICIES)]),
+)
 
 
-def node(name="n", **fields) -> NodeSnapshot:
-    return NodeSnapshot(
-        **{"url": name, "role": "decode", "is_up": True, "fingerprint": "a"} | fields
-    )
+def node(name="n", role="decode", **fields) -> NodeSnapshot:
+    return NodeSnapshot(**{"url": name, "role": role, "is_up": True, "fingerprint": "a"} | fields)
+
+
+def prefill(name="p", queued_tokens=0, **fields) -> NodeSnapshot:
+    return node(name, "prefill", load=NodeLoad(queued_tokens=queued_tokens), **fields)
+
+
+def decode(name="d", held_tokens=0, **fields) -> NodeSnapshot:
+    load = NodeLoad(num_running=1, pages_held=held_tokens // 16, page_size=16)
+    return node(name, "decode", load=load, **fields)
+
+
+def having(*prompts) -> CachedPrefixes:
+    """What a node told that has these prompts cached."""
+    prefixes = PrefixIndex().new_life()
+    names = [name for prompt in prompts for name in block_names(prompt)]
+    prefixes.take(CacheReport(epoch=EPOCH, position=1, added=pack_names(names)))
+    return prefixes
+
+
+def asking(prompt, session="") -> Asked:
+    return Asked(len(prompt), session, PromptBlocks(prompt))
+
+
+def chosen(name, prefills, decodes, asked=TEN_TOKENS, turn=0, seed=0, **kwargs) -> Pair:
+    snapshot = ClusterSnapshot(tuple(prefills), tuple(decodes))
+    rng = random.Random(seed)
+    return choose(snapshot, "a", policy_of(name), turn, rng, asked=asked, **kwargs)
 
 
 def candidates(nodes_of_role, fingerprint):
@@ -57,58 +98,98 @@ def candidates(nodes_of_role, fingerprint):
 @given(
     snapshots,
     policies,
+    asks,
     st.integers(0, 1000),
     st.sets(st.sampled_from(["http://prefill-0", "http://decode-1"])),
 )
 def test_a_choice_is_up_of_the_model_and_not_avoided_where_there_is_another(
-    snapshot, policy, turn, avoid
+    snapshot, policy, asked, turn, avoid
 ):
     rng = random.Random(turn)
     usable = [candidates(snapshot.prefills, "a"), candidates(snapshot.decodes, "a")]
     if not all(usable):
         with pytest.raises(NoNodeAvailable):
-            choose(snapshot, "a", POLICIES[policy], turn, rng, avoid=avoid)
+            choose(snapshot, "a", policy, turn, rng, asked=asked, avoid=avoid)
         return
-    pair = choose(snapshot, "a", POLICIES[policy], turn, rng, avoid=avoid)
-    for chosen, of_role in zip((pair.prefill, pair.decode), usable, strict=True):
+    pair = choose(snapshot, "a", policy, turn, rng, asked=asked, avoid=avoid)
+    for taken, of_role in zip((pair.prefill, pair.decode), usable, strict=True):
         urls = {n.url for n in of_role}
-        assert chosen in (urls - avoid or urls)
+        assert taken in (urls - avoid or urls)
 
 
-@given(nodes("decode"), st.integers(0, 1000))
-def test_least_load_takes_a_least_busy_node(of_role, turn):
-    chosen = least_load(of_role, turn, random.Random(0))
-    assert load_of(chosen) == min(load_of(n) for n in of_role)
-
-
-@given(st.integers(1, 6), st.sampled_from(["least_load", "round_robin"]))
-def test_equal_nodes_are_used_in_rotation(num_nodes, policy):
-    equal = [node(str(i)) for i in range(num_nodes)]
-    chosen = [POLICIES[policy](equal, turn, random.Random(0)).url for turn in range(2 * num_nodes)]
-    assert sorted(chosen) == sorted(2 * [n.url for n in equal])
-
-
-@given(nodes("decode"), policies, st.integers(0, 99))
-def test_the_same_snapshot_turn_and_draw_give_the_same_choice(of_role, policy, turn):
-    first, second = (POLICIES[policy](of_role, turn, random.Random(turn)) for _ in range(2))
+@given(snapshots, policies, asks, st.integers(0, 99))
+def test_the_same_snapshot_turn_and_draw_give_the_same_choice(snapshot, policy, asked, turn):
+    if not (candidates(snapshot.prefills, "a") and candidates(snapshot.decodes, "a")):
+        return
+    first, second = (
+        choose(snapshot, "a", policy, turn, random.Random(turn), asked=asked) for _ in range(2)
+    )
     assert first == second
 
 
-@given(nodes("decode"), st.integers(0, 99))
-def test_power_of_two_never_takes_the_one_busiest_node_when_there_is_another(of_role, seed):
-    chosen = POLICIES["power_of_two"](of_role, 0, random.Random(seed))
-    busier = [n for n in of_role if load_of(n) >= load_of(chosen) and n != chosen]
-    assert busier or len(of_role) == 1
+@given(st.integers(1, 6), st.integers(1, 6), st.sampled_from(["least_load", "round_robin"]))
+def test_equal_nodes_are_used_in_rotation(num_prefills, num_decodes, name):
+    prefills = [prefill(f"p{i}") for i in range(num_prefills)]
+    decodes = [decode(f"d{i}") for i in range(num_decodes)]
+    num_turns = num_prefills * num_decodes
+    pairs = [chosen(name, prefills, decodes, turn=turn) for turn in range(num_turns)]
+    assert sorted(p.prefill for p in pairs) == sorted(num_decodes * [p.url for p in prefills])
+    assert sorted(p.decode for p in pairs) == sorted(num_prefills * [d.url for d in decodes])
 
 
-def test_own_requests_count_before_the_node_has_reported_them():
-    assert load_of(node(in_flight_tokens=10)) > load_of(node())
+@given(snapshots, asks, st.integers(0, 9))
+def test_no_pair_costs_less_than_the_one_chosen_together(snapshot, asked, turn):
+    prefills, decodes = candidates(snapshot.prefills, "a"), candidates(snapshot.decodes, "a")
+    if not (prefills and decodes):
+        return
+
+    def cost(p, d):
+        lacks_room = sum(n.room_tokens < asked.num_tokens for n in (p, d))
+        crossing = asked.num_tokens if p.zone != d.zone else 0
+        return p.busy_tokens + d.busy_tokens + 100_000 * lacks_room + crossing
+
+    policy = policy_of("least_load")
+    pair = choose(snapshot, "a", policy, turn, random.Random(0), asked=asked)
+    costs = {(p.url, d.url): cost(p, d) for p in prefills for d in decodes}
+    assert costs[pair.prefill, pair.decode] == pytest.approx(min(costs.values()))
 
 
-def test_a_queue_at_a_node_weighs_even_though_it_holds_no_pages():
+def test_a_pair_of_one_zone_is_taken_before_the_two_least_busy_nodes_of_two():
+    prefills = [prefill("p-east", 0, zone="east"), prefill("p-west", 500, zone="west")]
+    decodes = [decode("d-east", 900, zone="east"), decode("d-west", 0, zone="west")]
+    together = chosen("least_load", prefills, decodes, Asked(1000))
+    assert together == Pair("p-west", "d-west")
+    # A prompt so short that its KV travels sooner than either queue is done.
+    assert chosen("least_load", prefills, decodes, Asked(100)) == Pair("p-east", "d-west")
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_equal_nodes_are_paired_within_their_zone_by_every_policy(name):
+    zones = ["east", "west", "south"]
+    prefills = [prefill(f"{zone}-p{i}", zone=zone) for zone in zones for i in range(2)]
+    decodes = [decode(f"{zone}-d{i}", zone=zone) for i in range(3) for zone in zones]
+    pairs = [
+        chosen(name, prefills, decodes, Asked(500, session=f"s{turn}"), turn=turn, seed=turn)
+        for turn in range(60)
+    ]
+    assert all(p.prefill.split("-")[0] == p.decode.split("-")[0] for p in pairs)
+    assert {p.prefill.split("-")[0] for p in pairs} == set(zones)
+
+
+def test_what_was_started_since_the_report_counts_with_it():
+    assert prefill(queued_tokens=5, fresh_tokens=10).busy_tokens == pytest.approx(15)
+    assert decode(held_tokens=32, fresh_tokens=10).busy_tokens == pytest.approx(42, abs=0.1)
+
+
+def test_a_queue_at_a_decode_weighs_even_though_it_holds_no_pages():
     load = NodeLoad(num_running=2, pages_held=10, page_size=16)
     queued = NodeLoad(num_running=2, num_waiting=6, pages_held=10, page_size=16)
-    assert load_of(node(load=queued)) > load_of(node(load=load))
+    assert node(load=queued).busy_tokens > 3 * node(load=load).busy_tokens
+
+
+def test_a_prefill_of_the_release_before_is_rated_by_its_pages():
+    load = NodeLoad(num_running=2, pages_held=10, page_size=16)
+    assert node(role="prefill", load=load).busy_tokens == pytest.approx(160, abs=0.1)
 
 
 def test_the_preferred_model_is_kept_while_a_pair_has_it():
@@ -122,3 +203,12 @@ def test_the_preferred_model_is_kept_while_a_pair_has_it():
 def test_nodes_of_different_models_are_no_pair():
     snapshot = ClusterSnapshot(prefills=(node(fingerprint="a"),), decodes=(node(fingerprint="b"),))
     assert usable_fingerprint(snapshot) is None
+
+
+def test_a_prompt_is_no_longer_than_its_blocks_say():
+    prompt = list(range(3 * BLOCK_TOKENS))
+    warm = node(prefixes=having(prompt))
+    # All of it is cached, and the last token is computed all the same.
+    assert asking(prompt).cached_tokens(warm) == 2 * BLOCK_TOKENS
+    assert asking([*prompt, 7]).cached_tokens(warm) == 3 * BLOCK_TOKENS
+    assert asking([7, *prompt]).cached_tokens(warm) == 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from router.backend import ClusterBackend
 from router.cluster import Cluster
 from router.config import PrefillTarget, RouterConfig
-from router.policy import POLICIES
+from router.policies import POLICIES
 from tests.simulation.processes import Process
 from tests.simulation.toy import answer, logprob_after
 from wire.errors import NoNodeAvailable, TandemError

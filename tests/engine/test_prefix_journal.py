@@ -1,0 +1,98 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.kv_cache import KVCache
+from engine.prefix_journal import PrefixJournal
+from wire.prefix_blocks import BLOCK_TOKENS, block_names
+
+
+def told(cache: KVCache) -> set[int]:
+    """What a router that knows nothing yet is told."""
+    changes = cache.journal.since(0)
+    return set(changes.added) if changes else set()
+
+
+def put(cache: KVCache, tokens, salt="") -> None:
+    match = cache.match(tokens, salt)
+    own = cache.allocate(cache.num_pages_for(len(tokens)) - len(match.page_ids))
+    pages = [*match.page_ids, *own]
+    cache.remember(tokens, pages, salt)
+    cache.release(pages)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 48, 128, 200, 256])
+def test_blocks_have_the_names_that_a_router_gives_them_whatever_the_page_size(page_size):
+    cache = KVCache(4000, page_size)
+    tokens = [i % 50 for i in range(7 * BLOCK_TOKENS + 5)]
+    put(cache, tokens[: 3 * BLOCK_TOKENS + 70])
+    put(cache, tokens, salt="tenant")
+    put(cache, tokens)
+    whole_pages = len(tokens) // page_size * page_size
+    num_told = whole_pages // BLOCK_TOKENS
+    assert told(cache) == {
+        *block_names(tokens)[:num_told],
+        *block_names(tokens, "tenant")[:num_told],
+    }
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6)), min_size=1, max_size=12))
+def test_what_is_told_is_what_a_match_finds(prompts):
+    """With a pool too small for all, so that evictions are told of, too."""
+    page_size = BLOCK_TOKENS // 2
+    cache = KVCache(14, page_size)
+    sequences = [[kind] * (length * BLOCK_TOKENS) for kind, length in prompts]
+    for tokens in sequences:
+        put(cache, tokens)
+    for tokens in sequences:
+        match = cache.match(tokens)
+        num_told = sum(name in told(cache) for name in block_names(tokens))
+        assert num_told == match.num_tokens // BLOCK_TOKENS
+        cache.release(match.page_ids)
+
+
+def test_a_flushed_cache_tells_that_nothing_is_left():
+    cache = KVCache(40, 16)
+    put(cache, [1] * 300)
+    assert len(told(cache)) == 2
+    position = cache.journal.position
+    cache.flush()
+    changes = cache.journal.since(position)
+    assert (changes.is_whole, changes.added) == (True, [])
+
+
+def test_nothing_is_told_when_nothing_changed():
+    journal = PrefixJournal()
+    journal.add(5)
+    assert journal.since(journal.position) is None
+
+
+def test_a_position_of_another_life_gets_all_there_is():
+    journal = PrefixJournal()
+    journal.add(5)
+    changes = journal.since(99)
+    assert (changes.is_whole, changes.added, changes.position) == (True, [5], 1)
+
+
+def test_a_block_in_two_pages_is_cached_until_both_are_gone():
+    journal = PrefixJournal()
+    journal.add(5)
+    journal.add(5)
+    journal.remove(5)
+    assert journal.since(0).added == [5]
+    for other in range(3):
+        journal.add(other)
+    position = journal.position
+    journal.remove(5)
+    assert journal.since(position).removed == [5]
+
+
+def test_more_blocks_than_may_be_are_not_told_of():
+    journal = PrefixJournal(max_blocks=2)
+    for name in range(4):
+        journal.add(name)
+    journal.remove(3)
+    assert journal.since(0).added == [0, 1]
+    journal.remove(0)
+    journal.add(3)
+    assert set(journal.since(-1).added) == {1, 3}

@@ -1,0 +1,139 @@
+"""What each policy is for, by single choices and by small clusters that are simulated."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.policies import POLICIES
+from router.policy import Asked
+from tests.router.test_policy import asking, chosen, decode, having, prefill
+from wire.messages import NodeLoad
+from wire.prefix_blocks import BLOCK_TOKENS
+
+PROMPT = list(range(10 * BLOCK_TOKENS))
+ONE = [decode()]
+
+
+def sessions_of(prefills, decodes, num_sessions=400) -> dict[str, object]:
+    """Return the pair of each of many sessions."""
+    return {
+        f"s{i}": chosen("session", prefills, decodes, Asked(100, f"s{i}"), turn=i)
+        for i in range(num_sessions)
+    }
+
+
+def without(nodes, url):
+    return [node for node in nodes if node.url != url]
+
+
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=8), st.integers(0, 99))
+def test_power_of_two_never_takes_the_one_busiest_node_when_there_is_another(queues, seed):
+    prefills = [prefill(f"p{i}", queued) for i, queued in enumerate(queues)]
+    taken = int(chosen("power_of_two", prefills, ONE, seed=seed).prefill[1:])
+    assert max(queues) > queues[taken] or queues.count(queues[taken]) > 1
+
+
+def test_random_takes_every_node_about_as_often():
+    prefills = [prefill(f"p{i}", 1000 * i) for i in range(4)]
+    taken = Counter(chosen("random", prefills, ONE, seed=seed).prefill for seed in range(800))
+    assert all(150 < taken[p.url] < 250 for p in prefills)
+
+
+def test_a_node_without_pages_for_the_prompt_is_the_last_to_be_taken():
+    full = NodeLoad(num_pages=100, pages_free=5, page_size=16, queued_tokens=0)
+    roomy = NodeLoad(num_pages=100, pages_free=5, pages_cached=50, page_size=16, queued_tokens=300)
+    prefills = [replace(prefill("full"), load=full), replace(prefill("roomy"), load=roomy)]
+    for name in ("least_load", "cache_aware", "session"):
+        assert chosen(name, prefills, ONE, Asked(500, "s")).prefill == "roomy"
+    assert chosen("least_load", prefills, ONE, Asked(80)).prefill == "full"
+
+
+def test_a_prompt_goes_where_most_of_it_is_cached():
+    short, long = having(PROMPT[: 2 * BLOCK_TOKENS]), having(PROMPT[: 8 * BLOCK_TOKENS])
+    prefills = [prefill("cold"), prefill("short", prefixes=short), prefill("long", prefixes=long)]
+    decodes = [decode("d-cold"), decode("d-warm", prefixes=short)]
+    for turn in range(3):
+        pair = chosen("cache_aware", prefills, decodes, asking(PROMPT), turn)
+        assert (pair.prefill, pair.decode) == ("long", "d-warm")
+
+
+def test_a_queue_longer_than_what_the_cache_saves_sends_a_prompt_elsewhere():
+    warm = having(PROMPT)
+    saved = asking(PROMPT).cached_tokens(prefill(prefixes=warm))
+    for queued, taken in ((saved - 1, "warm"), (saved + 1, "cold")):
+        prefills = [prefill("cold"), prefill("warm", queued, prefixes=warm)]
+        assert chosen("cache_aware", prefills, ONE, asking(PROMPT)).prefill == taken
+
+
+@given(st.integers(2, 12), st.integers(2, 40), st.integers(0, 99))
+def test_a_burst_of_one_hot_prompt_never_waits_longer_at_its_node_than_computing_it_takes(
+    num_nodes, num_requests, seed
+):
+    """No herd: with nothing told in between, queues stay within one prompt of each other."""
+    queues = [0] * num_nodes
+    warm = having(PROMPT)
+    hot = random.Random(seed).randrange(num_nodes)
+    for turn in range(num_requests):
+        prefills = [
+            prefill(f"p{i}", fresh_tokens=tokens, **({"prefixes": warm} if i == hot else {}))
+            for i, tokens in enumerate(queues)
+        ]
+        taken = chosen("cache_aware", prefills, ONE, asking(PROMPT), turn).prefill
+        queues[int(taken[1:])] += len(PROMPT)
+    assert max(queues) - min(queues) <= 2 * len(PROMPT)
+
+
+@given(st.integers(2, 8), st.integers(2, 8), st.sampled_from(["prefill", "decode"]), st.data())
+def test_a_node_that_goes_moves_only_the_sessions_it_had(num_prefills, num_decodes, role, data):
+    prefills = [prefill(f"p{i}") for i in range(num_prefills)]
+    decodes = [decode(f"d{i}") for i in range(num_decodes)]
+    gone = data.draw(st.sampled_from(prefills if role == "prefill" else decodes)).url
+    before = sessions_of(prefills, decodes, 60)
+    after = sessions_of(without(prefills, gone), without(decodes, gone), 60)
+    other = "decode" if role == "prefill" else "prefill"
+    for session, pair in before.items():
+        assert getattr(after[session], other) == getattr(pair, other)
+        assert (after[session] == pair) == (getattr(pair, role) != gone)
+
+
+def test_sessions_stay_in_their_zone_when_a_decode_of_it_goes():
+    prefills = [prefill(f"p{i}", zone=f"z{i % 3}") for i in range(6)]
+    decodes = [decode(f"d{i}", zone=f"z{i % 3}") for i in range(9)]
+    before, after = sessions_of(prefills, decodes), sessions_of(prefills, decodes[1:])
+    moved = [session for session, pair in before.items() if after[session] != pair]
+    assert 0 < len(moved) < len(before) / 5
+    assert all(before[session].decode == "d0" for session in moved)
+    assert all(before[session].prefill == after[session].prefill for session in moved)
+
+
+def test_sessions_spread_over_all_nodes():
+    prefills = [prefill(f"p{i}") for i in range(8)]
+    taken = Counter(pair.prefill for pair in sessions_of(prefills, ONE, 1600).values())
+    assert all(140 < taken[p.url] < 260 for p in prefills)
+
+
+def test_a_session_leaves_an_overloaded_node_for_its_second_and_comes_back():
+    prefills = [prefill(f"p{i}", 1000) for i in range(6)]
+    asked = Asked(100, "s")
+    first = chosen("session", prefills, ONE, asked).prefill
+    second = chosen("session", without(prefills, first), ONE, asked).prefill
+    busy = [prefill(p.url, 50_000) if p.url == first else p for p in prefills]
+    assert chosen("session", busy, ONE, asked).prefill == second
+    assert chosen("session", prefills, ONE, asked, turn=1).prefill == first
+
+
+def test_a_request_without_a_session_goes_where_it_is_cached():
+    prefills = [prefill("cold"), prefill("warm", prefixes=having(PROMPT)), prefill("p3")]
+    taken = [chosen("session", prefills, ONE, asking(PROMPT), turn).prefill for turn in range(3)]
+    assert taken == ["warm"] * 3
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_one_pair_alone_takes_everything(name):
+    full = NodeLoad(num_pages=1, page_size=16, queued_tokens=10**7)
+    only = [replace(prefill("only"), load=full)]
+    assert chosen(name, only, ONE, asking(PROMPT, "s")).prefill == "only"

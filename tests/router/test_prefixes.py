@@ -1,0 +1,107 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.prefix_journal import PrefixJournal
+from router.prefixes import NOTHING_CACHED, PrefixIndex, PromptBlocks
+from wire.messages import CacheReport
+from wire.prefix_blocks import BLOCK_TOKENS, MAX_BLOCKS, block_names, pack_names
+
+EPOCH = 1
+
+
+def report(journal: PrefixJournal, position: int) -> CacheReport | None:
+    """What a node with this journal answers a ping."""
+    changes = journal.since(position)
+    return changes and CacheReport(
+        epoch=EPOCH,
+        position=changes.position,
+        is_whole=changes.is_whole,
+        added=pack_names(changes.added),
+        removed=pack_names(changes.removed),
+    )
+
+
+@given(
+    st.lists(st.one_of(st.tuples(st.booleans(), st.integers(0, 9)), st.just("ask")), max_size=60),
+    st.integers(1, 12),
+)
+def test_a_router_that_asks_now_and_then_knows_what_a_node_has(events, max_changes):
+    """However many changes lie between two questions, more than the journal keeps included."""
+    journal, known, cached = PrefixJournal(max_changes=max_changes), PrefixIndex().new_life(), set()
+    for event in [*events, "ask"]:
+        if event == "ask":
+            if (told := report(journal, known.position)) is not None:
+                known.take(told)
+            assert known.names == cached
+            assert known.num_blocks == len(cached)
+            continue
+        has_come, name = event
+        if has_come and name not in cached:
+            journal.add(name)
+            cached.add(name)
+        elif not has_come and name in cached:
+            journal.remove(name)
+            cached.remove(name)
+
+
+def test_a_node_that_lies_does_not_grow_its_router():
+    known = PrefixIndex().new_life()
+    for start in (0, MAX_BLOCKS):
+        names = pack_names(range(start, start + MAX_BLOCKS))
+        known.take(CacheReport(epoch=EPOCH, position=1, added=names))
+    assert len(known.names) == MAX_BLOCKS
+
+
+def test_half_a_name_is_passed_over():
+    known = PrefixIndex().new_life()
+    known.take(CacheReport(epoch=EPOCH, position=1, added=pack_names([7]) + b"abc"))
+    assert known.names == {7}
+
+
+@given(
+    st.lists(st.lists(st.sets(st.integers(0, 6)), min_size=1, max_size=3), max_size=5),
+    st.integers(0, 6),
+)
+def test_the_beginning_that_each_node_has_is_found_as_nodes_come_and_go(lives, num_names):
+    """Each node has what it told last; of every second one the life is over."""
+    index, names = PrefixIndex(), list(range(num_names))
+    known = [(index.new_life(), reports) for reports in lives]
+    for life, reports in known:
+        for told in reports:
+            added = pack_names(sorted(told))
+            life.take(CacheReport(epoch=EPOCH, position=1, is_whole=True, added=added))
+    for life, _ in known[::2]:
+        life.forget()
+        life.forget()
+    expected = {
+        life: next((i for i in names if i not in reports[-1]), num_names)
+        for life, reports in known[1::2]
+    }
+    assert index.leading(names) == {life: count for life, count in expected.items() if count}
+    for life, _ in known[1::2]:
+        life.forget()
+    assert len(index) == 0
+
+
+def test_a_new_life_has_nothing_of_the_one_whose_place_it_takes():
+    index = PrefixIndex()
+    old = index.new_life()
+    old.take(CacheReport(epoch=EPOCH, position=1, added=pack_names([1, 2])))
+    old.forget()
+    new = index.new_life()
+    assert (index.leading([1, 2]), new.num_blocks) == ({}, 0)
+
+
+def test_a_prompt_shares_blocks_up_to_its_first_other_token_and_none_with_another_salt():
+    prompt = [i % 97 for i in range(4 * BLOCK_TOKENS)]
+    other = [*prompt[: 2 * BLOCK_TOKENS], 98, *prompt[2 * BLOCK_TOKENS + 1 :]]
+    names, others = block_names(prompt), block_names(other)
+    assert len(set(names)) == 4
+    assert [a == b for a, b in zip(names, others, strict=True)] == [True, True, False, False]
+    assert not set(names) & set(block_names(prompt, "tenant"))
+
+
+def test_a_prompt_shorter_than_a_block_is_cached_nowhere():
+    prompt = PromptBlocks([1] * BLOCK_TOKENS)
+    assert prompt.cached_in([PrefixIndex().new_life(), NOTHING_CACHED]) == [0, 0]
+    assert list(prompt.names()) == []
