@@ -129,6 +129,7 @@ class LocalBackend:
             load=self._load(),
             tp_size=self._config.engine.tp_size,
             transports=self._transports(),
+            takes_prompts=self._config.role != "prefill",
             model=ModelInfo(
                 name=model.name,
                 fingerprint=ready.fingerprint,

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from frontend.flags import add_http_flags, read_http
 from frontend.reply_flags import add_reply_flags
-from router.config import PolicyName, PrefillTarget, RouterConfig, node_url
+from router.config import LOCAL_PREFILL_THRESHOLD, PolicyName, PrefillTarget, RouterConfig, node_url
 from telemetry.flags import add_format_flag, add_level_flag
 from wire.errors import ConfigInvalid
 from wire.hosts import bare_host
@@ -121,6 +121,15 @@ def _add_cluster_flags(group: argparse._ArgumentGroup) -> None:
         help="how a pair is chosen (default: least_load; cache_aware is taken as least_load)",
     )
     group.add_argument(
+        "--local-prefill-threshold",
+        type=int,
+        default=LOCAL_PREFILL_THRESHOLD,
+        metavar="N",
+        help="a decode node computes a prompt by itself while that leaves it no more than N prompt tokens to "
+        "compute, cached ones not counted, and any prompt while no prefill node is up; 0: never "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
         "--node-ca-certs",
         default="",
         metavar="FILE",
@@ -194,6 +203,7 @@ def parse(argv: Sequence[str], prog: str = "tandem lb") -> RouterConfig:
         num_workers=args.num_workers,
         policy=POLICY_ALIASES.get(args.policy, args.policy),
         max_attempts=args.max_attempts,
+        local_prefill_threshold=args.local_prefill_threshold,
         node_ca_certs=args.node_ca_certs,
         http=read_http(args),
         tokenizer_dir=args.tokenizer_dir,

@@ -22,7 +22,7 @@ from router.groups import Groups
 from router.metrics import RouterMetrics
 from router.pairing import Pairing
 from router.policy import Pair, Policy
-from router.running import run_attempt
+from router.running import run_on
 from telemetry.log import get_logger
 from wire.errors import Overloaded, PeerLost, TandemError
 from wire.generation import GenerateRequest
@@ -67,12 +67,10 @@ class ClusterBackend:
         with self._metrics.request() as outcome, self._groups.entered(request.group) as group:
             fingerprint = self._cluster.fingerprint()
             progress, failed = Progress(request, tap), set[Pair]()
-            pair = self._pairing.pair_for(group, fingerprint, failed)
+            pair = self._pairing.pair_for(group, fingerprint, failed, request.prompt_ids)
             for attempt in itertools.count():
                 try:
-                    async with aclosing(
-                        run_attempt(self._cluster, progress, pair, attempt)
-                    ) as deltas:
+                    async with aclosing(run_on(self._cluster, progress, pair, attempt)) as deltas:
                         async for delta in deltas:
                             if delta.finish is not None:
                                 outcome.finished()
@@ -82,7 +80,8 @@ class ClusterBackend:
                         raise
                     self._note_replay(progress, pair, error)
                     failed.add(pair)
-                    pair = self._pairing.pair_for(group, fingerprint, failed, after=error)
+                    prompt = progress.remaining().prompt_ids
+                    pair = self._pairing.pair_for(group, fingerprint, failed, prompt, after=error)
                 else:
                     return
 

@@ -13,6 +13,7 @@ from typing_extensions import override
 from frontend.backend import Health, ServedModel
 from frontend.engine_client import EngineClient
 from frontend.tokenizer import Tokenizer
+from router.conditional import with_stand_ins
 from router.config import RouterConfig
 from router.health import explain
 from router.node import Node
@@ -50,6 +51,7 @@ class Cluster:
         keys = config.http.api_keys
         self._headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
         self._by_url = {node.url: node for node in (*self.prefills, *self.decodes)}
+        self.local_prefill_threshold = config.local_prefill_threshold
         self._name = config.served_model_name
         given = Tokenizer.load(Path(config.tokenizer_dir)) if config.tokenizer_dir else None
         self._given_tokenizer = given
@@ -93,16 +95,19 @@ class Cluster:
             decodes=tuple(node.snapshot() for node in self.decodes),
         )
 
+    def servable(self) -> ClusterSnapshot:
+        """Return the nodes to choose a pair of: see `with_stand_ins`."""
+        return with_stand_ins(self.snapshot(), self.local_prefill_threshold)
+
     def fingerprint(self) -> str:
         """Return that of the model served now.
 
         Raises:
             NoNodeAvailable: No pair can serve; says why.
         """
-        snapshot = self.snapshot()
-        usable = usable_fingerprint(snapshot, preferred=self._fingerprint)
+        usable = usable_fingerprint(self.servable(), preferred=self._fingerprint)
         if usable is None:
-            raise NoNodeAvailable(explain(snapshot, None).detail)
+            raise NoNodeAvailable(explain(self.snapshot(), None).detail)
         if usable != self._fingerprint:
             log.info("cluster.serves", fingerprint=usable, before=self._fingerprint)
             self._fingerprint = usable
@@ -110,8 +115,8 @@ class Cluster:
 
     def health(self) -> Health:
         """Tell whether a pair can serve now, and what is missing."""
-        snapshot = self.snapshot()
-        return explain(snapshot, usable_fingerprint(snapshot, preferred=self._fingerprint))
+        usable = usable_fingerprint(self.servable(), preferred=self._fingerprint)
+        return explain(self.snapshot(), usable)
 
     def model(self) -> ServedModel:
         """Return the model served.

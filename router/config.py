@@ -13,6 +13,9 @@ from wire.errors import ConfigInvalid
 
 PolicyName = Literal["least_load", "round_robin", "random", "power_of_two"]
 
+# To be measured.
+LOCAL_PREFILL_THRESHOLD = 128
+
 
 def node_url(text: str) -> str:
     """Return the URL of a node in its normal form, without a slash at the end.
@@ -61,6 +64,8 @@ class RouterConfig:
             carries thousands of tokens per second; more are for more cores.
         max_attempts: How often one request is tried before its client sees an error. Two deaths in
             the life of one request are rare; a request that kills nodes must not kill them all.
+        local_prefill_threshold: Prompt tokens that a decode node may have to compute by itself at a time;
+            0: none, and a cluster without a prefill node serves nobody. See docs/conditional.md.
         node_ca_certs: Authorities of nodes that speak HTTPS; empty takes the system's.
         tokenizer_dir: Read here instead of asked from the nodes.
         served_model_name: As clients name the model; empty takes the nodes' name.
@@ -77,6 +82,7 @@ class RouterConfig:
     num_workers: int = 1
     policy: PolicyName = "least_load"
     max_attempts: int = 3
+    local_prefill_threshold: int = LOCAL_PREFILL_THRESHOLD
     node_ca_certs: str = ""
     http: HttpOptions = field(default_factory=HttpOptions)
     tokenizer_dir: str = ""
@@ -96,6 +102,10 @@ class RouterConfig:
             raise ConfigInvalid("each node is given once: two of the URLs are the same")
         if self.num_workers < 1 or self.max_attempts < 1:
             raise ConfigInvalid("--detokenizers and --max-attempts are at least 1")
+        if self.local_prefill_threshold < 0:
+            raise ConfigInvalid(
+                f"--local-prefill-threshold is {self.local_prefill_threshold}: give 0, for never, or tokens"
+            )
         if not 0 <= self.port <= 65535:
             raise ConfigInvalid(f"--port {self.port} is not between 0 and 65535")
         if self.node_ca_certs:

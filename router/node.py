@@ -26,26 +26,38 @@ from wire.node_info import NodeInfo
 
 
 class Work:
-    """One half of an attempt: its stream, and its share of the node's load until it ends.
+    """One half of an attempt, or all of it: its stream, and its share of the node's load until it ends.
 
     A context manager: leaving it ends it.
+
+    Args:
+        num_to_compute: Prompt tokens that decode computes by itself.
 
     Attributes:
         is_counted: Whether it has not ended.
     """
 
-    def __init__(self, node: "Node", stream: TokenStream, num_tokens: int) -> None:
+    def __init__(
+        self, node: "Node", stream: TokenStream, num_tokens: int, num_to_compute: int = 0
+    ) -> None:
         self.stream = stream
-        self._node, self._num_tokens = node, num_tokens
+        self._node, self._num_tokens, self._num_to_compute = node, num_tokens, num_to_compute
         self.is_counted = True
+        node.own_prompt_tokens += num_to_compute
         node.in_flight_requests += 1
         node.in_flight_tokens += num_tokens
+
+    def prompt_done(self) -> None:
+        """The prompt was computed: none of it waits at the node any more. Safe to call twice."""
+        self._node.own_prompt_tokens -= self._num_to_compute
+        self._num_to_compute = 0
 
     def end(self, *, is_done: bool = False) -> None:
         """Give the share back. Cancels at the engine unless it `is_done`. Safe to call twice."""
         if is_done:
             self.stream.forget()
         self.stream.close()
+        self.prompt_done()
         if self.is_counted:
             self.is_counted = False
             self._node.in_flight_requests -= 1
@@ -66,6 +78,7 @@ class Node:
         info: What it last said of itself; None until it was reached.
         reason: Why it is not used; empty when nothing is wrong.
         is_admitted: Its last answer was that of a healthy node of its role.
+        own_prompt_tokens: See `NodeSnapshot`.
     """
 
     def __init__(self, url: str, role: str, bootstrap_port: int | None = None) -> None:
@@ -76,6 +89,7 @@ class Node:
         self.is_admitted = False
         self.in_flight_requests = 0
         self.in_flight_tokens = 0
+        self.own_prompt_tokens = 0
         self._bootstrap_port = bootstrap_port
 
     @override
@@ -127,8 +141,11 @@ class Node:
         self.client = EngineClient(address, key, Epoch(info.epoch))
         return self.client
 
-    def start(self, start: Start, wake: asyncio.Event) -> Work:
-        """Start one half of an attempt here.
+    def start(self, start: Start, wake: asyncio.Event, num_to_compute: int = 0) -> Work:
+        """Start an attempt here, or one half of it.
+
+        Args:
+            num_to_compute: Of a whole one, how many prompt tokens the node has to compute.
 
         Raises:
             PeerLost: The node was lost since it was chosen.
@@ -136,7 +153,7 @@ class Node:
         if self.client is None:
             raise PeerLost(f"{self.role} node {self.url} was lost")
         stream = self.client.generate(start, wake)
-        return Work(self, stream, len(start.request.prompt_ids))
+        return Work(self, stream, len(start.request.prompt_ids), num_to_compute)
 
     def snapshot(self) -> NodeSnapshot:
         """Return the node at this moment."""
@@ -149,4 +166,6 @@ class Node:
             load=self.client.load if self.client else NodeLoad(),
             in_flight_requests=self.in_flight_requests,
             in_flight_tokens=self.in_flight_tokens,
+            takes_prompts=self.info is not None and self.info.takes_prompts,
+            own_prompt_tokens=self.own_prompt_tokens,
         )

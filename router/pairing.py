@@ -2,9 +2,10 @@
 
 import itertools
 import random
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 from router.cluster import Cluster
+from router.conditional import stays_on_decode
 from router.groups import Group
 from router.metrics import RouterMetrics
 from router.policy import Pair, Policy, choose
@@ -30,22 +31,34 @@ class Pairing:
         group: Group,
         fingerprint: str,
         failed: Set[Pair],
+        prompt: Sequence[int],
         after: TandemError | None = None,
     ) -> Pair:
         """Return the group's pair while it serves and did not fail this request, else a new one."""
         pair = group.pair
         if pair is None or pair in failed or not self._serves(pair, fingerprint):
-            group.pair = pair = self._choose(fingerprint, failed, after)
+            pair = self._choose(fingerprint, failed, after)
+            group.pair = pair = self._conditional(pair, prompt)
+        return pair
+
+    def _conditional(self, pair: Pair, prompt: Sequence[int]) -> Pair:
+        """Return the pair, or its decode alone where that computes the prompt by itself."""
+        decode = self._cluster.node(pair.decode).snapshot()
+        is_stand_in = self._cluster.node(pair.prefill).role == "decode"
+        threshold = self._cluster.local_prefill_threshold
+        if is_stand_in or stays_on_decode(prompt, decode, threshold):
+            self._metrics.stayed_on_decode("no_prefill" if is_stand_in else "little_to_compute")
+            return Pair(prefill="", decode=pair.decode)
         return pair
 
     def _serves(self, pair: Pair, fingerprint: str) -> bool:
-        nodes = [self._cluster.node(url).snapshot() for url in (pair.prefill, pair.decode)]
+        nodes = [self._cluster.node(url).snapshot() for url in pair.urls]
         return all(node.is_up and node.fingerprint == fingerprint for node in nodes)
 
     def _choose(self, fingerprint: str, failed: Set[Pair], after: TandemError | None) -> Pair:
         with self._metrics.pairing():
-            snapshot, turn = self._cluster.snapshot(), next(self._turns)
-            avoid = {url for pair in failed for url in (pair.prefill, pair.decode)}
+            snapshot, turn = self._cluster.servable(), next(self._turns)
+            avoid = {url for pair in failed for url in pair.urls}
             try:
                 return choose(snapshot, fingerprint, self._policy, turn, self._rng, avoid=avoid)
             except NoNodeAvailable as none:

@@ -23,6 +23,8 @@ class NodeSnapshot:
         load: What it last said of itself, up to half a second old.
         in_flight_requests: Started by this edge worker and not ended.
         in_flight_tokens: Prompt tokens of those.
+        takes_prompts: A decode node that can compute prompts by itself.
+        own_prompt_tokens: Of prompts that this edge worker has it compute and that gave no token yet.
     """
 
     url: str
@@ -33,6 +35,8 @@ class NodeSnapshot:
     load: NodeLoad = field(default_factory=NodeLoad)
     in_flight_requests: int = 0
     in_flight_tokens: int = 0
+    takes_prompts: bool = False
+    own_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +49,19 @@ class ClusterSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The two nodes of one attempt, by their URLs."""
+    """The two nodes of one attempt, by their URLs.
+
+    Attributes:
+        prefill: Empty when decode computes the prompt by itself.
+    """
 
     prefill: str
     decode: str
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The nodes there are."""
+        return (self.prefill, self.decode) if self.prefill else (self.decode,)
 
 
 Policy = Callable[[Sequence[NodeSnapshot], int, random.Random], NodeSnapshot]

@@ -57,7 +57,7 @@ class StartDecode(Message, frozen=True, kw_only=True):
 
 
 class StartColocated(Message, frozen=True, kw_only=True):
-    """Run prompt and generation in one engine (`tandem serve`).
+    """Run prompt and generation in one engine: `tandem serve`, or a decode node without a prefill.
 
     Attributes:
         stream: See `StartPrefill`.
@@ -138,7 +138,12 @@ class RequestFailed(Message, frozen=True, kw_only=True):
 
 
 class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node says of itself: page states sum to `num_pages`."""
+    """What a node says of itself: page states sum to `num_pages`.
+
+    Attributes:
+        uncomputed_tokens: Of the prompts that it has, those it is still to compute; what it will find in
+            its prefix cache may be among them.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -160,6 +165,7 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     received_bytes: int = 0
     saved_bytes: int = 0
     num_corrupted: int = 0
+    uncomputed_tokens: int = 0
 
 
 class Pong(Message, frozen=True, kw_only=True):

@@ -41,6 +41,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
         max_prompt_tokens: The longest prompt its pool can ever hold.
         tp_size: Processes that share its model; 0: an older node, which does not tell.
         transports: By which its KV may move, best first; empty on other roles and older nodes.
+        takes_prompts: It takes whole requests (`StartColocated`); false on older decode nodes.
     """
 
     role: str
@@ -54,3 +55,4 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     load: NodeLoad = NodeLoad()
     tp_size: int = 0
     transports: list[str] = []
+    takes_prompts: bool = False
