@@ -155,8 +155,8 @@ class DecodeRole:
         return engine_load(
             self._engine,
             num_waiting=len(self._line),
+            queued_tokens=sum(prompts),
             num_transferring=len(self._granted),
-            uncomputed_tokens=sum(prompts),
             received_bytes=moved.received_bytes,
             saved_bytes=moved.saved_bytes,
             num_corrupted=self._num_corrupted,

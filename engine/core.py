@@ -244,15 +244,17 @@ class Engine:
         return len(self._scheduler.prompts)
 
     @property
-    def num_uncomputed_tokens(self) -> int:
-        """Tokens of prompts, and of what was retracted, that are still to be computed."""
-        scheduler = self._scheduler
-        return sum(each.num_uncomputed for each in (*scheduler.prompts, *scheduler.waiting))
-
-    @property
     def num_waiting(self) -> int:
         """Requests without pages."""
         return len(self._scheduler.waiting) + len(self._compiling)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens to compute: of those that wait all, since what is cached of them may change."""
+        waiting = (*self._scheduler.waiting, *self._compiling)
+        return sum(len(active.token_ids) for active in waiting) + sum(
+            active.num_uncomputed for active in self._scheduler.prompts
+        )
 
     @property
     def num_generated_tokens(self) -> int:

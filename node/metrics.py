@@ -15,7 +15,6 @@ GAUGES = {
     "num_running": "Requests with pages.",
     "num_waiting": "Requests that wait for pages.",
     "num_transferring": "Requests whose pages are granted or being pushed.",
-    "uncomputed_tokens": "Tokens of prompts that are still to be computed here.",
 }
 COUNTERS = {
     "prompt_tokens": "Prompt tokens, cached ones included.",

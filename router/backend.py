@@ -67,7 +67,7 @@ class ClusterBackend:
         with self._metrics.request() as outcome, self._groups.entered(request.group) as group:
             fingerprint = self._cluster.fingerprint()
             progress, failed = Progress(request, tap), set[Pair]()
-            pair = self._pairing.pair_for(group, fingerprint, failed, request.prompt_ids)
+            pair = self._pairing.pair_for(group, request, fingerprint, failed)
             for attempt in itertools.count():
                 try:
                     async with aclosing(run_on(self._cluster, progress, pair, attempt)) as deltas:
@@ -80,8 +80,10 @@ class ClusterBackend:
                         raise
                     self._note_replay(progress, pair, error)
                     failed.add(pair)
-                    prompt = progress.remaining().prompt_ids
-                    pair = self._pairing.pair_for(group, fingerprint, failed, prompt, after=error)
+                    # To compute is all that was sent, too.
+                    prompt = request.prompt_ids + progress.sent_ids
+                    rest = msgspec.structs.replace(request, prompt_ids=prompt)
+                    pair = self._pairing.pair_for(group, rest, fingerprint, failed, after=error)
                 else:
                     return
 

@@ -32,7 +32,7 @@ def stays_on_decode(
     """
     # The report knows of all routers and is late; our own count is exact and knows of us only. Most of
     # both is the same tokens: their sum would turn prompts away from a node that has room.
-    backlog = max(decode.own_prompt_tokens, decode.load.uncomputed_tokens)
+    backlog = max(decode.own_prompt_tokens, decode.load.queued_tokens)
     num_new = tokens_to_compute(prompt, decode, num_cached)
     return decode.takes_prompts and backlog + num_new <= threshold
 

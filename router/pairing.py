@@ -10,6 +10,7 @@ from router.groups import Group
 from router.metrics import RouterMetrics
 from router.policy import Pair, Policy, choose
 from wire.errors import NoNodeAvailable, TandemError
+from wire.generation import GenerateRequest
 
 
 class Pairing:
@@ -29,16 +30,16 @@ class Pairing:
     def pair_for(
         self,
         group: Group,
+        request: GenerateRequest,
         fingerprint: str,
         failed: Set[Pair],
-        prompt: Sequence[int],
         after: TandemError | None = None,
     ) -> Pair:
         """Return the group's pair while it serves and did not fail this request, else a new one."""
         pair = group.pair
         if pair is None or pair in failed or not self._serves(pair, fingerprint):
             pair = self._choose(fingerprint, failed, after)
-            group.pair = pair = self._conditional(pair, prompt)
+            group.pair = pair = self._conditional(pair, request.prompt_ids)
         return pair
 
     def _conditional(self, pair: Pair, prompt: Sequence[int]) -> Pair:

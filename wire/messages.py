@@ -138,12 +138,7 @@ class RequestFailed(Message, frozen=True, kw_only=True):
 
 
 class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node says of itself: page states sum to `num_pages`.
-
-    Attributes:
-        uncomputed_tokens: Of the prompts that it has, those it is still to compute; what it will find in
-            its prefix cache may be among them.
-    """
+    """What a node says of itself: page states sum to `num_pages`."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -165,7 +160,8 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     received_bytes: int = 0
     saved_bytes: int = 0
     num_corrupted: int = 0
-    uncomputed_tokens: int = 0
+    # Prompt tokens that wait to be computed; -1: an older node, which does not tell.
+    queued_tokens: int = -1
 
 
 class Pong(Message, frozen=True, kw_only=True):

@@ -133,11 +133,11 @@ def test_what_waits_for_pages_is_one_line_by_priority_and_arrival(pair):
         start_local(pair, name, own, priority=int(name == "urgent"), max_new_tokens=2)
     load = pair.decode.load()
     assert (load.num_running, load.num_waiting) == (1, 3)
-    assert load.uncomputed_tokens == half + sum(half + 29 - i for i in range(3))
+    assert load.queued_tokens == half + sum(half + 29 - i for i in range(3))
     names = ("first", "urgent", "local", "late")
     pair.run_until(lambda: finished(pair, names))
     assert tuple(pair.decode_answers.finishes) == names
-    assert pair.decode.load().uncomputed_tokens == 0
+    assert pair.decode.load().queued_tokens == 0
 
 
 def test_a_prompt_that_a_hand_off_brings_is_not_computed_a_second_time(pair):

@@ -22,7 +22,7 @@ LONG = range(THRESHOLD + 1)
 
 
 def able(name="d", own=0, reported=0, **fields):
-    load = NodeLoad(uncomputed_tokens=reported)
+    load = NodeLoad(queued_tokens=reported)
     return node(name, takes_prompts=True, own_prompt_tokens=own, load=load, **fields)
 
 
