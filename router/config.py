@@ -13,7 +13,8 @@ from wire.errors import ConfigInvalid
 
 PolicyName = Literal["least_load", "round_robin", "random", "power_of_two"]
 
-# To be measured.
+# With so many tokens in it a step of the embedded model takes as long as four with answers alone, and one of a
+# large model on GPUs less than two: docs/conditional.md has the numbers.
 LOCAL_PREFILL_THRESHOLD = 128
 
 
