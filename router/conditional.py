@@ -5,24 +5,28 @@ another node and no line behind other prompts. What that costs is the time of th
 there is a bound on what waits at a decode node, and beyond it prompts go to prefill as ever.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from router.policy import ClusterSnapshot, NodeSnapshot
+from wire.generation import GenerateRequest
 
 
-def tokens_to_compute(prompt: Sequence[int], decode: NodeSnapshot, num_cached: int = 0) -> int:
+def tokens_to_compute(request: GenerateRequest, num_cached: int = 0) -> int:
     """Return how many tokens of a prompt a decode node has to compute by itself.
 
     Args:
         num_cached: Of the prompt, the node has so many in its prefix cache.
     """
+    wanted = request.logprobs
+    if wanted is not None and wanted.prompt_start >= 0:
+        # Log-probabilities come from computing, so from there on nothing is taken from the cache.
+        num_cached = min(num_cached, max(0, wanted.prompt_start - 1))
     # The last token is always computed: its logits give the next one.
-    return max(1, len(prompt) - num_cached)
+    return max(1, len(request.prompt_ids) - num_cached)
 
 
 def stays_on_decode(
-    prompt: Sequence[int], decode: NodeSnapshot, threshold: int, num_cached: int = 0
+    request: GenerateRequest, decode: NodeSnapshot, threshold: int, num_cached: int = 0
 ) -> bool:
     """Tell whether a decode node shall compute a prompt by itself.
 
@@ -33,7 +37,7 @@ def stays_on_decode(
     # The report knows of all routers and is late; our own count is exact and knows of us only. Most of
     # both is the same tokens: their sum would turn prompts away from a node that has room.
     backlog = max(decode.own_prompt_tokens, decode.load.queued_tokens)
-    num_new = tokens_to_compute(prompt, decode, num_cached)
+    num_new = tokens_to_compute(request, num_cached)
     return decode.takes_prompts and backlog + num_new <= threshold
 
 

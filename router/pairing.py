@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Sequence, Set
+from collections.abc import Set
 
 from router.cluster import Cluster
 from router.conditional import stays_on_decode
@@ -39,15 +39,15 @@ class Pairing:
         pair = group.pair
         if pair is None or pair in failed or not self._serves(pair, fingerprint):
             pair = self._choose(fingerprint, failed, after)
-            group.pair = pair = self._conditional(pair, request.prompt_ids)
+            group.pair = pair = self._conditional(pair, request)
         return pair
 
-    def _conditional(self, pair: Pair, prompt: Sequence[int]) -> Pair:
+    def _conditional(self, pair: Pair, request: GenerateRequest) -> Pair:
         """Return the pair, or its decode alone where that computes the prompt by itself."""
         decode = self._cluster.node(pair.decode).snapshot()
         is_stand_in = self._cluster.node(pair.prefill).role == "decode"
         threshold = self._cluster.local_prefill_threshold
-        if is_stand_in or stays_on_decode(prompt, decode, threshold):
+        if is_stand_in or stays_on_decode(request, decode, threshold):
             self._metrics.stayed_on_decode("no_prefill" if is_stand_in else "little_to_compute")
             return Pair(prefill="", decode=pair.decode)
         return pair

@@ -65,8 +65,7 @@ async def run_local_attempt(
     node, wake = cluster.node(url), asyncio.Event()
     start = StartColocated(request=progress.remaining(), attempt=attempt)
     has_spoken = False
-    num_to_compute = tokens_to_compute(start.request.prompt_ids, node.snapshot())
-    with node.start(start, wake, num_to_compute) as work:
+    with node.start(start, wake, tokens_to_compute(start.request)) as work:
         while not progress.is_finished:
             if has_spoken:
                 work.stream.tap = progress

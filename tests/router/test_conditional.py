@@ -15,6 +15,7 @@ from tests.router.fake_node import FakeNode, request, until
 from tests.router.test_backend import Setup, in_flight, read, reading, watched
 from tests.router.test_policy import node, snapshots
 from wire.errors import NoNodeAvailable, OutOfPages, PeerLost
+from wire.generation import LogprobsWanted
 from wire.messages import Cancel, NodeLoad, StartColocated, StartDecode, StartPrefill
 
 THRESHOLD = 8
@@ -31,28 +32,34 @@ def able(name="d", own=0, reported=0, **fields):
 
 @pytest.mark.parametrize(("num_tokens", "stays"), [(1, True), (8, True), (9, False)])
 def test_a_prompt_stays_up_to_the_threshold(num_tokens, stays):
-    assert stays_on_decode([1] * num_tokens, able(), THRESHOLD) is stays
+    assert stays_on_decode(request([1] * num_tokens), able(), THRESHOLD) is stays
 
 
 @pytest.mark.parametrize(("num_cached", "stays"), [(991, False), (992, True), (1000, True)])
 def test_what_decode_has_cached_does_not_count(num_cached, stays):
-    assert stays_on_decode([1] * 1000, able(), THRESHOLD, num_cached) is stays
+    assert stays_on_decode(request([1] * 1000), able(), THRESHOLD, num_cached) is stays
 
 
 @pytest.mark.parametrize(("own", "reported"), [(6, 0), (0, 6), (6, 6)])
 def test_what_waits_there_counts_once(own, reported):
     decode = able(own=own, reported=reported)
-    assert stays_on_decode([1, 2], decode, THRESHOLD)
-    assert not stays_on_decode([1, 2, 3], decode, THRESHOLD)
+    assert stays_on_decode(request([1, 2]), decode, THRESHOLD)
+    assert not stays_on_decode(request([1, 2, 3]), decode, THRESHOLD)
 
 
 def test_a_prompt_of_which_all_is_cached_still_costs_a_token():
-    assert tokens_to_compute([1] * 16, able(), 16) == 1
+    assert tokens_to_compute(request([1] * 16), 16) == 1
+
+
+@pytest.mark.parametrize(("start", "num_new"), [(-1, 16), (0, 100), (1, 100), (50, 51), (99, 16)])
+def test_where_log_probabilities_of_the_prompt_begin_nothing_comes_from_the_cache(start, num_new):
+    asked = request([1] * 100, logprobs=LogprobsWanted(prompt_start=start))
+    assert tokens_to_compute(asked, 84) == num_new
 
 
 def test_nothing_stays_with_a_threshold_of_zero_or_on_a_node_of_the_release_before():
-    assert not stays_on_decode([1], able(), 0)
-    assert not stays_on_decode([1], node(), THRESHOLD)
+    assert not stays_on_decode(request([1]), able(), 0)
+    assert not stays_on_decode(request([1]), node(), THRESHOLD)
 
 
 @given(snapshots, st.integers(0, 3), st.booleans())
