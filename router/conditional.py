@@ -34,11 +34,8 @@ def stays_on_decode(
         threshold: Prompt tokens that the node may have to compute at a time, this prompt's included.
         num_cached: See `tokens_to_compute`.
     """
-    # The report knows of all routers and is late; our own count is exact and knows of us only. Most of
-    # both is the same tokens: their sum would turn prompts away from a node that has room.
-    backlog = max(decode.own_prompt_tokens, decode.load.queued_tokens)
     num_new = tokens_to_compute(request, num_cached)
-    return decode.takes_prompts and backlog + num_new <= threshold
+    return decode.takes_prompts and decode.backlog_tokens + num_new <= threshold
 
 
 def with_stand_ins(snapshot: ClusterSnapshot, threshold: int) -> ClusterSnapshot:

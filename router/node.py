@@ -43,13 +43,13 @@ class Work:
         self.stream = stream
         self._node, self._num_tokens, self._num_to_compute = node, num_tokens, num_to_compute
         self.is_counted = True
-        node.own_prompt_tokens += num_to_compute
+        node.count_own(num_to_compute)
         node.in_flight_requests += 1
         node.in_flight_tokens += num_tokens
 
     def prompt_done(self) -> None:
         """The prompt was computed: none of it waits at the node any more. Safe to call twice."""
-        self._node.own_prompt_tokens -= self._num_to_compute
+        self._node.count_own(-self._num_to_compute)
         self._num_to_compute = 0
 
     def end(self, *, is_done: bool = False) -> None:
@@ -78,7 +78,6 @@ class Node:
         info: What it last said of itself; None until it was reached.
         reason: Why it is not used; empty when nothing is wrong.
         is_admitted: Its last answer was that of a healthy node of its role.
-        own_prompt_tokens: See `NodeSnapshot`.
     """
 
     def __init__(self, url: str, role: str, bootstrap_port: int | None = None) -> None:
@@ -89,7 +88,10 @@ class Node:
         self.is_admitted = False
         self.in_flight_requests = 0
         self.in_flight_tokens = 0
-        self.own_prompt_tokens = 0
+        # Prompt tokens that wait to be computed here: of this edge worker, and of all others when the load was
+        # last told.
+        self._own_tokens = self._others_tokens = 0
+        self._load_counted = NodeLoad()
         self._bootstrap_port = bootstrap_port
 
     @override
@@ -155,6 +157,24 @@ class Node:
         stream = self.client.generate(start, wake)
         return Work(self, stream, len(start.request.prompt_ids), num_to_compute)
 
+    def count_own(self, num_tokens: int) -> None:
+        """Count prompt tokens that this edge worker has the node compute, or with a minus, has no more."""
+        self.backlog_tokens()
+        self._own_tokens += num_tokens
+
+    def backlog_tokens(self) -> int:
+        """Return the prompt tokens that wait to be computed here.
+
+        Our own are counted, so that they end with the first token and not with the next report. Of a
+        report the others are what is over our count, which has not changed since it came: whatever
+        changes the count looks here first.
+        """
+        load = self.client.load if self.client else NodeLoad()
+        if load is not self._load_counted:
+            self._load_counted = load
+            self._others_tokens = max(0, load.queued_tokens - self._own_tokens)
+        return self._own_tokens + self._others_tokens
+
     def snapshot(self) -> NodeSnapshot:
         """Return the node at this moment."""
         return NodeSnapshot(
@@ -167,5 +187,5 @@ class Node:
             in_flight_requests=self.in_flight_requests,
             in_flight_tokens=self.in_flight_tokens,
             takes_prompts=self.info is not None and self.info.takes_prompts,
-            own_prompt_tokens=self.own_prompt_tokens,
+            backlog_tokens=self.backlog_tokens(),
         )

@@ -24,7 +24,7 @@ class NodeSnapshot:
         in_flight_requests: Started by this edge worker and not ended.
         in_flight_tokens: Prompt tokens of those.
         takes_prompts: A decode node that can compute prompts by itself.
-        own_prompt_tokens: Of prompts that this edge worker has it compute and that gave no token yet.
+        backlog_tokens: Of a decode node: prompt tokens that wait to be computed there.
     """
 
     url: str
@@ -36,7 +36,7 @@ class NodeSnapshot:
     in_flight_requests: int = 0
     in_flight_tokens: int = 0
     takes_prompts: bool = False
-    own_prompt_tokens: int = 0
+    backlog_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

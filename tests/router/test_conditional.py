@@ -16,15 +16,14 @@ from tests.router.test_backend import Setup, in_flight, read, reading, watched
 from tests.router.test_policy import node, snapshots
 from wire.errors import NoNodeAvailable, OutOfPages, PeerLost
 from wire.generation import LogprobsWanted
-from wire.messages import Cancel, NodeLoad, StartColocated, StartDecode, StartPrefill
+from wire.messages import Cancel, NodeLoad, Pong, StartColocated, StartDecode, StartPrefill
 
 THRESHOLD = 8
 LONG = range(THRESHOLD + 1)
 
 
-def able(name="d", own=0, reported=0, **fields):
-    load = NodeLoad(queued_tokens=reported)
-    return node(name, takes_prompts=True, own_prompt_tokens=own, load=load, **fields)
+def able(name="d", backlog=0, **fields):
+    return node(name, takes_prompts=True, backlog_tokens=backlog, **fields)
 
 
 # ── the decision ─────────────────────────────────────────────────────────────────────────────────
@@ -40,11 +39,9 @@ def test_what_decode_has_cached_does_not_count(num_cached, stays):
     assert stays_on_decode(request([1] * 1000), able(), THRESHOLD, num_cached) is stays
 
 
-@pytest.mark.parametrize(("own", "reported"), [(6, 0), (0, 6), (6, 6)])
-def test_what_waits_there_counts_once(own, reported):
-    decode = able(own=own, reported=reported)
-    assert stays_on_decode(request([1, 2]), decode, THRESHOLD)
-    assert not stays_on_decode(request([1, 2, 3]), decode, THRESHOLD)
+def test_what_waits_there_counts():
+    assert stays_on_decode(request([1, 2]), able(backlog=6), THRESHOLD)
+    assert not stays_on_decode(request([1, 2, 3]), able(backlog=6), THRESHOLD)
 
 
 def test_a_prompt_of_which_all_is_cached_still_costs_a_token():
@@ -108,8 +105,8 @@ async def cluster(num_decodes=1, is_able=True, prefill=None, threshold=THRESHOLD
         yield Setup(prefills, decodes, backend)
 
 
-def own_tokens(setup):
-    return [n.own_prompt_tokens for n in setup.backend._cluster.decodes]
+def backlog(setup):
+    return [n.backlog_tokens() for n in setup.backend._cluster.decodes]
 
 
 def no_prefill():
@@ -121,10 +118,10 @@ async def test_a_short_prompt_is_answered_by_decode_alone():
         decode = setup.decodes[0].engine
         start = await decode.next(StartColocated)
         assert start.request.prompt_ids == [1, 2, 3]
-        assert own_tokens(setup) == [3]
+        assert backlog(setup) == [3]
         decode.say(start, 0, [10], cached_tokens=2)
         await until(lambda: reader.token_ids == [10])
-        assert (own_tokens(setup), in_flight(setup)) == ([0], [(0, 0), (1, 3)])
+        assert (backlog(setup), in_flight(setup)) == ([0], [(0, 0), (1, 3)])
         decode.say(start, 1, [11])
         decode.say(start, 2, [12], "length")
         assert await reader.result() == ([10, 11, 12], "length")
@@ -154,7 +151,24 @@ async def test_a_prompt_that_finds_others_waiting_at_decode_goes_to_prefill():
             await second.result()
         decode.say(start, 0, [1], "stop")
         await first.result()
-        assert own_tokens(setup) == [0]
+        assert backlog(setup) == [0]
+
+
+async def test_what_other_routers_left_there_counts_beside_our_own_and_each_token_once():
+    async with cluster() as setup:
+        (decode,), engine = setup.backend._cluster.decodes, setup.decodes[0].engine
+        async with reading(setup, request(range(5))) as reader:
+            start = await engine.next(StartColocated)
+            told = [NodeLoad(queued_tokens=5), NodeLoad(queued_tokens=7), NodeLoad(queued_tokens=0)]
+            for load, num_waiting in zip(told, (5, 7, 5), strict=True):
+                engine.load = load
+                engine.send(Pong(epoch=engine.epoch, load=load))
+                await until(lambda load=load: decode.client.load == load)
+                assert backlog(setup) == [num_waiting]
+            engine.say(start, 0, [1])
+            await until(lambda: reader.token_ids == [1])
+            assert backlog(setup) == [0]
+            engine.say(start, 1, [1], "stop")
 
 
 async def test_requests_of_one_group_stay_together():
@@ -176,7 +190,7 @@ async def test_a_client_that_leaves_cancels_at_decode_and_nothing_stays_counted(
             await setup.decodes[0].engine.next(StartColocated)
             reader.task.cancel()
         await setup.decodes[0].engine.next(Cancel)
-        assert (own_tokens(setup), in_flight(setup)) == ([0], [(0, 0), (0, 0)])
+        assert (backlog(setup), in_flight(setup)) == ([0], [(0, 0), (0, 0)])
 
 
 async def test_a_node_that_is_lost_in_the_middle_costs_no_token():
@@ -195,7 +209,7 @@ async def test_a_node_that_is_lost_in_the_middle_costs_no_token():
         engine.say(again, 2, [12])
         engine.say(again, 3, [13], "stop")
         assert await reader.result() == ([10, 11, 12, 13], "stop")
-        assert own_tokens(setup) == [0, 0]
+        assert backlog(setup) == [0, 0]
 
 
 async def test_an_error_that_no_retry_helps_reaches_the_client():
