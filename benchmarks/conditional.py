@@ -4,7 +4,7 @@
 
 One prefill and one decode node with two routers, of which one leaves short prompts to decode (`on`) and one
 none (`off`), and `tandem serve` (`colocated`). A prompt at a time goes to each in turn, in an order that is
-drawn anew each round; `again` is `colocated` a second time, so what it differs by is the machine's noise.
+drawn anew each round; `again` is a second `tandem serve`, so what it differs by is the machine's noise.
 
     idle      nothing else runs
     answers   streams of answers run on each
@@ -251,6 +251,8 @@ def servers(args: argparse.Namespace) -> Iterator[dict[str, str]]:
         tandem("prefill", ["prefill", *flags, "--bootstrap-port", bootstrap]) as prefill,
         tandem("decode", ["decode", *flags, *args.decode_flags]) as decode,
         tandem("colocated", ["serve", *flags]) as colocated,
+        # A process of its own, so that each is asked as often, and is as warm.
+        tandem("again", ["serve", *flags]) as again,
     ):
         lb = ["lb", "--prefill", prefill.url, bootstrap, "--decode", decode.url]
         on_flags = [] if args.threshold is None else ["--local-prefill-threshold", args.threshold]
@@ -259,7 +261,7 @@ def servers(args: argparse.Namespace) -> Iterator[dict[str, str]]:
             tandem("off", [*lb, "--local-prefill-threshold", "0"]) as off,
         ):
             urls = {"on": on.url, "off": off.url}
-            yield urls | {"colocated": colocated.url, "again": colocated.url}
+            yield urls | {"colocated": colocated.url, "again": again.url}
 
 
 async def run(args: argparse.Namespace, urls: dict[str, str]) -> None:
