@@ -8,7 +8,7 @@ drawn anew each round; `again` is a second `tandem serve`, so what it differs by
 
     idle      nothing else runs
     answers   streams of answers run on each
-    prompts   besides, long prompts keep coming, the same to the cluster and to `colocated`
+    prompts   besides, long prompts keep coming, the same to each
     turn      the second turn of a conversation: all but the last tokens were computed before
 
 The nodes are simulated by default (docs/simulation.md): their forwards take the time of a profile and no core,
@@ -39,6 +39,8 @@ SIMULATED = ("--engine", "simulated", "--sim-kv", "none", "--sim-profile", PROFI
 REAL = ("--num-threads", "1")
 GOAL = 1.0
 ARMS = ("on", "off", "colocated", "again")
+# Of the arms, one of each cluster: what runs beside goes there.
+SERVERS = ("off", "colocated", "again")
 # Longer than the half second in which routers hear what a node has cached.
 THINK_TIME_S = 1.2
 
@@ -109,10 +111,10 @@ class Arms:
                 last_s = now_s
 
     async def prompt_for_ever(self, num_tokens: int, pause_s: float) -> None:
-        """Keep sending a long prompt to the cluster and, at the same time, to `colocated`."""
+        """Keep sending a long prompt to all at the same time."""
         while True:
             prompt = self.prompt(num_tokens)
-            await asyncio.gather(*(self.answer(arm, prompt, 1) for arm in ("off", "colocated")))
+            await asyncio.gather(*(self.answer(arm, prompt, 1) for arm in SERVERS))
             await asyncio.sleep(pause_s)
 
     def gaps_by_arm(self) -> dict[str, list[float]]:
@@ -160,7 +162,7 @@ async def measure(arms: Arms, args: argparse.Namespace) -> None:
     for size in args.sizes:
         await arms.ask_all(f"idle {size}", size, args.rounds)
     print("idle measured", flush=True)
-    streams = [arms.stream_for_ever(arm) for arm in ("off", "colocated") * args.streams]
+    streams = [arms.stream_for_ever(arm) for arm in SERVERS * args.streams]
     async with beside(*streams):
         arms.busy.clear()
         arms.gaps.clear()
