@@ -1,9 +1,10 @@
 """What a decode node does with a request.
 
 ```
- start ──▶ reserving (in line for pages) ──▶ granted: prefill may write ──Landed──▶ running ──▶ end
-                                                │ cancel, lost: pages quarantined
-                                                └──Failed, Safe: no write can arrive; pages free
+ start ──▶ in line for pages ──▶ granted: prefill may write ──Landed──▶ running ──▶ end
+                  │                 │ cancel, lost: pages quarantined      ▲
+                  │                 └──Failed, Safe: no write can arrive; pages free
+                  └──whole request, its prompt is computed here────────────┘
 ```
 """
 
@@ -20,15 +21,20 @@ from node.deadlines import Deadlines, not_started
 from node.load import engine_load, hit_rate, token_usage
 from node.loop import Start
 from wire.errors import EngineFailed, InvalidRequest, KVCorrupted, Overloaded, TandemError
-from wire.messages import NodeLoad, StartDecode
+from wire.ids import Room
+from wire.messages import NodeLoad, StartDecode, StartPrefill
 
 
 @dataclass(slots=True, eq=False)
 class _Half:
-    """Decode's half of one attempt; `active` holds its pages."""
+    """Decode's half of one attempt, or all of it; `active` holds its pages.
+
+    Attributes:
+        hand_off: Where the prompt comes from; None when it is computed here.
+    """
 
     ticket: Ticket
-    message: StartDecode
+    hand_off: StartDecode | None
     active: ActiveRequest
     is_wanted: bool = True
 
@@ -54,9 +60,9 @@ class DecodeRole:
         self._answers = answers
         self._max_running = max_running
         self._max_waiting = max_waiting
-        self._reserving: Line[_Half] = Line(lambda half: half.active.rank)
+        self._line: Line[_Half] = Line(lambda half: half.active.rank)
         self._deadlines: Deadlines[_Half] = Deadlines()
-        self._granted: dict[int, _Half] = {}  # by room, quarantined ones included
+        self._granted: dict[Room, _Half] = {}  # quarantined ones included
         self._by_ticket: dict[Ticket, _Half] = {}
         self._by_active: dict[ActiveRequest, _Half] = {}  # running
         self._num_aborted = self._num_corrupted = 0
@@ -73,19 +79,20 @@ class DecodeRole:
 
     def start(self, ticket: Ticket, message: Start) -> None:
         """See `Role.start`."""
-        if not isinstance(message, StartDecode):
-            raise InvalidRequest("this is a decode node: it takes the answer's half of a request")
-        if message.room in self._granted or any(
-            half.message.room == message.room for half in self._reserving
-        ):
-            raise InvalidRequest(f"room {message.room} is in use")
-        if len(self._reserving) >= self._max_waiting:
-            raise Overloaded(f"{len(self._reserving)} requests wait for pages; try again later")
-        half = _Half(ticket, message, self._engine.check(message.request))
+        if isinstance(message, StartPrefill):
+            raise InvalidRequest(
+                "this is a decode node: it takes the answer's half of a request, or all of it"
+            )
+        hand_off = message if isinstance(message, StartDecode) else None
+        if hand_off is not None and self._is_used(hand_off.room):
+            raise InvalidRequest(f"room {hand_off.room} is in use")
+        if len(self._line) >= self._max_waiting:
+            raise Overloaded(f"{len(self._line)} requests wait for pages; try again later")
+        half = _Half(ticket, hand_off, self._engine.check(message.request))
         self._by_ticket[ticket] = half
-        self._reserving.add(half)
+        self._line.add(half)
         self._deadlines.note(half, message.request.deadline_s)
-        self._reserve()
+        self._admit()
 
     def cancel(self, ticket: Ticket) -> None:
         """See `Role.cancel`."""
@@ -108,15 +115,21 @@ class DecodeRole:
                 self._engine.quarantine(half.active)
             else:
                 self._safe(half, event.error if isinstance(event, Failed) else None)
-        self._reserve()
+        self._admit()
 
     def step(self) -> None:
         """See `Role.step`."""
         result = self._engine.step()
-        for failure in result.failures:
-            self._fail(self._by_active.pop(failure.request), failure.error)
+        for run in result.prompt_logprobs:
+            half = self._by_active[run.request]
+            if half.hand_off is None:  # else prefill told them; this is of one that was retracted
+                index = run.request.request.num_prior_tokens  # before its first token
+                self._answers.prompt_logprobs(half.ticket, run.first_position, run.entries, index)
         for token in result.tokens:
             self._answer(self._by_active[token.request], token)
+        # Last: one that fails with its first token may have log-probabilities of its prompt above.
+        for failure in result.failures:
+            self._fail(self._by_active.pop(failure.request), failure.error)
 
     def fail_all(self, error: TandemError) -> None:
         """See `Role.fail_all`."""
@@ -138,10 +151,12 @@ class DecodeRole:
     def load(self) -> NodeLoad:
         """See `Role.load`."""
         moved = self._agent.statistics()
+        prompts = [half.active.num_prompt for half in self._line if half.hand_off is None]
         return engine_load(
             self._engine,
             max_running=self._max_running,
-            num_waiting=len(self._reserving),
+            num_waiting=len(self._line),
+            queued_tokens=sum(prompts),
             num_transferring=len(self._granted),
             received_bytes=moved.received_bytes,
             saved_bytes=moved.saved_bytes,
@@ -161,48 +176,69 @@ class DecodeRole:
         return (
             f"Decode batch, #running-req: {now.num_running}, "
             f"#token: {now.pages_held * now.page_size}, token usage: {token_usage(now):.2f}, "
-            f"#prealloc-req: {len(self._reserving)}, #transfer-req: {len(self._granted)}, "
+            f"#prealloc-req: {len(self._line)}, #transfer-req: {len(self._granted)}, "
             f"#retracted-req: {now.num_retracted - before.num_retracted}, "
             f"gen throughput (token/s): {num_generated / elapsed_s:.2f}, "
             f"#queue-req: {now.num_waiting}, cache hit rate: {hit_rate(now, before):.2f}"
         )
 
-    def _reserve(self) -> None:
-        """Grant pages to those in line; nobody overtakes one that lacks pages."""
+    def _is_used(self, room: Room) -> bool:
+        return room in self._granted or any(
+            half.hand_off is not None and half.hand_off.room == room for half in self._line
+        )
+
+    def _admit(self) -> None:
+        """Give pages to those in line; nobody overtakes one that lacks pages."""
         for half in self._deadlines.passed():
-            if half in self._reserving:
-                self._reserving.remove(half)
+            if half in self._line:
+                self._line.remove(half)
                 self._fail(half, not_started())
-        for half in list(self._reserving):
+        for half in list(self._line):
             if len(self._granted) + self._engine.num_running >= self._max_running:
                 return
             try:
-                is_reserved = self._engine.reserve(half.active)
+                is_admitted = self._grant(half) if half.hand_off else self._begin(half)
             except TandemError as error:
-                self._reserving.remove(half)
+                self._line.remove(half)
                 self._fail(half, error)
                 continue
-            if not is_reserved:
-                if half.active.is_held or half.active.compiling is not None:
-                    continue  # another brings its prompt, or its grammar is being compiled
+            if is_admitted:
+                self._line.remove(half)
+            elif not half.active.is_held and half.active.compiling is None:
                 return
-            self._reserving.remove(half)
-            self._granted[half.message.room] = half
-            self._agent.request(
-                half.message.room,
-                half.message.bootstrap_host,
-                half.message.bootstrap_port,
-                half.active.granted_pages,
-                half.active.num_computed,
-            )
+            # Else another brings its prompt, or its grammar is being compiled.
+
+    def _grant(self, half: _Half) -> bool:
+        """Have prefill write the prompt's pages; False when they are short."""
+        assert half.hand_off is not None
+        if not self._engine.reserve(half.active):
+            return False
+        room = half.hand_off.room
+        self._granted[room] = half
+        self._agent.request(
+            room,
+            half.hand_off.bootstrap_host,
+            half.hand_off.bootstrap_port,
+            half.active.granted_pages,
+            half.active.num_computed,
+        )
+        return True
+
+    def _begin(self, half: _Half) -> bool:
+        """Compute the prompt here, beside the answers; False when pages are short."""
+        if not self._engine.enter(half.active):
+            return False
+        self._by_active[half.active] = half
+        return True
 
     def _let_go(self, half: _Half, error: TandemError | None = None) -> None:
         """Stop a half that nobody waits for any more. Prefill is told `error`."""
-        if half in self._reserving:
-            self._reserving.remove(half)
+        if half in self._line:
+            self._line.remove(half)
         elif half.active.stage is Stage.RESERVED:
+            assert half.hand_off is not None
             self._engine.quarantine(half.active)
-            self._agent.withdraw(half.message.room, error)
+            self._agent.withdraw(half.hand_off.room, error)
         else:
             del self._by_active[half.active]
             self._engine.cancel(half.active)
@@ -236,7 +272,8 @@ class DecodeRole:
 
     def _safe(self, half: _Half, error: TandemError | None) -> None:
         """No write can arrive any more: free the granted pages, and fail who still waits."""
-        del self._granted[half.message.room]
+        assert half.hand_off is not None
+        del self._granted[half.hand_off.room]
         self._engine.cancel(half.active)
         self._engine.reclaim(half.active)
         if error is not None:

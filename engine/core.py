@@ -106,6 +106,21 @@ class Engine:
         """See `Intake.check`."""
         return self._intake.check(request, is_prompt_only=is_prompt_only)
 
+    def enter(self, active: ActiveRequest) -> bool:
+        """Begin a checked request that waited elsewhere; False when it has to wait on.
+
+        For a role that keeps the line itself: as `submit` and its turn in one. What it has to wait for
+        is as for `reserve`.
+
+        Raises:
+            TandemError: Its grammar cannot be compiled.
+        """
+        if not active.is_ready or not self._scheduler.enter(active):
+            return False
+        self._count_cached()
+        self._is_stuck = False
+        return True
+
     def reserve(self, active: ActiveRequest) -> bool:
         """Set pages aside for a prompt that another node computes; False when it has to wait.
 

@@ -99,6 +99,17 @@ class Scheduler:
                 active.stage = Stage.RUNNING
                 self.prompts.append(active)
 
+    def enter(self, active: ActiveRequest) -> bool:
+        """Let in one that waits elsewhere and whose prompt is computed here; False when it has to wait."""
+        # Those retracted were here before.
+        if self.waiting or not self.slots.has_free or active.is_held:
+            return False
+        if not self._find_pages(active) or active.held_by is not None:
+            return False
+        active.stage = Stage.RUNNING
+        self.prompts.append(active)
+        return True
+
     def reserve(self, active: ActiveRequest) -> bool:
         """Set pages aside for a prompt that another node computes; False when it has to wait.
 
@@ -160,7 +171,10 @@ class Scheduler:
         if not can_run.all():  # their last token is sampled, and not read yet
             decodes = [decodes[row] for row in np.flatnonzero(can_run)]
             rows = rows[can_run]
-        chunks = next_chunks(self.prompts, self._config.chunked_prefill_size)
+        beside_answers = self._config.local_prefill_tokens if decodes else 0
+        chunks = next_chunks(
+            self.prompts, self._config.chunked_prefill_size, beside_answers or None
+        )
         return Batch(decodes, rows, chunks)
 
     def advance(self, batch: Batch) -> None:

@@ -102,6 +102,7 @@ def check(config: NodeConfig) -> NodeConfig:
     for flag, value, least in (
         ("--page-size", engine.page_size, 1),
         ("--chunked-prefill-size", engine.chunked_prefill_size, 1),
+        ("--local-prefill-tokens", engine.local_prefill_tokens, 0),
         ("--max-running-requests", engine.max_running_requests, 1),
         ("--max-total-tokens", engine.max_total_tokens, 0),
         ("--context-length", engine.context_length, 0),

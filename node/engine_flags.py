@@ -205,6 +205,8 @@ def read_engine(args: argparse.Namespace) -> EngineConfig:
         max_waiting_requests=args.max_waiting_requests,
         chunked_prefill_size=args.chunked_prefill_size,
         context_length=args.context_length,
+        # Not a flag of `serve`, whose prompts all are its own.
+        local_prefill_tokens=getattr(args, "local_prefill_tokens", 0),
         num_threads=args.num_threads,
         is_prefix_cache_enabled=not args.disable_prefix_cache,
         simulation=_simulation(args),

@@ -36,6 +36,9 @@ MEANINGLESS = {
 }
 
 
+# What a router leaves to a decode node by default fits into one step.
+LOCAL_PREFILL_TOKENS = 128
+
 EXAMPLES: dict[NodeRole, str] = {
     "prefill": """\
 examples:
@@ -195,6 +198,14 @@ def _add_transfer_flags(group: argparse._ArgumentGroup) -> None:
         default=defaults.grant_timeout_s,
         metavar="SECONDS",
         help="how long prefill waits for decode to grant pages",
+    )
+    add(
+        "--local-prefill-tokens",
+        type=int,
+        default=LOCAL_PREFILL_TOKENS,
+        metavar="N",
+        help="on decode: tokens of new prompts computed in one step beside answers, of those that a router "
+        "leaves to it; 0: as many as --chunked-prefill-size",
     )
     _add_push_flags(group)
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 from frontend.flags import add_http_flags, read_http
 from frontend.reply_flags import add_reply_flags
 from router.admission_flags import add_admission_flags, read_admission
-from router.config import PolicyName, PrefillTarget, RouterConfig, node_url
+from router.config import LOCAL_PREFILL_THRESHOLD, PolicyName, PrefillTarget, RouterConfig, node_url
 from router.discovery_flags import add_discovery_flags, read_dns, read_kubernetes
 from telemetry.flags import add_format_flag, add_heartbeat_flag, add_level_flag
 from wire.errors import ConfigInvalid
@@ -145,6 +145,15 @@ def _add_cluster_flags(group: argparse._ArgumentGroup) -> None:
             help=f"how {role} nodes are compared (default: as --policy says)",
         )
     group.add_argument(
+        "--local-prefill-threshold",
+        type=int,
+        default=LOCAL_PREFILL_THRESHOLD,
+        metavar="N",
+        help="a decode node computes a prompt by itself while that leaves it no more than N prompt tokens to "
+        "compute, cached ones not counted, and any prompt while no prefill node is up; 0: never "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
         "--node-ca-certs",
         default="",
         metavar="FILE",
@@ -244,6 +253,7 @@ def parse(argv: Sequence[str], prog: str = "tandem lb") -> RouterConfig:
         drain_timeout_s=args.drain_timeout_s,
         heartbeat_interval_ms=args.heartbeat_interval_ms,
         admission=read_admission(args),
+        local_prefill_threshold=args.local_prefill_threshold,
         node_ca_certs=args.node_ca_certs,
         http=read_http(args),
         tokenizer_dir=args.tokenizer_dir,

@@ -28,7 +28,7 @@ from router.metrics import RouterMetrics
 from router.pairing import Pairing
 from router.policy import Pair, Policy
 from router.replays import Replays
-from router.running import run_attempt
+from router.running import run_on
 from router.waiters import WaitAborted
 from telemetry.log import get_logger
 from wire.errors import NoNodeAvailable, PeerLost, TandemError
@@ -69,7 +69,7 @@ class ClusterBackend:
         self._last_model: ServedModel | None = None
         admission = admission or AdmissionConfig()
         self._max_waiting = admission.limits.max_requests
-        self._gate = Gate(cluster.snapshot, admission, self._metrics)
+        self._gate = Gate(cluster.servable, admission, self._metrics)
 
     def model(self) -> ServedModel:
         """Return the model served.
@@ -132,7 +132,7 @@ class ClusterBackend:
         pair = await self._when_up(progress, partial(choose, progress.to_place()))
         for attempt in itertools.count():
             try:
-                async with aclosing(run_attempt(self._cluster, progress, pair, attempt)) as deltas:
+                async with aclosing(run_on(self._cluster, progress, pair, attempt)) as deltas:
                     async for delta in deltas:
                         yield delta
             except TandemError as error:

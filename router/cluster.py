@@ -21,6 +21,7 @@ import msgspec
 from typing_extensions import override
 
 from frontend.backend import Health, ServedModel
+from router.conditional import with_stand_ins
 from router.config import RouterConfig
 from router.discovery import sources_of
 from router.health import explain
@@ -71,6 +72,7 @@ class Cluster:
             + [Member(url, "decode") for url in config.decodes]
         )
         self._files = files
+        self.local_prefill_threshold = config.local_prefill_threshold
         self._tls = config.node_tls()
         self.waiters = Waiters()
         self._watcher = Watcher.of_config(config, came_up=self.waiters.tell)
@@ -130,6 +132,10 @@ class Cluster:
     def snapshot(self) -> ClusterSnapshot:
         """Return every node at this moment. It is the same object until one changes."""
         return self.roster.snapshot()
+
+    def servable(self) -> ClusterSnapshot:
+        """Return the nodes to choose a pair of: see `with_stand_ins`."""
+        return with_stand_ins(self.snapshot(), self.local_prefill_threshold)
 
     def fingerprint(self) -> str:
         """Return that of the model served now.
@@ -235,7 +241,7 @@ class Cluster:
     def _look(self) -> _Outlook:
         snapshot = self.roster.snapshot()
         if self._outlook.version != self.roster.version:
-            usable = usable_fingerprint(snapshot, preferred=self._fingerprint)
+            usable = usable_fingerprint(self.servable(), preferred=self._fingerprint)
             self._outlook = _Outlook(self.roster.version, usable, explain(snapshot, usable))
             self._log_health(self._outlook.health)
         return self._outlook

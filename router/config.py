@@ -19,6 +19,10 @@ PolicyName = Literal[
     "least_load", "cache_aware", "session", "power_of_two", "round_robin", "random"
 ]
 
+# With so many tokens in it a step of the embedded model takes as long as four with answers alone, and one of a
+# large model on GPUs less than two: docs/conditional.md has the numbers.
+LOCAL_PREFILL_THRESHOLD = 128
+
 
 def node_url(text: str) -> str:
     """Return the URL of a node in its normal form, without a slash at the end.
@@ -138,6 +142,8 @@ class RouterConfig:
         node_wait_s: How long a request waits when a role has no node, as while its only one restarts.
         drain_timeout_s: How long running streams go on when the router is told to stop.
         heartbeat_interval_ms: See `Heartbeat`; the same on every node and router.
+        local_prefill_threshold: Prompt tokens that a decode node may have to compute by itself at a time;
+            0: none, and a cluster without a prefill node serves nobody. See docs/conditional.md.
         node_ca_certs: Authorities of nodes that speak HTTPS; empty takes the system's.
         tokenizer_dir: Read here instead of asked from the nodes.
         served_model_name: As clients name the model; empty takes the nodes' name.
@@ -163,6 +169,7 @@ class RouterConfig:
     drain_timeout_s: float = 30.0
     heartbeat_interval_ms: float = 500.0
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    local_prefill_threshold: int = LOCAL_PREFILL_THRESHOLD
     node_ca_certs: str = ""
     http: HttpOptions = field(default_factory=HttpOptions)
     tokenizer_dir: str = ""
@@ -190,6 +197,10 @@ class RouterConfig:
             raise ConfigInvalid("--node-wait-s is at least 0")
         if not (math.isfinite(self.drain_timeout_s) and self.drain_timeout_s >= 0):
             raise ConfigInvalid("--drain-timeout-s is at least 0")
+        if self.local_prefill_threshold < 0:
+            raise ConfigInvalid(
+                f"--local-prefill-threshold is {self.local_prefill_threshold}: give 0, for never, or tokens"
+            )
         if self.admission.key_limits and not self.http.api_keys:
             raise ConfigInvalid(
                 "--key-limits needs keys to limit: give --api-key or --api-key-file"

@@ -51,6 +51,12 @@ class RouterMetrics:
             ["error"],
             registry=self._registry,
         )
+        self._local = Counter(
+            "tandem_router_local_prompts",
+            "Attempts whose prompt decode computes by itself, by why: little_to_compute or no_prefill.",
+            ["reason"],
+            registry=self._registry,
+        )
         self._nodes_up = Gauge(
             "tandem_router_nodes_up",
             "Nodes that may be used.",
@@ -116,6 +122,10 @@ class RouterMetrics:
         """Time one choice of a pair."""
         with self._pairing.time():
             yield
+
+    def stayed_on_decode(self, reason: str) -> None:
+        """Count an attempt whose prompt decode computes by itself."""
+        self._local.labels(reason).inc()
 
     def replayed(self, error: TandemError) -> None:
         """Count an attempt that follows one which ended with `error`."""

@@ -37,25 +37,37 @@ DRAINING = "is draining"
 
 
 class Work:
-    """One half of an attempt: its stream, and its share of the node's load until it ends.
+    """One half of an attempt, or all of it: its stream, and its share of the node's load until it ends.
 
     A context manager: leaving it ends it.
+
+    Args:
+        num_to_compute: Prompt tokens that decode computes by itself.
 
     Attributes:
         is_counted: Whether it has not ended.
     """
 
-    def __init__(self, node: "Node", stream: TokenStream, num_tokens: int) -> None:
+    def __init__(
+        self, node: "Node", stream: TokenStream, num_tokens: int, num_to_compute: int = 0
+    ) -> None:
         self.stream = stream
-        self._node, self._num_tokens = node, num_tokens
+        self._node, self._num_tokens, self._num_to_compute = node, num_tokens, num_to_compute
         self.is_counted = True
         node.count(1, num_tokens)
+        node.count_own(num_to_compute)
+
+    def prompt_done(self) -> None:
+        """The prompt was computed: none of it waits at the node any more. Safe to call twice."""
+        self._node.count_own(-self._num_to_compute)
+        self._num_to_compute = 0
 
     def end(self, *, is_done: bool = False) -> None:
         """Give the share back. Cancels at the engine unless it `is_done`. Safe to call twice."""
         if is_done:
             self.stream.forget()
         self.stream.close()
+        self.prompt_done()
         if self.is_counted:
             self.is_counted = False
             self._node.count(-1, -self._num_tokens)
@@ -112,6 +124,10 @@ class Node:
         self._fresh_tokens = 0
         # The load that these were started after.
         self._load_before = NodeLoad()
+        # Prompt tokens that wait to be computed here: of this edge worker, and of all others when the load was
+        # last told.
+        self._own_tokens = self._others_tokens = 0
+        self._load_counted = NodeLoad()
 
     @override
     def __repr__(self) -> str:
@@ -244,8 +260,11 @@ class Node:
         )
         return self.client
 
-    def start(self, start: Start, wake: asyncio.Event) -> Work:
-        """Start one half of an attempt here.
+    def start(self, start: Start, wake: asyncio.Event, num_to_compute: int = 0) -> Work:
+        """Start an attempt here, or one half of it.
+
+        Args:
+            num_to_compute: Of a whole one, how many prompt tokens the node has to compute.
 
         Raises:
             PeerLost: The node was lost since it was chosen.
@@ -253,7 +272,26 @@ class Node:
         if self.client is None:
             raise PeerLost(f"{self.role} node {self.url} was lost")
         stream = self.client.generate(start, wake)
-        return Work(self, stream, len(start.request.prompt_ids))
+        return Work(self, stream, len(start.request.prompt_ids), num_to_compute)
+
+    def count_own(self, num_tokens: int) -> None:
+        """Count prompt tokens that this edge worker has the node compute, or with a minus, has no more."""
+        self.backlog_tokens()
+        self._own_tokens += num_tokens
+        self.changed()
+
+    def backlog_tokens(self) -> int:
+        """Return the prompt tokens that wait to be computed here.
+
+        Our own are counted, so that they end with the first token and not with the next report. Of a
+        report the others are what is over our count, which has not changed since it came: whatever
+        changes the count looks here first.
+        """
+        load = self.client.load if self.client else NodeLoad()
+        if load is not self._load_counted:
+            self._load_counted = load
+            self._others_tokens = max(0, load.queued_tokens - self._own_tokens)
+        return self._own_tokens + self._others_tokens
 
     def expect(self, num_tokens: int) -> None:
         """A request was given to this node, which will have so many tokens more to do."""
@@ -281,4 +319,6 @@ class Node:
             fresh_tokens=self.fresh_tokens(),
             zone=self.zone,
             prefixes=self.prefixes,
+            takes_prompts=self.info is not None and self.info.takes_prompts,
+            backlog_tokens=self.backlog_tokens(),
         )

@@ -5,6 +5,7 @@ import random
 from collections.abc import Set
 
 from router.cluster import Cluster
+from router.conditional import stays_on_decode
 from router.groups import Group
 from router.metrics import RouterMetrics
 from router.policy import Asked, Pair, Policy, choose
@@ -41,7 +42,7 @@ class Pairing:
         return pair
 
     def _serves(self, pair: Pair, fingerprint: str) -> bool:
-        nodes = [self._cluster.node(url).snapshot() for url in (pair.prefill, pair.decode)]
+        nodes = [self._cluster.node(url).snapshot() for url in pair.urls]
         return all(node.is_up and node.fingerprint == fingerprint for node in nodes)
 
     def _choose(
@@ -52,15 +53,14 @@ class Pairing:
         after: TandemError | None,
     ) -> Pair:
         with self._metrics.pairing():
-            snapshot, turn = self._cluster.snapshot(), next(self._turns)
-            avoid = {url for pair in failed for url in (pair.prefill, pair.decode)}
             asked = Asked.of(request)
+            avoid = {url for pair in failed for url in pair.urls}
             try:
                 pair = choose(
-                    snapshot,
+                    self._cluster.servable(),
                     fingerprint,
                     self._policy,
-                    turn,
+                    next(self._turns),
                     self._rng,
                     asked=asked,
                     avoid=avoid,
@@ -69,7 +69,23 @@ class Pairing:
                 if after is None:
                     raise
                 raise NoNodeAvailable(f"{after.message}; {none.message}") from after
+            pair = self._conditional(pair, request, asked)
+            self._expect(pair, asked)
+            return pair
+
+    def _conditional(self, pair: Pair, request: GenerateRequest, asked: Asked) -> Pair:
+        """Return the pair, or its decode alone where that computes the prompt by itself."""
+        decode = self._cluster.node(pair.decode).snapshot()
+        is_stand_in = self._cluster.node(pair.prefill).role == "decode"
+        threshold, num_cached = self._cluster.local_prefill_threshold, asked.cached_tokens(decode)
+        if not is_stand_in and not stays_on_decode(request, decode, threshold, num_cached):
+            return pair
+        self._metrics.stayed_on_decode("no_prefill" if is_stand_in else "little_to_compute")
+        return Pair(prefill="", decode=pair.decode)
+
+    def _expect(self, pair: Pair, asked: Asked) -> None:
+        """Have the nodes count what they were given, until their loads tell of it."""
+        self._cluster.node(pair.decode).expect(asked.num_tokens)
+        if pair.prefill:
             prefill = self._cluster.node(pair.prefill)
             prefill.expect(asked.num_tokens - asked.cached_tokens(prefill.snapshot()))
-            self._cluster.node(pair.decode).expect(asked.num_tokens)
-            return pair

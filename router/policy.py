@@ -40,6 +40,8 @@ class NodeSnapshot:
         prefixes: What it has cached. It changes as the node tells more.
         busy_tokens: How much work it has; see `busy_tokens`.
         room_tokens: For how many more tokens it has pages.
+        takes_prompts: A decode node that can compute prompts by itself.
+        backlog_tokens: Of a decode node: prompt tokens that wait to be computed there.
     """
 
     url: str
@@ -52,6 +54,8 @@ class NodeSnapshot:
     in_flight_tokens: int = 0
     fresh_tokens: int = 0
     zone: str = ""
+    takes_prompts: bool = False
+    backlog_tokens: int = 0
     prefixes: CachedPrefixes = NOTHING_CACHED
     # Kept, since a choice looks at hundreds of nodes of which few have changed.
     busy_tokens: float = field(init=False)
@@ -97,10 +101,19 @@ class ClusterSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The two nodes of one attempt, by their URLs."""
+    """The two nodes of one attempt, by their URLs.
+
+    Attributes:
+        prefill: Empty when decode computes the prompt by itself.
+    """
 
     prefill: str
     decode: str
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The nodes there are."""
+        return (self.prefill, self.decode) if self.prefill else (self.decode,)
 
 
 _NO_BLOCKS = PromptBlocks(())

@@ -1,16 +1,26 @@
-"""One attempt at a request: both halves of it, started together and merged as they speak."""
+"""One attempt at a request: both halves, started together and merged as they speak, or all of it on decode."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 
 from router.attempt import Progress
 from router.cluster import Cluster
+from router.conditional import tokens_to_compute
 from router.node import Node, Work
-from router.policy import Pair
+from router.policy import Asked, Pair
 from wire.errors import PeerLost
 from wire.generation import GenerateRequest
 from wire.ids import new_room
-from wire.messages import StartDecode, StartPrefill, TokenDelta
+from wire.messages import StartColocated, StartDecode, StartPrefill, TokenDelta
+
+
+def run_on(
+    cluster: Cluster, progress: Progress, pair: Pair, attempt: int
+) -> AsyncGenerator[TokenDelta, None]:
+    """Yield what an attempt adds to the request, on both nodes of a pair or on decode alone."""
+    if pair.prefill:
+        return run_attempt(cluster, progress, pair, attempt)
+    return run_local_attempt(cluster, progress, pair.decode, attempt)
 
 
 async def run_attempt(
@@ -42,6 +52,35 @@ async def run_attempt(
                     break
         # A finish that came from prefill is not known to decode, which is cancelled here.
         prefill_work.end(is_done=True)
+
+
+async def run_local_attempt(
+    cluster: Cluster, progress: Progress, url: str, attempt: int
+) -> AsyncGenerator[TokenDelta, None]:
+    """Yield what a decode node by itself adds to the request. It has ended there when this returns.
+
+    Raises:
+        TandemError: The node failed before the end.
+    """
+    node, wake = cluster.node(url), asyncio.Event()
+    start = StartColocated(request=progress.remaining(), attempt=attempt)
+    has_spoken = False
+    num_cached = Asked.of(start.request).cached_tokens(node.snapshot())
+    with node.start(start, wake, tokens_to_compute(start.request, num_cached)) as work:
+        while not progress.is_finished:
+            if has_spoken:
+                work.stream.tap = progress
+            await wake.wait()
+            wake.clear()
+            work.stream.tap = None
+            while delta := work.stream.take():
+                if delta.token_ids:
+                    has_spoken = True
+                    work.prompt_done()
+                if new := progress.accept(delta):
+                    yield new
+                if progress.is_finished:
+                    break
 
 
 def _starts(

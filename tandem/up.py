@@ -20,6 +20,7 @@ from rich.text import Text
 
 from frontend.flags import add_http_flags, http_argv, read_http
 from frontend.reply_flags import add_reply_flags
+from router.config import LOCAL_PREFILL_THRESHOLD
 from telemetry.flags import add_level_flag
 from wire.errors import ConfigInvalid
 
@@ -55,6 +56,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=8000, help="of the router")
     add("--detokenizers", type=int, default=1, metavar="N", help="edge workers of the router")
     add("--policy", default="least_load", help="how the router chooses a pair")
+    add(
+        "--local-prefill-threshold",
+        type=int,
+        default=LOCAL_PREFILL_THRESHOLD,
+        metavar="N",
+        help="prompt tokens that a decode node may compute by itself at a time; 0: none",
+    )
     add("--num-threads", type=int, default=0, help="of torch in each node; 0: cores shared evenly")
     # Clients speak to the router alone; the nodes behind it stay plain HTTP on loopback.
     add_http_flags(parser.add_argument_group("HTTP of the router"))
@@ -91,6 +99,7 @@ def members(
         decodes.append(f"http://127.0.0.1:{port}")
     router = ["lb", "--prefill", *prefills, "--decode", *decodes, "--policy", args.policy]
     router += ["--host", args.host, "--port", str(args.port), *logging]
+    router += ["--local-prefill-threshold", str(args.local_prefill_threshold)]
     router += ["--detokenizers", str(args.detokenizers)]
     router += ["--tool-call-parser", args.tool_call_parser]
     router += ["--reasoning-parser", args.reasoning_parser]

@@ -37,6 +37,7 @@ class CollectedAnswers:
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.finishes: dict[str, list[str]] = defaultdict(list)
         self.errors: dict[str, Exception] = {}
+        self.prompt_positions: dict[str, list[int]] = defaultdict(list)
         self.num_failed = 0
 
     def token(self, ticket, index, token_ids, finish=None, cached_tokens=0, *, logprobs=None):
@@ -44,6 +45,12 @@ class CollectedAnswers:
         self.tokens[ticket.request_id][index:] = token_ids
         if finish is not None:
             self.finishes[ticket.request_id].append(finish.reason)
+
+    def prompt_logprobs(self, ticket, first_position, entries, index):
+        assert index == len(self.tokens[ticket.request_id])
+        self.prompt_positions[ticket.request_id] += range(
+            first_position, first_position + len(entries)
+        )
 
     def fail(self, ticket, error):
         self.errors[ticket.request_id] = error

@@ -58,7 +58,7 @@ class StartDecode(Message, frozen=True, kw_only=True):
 
 
 class StartColocated(Message, frozen=True, kw_only=True):
-    """Run prompt and generation in one engine (`tandem serve`).
+    """Run prompt and generation in one engine: `tandem serve`, or a decode node without a prefill.
 
     Attributes:
         stream: See `StartPrefill`.

@@ -44,6 +44,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
         transports: By which its KV may move, best first; empty on other roles and older nodes.
         is_draining: It takes nothing new; what runs on it goes on.
         zone: Where it stands, as `--zone` said: nodes of one zone are near each other.
+        takes_prompts: It takes whole requests (`StartColocated`); false on older decode nodes.
     """
 
     role: str
@@ -59,3 +60,4 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     transports: list[str] = []
     is_draining: bool = False
     zone: str = ""
+    takes_prompts: bool = False

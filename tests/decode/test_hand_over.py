@@ -51,5 +51,5 @@ def test_a_prefill_whose_grant_is_withdrawn_by_a_drain_tells_its_client_so(pair)
     pair.decode.hand_over(hand_over())
     pair.run_until(lambda: "a" in pair.prefill_answers.errors)
     error = pair.prefill_answers.errors["a"]
-    assert (error.code, error.is_retryable) == ("node_draining", True)
+    assert (error.code, error.is_retryable) == ("peer_draining", True)
     pair.run_until(pair.all_pages_are_back)

@@ -144,7 +144,9 @@ class Cluster:
         self.router = Process(
             *("lb", "--prefill", *self.prefill_urls),
             *("--prefill-bootstrap-ports", *bootstrap_ports),
-            *("--decode", *self.decode_urls, "--port", str(port), "--host", host, *router_flags),
+            *("--decode", *self.decode_urls, "--port", str(port), "--host", host),
+            # What a test asks for goes through both nodes, however short it is.
+            *("--local-prefill-threshold", "0", *router_flags),
             env=env,
         )
         self.processes.append(self.router)

@@ -41,3 +41,10 @@ def test_a_prompt_that_tells_its_logprobs_goes_in_smaller_chunks():
 
 def test_what_is_generated_alone_does_not_shrink_a_chunk():
     assert sizes(next_chunks([request(2000, 0, LogprobsWanted())], 1000)) == [(1000, False)]
+
+
+def test_new_prompts_have_a_budget_of_their_own_and_an_answer_that_was_retracted_all_of_it():
+    retracted = request(50, 0)
+    retracted.token_ids = [*range(60)]
+    prompts = [request(6, 0), request(6, 0), retracted, request(6, 0)]
+    assert sizes(next_chunks(prompts, 40, 8)) == [(6, True), (2, False), (32, False)]

@@ -262,3 +262,20 @@ def test_an_end_of_sequence_is_not_chosen_before_the_minimum_and_then_ends_it():
     engine.submit(ask(prompt_of(6), max_new_tokens=9, min_new_tokens=3, logit_bias=bias))
     answer = drain(engine)["r"]
     assert answer == [*toy_answer(prompt_of(6), 3), EOS]
+
+
+@OVERLAP
+def test_new_prompts_are_computed_in_small_chunks_while_others_are_answered(is_overlapped):
+    engine, runner = toy_engine(
+        40, is_overlapped=is_overlapped, chunked_prefill_size=32, local_prefill_tokens=5
+    )
+    engine.submit(ask(prompt_of(60), "first", max_new_tokens=20, ignore_eos=True))
+    out: dict[str, list[int]] = {}
+    while not out:
+        out = {token.request.request.request_id: [token.token] for token in engine.step().tokens}
+    assert runner.largest == 32
+    runner.largest = 0
+    engine.submit(ask(prompt_of(30), "second", max_new_tokens=2, ignore_eos=True))
+    drain(engine, out)
+    assert runner.largest == 6
+    assert out["second"] == toy_answer(prompt_of(30), 2)

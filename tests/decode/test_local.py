@@ -1,0 +1,166 @@
+"""Whole requests on a decode node, beside hand-offs: the same rules, and the tokens of one engine."""
+
+import pytest
+from msgspec.structs import replace
+
+from tests.hand_off_rig import NUM_PAGES, PAGE, BrokenRunner, Pair, prompt_of
+from wire.errors import EngineFailed, InvalidRequest
+from wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
+from wire.ids import RequestId
+from wire.messages import StartColocated
+
+
+@pytest.fixture(scope="module")
+def shared_pair(tiny_model):
+    made = Pair(tiny_model("qwen3"), "shm")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pair(shared_pair):
+    """A pair without anything of a test before: its caches are empty, its answers told."""
+    yield shared_pair
+    for role in (shared_pair.prefill, shared_pair.decode):
+        for ticket in role.tickets():
+            role.cancel(ticket)
+    shared_pair.run_until(shared_pair.all_pages_are_back)
+    for role in (shared_pair.prefill, shared_pair.decode):
+        role.flush_cache()
+    for answers in (shared_pair.prefill_answers, shared_pair.decode_answers):
+        for told in (answers.tokens, answers.finishes, answers.errors, answers.prompt_positions):
+            told.clear()
+
+
+def start_local(pair, name, prompt, *, priority=0, logprobs=None, **sampling) -> GenerateRequest:
+    request = GenerateRequest(
+        request_id=RequestId(name),
+        prompt_ids=prompt,
+        sampling=SamplingParams(**{"temperature": 0, "ignore_eos": True, **sampling}),
+        priority=priority,
+        logprobs=logprobs,
+    )
+    pair.decode.start(pair.ticket(name), StartColocated(request=request))
+    return request
+
+
+def alone(pair, *requests) -> dict[str, list[int]]:
+    """The tokens that one engine gives, by request."""
+    for request in requests:
+        pair.colocated.submit(request)
+    out = {request.request_id: [] for request in requests}
+    while pair.colocated.has_work:
+        for token in pair.colocated.step().tokens:
+            out[token.request.request.request_id].append(token.token)
+    return out
+
+
+def finished(pair, names) -> bool:
+    assert not pair.decode_answers.errors
+    return all(pair.decode_answers.finishes[name] for name in names)
+
+
+def test_whole_requests_and_hand_offs_share_a_small_pool_and_no_token_differs(pair):
+    seeded = {"max_new_tokens": 36, "temperature": 0.7}
+    requests = {"handed": pair.start("handed", prompt_of(50), seed=50, **seeded)}
+    pair.run_until(lambda: pair.decode_answers.tokens["handed"])
+    # 2 pages each at first and 6 at last, of 60: they wait, grow and are retracted.
+    for i in range(12):
+        prompt = prompt_of(100)[50 + i : 60 + i]
+        requests[str(i)] = start_local(pair, str(i), prompt, seed=i, **seeded)
+    pair.run_until(lambda: finished(pair, requests))
+    assert pair.decode.load().num_retracted > 0
+    expected = alone(pair, *requests.values())
+    assert {name: pair.decode_answers.tokens[name] for name in requests} == expected
+
+
+def test_a_whole_request_needs_no_prefill_and_fills_the_cache_for_the_next_turn(pair):
+    prompt = prompt_of(45)
+    request = start_local(pair, "a", prompt, max_new_tokens=12)
+    pushed = pair.prefill.load().pushed_bytes
+    pair.run_until(lambda: finished(pair, "a"))
+    expected = alone(pair, request)["a"]
+    assert pair.decode_answers.tokens["a"] == expected
+    before = pair.decode.load()
+    start_local(pair, "b", prompt + expected + [5], max_new_tokens=2)
+    pair.run_until(lambda: finished(pair, "ab"))
+    now = pair.decode.load()
+    assert now.cached_tokens - before.cached_tokens == 56  # whole pages of 45 + 11
+    assert pair.prefill.load().pushed_bytes == pushed
+
+
+def test_a_replayed_answer_goes_on_where_it_stopped(pair):
+    request = start_local(pair, "a", prompt_of(20), max_new_tokens=10, temperature=1, seed=3)
+    expected = alone(pair, request)["a"]
+    pair.run_until(lambda: finished(pair, "a"))
+    rest = replace(
+        request,
+        request_id=RequestId("b"),
+        prompt_ids=request.prompt_ids + expected[:4],
+        num_prior_tokens=4,
+    )
+    pair.decode_answers.tokens["b"] = expected[:4]
+    pair.decode.start(pair.ticket("b"), StartColocated(request=rest))
+    pair.run_until(lambda: finished(pair, "ab"))
+    assert pair.decode_answers.tokens["b"] == expected
+
+
+@pytest.mark.parametrize("num_passes", [0, 1, 2, 3, 6])
+def test_a_cancel_at_any_time_returns_every_page(pair, num_passes):
+    start_local(pair, "a", prompt_of(100), max_new_tokens=8)
+    passes = iter(range(num_passes))
+    pair.run_until(lambda: next(passes, None) is None)
+    pair.decode.cancel(pair.ticket("a"))
+    assert pair.decode.tickets() == []
+    pair.run_until(pair.all_pages_are_back)
+    assert not pair.decode_answers.finishes["a"]
+
+
+def test_a_forward_that_fails_costs_its_requests_and_no_page(pair):
+    launcher = pair.decode_engine._launcher
+    healthy, launcher._runner = launcher._runner, BrokenRunner()
+    start_local(pair, "a", prompt_of(60), max_new_tokens=8)
+    with pytest.raises(ZeroDivisionError):
+        pair.run_until(lambda: False)
+    pair.decode.fail_all(EngineFailed("as the loop does"))
+    launcher._runner = healthy
+    assert isinstance(pair.decode_answers.errors.pop("a"), EngineFailed)
+    pair.run_until(pair.all_pages_are_back)
+
+
+def test_what_waits_for_pages_is_one_line_by_priority_and_arrival(pair):
+    half = NUM_PAGES * PAGE // 2  # with the first no other fits, nor two of them
+    start_local(pair, "first", prompt_of(half), max_new_tokens=2)
+    for i, name in enumerate(("local", "urgent", "late")):
+        own = prompt_of(half + 30)[i + 1 :]
+        start_local(pair, name, own, priority=int(name == "urgent"), max_new_tokens=2)
+    load = pair.decode.load()
+    assert (load.num_running, load.num_waiting) == (1, 3)
+    assert load.queued_tokens == half + sum(half + 29 - i for i in range(3))
+    names = ("first", "urgent", "local", "late")
+    pair.run_until(lambda: finished(pair, names))
+    assert tuple(pair.decode_answers.finishes) == names
+    assert pair.decode.load().queued_tokens == 0
+
+
+def test_a_prompt_that_a_hand_off_brings_is_not_computed_a_second_time(pair):
+    prompt = prompt_of(49)
+    before = pair.decode.load().cached_tokens
+    pair.start("handed", prompt, max_new_tokens=3)
+    start_local(pair, "local", prompt, max_new_tokens=3)
+    pair.run_until(lambda: finished(pair, ("handed", "local")))
+    assert pair.decode_answers.tokens["handed"] == pair.decode_answers.tokens["local"]
+    assert pair.decode.load().cached_tokens - before == 48
+
+
+def test_log_probabilities_of_the_prompt_are_told_once_and_before_the_first_token(pair):
+    wanted = LogprobsWanted(prompt_start=0)
+    start_local(pair, "a", prompt_of(60), logprobs=wanted, max_new_tokens=3)
+    pair.run_until(lambda: finished(pair, "a"))
+    assert pair.decode_answers.prompt_positions["a"] == list(range(60))
+
+
+def test_what_can_never_run_is_refused_at_once(pair):
+    with pytest.raises(InvalidRequest):
+        start_local(pair, "a", [])
+    assert pair.decode.tickets() == []

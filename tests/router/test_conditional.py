@@ -1,0 +1,241 @@
+"""Prompts that stay on decode: which, and what becomes of an attempt on one node."""
+
+import asyncio
+import random
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.conditional import stays_on_decode, tokens_to_compute, with_stand_ins
+from router.policies import POLICIES
+from router.policy import ClusterSnapshot, choose, usable_fingerprint
+from tests.router.fake_node import FakeNode, request, until
+from tests.router.test_backend import Setup, in_flight, read, reading, watched
+from tests.router.test_policy import node, snapshots
+from wire.errors import NoNodeAvailable, OutOfPages, PeerLost
+from wire.generation import LogprobsWanted
+from wire.messages import Cancel, NodeLoad, Pong, StartColocated, StartDecode, StartPrefill
+
+THRESHOLD = 8
+LONG = range(THRESHOLD + 1)
+
+
+def able(name="d", backlog=0, **fields):
+    return node(name, takes_prompts=True, backlog_tokens=backlog, **fields)
+
+
+# ── the decision ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("num_tokens", "stays"), [(1, True), (8, True), (9, False)])
+def test_a_prompt_stays_up_to_the_threshold(num_tokens, stays):
+    assert stays_on_decode(request([1] * num_tokens), able(), THRESHOLD) is stays
+
+
+@pytest.mark.parametrize(("num_cached", "stays"), [(991, False), (992, True), (1000, True)])
+def test_what_decode_has_cached_does_not_count(num_cached, stays):
+    assert stays_on_decode(request([1] * 1000), able(), THRESHOLD, num_cached) is stays
+
+
+def test_what_waits_there_counts():
+    assert stays_on_decode(request([1, 2]), able(backlog=6), THRESHOLD)
+    assert not stays_on_decode(request([1, 2, 3]), able(backlog=6), THRESHOLD)
+
+
+def test_a_prompt_of_which_all_is_cached_still_costs_a_token():
+    assert tokens_to_compute(request([1] * 16), 16) == 1
+
+
+@pytest.mark.parametrize(("start", "num_new"), [(-1, 16), (0, 100), (1, 100), (50, 51), (99, 16)])
+def test_where_log_probabilities_of_the_prompt_begin_nothing_comes_from_the_cache(start, num_new):
+    asked = request([1] * 100, logprobs=LogprobsWanted(prompt_start=start))
+    assert tokens_to_compute(asked, 84) == num_new
+
+
+def test_nothing_stays_with_a_threshold_of_zero_or_on_a_node_of_the_release_before():
+    assert not stays_on_decode(request([1]), able(), 0)
+    assert not stays_on_decode(request([1]), node(), THRESHOLD)
+
+
+@given(snapshots, st.integers(0, 3), st.booleans())
+def test_decode_nodes_stand_in_exactly_where_no_prefill_is_up(snapshot, threshold, is_able):
+    decodes = tuple(replace(n, takes_prompts=is_able) for n in snapshot.decodes)
+    snapshot = replace(snapshot, decodes=decodes)
+    seen = with_stand_ins(snapshot, threshold)
+    able_nodes = tuple(n for n in decodes if n.is_up and is_able)
+    if threshold and able_nodes and not any(n.is_up for n in snapshot.prefills):
+        assert seen == ClusterSnapshot(able_nodes, able_nodes)
+    else:
+        assert seen == snapshot
+
+
+def test_whom_a_policy_takes_of_stand_ins_is_up_and_takes_prompts():
+    prefill = node("p", role="prefill", is_up=False)
+    decodes = (node("old"), able("down", is_up=False), able("new"))
+    seen = with_stand_ins(ClusterSnapshot((prefill,), decodes), THRESHOLD)
+    assert usable_fingerprint(seen) == "a"
+    for turn in range(4):
+        pair = choose(seen, "a", POLICIES["round_robin"], turn, random.Random(turn))
+        assert pair.decode == "new"
+
+
+def test_a_prefill_of_another_model_is_not_covered_up():
+    seen = ClusterSnapshot((node("p", role="prefill", fingerprint="b"),), (able(),))
+    assert with_stand_ins(seen, THRESHOLD) == seen
+    assert usable_fingerprint(seen) is None
+
+
+# ── the attempt ──────────────────────────────────────────────────────────────────────────────────
+
+
+@asynccontextmanager
+async def cluster(num_decodes=1, is_able=True, prefill=None, threshold=THRESHOLD):
+    decodes = [FakeNode("decode", takes_prompts=is_able) for _ in range(num_decodes)]
+    prefills = [prefill or FakeNode("prefill")]
+    async with AsyncExitStack() as stack:
+        for each in prefills + decodes:
+            await stack.enter_async_context(each.serving())
+        backend = await stack.enter_async_context(
+            watched(prefills, decodes, local_prefill_threshold=threshold)
+        )
+        prefill_nodes = [] if prefill else backend._cluster.prefills
+        await until(lambda: all(n.is_up for n in prefill_nodes + backend._cluster.decodes))
+        yield Setup(prefills, decodes, backend)
+
+
+def backlog(setup):
+    return [n.backlog_tokens() for n in setup.backend._cluster.decodes]
+
+
+def no_prefill():
+    return FakeNode("prefill", refusal="still loading")
+
+
+async def test_a_short_prompt_is_answered_by_decode_alone():
+    async with cluster() as setup, reading(setup) as reader:
+        decode = setup.decodes[0].engine
+        start = await decode.next(StartColocated)
+        assert start.request.prompt_ids == [1, 2, 3]
+        assert backlog(setup) == [3]
+        decode.say(start, 0, [10], cached_tokens=2)
+        await until(lambda: reader.token_ids == [10])
+        assert (backlog(setup), in_flight(setup)) == ([0], [(0, 0), (1, 3)])
+        decode.say(start, 1, [11])
+        decode.say(start, 2, [12], "length")
+        assert await reader.result() == ([10, 11, 12], "length")
+        assert in_flight(setup) == [(0, 0), (0, 0)]
+        assert setup.prefills[0].engine.is_idle()
+        metrics = setup.backend.metrics()
+        assert 'tandem_router_local_prompts_total{reason="little_to_compute"} 1.0' in metrics
+
+
+async def test_long_prompts_and_those_for_older_nodes_are_handed_off():
+    async with cluster() as setup, reading(setup, request(LONG)):
+        await setup.prefills[0].engine.next(StartPrefill)
+        start = await setup.decodes[0].engine.next(StartDecode)
+        setup.decodes[0].engine.say(start, 0, [1], "stop")
+    async with cluster(is_able=False) as setup, reading(setup):
+        start = await setup.decodes[0].engine.next(StartDecode)
+        setup.decodes[0].engine.say(start, 0, [1], "stop")
+
+
+async def test_a_prompt_that_finds_others_waiting_at_decode_goes_to_prefill():
+    async with cluster() as setup, reading(setup, request(range(6))) as first:
+        decode = setup.decodes[0].engine
+        start = await decode.next(StartColocated)
+        async with reading(setup, request(range(3), "r2")) as second:
+            other = await decode.next(StartDecode)
+            decode.say(other, 0, [1], "stop")
+            await second.result()
+        decode.say(start, 0, [1], "stop")
+        await first.result()
+        assert backlog(setup) == [0]
+
+
+async def test_what_other_routers_left_there_counts_beside_our_own_and_each_token_once():
+    async with cluster() as setup:
+        (decode,), engine = setup.backend._cluster.decodes, setup.decodes[0].engine
+        async with reading(setup, request(range(5))) as reader:
+            start = await engine.next(StartColocated)
+            told = [NodeLoad(queued_tokens=5), NodeLoad(queued_tokens=7), NodeLoad(queued_tokens=0)]
+            for load, num_waiting in zip(told, (5, 7, 5), strict=True):
+                engine.load = load
+                engine.send(Pong(epoch=engine.epoch, load=load))
+                await until(lambda load=load: decode.client.load == load)
+                assert backlog(setup) == [num_waiting]
+            engine.say(start, 0, [1])
+            await until(lambda: reader.token_ids == [1])
+            assert backlog(setup) == [0]
+            engine.say(start, 1, [1], "stop")
+
+
+async def test_requests_of_one_group_stay_together():
+    async with cluster() as setup:
+        asked = [
+            request(request_id=name, group="g") for name in "abcd"
+        ]  # 12 tokens on a bound of 8
+        async with asyncio.TaskGroup() as tasks:
+            for one in asked:
+                tasks.create_task(read(setup.backend, one))
+            for _ in asked:
+                start = await setup.decodes[0].engine.next(StartColocated)
+                setup.decodes[0].engine.say(start, 0, [1], "stop")
+
+
+async def test_a_client_that_leaves_cancels_at_decode_and_nothing_stays_counted():
+    async with cluster() as setup:
+        async with reading(setup) as reader:
+            await setup.decodes[0].engine.next(StartColocated)
+            reader.task.cancel()
+        await setup.decodes[0].engine.next(Cancel)
+        assert (backlog(setup), in_flight(setup)) == ([0], [(0, 0), (0, 0)])
+
+
+async def test_a_node_that_is_lost_in_the_middle_costs_no_token():
+    async with cluster(num_decodes=2) as setup, reading(setup) as reader:
+        await until(lambda: any(not n.engine.is_idle() for n in setup.decodes))
+        (node_,) = [n for n in setup.decodes if not n.engine.is_idle()]
+        start = await node_.engine.next(StartColocated)
+        node_.engine.say(start, 0, [10])
+        node_.engine.say(start, 1, [11])
+        await until(lambda: reader.token_ids == [10, 11])
+        node_.engine.fail(start, PeerLost("gone"))
+        engine = setup.others(node_).engine
+        again = await engine.next(StartColocated)
+        assert (again.request.prompt_ids, again.attempt) == ([1, 2, 3, 10, 11], 1)
+        assert again.request.num_prior_tokens == 2
+        engine.say(again, 2, [12])
+        engine.say(again, 3, [13], "stop")
+        assert await reader.result() == ([10, 11, 12, 13], "stop")
+        assert backlog(setup) == [0, 0]
+
+
+async def test_an_error_that_no_retry_helps_reaches_the_client():
+    async with cluster() as setup:
+        with pytest.raises(ExceptionGroup) as caught:
+            async with reading(setup):
+                start = await setup.decodes[0].engine.next(StartColocated)
+                setup.decodes[0].engine.fail(start, OutOfPages(9, 1))
+        assert caught.group_contains(OutOfPages)
+
+
+async def test_without_a_prefill_node_decode_serves_prompts_of_any_length():
+    async with cluster(prefill=no_prefill()) as setup, reading(setup, request(LONG)) as reader:
+        start = await setup.decodes[0].engine.next(StartColocated)
+        setup.decodes[0].engine.say(start, 0, [10], "stop")
+        assert await reader.result() == ([10], "stop")
+        health = setup.backend.health()
+        assert health.is_serving
+        assert "0 of 1 prefill nodes and 1 of 1 decode nodes" in health.detail
+        assert "still loading" in health.detail
+        assert 'local_prompts_total{reason="no_prefill"} 1.0' in setup.backend.metrics()
+
+
+async def test_without_a_prefill_node_a_threshold_of_zero_serves_nobody():
+    async with cluster(prefill=no_prefill(), threshold=0) as setup:
+        with pytest.raises(NoNodeAvailable, match="still loading"):
+            await read(setup.backend)
+        assert not setup.backend.health().is_serving
