@@ -63,6 +63,10 @@ def describe_model(directory: Path, profile: dict) -> Path:
     return target
 
 
+# Short prompts too go through both nodes: what is hurt is the hand-off.
+HANDED_OFF = ("--local-prefill-threshold", "0")
+
+
 class NotWell(Exception):
     """A cluster did not heal."""
 
@@ -161,6 +165,7 @@ async def running_rig(
     decodes: int = 2,
     routers: Sequence[str] = ("a", "b"),
     decode_flags: Sequence[str] = (),
+    router_flags: Sequence[str] = HANDED_OFF,
     is_networked: bool = True,
     shared_memory: Path | None = None,
 ) -> AsyncIterator[Rig]:
@@ -187,7 +192,8 @@ async def running_rig(
             assert running is not None
             loop.add_signal_handler(signal.SIGTERM, running.cancel)
             rig = Rig(network, model_dir, session)
-            _add_members(rig, names, directory, ["--model", str(model_dir), *flags], decode_flags)
+            flags = ["--model", str(model_dir), *flags]
+            _add_members(rig, names, directory, flags, decode_flags, router_flags)
             if shared_memory is not None:
                 for member in rig.members.values():
                     member.mount_shared_memory(shared_memory)
@@ -214,6 +220,7 @@ def _add_members(
     directory: Path,
     flags: Sequence[str],
     decode_flags: Sequence[str],
+    router_flags: Sequence[str],
 ) -> None:
     key, ports = ChannelKey.from_secret(SECRET), iter(free_ports(3 * len(names)))
     env = {"TANDEM_CLUSTER_KEY": SECRET}
@@ -232,7 +239,7 @@ def _add_members(
             pairs["decode"].append(url)
         else:
             role, workers = "router", "2" if name == "a" else "1"
-            argv = ["lb", *at, "--detokenizers", workers]
+            argv = ["lb", *at, "--detokenizers", workers, *router_flags]
             argv += ["--prefill", *pairs["prefill"], "--decode", *pairs["decode"]]
         disk = Disk(directory / name, is_real=os.geteuid() == 0)
         rig.members[name] = Member(name, role, url, argv, disk, env, rig.network.command(name))

@@ -254,7 +254,7 @@ async def soak(seconds: float, seed: int) -> tuple[bool, dict]:
         directory, shared = Path(name), Path(name) / "shm"
         shared.mkdir()
         async with running_rig(
-            directory, flags=FLAGS, profile=PROFILE, prefills=3, decodes=3, is_networked=False,
+            directory, flags=FLAGS, profile=PROFILE, prefills=3, decodes=3, router_flags=(), is_networked=False,
             routers=("a",), shared_memory=shared if os.geteuid() == 0 else None,
         ) as rig:  # fmt: skip
             run = Soak(rig, seed, seconds)

@@ -20,7 +20,9 @@ DURATIONS_S = {
 }
 CELLS = [
     Cell("edge worker", "SIGKILL", "streaming"),
+    Cell("edge worker", "SIGSTOP", "decoding"),
     Cell("router", "SIGKILL", "pushing"),
+    Cell("router", "network cut", "streaming"),
     Cell("router", "disk full", "landed"),
     Cell("prefill", "SIGKILL", "prefilling"),
     Cell("prefill", "SIGSTOP", "pushing"),
