@@ -10,7 +10,9 @@ Holds streams of token ids by request and attempt. Knows nothing of text, of pai
 """
 
 import asyncio
+import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -41,6 +43,8 @@ log = get_logger(__name__)
 
 # Until the first answer, ask often: a node becomes usable as soon as its engine is.
 FIRST_PING_INTERVAL_S = 0.05
+# Whoever waits for a silent engine looks this often whether it spoke.
+_LOOK_INTERVAL_S = 0.05
 
 
 class PrefixFollower(Protocol):
@@ -91,6 +95,7 @@ class EngineClient:
         self.lost = asyncio.Event()
         self._epoch, self._heartbeat = epoch, heartbeat
         self._on_change = on_change
+        self._heard_at = -math.inf
         self._streams: dict[StreamKey, TokenStream] = {}
         self._by_number: dict[int, TokenStream] = {}
         self._numbers = itertools.count(1)
@@ -137,6 +142,23 @@ class EngineClient:
         finally:
             self._lose("this process is closing the link")
             link.close()
+
+    async def is_alive(self) -> bool:
+        """Tell whether the engine lives, where it was silent lately: when it speaks, or its link is lost.
+
+        One that computes for long says nothing meanwhile. It has the benefit of the doubt once a link that
+        was cut off would have been lost.
+        """
+        loop, beat = asyncio.get_running_loop(), self._heartbeat
+        deadline = loop.time() + beat.interval_s + beat.timeout_s
+        while not self.lost.is_set():
+            now = loop.time()
+            if now - self._heard_at < 2 * beat.interval_s or now >= deadline:
+                return True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_INTERVAL_S):
+                    await self.lost.wait()
+        return False
 
     def stop(self) -> None:
         """Make `run` return. Open streams end with `PeerLost`."""
@@ -193,8 +215,11 @@ class EngineClient:
         self._link.send(message)
 
     async def _receive(self, link: AsyncLink[FromEngine]) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            self._take(await link.receive())
+            messages = await link.receive()
+            self._heard_at = loop.time()
+            self._take(messages)
 
     def _take(self, messages: Sequence[FromEngine]) -> None:
         """Spread what arrived together."""

@@ -28,7 +28,7 @@ from router.metrics import RouterMetrics
 from router.pairing import Pairing
 from router.policy import Pair, Policy
 from router.replays import Replays
-from router.running import run_on
+from router.running import are_alive, run_on
 from router.waiters import WaitAborted
 from telemetry.log import get_logger
 from wire.errors import NoNodeAvailable, PeerLost, TandemError
@@ -142,7 +142,10 @@ class ClusterBackend:
                 return
             self._note_replay(progress, pair, lost)
             failed.add(pair)
-            pair = await self._when_up(progress, partial(choose, progress.to_place(), after=lost))
+            again = partial(choose, progress.to_place(), after=lost)
+            pair = await self._when_up(progress, again)
+            while not await are_alive(self._cluster, pair):
+                pair = await self._when_up(progress, again)
 
     async def _when_up(self, progress: Progress, look: Callable[[], T]) -> T:
         """Return what `look` finds, waiting for nodes that it lacks.

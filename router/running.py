@@ -23,6 +23,16 @@ def run_on(
     return run_local_attempt(cluster, progress, pair.decode, attempt)
 
 
+async def are_alive(cluster: Cluster, pair: Pair) -> bool:
+    """Tell whether the nodes of a pair live, as far as it can be known within the time of a heartbeat.
+
+    A router that is cut off loses its nodes one after the other, all within a moment: without a look, each
+    of them would cost the same request an attempt.
+    """
+    clients = [cluster.node(url).client for url in pair.urls]
+    return all([client is not None and await client.is_alive() for client in clients])
+
+
 async def run_attempt(
     cluster: Cluster, progress: Progress, pair: Pair, attempt: int
 ) -> AsyncGenerator[TokenDelta, None]:

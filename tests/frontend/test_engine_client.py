@@ -1,4 +1,5 @@
 import asyncio
+import math
 from contextlib import asynccontextmanager
 
 import pytest
@@ -6,6 +7,7 @@ import pytest
 from frontend.engine_client import EngineClient
 from tests.router.fake_node import FakeEngine, delta, request, until
 from wire.errors import EngineFailed, InvalidRequest, PeerLost
+from wire.heartbeat import Heartbeat
 from wire.ids import Epoch
 from wire.messages import Cancel, FlushCache, NodeLoad, Pong, StartColocated, TokenBatch
 
@@ -261,3 +263,29 @@ async def test_a_stream_whose_tokens_meet_a_bug_fails_alone(client, engine):
     assert tap.taken == [(1, [21])]
     with pytest.raises(EngineFailed, match="AttributeError"):
         await read(broken)
+
+
+async def test_an_engine_that_was_silent_is_alive_when_it_speaks_and_not_when_its_link_is_lost(
+    engine,
+):
+    client = EngineClient(engine.address, heartbeat=Heartbeat(60))  # it asks once
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(client.run())
+        await client.answered.wait()
+        assert await client.is_alive()
+        client._heard_at = -math.inf
+        asking = tasks.create_task(client.is_alive())
+        await asyncio.sleep(0)
+        assert not asking.done()
+        engine.send(Pong(epoch=engine.epoch, load=NodeLoad()))
+        assert await asking
+        client._heard_at = -math.inf
+        asking = tasks.create_task(client.is_alive())
+        await asyncio.sleep(0)
+        engine.close()
+        assert not await asking
+
+
+async def test_an_engine_that_computes_for_long_has_the_benefit_of_the_doubt(client):
+    client._heard_at, client._heartbeat = -math.inf, Heartbeat(0)
+    assert await client.is_alive()
