@@ -70,6 +70,7 @@ class ClusterBackend:
         admission = admission or AdmissionConfig()
         self._max_waiting = admission.limits.max_requests
         self._gate = Gate(cluster.servable, admission, self._metrics)
+        cluster.roster.on_change = self._gate.look
 
     def model(self) -> ServedModel:
         """Return the model served.

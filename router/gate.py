@@ -6,8 +6,8 @@
                                        └─▶ 429, 504, aborted, client gone
 ```
 
-Places are counted (`places.py`) when a request comes or leaves, and every few milliseconds while somebody
-waits. Which nodes a request gets is not decided here.
+Places are counted (`places.py`) when a request comes or leaves or a node changes, and every few milliseconds
+while somebody waits. Which nodes a request gets is not decided here.
 """
 
 import asyncio
@@ -76,6 +76,7 @@ class Gate:
         self._fresh_s = 0.0
         self._fingerprint = ""
         self._timer: asyncio.TimerHandle | None = None
+        self._is_looking = False
 
     @override
     def __repr__(self) -> str:
@@ -196,6 +197,17 @@ class Gate:
             if not is_done and entry.is_let_in:  # as it gave up
                 self._left()
         return is_let_in
+
+    def look(self) -> None:
+        """Look again soon whether there is room: a node has changed."""
+        if len(self._admission) and not self._is_looking:
+            self._is_looking = True
+            # Not at once: whoever changes a node is in the middle of something.
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        self._is_looking = False
+        self._pump()
 
     def _pump(self) -> None:
         """Let in who waits while there are places; look again soon while somebody waits."""

@@ -21,6 +21,8 @@ from router.policy import NodeSnapshot
 PREFILL_LINE_S = 0.5
 # Where a prompt takes longer than that: one in work, others ready.
 LEAST_LINE = 4
+# Of a prefill whose pace nobody has seen yet.
+FIRST_LINE = 8
 # Over which a prefill's pace is taken: more than two reports.
 WINDOW_S = 0.5
 # Of a decode's line for pages: as many as will be free before long, where requests end one by one.
@@ -74,7 +76,7 @@ class Places:
         """Return the places of one prefill: a short line of work, and what else is under way there."""
         load, pace = node.load, self._paces.setdefault(node.url, Pace())
         pace.observe(load.generated_tokens, now, is_busy=load.num_running > 0)
-        line = max(LEAST_LINE, round(pace.per_s * PREFILL_LINE_S))
+        line = max(LEAST_LINE, round(pace.per_s * PREFILL_LINE_S)) if pace.per_s else FIRST_LINE
         # Those being pushed take none of its time; those that wait for a grant will be with it soon.
         elsewhere = load.num_transferring + min(line, load.num_waiting)
         return self._share(node, line + elsewhere)

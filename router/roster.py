@@ -4,7 +4,7 @@ Every request asks for the view, and every engine tells its load five times a se
 nodes only those that changed since the last time are looked at.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from typing_extensions import override
 
@@ -20,10 +20,12 @@ class Roster:
     Attributes:
         version: Higher whenever more than load has changed: who is there, who is up and why not,
             and what they serve. Current after `snapshot`.
+        on_change: Called at every change of any node.
     """
 
     def __init__(self) -> None:
         self.version = 0
+        self.on_change: Callable[[], None] = lambda: None
         self._nodes: dict[str, Node] = {}
         self._changed: dict[str, None] = {}
         self._outlines: dict[str, Outline] = {}
@@ -58,6 +60,7 @@ class Roster:
     def note_change(self, node: Node) -> None:
         """Look at this node again before the next view."""
         self._changed[node.url] = None
+        self.on_change()
 
     def snapshot(self) -> ClusterSnapshot:
         """Return all nodes whose role is known, at this moment."""

@@ -3,7 +3,7 @@ from collections import deque
 
 import pytest
 
-from router.places import LEAST_LINE, UNTOLD, Pace, Places
+from router.places import FIRST_LINE, UNTOLD, Pace, Places
 from router.policy import NodeSnapshot
 from wire.messages import NodeLoad
 
@@ -60,7 +60,7 @@ def test_a_role_without_nodes_has_no_room():
 
 def test_a_prefill_is_given_as_much_as_it_ends_in_half_a_second():
     places, ended = Places(), 0
-    assert places.at_prefill(node("prefill"), 0.0) == LEAST_LINE
+    assert places.at_prefill(node("prefill"), 0.0) == FIRST_LINE
     for step in range(1, 40):
         ended += 20  # in 0.2 s
         busy = node("prefill", generated_tokens=ended, num_running=8, num_edges=1, num_own=8, own=8)
