@@ -178,6 +178,13 @@ async def test_a_node_that_cannot_be_used_is_named_with_the_reason(node, sentenc
         assert not backend.health().is_serving
 
 
+async def test_an_answer_nested_without_end_costs_its_node_and_not_the_router():
+    node, decode = FakeNode("prefill"), FakeNode("decode")
+    node.raw_info = b'{"a":' + b"[" * 100_000
+    async with node.serving(), decode.serving(), watched([node], [decode]) as backend:
+        await until(lambda: "is not that of a node" in backend.health().detail)
+
+
 async def test_a_tokenizer_directory_that_is_none_is_refused_at_the_start(tmp_path: Path):
     config = RouterConfig(
         prefills=(PrefillTarget("http://p:1"),),
