@@ -13,16 +13,17 @@ import asyncio
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import msgspec
 from typing_extensions import override
 
+from frontend.token_runs import Run, Runs
 from frontend.token_stream import Start, StreamKey, TokenStream
 from telemetry.log import get_logger
 from wire.async_link import AsyncLink
-from wire.errors import EngineFailed, InvalidRequest, PeerLost, error_from_info
+from wire.errors import EngineFailed, InvalidRequest, PeerLost, TandemError, error_from_info
 from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from wire.ids import Epoch, RequestId
 from wire.keys import ChannelKey
@@ -160,9 +161,9 @@ class EngineClient:
                     await self.lost.wait()
         return False
 
-    def stop(self) -> None:
-        """Make `run` return. Open streams end with `PeerLost`."""
-        self._lose("its link was closed")
+    def stop(self, failure: Callable[[], TandemError] | None = None) -> None:
+        """Make `run` return. Each open stream ends with a `failure`, or else with `PeerLost`."""
+        self._lose("its link was closed", failure)
 
     def generate(self, start: Start, wake: asyncio.Event | None = None) -> TokenStream:
         """Start one attempt and return its stream. The caller closes it.
@@ -224,13 +225,13 @@ class EngineClient:
     def _take(self, messages: Sequence[FromEngine]) -> None:
         """Spread what arrived together."""
         # Most often one step. A process that falls behind finds several, and makes one event of them.
-        runs = _Runs() if len(messages) > 1 else None
+        runs = Runs() if len(messages) > 1 else None
         for message in messages:
             self._dispatch(message, runs)
         if runs is not None:
             self._put_runs(runs.take_all())
 
-    def _dispatch(self, message: FromEngine, runs: "_Runs | None") -> None:
+    def _dispatch(self, message: FromEngine, runs: Runs | None) -> None:
         self._epoch = self._epoch or message.epoch
         if message.epoch != self._epoch:
             self._lose("it restarted")
@@ -257,9 +258,7 @@ class EngineClient:
             case CacheReport():
                 pass
 
-    def _stream(
-        self, request_id: RequestId, attempt: int, runs: "_Runs | None"
-    ) -> TokenStream | None:
+    def _stream(self, request_id: RequestId, attempt: int, runs: Runs | None) -> TokenStream | None:
         """Return a stream, with the tokens that waited for it put in."""
         stream = self._streams.get((request_id, attempt))
         if stream is not None and runs is not None:
@@ -278,7 +277,7 @@ class EngineClient:
                     log.exception("stream.failed", request_id=stream.key[0])
                     _fail(stream, error)
 
-    def _put_runs(self, runs: Iterable["_Run"]) -> None:
+    def _put_runs(self, runs: Iterable[Run]) -> None:
         for number, index, token_ids in runs:
             if (stream := self._by_number.get(number)) is not None:
                 try:
@@ -303,11 +302,11 @@ class EngineClient:
         await link.wait_lost()
         self._lose("its connection broke")
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, failure: Callable[[], TandemError] | None = None) -> None:
         self.lost.set()
         self._on_change()
         for stream in list(self._streams.values()):
-            stream.fail(self._peer_lost(reason))
+            stream.fail(failure() if failure else self._peer_lost(reason))
 
     def _peer_lost(self, reason: str) -> PeerLost:
         return PeerLost(f"the engine at {self.address} was lost: {reason}")
@@ -319,34 +318,3 @@ def _fail(stream: TokenStream, error: Exception) -> None:
     failure = EngineFailed(f"the edge failed with its tokens: {type(error).__name__}")
     failure.is_retryable = False  # nobody knows how much of them the client was sent
     stream.fail(failure)
-
-
-_Run = tuple[int, int, list[int]]
-"""Stream, index of the first, ids."""
-
-
-class _Runs:
-    """Ordinary tokens of several steps, one run for each stream."""
-
-    def __init__(self) -> None:
-        self._runs: dict[int, _Run] = {}
-
-    def add(self, columns: Iterable[tuple[int, int, int]]) -> Iterator[_Run]:
-        """Take one step; yield the runs that it does not continue."""
-        for number, index, token_id in columns:
-            run = self._runs.get(number)
-            if run is not None and run[1] + len(run[2]) == index:
-                run[2].append(token_id)
-            else:
-                self._runs[number] = (number, index, [token_id])
-                if run is not None:
-                    yield run
-
-    def take(self, number: int) -> Iterator[_Run]:
-        """Yield the run of one stream, if there is one, and forget it."""
-        if (run := self._runs.pop(number, None)) is not None:
-            yield run
-
-    def take_all(self) -> Iterable[_Run]:
-        """Return every run."""
-        return self._runs.values()

@@ -126,6 +126,16 @@ def _add_cluster_flags(group: argparse._ArgumentGroup) -> None:
         metavar="URL",
         help="decode nodes; may be repeated",
     )
+    _add_pairing_flags(group)
+    group.add_argument(
+        "--node-ca-certs",
+        default="",
+        metavar="FILE",
+        help="authorities of the certificates of https:// nodes (default: this system's)",
+    )
+
+
+def _add_pairing_flags(group: argparse._ArgumentGroup) -> None:
     policies = [*get_args(PolicyName), *POLICY_ALIASES]
     group.add_argument(
         "--policy",
@@ -152,12 +162,6 @@ def _add_cluster_flags(group: argparse._ArgumentGroup) -> None:
         help="a decode node computes a prompt by itself while that leaves it no more than N prompt tokens to "
         "compute, cached ones not counted, and any prompt while no prefill node is up; 0: never "
         "(default: %(default)s)",
-    )
-    group.add_argument(
-        "--node-ca-certs",
-        default="",
-        metavar="FILE",
-        help="authorities of the certificates of https:// nodes (default: this system's)",
     )
     group.add_argument(
         "--max-attempts",

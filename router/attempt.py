@@ -6,7 +6,8 @@ message of a dead attempt need no special case. Prompt positions follow the same
 log-probabilities are given once, in order.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import msgspec
 from typing_extensions import override
@@ -23,6 +24,7 @@ class Progress:
 
     Args:
         tap: Given ordinary tokens; see `Backend.generate`.
+        clock: Of the request's deadline, which counts from now.
 
     Attributes:
         sent_ids: Tokens given to the client, over all attempts.
@@ -30,13 +32,28 @@ class Progress:
         is_finished: The last delta was given.
     """
 
-    __slots__ = ("_next_position", "_request", "_tap", "is_finished", "next_index", "sent_ids")
+    __slots__ = (
+        "_clock",
+        "_next_position",
+        "_request",
+        "_started",
+        "_tap",
+        "is_finished",
+        "next_index",
+        "sent_ids",
+    )
 
-    def __init__(self, request: GenerateRequest, tap: Tap | None = None) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        tap: Tap | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.sent_ids: list[int] = []
         self.next_index = request.num_prior_tokens
         self.is_finished = False
         self._request, self._tap = request, tap
+        self._clock, self._started = clock, clock()
         start = request.logprobs.prompt_start if request.logprobs is not None else -1
         self._next_position = start if start >= 0 else len(request.prompt_ids)
 
@@ -153,7 +170,13 @@ class Progress:
             num_prior_tokens=self.next_index,
             # With sent tokens behind it the prompt is no longer that of the others.
             group="" if self.sent_ids else request.group,
-            deadline_s=None if self.sent_ids else request.deadline_s,
+            deadline_s=self._left_s(),
             session="",  # of the router's own
             logprobs=logprobs,
         )
+
+    def _left_s(self) -> float | None:
+        """Return the time that is left to begin; a client that has heard something waits on."""
+        if self._request.deadline_s is None or self.sent_ids:
+            return None
+        return max(0.0, self._request.deadline_s - (self._clock() - self._started))

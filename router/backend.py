@@ -29,7 +29,8 @@ from router.pairing import Pairing
 from router.policy import Pair, Policy
 from router.replays import Replays
 from router.running import are_alive, run_on
-from router.waiters import WaitAborted
+from router.visit import Visit
+from router.waiters import WaitAborted, Waiter
 from telemetry.log import get_logger
 from wire.errors import NoNodeAvailable, PeerLost, TandemError
 from wire.generation import GenerateRequest
@@ -96,23 +97,23 @@ class ClusterBackend:
         Args:
             bootstrap: Not used: who pairs the nodes is this router.
         """
-        async with self._gate.admitted(request, tap) as visit:
-            if visit is None:
-                yield Progress(request).aborted()
-                return
-            async with aclosing(self._counted(visit.request, visit.tap)) as deltas:
-                async for delta in deltas:
-                    visit.saw(delta)
-                    yield delta
+        with self._cluster.waiters.entered(request.request_id) as waiter:
+            async with self._gate.admitted(request, tap) as visit:
+                if visit is None:
+                    yield Progress(request).aborted()
+                    return
+                async with aclosing(self._counted(visit, waiter)) as deltas:
+                    async for delta in deltas:
+                        visit.saw(delta)
+                        yield delta
 
-    async def _counted(
-        self, request: GenerateRequest, tap: Tap | None
-    ) -> AsyncGenerator[TokenDelta, None]:
+    async def _counted(self, visit: Visit, waiter: Waiter) -> AsyncGenerator[TokenDelta, None]:
         """Yield the tokens of one request that has room, and count how it ends."""
-        with self._metrics.request() as outcome, self._groups.entered(request.group) as group:
-            progress = Progress(request, tap)
+        group_name = visit.request.group
+        with self._metrics.request() as outcome, self._groups.entered(group_name) as group:
+            progress = Progress(visit.request, visit.tap)
             try:
-                async with aclosing(self._attempts(progress, group)) as deltas:
+                async with aclosing(self._attempts(progress, group, waiter)) as deltas:
                     async for delta in deltas:
                         if delta.finish is not None:
                             outcome.finished()
@@ -121,16 +122,19 @@ class ClusterBackend:
                 outcome.finished()
                 yield progress.aborted()
 
-    async def _attempts(self, progress: Progress, group: Group) -> AsyncGenerator[TokenDelta, None]:
+    async def _attempts(
+        self, progress: Progress, group: Group, waiter: Waiter
+    ) -> AsyncGenerator[TokenDelta, None]:
         """Yield what attempts give, one after the other, until the request has ended.
 
         Raises:
             TandemError: No further attempt helps, or none may be made.
+            WaitAborted: Somebody ended the request while no attempt ran.
         """
-        fingerprint = await self._when_up(progress, self._cluster.fingerprint)
+        fingerprint = await self._when_up(waiter, self._cluster.fingerprint)
         replays, failed = Replays(self._max_attempts), set[Pair]()
         choose = partial(self._pairing.pair_for, group, fingerprint=fingerprint, failed=failed)
-        pair = await self._when_up(progress, partial(choose, progress.to_place()))
+        pair = await self._when_up(waiter, partial(choose, progress.to_place()))
         for attempt in itertools.count():
             try:
                 async with aclosing(run_on(self._cluster, progress, pair, attempt)) as deltas:
@@ -144,11 +148,12 @@ class ClusterBackend:
             self._note_replay(progress, pair, lost)
             failed.add(pair)
             again = partial(choose, progress.to_place(), after=lost)
-            pair = await self._when_up(progress, again)
+            pair = await self._when_up(waiter, again)
             while not await are_alive(self._cluster, pair):
-                pair = await self._when_up(progress, again)
+                pair = await self._when_up(waiter, again)
+            waiter.check()
 
-    async def _when_up(self, progress: Progress, look: Callable[[], T]) -> T:
+    async def _when_up(self, waiter: Waiter, look: Callable[[], T]) -> T:
         """Return what `look` finds, waiting for nodes that it lacks.
 
         Raises:
@@ -156,21 +161,22 @@ class ClusterBackend:
             WaitAborted: Somebody ended the request meanwhile.
         """
         deadline = asyncio.get_running_loop().time() + self._node_wait_s
-        with self._cluster.waiters.entered(progress.request_id) as waiter:
-            while True:
-                try:
-                    return look()
-                except NoNodeAvailable:
-                    is_crowded = len(self._cluster.waiters) > self._max_waiting
-                    if is_crowded or not await waiter.before(deadline):
-                        raise
+        while True:
+            waiter.check()
+            try:
+                return look()
+            except NoNodeAvailable:
+                is_crowded = len(self._cluster.waiters) >= self._max_waiting
+                if is_crowded or not await waiter.before(deadline):
+                    raise
 
     async def abort(self, request_id: str) -> bool:
         """End a request with reason `abort`. False if it does not run here."""
         nodes = [*self._cluster.prefills, *self._cluster.decodes]
         was_running = [node.client.abort(request_id) for node in nodes if node.client is not None]
-        waited = self._cluster.waiters.abort(request_id) or self._gate.abort(request_id)
-        return waited or any(was_running)
+        was_in_line = self._gate.abort(request_id)
+        # Also where neither a line nor a node has it: between two attempts.
+        return self._cluster.waiters.abort(request_id) or was_in_line or any(was_running)
 
     async def flush_cache(self) -> None:
         """Drop the idle cached pages of every node that is up."""

@@ -50,4 +50,11 @@ def with_stand_ins(snapshot: ClusterSnapshot, threshold: int) -> ClusterSnapshot
     if not threshold or any(node.is_up for node in snapshot.prefills):
         return snapshot
     able = tuple(node for node in snapshot.decodes if node.is_up and node.takes_prompts)
-    return replace(snapshot, prefills=able, decodes=able) if able else snapshot
+    if not able:
+        return snapshot
+    # What runs on the others is still counted.
+    decodes = tuple(
+        replace(node, is_up=False) if node.is_up and not node.takes_prompts else node
+        for node in snapshot.decodes
+    )
+    return ClusterSnapshot(prefills=able, decodes=decodes)

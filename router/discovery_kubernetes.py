@@ -74,7 +74,7 @@ class KubernetesSource:
                     )  # the server ended it, as it does each minute
                 except ApiGone:
                     self._version = ""
-                except (ApiRefused, aiohttp.ClientError, TimeoutError) as error:
+                except (ApiRefused, aiohttp.ClientError, OSError) as error:
                     self._note_problem(str(error) or type(error).__name__)
                 except (ValueError, msgspec.MsgspecError) as error:
                     self._version = ""  # what was passed over may be a change

@@ -74,7 +74,8 @@ class Gate:
         self._num_free = 0
         self._counted_at = -1.0
         self._fresh_s = 0.0
-        self._fingerprint = ""
+        # Of the model that is served, and of the last one that was.
+        self._fingerprint = self._preferred = ""
         self._timer: asyncio.TimerHandle | None = None
         self._is_looking = False
 
@@ -265,8 +266,8 @@ class Gate:
     def _recount(self, nodes: ClusterSnapshot, now: float) -> None:
         self._counted_at = now
         self._fresh_s = COUNT_S_PER_NODE * (len(nodes.prefills) + len(nodes.decodes))
-        served = usable_fingerprint(nodes, preferred=self._fingerprint) or ""
-        self._fingerprint = served
+        served = usable_fingerprint(nodes, preferred=self._preferred) or ""
+        self._fingerprint, self._preferred = served, served or self._preferred
         prefills, decodes = (
             [node for node in those if node.is_up and node.fingerprint == served]
             for those in (nodes.prefills, nodes.decodes)

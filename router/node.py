@@ -150,14 +150,15 @@ class Node:
         """Take nothing new from here on.
 
         Args:
-            hands_over: End what runs here with `PeerLost`, so that it goes on elsewhere.
+            hands_over: End what runs here with `NodeDraining`, so that it goes on elsewhere.
         """
         if not self.leaving.is_set():
             self.leaving.set()
             num = self.in_flight_requests
             log.info("node.leaving", role=self.role, url=self.url, in_flight_requests=num)
         if hands_over and self.client is not None:
-            self.client.stop()
+            why = f"{self.role} node {self.url} was removed"
+            self.client.stop(lambda: NodeDraining(why))
         self.changed()
 
     def note(self, *, is_admitted: bool | None = None, reason: str | None = None) -> None:

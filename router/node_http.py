@@ -20,6 +20,8 @@ TOKENIZER_TIMEOUT_S = 30.0
 INFO_LIMIT_BYTES = 1 << 20
 # Twice the largest file that is taken: JSON escapes, and small files beside it.
 TOKENIZER_LIMIT_BYTES = 128 << 20
+# What msgspec raises for bytes of any kind; the last for brackets in brackets without end.
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class NodeUnusable(Exception):
@@ -41,7 +43,7 @@ async def fetch_info(session: aiohttp.ClientSession, url: str) -> NodeInfo:
     body = await _get(session, f"{url}/server_info", INFO_TIMEOUT_S, INFO_LIMIT_BYTES)
     try:
         return msgspec.json.decode(body, type=NodeInfo)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise NodeUnusable(f"/server_info is not that of a node: {error}") from error
 
 
@@ -60,7 +62,7 @@ async def fetch_tokenizer(
             raise NodeUnusable("/tokenizer gives other files than the node announced")
         # Reading a large vocabulary takes a second: streams go on meanwhile.
         return await asyncio.to_thread(Tokenizer.from_files, files)
-    except (msgspec.MsgspecError, UnicodeDecodeError, ConfigInvalid) as error:
+    except (*UNREADABLE, ConfigInvalid) as error:
         raise NodeUnusable(f"its tokenizer cannot be used: {error}") from error
 
 
@@ -98,7 +100,7 @@ def _refusal(status: int, body: bytes) -> str:
     """Return the node's own sentence where it gave one."""
     try:
         return str(msgspec.json.decode(body, type=_Refusal).error["message"])
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError):
+    except (*UNREADABLE, KeyError):
         return f"it answers with status {status}"
 
 

@@ -68,7 +68,11 @@ class Places:
         self, prefills: Iterable[NodeSnapshot], decodes: Iterable[NodeSnapshot], now: float
     ) -> int:
         """Return how many more requests may start now: none where a role has no node."""
-        at_prefills = sum(max(0, self.at_prefill(node, now)) for node in prefills)
+        at_prefills = sum(
+            # A decode that stands in is no line of prompts: it tells the tokens that it ends.
+            max(0, self.at_decode(node) if node.role == "decode" else self.at_prefill(node, now))
+            for node in prefills
+        )
         at_decodes = sum(max(0, self.at_decode(node)) for node in decodes)
         return min(at_prefills, at_decodes)
 

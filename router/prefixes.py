@@ -124,6 +124,8 @@ class CachedPrefixes:
 
     def take(self, report: CacheReport) -> None:
         """Follow what the node tells; what passes the limit of blocks is not held."""
+        if not self._bit:  # on its way as the life ended
+            return
         removed = self._names if report.is_whole else unpack_names(report.removed)
         gone = self._names.intersection(removed)
         self._index.remove(gone, self._bit)

@@ -1,4 +1,4 @@
-"""Requests that wait for a node: told when one comes up, and ended when somebody aborts them."""
+"""Requests as they wait for a node: told when one comes up, and ended when somebody aborts them."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,13 +10,18 @@ from wire.ids import RequestId
 
 
 class WaitAborted(Exception):
-    """Somebody ended a request that waited for a node."""
+    """Somebody ended a request while no attempt at it ran."""
 
 
 class Waiter:
-    """One request that waits."""
+    """One request, which may have to wait.
 
-    def __init__(self) -> None:
+    Args:
+        waiting: Those that wait now.
+    """
+
+    def __init__(self, waiting: "set[Waiter]") -> None:
+        self._waiting = waiting
         self._woken = asyncio.Event()
         self._is_aborted = False
 
@@ -24,20 +29,26 @@ class Waiter:
     def __repr__(self) -> str:
         return f"<Waiter {'aborted' if self._is_aborted else 'waiting'}>"
 
-    async def before(self, deadline: float) -> bool:
-        """Wait for a change since the last call; False when none came before the loop's `deadline`.
+    def check(self) -> None:
+        """Return if the request may go on.
 
         Raises:
-            WaitAborted: The request was ended.
+            WaitAborted: It was ended.
         """
+        if self._is_aborted:
+            raise WaitAborted
+
+    async def before(self, deadline: float) -> bool:
+        """Wait for a change from now on; False when none came before the loop's `deadline`."""
+        self._woken.clear()
+        self._waiting.add(self)
         try:
             async with asyncio.timeout_at(deadline):
                 await self._woken.wait()
         except TimeoutError:
             return False
-        self._woken.clear()
-        if self._is_aborted:
-            raise WaitAborted
+        finally:
+            self._waiting.remove(self)
         return True
 
     def wake(self) -> None:
@@ -45,28 +56,29 @@ class Waiter:
         self._woken.set()
 
     def abort(self) -> None:
-        """End the wait."""
+        """End the request, at once if it waits."""
         self._is_aborted = True
         self.wake()
 
 
 class Waiters:
-    """All that wait, of one edge worker."""
+    """The requests of one edge worker, of which `len` wait now."""
 
     def __init__(self) -> None:
         self._waiters: dict[RequestId, Waiter] = {}
+        self._waiting: set[Waiter] = set()
 
     @override
     def __repr__(self) -> str:
-        return f"<Waiters {len(self._waiters)}>"
+        return f"<Waiters {len(self)} of {len(self._waiters)} requests>"
 
     def __len__(self) -> int:
-        return len(self._waiters)
+        return len(self._waiting)
 
     @contextmanager
     def entered(self, request_id: RequestId) -> Iterator[Waiter]:
-        """Be woken inside the block. Enter first and look then: nothing is missed between."""
-        waiter = self._waiters[request_id] = Waiter()
+        """Know a request inside the block, whether it waits or not: it may be aborted at any time."""
+        waiter = self._waiters[request_id] = Waiter(self._waiting)
         try:
             yield waiter
         finally:
@@ -74,12 +86,12 @@ class Waiters:
                 del self._waiters[request_id]
 
     def tell(self) -> None:
-        """Have everyone look again: a node came up."""
-        for waiter in self._waiters.values():
+        """Have everyone that waits look again: a node came up."""
+        for waiter in self._waiting:
             waiter.wake()
 
     def abort(self, request_id: str) -> bool:
-        """End the wait of one request. False if it does not wait."""
+        """End one request unless an attempt at it runs. False if it is not known."""
         waiter = self._waiters.get(RequestId(request_id))
         if waiter is not None:
             waiter.abort()

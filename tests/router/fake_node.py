@@ -157,7 +157,7 @@ class FakeNode:
     def __init__(
         self, role: str, fingerprint="model-a", tokenizer_files=None, refusal="", **info
     ) -> None:
-        self.refusal = refusal
+        self.refusal, self.raw_info = refusal, b""
         self.role, self.fingerprint, self._extra = role, fingerprint, info
         self._tokenizer_files = tokenizer_files or {}
         self.num_tokenizer_fetches = 0
@@ -190,6 +190,8 @@ class FakeNode:
         self.engine = FakeEngine()
 
     async def _server_info(self, _request) -> web.Response:
+        if self.raw_info:
+            return web.Response(body=self.raw_info)
         if self.refusal:
             return web.json_response({"error": {"message": self.refusal}}, status=503)
         known = msgspec.to_builtins(self.info())

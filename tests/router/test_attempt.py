@@ -193,3 +193,14 @@ def test_however_copies_repeat_and_overlap_each_index_is_given_once_and_in_order
             assert new.index == num_prior + len(given_tokens)
             given_tokens += new.token_ids
     assert given_tokens == tokens == progress.sent_ids
+
+
+def test_each_attempt_is_told_the_time_that_is_left_until_the_client_has_heard_something():
+    now = [100.0]
+    progress = Progress(request(deadline_s=5.0), clock=lambda: now[0])
+    seen = []
+    for now[0] in (100.0, 102.0, 109.0):
+        seen.append(progress.remaining().deadline_s)
+    assert seen == [5.0, 3.0, 0.0]
+    accept(progress, 0, [7])
+    assert progress.remaining().deadline_s is None

@@ -1,4 +1,5 @@
 import asyncio
+import math
 import random
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
@@ -19,6 +20,7 @@ from wire.errors import (
     NoNodeAvailable,
     Overloaded,
     PeerDraining,
+    PeerLost,
 )
 from wire.generation import LogprobsWanted
 from wire.messages import Cancel, FlushCache, NodeLoad, StartDecode, StartPrefill
@@ -369,6 +371,36 @@ async def test_a_request_is_aborted_while_it_waits_for_a_node():
         assert await setup.backend.abort("r1")
         assert await reader.result() == ([10], "abort")
         assert len(waiters) == 0
+
+
+async def test_an_abort_that_comes_as_an_attempt_fails_is_not_lost():
+    async with cluster(num_prefills=2, num_decodes=2) as setup, reading(setup) as reader:
+        prefill, start_prefill, *_ = await setup.pair_of()
+        prefill.engine.say(start_prefill, 0, [10])
+        await until(lambda: reader.token_ids == [10])
+        for node in setup.backend._cluster.prefills:
+            for stream in list(node.client._streams.values()):
+                stream.fail(PeerLost("cut off"))
+        assert await setup.backend.abort("r1")
+        assert await reader.result() == ([10], "abort")
+
+
+async def test_a_request_is_aborted_while_it_is_not_known_whether_its_next_pair_lives():
+    fields = {"num_prefills": 2, "num_decodes": 2, "heartbeat_interval_ms": 100}
+    async with cluster(**fields) as setup, reading(setup) as reader:
+        prefill, start_prefill, decode, start_decode = await setup.pair_of()
+        prefill.engine.say(start_prefill, 0, [10])
+        await until(lambda: reader.token_ids == [10])
+        decode.engine.fail(start_decode, EngineFailed("broke"))
+        for node in setup.backend._cluster.prefills + setup.backend._cluster.decodes:
+            node.client._heard_at = -math.inf
+            node.client._send = lambda message: None  # nor will it be heard of
+        for stream in decode_streams(setup):
+            stream.fail(EngineFailed("broke"))
+        await until(lambda: not any(number for number, _ in in_flight(setup)))
+        assert await setup.backend.abort("r1")
+        assert await reader.result() == ([10], "abort")
+        assert not await setup.backend.abort("r1")
 
 
 async def test_a_node_that_hands_over_is_passed_over_at_once_and_its_partner_is_not():

@@ -178,6 +178,28 @@ async def test_a_node_that_cannot_be_used_is_named_with_the_reason(node, sentenc
         assert not backend.health().is_serving
 
 
+async def test_removing_nodes_at_once_uses_up_no_attempt(tmp_path: Path):
+    files = MemberFiles(str(tmp_path))
+    async with (
+        cluster(num_decodes=2, files=files, max_attempts=1) as setup,
+        reading(setup) as reader,
+    ):
+        _, _, decode, start = await setup.pair_of()
+        decode.engine.say(start, 0, [10])
+        await until(lambda: reader.token_ids == [10])
+        setup.backend._cluster.say(Said(url=decode.url, is_removed=True, hands_over=True))
+        _, _, decode, start = await setup.pair_of(attempt=1)
+        decode.engine.say(start, 1, [11], "stop")
+        assert await reader.result() == ([10, 11], "stop")
+
+
+async def test_an_answer_nested_without_end_costs_its_node_and_not_the_router():
+    node, decode = FakeNode("prefill"), FakeNode("decode")
+    node.raw_info = b'{"a":' + b"[" * 100_000
+    async with node.serving(), decode.serving(), watched([node], [decode]) as backend:
+        await until(lambda: "is not that of a node" in backend.health().detail)
+
+
 async def test_a_tokenizer_directory_that_is_none_is_refused_at_the_start(tmp_path: Path):
     config = RouterConfig(
         prefills=(PrefillTarget("http://p:1"),),

@@ -67,9 +67,21 @@ def test_decode_nodes_stand_in_exactly_where_no_prefill_is_up(snapshot, threshol
     seen = with_stand_ins(snapshot, threshold)
     able_nodes = tuple(n for n in decodes if n.is_up and is_able)
     if threshold and able_nodes and not any(n.is_up for n in snapshot.prefills):
-        assert seen == ClusterSnapshot(able_nodes, able_nodes)
+        assert seen.prefills == able_nodes == tuple(n for n in seen.decodes if n.is_up)
     else:
         assert seen == snapshot
+
+
+def test_what_runs_on_nodes_that_do_not_stand_in_is_counted_still():
+    """Else the gate takes it for requests that are on no node yet, and lets nobody in for them."""
+    draining = able("draining", is_up=False, in_flight_requests=2)
+    decodes = (node("old", in_flight_requests=1), draining, able("idle"))
+    seen = with_stand_ins(ClusterSnapshot((), decodes), THRESHOLD)
+    assert [(n.url, n.is_up, n.in_flight_requests) for n in seen.decodes] == [
+        ("old", False, 1),
+        ("draining", False, 2),
+        ("idle", True, 0),
+    ]
 
 
 def test_whom_a_policy_takes_of_stand_ins_is_up_and_takes_prompts():

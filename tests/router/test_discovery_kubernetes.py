@@ -194,6 +194,19 @@ async def test_the_token_is_read_each_time_since_it_is_renewed(tmp_path: Path):
         assert api.tokens == ["Bearer first", "Bearer first", "Bearer second"]
 
 
+async def test_a_token_that_cannot_be_read_is_told_and_tried_again(tmp_path: Path):
+    (tmp_path / "token").mkdir()
+    api = FakeApi()
+    api.pods = [pod("a", "10.0.0.1")]
+    async with watching(api, tmp_path) as (source, hosts, _), asyncio.TaskGroup() as tasks:
+        found = tasks.create_task(hosts())
+        while not source.problem:  # noqa: ASYNC110 - nothing else tells
+            await asyncio.sleep(0.001)
+        assert "directory" in source.problem
+        (tmp_path / "token").rmdir()
+        assert await found == ["10.0.0.1:7000"]
+
+
 async def test_a_pods_zone_is_known_and_its_port_may_be_a_number(tmp_path: Path):
     api = FakeApi()
     api.pods = [pod("a", "10.0.0.1", labels={ZONE_LABEL: "eu-1"})]

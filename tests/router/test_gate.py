@@ -252,6 +252,32 @@ async def test_where_nothing_can_serve_others_say_so_and_who_waits_goes_on_waiti
         assert rig.inside == ["a", "c"]
 
 
+async def test_room_is_that_of_the_model_served_before_all_nodes_were_away():
+    up = {"a"}
+
+    def nodes():
+        load = NodeLoad(max_running=1)
+        served = [{"is_up": name in up, "fingerprint": name, "load": load} for name in "ba"]
+        return ClusterSnapshot(
+            tuple(NodeSnapshot(url="p", role="prefill", **fields) for fields in served),
+            tuple(
+                NodeSnapshot(
+                    url="d", role="decode", in_flight_requests=f["fingerprint"] == "a", **f
+                )
+                for f in served
+            ),
+        )
+
+    now = iter(range(100))
+    limits = Limits(max_requests=0)
+    gate = Gate(nodes, AdmissionConfig(limits=limits), RouterMetrics(), clock=lambda: next(now))
+    for up in ({"a"}, set(), {"a", "b"}):
+        refused = pytest.raises(Overloaded) if up else contextlib.nullcontext()
+        with refused:
+            async with gate.admitted(request()) as visit:
+                assert visit is not None
+
+
 async def test_without_admission_all_start_at_once():
     rig = Rig(is_on=False)
     async with visitors() as send:

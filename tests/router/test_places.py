@@ -58,6 +58,11 @@ def test_a_role_without_nodes_has_no_room():
     assert Places().count([], [node()], 0.0) == Places().count([node("prefill")], [], 0.0) == 0
 
 
+def test_a_decode_that_stands_in_for_prefills_has_its_own_room():
+    busy = node(own=10, num_running=10, num_own=10, num_edges=1, max_running=64)
+    assert Places().count([busy], [busy], 0.0) == 54
+
+
 def test_a_prefill_is_given_as_much_as_it_ends_in_half_a_second():
     places, ended = Places(), 0
     assert places.at_prefill(node("prefill"), 0.0) == FIRST_LINE

@@ -44,6 +44,14 @@ def test_a_router_that_asks_now_and_then_knows_what_a_node_has(events, max_chang
             cached.remove(name)
 
 
+def test_what_a_node_says_after_its_life_was_over_is_kept_nowhere():
+    index = PrefixIndex()
+    known = index.new_life()
+    known.forget()
+    known.take(CacheReport(epoch=EPOCH, position=1, is_whole=True, added=pack_names([1, 2])))
+    assert len(known.names) == len(index) == len(known.index) == 0
+
+
 def test_a_node_that_lies_does_not_grow_its_router():
     known = PrefixIndex().new_life()
     for start in (0, MAX_BLOCKS):
