@@ -3,7 +3,7 @@
 ```
  the cluster has a secret      who bears the key derived from it (`wire.keys.operator_key`)
  it has none, but API keys     whose key was checked, as for every route
- it has neither                who asks from this machine
+ it has neither                who asks from this machine, but no web page
 ```
 """
 
@@ -42,11 +42,16 @@ def operators_only(handler: Handler) -> Handler:
                     "this changes the cluster: send its operator key, which `tandem operator-key` "
                     "prints where TANDEM_CLUSTER_KEY is set, as 'Authorization: Bearer KEY'"
                 )
-        elif not options.http.api_keys and not is_loopback(request.remote or ""):
+        elif not options.http.api_keys and not _is_of_this_machine(request):
             raise Forbidden(
-                "this changes the cluster, which has no secret: ask from its own machine, or set "
-                "TANDEM_CLUSTER_KEY"
+                "this changes the cluster, which has no secret: ask from its own machine and not from "
+                "a web page, or set TANDEM_CLUSTER_KEY"
             )
         return await handler(request)
 
     return check
+
+
+def _is_of_this_machine(request: web.Request) -> bool:
+    # A browser on this machine asks for whatever page it shows, and says so.
+    return is_loopback(request.remote or "") and "Origin" not in request.headers

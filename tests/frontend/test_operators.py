@@ -41,11 +41,15 @@ async def test_without_a_secret_an_api_key_will_do_and_without_any_this_machine(
     assert await status(FrontendOptions(), "") == 200
 
 
-async def test_without_any_key_another_machine_changes_nothing():
+async def test_without_any_key_neither_another_machine_nor_a_web_page_changes_anything():
     app = create_app(FakeBackend(None), FrontendOptions())
-    request = SimpleNamespace(app=app, remote="10.0.0.7")
-    with pytest.raises(Forbidden, match="TANDEM_CLUSTER_KEY"):
-        await operators_only(change)(request)
+    strangers = [
+        SimpleNamespace(app=app, remote="10.0.0.7", headers={}),
+        SimpleNamespace(app=app, remote="127.0.0.1", headers={"Origin": "https://example.com"}),
+    ]
+    for request in strangers:
+        with pytest.raises(Forbidden, match="TANDEM_CLUSTER_KEY"):
+            await operators_only(change)(request)
 
 
 def test_the_operators_key_tells_nothing_of_the_secret_and_there_is_none_without():
