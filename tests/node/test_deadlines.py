@@ -57,7 +57,9 @@ def test_items_pass_in_the_order_of_their_deadlines_and_once(clock):
 def test_what_has_ended_is_not_kept_until_its_client_would_have_stopped_waiting(pair):
     """A client that waits for 10 minutes, and is answered in a moment, costs no memory meanwhile."""
     pair.start("a", PROMPT, max_new_tokens=3, deadline_s=600.0)
-    halves = [weakref.ref(role._by_ticket[pair.ticket("a")]) for role in (pair.prefill, pair.decode)]
+    halves = [
+        weakref.ref(role._by_ticket[pair.ticket("a")]) for role in (pair.prefill, pair.decode)
+    ]
     pair.run_until(lambda: pair.decode_answers.finishes["a"] == ["length"])
     pair.run_until(pair.all_pages_are_back)
     assert [half() for half in halves] == [None, None]
