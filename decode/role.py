@@ -25,7 +25,7 @@ from wire.ids import Room
 from wire.messages import NodeLoad, StartDecode, StartPrefill
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Half:
     """Decode's half of one attempt, or all of it; `active` holds its pages.
 

@@ -33,7 +33,7 @@ class Stage(Enum):
     ENDED = "ended"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class ActiveRequest:
     """A request between admission and the return of its last page.
 

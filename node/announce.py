@@ -171,5 +171,5 @@ async def _address_towards(router: str) -> str:
         with socket.socket(family, kind) as sock:
             sock.connect(address)  # sends nothing: the kernel chooses a route
             return str(sock.getsockname()[0])
-    except OSError:
+    except (OSError, UnicodeError):  # no such host, or no name of one
         return ""

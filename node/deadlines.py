@@ -3,6 +3,7 @@
 import heapq
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -19,12 +20,15 @@ def not_started() -> DeadlinePassed:
 
 
 class Deadlines(Generic[T]):
-    """Items by when their time is over. Those that began meanwhile are the caller's to pass over."""
+    """Items by when their time is over. Those that began meanwhile are the caller's to pass over.
+
+    Keeps no item alive: OpenAI's clients wait for 600 s, and few requests take that long.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._numbers = itertools.count()
-        self._heap: list[tuple[float, int, T]] = []
+        self._heap: list[tuple[float, int, weakref.ref[T]]] = []
 
     @override
     def __repr__(self) -> str:
@@ -33,9 +37,12 @@ class Deadlines(Generic[T]):
     def note(self, item: T, seconds_left: float | None) -> None:
         """Note when an item's time is over, counted from now; None is never."""
         if seconds_left is not None:
-            heapq.heappush(self._heap, (self._clock() + seconds_left, next(self._numbers), item))
+            entry = (self._clock() + seconds_left, next(self._numbers), weakref.ref(item))
+            heapq.heappush(self._heap, entry)
 
     def passed(self) -> Iterator[T]:
-        """Yield, once, each item whose time is over."""
+        """Yield, once, each item that is still there and whose time is over."""
         while self._heap and self._heap[0][0] <= self._clock():
-            yield heapq.heappop(self._heap)[2]
+            item = heapq.heappop(self._heap)[2]()
+            if item is not None:
+                yield item

@@ -227,7 +227,6 @@ class EngineLoop:
         silent = {peer for peer, heard in self._last_heard.items() if heard < limit}
         for peer in silent | self._answers.take_unreachable():
             self._last_heard.pop(peer, None)
-            self._answers.lost(peer)
             tickets = [ticket for ticket in self._role.tickets() if ticket.peer == peer]
             if tickets:
                 log.info("edge.lost", peer=peer.hex(), num_requests=len(tickets))
@@ -235,6 +234,7 @@ class EngineLoop:
                 self._role.cancel(ticket)
                 # One that was only slow hears of it, and starts another attempt.
                 self._answers.fail(ticket, PeerLost("the edge worker was silent for too long"))
+            self._answers.lost(peer)
 
     def _probe(self) -> None:
         """Tell every edge worker the load; a process that was killed cannot be sent to any more."""

@@ -29,7 +29,7 @@ from wire.messages import NodeLoad, StartPrefill
 log = get_logger(__name__)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Half:
     """Prefill's half of one attempt.
 

@@ -15,7 +15,7 @@ import pytest
 from tandem.up import free_ports
 from tests.e2e.cluster import ROOT, Process, eventually, get_json, running_cluster, wait_healthy
 from tests.e2e.test_deaths import NUM_NEW, PROMPTS, stream_all, unaccounted
-from tests.e2e.test_simulated import FLAGS, QUIET, are_up, expected, generate
+from tests.e2e.test_simulated import FLAGS, QUIET, are_up, expected, generate, load_of
 
 NUM_LONG = 12
 LONG_PROMPTS = [[5 + index, 6, 7, 8, 9] * 80 for index in range(NUM_LONG)]
@@ -198,12 +198,13 @@ def turn(url: str, role: str) -> None:
 def serves_as_prefill(url: str, decode: str, model) -> None:
     """A router that is given the node as prefill, and no other, has it compute prompts."""
     port = free_ports(1)[0]
-    router = Process("lb", "--prefill", url, "--decode", decode, "--port", str(port), *QUIET)
+    nodes = ("--prefill", url, "--decode", decode, "--local-prefill-threshold", "0")
+    router = Process("lb", *nodes, "--port", str(port), *QUIET)
     try:
         wait_healthy(f"http://127.0.0.1:{port}", router)
         told = generate(f"http://127.0.0.1:{port}", input_ids=[5, 6, 7], **PARAMS)
         assert told["output_ids"] == expected(model, [5, 6, 7], 5)
-        assert get_json(f"{url}/server_info")[1]["load"]["prompt_tokens"] == 3
+        assert eventually(lambda: load_of(url)["prompt_tokens"] == 3)
     finally:
         router.stop()
 

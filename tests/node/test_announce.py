@@ -125,3 +125,9 @@ def test_an_address_that_the_router_cannot_reach_is_warned_of():
             warn_of_loopback(msgspec.structs.replace(CONFIG, routers=(router,)))
     (warned,) = logs
     assert (warned["event"], warned["router"]) == ("announce.loopback", "http://10.0.0.7:8000")
+
+
+async def test_a_router_whose_name_can_be_none_is_told_of_and_harms_nothing():
+    config = msgspec.structs.replace(CONFIG, host="0.0.0.0")
+    announcer = Announcer(config, 7001, lambda: "decode")
+    assert await announcer.advertised(f"http://{'a' * 64}.example:8000") == "http://0.0.0.0:7001"

@@ -1,5 +1,7 @@
 """Requests whose clients wait only so long, at nodes that have no pages for them yet."""
 
+import weakref
+
 import pytest
 
 from node.answers import Ticket
@@ -23,6 +25,10 @@ class Clock:
         return self.now
 
 
+class Item(str):
+    """A name that can be let go of."""
+
+
 @pytest.fixture
 def clock():
     return Clock()
@@ -38,13 +44,25 @@ def pair(tiny_model, clock):
 
 def test_items_pass_in_the_order_of_their_deadlines_and_once(clock):
     deadlines = Deadlines(clock)
-    for name, left_s in (("c", 3.0), ("a", 1.0), ("never", None), ("b", 1.0)):
-        deadlines.note(name, left_s)
+    left_s = {Item("c"): 3.0, Item("a"): 1.0, Item("never"): None, Item("b"): 1.0}
+    for item, seconds in left_s.items():
+        deadlines.note(item, seconds)
     assert list(deadlines.passed()) == []
     clock.now += 2
     assert list(deadlines.passed()) == ["a", "b"]
     clock.now += 2
     assert list(deadlines.passed()) == ["c"]
+
+
+def test_what_has_ended_is_not_kept_until_its_client_would_have_stopped_waiting(pair):
+    """A client that waits for 10 minutes, and is answered in a moment, costs no memory meanwhile."""
+    pair.start("a", PROMPT, max_new_tokens=3, deadline_s=600.0)
+    halves = [
+        weakref.ref(role._by_ticket[pair.ticket("a")]) for role in (pair.prefill, pair.decode)
+    ]
+    pair.run_until(lambda: pair.decode_answers.finishes["a"] == ["length"])
+    pair.run_until(pair.all_pages_are_back)
+    assert [half() for half in halves] == [None, None]
 
 
 def test_a_decode_does_not_start_what_nobody_waits_for(pair, clock):

@@ -393,6 +393,17 @@ def test_an_edge_worker_that_is_gone_keeps_no_drain_from_being_over(rig):
     rig.pass_until(lambda: rig.drained)
 
 
+def test_an_edge_worker_that_fell_silent_is_waited_for_by_no_drain(rig):
+    rig.send(start("a"))
+    rig.pass_until(lambda: rig.role.started)
+    rig.role.has_work = False
+    rig.loop.order(Drain(number=1, timeout_s=0))
+    rig.now += DEFAULT_HEARTBEAT.silence_s + 0.1
+    rig.loop.run_once(0)
+    rig.loop.run_once(0)
+    assert rig.drained == [1]
+
+
 def test_what_is_not_finished_by_the_deadline_is_handed_over(rig):
     rig.send(start("a"))
     rig.pass_until(lambda: rig.role.started)

@@ -65,9 +65,8 @@ def _free_granted(cancel, role, ticket):
     half = role._by_ticket.get(ticket)
     is_granted = half is not None and half.active.stage is Stage.RESERVED
     cancel(role, ticket)
-    if is_granted and half.message.room in role._granted:
+    if is_granted and half.hand_off.room in role._granted:
         role._engine.reclaim(half.active)
-        role._safe = lambda half, error: role._granted.pop(half.message.room)
 
 
 def _land_at_once(_original, agent, part, _entry):
