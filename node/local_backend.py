@@ -152,6 +152,7 @@ class LocalBackend:
             tp_size=self._config.engine.tp_size,
             transports=self._transports(),
             zone=self._config.zone,
+            heartbeat_interval_ms=self._config.heartbeat_interval_ms,
             takes_prompts=self._config.role != "prefill",
             model=ModelInfo(
                 name=model.name,

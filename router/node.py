@@ -253,6 +253,7 @@ class Node:
             if is_same_life and not self.client.lost.is_set():
                 return None
             self.client.stop()
+        _warn_of_rhythm(self.url, info.heartbeat_interval_ms, 1000 * heartbeat.interval_s)
         address = tcp_address(self.host, info.engine_port)
         self.prefixes.forget()
         self.prefixes = self._index.new_life()
@@ -322,4 +323,16 @@ class Node:
             prefixes=self.prefixes,
             takes_prompts=self.info is not None and self.info.takes_prompts,
             backlog_tokens=self.backlog_tokens(),
+        )
+
+
+def _warn_of_rhythm(url: str, told_ms: float, own_ms: float) -> None:
+    """Say that two ends would judge each other by other measures: one may give the other up for nothing."""
+    if told_ms not in {0.0, own_ms}:
+        log.warning(
+            "node.heartbeat_differs",
+            url=url,
+            node_ms=told_ms,
+            router_ms=own_ms,
+            action="give all the same --heartbeat-interval-ms",
         )

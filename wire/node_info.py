@@ -40,6 +40,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
         bootstrap_port: Where a prefill listens for grants; None on other roles.
         max_prompt_tokens: The longest prompt its pool can ever hold.
         tp_size: Processes that share its model; 0: an older node, which does not tell.
+        heartbeat_interval_ms: Of its links (`--heartbeat-interval-ms`); 0: an older node, which does not tell.
         zone: Where it stands, as operators name it.
         transports: By which its KV may move, best first; empty on other roles and older nodes.
         is_draining: It takes nothing new; what runs on it goes on.
@@ -60,4 +61,5 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     transports: list[str] = []
     is_draining: bool = False
     zone: str = ""
+    heartbeat_interval_ms: float = 0.0
     takes_prompts: bool = False

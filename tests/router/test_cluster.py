@@ -2,6 +2,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+import structlog
 import tokenizers
 
 from frontend.options import TlsFiles
@@ -236,3 +237,13 @@ def test_an_authority_that_cannot_be_read_is_refused_at_the_start(tmp_path: Path
             decodes=("https://d:1",),
             node_ca_certs=str(tmp_path / "none"),
         )
+
+
+async def test_a_node_of_another_rhythm_is_named_and_used():
+    with structlog.testing.capture_logs() as logs:
+        decodes = [FakeNode("decode", heartbeat_interval_ms=told) for told in (500.0, 5000.0)]
+        async with cluster(decodes=decodes):
+            named = [entry for entry in logs if entry["event"] == "node.heartbeat_differs"]
+            assert [(e["url"], e["node_ms"], e["router_ms"]) for e in named] == [
+                (decodes[1].url, 5000.0, 500.0)
+            ]
