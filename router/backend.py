@@ -67,7 +67,6 @@ class ClusterBackend:
         self._groups = Groups()
         self._metrics = RouterMetrics()
         self._pairing = Pairing(cluster, policy, rng, self._metrics)
-        self._last_model: ServedModel | None = None
         admission = admission or AdmissionConfig()
         self._max_waiting = admission.limits.max_requests
         self._gate = Gate(cluster.servable, admission, self._metrics)
@@ -80,11 +79,12 @@ class ClusterBackend:
             NoNodeAvailable: No pair can serve, and none did: a request would not know what to wait for.
         """
         try:
-            self._last_model = self._cluster.model()
+            return self._cluster.model()
         except NoNodeAvailable:
-            if self._last_model is None or not self._node_wait_s:
+            last = self._cluster.last_model
+            if last is None or not self._node_wait_s:
                 raise
-        return self._last_model
+            return last
 
     async def generate(
         self,

@@ -62,6 +62,7 @@ class Cluster:
 
     Attributes:
         waiters: Told when a node comes up.
+        last_model: What is served, or was last; None before anything was.
     """
 
     def __init__(self, config: RouterConfig, files: MemberFiles | None = None) -> None:
@@ -82,7 +83,7 @@ class Cluster:
         self._name = config.served_model_name
         self._fingerprint = ""
         self._outlook = _Outlook(-1, None, Health(is_serving=False, detail=""))
-        self._model: tuple[int, ServedModel] | None = None
+        self.last_model: ServedModel | None = None
         self._was_serving = False
         self._arrivals: asyncio.Queue[Node] = asyncio.Queue()
         self.refresh()
@@ -161,10 +162,9 @@ class Cluster:
         Raises:
             NoNodeAvailable: No pair can serve; says why.
         """
-        fingerprint = self.fingerprint()
-        if self._model is None or self._model[0] != self._outlook.version:
-            self._model = (self._outlook.version, self._model_of(fingerprint))
-        return self._model[1]
+        self.fingerprint()
+        assert self.last_model is not None
+        return self.last_model
 
     def refresh(self) -> None:
         """Take up what was said since the last time, and let go of what nobody says any more."""
@@ -243,6 +243,8 @@ class Cluster:
         if self._outlook.version != self.roster.version:
             usable = usable_fingerprint(self.servable(), preferred=self._fingerprint)
             self._outlook = _Outlook(self.roster.version, usable, explain(snapshot, usable))
+            if usable is not None:
+                self.last_model = self._model_of(usable)
             self._log_health(self._outlook.health)
         return self._outlook
 
