@@ -43,7 +43,7 @@ def draw_plan(draw: random.Random) -> Plan:
 def _draw_admission(draw: random.Random) -> AdmissionConfig:
     return AdmissionConfig(
         is_on=draw.random() < 0.8,
-        max_in_flight=draw.choice([0, 0, 1, 2]),
+        max_in_flight=draw.choice([0, 0, 0, 1, 2]),
         limits=Limits(
             max_requests=draw.choice([4096, 4096, 3]), max_wait_s=draw.choice([60.0, 60.0, 2.0])
         ),

@@ -22,10 +22,17 @@ from kvtransfer.session import (
     WithdrawAsked,
     WritesDone,
 )
+from node.deadlines import Deadlines
+from node.drain import Drain
 from node.loop import EngineLoop
+from prefill.role import PrefillRole
 from router.attempt import Progress
+from router.gate import Gate
 from router.node import Work
 from router.replays import Replays
+from router.roster import Roster
+from router.waiters import Waiters
+from wire.errors import NodeDraining, PeerLost
 
 _S, _R, _A = SenderState, ReceiverState, Action
 
@@ -77,6 +84,45 @@ def _give_up(_original, _replays, error):
     raise error
 
 
+def _count_hand_over(after, replays, error):
+    after(replays, PeerLost(error.message) if isinstance(error, NodeDraining) else error)
+
+
+def _end_with_hand_over(after, replays, error):
+    if isinstance(error, NodeDraining):
+        raise error
+    after(replays, error)
+
+
+def _forget_local(hand_over, role, error):
+    for half in list(role._by_ticket.values()):
+        if half.hand_off is None:
+            del role._by_ticket[half.ticket]
+            role._let_go(half, error)
+    hand_over(role, error)
+
+
+def _tell_only_clients(_original, role, error):
+    for half in list(role._by_ticket.values()):
+        role._fail(half, error)
+
+
+def _never_refuse(start, loop, ticket, message):
+    with mock.patch.object(loop._drain, "is_on", False):
+        start(loop, ticket, message)
+
+
+def _always_left(_original, progress):
+    request = progress._request
+    if request.deadline_s is None:
+        return None
+    return max(0.0, request.deadline_s - (progress._clock() - progress._started))
+
+
+def _claim(_original, *_args):
+    return True
+
+
 def _nothing(_original, *_args, **_named):
     return None
 
@@ -102,7 +148,36 @@ MUTANTS = {
         SENDER, _S.PUSHING, WithdrawArrived, _S.RELEASED, _A.SEND_RELEASED, _A.TELL_RELEASED
     ),
     "a silent prefill is not noticed": changed(PrefillLinks, "_keep_alive", _nothing),
+    "prompts computed on decode count for ever": changed(Work, "prompt_done", _nothing),
+    "an answer that began ends with its deadline": changed(Progress, "_left_s", _always_left),
+    "the gate keeps the place of who has left": changed(Gate, "_left", _nothing),
+    "the gate forgets an abort": changed(Gate, "abort", _claim),
+    "an abort between two attempts is lost": changed(Waiters, "abort", _claim),
 }
+
+# Seen where nobody fails, and nodes drain, end and are removed.
+OF_ORDERS = {
+    "a hand-over uses up an attempt": changed(Replays, "after", _count_hand_over),
+    "a hand-over loses the request": changed(Replays, "after", _end_with_hand_over),
+    "a removal at once looks like a death": changed(
+        EngineClient, "stop", lambda stop, client, _failure=None: stop(client)
+    ),
+    "decode that drains forgets prompts of its own": changed(
+        DecodeRole, "hand_over", _forget_local
+    ),
+    "prefill that drains does not tell decode": changed(
+        PrefillRole, "hand_over", _tell_only_clients
+    ),
+    "a node is drained while requests are left": changed(
+        Drain,
+        "take_end",
+        lambda take_end, drain, _left, *args, **named: take_end(drain, 0, *args, **named),
+    ),
+    "a node that drains takes requests": changed(EngineLoop, "_start", _never_refuse),
+    "a removed node is known for ever": changed(Roster, "remove", _nothing),
+}
+
+LATE = changed(Deadlines, "passed", lambda _passed, _all: iter(()))
 
 # Nobody gets a wrong token of these, but nodes work for nobody.
 WASTEFUL = {

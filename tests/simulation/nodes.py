@@ -173,6 +173,8 @@ class SimulatedNode:
         passes.wake()
 
     def _pass(self) -> float:
+        if self.life.state is State.DRAINED:
+            self.world.check(not self.role.tickets(), f"{self.host} takes requests when drained")
         had_work = self.role.has_work
         self._loop.run_once(0.0)
         if had_work:

@@ -82,9 +82,9 @@ class SimulatedRouter:
             if node.leaving.is_set():
                 found.append(f"{node.url} was removed, and is known")
             num_streams = node.client.num_streams if node.client is not None else 0
-            counts = (node.in_flight_requests, node.in_flight_tokens, num_streams)
+            counts = (node.in_flight_requests, node.in_flight_tokens, num_streams, node._own_tokens)
             if any(counts):
-                found.append(f"{node.url}: requests, tokens, streams in flight {counts}")
+                found.append(f"{node.url}: requests, tokens, streams, own prompts {counts}")
         gate, waiters = self.backend._gate, self.cluster.waiters
         held = {
             "inside the gate": gate._num_inside,

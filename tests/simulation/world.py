@@ -78,7 +78,7 @@ class World:
         self.plan, self.draw = plan, random.Random(seed)
         self.trace, self.num_steps = [], 0
         self.num_faults = len(plan.write_faults)
-        self.num_orders = self.num_drained = 0
+        self.num_orders = self.num_ends = self.num_drained = 0
         self.replays = self.num_local = 0
         self.routers = []
         self._removed = {}  # nodes, to whether they come back
