@@ -13,8 +13,12 @@ from tests.simulation.world import Plan
 from wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
 
 
-def draw_plan(draw: random.Random) -> Plan:
-    """Draw a cluster and its clients."""
+def draw_plan(draw: random.Random, *, is_plain: bool = False) -> Plan:
+    """Draw a cluster and its clients.
+
+    Args:
+        is_plain: Every prompt is handed off, nobody waits at the gate, no client has a deadline.
+    """
     page_size = draw.choice([2, 4, 8])
     routers = draw.choice([1, 2])
     write_faults = [
@@ -24,13 +28,13 @@ def draw_plan(draw: random.Random) -> Plan:
     return Plan(
         prefills=_draw_nodes(draw, [page_size]),
         decodes=_draw_nodes(draw, [page_size, 4]),
-        clients=_draw_clients(draw, routers),
+        clients=_draw_clients(draw, routers, is_plain=is_plain),
         num_routers=routers,
         policy=draw.choice(sorted(POLICIES)),
         max_attempts=draw.choice([4, 4, 4, 1]),
         # Of prompts of 1 to 50 tokens: none, the short ones, all.
-        local_prefill_threshold=draw.choice([0, 0, 16, 300]),
-        admission=_draw_admission(draw),
+        local_prefill_threshold=0 if is_plain else draw.choice([0, 0, 16, 300]),
+        admission=AdmissionConfig(is_on=False) if is_plain else _draw_admission(draw),
         pace=draw.choice([0.0005, 0.002, 0.01]),
         is_one_sided=draw.random() < 0.7,
         fence_pace=draw.choice([20.0, 200.0]),
@@ -71,7 +75,7 @@ def _draw_node(draw: random.Random, page_size: int) -> NodeShape:
     )
 
 
-def _draw_clients(draw: random.Random, num_routers: int) -> list[Client]:
+def _draw_clients(draw: random.Random, num_routers: int, *, is_plain: bool) -> list[Client]:
     prompts = [[draw.randrange(2, 997) for _ in range(draw.randint(1, 40))] for _ in range(4)]
     clients = []
     while len(clients) < draw.randint(2, 10):
@@ -79,17 +83,18 @@ def _draw_clients(draw: random.Random, num_routers: int) -> list[Client]:
         prompt = prompt + [draw.randrange(2, 997) for _ in range(draw.choice([0, 0, 3, 10]))]
         begins_s = draw.choice([0.0, draw.uniform(0, 0.5), draw.uniform(0, 6)])
         num = draw.choice([1, 1, 1, 2, 3])
-        clients += _draw_group(draw, len(clients), num, prompt, begins_s, num_routers)
+        clients += _draw_group(draw, len(clients), num, prompt, begins_s, num_routers, is_plain)
     return clients
 
 
-def _draw_group(draw, first, num, prompt, begins_s, num_routers) -> list[Client]:
+def _draw_group(draw, first, num, prompt, begins_s, num_routers, is_plain) -> list[Client]:
     """Return the clients of one prompt: `n` answers of one request go to one router."""
     logprobs = None
     if draw.random() < 0.3:
         logprobs = LogprobsWanted(prompt_start=draw.choice([-1, 0, 0, draw.randrange(len(prompt))]))
     session, client = draw.choice(["", "one", "two"]), draw.choice(["", "a", "b"])
-    deadline_s = draw.choice([None] * 6 + [0.01, draw.expovariate(4.0), 2.0])
+    some_s = None if is_plain else draw.choice([0.01, draw.expovariate(4.0), 2.0])
+    deadline_s = draw.choice([None, None, some_s])
     temperature, group = draw.choice([0.0, 1.0]), f"group {first}" if num > 1 else ""
     return [
         Client(

@@ -27,11 +27,12 @@ from node.drain import Drain
 from node.loop import EngineLoop
 from prefill.role import PrefillRole
 from router.attempt import Progress
+from router.backend import ClusterBackend
 from router.gate import Gate
 from router.node import Work
 from router.replays import Replays
 from router.roster import Roster
-from router.waiters import Waiters
+from tests.simulation.scenarios import ALL, FAILING, ORDERED
 from wire.errors import NodeDraining, PeerLost
 
 _S, _R, _A = SenderState, ReceiverState, Action
@@ -119,7 +120,10 @@ def _always_left(_original, progress):
     return max(0.0, request.deadline_s - (progress._clock() - progress._started))
 
 
-def _claim(_original, *_args):
+async def _abort_on_nodes(_original, backend, request_id):
+    for node in backend._cluster.roster:
+        if node.client is not None:
+            node.client.abort(request_id)
     return True
 
 
@@ -127,56 +131,59 @@ def _nothing(_original, *_args, **_named):
     return None
 
 
+# By the seeds that are to show it.
 MUTANTS = {
-    "the edge takes a token whatever its index": changed(Progress, "accept", _take_any_index),
-    "a replay forgets what was sent": changed(Progress, "remaining", _forget_sent),
-    "a replay counts from 0": changed(Progress, "remaining", _count_anew),
-    "a replay is never made": changed(Replays, "after", _give_up),
-    "a half that ended keeps its share of the load": changed(
-        Work, "end", lambda end, work, **_: work.stream.close()
-    ),
-    "a lost engine fails no stream": changed(TokenStream, "fail", _nothing),
-    "decode frees granted pages when it cancels": changed(DecodeRole, "cancel", _free_granted),
-    "prefill says Landed before the writes are done": changed(
-        PrefillAgent, "_conclude", _land_at_once
-    ),
-    "prefill never gives pages back": changed(Engine, "release", _nothing),
-    "decode frees on its own Withdraw": arrow(
-        RECEIVER, _R.GRANTED, WithdrawAsked, _R.CLOSED, _A.SEND_WITHDRAW, _A.TELL_SAFE
-    ),
-    "prefill answers a Withdraw under its own writes": arrow(
-        SENDER, _S.PUSHING, WithdrawArrived, _S.RELEASED, _A.SEND_RELEASED, _A.TELL_RELEASED
-    ),
-    "a silent prefill is not noticed": changed(PrefillLinks, "_keep_alive", _nothing),
-    "prompts computed on decode count for ever": changed(Work, "prompt_done", _nothing),
-    "an answer that began ends with its deadline": changed(Progress, "_left_s", _always_left),
-    "the gate keeps the place of who has left": changed(Gate, "_left", _nothing),
-    "the gate forgets an abort": changed(Gate, "abort", _claim),
-    "an abort between two attempts is lost": changed(Waiters, "abort", _claim),
+    FAILING: {
+        "the edge takes a token whatever its index": changed(Progress, "accept", _take_any_index),
+        "a replay forgets what was sent": changed(Progress, "remaining", _forget_sent),
+        "a replay counts from 0": changed(Progress, "remaining", _count_anew),
+        "a replay is never made": changed(Replays, "after", _give_up),
+        "a half that ended keeps its share of the load": changed(
+            Work, "end", lambda end, work, **_: work.stream.close()
+        ),
+        "a lost engine fails no stream": changed(TokenStream, "fail", _nothing),
+        "decode frees granted pages when it cancels": changed(DecodeRole, "cancel", _free_granted),
+        "prefill says Landed before the writes are done": changed(
+            PrefillAgent, "_conclude", _land_at_once
+        ),
+        "prefill never gives pages back": changed(Engine, "release", _nothing),
+        "decode frees on its own Withdraw": arrow(
+            RECEIVER, _R.GRANTED, WithdrawAsked, _R.CLOSED, _A.SEND_WITHDRAW, _A.TELL_SAFE
+        ),
+        "prefill answers a Withdraw under its own writes": arrow(
+            SENDER, _S.PUSHING, WithdrawArrived, _S.RELEASED, _A.SEND_RELEASED, _A.TELL_RELEASED
+        ),
+        "a silent prefill is not noticed": changed(PrefillLinks, "_keep_alive", _nothing),
+    },
+    ORDERED: {
+        "a hand-over uses up an attempt": changed(Replays, "after", _count_hand_over),
+        "a hand-over loses the request": changed(Replays, "after", _end_with_hand_over),
+        "a removal at once looks like a death": changed(
+            EngineClient, "stop", lambda stop, client, _failure=None: stop(client)
+        ),
+        "decode that drains forgets prompts of its own": changed(
+            DecodeRole, "hand_over", _forget_local
+        ),
+        "prefill that drains does not tell decode": changed(
+            PrefillRole, "hand_over", _tell_only_clients
+        ),
+        "a node is drained while requests are left": changed(
+            Drain,
+            "take_end",
+            lambda take_end, drain, _left, *args, **named: take_end(drain, 0, *args, **named),
+        ),
+        "a node that drains takes requests": changed(EngineLoop, "_start", _never_refuse),
+        "a removed node is known for ever": changed(Roster, "remove", _nothing),
+    },
+    ALL: {
+        "prompts computed on decode count for ever": changed(Work, "prompt_done", _nothing),
+        "an answer that began ends with its deadline": changed(Progress, "_left_s", _always_left),
+        "the gate keeps the place of who has left": changed(Gate, "_left", _nothing),
+        "an abort reaches only those that run": changed(ClusterBackend, "abort", _abort_on_nodes),
+    },
 }
 
-# Seen where nobody fails, and nodes drain, end and are removed.
-OF_ORDERS = {
-    "a hand-over uses up an attempt": changed(Replays, "after", _count_hand_over),
-    "a hand-over loses the request": changed(Replays, "after", _end_with_hand_over),
-    "a removal at once looks like a death": changed(
-        EngineClient, "stop", lambda stop, client, _failure=None: stop(client)
-    ),
-    "decode that drains forgets prompts of its own": changed(
-        DecodeRole, "hand_over", _forget_local
-    ),
-    "prefill that drains does not tell decode": changed(
-        PrefillRole, "hand_over", _tell_only_clients
-    ),
-    "a node is drained while requests are left": changed(
-        Drain,
-        "take_end",
-        lambda take_end, drain, _left, *args, **named: take_end(drain, 0, *args, **named),
-    ),
-    "a node that drains takes requests": changed(EngineLoop, "_start", _never_refuse),
-    "a removed node is known for ever": changed(Roster, "remove", _nothing),
-}
-
+# Nodes begin what is too late.
 LATE = changed(Deadlines, "passed", lambda _passed, _all: iter(()))
 
 # Nobody gets a wrong token of these, but nodes work for nobody.

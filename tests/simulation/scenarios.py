@@ -44,8 +44,14 @@ def run_plan(name: str, plan: Plan, seed: int, misfortune, **more) -> World:
 # ── at random ────────────────────────────────────────────────────────────────────────────────────
 
 
-# By the seed's rest: where nobody fails, no client may notice what is ordered.
+# What may happen, by the seed's rest. Where nobody fails, no client may notice what is ordered.
+ORDERED, FAILING, ALL = range(3)
 TROUBLES = (ORDERS, KINDS, KINDS + ORDERS)
+
+
+def seeds_of(rest: int, first: int, last: int) -> range:
+    """Return the seeds from `first` to before `last` in which this may happen."""
+    return range(first + (rest - first) % len(TROUBLES), last, len(TROUBLES))
 
 
 def run_seed(seed: int, **more) -> World:
@@ -54,8 +60,10 @@ def run_seed(seed: int, **more) -> World:
     Raises:
         Failure: It broke a promise.
     """
-    trouble = partial(misfortunes, kinds=TROUBLES[seed % len(TROUBLES)])
-    return run_plan(f"seed {seed}", draw_plan(random.Random(seed)), seed, trouble, **more)
+    rest = seed % len(TROUBLES)
+    plan = draw_plan(random.Random(seed), is_plain=rest == FAILING)
+    trouble = partial(misfortunes, kinds=TROUBLES[rest])
+    return run_plan(f"seed {seed}", plan, seed, trouble, **more)
 
 
 # ── at every step ────────────────────────────────────────────────────────────────────────────────

@@ -10,8 +10,8 @@ import pytest
 import zmq
 
 from tests.simulation.ground import simulated
-from tests.simulation.mutants import LATE, MUTANTS, OF_ORDERS, WASTEFUL
-from tests.simulation.scenarios import Failure, run_abandoned, run_crowded, run_seed
+from tests.simulation.mutants import LATE, MUTANTS, WASTEFUL
+from tests.simulation.scenarios import Failure, run_abandoned, run_crowded, run_seed, seeds_of
 from tests.simulation.virtual_time import Stuck, run_in_virtual_time
 
 
@@ -25,20 +25,14 @@ def test_every_request_ends_right_and_nothing_is_left(first):
     assert answered > 80
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_product_that_is_wrong_in_one_place_is_caught(name):
-    with MUTANTS[name], pytest.raises(Failure) as caught:
-        for seed in range(1, 400, 3):  # nodes fail, in these
+@pytest.mark.parametrize(
+    ("rest", "name"), [(rest, name) for rest, mutants in MUTANTS.items() for name in mutants]
+)
+def test_a_product_that_is_wrong_in_one_place_is_caught(rest, name):
+    with MUTANTS[rest][name], pytest.raises(Failure) as caught:
+        for seed in seeds_of(rest, 0, 1000):
             run_seed(seed)
     # Of a change that raises by itself nothing is learned.
-    assert "mutants.py" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", OF_ORDERS)
-def test_a_client_that_would_notice_what_is_ordered_is_seen(name):
-    with OF_ORDERS[name], pytest.raises(Failure) as caught:
-        for seed in range(0, 400, 3):  # nobody fails, in these
-            run_seed(seed)
     assert "mutants.py" not in str(caught.value)
 
 
