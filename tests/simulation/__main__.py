@@ -89,7 +89,7 @@ def trace(seed: int) -> int:
         world = run_seed(seed, is_traced=True)
     except Failure as failure:
         say("\n".join(failure.world.trace))
-        say(failure)
+        say(str(failure))
         return 1
     say("\n".join(world.trace))
     say(f"seed {seed} keeps every promise")

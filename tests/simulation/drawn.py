@@ -25,20 +25,23 @@ def draw_plan(draw: random.Random, *, is_plain: bool = False) -> Plan:
         Fault(draw.choice(["fail", "corrupt", "duplicate"]), draw.randrange(40))
         for _ in range(draw.choice([0, 0, 0, 1, 3]))
     ]
+    pace, write_pace = draw.choice([0.0005, 0.002, 0.01]), draw.choice([4.0, 4.0, 20.0, 100.0])
+    # Writes that take a second each outlast the other half's patience, which costs an attempt.
+    takes_long = pace * write_pace > 0.25
     return Plan(
         prefills=_draw_nodes(draw, [page_size]),
         decodes=_draw_nodes(draw, [page_size, 4]),
         clients=_draw_clients(draw, routers, is_plain=is_plain),
         num_routers=routers,
         policy=draw.choice(sorted(POLICIES)),
-        max_attempts=draw.choice([4, 4, 4, 1]),
+        max_attempts=4 if takes_long else draw.choice([4, 1]),
         # Of prompts of 1 to 50 tokens: none, the short ones, all.
         local_prefill_threshold=0 if is_plain else draw.choice([0, 0, 16, 300]),
         admission=AdmissionConfig(is_on=False) if is_plain else _draw_admission(draw),
-        pace=draw.choice([0.0005, 0.002, 0.01]),
+        pace=pace,
         is_one_sided=draw.random() < 0.7,
         fence_pace=draw.choice([20.0, 200.0]),
-        write_pace=draw.choice([4.0, 4.0, 20.0, 100.0]),
+        write_pace=write_pace,
         write_faults=write_faults,
         spikes=draw.choice([0.0, 0.0, 0.01, 0.03]),
     )

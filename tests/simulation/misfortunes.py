@@ -9,7 +9,7 @@ from tests.simulation.world import World
 async def misfortunes(world: World, kinds) -> None:
     """Let a few things go wrong, at moments drawn from the seed."""
     draw = world.draw
-    for _ in range(draw.choice([0, 1, 2, 3, 5])):
+    for _ in range(draw.choice([0, 1, 2, 3, 5] if kinds != ORDERS else [0, 2, 5, 8])):
         # Mostly while the first requests run, whatever their pace.
         longest_s = draw.choice([20 * world.plan.pace, 100 * world.plan.pace, 3.0])
         await asyncio.sleep(draw.uniform(0.0, longest_s))

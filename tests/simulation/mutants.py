@@ -25,7 +25,6 @@ from kvtransfer.session import (
 from node.deadlines import Deadlines
 from node.drain import Drain
 from node.loop import EngineLoop
-from prefill.role import PrefillRole
 from router.attempt import Progress
 from router.backend import ClusterBackend
 from router.gate import Gate
@@ -103,11 +102,6 @@ def _forget_local(hand_over, role, error):
     hand_over(role, error)
 
 
-def _tell_only_clients(_original, role, error):
-    for half in list(role._by_ticket.values()):
-        role._fail(half, error)
-
-
 def _never_refuse(start, loop, ticket, message):
     with mock.patch.object(loop._drain, "is_on", False):
         start(loop, ticket, message)
@@ -163,9 +157,6 @@ MUTANTS = {
         ),
         "decode that drains forgets prompts of its own": changed(
             DecodeRole, "hand_over", _forget_local
-        ),
-        "prefill that drains does not tell decode": changed(
-            PrefillRole, "hand_over", _tell_only_clients
         ),
         "a node is drained while requests are left": changed(
             Drain,
