@@ -111,3 +111,9 @@ def strike(world: World, kind: str, node) -> None:
             _cut(world, node.host, _peers(world, node), 6.0)
         case "reset":
             _reset(world, node.host, _peers(world, node))
+        case "hand over":
+            node.drain(0.0, ends=False)
+            world.loop.call_later(5.0, node.resume)
+        case "remove":  # not in the middle of what a router does
+            world.loop.call_soon(lambda: world.remove(node, hands_over=True, comes_back=True))
+            world.loop.call_later(5.0, world.add, node)

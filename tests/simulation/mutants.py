@@ -152,12 +152,6 @@ MUTANTS = {
     ORDERED: {
         "a hand-over uses up an attempt": changed(Replays, "after", _count_hand_over),
         "a hand-over loses the request": changed(Replays, "after", _end_with_hand_over),
-        "a removal at once looks like a death": changed(
-            EngineClient, "stop", lambda stop, client, _failure=None: stop(client)
-        ),
-        "decode that drains forgets prompts of its own": changed(
-            DecodeRole, "hand_over", _forget_local
-        ),
         "a node is drained while requests are left": changed(
             Drain,
             "take_end",
@@ -176,6 +170,16 @@ MUTANTS = {
 
 # Nodes begin what is too late.
 LATE = changed(Deadlines, "passed", lambda _passed, _all: iter(()))
+
+# Of what is ordered at some step of one request: what, and whether decode computes the prompt.
+OF_BLOWS = {
+    "a removal at once looks like a death": changed(
+        EngineClient, "stop", lambda stop, client, _failure=None: stop(client)
+    ),
+    "decode that drains forgets prompts of its own": changed(
+        DecodeRole, "hand_over", _forget_local
+    ),
+}
 
 # Nobody gets a wrong token of these, but nodes work for nobody.
 WASTEFUL = {

@@ -76,17 +76,19 @@ class Blow:
     Attributes:
         target: Which of the nodes that it was started on.
         at_step: Of all messages, their arrivals, steps and writes; the fault comes before it.
+        is_local: Decode computes the prompt.
     """
 
     kind: str
     target: str
     at_step: int
+    is_local: bool = False
 
 
-BLOWS = ("kill", "power off", "stop", "reset", "cut off")
+BLOWS = ("kill", "power off", "stop", "reset", "cut off", "hand over", "remove")
 
 
-def small_plan() -> Plan:
+def small_plan(*, is_local: bool = False, max_attempts: int = 4) -> Plan:
     """Return the small scenario: one request, two nodes of each role, chunks and layers."""
     request = GenerateRequest(
         request_id="small",
@@ -95,12 +97,18 @@ def small_plan() -> Plan:
         logprobs=LogprobsWanted(prompt_start=0),
     )
     node = NodeShape(num_pages=30, page_size=4, chunk_size=8)
-    return Plan(prefills=[node] * 2, decodes=[node] * 2, clients=[Client(request=request)])
+    return Plan(
+        prefills=[node] * 2,
+        decodes=[node] * 2,
+        clients=[Client(request=request)],
+        local_prefill_threshold=100 if is_local else 0,
+        max_attempts=max_attempts,
+    )
 
 
-def num_small_steps() -> int:
+def num_small_steps(*, is_local: bool = False) -> int:
     """Return how many steps the small scenario has when nothing goes wrong."""
-    return run_plan("undisturbed", small_plan(), 0, _nothing).num_steps
+    return run_plan("undisturbed", small_plan(is_local=is_local), 0, _nothing).num_steps
 
 
 def run_blow(blow: Blow, **more) -> World:
@@ -118,7 +126,10 @@ def run_blow(blow: Blow, **more) -> World:
     async def wait(world: World) -> None:
         await world.answered(within_s=60.0)
 
-    return run_plan(str(blow), small_plan(), 0, wait, on_step=on_step, **more)
+    # A hand-over uses none up.
+    max_attempts = 1 if blow.kind in ("hand over", "remove") else 4
+    plan = small_plan(is_local=blow.is_local, max_attempts=max_attempts)
+    return run_plan(str(blow), plan, 0, wait, on_step=on_step, **more)
 
 
 # ── given up ─────────────────────────────────────────────────────────────────────────────────────
