@@ -49,10 +49,11 @@ def seeds(first, num):
 def every_step():
     """Return a run for each fault at each step of the small scenario."""
     blows = [
-        Blow(kind, target, step)
-        for step in range(1, num_small_steps() + 1)
+        Blow(kind, target, step, is_local=is_local)
+        for is_local, roles in ((False, ROLES), (True, ("decode",)))
+        for step in range(1, num_small_steps(is_local=is_local) + 1)
         for kind in BLOWS
-        for target in ROLES
+        for target in roles
     ]
     return [(lambda blow=blow: run_blow(blow), str(blow)) for blow in blows]
 

@@ -150,7 +150,6 @@ MUTANTS = {
         "a silent prefill is not noticed": changed(PrefillLinks, "_keep_alive", _nothing),
     },
     ORDERED: {
-        "a hand-over uses up an attempt": changed(Replays, "after", _count_hand_over),
         "a hand-over loses the request": changed(Replays, "after", _end_with_hand_over),
         "a node is drained while requests are left": changed(
             Drain,
@@ -171,8 +170,9 @@ MUTANTS = {
 # Nodes begin what is too late.
 LATE = changed(Deadlines, "passed", lambda _passed, _all: iter(()))
 
-# Of what is ordered at some step of one request: what, and whether decode computes the prompt.
+# Seen where a node hands over, or is removed, at some step of one request that decode computes alone.
 OF_BLOWS = {
+    "a hand-over uses up an attempt": changed(Replays, "after", _count_hand_over),
     "a removal at once looks like a death": changed(
         EngineClient, "stop", lambda stop, client, _failure=None: stop(client)
     ),
