@@ -49,10 +49,11 @@ def seeds(first, num):
 def every_step():
     """Return a run for each fault at each step of the small scenario."""
     blows = [
-        Blow(kind, target, step)
-        for step in range(1, num_small_steps() + 1)
+        Blow(kind, target, step, is_local=is_local)
+        for is_local, roles in ((False, ROLES), (True, ("decode",)))
+        for step in range(1, num_small_steps(is_local=is_local) + 1)
         for kind in BLOWS
-        for target in ROLES
+        for target in roles
     ]
     return [(lambda blow=blow: run_blow(blow), str(blow)) for blow in blows]
 
@@ -89,7 +90,7 @@ def trace(seed: int) -> int:
         world = run_seed(seed, is_traced=True)
     except Failure as failure:
         say("\n".join(failure.world.trace))
-        say(failure)
+        say(str(failure))
         return 1
     say("\n".join(world.trace))
     say(f"seed {seed} keeps every promise")

@@ -1,14 +1,18 @@
-"""Puts the simulation under the product: sockets, threads, chance and HTTP, and nothing else.
+"""Puts the simulation under the product: sockets, threads, time, chance and HTTP, and nothing else.
 
 The product's own classes are replaced where its modules hold them, so that no code of it has to know.
 While that is so, a real socket or thread is an error: a simulation that had one would not be one.
 """
 
+import asyncio
 import contextlib
 import functools
+import inspect
 import secrets
 import sys
 import threading
+import time
+from types import SimpleNamespace
 
 import structlog
 import zmq
@@ -16,6 +20,7 @@ import zmq
 import kvtransfer.control
 import kvtransfer.prefill_links
 import kvtransfer.push_worker
+import router.cluster
 import router.node_http
 import wire.async_link
 import wire.channel
@@ -73,10 +78,34 @@ def _places():
     places += [(secrets, name, getattr(secrets, name), _drawn(name)) for name in CHANCE]
     return [
         *places,
+        *_clocks(),
+        (router.cluster, "time", time, SimpleNamespace(monotonic=_now)),
         (kvtransfer.prefill_links, "threading", threading, threads.SimulatedThreading),
         (zmq, "Context", zmq.Context, _refused("socket")),
         (threading.Thread, "start", threading.Thread.start, _refused("thread")),
     ]
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _clocks():
+    """Return where a clock is taken unless one is given: in the defaults of classes."""
+    for name, module in sorted(sys.modules.items()):
+        if not name.startswith(PACKAGES):
+            continue
+        for _, owner in inspect.getmembers(module, inspect.isclass):
+            if owner.__module__ != name or not inspect.isfunction(owner.__init__):
+                continue
+            make = owner.__init__
+            positional, named = make.__defaults__ or (), make.__kwdefaults__ or {}
+            if time.monotonic in positional:
+                ours = tuple(_now if each is time.monotonic else each for each in positional)
+                yield make, "__defaults__", positional, ours
+            if time.monotonic in named.values():
+                ours = {k: _now if v is time.monotonic else v for k, v in named.items()}
+                yield make, "__kwdefaults__", named, ours
 
 
 def _drawn(name):

@@ -22,10 +22,17 @@ from kvtransfer.session import (
     WithdrawAsked,
     WritesDone,
 )
+from node.deadlines import Deadlines
+from node.drain import Drain
 from node.loop import EngineLoop
 from router.attempt import Progress
+from router.backend import ClusterBackend
+from router.gate import Gate
 from router.node import Work
 from router.replays import Replays
+from router.roster import Roster
+from tests.simulation.scenarios import ALL, FAILING, ORDERED
+from wire.errors import NodeDraining, PeerLost
 
 _S, _R, _A = SenderState, ReceiverState, Action
 
@@ -77,31 +84,101 @@ def _give_up(_original, _replays, error):
     raise error
 
 
+def _count_hand_over(after, replays, error):
+    after(replays, PeerLost(error.message) if isinstance(error, NodeDraining) else error)
+
+
+def _end_with_hand_over(after, replays, error):
+    if isinstance(error, NodeDraining):
+        raise error
+    after(replays, error)
+
+
+def _forget_local(hand_over, role, error):
+    for half in list(role._by_ticket.values()):
+        if half.hand_off is None:
+            del role._by_ticket[half.ticket]
+            role._let_go(half, error)
+    hand_over(role, error)
+
+
+def _never_refuse(start, loop, ticket, message):
+    with mock.patch.object(loop._drain, "is_on", False):
+        start(loop, ticket, message)
+
+
+def _always_left(_original, progress):
+    request = progress._request
+    if request.deadline_s is None:
+        return None
+    return max(0.0, request.deadline_s - (progress._clock() - progress._started))
+
+
+async def _abort_on_nodes(_original, backend, request_id):
+    for node in backend._cluster.roster:
+        if node.client is not None:
+            node.client.abort(request_id)
+    return True
+
+
 def _nothing(_original, *_args, **_named):
     return None
 
 
+# By the seeds that are to show it.
 MUTANTS = {
-    "the edge takes a token whatever its index": changed(Progress, "accept", _take_any_index),
-    "a replay forgets what was sent": changed(Progress, "remaining", _forget_sent),
-    "a replay counts from 0": changed(Progress, "remaining", _count_anew),
-    "a replay is never made": changed(Replays, "after", _give_up),
-    "a half that ended keeps its share of the load": changed(
-        Work, "end", lambda end, work, **_: work.stream.close()
+    FAILING: {
+        "the edge takes a token whatever its index": changed(Progress, "accept", _take_any_index),
+        "a replay forgets what was sent": changed(Progress, "remaining", _forget_sent),
+        "a replay counts from 0": changed(Progress, "remaining", _count_anew),
+        "a replay is never made": changed(Replays, "after", _give_up),
+        "a half that ended keeps its share of the load": changed(
+            Work, "end", lambda end, work, **_: work.stream.close()
+        ),
+        "a lost engine fails no stream": changed(TokenStream, "fail", _nothing),
+        "decode frees granted pages when it cancels": changed(DecodeRole, "cancel", _free_granted),
+        "prefill says Landed before the writes are done": changed(
+            PrefillAgent, "_conclude", _land_at_once
+        ),
+        "prefill never gives pages back": changed(Engine, "release", _nothing),
+        "decode frees on its own Withdraw": arrow(
+            RECEIVER, _R.GRANTED, WithdrawAsked, _R.CLOSED, _A.SEND_WITHDRAW, _A.TELL_SAFE
+        ),
+        "prefill answers a Withdraw under its own writes": arrow(
+            SENDER, _S.PUSHING, WithdrawArrived, _S.RELEASED, _A.SEND_RELEASED, _A.TELL_RELEASED
+        ),
+        "a silent prefill is not noticed": changed(PrefillLinks, "_keep_alive", _nothing),
+    },
+    ORDERED: {
+        "a hand-over loses the request": changed(Replays, "after", _end_with_hand_over),
+        "a node is drained while requests are left": changed(
+            Drain,
+            "take_end",
+            lambda take_end, drain, _left, *args, **named: take_end(drain, 0, *args, **named),
+        ),
+        "a node that drains takes requests": changed(EngineLoop, "_start", _never_refuse),
+        "a removed node is known for ever": changed(Roster, "remove", _nothing),
+    },
+    ALL: {
+        "prompts computed on decode count for ever": changed(Work, "prompt_done", _nothing),
+        "an answer that began ends with its deadline": changed(Progress, "_left_s", _always_left),
+        "the gate keeps the place of who has left": changed(Gate, "_left", _nothing),
+        "an abort reaches only those that run": changed(ClusterBackend, "abort", _abort_on_nodes),
+    },
+}
+
+# Nodes begin what is too late.
+LATE = changed(Deadlines, "passed", lambda _passed, _all: iter(()))
+
+# Seen where a node hands over, or is removed, at some step of one request that decode computes alone.
+OF_BLOWS = {
+    "a hand-over uses up an attempt": changed(Replays, "after", _count_hand_over),
+    "a removal at once looks like a death": changed(
+        EngineClient, "stop", lambda stop, client, _failure=None: stop(client)
     ),
-    "a lost engine fails no stream": changed(TokenStream, "fail", _nothing),
-    "decode frees granted pages when it cancels": changed(DecodeRole, "cancel", _free_granted),
-    "prefill says Landed before the writes are done": changed(
-        PrefillAgent, "_conclude", _land_at_once
+    "decode that drains forgets prompts of its own": changed(
+        DecodeRole, "hand_over", _forget_local
     ),
-    "prefill never gives pages back": changed(Engine, "release", _nothing),
-    "decode frees on its own Withdraw": arrow(
-        RECEIVER, _R.GRANTED, WithdrawAsked, _R.CLOSED, _A.SEND_WITHDRAW, _A.TELL_SAFE
-    ),
-    "prefill answers a Withdraw under its own writes": arrow(
-        SENDER, _S.PUSHING, WithdrawArrived, _S.RELEASED, _A.SEND_RELEASED, _A.TELL_RELEASED
-    ),
-    "a silent prefill is not noticed": changed(PrefillLinks, "_keep_alive", _nothing),
 }
 
 # Nobody gets a wrong token of these, but nodes work for nobody.

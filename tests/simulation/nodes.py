@@ -13,9 +13,14 @@ from kvtransfer.transports.loopback import (
     LoopbackListener,
     LoopbackTransport,
 )
+from node.announce import INTERVAL_S, TTL_S
 from node.answers import Answers
+from node.engine_report import Drain, Resume
+from node.life import Event, Life, State
 from node.loop import EngineLoop
+from node.supervisor import HAND_OVER_S
 from prefill.role import PrefillRole
+from router.membership import Said
 from tests.simulation.processes import CURRENT, Process, Repeated
 from tests.simulation.sockets import SimulatedInbox, SimulatedWaker
 from tests.simulation.toy import CONTEXT, EOS, VOCAB, toy_engine, toy_layout
@@ -33,7 +38,11 @@ IDLE_S = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class NodeShape:
-    """How a node is made; the same in all its lives."""
+    """How a node is made; the same in all its lives.
+
+    Attributes:
+        announces_after_s: Routers hear of it from itself, from then on; None: it is listed.
+    """
 
     num_pages: int
     page_size: int
@@ -41,6 +50,7 @@ class NodeShape:
     is_beside_host: bool = False
     pushes_layers: bool = True
     verify: str = "always"
+    announces_after_s: float | None = None
 
 
 class OneSidedListener(LoopbackListener):
@@ -84,7 +94,7 @@ class SimulatedNode:
         self.url = f"http://{host}:8000"
         self.slow_until_s = 0.0
         self.process = None
-        self.num_lives = 0
+        self.num_lives = self._num_drains = 0
 
     def __repr__(self) -> str:
         return f"<SimulatedNode {self.process}>"
@@ -99,6 +109,11 @@ class SimulatedNode:
         self.num_lives += 1
         self.process = Process(self.world, self.host)
         self.process.context.run(self._build)
+        self.life = Life(self.role_name)
+        self.life.apply(Event.LOADED)
+        if self.shape.announces_after_s is not None:
+            first_s = self.shape.announces_after_s if self.num_lives == 1 else self.world.delay()
+            self.process.later(first_s, self._announce)
 
     def _build(self) -> None:
         world, shape = self.world, self.shape
@@ -114,7 +129,7 @@ class SimulatedNode:
         )
         waker = SimulatedWaker()
         inbox = SimulatedInbox(f"tcp://{self.host}:{ENGINE_PORT}", ToEngine)
-        answers = Answers(inbox, self.epoch)
+        answers = Answers(inbox, self.epoch, self.engine.cache.journal)
         if self.role_name == "prefill":
             end = SenderEnd(self.epoch, "toy", layout, region, [world.transport])
             self.agent = PrefillAgent(
@@ -143,13 +158,23 @@ class SimulatedNode:
             )
             self.role = DecodeRole(self.engine, self.agent, answers, 32, 1000)
         self._loop = EngineLoop(
-            self.role, inbox, answers, waker, clock=world.loop.time, log_interval_s=1e9
+            self.role,
+            inbox,
+            answers,
+            waker,
+            clock=world.loop.time,
+            log_interval_s=1e9,
+            on_drained=lambda number: self.process.later(
+                world.latency(), lambda: self._drained(number)
+            ),
         )
         passes = Repeated(self.process, self._pass)
         waker.wake = passes.wake
         passes.wake()
 
     def _pass(self) -> float:
+        if self.life.state is State.DRAINED:
+            self.world.check(not self.role.tickets(), f"{self.host} takes requests when drained")
         had_work = self.role.has_work
         self._loop.run_once(0.0)
         if had_work:
@@ -176,8 +201,78 @@ class SimulatedNode:
             engine_port=ENGINE_PORT,
             bootstrap_port=BOOTSTRAP_PORT if self.role_name == "prefill" else None,
             model=model,
+            is_healthy=self.life.state is State.SERVING,
+            is_draining=self.life.is_draining,
+            takes_prompts=self.role_name == "decode",
             max_prompt_tokens=self.shape.num_pages * self.shape.page_size - 1,
         )
+
+    # ── as a node's parent process does ──────────────────────────────────────────────────────────
+
+    def drain(self, timeout_s: float, *, ends: bool) -> None:
+        """Take nothing new, and hand over in `timeout_s` what is left; with `ends`, as by SIGTERM."""
+        if not self.is_up or self.life.state is State.LEAVING:
+            return
+        self.world.note("order", f"{'end' if ends else 'drain'} {self.host} in {timeout_s} s")
+        state = self.life.apply(Event.END if ends else Event.DRAIN)
+        if state is State.ENDED:
+            self._end()
+        elif state is not State.DRAINED:
+            self._num_drains += 1
+            order = Drain(number=self._num_drains, timeout_s=timeout_s)
+            self._order(order)
+            limit_s = timeout_s + HAND_OVER_S
+            self.process.later(limit_s, lambda: self._too_late(order.number))
+
+    def resume(self) -> None:
+        """Cancel a drain, unless it ends the node."""
+        if self.is_up and self.life.state is not State.LEAVING:
+            self.world.note("order", f"resume {self.host}")
+            self._num_drains += 1
+            self.life.apply(Event.RESUME)
+            self._order(Resume())
+
+    def _order(self, order) -> None:
+        self.process.later(self.world.latency(), lambda: self._loop.order(order))
+
+    def _drained(self, number: int) -> None:
+        if number != self._num_drains or not self.life.is_draining:
+            return
+        self.world.note("drained", self.host)
+        self.world.check(not self.role.tickets(), f"{self.host} is drained and has requests")
+        self.world.num_drained += 1
+        if self.life.apply(Event.EMPTIED) is State.ENDED:
+            self._end()
+
+    def _too_late(self, number: int) -> None:
+        if number != self._num_drains or self.life.state not in (State.DRAINING, State.LEAVING):
+            return
+        self.world.check(
+            not self.world.is_calm, f"{self.host} was not drained in time: {self.leftovers()}"
+        )
+        if self.life.state is State.LEAVING:
+            self.life.apply(Event.TOO_LATE)
+            self._end()
+
+    def _end(self) -> None:
+        """End as its parent has it end, and begin anew before long."""
+        if self.shape.announces_after_s is not None:
+            self._say(Said(url=self.url, role=self.role_name, is_removed=True))
+        self.process.later(self.world.draw.uniform(0.0, 0.01), self.kill)
+        self.world.loop.call_later(self.world.draw.uniform(0.05, 6.0), self.restart)
+
+    def _announce(self) -> None:
+        """Have the routers know of it, over and over."""
+        if self.life.state is not State.ENDED:
+            self._say(Said(url=self.url, role=self.role_name, ttl_s=TTL_S))
+            self.process.later(INTERVAL_S, self._announce)
+
+    def _say(self, said) -> None:
+        for router in self.world.routers:
+            if not self.world.network.is_cut(self.host, router.host):
+                self.world.loop.call_later(self.world.delay(), router.hear, said)
+
+    # ── what may happen to it ────────────────────────────────────────────────────────────────────
 
     def kill(self, *, is_silent: bool = False) -> None:
         """End its life: the process alone, or (`is_silent`) with its host, so that nobody is told."""
@@ -230,4 +325,6 @@ class SimulatedNode:
             else ("num_reserving", "num_granted", "num_withdrawn", "num_fencing")
         )
         held |= {f"agent's {name}": getattr(said, name) for name in names}
+        noted = [each() for _, _, each in self.role._deadlines._heap]
+        held["deadlines"] = sum(each is not None for each in noted)
         return ", ".join(f"{name} {number}" for name, number in held.items() if number)

@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 import structlog
 
 from kvtransfer.transports.loopback import Fault
+from router.config import AdmissionConfig
+from router.membership import Said
 from router.node_http import NodeUnusable
+from tests.simulation.clients import Client
 from tests.simulation.network import Network
 from tests.simulation.nodes import NodeShape, SimulatedNode, SimulatedTransport
 from tests.simulation.processes import CURRENT, Process
-from tests.simulation.routers import Client, SimulatedRouter
+from tests.simulation.routers import SimulatedRouter
 from wire.errors import TandemError
-from wire.messages import StartDecode, StartPrefill
+from wire.messages import StartColocated, StartDecode, StartPrefill
 
 # Virtual time, after the last fault was healed.
 ANSWERED_WITHIN_S = 180.0
@@ -40,6 +43,8 @@ class Plan:
         is_one_sided: Nothing but a fence keeps a writer out.
         fence_pace: Mean seconds of a fence, in `pace`.
         write_pace: Mean seconds of a write of pages, in `pace`.
+        max_attempts: That may fail, of each request.
+        local_prefill_threshold: See `RouterConfig`.
         spikes: Of how many frames or passes one takes a hundred times as long.
     """
 
@@ -48,6 +53,9 @@ class Plan:
     clients: list[Client]
     num_routers: int = 1
     policy: str = "least_load"
+    max_attempts: int = 4
+    local_prefill_threshold: int = 0
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     pace: float = 0.001
     is_one_sided: bool = True
     fence_pace: float = 20.0
@@ -70,7 +78,10 @@ class World:
         self.plan, self.draw = plan, random.Random(seed)
         self.trace, self.num_steps = [], 0
         self.num_faults = len(plan.write_faults)
-        self.replays = 0
+        self.num_orders = self.num_ends = self.num_drained = 0
+        self.replays = self.num_local = 0
+        self.routers = []
+        self._removed = {}  # nodes, to whether they come back
         self.violations = []
         self._is_traced, self._on_step = is_traced, on_step
         self._attempts = defaultdict(int)
@@ -96,9 +107,7 @@ class World:
         ]
         for node in self.nodes:
             node.start()
-        self.routers = [
-            SimulatedRouter(self, f"r{i}", self.plan.policy) for i in range(self.plan.num_routers)
-        ]
+        self.routers = [SimulatedRouter(self, f"r{i}") for i in range(self.plan.num_routers)]
         await self._until(self._is_serving, 10.0, "the routers know all nodes")
         self.is_counting = True
         readers = [
@@ -113,7 +122,7 @@ class World:
         for outcome in done.result():
             if isinstance(outcome, Exception):
                 raise outcome
-        is_calm = not self.num_faults and not self.plan.spikes
+        is_calm = self.is_calm and not self.num_orders
         limit_s = SETTLED_WITHIN_CALM_S if is_calm else SETTLED_WITHIN_S
         await self._until(lambda: not self.leftovers(), limit_s, "nothing is left")
         for node in self.nodes:
@@ -121,6 +130,21 @@ class World:
         for router in self.routers:
             router.end()
         self._raise()
+
+    def close(self) -> None:
+        """Leave nothing on the disk."""
+        for router in self.routers:
+            router.close()
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether nothing fails and nothing takes long, whatever is ordered."""
+        return not self.num_faults and not self.plan.spikes
+
+    @property
+    def is_undisturbed(self) -> bool:
+        """Whether all nodes serve all the time."""
+        return not self.num_faults and not self.num_orders
 
     # ── what the parts ask ───────────────────────────────────────────────────────────────────────
 
@@ -161,10 +185,11 @@ class World:
 
     def said(self, process, message) -> None:
         """An edge said something to an engine: count attempts."""
-        if isinstance(message, StartDecode | StartPrefill):
+        if isinstance(message, StartDecode | StartPrefill | StartColocated):
             key = process.host, message.request.request_id
             self._attempts[key] = max(self._attempts[key], message.attempt + 1)
-            self.replays += message.attempt > 0 and isinstance(message, StartDecode)
+            self.replays += message.attempt > 0 and not isinstance(message, StartPrefill)
+            self.num_local += isinstance(message, StartColocated)
 
     def num_attempts(self, router, request_id) -> int:
         """Return how often a request was tried."""
@@ -202,6 +227,33 @@ class World:
             node.slow_until_s = 0.0
             node.restart()
             node.go_on()
+            node.resume()
+        for node, comes_back in list(self._removed.items()):
+            if comes_back:
+                self.add(node)
+
+    # ── orders ───────────────────────────────────────────────────────────────────────────────────
+
+    def remove(self, node, *, hands_over: bool, comes_back: bool) -> None:
+        """Have all routers forget a node; one that announces itself soon comes back."""
+        others = [each for each in self.nodes if each.role_name == node.role_name and each != node]
+        # One stays, for those who are still to be answered.
+        stays = any(
+            self._removed.get(other, True) and other.shape.announces_after_s is None
+            for other in others
+        )
+        self._removed[node] = comes_back or not stays
+        self._tell(Said(url=node.url, role=node.role_name, is_removed=True, hands_over=hands_over))
+
+    def add(self, node) -> None:
+        """Have all routers know a node that was removed, unless it is for good."""
+        if self._removed.pop(node, False):
+            self._tell(Said(url=node.url, role=node.role_name))
+
+    def _tell(self, said: Said) -> None:
+        self.note("order", f"{said}")
+        for router in self.routers:
+            router.hear(said)
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────
 
@@ -222,6 +274,7 @@ class World:
             node.is_up
             for router in self.routers
             for node in (*router.cluster.prefills, *router.cluster.decodes)
+            if node.source == "listed"
         )
 
     async def _until(self, is_so, limit_s: float, what: str) -> None:

@@ -1,0 +1,217 @@
+"""Clients: readers that check every token, and that an error was right."""
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from tests.simulation.toy import answer, logprob_after
+from wire.errors import DeadlinePassed, NoNodeAvailable, Overloaded, TandemError
+from wire.generation import GenerateRequest
+
+# From the first chunk of a prompt to its first token, in the slowest of clusters.
+BEGUN_WITHIN_S = 3.0
+
+
+@dataclass(kw_only=True)
+class Client:
+    """One request's client: what it asks for, how it behaves, and what it got.
+
+    Attributes:
+        leaves_after: Tokens after which it hangs up; None stays.
+        patience_s: How long it stays; None for as long as it takes.
+        aborts_after: Tokens after which the request is aborted by its id.
+        aborts_after_s: When it is aborted by its id, wherever it is then.
+        is_slow: It pauses between reads.
+        taps: It takes ordinary tokens at once.
+    """
+
+    request: GenerateRequest
+    router_number: int = 0
+    begins_s: float = 0.0
+    leaves_after: int | None = None
+    patience_s: float | None = None
+    aborts_after: int | None = None
+    aborts_after_s: float | None = None
+    is_slow: bool = False
+    taps: bool = True
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list = field(default_factory=list)
+    prompt_logprobs: list = field(default_factory=list)
+    finish: str = ""
+    error: TandemError | None = None
+    has_left: bool = False
+    has_aborted: bool = False
+    router: object = None
+    began_s: float = 0.0
+    first_s: float = -1.0
+    attempts_at_abort: int = -1
+    ended_s: float = -1.0
+
+    @property
+    def name(self) -> str:
+        """Its request's id."""
+        return self.request.request_id
+
+    async def run(self, router) -> None:
+        """Send the request and read its answer, checking what comes."""
+        self.router, world = router, router.world
+        self._expected, self._expected_told = answer(self.request.prompt_ids, self.request.sampling)
+        await asyncio.sleep(self.begins_s)
+        self.began_s = world.loop.time()
+        world.note("client", f"{self.name} begins at {router.host}")
+        if self.aborts_after_s is not None:
+            abort = router.run(self._abort_later(self.aborts_after_s))
+        else:
+            abort = None
+        try:
+            async with asyncio.timeout(self.patience_s):
+                await self._read(router, world)
+        except TimeoutError:
+            self.has_left = True
+        except TandemError as error:
+            self.error = error
+            self._check_error(error)
+        finally:
+            self.ended_s = world.loop.time()
+            if abort is not None:
+                abort.cancel()
+            end = self.finish or self.error or ("left" if self.has_left else "cut off")
+            world.note("client", f"{self.name} ends: {end}")
+        if not self.error and not self.has_left:
+            self._check_whole()
+        self._check_times()
+
+    async def _abort_later(self, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        await self._abort()
+
+    async def _abort(self) -> None:
+        self.has_aborted = True
+        self.router.world.note("client", f"{self.name} is aborted")
+        if await self.router.backend.abort(self.name):
+            self.attempts_at_abort = self.router.world.num_attempts(self.router, self.name)
+
+    async def _read(self, router, world) -> None:
+        deltas = router.backend.generate(self.request, tap=self if self.taps else None)
+        async with aclosing(deltas):
+            async for delta in deltas:
+                num = len(self.token_ids)
+                world.check(not self.finish, f"{self.name} got a delta after its end")
+                world.check(
+                    delta.index == num, f"{self.name}: index {delta.index} behind {num} tokens"
+                )
+                self._take(delta.token_ids, delta.logprobs)
+                self.prompt_logprobs += delta.prompt_logprobs
+                self.finish = delta.finish.reason if delta.finish is not None else ""
+                if self._is_after(self.leaves_after) and not self.finish:
+                    self.has_left = True
+                    return
+                if self._is_after(self.aborts_after) and not self.has_aborted:
+                    await self._abort()
+                if self.is_slow:
+                    await asyncio.sleep(world.draw.expovariate(20))
+
+    def take_ordinary(self, token_ids) -> bool:
+        """See `frontend.backend.Tap`."""
+        world = self.router.world
+        if self._wants_logprobs or world.draw.random() < 0.1:
+            return False
+        if self._would_act(self.leaves_after) or self._would_act(self.aborts_after):
+            return False
+        self._take(token_ids, ())
+        return True
+
+    @property
+    def _wants_logprobs(self) -> bool:
+        return self.request.logprobs is not None
+
+    def _is_after(self, count: int | None) -> bool:
+        return count is not None and len(self.token_ids) >= count
+
+    def _would_act(self, count: int | None) -> bool:
+        return count is not None and len(self.token_ids) + 1 >= count
+
+    def _take(self, token_ids, logprobs) -> None:
+        if token_ids and not self.token_ids:
+            self.first_s = self.router.world.loop.time()
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        num = len(self.token_ids)
+        self.router.world.check(
+            self.token_ids == self._expected[:num],
+            f"{self.name} got {self.token_ids} instead of {self._expected[:num]}",
+        )
+
+    def _check_whole(self) -> None:
+        check, request = self.router.world.check, self.request
+        if self.finish == "abort":
+            check(self.has_aborted, f"{self.name} was aborted by nobody")
+            return
+        check(bool(self.finish), f"{self.name} ended without a finish")
+        check(
+            self.token_ids == self._expected,
+            f"{self.name} ended with {len(self.token_ids)} of {len(self._expected)} tokens",
+        )
+        if request.logprobs is None:
+            return
+        check(self.logprobs == self._expected_told, f"{self.name} got other log-probabilities")
+        if request.logprobs.prompt_start >= 0:
+            prompt = request.prompt_ids
+            told = [
+                logprob_after(prompt[:position], prompt[position])
+                for position in range(max(1, request.logprobs.prompt_start), len(prompt))
+            ]
+            got = [each for each in self.prompt_logprobs if each.logprob is not None]
+            check(
+                got == told, f"{self.name} got {len(got)} of {len(told)} prompt log-probabilities"
+            )
+
+    def _check_times(self) -> None:
+        """Nothing is begun for who was aborted, or too late."""
+        world, deadline_s = self.router.world, self.request.deadline_s
+        if self.attempts_at_abort >= 0:
+            num_more = world.num_attempts(self.router, self.name) - self.attempts_at_abort
+            world.check(not num_more, f"{self.name} was aborted and tried again")
+        if deadline_s is not None and world.is_calm and world.is_undisturbed:
+            told_s = self.first_s if self.first_s >= 0 else self.ended_s
+            late_s = told_s - self.began_s - deadline_s
+            world.check(
+                late_s < BEGUN_WITHIN_S, f"{self.name} heard nothing until {late_s} s too late"
+            )
+
+    def _check_error(self, error: TandemError) -> None:
+        """An error is right when no attempt is left, or no node, or no time, or no place in line."""
+        world = self.router.world
+        num_attempts = world.num_attempts(self.router, self.name)
+        waited_s = world.loop.time() - self.began_s
+        if isinstance(error, DeadlinePassed):
+            is_right = self._is_late(waited_s)
+        elif isinstance(error, Overloaded):
+            # Of nodes none ever is: their own lines are long enough.
+            is_right = not num_attempts and self._is_crowded(waited_s)
+        elif isinstance(error, NoNodeAvailable):
+            is_right = not world.is_undisturbed and not self.router.cluster.health().is_serving
+        else:
+            # What is handed over uses up no attempt; a frame late by more than a second may.
+            is_used_up = error.is_retryable and num_attempts >= world.plan.max_attempts
+            is_right = is_used_up and (not world.is_calm or world.num_ends > 0)
+        world.check(
+            is_right,
+            f"{self.name} failed after {waited_s} s and {num_attempts} attempts with {error.code}: {error}",
+        )
+
+    def _is_late(self, waited_s: float) -> bool:
+        """Tell whether the client's time was over, or would have been before its first token."""
+        if self.request.deadline_s is None or self.token_ids:
+            return False
+        loop, gate = self.router.world.loop, self.router.backend._gate
+        expected_s = gate._admission._begin.expected_s(loop.time())
+        has_started = self.router.world.num_attempts(self.router, self.name) > 0
+        return waited_s + (0.0 if has_started else expected_s) >= self.request.deadline_s - 1e-9
+
+    def _is_crowded(self, waited_s: float) -> bool:
+        gate, limits = self.router.backend._gate, self.router.world.plan.admission.limits
+        is_full = len(gate._admission) >= limits.max_requests
+        # With a deadline, the time to the first token counts too.
+        expected_s = gate._admission.wait_s(0, "") + (self.request.deadline_s or 0.0)
+        return is_full or waited_s >= limits.max_wait_s or expected_s > 0
