@@ -19,6 +19,10 @@ HUNG_AFTER_S = 60.0
 # Events of a stream's beginning: after the first token, the KV is waited for.
 NUM_EARLY = 8
 
+# Without a nucleus a draw may end at a token of hardly any weight, where the order of a sum decides, and a
+# replay sums in another one.
+SEEDED = {"temperature": 0.8, "top_p": 0.9}
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -132,9 +136,7 @@ class Measured:
         """Make a request whose answer is not known yet; it has no stop id, for want of one."""
         del stops_at
         params: dict = {"max_new_tokens": num_new, "ignore_eos": True}
-        params |= (
-            {"temperature": 0} if seed is None else {"temperature": 0.8, "sampling_seed": seed}
-        )
+        params |= {"temperature": 0} if seed is None else {**SEEDED, "sampling_seed": seed}
         body = {"input_ids": prompt, "sampling_params": params, "stream": is_streamed}
         return Ask(url, body, (), is_streamed)
 
@@ -186,9 +188,9 @@ class Arithmetic:
             stops_at: Index of the token whose id is given as a stop.
         """
         right = self.tokens(prompt, num_new, seed or 0)
-        params: dict = {"max_new_tokens": num_new, "temperature": 0 if seed is None else 0.8}
+        params: dict = {"max_new_tokens": num_new, "temperature": 0}
         if seed is not None:
-            params["sampling_seed"] = seed
+            params |= {**SEEDED, "sampling_seed": seed}
         if stops_at is not None:
             params["stop_token_ids"] = [right[stops_at]]
             right = right[: right.index(right[stops_at]) + 1]
