@@ -1,7 +1,7 @@
 """Which prompts a decode node computes by itself, without a prefill node and a transfer. Pure.
 
 A prompt of which decode has little to compute is sooner done there: beside its answers, with no word to
-another node and no line behind other prompts. What that costs is the time of the answers beside it, so
+another node. At the gate it waits for room as any other: nodes are chosen behind it. What that costs is the time of the answers beside it, so
 there is a bound on what waits at a decode node, and beyond it prompts go to prefill as ever.
 """
 
