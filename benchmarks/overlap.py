@@ -47,7 +47,7 @@ from prefill.role import PrefillRole
 from telemetry import log as logs
 from wire.channel import Peer, Waker, wait
 from wire.errors import TandemError
-from wire.generation import Finish, GenerateRequest, SamplingParams, TokenLogprobs
+from wire.generation import Finish, GenerateRequest, Phase, SamplingParams, TokenLogprobs
 from wire.ids import RequestId, Room, new_epoch, new_room
 from wire.messages import StartPrefill
 
@@ -110,6 +110,7 @@ class Answers:
         cached_tokens: int = 0,
         *,
         logprobs: TokenLogprobs | None = None,
+        phases: list[Phase] | None = None,
     ) -> None:
         """See `node.loop.Answers.token`."""
 

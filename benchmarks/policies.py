@@ -1,7 +1,7 @@
 """How the router's policies compare, in simulated clusters of 8 to 512 nodes under Mooncake's load.
 
-The policies are the product's; nodes and time are a model (`benchmarks/cluster_model.py`), and so is the
-load unless `--trace` names the real one's file (`benchmarks/mooncake.py`). All policies meet the same
+Policies, nodes and caches are the product's, in the virtual time of `tandem plan`; so is the
+load made up unless `--trace` names the real one's file (`benchmarks/mooncake.py`). All policies meet the same
 requests; `random` is the baseline. Run from the root: `python -m benchmarks.policies`.
 """
 
@@ -11,17 +11,20 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.cluster_model import ClusterModel, DecodeModel, Outcome, PrefillModel
 from benchmarks.mooncake import TraceRequest, made_up, read, shared_share
 from benchmarks.verdict import result
-from engine.profile import Profile, read_profile
+from engine.profile import read_profile
 from router.policies import POLICIES
 from router.policy import Asked, ClusterSnapshot, NodeSnapshot, choose
-from router.prefixes import PrefixIndex, PromptBlocks
+from router.prefixes import PromptBlocks
+from router.tiers import KnownPrefixes
+from tandem.plan.seam import BLOCK_TOKENS, Fleet, NodeKind, PlannedRequest, Served
+from tandem.plan.simulation import simulate
 from wire.ids import Epoch
-from wire.messages import CacheReport, NodeLoad
+from wire.messages import CacheReport, NodeLoad, TierLoad
 from wire.prefix_blocks import block_names, pack_names
 
 ORDER = ("random", "round_robin", "power_of_two", "least_load", "session", "cache_aware")
@@ -29,11 +32,17 @@ ORDER = ("random", "round_robin", "power_of_two", "least_load", "session", "cach
 REQUESTS = {8: 4_000, 64: 8_000, 512: 16_000}
 # Of the requests, these first ones fill the caches.
 WARM_SHARE = 0.3
+# Of a 70B model in bfloat16, and 400 Gbit/s.
+KV_BYTES, LINK_BYTES_PER_S = 327_680, 50e9
 PROFILE = Path("docs/profiles/llama-70b-8xh100.json")
 GOAL_CHOICE_MS = 1.0
 # Of time to first token, against the best policy that knows nothing of caches.
 GOAL_MEAN = 0.8
 PROMPT_TOKENS = 12_000
+TIERS = (
+    TierLoad(name="host", token_cost=0.05),
+    TierLoad(name="redis", store="redis://store:6379/0", token_cost=0.4),
+)
 
 
 def requests_for(args: argparse.Namespace, num_prefills: int, count: int) -> list[TraceRequest]:
@@ -47,19 +56,82 @@ def requests_for(args: argparse.Namespace, num_prefills: int, count: int) -> lis
     return made_up(args.seed, count, duration_s, args.shortening)
 
 
-def run(args: argparse.Namespace, num_nodes: int, name: str, load: list[TraceRequest]) -> Outcome:
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What came of a run, of the requests that count.
+
+    Attributes:
+        imbalance: Computing time of the busiest prefill, by the average.
+    """
+
+    requests: list[Served]
+    imbalance: float
+
+    @property
+    def first_token_s(self) -> list[float]:
+        """From arrival to first token."""
+        return [each.ttft_s for each in self.requests]
+
+    @property
+    def token_s(self) -> float:
+        """The mean time of a token after the first, of an average answer."""
+        return statistics.mean(each.tpot_s for each in self.requests if each.num_output > 1)
+
+    @property
+    def cached_share(self) -> float:
+        """Of prompt tokens, those that prefill had cached."""
+        return sum(each.num_cached for each in self.requests) / self._num_prompt
+
+    @property
+    def moved_share(self) -> float:
+        """Of prompt tokens, those that decode did not have."""
+        return 1 - sum(each.num_kept for each in self.requests) / self._num_prompt
+
+    @property
+    def _num_prompt(self) -> int:
+        return sum(each.num_prompt for each in self.requests)
+
+
+def run(args: argparse.Namespace, num_nodes: int, name: str, load: list[TraceRequest]) -> Seen:
     """Serve a load under one policy."""
-    profile: Profile = read_profile(args.sim_profile)
+    kind = NodeKind(
+        name="node",
+        profile=read_profile(args.sim_profile),
+        num_tokens=args.cache_tokens,
+        kv_bytes_per_token=KV_BYTES,
+        link_bytes_per_s=LINK_BYTES_PER_S,
+    )
     half = num_nodes // 2
-    zones = [f"z{index % args.zones}" for index in range(half)]
-    parts, names = (args.cache_tokens, profile), PrefixIndex()
-    prefills = [PrefillModel(i, zone, *parts, names) for i, zone in enumerate(zones)]
-    decodes = [DecodeModel(i, zone, *parts, names) for i, zone in enumerate(zones)]
+    fleet = Fleet(
+        prefill=kind,
+        num_prefill=half,
+        decode=kind,
+        num_decode=half,
+        policy=name,
+        num_zones=args.zones,
+    )
+    outcome = simulate(
+        fleet, [_planned(each) for each in load], seed=args.seed, page_size=BLOCK_TOKENS
+    )
     warm_s = load[round(len(load) * WARM_SHARE)].at_s
-    return ClusterModel(POLICIES[name], prefills, decodes, warm_s=warm_s, seed=args.seed).run(load)
+    busy_s = outcome.busy_s[:half]
+    return Seen(
+        [each for each in outcome.requests if each.arrival_s >= warm_s and each.is_complete],
+        max(busy_s) / statistics.mean(busy_s),
+    )
 
 
-def compare(args: argparse.Namespace, num_nodes: int) -> dict[str, Outcome]:
+def _planned(request: TraceRequest) -> PlannedRequest:
+    return PlannedRequest(
+        arrival_s=request.at_s,
+        num_prompt=request.num_prompt,
+        num_output=request.num_output,
+        blocks=request.blocks,
+        session=f"s{request.session}",
+    )
+
+
+def compare(args: argparse.Namespace, num_nodes: int) -> dict[str, Seen]:
     """Run every policy at one size and print a line of each."""
     load = requests_for(args, num_nodes // 2, args.requests or REQUESTS.get(num_nodes, 12_000))
     duration_s = load[-1].at_s
@@ -71,17 +143,16 @@ def compare(args: argparse.Namespace, num_nodes: int) -> dict[str, Outcome]:
     )
     print(
         f"{'policy':<13} {'TTFT mean':>9} {'p50':>7} {'p99':>7} {'token':>8} {'cached':>7} "
-        f"{'KV moved':>8} {'busiest':>8} {'choice':>8}   p99 and mean against random"
+        f"{'KV moved':>8} {'busiest':>8}   p99 and mean against random"
     )
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, Seen] = {}
     for name in ORDER:
         out = outcomes[name] = run(args, num_nodes, name, load)
         base, times = outcomes["random"], sorted(out.first_token_s)
         print(
             f"{name:<13} {_s(statistics.mean(times))} {_s(times[len(times) // 2], 7)} "
-            f"{_s(_p99(times), 7)} {statistics.mean(out.decode_s) * 1e3:5.1f} ms {out.hit_rate:7.1%} "
-            f"{out.num_moved / out.num_prompt:8.1%} {out.imbalance:7.2f}x "
-            f"{statistics.mean(out.choice_s) * 1e6:5.0f} us   "
+            f"{_s(_p99(times), 7)} {out.token_s * 1e3:5.1f} ms {out.cached_share:7.1%} "
+            f"{out.moved_share:8.1%} {out.imbalance:7.2f}x   "
             f"{_p99(times) / _p99(sorted(base.first_token_s)):.2f}  "
             f"{statistics.mean(times) / statistics.mean(base.first_token_s):.2f}",
             flush=True,
@@ -89,24 +160,35 @@ def compare(args: argparse.Namespace, num_nodes: int) -> dict[str, Outcome]:
     return outcomes
 
 
-def time_of_choice(num_nodes: int) -> float:
+def time_of_choice(num_nodes: int, tiers: Sequence[TierLoad] = ()) -> float:
     """Return milliseconds of one choice by what is cached, naming the prompt's blocks included.
 
-    Every node has the first tenth of the prompt, as of a system prompt, and every tenth one half of it.
+    Every node has the first tenth of the prompt, as of a system prompt, and every tenth one half of it;
+    in each of its tiers, a tenth more for every tier before it.
     """
     rng = random.Random(0)
     prompt = [rng.randrange(100_000) for _ in range(PROMPT_TOKENS)]
-    names, index_of_all = block_names(prompt), PrefixIndex()
+    names, known = block_names(prompt), KnownPrefixes()
 
     def node(index: int, role: str) -> NodeSnapshot:
-        prefixes = index_of_all.new_life()
-        shared = names[: len(names) // (2 if index % 10 == 0 else 10)]
-        told = pack_names([*shared, *(rng.getrandbits(64) for _ in range(1_000))])
-        prefixes.take(CacheReport(epoch=Epoch(1), position=1, added=told))
-        load = NodeLoad(queued_tokens=rng.randrange(50_000))
-        url = f"http://{role}-{index}:7000"
-        zone = f"z{index % 3}"
-        return NodeSnapshot(url, role, True, "model", load=load, zone=zone, prefixes=prefixes)
+        prefixes = known.new_life()
+        num_shared = len(names) // (2 if index % 10 == 0 else 10)
+        load = NodeLoad(queued_tokens=rng.randrange(50_000), tiers=list(tiers))
+        prefixes.heard(load)
+        for place, tier in enumerate(["", *(tier.name for tier in tiers)]):
+            shared = names[: num_shared + place * len(names) // 10]
+            told = pack_names([*shared, *(rng.getrandbits(64) for _ in range(1_000))])
+            prefixes.take(CacheReport(epoch=Epoch(1), position=1, added=told, tier=tier))
+        return NodeSnapshot(
+            url=f"http://{role}-{index}:7000",
+            role=role,
+            is_up=True,
+            fingerprint="model",
+            load=load,
+            zone=f"z{index % 3}",
+            prefixes=prefixes.cached,
+            tiers=prefixes.tiers,
+        )
 
     snapshot = ClusterSnapshot(
         tuple(node(index, "prefill") for index in range(num_nodes // 2)),
@@ -122,8 +204,9 @@ def time_of_choice(num_nodes: int) -> float:
     block_names(prompt)
     naming_ms = (time.thread_time() - began) * 1e3
     choice_ms = statistics.median(took_s) * 1e3
+    behind = f" with {' and '.join(tier.name for tier in tiers)} behind each" if tiers else ""
     print(
-        f"\none choice by cache at {num_nodes} nodes, prompt of {PROMPT_TOKENS} tokens: "
+        f"\none choice by cache at {num_nodes} nodes{behind}, prompt of {PROMPT_TOKENS} tokens: "
         f"{choice_ms:.2f} ms (p99 {_p99(sorted(took_s)) * 1e3:.2f} ms), "
         f"of which {naming_ms:.2f} ms name the prompt's blocks"
     )
@@ -163,8 +246,10 @@ def main() -> int:
     outcomes = {size: compare(args, size) for size in args.nodes}
     largest = max(args.nodes)
     choice_ms = time_of_choice(largest)
+    tiered_ms = time_of_choice(largest, TIERS)
     ratios = [_against_least_load(each) for each in outcomes.values()]
     print("\n" + result("choice_time", choice_ms, GOAL_CHOICE_MS, "ms", is_lower_better=True))
+    print(result("choice_time_tiers", tiered_ms, GOAL_CHOICE_MS, "ms", is_lower_better=True))
     print(
         result(
             "cache_aware_ttft_vs_least_load", max(ratios), GOAL_MEAN, "ratio", is_lower_better=True
@@ -173,7 +258,7 @@ def main() -> int:
     return 0
 
 
-def _against_least_load(outcomes: dict[str, Outcome]) -> float:
+def _against_least_load(outcomes: dict[str, Seen]) -> float:
     mean = {name: statistics.mean(each.first_token_s) for name, each in outcomes.items()}
     return mean["cache_aware"] / mean["least_load"]
 

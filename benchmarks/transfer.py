@@ -37,8 +37,8 @@ from kvtransfer.plan import CopyPlan
 from kvtransfer.region import MemoryRegion
 from kvtransfer.transports.base import Connection, Pool, TransportConfig
 from kvtransfer.transports.registry import transports
+from wire.hand_off import TransportOffer
 from wire.ids import Room
-from wire.messages import TransportOffer
 
 if TYPE_CHECKING:
     from benchmarks.bare_ucx import BareUcx

@@ -8,6 +8,8 @@
 ```
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.core import Engine
@@ -18,9 +20,12 @@ from kvtransfer.agent import Receiver
 from kvtransfer.events import Failed, Landed, Lost
 from node.answers import Answers, Ticket
 from node.deadlines import Deadlines, not_started
-from node.load import engine_load, hit_rate, token_usage
+from node.load import engine_load, hit_rate, tier_hits, token_usage
 from node.loop import Start
+from node.tiering import Tiering
+from node.timeline import Timeline
 from wire.errors import EngineFailed, InvalidRequest, KVCorrupted, Overloaded, TandemError
+from wire.generation import Phase
 from wire.ids import Room
 from wire.messages import NodeLoad, StartDecode, StartPrefill
 
@@ -31,12 +36,16 @@ class _Half:
 
     Attributes:
         hand_off: Where the prompt comes from; None when it is computed here.
+        since_s: Since when it waits for what comes next, by the timeline: its pages, then its first
+            step; -1 once that is done.
     """
 
     ticket: Ticket
     hand_off: StartDecode | None
     active: ActiveRequest
+    timeline: Timeline
     is_wanted: bool = True
+    since_s: float = -1.0
 
 
 class DecodeRole:
@@ -45,6 +54,8 @@ class DecodeRole:
     Args:
         max_running: Requests with pages at a time, granted ones included.
         max_waiting: Requests in line for pages; beyond it they are refused.
+        tiering: Brings prefixes from tiers, of prompts computed here; None: there are none.
+        clock: Of the phases that edge workers are told.
     """
 
     def __init__(
@@ -54,12 +65,16 @@ class DecodeRole:
         answers: Answers,
         max_running: int,
         max_waiting: int,
+        *,
+        tiering: Tiering["_Half"] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._engine = engine
         self._agent = agent
         self._answers = answers
+        self._tiering = tiering or Tiering(engine)
         self._max_running = max_running
-        self._max_waiting = max_waiting
+        self._max_waiting, self._clock = max_waiting, clock
         self._line: Line[_Half] = Line(lambda half: half.active.rank)
         self._deadlines: Deadlines[_Half] = Deadlines()
         self._granted: dict[Room, _Half] = {}  # quarantined ones included
@@ -88,10 +103,14 @@ class DecodeRole:
             raise InvalidRequest(f"room {hand_off.room} is in use")
         if len(self._line) >= self._max_waiting:
             raise Overloaded(f"{len(self._line)} requests wait for pages; try again later")
-        half = _Half(ticket, hand_off, self._engine.check(message.request))
+        active = self._engine.check(message.request)
+        half = _Half(ticket, hand_off, active, Timeline(self._clock))
         self._by_ticket[ticket] = half
         self._line.add(half)
         self._deadlines.note(half, message.request.deadline_s)
+        if hand_off is None:
+            prefix = active.token_ids[: active.num_matchable]
+            self._tiering.begin(half, prefix, message.request.cache_salt)
         self._admit()
 
     def cancel(self, ticket: Ticket) -> None:
@@ -115,18 +134,31 @@ class DecodeRole:
                 self._engine.quarantine(half.active)
             else:
                 self._safe(half, event.error if isinstance(event, Failed) else None)
+        self._tiering.poll()
+        for ready in self._tiering.ready():
+            ready.owner.active.from_tiers = ready.from_tiers
+            ready.owner.timeline.end("kv_tier")
         self._admit()
 
     def step(self) -> None:
         """See `Role.step`."""
+        began = self._clock()
         result = self._engine.step()
+        for chunk in result.chunks:
+            half = self._by_active[chunk.request]
+            if half.hand_off is None:
+                half.timeline.computed(began)
         for run in result.prompt_logprobs:
             half = self._by_active[run.request]
             if half.hand_off is None:  # else prefill told them; this is of one that was retracted
                 index = run.request.request.num_prior_tokens  # before its first token
                 self._answers.prompt_logprobs(half.ticket, run.first_position, run.entries, index)
         for token in result.tokens:
-            self._answer(self._by_active[token.request], token)
+            half = self._by_active[token.request]
+            if half.since_s >= 0:
+                half.timeline.beside("first_step", half.since_s)
+                half.since_s = -1.0
+            self._answer(half, token)
         # Last: one that fails with its first token may have log-probabilities of its prompt above.
         for failure in result.failures:
             self._fail(self._by_active.pop(failure.request), failure.error)
@@ -164,6 +196,7 @@ class DecodeRole:
             num_refused_transfers=moved.num_refused,
             num_failed=self._answers.num_failed,
             num_aborted=self._num_aborted,
+            tiers=self._tiering.loads(),
         )
 
     def log_line(self, elapsed_s: float) -> str | None:
@@ -180,6 +213,7 @@ class DecodeRole:
             f"#retracted-req: {now.num_retracted - before.num_retracted}, "
             f"gen throughput (token/s): {num_generated / elapsed_s:.2f}, "
             f"#queue-req: {now.num_waiting}, cache hit rate: {hit_rate(now, before):.2f}"
+            f"{tier_hits(now, before)}"
         )
 
     def _is_used(self, room: Room) -> bool:
@@ -194,6 +228,8 @@ class DecodeRole:
                 self._line.remove(half)
                 self._fail(half, not_started())
         for half in list(self._line):
+            if self._tiering.is_awaited(half):
+                continue
             if len(self._granted) + self._engine.num_running >= self._max_running:
                 return
             try:
@@ -215,6 +251,7 @@ class DecodeRole:
             return False
         room = half.hand_off.room
         self._granted[room] = half
+        half.since_s = half.timeline.now()
         self._agent.request(
             room,
             half.hand_off.bootstrap_host,
@@ -233,6 +270,7 @@ class DecodeRole:
 
     def _let_go(self, half: _Half, error: TandemError | None = None) -> None:
         """Stop a half that nobody waits for any more. Prefill is told `error`."""
+        self._tiering.cancel(half)
         if half in self._line:
             self._line.remove(half)
         elif half.active.stage is Stage.RESERVED:
@@ -246,6 +284,8 @@ class DecodeRole:
     def _landed(self, half: _Half, event: Landed) -> None:
         del self._granted[event.room]
         self._by_active[half.active] = half
+        half.timeline.beside("landed", half.since_s)
+        half.since_s = half.timeline.now()
         try:
             token = self._engine.land(
                 half.active, event.first_token, event.seed, event.first_logprobs
@@ -264,11 +304,21 @@ class DecodeRole:
             [token.token],
             token.finish,
             token.cached_tokens,
+            cached_by_tier=token.cached_by_tier,
             logprobs=token.logprobs,
+            phases=self._phases(half, token),
         )
         if token.finish is not None:
             del self._by_active[half.active]
             self._by_ticket.pop(half.ticket, None)
+
+    def _phases(self, half: _Half, token: Token) -> list[Phase] | None:
+        """Return what is told of with this token: a first one whose prompt was computed here, or the last."""
+        if half.hand_off is None and token.index == half.active.request.num_prior_tokens:
+            half.timeline.end("prefill")
+        elif token.finish is None:
+            return None
+        return half.timeline.take()
 
     def _safe(self, half: _Half, error: TandemError | None) -> None:
         """No write can arrive any more: free the granted pages, and fail who still waits."""
@@ -280,6 +330,7 @@ class DecodeRole:
             self._fail(half, error)
 
     def _fail(self, half: _Half, error: TandemError) -> None:
+        self._tiering.cancel(half)
         if half.is_wanted:
             half.is_wanted = False
             self._by_ticket.pop(half.ticket, None)

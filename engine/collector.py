@@ -11,7 +11,7 @@ from engine.errors import GrammarViolated
 from engine.forward import Ints
 from engine.launched import Launched
 from engine.request import ActiveRequest, Stage
-from engine.results import Failure, PromptLogprobs, StepResult, Token
+from engine.results import Computed, Failure, PromptLogprobs, StepResult, Token
 from engine.scheduler import Scheduler
 from engine.shape import ModelShape
 from wire.generation import Finish, TokenLogprobs
@@ -100,6 +100,7 @@ class Collector:
             active.num_collected = end.num_computed
             if active.stage is Stage.ENDED:
                 continue
+            result.chunks.append(Computed(active, end.chunk.num_tokens))
             if mine or (end.chunk.is_last and _wants_only_position_0(active)):
                 result.prompt_logprobs.append(_run(active, end.told.start, mine))
             if end.chunk.is_last:

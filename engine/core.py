@@ -26,8 +26,10 @@ from engine.request import ActiveRequest, Stage
 from engine.results import CompletePages, Failure, StepResult, Token
 from engine.scheduler import Scheduler
 from engine.shape import ModelShape
+from engine.step_counts import StepCounts
 from wire.errors import EngineFailed, Overloaded, TandemError
 from wire.generation import GenerateRequest, TokenLogprobs
+from wire.page_keys import PageSpace
 
 if TYPE_CHECKING:
     from engine.grammar_compiler import GrammarCompiler
@@ -44,6 +46,7 @@ class Engine:
     Attributes:
         num_prompt_tokens: Prompt tokens so far, cached ones included.
         num_cached_tokens: Those found in the prefix cache.
+        steps: What is counted of forwards.
     """
 
     def __init__(
@@ -57,8 +60,12 @@ class Engine:
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.shape = shape
+        size = config.page_size
         self.cache = KVCache(
-            num_pages, config.page_size, is_prefix_cache_enabled=config.is_prefix_cache_enabled
+            num_pages,
+            size,
+            is_prefix_cache_enabled=config.is_prefix_cache_enabled,
+            space=PageSpace(shape.fingerprint, shape.kv_dtype, size) if config.has_tiers else None,
         )
         self._launcher = launcher
         self._config = config
@@ -76,6 +83,7 @@ class Engine:
         self._launched: Launched | None = None
         # Nothing could be launched: until something changes, another step would be the same.
         self._is_stuck = False
+        self.steps = StepCounts()
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
 
@@ -96,11 +104,24 @@ class Engine:
             InvalidRequest, OutOfPages, Overloaded: It cannot run here, or not now.
         """
         active = self.check(request, is_prompt_only=is_prompt_only)
-        if self.num_waiting >= self._config.max_waiting_requests:
-            raise Overloaded(f"{self.num_waiting} requests are waiting; try again later")
+        self.refuse_overload()
+        self.queue(active)
+        return active
+
+    def refuse_overload(self, num_elsewhere: int = 0) -> None:
+        """Raise `Overloaded` if no more requests may wait.
+
+        Args:
+            num_elsewhere: Requests that wait, beside those here.
+        """
+        num_waiting = self.num_waiting + num_elsewhere
+        if num_waiting >= self._config.max_waiting_requests:
+            raise Overloaded(f"{num_waiting} requests are waiting; try again later")
+
+    def queue(self, active: ActiveRequest) -> None:
+        """Queue a checked request."""
         (self._scheduler.waiting.add if active.is_ready else self._compiling.append)(active)
         self._is_stuck = False
-        return active
 
     def check(self, request: GenerateRequest, *, is_prompt_only: bool = False) -> ActiveRequest:
         """See `Intake.check`."""
@@ -229,6 +250,11 @@ class Engine:
         self._scheduler.reclaim(active)
         self._is_stuck = False
 
+    def note_pages(self) -> None:
+        """Pages of the cache came back whose readers were no requests: who lacks pages is tried again."""
+        self._scheduler.note_pages()
+        self._is_stuck = False
+
     def counts(self) -> PageCounts:
         """Return how many pages are in each state."""
         return self.cache.counts()
@@ -317,6 +343,7 @@ class Engine:
         if launched is None:
             return
         self._collector.collect(launched, result)
+        self.steps.collected(launched)
         for request in launched.participants():
             if request.stage is Stage.ENDED:
                 self._let_go(request)

@@ -3,23 +3,33 @@
 from collections.abc import Sequence
 
 from engine.pages import PageCounts, PagePool, PageState
-from engine.prefix_cache import PrefixCache, PrefixMatch
-from engine.prefix_journal import PrefixJournal
+from engine.prefix_cache import MissingPages, PrefixCache, PrefixMatch
+from wire.page_keys import PageKey, PageSpace
+from wire.prefix_journal import PrefixJournal
 
 
 class KVCache:
     """Hands out pages and takes them back.
 
     Pages of a request are one list, in order: first those matched in the prefix cache, then its own.
+
+    Args:
+        space: What all its pages have in common; None where no tiers are behind it.
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, *, is_prefix_cache_enabled: bool = True
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        is_prefix_cache_enabled: bool = True,
+        space: PageSpace | None = None,
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
+        self.space = space
         self._is_prefix_cache_enabled = is_prefix_cache_enabled
-        self._prefixes = PrefixCache(page_size, self._is_unused)
+        self._prefixes = PrefixCache(page_size, self._is_unused, space)
         self._pool = PagePool(num_pages, self._prefixes.evict)
 
     def num_pages_for(self, num_tokens: int) -> int:
@@ -72,6 +82,60 @@ class KVCache:
     def release(self, page_ids: Sequence[int]) -> None:
         """Drop one reader of each page; remembered ones stay cached."""
         self._prefixes.touch(page_ids)
+        self._pool.release(page_ids, self._prefixes.__contains__)
+
+    # ── for tiers behind it ──────────────────────────────────────────────────────────────────────
+
+    @property
+    def num_unsaved(self) -> int:
+        """Cached pages that no tier has been given."""
+        return self._prefixes.num_unsaved
+
+    def missing(
+        self, token_ids: Sequence[int], salt: str = "", at_least: int = 1
+    ) -> MissingPages | None:
+        """See `PrefixCache.missing`."""
+        return self._prefixes.missing(token_ids, salt, at_least)
+
+    def adopt(
+        self,
+        token_ids: Sequence[int],
+        matched: Sequence[int],
+        placed: Sequence[int],
+        salt: str = "",
+        *,
+        is_saved: bool,
+    ) -> None:
+        """Put pages that came from a tier into the prefix cache, and drop a reader of all pages named.
+
+        Args:
+            matched: Pages of the prefix that were in the cache, as `match` held them.
+            placed: Full pages that follow, as `allocate` held them.
+            is_saved: Whether tiers need not be given them again.
+        """
+        page_ids = [*matched, *placed]
+        self._prefixes.insert(token_ids, page_ids, salt)
+        if is_saved:
+            self._prefixes.saved(placed)
+        self.release(page_ids)
+
+    def begin_save(self, num_pages: int, *, only_unused: bool) -> dict[int, PageKey]:
+        """Hold cached pages that no tier has been given, until `end_save`; they keep their place in eviction.
+
+        Args:
+            num_pages: At most.
+            only_unused: Leave those out that a request reads.
+
+        Returns:
+            Their keys by page, parents first.
+        """
+        taken = self._prefixes.take_unsaved(num_pages, only_unused=only_unused)
+        self._pool.hold(taken)
+        return taken
+
+    def end_save(self, page_ids: Sequence[int], *, is_saved: bool = True) -> None:
+        """Drop the reader that `begin_save` added; pages that are not saved are offered again."""
+        self._prefixes.saved(page_ids, is_saved=is_saved)
         self._pool.release(page_ids, self._prefixes.__contains__)
 
     def flush(self) -> int:

@@ -18,6 +18,20 @@ from engine.slots import Slots
 from wire.generation import GenerateRequest, TokenLogprobs
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardTimes:
+    """How long one forward took.
+
+    Attributes:
+        device_s: From where the device began with it to where its tokens were chosen.
+        host_cpu_s: How much of that was CPU time of the thread that launched it: of a device that is
+            the CPU.
+    """
+
+    device_s: float
+    host_cpu_s: float = 0.0
+
+
 class Outcome(Protocol):
     """What a forward computes. It is read once, in the order of launches; reading waits for it."""
 
@@ -31,6 +45,10 @@ class Outcome(Protocol):
 
     def prompt_logprobs(self) -> list[TokenLogprobs]:
         """Return those of prompt positions, `ChunkEnd.told` of chunk after chunk."""
+        ...
+
+    def times(self) -> ForwardTimes:
+        """Return how long it took. Only once its tokens were read."""
         ...
 
 

@@ -14,7 +14,7 @@ from engine.grammar import GrammarMasks, apply_masks
 from engine.inputs import forward_inputs, prompt_rows
 from engine.launched import ChunkEnd, Launched, sampled_of
 from engine.logprobs import logprobs
-from engine.outcome import LogprobRows, ModelOutcome, OnHost
+from engine.outcome import LogprobRows, ModelOutcome, OnHost, Stopwatch
 from engine.request import ActiveRequest
 from engine.results import CompletePages
 from engine.runner import Runner
@@ -61,6 +61,7 @@ class ModelLauncher:
         sampled = sampled_of(batch)
         pending = self._masks.begin([request.grammar for request in sampled])
         inputs = forward_inputs(batch, slots, self._page_size)
+        stopwatch = Stopwatch(self._runner.device)
         logits = self._runner.forward(inputs, self._newest, wrote)
         masks = pending.wait()
         chunks = [
@@ -71,9 +72,10 @@ class ModelLauncher:
         columns = SamplingColumns.of(slots, rows)
         is_special = slots.is_special[rows]
         ids, told = self._sample(logits[: len(sampled)], sampled, columns, is_special, masks)
+        stopwatch.stop()
         self._newest = ids
         prompt_told = _prompt_logprobs(logits[len(sampled) :], chunks)
-        outcome = ModelOutcome(OnHost(ids), told, prompt_told)
+        outcome = ModelOutcome(OnHost(ids), told, prompt_told, stopwatch)
         return Launched(batch, chunks, pages, sampled, columns.indexes.tolist(), outcome)
 
     def warm_up(self) -> None:

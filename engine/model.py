@@ -23,9 +23,10 @@ from engine.fusion import fuse
 from engine.shape import KV_DTYPES, ModelShape, context_length, eos_token_ids, head_dim, kv_heads
 from wire.errors import ConfigInvalid
 
-# Bytes at each end of a weights file that enter the fingerprint: enough to tell two fine-tunes apart
-# without reading hundreds of gigabytes at start.
-_SAMPLE_BYTES = 1 << 20
+# Bytes at each end of each tensor that enter the fingerprint: enough to tell two fine-tunes apart, whichever
+# tensors were trained, without reading hundreds of gigabytes at start (a 70B model has 723 tensors: 12 MiB).
+_SAMPLE_BYTES = 8 << 10
+_DIRECTORY_BYTES = 1 << 20
 
 # Whose output is keys, under the names that transformers' tensor parallel plans have for it.
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
@@ -71,7 +72,7 @@ def model_needs(config: EngineConfig) -> ModelNeeds:
         unsharded = msgspec.structs.replace(config, load_format="dummy", tp_size=1)
         with torch.device("meta"):
             model = _build(unsharded, hf_config)
-    shape = _shape(config, model, hf_config)
+        shape = _shape(config, model, hf_config)
     if getattr(hf_config, "quantization_config", None) is not None:
         sizes = [file.stat().st_size for file in path.glob("*.safetensors")]
     else:
@@ -200,16 +201,31 @@ def _fingerprint(config: EngineConfig, text_config: object, dtype: str, kv_dtype
     if config.load_format == "dummy":
         digest.update(f"dummy {config.random_seed}".encode())
     else:
-        for file in sorted(path.glob("*.safetensors")):
+        # As transformers chooses: others where there are no safetensors.
+        for file in sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin")):
             digest.update(f"{file.name} {file.stat().st_size}".encode())
-            digest.update(_ends_of(file))
+            for sample in _samples_of(file):
+                digest.update(sample)
     kind = type(text_config).__name__.removesuffix("Config")
     layers = text_config.num_hidden_layers  # type: ignore[attr-defined]
     return f"{kind}-{layers}layers-{dtype}-{digest.hexdigest()[:16]}"
 
 
-def _ends_of(file: Path) -> bytes:
+def _samples_of(file: Path) -> Iterator[bytes]:
+    """Yield a file's header, which names its tensors and where they are, and both ends of each of them."""
     with file.open("rb") as opened:
-        head = opened.read(_SAMPLE_BYTES)
-        opened.seek(max(0, file.stat().st_size - _SAMPLE_BYTES))
-        return head + opened.read(_SAMPLE_BYTES)
+        if file.suffix == ".bin":  # an archive: its end has a checksum of each tensor
+            opened.seek(max(0, file.stat().st_size - _DIRECTORY_BYTES))
+            yield opened.read()
+            return
+        length = int.from_bytes(opened.read(8), "little")
+        # No more than there is: what is no such file may begin with any number.
+        header = opened.read(min(length, file.stat().st_size))
+        yield header
+        tensors = json.loads(header)
+        tensors.pop("__metadata__", None)
+        for begin, end in sorted(tensor["data_offsets"] for tensor in tensors.values()):
+            size = min(end - begin, _SAMPLE_BYTES)
+            for first in (begin, end - size):
+                opened.seek(8 + length + first)
+                yield opened.read(size)

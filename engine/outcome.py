@@ -1,10 +1,12 @@
 """What a forward of a model computes, on its way from the device."""
 
+import time
 from dataclasses import dataclass
 
 import torch
 
 from engine.forward import Ints
+from engine.launched import ForwardTimes
 from engine.logprobs import LogprobTensors
 from wire.generation import TokenLogprobs
 
@@ -29,6 +31,37 @@ class OnHost:
         if self._event is not None:
             self._event.synchronize()
         return self._copies
+
+
+class Stopwatch:
+    """Times what a device does between `Stopwatch(device)` and `stop`; the host waits for nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._times = ForwardTimes(0.0)
+        if device.type == "cuda":
+            # Recorded on the stream that computes, where the copy to the host follows: who has read that
+            # finds both events over.
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            self._events = begin, end
+        self._started_s, self._started_cpu_s = time.perf_counter(), time.thread_time()
+
+    def stop(self) -> None:
+        """What is to be timed was queued, or on a CPU done."""
+        if self._events is not None:
+            self._events[1].record()
+        else:
+            self._times = ForwardTimes(
+                time.perf_counter() - self._started_s, time.thread_time() - self._started_cpu_s
+            )
+
+    def times(self) -> ForwardTimes:
+        """Return what was timed. Only once something queued after `stop` was read."""
+        if self._events is None:
+            return self._times
+        begin, end = self._events
+        return ForwardTimes(begin.elapsed_time(end) / 1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +93,13 @@ class ModelOutcome:
         ids: Tokens chosen.
         told: Rows with log-probabilities, and these.
         prompt_told: Those of prompts, chunk by chunk.
+        stopwatch: Stopped before `ids` went on their way.
     """
 
     ids: OnHost
     told: tuple[list[int], LogprobRows] | None
     prompt_told: LogprobRows | None
+    stopwatch: Stopwatch
 
     def token_ids(self) -> Ints:
         """See `Outcome.token_ids`."""
@@ -82,3 +117,7 @@ class ModelOutcome:
     def prompt_logprobs(self) -> list[TokenLogprobs]:
         """See `Outcome.prompt_logprobs`."""
         return [] if self.prompt_told is None else self.prompt_told.read()
+
+    def times(self) -> ForwardTimes:
+        """See `Outcome.times`."""
+        return self.stopwatch.times()

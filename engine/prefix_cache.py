@@ -7,17 +7,31 @@ copy of the parent's page) is never found again, since numbers are not reused, a
 
 Routers follow what is cached by the names of its blocks (`journal`), so that they can send a prompt to where
 the beginning of it is.
+
+Where there are tiers behind it (`space` is given), each page also has the key of its content, and it is known
+which pages no tier has been given yet:
+
+```
+ insert ──▶ unsaved ──take_unsaved──▶ saving ──saved──▶ saved
+               ▲ └── evict ──▶ gone      └── not saved ──┐
+               └─────────────────────────────────────────┘
+```
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from engine.prefix_journal import PrefixJournal
+from wire.page_keys import PageChain, PageKey, PageSpace
 from wire.prefix_blocks import BLOCK_TOKENS, next_name, root_name
+from wire.prefix_journal import PrefixJournal
 
 # Parent's node number (for a first page: the salt), tokens of the page.
 Key = tuple[int | str, tuple[int, ...]]
+
+# How many unsaved pages are looked at for each that is taken: those in use are passed over.
+_LOOK_AT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +50,26 @@ class PrefixMatch:
     frontier: Key | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class MissingPages:
+    """What of a prompt is not cached.
+
+    Attributes:
+        first_page: How many pages of it are.
+        keys: Of the full pages from there on, in order.
+    """
+
+    first_page: int
+    keys: list[PageKey]
+
+
 @dataclass(slots=True)
 class _Node:
     number: int
     key: Key
     page: int
-    # Of the blocks that end in this page.
-    names: tuple[int, ...]
+    # Names of the blocks that end in this page, and where there are tiers the digest of all up to it.
+    content: PageKey
 
 
 class PrefixCache:
@@ -51,17 +78,24 @@ class PrefixCache:
     Args:
         page_size: Tokens in a page.
         is_unused: Tells whether a page has no reader, so that eviction may take it.
+        space: Of the pool; None where no page needs the key of its content.
 
     Attributes:
         journal: What of it routers are told.
     """
 
-    def __init__(self, page_size: int, is_unused: Callable[[int], bool]) -> None:
+    def __init__(
+        self, page_size: int, is_unused: Callable[[int], bool], space: PageSpace | None = None
+    ) -> None:
         self._page_size = page_size
         self._is_unused = is_unused
+        self._space = space
         self._by_key: dict[Key, _Node] = {}
         # Least recently used first.
         self._by_page: OrderedDict[int, _Node] = OrderedDict()
+        # Pages that no tier has been given, in the same order but parents first, and those being given.
+        self._unsaved: OrderedDict[int, None] = OrderedDict()
+        self._saving: set[int] = set()
         self._last_number = 0
         self.journal = PrefixJournal()
 
@@ -108,28 +142,39 @@ class PrefixCache:
             page_ids: Pages in order; those past the last full page are passed over.
         """
         parent: int | str = salt
-        name = root_name(salt)
+        name, digest = root_name(salt), self._root(salt)
         for index in range(min(len(token_ids) // self._page_size, len(page_ids))):
             start = index * self._page_size
             key = (parent, tuple(token_ids[start : start + self._page_size]))
             node = self._by_key.get(key)
             if node is None:
                 self._last_number += 1
-                names = _names_ending(token_ids, start, start + self._page_size, name)
-                node = _Node(self._last_number, key, page_ids[index], names)
+                content = self._content(token_ids, start, name, digest)
+                node = _Node(self._last_number, key, page_ids[index], content)
+                orphan = self._by_page.get(node.page)
+                if (
+                    orphan is not None
+                ):  # it lost its parent, and is found behind another from now on
+                    self._forget(orphan)
+                elif self._space is not None:
+                    self._unsaved[node.page] = None
                 self._by_key[key] = node
                 self._by_page[node.page] = node
-                for new in names:
+                for new in content.blocks:
                     self.journal.add(new)
-            parent = node.number
-            if node.names:
-                name = node.names[-1]
+            parent, digest = node.number, node.content.digest
+            if node.content.blocks:
+                name = node.content.blocks[-1]
 
     def touch(self, page_ids: Sequence[int]) -> None:
         """Mark a released chain as just used, leaf first, so that parents outlive children."""
         for page in reversed(page_ids):
             if page in self._by_page:
                 self._by_page.move_to_end(page)
+        # What is saved in part is of use from its beginning.
+        for page in page_ids if self._unsaved else ():
+            if page in self._unsaved:
+                self._unsaved.move_to_end(page)
 
     def evict(self, num_pages: int) -> list[int]:
         """Forget up to `num_pages` pages without a reader, least recently used first."""
@@ -140,13 +185,94 @@ class PrefixCache:
                 break
             (taken if self._is_unused(page) else in_use).append(page)
         for page in in_use:  # not to be met again next time; their place is set at their release
-            self._by_page.move_to_end(page)
+            if page not in self._saving:  # whose reader is none that uses them
+                self._by_page.move_to_end(page)
         for page in taken:
             node = self._by_page.pop(page)
-            del self._by_key[node.key]
-            for name in node.names:
-                self.journal.remove(name)
+            self._unsaved.pop(page, None)
+            self._forget(node)
         return taken
+
+    # ── with tiers behind it ─────────────────────────────────────────────────────────────────────
+
+    @property
+    def num_unsaved(self) -> int:
+        """Pages that no tier has been given."""
+        return len(self._unsaved)
+
+    def missing(
+        self, token_ids: Sequence[int], salt: str = "", at_least: int = 1
+    ) -> MissingPages | None:
+        """Return which full pages of a prompt are not cached; None when they are fewer than `at_least`.
+
+        The cache is not changed, and what is cached of the prompt may be evicted at any time.
+        """
+        assert self._space is not None
+        parent: int | str = salt
+        name, digest, first = root_name(salt), self._root(salt), 0
+        num_pages = len(token_ids) // self._page_size
+        while first < num_pages:
+            start = first * self._page_size
+            node = self._by_key.get((parent, tuple(token_ids[start : start + self._page_size])))
+            if node is None:
+                break
+            parent, digest, first = node.number, node.content.digest, first + 1
+            if node.content.blocks:
+                name = node.content.blocks[-1]
+        if num_pages - first < at_least:
+            return None
+        chain = PageChain(digest, name)
+        starts = range(first * self._page_size, num_pages * self._page_size, self._page_size)
+        return MissingPages(
+            first, [chain.next(token_ids, start, self._page_size) for start in starts]
+        )
+
+    def take_unsaved(self, num_pages: int, *, only_unused: bool) -> dict[int, PageKey]:
+        """Return pages to be given to tiers, with their keys, parents first; `saved` ends it for each.
+
+        Least recently used ones, up to `num_pages`. The caller holds them meanwhile.
+
+        Args:
+            only_unused: Leave those out that somebody reads.
+        """
+        taken: list[int] = []
+        for page in list(islice(self._unsaved, _LOOK_AT * num_pages)):
+            if only_unused and not self._is_unused(page):
+                self._unsaved.move_to_end(page)  # not to be met again next time
+            elif len(taken) < num_pages:
+                taken.append(page)
+                del self._unsaved[page]
+        taken.sort(key=lambda page: self._by_page[page].number)
+        self._saving.update(taken)
+        return {page: self._by_page[page].content for page in taken}
+
+    def saved(self, page_ids: Iterable[int], *, is_saved: bool = True) -> None:
+        """Note that tiers have been given these pages, or, if not `is_saved`, that they are to be."""
+        for page in page_ids:
+            self._saving.discard(page)
+            if is_saved:
+                self._unsaved.pop(page, None)
+            elif page in self._by_page:
+                self._unsaved[page] = None
+                self._unsaved.move_to_end(page, last=False)
+
+    def _forget(self, node: _Node) -> None:
+        del self._by_key[node.key]
+        for name in node.content.blocks:
+            self.journal.remove(name)
+
+    def _root(self, salt: str) -> bytes:
+        return b"" if self._space is None else self._space.root(salt)
+
+    def _content(self, token_ids: Sequence[int], start: int, name: int, digest: bytes) -> PageKey:
+        """Return what the page at `start` is called; its digest only where there are tiers.
+
+        Args:
+            name, digest: Of the last block that ends before, and of the page before.
+        """
+        if self._space is not None:
+            return PageChain(digest, name).next(token_ids, start, self._page_size)
+        return PageKey(b"", _names_ending(token_ids, start, start + self._page_size, name))
 
 
 def _names_ending(token_ids: Sequence[int], start: int, end: int, name: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@
 ```
 """
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -47,6 +48,7 @@ class ActiveRequest:
         num_computed: Tokens whose KV is computed or being computed.
         num_collected: Tokens whose KV is computed: the forward that did it was collected.
         num_cached: Prompt tokens found in the prefix cache at first.
+        from_tiers: Tokens of its prompt that tiers brought into the cache for it, by tier.
         is_counted: Whether these were counted.
         told_until: Prompt positions before this one have had their log-probabilities told.
         is_released: Nobody reads the pages of this prompt-only request any more.
@@ -73,6 +75,7 @@ class ActiveRequest:
     num_computed: int = 0
     num_collected: int = 0
     num_cached: int = 0
+    from_tiers: Mapping[str, int] | None = None
     is_counted: bool = False
     told_until: int = 0
     is_released: bool = False

@@ -29,6 +29,15 @@ class Token(msgspec.Struct, frozen=True, gc=False):
         is_first = self.index == self.request.request.num_prior_tokens
         return self.request.num_cached if is_first else 0
 
+    @property
+    def cached_by_tier(self) -> dict[str, int]:
+        """Of these, those that tiers brought for this request."""
+        left, by_tier = self.cached_tokens, {}
+        for name, num_tokens in (self.request.from_tiers or {}).items() if left else ():
+            by_tier[name] = min(left, num_tokens)
+            left -= by_tier[name]
+        return by_tier
+
 
 @dataclass(frozen=True, slots=True)
 class CompletePages:
@@ -49,6 +58,14 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Computed:
+    """A chunk of a prompt whose forward was collected."""
+
+    request: ActiveRequest
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """A request that ended because of an error of its own; nothing is left of it."""
 
@@ -62,5 +79,6 @@ class StepResult:
 
     tokens: list[Token] = field(default_factory=list)
     pages: list[CompletePages] = field(default_factory=list)
+    chunks: list[Computed] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)

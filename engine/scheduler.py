@@ -27,7 +27,7 @@ from engine.slots import Rows, Slots
 from engine.waiting import Line
 
 # Besides each return of pages: expected growth falls with every token, too.
-_RETRY_FORWARDS = 32
+RETRY_FORWARDS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class Scheduler:
         """
         self._growth.stepped()
         self._num_forwards += 1
-        self._num_changes += not self._num_forwards % _RETRY_FORWARDS
+        self._num_changes += not self._num_forwards % RETRY_FORWARDS
         while self.is_short_of_pages:
             self._retract(max((*self.prompts, *self.decodes), key=lambda request: request.rank))
         for row in self._short():
@@ -236,6 +236,10 @@ class Scheduler:
         self.cache.reclaim(active.granted_pages)
         active.page_ids = []
         active.num_granted = 0
+        self._num_changes += 1
+
+    def note_pages(self) -> None:
+        """Pages came back in other ways: whoever lacked some is tried again."""
         self._num_changes += 1
 
     # ── how ──────────────────────────────────────────────────────────────────────────────────────

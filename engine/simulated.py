@@ -25,9 +25,9 @@ import xxhash
 
 from engine.batcher import Chunk
 from engine.forward import Ints, Wrote
-from engine.launched import ChunkEnd, Launched, sampled_of
+from engine.launched import ChunkEnd, ForwardTimes, Launched, sampled_of
 from engine.philox import uniforms
-from engine.profile import Profile
+from engine.profile import Profile, attended_pairs
 from engine.results import CompletePages
 from engine.scheduler import Batch
 from engine.slots import Slots
@@ -115,6 +115,10 @@ class SimulatedOutcome:
         """There are none: see `SimulatedLauncher.check`."""
         return []
 
+    def times(self) -> ForwardTimes:
+        """See `Outcome.times`."""
+        return ForwardTimes(self.end_s - self.begin_s)
+
 
 class SimulatedLauncher:
     """Chooses tokens by number and lets time pass; a `Launcher`.
@@ -175,7 +179,7 @@ class SimulatedLauncher:
             ChunkEnd(chunk, chunk.request.num_computed + chunk.num_tokens, range(0))
             for chunk in batch.chunks
         ]
-        ids = tokens_at(slots.seed[rows], indexes, self._ordinary_ids)
+        ids = self._tokens_at(slots.seed[rows], indexes)
         outcome = SimulatedOutcome(
             ids, self._clock, begin_s, self._idle_at_s, wrote, self._num_layers
         )
@@ -184,11 +188,17 @@ class SimulatedLauncher:
     def warm_up(self) -> None:
         """Nothing is compiled."""
 
+    def _tokens_at(self, keys: npt.NDArray[np.uint64], indexes: Ints) -> Ints:
+        return tokens_at(keys, indexes, self._ordinary_ids)
+
     def _forward_s(self, batch: Batch, slots: Slots) -> float:
         num_new = sum(chunk.num_tokens for chunk in batch.chunks)
         num_before = sum(chunk.request.num_computed for chunk in batch.chunks)
         num_read = int(slots.num_tokens[batch.rows].sum())
-        return self._profile.prefill.forward_s(num_new, num_before) + (
+        num_pairs = sum(
+            attended_pairs(chunk.num_tokens, chunk.request.num_computed) for chunk in batch.chunks
+        )
+        return self._profile.prefill.forward_s(num_new, num_before, num_pairs) + (
             self._profile.decode.forward_s(len(batch.decodes), num_read)
         )
 

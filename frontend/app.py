@@ -12,10 +12,13 @@ from frontend.backend import Backend
 from frontend.caller import note_caller
 from frontend.cors import answer_preflight, tell_origin
 from frontend.edge import EDGE, Edge
+from frontend.leaving import send_away
 from frontend.limits import INCOMING, Incoming, end_in_time, expect, read_body
 from frontend.middleware import answer_errors, check_key, count_requests
 from frontend.openapi import document
 from frontend.options import FrontendOptions
+from frontend.pulse import pulse
+from frontend.tracing import Tracing, tracing_to
 
 __all__ = ["FrontendOptions", "create_app"]
 
@@ -30,14 +33,21 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
         options: The defaults, when left out.
     """
     options = options or FrontendOptions()
+    endpoint = options.http.traces_endpoint
+    tracing = tracing_to(endpoint, options.service) if endpoint else None
     app = web.Application(
-        client_max_size=options.http.max_body_bytes, middlewares=_middlewares(options)
+        client_max_size=options.http.max_body_bytes, middlewares=_middlewares(options, tracing)
     )
+    if tracing is not None:
+        app.on_response_prepare.append(tracing.tell)
+        app.cleanup_ctx.append(tracing.running)
     app[EDGE] = Edge(backend, options)
     app[INCOMING] = Incoming()
+    app.cleanup_ctx.append(pulse)
+    app.on_response_prepare.append(send_away)
     if options.http.cors_origins:
         app.on_response_prepare.append(tell_origin(options.http.cors_origins))
-    table = _table(options)
+    table = route_table(options)
     app.add_routes(table)
     # Made when it is first asked for: most processes are never asked.
     has_keys = bool(options.http.api_keys)
@@ -46,18 +56,20 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
     return app
 
 
-def _middlewares(options: FrontendOptions) -> list[Middleware]:
+def _middlewares(options: FrontendOptions, tracing: Tracing | None) -> list[Middleware]:
     """Return what stands around every route, outermost first."""
     http = options.http
     preflight = [answer_preflight(http.cors_origins)] if http.cors_origins else []
     # The operator's key is above those of clients.
     accepted = [*http.api_keys, *filter(None, [options.operator_key])]
-    keys = [check_key(accepted)] if http.api_keys else []
+    keys = [check_key(accepted, options.open_paths)] if http.api_keys else []
     timeout = [end_in_time] if http.request_timeout_s else []
-    return [count_requests, *preflight, answer_errors, *keys, *timeout, note_caller, read_body]
+    traced = [tracing.around] if tracing is not None else []
+    inner = [answer_errors, *keys, *timeout, note_caller, read_body]
+    return [count_requests, *preflight, *traced, *inner]
 
 
-def _table(options: FrontendOptions) -> list[web.RouteDef]:
+def route_table(options: FrontendOptions) -> list[web.RouteDef]:
     has_tokenizer = options.tokenizer_files is not None
     tokenizer = [web.get("/tokenizer", routes.tokenizer)] if has_tokenizer else []
     return [
@@ -69,6 +81,7 @@ def _table(options: FrontendOptions) -> list[web.RouteDef]:
         web.get("/v1/models", routes.models),
         web.get("/v1/models/{name:.+}", routes.one_model),
         web.get("/health", routes.health),
+        web.get("/live", routes.live),
         web.get("/health_generate", routes.health_generate),
         web.get("/model_info", routes.model_info),
         web.get("/get_model_info", routes.model_info),

@@ -12,6 +12,7 @@ How long is said in one of these headers; the least counts, and the server's own
 import asyncio
 import hashlib
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,9 +20,11 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from frontend import timings
 from frontend.edge import EDGE
 from frontend.generation import Generation
 from frontend.middleware import key_of
+from frontend.tracing import TRACE
 from wire.errors import InvalidRequest
 
 # Enough to tell keys apart, and nothing to guess them from: keys are long.
@@ -42,10 +45,14 @@ class Caller:
     Attributes:
         client: Short name of the key; empty where no key is asked for.
         deadline: When it is not worth starting any more, by the loop's clock; None: always.
+        arrived: When the head of its request was read, by `time.perf_counter`.
+        wants_timings: Whether it asked to be told where the time went.
     """
 
     client: str
     deadline: float | None
+    arrived: float
+    wants_timings: bool
 
 
 CALLER: web.RequestKey[Caller] = web.RequestKey("caller", Caller)
@@ -58,30 +65,34 @@ async def note_caller(request: web.Request, handler: Handler) -> web.StreamRespo
     Raises:
         InvalidRequest: It says how long it waits, and that is no number.
     """
+    arrived = time.perf_counter()
     http = request.app[EDGE].options.http
     wait_s = wait_of(request.headers)
     if http.request_timeout_s:
         wait_s = min(http.request_timeout_s, math.inf if wait_s is None else wait_s)
     deadline = None if wait_s is None else asyncio.get_running_loop().time() + wait_s
     client = client_of(key_of(request)) if http.api_keys else ""
-    request[CALLER] = Caller(client, deadline)
+    wants_timings = request.headers.get(timings.HEADER, "").lower() in {"1", "true"}
+    request[CALLER] = Caller(client, deadline, arrived, wants_timings)
     return await handler(request)
 
 
 def asked_by(request: web.Request, generations: Sequence[Generation]) -> list[Generation]:
     """Return the generations of a request as asked by its caller, with the time that is left now."""
-    caller = request[CALLER]
+    caller, trace = request[CALLER], request.get(TRACE)
     left_s = None
     if caller.deadline is not None:
         left_s = caller.deadline - asyncio.get_running_loop().time()
-    elif not caller.client:
-        return list(generations)
     return [
         replace(
             generation,
-            request=msgspec.structs.replace(
+            request=generation.request
+            if left_s is None and not caller.client
+            else msgspec.structs.replace(
                 generation.request, client=caller.client, deadline_s=left_s
             ),
+            timings=timings.Timings(caller.arrived, is_wanted=caller.wants_timings),
+            trace=trace,
         )
         for generation in generations
     ]

@@ -1,7 +1,6 @@
 """What the routes of one app share: the backend, the options, the metrics, who is running."""
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import TypeVar
@@ -14,6 +13,7 @@ from frontend.generation import Answer, Generation, run, transcript_of
 from frontend.metrics import FrontendMetrics
 from frontend.options import FrontendOptions
 from frontend.sse import Outbox
+from frontend.timings import Outcome, TimingsSink
 from frontend.transcript import Outlet, Piece
 from wire.errors import InvalidRequest
 from wire.ids import RequestId
@@ -22,13 +22,20 @@ T = TypeVar("T")
 
 
 class Edge:
-    """Runs generations for the routes, times them, and ends them by their id."""
+    """Runs generations for the routes, times them, and ends them by their id.
+
+    Attributes:
+        timings_sinks: Told of every generation that is over.
+        is_leaving: Whether the server is about to end; see `leaving.py`.
+    """
 
     def __init__(self, backend: Backend, options: FrontendOptions) -> None:
         self.backend = backend
         self.options = options
         self.metrics = FrontendMetrics()
         self.outbox = Outbox()
+        self.timings_sinks: list[TimingsSink] = []
+        self.is_leaving = False
         self._running: set[RequestId] = set()
 
     @override
@@ -47,17 +54,17 @@ class Edge:
             InvalidRequest: A generation with this id is running.
             TandemError: As the backend raises it.
         """
-        started, is_first = time.perf_counter(), True
+        timings = generation.timings
         with self._entered(generation):
-            transcript = transcript_of(generation, outlet)
+            transcript = transcript_of(generation, outlet, self.metrics.token_gaps())
             async with aclosing(run(self.backend, generation, transcript)) as pieces:
                 async for piece in pieces:
-                    if is_first and piece.token_ids:
-                        is_first = False
-                        self.metrics.time_to_first_token.observe(time.perf_counter() - started)
+                    if piece.token_ids and (ttft_s := timings.token_read()) is not None:
+                        self.metrics.time_to_first_token.observe(ttft_s)
                     if piece.ending is not None:
+                        timings.num_output_tokens = transcript.num_tokens
                         self.metrics.output_tokens.inc(transcript.num_tokens)
-                        self.metrics.duration.observe(time.perf_counter() - started)
+                        self.metrics.duration.observe(timings.ended())
                     yield piece
 
     async def answer(self, generation: Generation) -> Answer:
@@ -97,11 +104,30 @@ class Edge:
         self._running.add(request_id)
         self.metrics.running.inc()
         self.metrics.prompt_tokens.inc(len(generation.request.prompt_ids))
+        outcome: Outcome = "failed"
         try:
             yield
+            outcome = "finished"
+        except (GeneratorExit, asyncio.CancelledError):
+            outcome = "cancelled"
+            raise
         finally:
+            generation.timings.outcome = outcome
             self.metrics.running.dec()
             self._running.discard(request_id)
+            self._tell(generation)
+
+    def _tell(self, generation: Generation) -> None:
+        """Tell whoever listens where the time of a generation went that is over."""
+        sinks = (
+            self.timings_sinks
+            if generation.trace is None
+            else [*self.timings_sinks, generation.trace]
+        )
+        if sinks:
+            report = generation.report()
+            for sink in sinks:
+                sink.request_ended(report)
 
 
 EDGE = web.AppKey("edge", Edge)

@@ -32,6 +32,7 @@ from wire.messages import (
     Cancel,
     FlushCache,
     FromEngine,
+    Measured,
     NodeLoad,
     Ping,
     Pong,
@@ -49,11 +50,20 @@ _LOOK_INTERVAL_S = 0.05
 
 
 class PrefixFollower(Protocol):
-    """Who wants to know what an engine has in its prefix cache."""
+    """Who wants to know what an engine has in its prefix cache, and in the tiers behind it."""
 
     @property
     def position(self) -> int:
-        """Up to where it knows."""
+        """Up to where it knows the cache."""
+        ...
+
+    @property
+    def tier_positions(self) -> dict[str, int]:
+        """Up to where it knows each tier that the engine told of."""
+        ...
+
+    def heard(self, load: NodeLoad) -> None:
+        """Take note of which tiers there are."""
         ...
 
     def take(self, report: CacheReport) -> None:
@@ -73,9 +83,11 @@ class EngineClient:
         heartbeat: How often the engine hears of us, and the link is looked at.
         on_change: Called when `load` or `is_up` has changed.
         prefixes: Told what the engine has cached; None does not ask.
+        wants_measures: Have the engine tell what it counts for operators.
 
     Attributes:
         load: What the engine last said of itself.
+        measured: What it counted and timed, where that is wanted and once it has said so.
         answered: Set at its first answer.
         lost: Set when it was lost or `stop` was called; the client is of no use any more.
     """
@@ -89,9 +101,12 @@ class EngineClient:
         on_change: Callable[[], None] = lambda: None,
         *,
         prefixes: PrefixFollower | None = None,
+        wants_measures: bool = False,
     ) -> None:
         self.address = address
         self.load = NodeLoad()
+        self.measured: Measured | None = None
+        self._wants_measures = wants_measures
         self.answered = asyncio.Event()
         self.lost = asyncio.Event()
         self._epoch, self._heartbeat = epoch, heartbeat
@@ -250,13 +265,20 @@ class EngineClient:
                 if stream := self._stream(request_id, attempt, runs):
                     stream.fail(error_from_info(info))
             case Pong(load=load):
-                self.load = load
-                self.answered.set()
-                self._on_change()
+                self._heard_load(load)
             case CacheReport() if self._prefixes is not None:
                 self._prefixes.take(message)
             case CacheReport():
                 pass
+            case Measured():
+                self.measured = message
+
+    def _heard_load(self, load: NodeLoad) -> None:
+        self.load = load
+        if self._prefixes is not None:
+            self._prefixes.heard(load)
+        self.answered.set()
+        self._on_change()
 
     def _stream(self, request_id: RequestId, attempt: int, runs: Runs | None) -> TokenStream | None:
         """Return a stream, with the tokens that waited for it put in."""
@@ -289,14 +311,23 @@ class EngineClient:
     async def _ping(self) -> None:
         while True:
             try:
-                position = self._prefixes.position if self._prefixes is not None else -1
-                self._send(Ping(prefix_position=position))
+                self._send(self._question())
             except PeerLost:
                 log.debug("engine.unreachable", address=self.address)
             interval_s = self._heartbeat.interval_s
             if not self.answered.is_set():
                 interval_s = min(interval_s, FIRST_PING_INTERVAL_S)
             await asyncio.sleep(interval_s)
+
+    def _question(self) -> Ping:
+        known = self._prefixes
+        if known is None:
+            return Ping(wants_measures=self._wants_measures)
+        return Ping(
+            prefix_position=known.position,
+            tier_positions=known.tier_positions,
+            wants_measures=self._wants_measures,
+        )
 
     async def _watch(self, link: AsyncLink[FromEngine]) -> None:
         await link.wait_lost()

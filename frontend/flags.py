@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from frontend.options import HttpOptions, TlsFiles
 from frontend.tls import server_context
+from frontend.tracing import checked_endpoint
 from telemetry.log import get_logger
 from wire.errors import ConfigInvalid
 
@@ -62,6 +63,13 @@ def add_http_flags(group: argparse._ActionsContainer, also_of_keys: str = "") ->
         metavar="ORIGIN",
         help="let web pages of https://HOST[:PORT], or * for all, use the server; may be repeated",
     )
+    add(
+        "--otlp-traces-endpoint",
+        default="",
+        metavar="URL",
+        help="send a trace of each request to this collector of OpenTelemetry's, such as "
+        "http://127.0.0.1:4318 (docs/tracing.md)",
+    )
     _add_tls_flags(group)
 
 
@@ -99,6 +107,7 @@ def read_http(args: argparse.Namespace) -> HttpOptions:
         request_timeout_s=args.request_timeout_s,
         cors_origins=tuple(map(_checked_origin, args.cors_allow_origin)),
         tls=_checked_tls(args),
+        traces_endpoint=checked_endpoint(args.otlp_traces_endpoint),
     )
 
 
@@ -110,6 +119,7 @@ def http_argv(args: argparse.Namespace) -> list[str]:
         "--max-body-bytes": [args.max_body_bytes],
         "--request-timeout-s": [args.request_timeout_s],
         "--cors-allow-origin": args.cors_allow_origin,
+        "--otlp-traces-endpoint": [args.otlp_traces_endpoint],
         "--ssl-certfile": [args.ssl_certfile],
         "--ssl-keyfile": [args.ssl_keyfile],
         "--ssl-ca-certs": [args.ssl_ca_certs],

@@ -82,17 +82,28 @@ def _result(
         meta |= logprobs.fields()
     if answer.ending is not None:
         meta["e2e_latency"] = elapsed_s
-    return {"text": answer.text, "output_ids": answer.output_ids, "meta_info": meta}
+    result: dict[str, Any] = {
+        "text": answer.text,
+        "output_ids": answer.output_ids,
+        "meta_info": meta,
+    }
+    if generation.timings.is_wanted:
+        result["timings"] = generation.report()
+    return result
 
 
 def _meta(
     generation: Generation, cached_tokens: int, ending: Ending | None, num_tokens: int
 ) -> dict[str, Any]:
+    by_tier = generation.timings.cached_by_tier
+    device = cached_tokens - sum(by_tier.values())
     return {
         "id": generation.request.request_id,
         "finish_reason": finish_reason(ending, num_tokens),
         "prompt_tokens": len(generation.request.prompt_ids),
         "cached_tokens": cached_tokens,
+        **({"cached_tokens_details": {"device": device, **by_tier}} if by_tier else {}),
+        # Last: `_Events` ends it with another number.
         "completion_tokens": num_tokens,
     }
 
@@ -184,6 +195,8 @@ class _Events:
             meta |= self._logprobs.fields()
         if piece.ending is not None:
             meta["e2e_latency"] = time.perf_counter() - self._started
+            if self._generation.timings.is_wanted:
+                self._label += b',"timings":%b' % encode(self._generation.report())
         await self._stream.send(self._event(encode(meta)))
 
     def _event(self, meta: bytes) -> bytes:

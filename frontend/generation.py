@@ -12,8 +12,9 @@ import msgspec
 from frontend.backend import Backend, Bootstrap, ServedModel
 from frontend.detokenizer import NoText
 from frontend.sampling import SamplingBody, TextRules, engine_params, seeds
+from frontend.timings import Report, Timings, TimingsSink
 from frontend.tokenizer import Tokenizer
-from frontend.transcript import Ending, Outlet, Piece, Transcript
+from frontend.transcript import Ending, Gaps, Outlet, Piece, Transcript
 from wire.errors import EngineFailed
 from wire.generation import GenerateRequest, Grammar, LogprobsWanted, TokenLogprobs
 from wire.ids import RequestId, new_request_id
@@ -26,12 +27,21 @@ class Generation:
     Attributes:
         tokenizer: None when the model has none: the text stays empty.
         bootstrap: Where its other half is, when a router of SGLang's kind chose the pair.
+        timings: Where its time goes.
+        trace: Told of that when it is over.
     """
 
     request: GenerateRequest
     rules: TextRules
     tokenizer: Tokenizer | None
     bootstrap: Bootstrap | None = None
+    timings: Timings = field(default_factory=Timings)
+    trace: TimingsSink | None = None
+
+    def report(self) -> Report:
+        """Return where its time has gone."""
+        request = self.request
+        return self.timings.report(request.request_id, len(request.prompt_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +102,15 @@ def generations_of(model: ServedModel, prompt: Prompt, sampling: SamplingBody) -
     ]
 
 
-def transcript_of(generation: Generation, outlet: Outlet | None = None) -> Transcript:
+def transcript_of(
+    generation: Generation, outlet: Outlet | None = None, gaps: Gaps | None = None
+) -> Transcript:
     """Return the transcript of a generation that begins."""
     rules, tokenizer = generation.rules, generation.tokenizer
     detokenizer = (
         NoText() if tokenizer is None else tokenizer.detokenizer(rules.skip_special_tokens)
     )
-    return Transcript(rules, detokenizer, outlet)
+    return Transcript(rules, detokenizer, outlet, gaps)
 
 
 async def run(
@@ -112,12 +124,14 @@ async def run(
     Raises:
         TandemError: As the backend raises it, at any point.
     """
-    request = generation.request
+    request, timings = generation.request, generation.timings
     # Log-probabilities belong to pieces.
     tap = transcript if transcript.has_outlet and request.logprobs is None else None
+    timings.sent()
     deltas = backend.generate(request, generation.bootstrap, tap)
     async with aclosing(deltas):
         async for delta in deltas:
+            timings.came(delta)
             piece = transcript.take(delta)
             if piece is None:
                 continue

@@ -5,7 +5,7 @@ The shape is OpenAI's, on the native routes as well: `{"error": {"message", "typ
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import msgspec
 from aiohttp import web
@@ -17,9 +17,9 @@ from wire.errors import BodyTooLarge, ErrorInfo, NoNodeAvailable, TandemError, U
 
 log = get_logger(__name__)
 
-# A balancer probes the first and a scraper reads the second, often without a key. The last two
-# tell what every copy of this server tells, to browsers that have no key to send.
-OPEN_ROUTES = frozenset({"/health", "/metrics", "/openapi.json", "/docs"})
+# A balancer probes the first, a supervisor the second and a scraper reads the third, often without a
+# key. The last two tell what every copy of this server tells, to browsers that have no key to send.
+OPEN_ROUTES = frozenset({"/health", "/live", "/metrics", "/openapi.json", "/docs"})
 # OpenAI's names; what is not listed is the server's fault.
 _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 # Where nobody knows when it helps.
@@ -129,13 +129,14 @@ def _routes(app: web.Application) -> list[str]:
     return sorted(resource.canonical for resource in app.router.resources())
 
 
-def check_key(api_keys: Iterable[str]) -> Middleware:
-    """Return a middleware that lets in who bears one of `api_keys`."""
+def check_key(api_keys: Iterable[str], open_paths: Set[str] = frozenset()) -> Middleware:
+    """Return a middleware that lets in who bears one of `api_keys`, and everybody to `open_paths`."""
     accepted = [_digest(key.encode()) for key in api_keys]
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path not in OPEN_ROUTES and not _is_one_of(key_of(request), accepted):
+        is_open = request.path in OPEN_ROUTES or request.path in open_paths
+        if not is_open and not _is_one_of(key_of(request), accepted):
             raise Unauthorized("send the API key as 'Authorization: Bearer KEY'")
         return await handler(request)
 

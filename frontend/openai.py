@@ -68,7 +68,16 @@ async def _answer(
     return json_response(
         _head(call, shape.whole)
         | {"choices": choices, "usage": _usage(call, num_output, num_cached)}
+        | _timings(call)
     )
+
+
+def _timings(call: OpenAICall) -> dict[str, Any]:
+    """Return where the time went, where that was asked: of one choice, or a list of all."""
+    if not call.generations[0].timings.is_wanted:
+        return {}
+    reports = [generation.report() for generation in call.generations]
+    return {"timings": reports if len(reports) > 1 else reports[0]}
 
 
 def _choice(call: OpenAICall, shape: Shape, index: int, answer: Answer) -> dict[str, Any]:
@@ -143,6 +152,8 @@ class _Chunks:
         await side_by_side([self._send_choice(edge, choice) for choice in self._choices])
         if self._call.usage.include_usage:
             await self.stream.send(event(self._head | {"choices": [], "usage": self.usage()}))
+        if timings := _timings(self._call):
+            await self.stream.send(event(self._head | {"choices": []} | timings))
         return await self.stream.finish()
 
     def usage(self) -> dict[str, Any]:

@@ -99,6 +99,7 @@ OPERATIONS: dict[Callable[..., Any], Operation] = {
     routes.models: Operation("ModelList"),
     routes.one_model: Operation("Model"),
     routes.health: Operation("Health", unavailable=True),
+    routes.live: Operation("Live"),
     routes.health_generate: Operation("Health"),
     routes.model_info: Operation("ModelInfo"),
     routes.server_info: Operation("Anything"),

@@ -42,6 +42,7 @@ _META = _object(
     },
     {
         "e2e_latency": {"type": "number"},
+        "cached_tokens_details": {"type": "object"},
         "input_token_logprobs": _list(_ANYTHING),
         "output_token_logprobs": _list(_ANYTHING),
         "input_top_logprobs": _list(_ANYTHING),
@@ -105,6 +106,7 @@ ANSWERS: dict[str, Schema] = {
         {"tokenizer_path": {"type": ["string", "null"]}},
     ),
     "Health": _object({"status": _STRING, "detail": _STRING}),
+    "Live": _object({"status": _STRING}),
     "Anything": {"type": "object"},
     "Flushed": _object({"success": _BOOLEAN, "message": _STRING}),
     "Aborted": _object({"aborted": _BOOLEAN}),

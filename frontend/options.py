@@ -33,6 +33,7 @@ class HttpOptions:
         request_timeout_s: What a request may take with all it generates; 0 is without end.
         cors_origins: Pages of these origins may use the server from a browser; `*` is any page.
         tls: None serves plain HTTP.
+        traces_endpoint: Of a collector of OpenTelemetry's, whole; empty sends no traces.
     """
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -41,6 +42,7 @@ class HttpOptions:
     request_timeout_s: float = 0.0
     cors_origins: tuple[str, ...] = ()
     tls: TlsFiles | None = None
+    traces_endpoint: str = ""
 
     @property
     def scheme(self) -> str:
@@ -64,8 +66,10 @@ class FrontendOptions:
         tokenizer_files: Returns the files to serve at `/tokenizer`, empty while unknown; None
             where there is no such route.
         reply_formats: In which the model writes its thoughts and its calls of tools.
+        service: How this server is called in traces.
         operator_key: Opens every route, and alone those that change the cluster; empty: see
             `frontend/operators.py`.
+        open_paths: Besides those that need no key anywhere.
     """
 
     http: HttpOptions = HttpOptions()
@@ -76,4 +80,6 @@ class FrontendOptions:
     health_timeout_s: float = 20.0
     tokenizer_files: Callable[[], Mapping[str, str]] | None = None
     reply_formats: ReplyFormats = NO_FORMATS
+    service: str = "tandem"
     operator_key: str = field(default="", repr=False)
+    open_paths: frozenset[str] = frozenset()

@@ -13,6 +13,7 @@ from frontend.backend import Health, ServedModel
 from frontend.body import Body, read_json, validate
 from frontend.docs_page import POLICY, page
 from frontend.edge import EDGE
+from frontend.leaving import LEAVING
 from frontend.middleware import json_response
 from frontend.tokenizer_files import tokenizer_hash
 from wire.errors import InvalidRequest, ModelNotFound, NoNodeAvailable
@@ -38,7 +39,13 @@ def _health_response(health: Health) -> web.Response:
 
 async def health(request: web.Request) -> web.Response:
     """Tell whether a request sent now can be served: 200 or 503."""
-    return _health_response(request.app[EDGE].backend.health())
+    edge = request.app[EDGE]
+    return _health_response(LEAVING if edge.is_leaving else edge.backend.health())
+
+
+async def live(_request: web.Request) -> web.Response:
+    """Tell that the process turns, whatever it can serve: 200 as long as it answers at all."""
+    return json_response({"status": "ok"})
 
 
 async def health_generate(request: web.Request) -> web.Response:

@@ -49,7 +49,9 @@ def listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = found[0]
         sock = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
-        raise ConfigInvalid(_listen_sentence(host, port, error)) from error
+        raise ConfigInvalid(
+            _listen_sentence(host, port, error), topic="troubleshooting#cannot-listen"
+        ) from error
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     sock.setblocking(False)
     return sock

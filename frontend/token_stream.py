@@ -111,6 +111,16 @@ class TokenStream:
             raise self._failure
         return None
 
+    def mute(self) -> None:
+        """Wake nobody any more. What arrives can still be taken, by `take_late`."""
+        self._wake = asyncio.Event()
+
+    def take_late(self) -> list[TokenDelta]:
+        """Return what arrived since the last call, whether or not the attempt has failed."""
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        return waiting
+
     def put_ordinary(self, index: int, token_ids: Sequence[int]) -> None:
         """Add tokens of which there is nothing more to say, through the tap if it takes them."""
         if self.tap is not None and self.tap.take_ordinary_at(index, token_ids):
@@ -227,8 +237,10 @@ def _merged(last: TokenDelta, delta: TokenDelta) -> TokenDelta | None:
         last.prompt_logprobs.extend(delta.prompt_logprobs)
     last.token_ids.extend(delta.token_ids)
     last.logprobs.extend(delta.logprobs)
+    last.phases.extend(delta.phases)
     if delta.finish is not None:
         changes["finish"] = delta.finish
     if delta.cached_tokens > last.cached_tokens:
         changes["cached_tokens"] = delta.cached_tokens
+        changes["cached_by_tier"] = delta.cached_by_tier
     return msgspec.structs.replace(last, **changes) if changes else last

@@ -78,6 +78,14 @@ class Outlet(Protocol):
         ...
 
 
+class Gaps(Protocol):
+    """Who wants to know how evenly tokens come."""
+
+    def came(self, num_tokens: int) -> None:
+        """So many came now."""
+        ...
+
+
 class Transcript:
     """Turns the deltas of one generation into pieces.
 
@@ -86,6 +94,7 @@ class Transcript:
 
     Args:
         outlet: For ordinary tokens; without one, everything becomes pieces.
+        gaps: Told when tokens come.
 
     Attributes:
         num_tokens: Read so far, but for what follows a stop.
@@ -94,6 +103,7 @@ class Transcript:
     __slots__ = (
         "_cached_tokens",
         "_detokenizer",
+        "_gaps",
         "_held",
         "_interval",
         "_is_plain",
@@ -105,9 +115,13 @@ class Transcript:
     )
 
     def __init__(
-        self, rules: TextRules, detokenizer: Detokenizer, outlet: Outlet | None = None
+        self,
+        rules: TextRules,
+        detokenizer: Detokenizer,
+        outlet: Outlet | None = None,
+        gaps: Gaps | None = None,
     ) -> None:
-        self._rules = rules
+        self._rules, self._gaps = rules, gaps
         self._detokenizer, self._outlet = detokenizer, outlet
         self._stops = _stops(rules)
         # With nothing to look for, every token is ordinary.
@@ -130,6 +144,8 @@ class Transcript:
         self._prompt_logprobs += delta.prompt_logprobs
         if not delta.token_ids and delta.finish is None:
             return None
+        if self._gaps is not None and delta.token_ids:
+            self._gaps.came(len(delta.token_ids))
         if self._rules.is_silent:
             return self._piece("", [], delta, self._silent_ending(delta.finish))
         ids, finish = delta.token_ids, delta.finish
@@ -161,6 +177,8 @@ class Transcript:
             if is_early or not self._stops.lets_pass(self._detokenizer.preview(token_ids)):
                 return False
         self.num_tokens += len(token_ids)
+        if self._gaps is not None:
+            self._gaps.came(len(token_ids))
         text = self._detokenizer.push(token_ids)
         if self._interval == 1:
             outlet.write(text, token_ids)

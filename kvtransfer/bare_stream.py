@@ -27,8 +27,8 @@ from kvtransfer.transports.base import Admission, PeerKey, Pool, TransportConfig
 from kvtransfer.transports.tcp_frames import receive_exactly, receive_into, send_from, shut_down
 from kvtransfer.transports.tcp_listener import address_toward
 from wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from wire.hand_off import TransportOffer
 from wire.ids import Room
-from wire.messages import TransportOffer
 
 SIZE = struct.Struct("<q")
 SECRET_BYTES = 32

@@ -28,19 +28,10 @@ from kvtransfer.transports.registry import choose
 from telemetry.log import get_logger
 from wire.channel import Inbox, Peer, Waker, wait
 from wire.errors import LayoutMismatch, PeerLost, TandemError, TransferRefused
+from wire.hand_off import Grant, Hello, LinkPing, Redirect, Refused, ToPrefill, Welcome, Withdraw
 from wire.heartbeat import Heartbeat
 from wire.ids import Epoch
-from wire.messages import (
-    Grant,
-    Hello,
-    LinkPing,
-    Message,
-    Redirect,
-    Refused,
-    ToPrefill,
-    Welcome,
-    Withdraw,
-)
+from wire.messages import Message
 
 log = get_logger("kvtransfer.bootstrap")
 
@@ -182,7 +173,9 @@ class BootstrapPort:
             layout = self._check(hello)
             sources, targets = self._links_of(hello, layout)
         except (LayoutMismatch, TransferRefused) as error:
-            log.warning("kv_link.refused", reason=str(error))
+            log.warning(
+                "kv_link.refused", reason=str(error), see=f"tandem docs errors#{error.code}"
+            )
             self.num_refused += 1
             return self._refuse(peer, error)
         ports = self._ports_of(sources)

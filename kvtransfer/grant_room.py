@@ -11,7 +11,7 @@ from kvtransfer.plan import HeadRange, PagedTokens
 from kvtransfer.prefill_links import PrefillLink
 from kvtransfer.region import MemoryRegion
 from kvtransfer.session import ReceiverState, Session, receiver_session
-from wire import messages
+from wire import hand_off
 from wire.ids import Room
 
 
@@ -31,9 +31,9 @@ class GrantRoom:
     have_tokens: int
     deadline_s: float = float("inf")
     session: Session[ReceiverState] = field(default_factory=receiver_session)
-    landed: messages.Landed | None = None
+    landed: hand_off.Landed | None = None
 
-    def verify(self, landed: messages.Landed, layout: KVLayout, region: MemoryRegion) -> str:
+    def verify(self, landed: hand_off.Landed, layout: KVLayout, region: MemoryRegion) -> str:
         """Return what is wrong with the bytes that arrived, or an empty string."""
         granted = PagedTokens(layout, self.page_ids, self.have_tokens)
         end_token = landed.end_token or granted.end_token
@@ -55,7 +55,10 @@ class GrantParts(RoomParts):
     Attributes:
         first: Part 0. Its Landed says the most of the prompt: prefill's rank 0 wrote it, if that has
             heads of ours.
+        granted_s: When the first part was granted; None before.
     """
+
+    granted_s: float | None = None
 
     def __init__(self, room: Room, first: GrantRoom) -> None:
         super().__init__(room)

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, fields
 
 from typing_extensions import override
 
-from wire.messages import LayoutInfo
+from wire.hand_off import LayoutInfo
 
 # 256 TiB, as much as a process can address. Beyond it no layout is meant, and offsets would not be int64.
 MAX_POOL_BYTES = 1 << 48

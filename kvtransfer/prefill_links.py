@@ -25,20 +25,11 @@ from kvtransfer.transports.base import Admission, Listener
 from telemetry.log import get_logger
 from wire.channel import Link, Waker, tcp_address, wait
 from wire.errors import PeerLost, TandemError, TransferRefused, error_from_info
+from wire.hand_off import FromPrefill, Hello, Landed, LinkPing, Redirect, Refused, Released, Welcome
 from wire.heartbeat import Heartbeat
 from wire.ids import Epoch
 from wire.keys import ChannelKey
-from wire.messages import (
-    FromPrefill,
-    Hello,
-    Landed,
-    LinkPing,
-    Message,
-    Redirect,
-    Refused,
-    Released,
-    Welcome,
-)
+from wire.messages import Message
 
 log = get_logger("kvtransfer.links")
 

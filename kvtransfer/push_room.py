@@ -13,8 +13,10 @@ from kvtransfer.parts import RoomParts
 from kvtransfer.plan import CopyPlan, PagedTokens, plan_copies
 from kvtransfer.push_worker import PushWorker
 from kvtransfer.session import SenderState, Session, sender_session
+from kvtransfer.transfer_times import PushTimes
 from wire.errors import TransferRefused
-from wire.messages import Grant, Landed
+from wire.hand_off import Grant, Landed
+from wire.ids import Room
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +38,20 @@ class PushParts(RoomParts):
     Attributes:
         is_expected: Whether the role asked for the room. From then on it has all its parts.
         pushed_bytes: Of the parts that are done.
+        times: Since the role asked for it.
     """
 
     is_expected = False
     pushed_bytes = 0
 
-    def expect(self) -> None:
+    def __init__(self, room: Room) -> None:
+        super().__init__(room)
+        self.times = PushTimes()
+
+    def expect(self, now_s: float) -> None:
         """The role asked for the room."""
         self.is_expected = True
+        self.times = PushTimes(expected_s=now_s)
         if self.has_ended:
             self.reopen()
             self.pushed_bytes = 0

@@ -35,14 +35,14 @@ class PushRooms:
         """Return all parts that are not over."""
         return list(self._parts.items())
 
-    def expect(self, room: Room, deadline_s: float) -> list[Part]:
+    def expect(self, room: Room, now_s: float, deadline_s: float) -> list[Part]:
         """The role asked for a room: return its parts.
 
         Args:
             deadline_s: Of those that nobody granted yet.
         """
         entry = self._rooms.setdefault(room, PushParts(room))
-        entry.expect()
+        entry.expect(now_s)
         # All of them before any moves: the room is forgotten with its last part.
         for part in entry.parts:
             if part not in self._parts:

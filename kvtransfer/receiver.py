@@ -46,10 +46,11 @@ from kvtransfer.session import (
     WithdrawAsked,
 )
 from kvtransfer.sharding import Shard
+from kvtransfer.transfer_times import ReceiverTimes
 from kvtransfer.transports.base import Pool, Transport
 from kvtransfer.transports.registry import listen
 from telemetry.log import get_logger
-from wire import messages
+from wire import hand_off
 from wire.channel import Waker
 from wire.errors import (
     Aborted,
@@ -120,6 +121,9 @@ class DecodeAgent:
         shard: Which of the node's ranks this is; it is linked to those of prefill with heads of its.
         verify: Whether the checksums that prefill gives are looked at; how many is up to it.
 
+    Attributes:
+        times: How long hand-offs took.
+
     Raises:
         ConfigInvalid: None of the transports can write this pool.
     """
@@ -146,6 +150,7 @@ class DecodeAgent:
         self._rooms: dict[Room, GrantParts] = {}
         self._parts: dict[Part, GrantRoom] = {}  # those that are not over
         self._told: Counter[Action] = Counter()
+        self.times = ReceiverTimes()
         self._num_corrupted = self._received_bytes = self._saved_bytes = 0
         self._control = ControlThread("kv-decode", self._turn)
         pool = Pool(region, layout.page_bytes, layout.num_pages)
@@ -290,6 +295,7 @@ class DecodeAgent:
             self._ready(part)
 
     def _link_lost(self, link: PrefillLink, error: TandemError) -> None:
+        self.times.num_lost_links += 1
         for part in self._parts_of(link):
             self._apply(part, LinkLost(error))
 
@@ -297,28 +303,33 @@ class DecodeAgent:
         for part in self._parts_of(link):
             self._apply(part, Fenced())
 
-    def _hear(self, link: PrefillLink, message: messages.Landed | messages.Released) -> None:
+    def _hear(self, link: PrefillLink, message: hand_off.Landed | hand_off.Released) -> None:
         part = self._part_of(link, message.room)
         if part is None:
             return  # the last word came twice, or for a room of somebody else
         try:
             match message:
-                case messages.Released(error=info):
+                case hand_off.Released(error=info):
                     error = None if info is None else error_of_far_side(info)
                     self._apply(part, ReleasedArrived(error))
-                case messages.Landed():
+                case hand_off.Landed():
                     self._apply(part, self._verify(self._parts[part], message))
         except UnexpectedEvent as error:
             self._links.drop(link, error)
 
-    def _verify(self, entry: GrantRoom, landed: messages.Landed) -> Event:
+    def _verify(self, entry: GrantRoom, landed: hand_off.Landed) -> Event:
         entry.landed = landed
         if not landed.checksums or not self._is_verified:
             return LandedArrived()
         if not (fault := entry.verify(landed, self._layout, self._region)):
             return LandedArrived()
         self._num_corrupted += 1
-        log.warning("kv_push.corrupted", room=landed.room, reason=fault)
+        log.warning(
+            "kv_push.corrupted",
+            room=landed.room,
+            reason=fault,
+            see="tandem docs errors#kv_corrupted",
+        )
         return CorruptedArrived(KVCorrupted(fault))
 
     def _apply(self, part: Part, event: Event) -> None:
@@ -341,11 +352,13 @@ class DecodeAgent:
                 listener, admission = self._links.listener(entry.link)
                 listener.permit(admission.peer, room, entry.page_ids)
             case Action.SEND_GRANT:
-                entry.deadline_s = self._clock() + self._timeouts.landed_s
+                now_s, parts = self._clock(), self._rooms[room]
+                entry.deadline_s = now_s + self._timeouts.landed_s
+                parts.granted_s = now_s if parts.granted_s is None else parts.granted_s
                 self._send_grant(room, entry)
             case Action.SEND_WITHDRAW:
                 entry.deadline_s = self._clock() + self._timeouts.released_s
-                withdraw = messages.Withdraw(epoch=self._epoch, room=room, error=error.info())
+                withdraw = hand_off.Withdraw(epoch=self._epoch, room=room, error=error.info())
                 self._links.send(entry.link, withdraw)
             case Action.REVOKE:
                 listener, admission = self._links.listener(entry.link)
@@ -375,6 +388,8 @@ class DecodeAgent:
                 case GroupAction.TELL_LOST:
                     self._outbox.put(Failed(room, error) if is_over else Lost(room, error))
                 case GroupAction.TELL_DONE:
+                    if entry.granted_s is not None:
+                        self.times.granted_seconds.observe(self._clock() - entry.granted_s)
                     self._tell_landed(room, entry.first)
                 case GroupAction.TELL_ENDED if GroupAction.TELL_LOST not in actions:
                     self._outbox.put(Safe(room))
@@ -390,7 +405,7 @@ class DecodeAgent:
             self._apply(part, WithdrawAsked(why))
 
     def _send_grant(self, room: Room, entry: GrantRoom) -> None:
-        grant = messages.Grant(
+        grant = hand_off.Grant(
             epoch=self._epoch,
             room=room,
             page_ids=list(entry.page_ids),

@@ -99,7 +99,8 @@ class MemoryRegion:
             os.close(fd)
             raise ConfigInvalid(
                 f"{SHM_DIR} has no room for {size_bytes >> 20} MiB of KV: {error.strerror}; make it "
-                "larger (docker: --shm-size), lower --max-total-tokens or use --transfer-backend tcp"
+                "larger (docker: --shm-size), lower --max-total-tokens or use --transfer-backend tcp",
+                topic="troubleshooting#too-little-memory",
             ) from error
         return cls(mmap.mmap(fd, size_bytes), path, fd)
 

@@ -42,8 +42,9 @@ from kvtransfer.session import (
     WritesDone,
     WritesStopped,
 )
+from kvtransfer.transfer_times import SenderTimes
 from kvtransfer.transports.base import Connection
-from wire import messages
+from wire import hand_off, messages
 from wire.channel import Inbox, Waker
 from wire.errors import (
     Aborted,
@@ -113,6 +114,7 @@ class PrefillAgent:
 
     Attributes:
         port: The bootstrap port that was bound.
+        times: How long hand-offs took.
 
     Raises:
         ConfigInvalid: The address is in use or not ours.
@@ -134,13 +136,14 @@ class PrefillAgent:
         self._timeouts = timeouts or SenderTimeouts()
         self._one_in, self._least_bytes = one_in(verify), least_bytes
         heartbeat = self._timeouts.heartbeat
-        inbox: Inbox[messages.ToPrefill] = Inbox(address, messages.ToPrefill, key, heartbeat)
+        inbox: Inbox[hand_off.ToPrefill] = Inbox(address, hand_off.ToPrefill, key, heartbeat)
         self.port = inbox.port
         self._bootstrap = BootstrapPort(
             end, inbox, heartbeat=heartbeat, clock=clock, heard=self._hear, lost=self._lose
         )
         self._outbox: Outbox[SenderEvent] = Outbox(waker, (PushDone, Released), Released)
         self._rooms = PushRooms()
+        self.times = SenderTimes()
         self._num_landed = self._num_released = self._pushed_bytes = self._saved_bytes = 0
         self._control = ControlThread("kv-prefill", self._turn)
         self._control.start()
@@ -150,7 +153,8 @@ class PrefillAgent:
     def expect(self, room: Room) -> None:
         """A request came: wait for its grant."""
         self._outbox.open(room)
-        self._control.post(lambda: self._expect(room))
+        now_s = self._clock()
+        self._control.post(lambda: self._expect(room, now_s))
 
     def push(
         self,
@@ -169,7 +173,8 @@ class PrefillAgent:
                 same pages are then pushed again with their other layers: what went before is left out.
         """
         push = Push(page_ids, first_page_index, layers)
-        self._control.post(lambda: self._for_parts(room, partial(self._push, push=push)))
+        now_s = self._clock()
+        self._control.post(lambda: self._push_room(room, push, now_s))
 
     def push_by_layer(self, runs: Sequence[PageRun]) -> Wrote:
         """A forward begins that completes these pages: return what it tells of its layers.
@@ -189,7 +194,7 @@ class PrefillAgent:
         logprobs: TokenLogprobs | None = None,
     ) -> None:
         """Every page was pushed: tell decode as soon as all of them landed."""
-        landed = messages.Landed(
+        landed = hand_off.Landed(
             epoch=self._end.epoch,
             room=room,
             first_token=first_token,
@@ -198,7 +203,8 @@ class PrefillAgent:
             first_logprobs=logprobs,
             checksum_one_in=self._one_in,
         )
-        self._control.post(lambda: self._for_parts(room, partial(self._finish, landed=landed)))
+        now_s = self._clock()
+        self._control.post(lambda: self._finish_room(room, landed, now_s))
 
     def abort(self, room: Room, error: TandemError | None = None) -> None:
         """Give a room up; decode is told `error`. `Released` follows. No-op when it is over."""
@@ -244,9 +250,9 @@ class PrefillAgent:
             if entry.session.state in WAITS and now_s >= entry.deadline_s:
                 self._apply(part, TimedOut(TransferTimeout("the other half did not come in time")))
 
-    def _hear(self, link: DecodeLink, message: messages.Grant | messages.Withdraw) -> None:
+    def _hear(self, link: DecodeLink, message: hand_off.Grant | hand_off.Withdraw) -> None:
         part = Part(message.room, link.part)
-        if isinstance(message, messages.Grant):
+        if isinstance(message, hand_off.Grant):
             return self._take_grant(link, message, part)
         entry = self._rooms.part(part)
         if entry is not None and entry.link is link:
@@ -256,12 +262,13 @@ class PrefillAgent:
         return None
 
     def _lose(self, link: DecodeLink, error: TandemError) -> None:
+        self.times.num_lost_links += 1
         for part, entry in self._rooms.parts():
             if entry.link is link:
                 self._apply(part, LinkLost(error))
 
-    def _expect(self, room: Room) -> None:
-        for part in self._rooms.expect(room, self._clock() + self._timeouts.grant_s):
+    def _expect(self, room: Room, now_s: float) -> None:
+        for part in self._rooms.expect(room, now_s, self._clock() + self._timeouts.grant_s):
             self._apply(part, Expected())
 
     def _for_parts(self, room: Room, do: Callable[[Part], None]) -> None:
@@ -270,7 +277,7 @@ class PrefillAgent:
         for part in () if entry is None else entry.parts:
             do(part)
 
-    def _take_grant(self, link: DecodeLink, grant: messages.Grant, part: Part) -> None:
+    def _take_grant(self, link: DecodeLink, grant: hand_off.Grant, part: Part) -> None:
         entry = self._rooms.part(part)
         if entry is not None and entry.grant is not None and entry.link is link:
             # Released would end the first grant at decode, under writes that are still going on.
@@ -279,7 +286,7 @@ class PrefillAgent:
         if fault := grant_fault(grant, link.layout) or self._rooms.grant_fault(part, link):
             self._bootstrap.num_refused += 1
             info = TransferRefused(fault).info()
-            word = messages.Released(epoch=self._end.epoch, room=grant.room, error=info)
+            word = hand_off.Released(epoch=self._end.epoch, room=grant.room, error=info)
             return self._bootstrap.send(link, word)
         deadline_s = self._clock() + self._timeouts.early_grant_s
         entry = self._rooms.granted(part, link, deadline_s)
@@ -288,6 +295,12 @@ class PrefillAgent:
             slabs = sampled_slabs(grant.room, self._end.layout.num_layers, self._one_in)
             entry.sums = PushSums(self._end.region, entry.destination, slabs, link.heads)
         return self._apply(part, GrantArrived())
+
+    def _push_room(self, room: Room, push: Push, now_s: float) -> None:
+        entry = self._rooms.room(room)
+        if entry is not None and entry.times.pushed_s is None:
+            entry.times.pushed_s = now_s
+        self._for_parts(room, partial(self._push, push=push))
 
     def _push(self, part: Part, push: Push) -> None:
         entry = self._rooms.part(part)
@@ -316,7 +329,12 @@ class PrefillAgent:
 
         return entry.worker.submit(part.room, write, partial(self._report, part, None))
 
-    def _finish(self, part: Part, landed: messages.Landed) -> None:
+    def _finish_room(self, room: Room, landed: hand_off.Landed, now_s: float) -> None:
+        if (entry := self._rooms.room(room)) is not None:
+            entry.times.finished_s = now_s
+        self._for_parts(room, partial(self._finish, landed=landed))
+
+    def _finish(self, part: Part, landed: hand_off.Landed) -> None:
         entry = self._rooms.part(part)
         if entry is None:
             return
@@ -384,7 +402,7 @@ class PrefillAgent:
                 self._send(entry, entry.landed)
             case Action.SEND_RELEASED:
                 info = None if error is None else error.info()
-                word = messages.Released(epoch=self._end.epoch, room=part.room, error=info)
+                word = hand_off.Released(epoch=self._end.epoch, room=part.room, error=info)
                 self._send(entry, word)
             case Action.TELL_PUSHED:
                 room.pushed_bytes += entry.pushed_bytes
@@ -402,6 +420,7 @@ class PrefillAgent:
         for action in actions:
             match action:
                 case GroupAction.TELL_GRANTED:
+                    self.times.granted(parts.times, self._clock())
                     self._outbox.put(Granted(room, entry.destination.first_token))
                 case GroupAction.END_OTHERS:
                     why = parts.fan_in.error or Aborted("another part of the request ended")
@@ -409,6 +428,8 @@ class PrefillAgent:
                 case GroupAction.TELL_LOST:
                     pass  # the own pages are in use until the end, whatever the end
                 case GroupAction.TELL_DONE:
+                    if parts.pushed_bytes:  # else decode had it all
+                        self.times.landed(parts.times, self._clock())
                     self._outbox.put(PushDone(room, parts.pushed_bytes))
                 case GroupAction.TELL_ENDED:
                     self._outbox.put(Released(room, parts.fan_in.error))

@@ -30,6 +30,7 @@ TIMEOUT_S = 2.0
 # A router that is away holds up the end of the node by no more.
 LEAVE_TIMEOUT_S = 1.0
 
+ANNOUNCING = "tandem docs operations#announcing"
 WILDCARDS = ("0.0.0.0", "::")
 
 # What an operator can do about an answer; of any other the router's own sentence says it.
@@ -127,12 +128,20 @@ def warn_of_loopback(config: NodeConfig) -> None:
                 router=router,
                 host=config.host,
                 action="give --host an address that the router reaches, or --advertise-url",
+                see=ANNOUNCING,
             )
 
 
 def _tell(router: str, url: str, outcome: str) -> None:
     if outcome:
-        log.warning("announce.refused", router=router, url=url, reason=outcome, action="retrying")
+        log.warning(
+            "announce.refused",
+            router=router,
+            url=url,
+            reason=outcome,
+            action="retrying",
+            see=ANNOUNCING,
+        )
     else:
         log.info("announce.accepted", router=router, url=url)
 

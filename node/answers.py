@@ -1,15 +1,17 @@
 """What an engine process tells edge workers: the tokens of a step in one message each, failures at once."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from engine.prefix_journal import PrefixJournal
+from node.measures import Measures
 from wire.channel import Inbox, Peer
 from wire.errors import Aborted, PeerBehind, PeerLost, TandemError
-from wire.generation import Finish, TokenLogprobs
+from wire.generation import Finish, Phase, TokenLogprobs
 from wire.ids import Epoch, RequestId
 from wire.messages import (
     CacheReport,
+    Measured,
     NodeLoad,
     Pong,
     RequestFailed,
@@ -18,6 +20,7 @@ from wire.messages import (
     TokenDelta,
 )
 from wire.prefix_blocks import pack_names
+from wire.prefix_journal import PrefixJournal
 
 # The first may have been on its way while we spoke; before the second the far side has looked at its link.
 PINGS_AFTER = 2
@@ -54,14 +57,19 @@ class Answers:
 
     Args:
         journal: Of the prefix cache that edge workers may follow.
+        tiers: Likewise of the tiers behind it, by name.
     """
 
     def __init__(
-        self, inbox: Inbox[ToEngine], epoch: Epoch, journal: PrefixJournal | None = None
+        self,
+        inbox: Inbox[ToEngine],
+        epoch: Epoch,
+        journal: PrefixJournal | None = None,
+        tiers: Mapping[str, PrefixJournal] | None = None,
     ) -> None:
         self._inbox = inbox
         self._epoch = epoch
-        self._journal = journal
+        self._journal, self._tiers = journal, tiers or {}
         self._outgoing: dict[Peer, _Outgoing] = defaultdict(_Outgoing)
         self._unreachable: set[Peer] = set()
         # Failures that a peer which does not read has yet to hear of: its streams would wait for ever.
@@ -78,11 +86,13 @@ class Answers:
         finish: Finish | None = None,
         cached_tokens: int = 0,
         *,
+        cached_by_tier: dict[str, int] | None = None,
         logprobs: TokenLogprobs | None = None,
+        phases: list[Phase] | None = None,
     ) -> None:
         """Queue tokens for the end of this pass."""
         out = self._outgoing[ticket.peer]
-        is_ordinary = finish is None and logprobs is None and not cached_tokens
+        is_ordinary = finish is None and logprobs is None and not cached_tokens and not phases
         if (
             is_ordinary
             and ticket.stream
@@ -103,6 +113,8 @@ class Answers:
                 finish=finish,
                 cached_tokens=cached_tokens,
                 logprobs=[] if logprobs is None else [logprobs],
+                phases=phases or [],
+                cached_by_tier=cached_by_tier or {},
             ),
         )
 
@@ -146,7 +158,18 @@ class Answers:
 
     def prefixes(self, peer: Peer, position: int) -> None:
         """Tell what changed in the prefix cache since a position that the edge worker told."""
-        changes = self._journal.since(position) if self._journal and position >= 0 else None
+        if self._journal and position >= 0:
+            self._changes(peer, self._journal, position)
+
+    def tiers(self, peer: Peer, positions: Mapping[str, int]) -> None:
+        """Tell likewise of the tiers that the edge worker named."""
+        for name, position in positions.items():
+            journal = self._tiers.get(name)
+            if journal is not None and position >= 0:
+                self._changes(peer, journal, position, name)
+
+    def _changes(self, peer: Peer, journal: PrefixJournal, position: int, tier: str = "") -> None:
+        changes = journal.since(position)
         if changes is not None:
             self._send(
                 peer,
@@ -154,10 +177,15 @@ class Answers:
                     epoch=self._epoch,
                     position=changes.position,
                     is_whole=changes.is_whole,
+                    tier=tier,
                     added=pack_names(changes.added),
                     removed=pack_names(changes.removed),
                 ),
             )
+
+    def measured(self, peer: Peer, measures: Measures) -> None:
+        """Tell what this process counted and timed."""
+        self._send(peer, measures.report(self._epoch))
 
     def flush(self) -> None:
         """Send what was queued."""
@@ -199,8 +227,10 @@ class Answers:
         unreachable, self._unreachable = self._unreachable, set()
         return unreachable
 
-    def _send(self, peer: Peer, message: TokenBatch | RequestFailed | Pong | CacheReport) -> None:
-        if not isinstance(message, Pong | CacheReport):
+    def _send(
+        self, peer: Peer, message: TokenBatch | RequestFailed | Pong | CacheReport | Measured
+    ) -> None:
+        if not isinstance(message, Pong | CacheReport | Measured):
             self._to_ping[peer] = PINGS_AFTER
         try:
             self._inbox.send(peer, message)

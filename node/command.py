@@ -1,5 +1,6 @@
 """From a node's command line to its exit status."""
 
+import argparse
 import os
 import signal
 import sys
@@ -36,6 +37,11 @@ class NodeCommand:
     summary: str
     prog: str = ""
 
+    def build_parser(self) -> argparse.ArgumentParser:
+        """Return the parser."""
+        prog = self.prog or f"tandem {self.role}"
+        return build_parser(prog, self.role, self.summary, self.default_port)
+
 
 def run(command: NodeCommand, argv: Sequence[str]) -> int:
     """Run a node until it is told to stop.
@@ -45,21 +51,25 @@ def run(command: NodeCommand, argv: Sequence[str]) -> int:
     """
     # Until the server takes over, a SIGTERM unwinds too: a conversion under way is stopped and removed.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(0))
-    prog = command.prog or f"tandem {command.role}"
-    parser = build_parser(prog, command.role, command.summary, command.default_port)
+    parser = command.build_parser()
     try:
         config, args = read_config(parser, command.role, argv)
         logs.configure(config.log_level, config.log_format, role=config.role)
         warn_of_exposed_keys(config.http)
         warn_of_weak_secret(os.environ.get("TANDEM_CLUSTER_KEY", ""))
         for flag in dict.fromkeys(args.meaningless or []):
-            log.warning("flag.meaningless", flag=flag, reason=MEANINGLESS[flag])
+            log.warning(
+                "flag.meaningless",
+                flag=flag,
+                reason=MEANINGLESS[flag],
+                see="tandem docs migrating-from-sglang",
+            )
         key = cluster_key(config.host, is_insecure=config.is_insecure)
         config = _with_model(config, args.model, args.cache_dir or default_cache_dir())
         operator = operator_key(os.environ.get("TANDEM_CLUSTER_KEY", ""))
         status: int = uvloop.run(serve(config, command.engine_modules, key, operator))
     except TandemError as error:
-        sys.stderr.write(f"{prog}: error: {error.message}\n")
+        sys.stderr.write(f"{parser.prog}: error: {error.for_operators}\n")
         return 2
     except KeyboardInterrupt:
         return 0

@@ -6,6 +6,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from frontend.options import HttpOptions
+from kvtier.spec import parse_tiers
 from kvtransfer.checksum import Verify
 from kvtransfer.transports.registry import names_of
 from wire.errors import ConfigInvalid
@@ -49,10 +50,29 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     verify: Verify = "sample"
 
 
+class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands behind the prefix cache.
+
+    Attributes:
+        specs: As `--kv-tier` gave them, fastest first; see `kvtier.spec`.
+        timeout_s: How long a request waits for them at most. 0.5: half of what SGLang waits, and more than
+            a healthy store takes for some thousand tokens; what is not there by then is computed.
+        min_tokens: Fewer missing ones are computed without a look. 256: SGLang's default.
+        staging_bytes: Host memory that pages may take on their way. 2 GiB: either direction has room for
+            8k tokens of an 8B model.
+    """
+
+    specs: tuple[str, ...] = ()
+    timeout_s: float = 0.5
+    min_tokens: int = 256
+    staging_bytes: int = 2 << 30
+
+
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One node: an HTTP process and the engine process under it.
 
     Attributes:
+        tiers: Behind its prefix cache.
         engine_port: Where edge workers reach the engine; 0 takes any free port, which
             `/server_info` tells them.
         zone: Where it stands: any name that nodes near each other share.
@@ -69,6 +89,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: str
     engine: EngineConfig
     transfer: TransferConfig = TransferConfig()
+    tiers: TierConfig = TierConfig()
     host: str = "127.0.0.1"
     port: int = 7000
     engine_port: int = 0
@@ -109,9 +130,12 @@ def check(config: NodeConfig) -> NodeConfig:
         ("--tp", engine.tp_size, 1),
         ("--port", config.port, 0),
         ("--bootstrap-port", config.transfer.bootstrap_port, 0),
+        ("--kv-tier-timeout-ms", config.tiers.timeout_s * 1000, 1),
+        ("--kv-tier-min-tokens", config.tiers.min_tokens, 0),
+        ("--kv-tier-staging-mib", config.tiers.staging_bytes >> 20, 1),
     ):
         if value < least:
-            raise ConfigInvalid(f"{flag} is {value}: give at least {least}")
+            raise ConfigInvalid(f"{flag} is {value:g}: give at least {least}")
     if not 0 <= config.drain_timeout_s <= MAX_DRAIN_S:
         raise ConfigInvalid(
             f"--drain-timeout-s is {config.drain_timeout_s:g}: give 0, which hands over at once, up to "
@@ -121,13 +145,15 @@ def check(config: NodeConfig) -> NodeConfig:
         raise ConfigInvalid("ports are at most 65535")
     if "file" in config.transfer.backend.split(",") and not config.transfer.directory:
         raise ConfigInvalid(
-            "--transfer-backend file needs --transfer-directory: a directory that both sides share"
+            "--transfer-backend file needs --transfer-directory: a directory that both sides share",
+            topic="transports#a-shared-directory",
         )
     # Else a node that is told to be reached from here only, and asks for no secret, would be reached.
     if config.transfer.interface not in ("", "lo") and is_loopback(config.host):
         raise ConfigInvalid(
             f"--transfer-interface {config.transfer.interface} is for links to other hosts, and "
-            f"--host {config.host} is for this one: give a --host that they reach"
+            f"--host {config.host} is for this one: give a --host that they reach",
+            topic="transports#flags",
         )
     if config.role != "colocated":
         names_of(config.transfer.backend, engine.device)
@@ -150,4 +176,28 @@ def check(config: NodeConfig) -> NodeConfig:
         raise ConfigInvalid(
             f"--mem-fraction-static is {engine.mem_fraction_static}: give over 0, up to 1"
         )
+    _check_tiers(config)
     return config
+
+
+def _check_tiers(config: NodeConfig) -> None:
+    engine = config.engine
+    if not config.tiers.specs:
+        return
+    parse_tiers(config.tiers.specs)
+    if engine.tp_size > 1:
+        raise ConfigInvalid(
+            f"--kv-tier keeps the pages of a node that is one process, and --tp is {engine.tp_size}: leave "
+            "one of them out",
+            topic="tiers#limits",
+        )
+    if not engine.is_prefix_cache_enabled:
+        raise ConfigInvalid(
+            "--kv-tier stands behind the prefix cache: leave --disable-prefix-cache out",
+            topic="tiers",
+        )
+    if engine.simulation is not None and engine.simulation.kv == "none":
+        raise ConfigInvalid(
+            "--kv-tier keeps the bytes of pages, and those of --sim-kv none have none: give --sim-kv real",
+            topic="simulation",
+        )

@@ -114,7 +114,7 @@ def add_simulation_flags(group: argparse._ArgumentGroup) -> None:
         "--engine",
         choices=["model", "simulated"],
         default="model",
-        help="simulated: the whole node, but forwards only take time; docs/simulation.md tells how",
+        help="simulated: the whole node, but forwards only take time; `tandem docs simulation` tells how",
     )
     add(
         "--sim-profile",
@@ -219,5 +219,7 @@ def _simulation(args: argparse.Namespace) -> Simulation | None:
         return Simulation(profile=profile, kv=args.sim_kv or "real")
     for flag, value in (("--sim-profile", args.sim_profile), ("--sim-kv", args.sim_kv)):
         if value is not None:
-            raise ConfigInvalid(f"{flag} {value} is for --engine simulated: give that, too")
+            raise ConfigInvalid(
+                f"{flag} {value} is for --engine simulated: give that, too", topic="simulation"
+            )
     return None

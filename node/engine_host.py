@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -27,9 +27,13 @@ from node.answers import Answers
 from node.config import NodeConfig
 from node.engine_report import Drained, Failed, Order, Ready, Report
 from node.loop import EngineLoop, Role
+from node.measures import Measures
 from node.pool_plan import PoolPlan
+from node.quick_process import uncollected
 from node.rank_pipe import claim_stdout, end_process_after
 from node.ranks import RankProcess, Ranks
+from node.tiering import Tiering
+from node.tiers import make_tiering, open_tiers
 from telemetry import log as logs
 from wire.channel import Inbox, Waker, tcp_address
 from wire.errors import TandemError
@@ -51,6 +55,8 @@ class Parts:
     """What a role is built from.
 
     Attributes:
+        measures: What this process counts for operators; the role's host adds its agent's.
+        tiering: What brings prefixes from the tiers behind the pool, if there are any.
         others: The ranks beside this one.
     """
 
@@ -60,6 +66,8 @@ class Parts:
     answers: Answers
     waker: Waker
     key: ChannelKey | None
+    measures: Measures
+    tiering: Tiering[Any]
     others: Sequence[RankProcess] = ()
 
 
@@ -67,7 +75,12 @@ class RoleHost(ABC):
     """What differs between the engine processes of the roles.
 
     `memory` is called once, before `role`.
+
+    Attributes:
+        region: What `memory` returned.
     """
+
+    region: MemoryRegion | None = None
 
     def memory(self, config: NodeConfig, plan: PoolPlan) -> MemoryRegion | None:
         """Return the memory of the pool, which stays this host's; None where nobody else needs it."""
@@ -139,16 +152,24 @@ class _EngineProcess:
         engine = build_engine(config, host, self._waker, self._ranks)
         address, heartbeat = tcp_address(config.host, config.engine_port), config.heartbeat
         inbox: Inbox[ToEngine] = Inbox(address, ToEngine, key, heartbeat)
-        answers = Answers(inbox, epoch, engine.cache.journal)
+        stack = open_tiers(config.tiers, engine, host.region, self._waker)
+        tiering = make_tiering(config.tiers, engine, stack)
+        journals = {} if stack is None else stack.journals()
+        answers = Answers(inbox, epoch, engine.cache.journal, journals)
         others = () if self._ranks is None else self._ranks.others
-        role = host.role(Parts(config, epoch, engine, answers, self._waker, key, others))
+        measures = Measures(engine.steps)
+        measures.tier_seconds = tiering.seconds
+        parts = Parts(config, epoch, engine, answers, self._waker, key, measures, tiering, others)
+        role = host.role(parts)
         loop = self._loop = EngineLoop(
             role,
             inbox,
             answers,
             self._waker,
             heartbeat=heartbeat,
+            measures=measures,
             on_drained=self._tell_drained,
+            wait_s=tiering.wait_s,
         )
         threading.Thread(
             target=_take_orders, args=(loop,), name="parent-watch", daemon=True
@@ -170,6 +191,8 @@ class _EngineProcess:
             loop.run()
         finally:
             inbox.close()
+            if stack is not None:
+                stack.close()  # while the pool's memory is there
         return int(self._lost_rank is not None)
 
     def close(self) -> None:
@@ -209,7 +232,8 @@ def build_engine(
         from node.simulated_engine import build_simulated
 
         return build_simulated(config, simulation, partial(host.memory, config))
-    from node.model_engine import build_model
+    with uncollected():
+        from node.model_engine import build_model
 
     return build_model(config, partial(host.memory, config), waker, ranks)
 

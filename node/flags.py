@@ -8,6 +8,7 @@ in `command`.
 import argparse
 from collections.abc import Sequence
 
+import msgspec
 from typing_extensions import override
 
 from frontend.flags import add_http_flags, read_http
@@ -21,6 +22,7 @@ from node.engine_flags import (
     add_simulation_flags,
     read_engine,
 )
+from node.tier_flags import add_tier_flags, read_tiers
 from telemetry.flags import add_format_flag, add_heartbeat_flag, add_level_flag
 from wire.hosts import bare_host, checked_url
 
@@ -29,7 +31,7 @@ MEANINGLESS = {
     "--enable-chunked-prefill": "prompts are always computed in chunks",
     "--enable-p2p-check": "the transport checks its own link",
     "--enable-metrics": "metrics are always at /metrics",
-    "--disaggregation-ib-device": "no transport of this build uses RDMA",
+    "--disaggregation-ib-device": "--transfer-interface names the device",
     "--tokenizer-worker-num": "the router's edge workers tokenize",
     "--detokenizer-worker-num": "the router's edge workers detokenize",
     "--stream-interval": "a request asks for it: sampling_params.stream_interval",
@@ -44,16 +46,23 @@ EXAMPLES: dict[NodeRole, str] = {
 examples:
   tandem prefill --model /models/llama --port 7000 --bootstrap-port 8998
   tandem prefill --host 10.0.0.5 --transfer-backend tcp      (with TANDEM_CLUSTER_KEY set)
+  tandem prefill --kv-tier host:8GiB --kv-tier disk:/var/cache/tandem:200GiB
+
+More: tandem docs transports; tandem docs tiers; tandem docs operations
 """,
     "decode": """\
 examples:
   tandem decode --model /models/llama --port 7001
   tandem decode --max-total-tokens 100000 --page-size 32
+
+More: tandem docs tuning; tandem docs operations
 """,
     "colocated": """\
 examples:
   tandem serve --model /models/llama --port 8000
   tandem serve --dtype float32 --num-threads 2
+
+More: tandem docs tuning; tandem docs http
 """,
 }
 
@@ -72,6 +81,7 @@ def build_parser(
     add_model_flags(parser.add_argument_group("model"))
     _add_server_flags(parser.add_argument_group("server"), default_port)
     add_engine_flags(parser.add_argument_group("engine"))
+    add_tier_flags(parser.add_argument_group("tiers"))
     add_simulation_flags(parser.add_argument_group("simulation"))
     if role != "colocated":
         _add_announce_flags(parser.add_argument_group("routers"))
@@ -170,7 +180,7 @@ def _add_transfer_flags(group: argparse._ArgumentGroup) -> None:
         "--transfer-backend",
         "--disaggregation-transfer-backend",
         default=defaults.backend,
-        help="how KV moves: auto, shm, tcp, cuda_ipc, nixl, ucx, mooncake, nccl, file; docs/transports.md says which for what",
+        help="how KV moves: auto, shm, tcp, cuda_ipc, nixl, ucx, mooncake, nccl, file; `tandem docs transports` says which for what",
     )
     add(
         "--transfer-directory",
@@ -257,10 +267,12 @@ def read_config(
         parser.error(f"--disaggregation-mode {args.disaggregation_mode} given to a {role} node")
     # Told of here, not when the model is loaded.
     reply_formats(args.tool_call_parser, args.reasoning_parser)
+    tiers = read_tiers(args)
     config = NodeConfig(
         role=role,
         served_model_name=args.served_model_name or model_name(args.model),
-        engine=read_engine(args),
+        engine=msgspec.structs.replace(read_engine(args), has_tiers=bool(tiers.specs)),
+        tiers=tiers,
         transfer=TransferConfig() if role == "colocated" else _transfer(args),
         host=bare_host("--host", args.host),
         port=args.port,

@@ -1,7 +1,9 @@
 """What every role says of its engine's load, and the parts of log lines that roles share."""
 
+from collections.abc import Sequence
+
 from engine.core import Engine
-from wire.messages import NodeLoad
+from wire.messages import NodeLoad, TierLoad
 
 
 def engine_load(
@@ -19,6 +21,7 @@ def engine_load(
     num_strangers: int = 0,
     num_failed: int = 0,
     num_aborted: int = 0,
+    tiers: Sequence[TierLoad] = (),
 ) -> NodeLoad:
     """Return the load of a node whose role adds these to what its engine counts."""
     pages = engine.counts()
@@ -47,6 +50,7 @@ def engine_load(
         num_strangers=num_strangers,
         num_failed=num_failed,
         num_aborted=num_aborted,
+        tiers=list(tiers),
     )
 
 
@@ -59,3 +63,11 @@ def hit_rate(now: NodeLoad, before: NodeLoad) -> float:
     """Return the share of prompt tokens that came from the prefix cache, between two loads."""
     num_prompt = now.prompt_tokens - before.prompt_tokens
     return (now.cached_tokens - before.cached_tokens) / num_prompt if num_prompt else 0.0
+
+
+def tier_hits(now: NodeLoad, before: NodeLoad) -> str:
+    """Return the end of a log line: prompt tokens that came from each tier between two loads."""
+    known = {tier.name: tier.hit_tokens for tier in before.tiers}
+    return "".join(
+        f", #{tier.name}-token: {tier.hit_tokens - known.get(tier.name, 0)}" for tier in now.tiers
+    )

@@ -16,7 +16,7 @@ from node.config import NodeConfig
 from node.drain import num_left, refusal
 from node.engine_report import Ready
 from node.life import Life, State
-from node.metrics import load_metrics, render
+from node.metrics import NodeView, node_metrics, render
 from wire.errors import InvalidRequest, NoNodeAvailable
 from wire.generation import GenerateRequest
 from wire.ids import Room
@@ -35,7 +35,7 @@ class LocalBackend:
         self._client: EngineClient | None = None
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_hash = ""
-        self._metrics = load_metrics(self._load, config.role)
+        self._metrics = node_metrics(self._view)
 
     def attach(
         self,
@@ -46,13 +46,14 @@ class LocalBackend:
         tokenizer_hash: str,
     ) -> None:
         """An engine serves: take requests from now on."""
-        if config.role != self._config.role:  # its counters begin at zero
-            self._metrics = load_metrics(self._load, config.role)
         self._config, self._ready, self._client = config, ready, client
         self._tokenizer, self._tokenizer_hash = tokenizer, tokenizer_hash
 
     def relink(self, client: EngineClient) -> None:
         """The link to the engine was lost and this is another one."""
+        if self._client is not None:
+            # True until it is told anew: counters must not seem to begin again.
+            client.load, client.measured = self._client.load, self._client.measured
         self._client = client
 
     def detach(self) -> None:
@@ -174,6 +175,23 @@ class LocalBackend:
     def metrics(self) -> str:
         """See `Backend.metrics`."""
         return render(self._metrics)
+
+    def _view(self) -> NodeView:
+        config, client = self._config, self._client
+        return NodeView(
+            role=config.role,
+            state=self._life.state,
+            facts={
+                "model": config.served_model_name,
+                "fingerprint": "" if self._ready is None else self._ready.fingerprint,
+                "device": config.engine.device,
+                "tp_size": str(config.engine.tp_size),
+                "transports": ",".join(self._transports()),
+                "zone": config.zone,
+            },
+            load=self._load(),
+            measured=None if client is None else client.measured,
+        )
 
     def _load(self) -> NodeLoad:
         return NodeLoad() if self._client is None else self._client.load

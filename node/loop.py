@@ -16,6 +16,7 @@ from node.answers import Answers, Ticket
 from node.drain import Drain, hand_over, num_left, refusal
 from node.engine_report import Drain as DrainOrder
 from node.engine_report import Order
+from node.measures import Measures
 from telemetry.log import get_logger
 from wire.channel import Inbox, Peer, Waker, wait
 from wire.errors import EngineFailed, PeerLost, TandemError
@@ -100,7 +101,9 @@ class EngineLoop:
     Args:
         heartbeat: After how much silence an edge worker is lost.
         log_interval_s: Between two lines of `Role.log_line`.
+        measures: What this process counts for operators.
         on_drained: Given the number of a drain when nothing is left and all answers were read.
+        wait_s: Returns how long a loop without work may wait, given how long it would.
     """
 
     def __init__(
@@ -113,7 +116,9 @@ class EngineLoop:
         heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
         clock: Callable[[], float] = time.monotonic,
         log_interval_s: float = 5.0,
+        measures: Measures | None = None,
         on_drained: Callable[[int], None] = lambda _number: None,
+        wait_s: Callable[[float], float] = lambda at_most_s: at_most_s,
     ) -> None:
         self._role = role
         self._inbox = inbox
@@ -121,13 +126,14 @@ class EngineLoop:
         self._waker = waker
         self._heartbeat, self._clock = heartbeat, clock
         self._log_interval_s = log_interval_s
+        self._measures = measures or Measures()
         self._logged_at = clock()
         self._probed_at = clock()
         self._last_heard: dict[Peer, float] = {}
         self._is_stopping = False
         self._orders: deque[Order] = deque()
         self._drain = Drain()
-        self._on_drained = on_drained
+        self._on_drained, self._wait_s = on_drained, wait_s
 
     def stop(self) -> None:
         """End `run` after the pass under way. Any thread may call it."""
@@ -142,7 +148,7 @@ class EngineLoop:
     def run(self) -> None:
         """Loop until `stop`."""
         while not self._is_stopping:
-            self.run_once(0.0 if self._role.has_work else IDLE_WAIT_S)
+            self.run_once(0.0 if self._role.has_work else self._wait_s(IDLE_WAIT_S))
 
     def run_once(self, timeout_s: float) -> None:
         """Make one pass, waiting at most `timeout_s` for something to do."""
@@ -158,7 +164,8 @@ class EngineLoop:
                 self._role.hand_over(hand_over())
             self._role.poll()
             if self._role.has_work:
-                self._role.step()
+                with self._measures.step():
+                    self._role.step()
         except Exception:
             # The top of the loop: nobody knows whose request broke the step, so all fail, and the node goes on.
             log.exception("engine.step_failed")
@@ -200,6 +207,9 @@ class EngineLoop:
             self._answers.pinged(peer)
             self._tell_load([peer])
             self._answers.prefixes(peer, message.prefix_position)
+            self._answers.tiers(peer, message.tier_positions)
+            if message.wants_measures:
+                self._answers.measured(peer, self._measures)
         elif isinstance(message, FlushCache):
             self._role.flush_cache()
             self._tell_load([peer])
@@ -217,6 +227,7 @@ class EngineLoop:
                 raise refusal()
             self._role.start(ticket, message)
         except TandemError as error:
+            self._measures.refused(error)
             log.info("request.refused", request_id=ticket.request_id, reason=error.message)
             self._answers.fail(ticket, error)
 
@@ -227,6 +238,7 @@ class EngineLoop:
         silent = {peer for peer, heard in self._last_heard.items() if heard < limit}
         for peer in silent | self._answers.take_unreachable():
             self._last_heard.pop(peer, None)
+            self._measures.num_lost_edges += 1
             tickets = [ticket for ticket in self._role.tickets() if ticket.peer == peer]
             if tickets:
                 log.info("edge.lost", peer=peer.hex(), num_requests=len(tickets))

@@ -69,7 +69,10 @@ def build_shard(config: NodeConfig, memory: MemoryOf) -> tuple[Runner, PoolPlan]
     model, shape = load_model(settings)
     num_pages = least(_num_pages(config, shape), settings)
     if num_pages < 1:
-        raise ConfigInvalid("the KV pool holds no page: raise --max-total-tokens")
+        raise ConfigInvalid(
+            "the KV pool holds no page: raise --max-total-tokens",
+            topic="troubleshooting#too-little-memory",
+        )
     backend = choose_backend(settings, shape)
     plan = PoolPlan(shape, num_pages, settings.page_size, is_recording(settings, backend))
     region = memory(plan)

@@ -11,10 +11,8 @@ from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 
-from engine.runner import Runner
-from engine.tensor_parallel import follow, join
 from node.engine_host import SWITCH_S
-from node.model_engine import build_shard
+from node.quick_process import end_process, uncollected
 from node.rank_agent import RankAgent, rank_agent
 from node.rank_messages import (
     Forward,
@@ -28,6 +26,11 @@ from node.rank_pipe import RankPipe, claim_stdout, end_process_after
 from telemetry import log as logs
 from wire.channel import Waker, wait
 from wire.errors import TandemError
+
+with uncollected():
+    from engine.runner import Runner
+    from engine.tensor_parallel import follow, join
+    from node.model_engine import build_shard
 
 log = logs.get_logger(__name__)
 
@@ -114,4 +117,4 @@ class _Rank:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

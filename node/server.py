@@ -70,4 +70,5 @@ def _options(config: NodeConfig, files: Mapping[str, str], operator_key: str) ->
         tokenizer_files=lambda: files,
         reply_formats=reply_formats(config.tool_call_parser, config.reasoning_parser),
         operator_key=operator_key,
+        service=f"tandem-{config.role}",
     )

@@ -37,10 +37,13 @@ def build_simulated(
     )
     plan = PoolPlan(shape, num_tokens // settings.page_size, settings.page_size)
     if plan.num_pages < 1:
-        raise ConfigInvalid("the KV pool holds no page: raise --max-total-tokens")
+        raise ConfigInvalid(
+            "the KV pool holds no page: raise --max-total-tokens",
+            topic="troubleshooting#too-little-memory",
+        )
     region = memory(plan)
     pages = None
-    if region is not None and config.role == "prefill":
+    if region is not None and config.role != "decode":
         bytes_ = region.array()[: plan.layout.pool_bytes]
         pages = SimulatedPages(bytes_, plan.num_pages, plan.page_size, 2 * shape.num_layers)
     log.info(

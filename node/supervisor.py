@@ -119,7 +119,12 @@ class Supervisor:
 
     def _too_late(self) -> None:
         if self._life.state is State.LEAVING:
-            log.warning("node.not_emptied", num_left=self.backend.num_left, effect="the node ends")
+            log.warning(
+                "node.not_emptied",
+                num_left=self.backend.num_left,
+                effect="the node ends",
+                see="tandem docs operations#ending",
+            )
             self._apply(Event.TOO_LATE)
 
     def _drained(self) -> None:
@@ -194,7 +199,12 @@ class Supervisor:
         """Serve until the engine is to end; True when it ended by itself."""
         address = tcp_address(_reachable(config.host), ready.engine_port)
         make_client = partial(
-            EngineClient, address, self._key, Epoch(ready.epoch), config.heartbeat
+            EngineClient,
+            address,
+            self._key,
+            Epoch(ready.epoch),
+            config.heartbeat,
+            wants_measures=True,
         )
         client = make_client()
         files = self._files

@@ -29,25 +29,24 @@ class TransferHost(RoleHost):
 
     agent: Agent | None = None
     _plan: PoolPlan
-    _region: MemoryRegion | None = None
 
     @override
     def memory(self, config: NodeConfig, plan: PoolPlan) -> MemoryRegion:
         self._plan = plan
-        self._region = make_region(config, plan.memory_bytes)
-        return self._region
+        self.region = make_region(config, plan.memory_bytes)
+        return self.region
 
     def end(self, parts: Parts) -> RankEnd:
         """Return what this rank is to those of other nodes."""
-        assert self._region is not None
+        assert self.region is not None
         shape = parts.engine.shape
         return RankEnd(
-            parts.epoch, shape.fingerprint, self._plan.layout, self._region, shape.model_kv_heads
+            parts.epoch, shape.fingerprint, self._plan.layout, self.region, shape.model_kv_heads
         )
 
     @override
     def close(self) -> None:
         if self.agent is not None:
             self.agent.close()
-        if self._region is not None:
-            self._region.close()
+        if self.region is not None:
+            self.region.close()

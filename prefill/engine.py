@@ -1,11 +1,10 @@
 """`python -m prefill.engine`: the engine process of a prefill node, started by its HTTP process."""
 
-import sys
-
 from typing_extensions import override
 
 from kvtransfer.group import PrefillGroup
 from node.engine_host import Parts, main
+from node.quick_process import end_process
 from node.rank_agent import RemoteSender
 from node.transfer import make_sender
 from node.transfer_host import TransferHost
@@ -26,12 +25,14 @@ class _Host(TransferHost):
             rank_ports=[rank.bootstrap_port for rank in parts.others],
         )
         self._port = own.port
+        parts.measures.transfers = own.times
         others = [RemoteSender(rank) for rank in parts.others]
         return PrefillRole(
             parts.engine,
             PrefillGroup(own, others) if others else own,
             parts.answers,
             parts.config.engine.max_waiting_requests,
+            tiering=parts.tiering,
             pushes_layers=parts.config.transfer.push_granularity == "layer",
         )
 
@@ -41,4 +42,4 @@ class _Host(TransferHost):
 
 
 if __name__ == "__main__":
-    sys.exit(main(_Host()))
+    end_process(main(_Host()))

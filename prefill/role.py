@@ -2,12 +2,14 @@
 
 ```
  start ──▶ waiting for the grant ──Granted──▶ computing, pushing each layer while the next computes
-                                                  └─ last chunk: first token to the client ──▶ landing
+             and for its prefix from tiers        └─ last chunk: first token to the client ──▶ landing
  landing ──PushDone──▶ handed off; the pages go back
  any stage: cancel, or Released by the transfer ──▶ the pages go back once no push reads them
 ```
 """
 
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from engine.core import Engine
@@ -18,8 +20,10 @@ from kvtransfer.events import Granted, PushDone, Released
 from kvtransfer.layer_push import PageRun, Wrote
 from node.answers import Answers, Ticket
 from node.deadlines import Deadlines, not_started
-from node.load import engine_load, hit_rate, token_usage
+from node.load import engine_load, hit_rate, tier_hits, token_usage
 from node.loop import Start
+from node.tiering import Tiering
+from node.timeline import Timeline
 from telemetry.log import get_logger
 from wire.errors import InvalidRequest, Overloaded, TandemError
 from wire.generation import Finish, GenerateRequest
@@ -35,14 +39,21 @@ class _Half:
 
     Attributes:
         is_wanted: Whether the client still listens; a cancelled half only waits for its pages.
-        active: None until the grant came.
+        is_granted: Whether decode has set pages aside.
+        active: None until the grant came, and its prefix from the tiers.
+        from_tiers: Tokens of that prefix, by tier.
+        pushing_s: When its first page was given to the transfer, by the timeline; -1 before.
     """
 
     ticket: Ticket
     room: Room
     request: GenerateRequest
+    timeline: Timeline
     is_wanted: bool = True
+    is_granted: bool = False
+    from_tiers: Mapping[str, int] | None = None
     active: ActiveRequest | None = None
+    pushing_s: float = -1.0
 
 
 class PrefillRole:
@@ -50,7 +61,9 @@ class PrefillRole:
 
     Args:
         max_waiting: Requests that wait for a grant or for pages; beyond it they are refused.
+        tiering: Brings prefixes from tiers; None: there are none.
         pushes_layers: Whether layers are pushed while a forward still runs.
+        clock: Of the phases that edge workers are told.
     """
 
     def __init__(
@@ -60,12 +73,15 @@ class PrefillRole:
         answers: Answers,
         max_waiting: int,
         *,
+        tiering: Tiering["_Half"] | None = None,
         pushes_layers: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._engine = engine
         self._agent = agent
         self._answers = answers
-        self._max_waiting = max_waiting
+        self._tiering = tiering or Tiering(engine)
+        self._max_waiting, self._clock = max_waiting, clock
         self._deadlines: Deadlines[_Half] = Deadlines()
         self._by_room: dict[Room, _Half] = {}
         self._by_ticket: dict[Ticket, _Half] = {}
@@ -93,11 +109,13 @@ class PrefillRole:
         num_waiting = len(self._by_room) - self._engine.num_running
         if num_waiting >= self._max_waiting:
             raise Overloaded(f"{num_waiting} requests are waiting; try again later")
-        self._engine.check(message.request, is_prompt_only=True)
-        half = _Half(ticket, message.room, message.request)
+        checked = self._engine.check(message.request, is_prompt_only=True)
+        half = _Half(ticket, message.room, message.request, Timeline(self._clock))
         self._by_room[half.room] = self._by_ticket[ticket] = half
         self._deadlines.note(half, half.request.deadline_s)
         self._agent.expect(half.room)
+        prefix = checked.token_ids[: checked.num_matchable]
+        self._tiering.begin(half, prefix, message.request.cache_salt)
 
     def cancel(self, ticket: Ticket) -> None:
         """See `Role.cancel`."""
@@ -119,11 +137,17 @@ class PrefillRole:
                 self._handed_off(half)
             else:
                 self._released(half, event)
+        self._tiering.poll()
+        for ready in self._tiering.ready():
+            self._fetched(ready.owner, ready.from_tiers)
         self._drop_late()
 
     def step(self) -> None:
         """See `Role.step`."""
+        began = self._clock()
         result = self._engine.step()
+        for chunk in result.chunks:
+            self._by_active[chunk.request].timeline.computed(began)
         for failure in result.failures:
             half = self._by_active[failure.request]
             self._fail(half, failure.error)
@@ -170,6 +194,7 @@ class PrefillRole:
             num_strangers=moved.num_strangers,
             num_failed=self._answers.num_failed,
             num_aborted=self._num_aborted,
+            tiers=self._tiering.loads(),
         )
 
     def log_line(self, elapsed_s: float) -> str | None:
@@ -188,7 +213,7 @@ class PrefillRole:
             f"#bootstrap-req: {now.num_waiting - self._engine.num_waiting}, "
             f"#inflight-req: {now.num_transferring}, "
             f"input throughput (token/s): {num_new / elapsed_s:.2f}, "
-            f"cache hit rate: {hit_rate(now, before):.2f}"
+            f"cache hit rate: {hit_rate(now, before):.2f}{tier_hits(now, before)}"
         )
 
     def _drop_late(self) -> None:
@@ -201,16 +226,30 @@ class PrefillRole:
     def _granted(self, half: _Half) -> None:
         if not half.is_wanted:
             return
+        half.timeline.end("reserve")
+        half.is_granted = True
+        if not self._tiering.is_awaited(half):
+            self._submit(half)
+
+    def _fetched(self, half: _Half, from_tiers: Mapping[str, int]) -> None:
+        """What tiers have of the prompt is cached, or there was nothing."""
+        half.from_tiers = from_tiers
+        if half.is_granted:
+            half.timeline.end("kv_tier")
+            self._submit(half)
+
+    def _submit(self, half: _Half) -> None:
         try:
             half.active = self._engine.submit(half.request, is_prompt_only=True)
         except TandemError as error:
             self._fail(half, error)
             self._abandon(half, error)
         else:
+            half.active.from_tiers = half.from_tiers
             self._by_active[half.active] = half
 
     def _push_by_layer(self, coming: list[CompletePages]) -> Wrote:
-        rooms = [self._by_active[pages.request].room for pages in coming]
+        rooms = [self._pushing(pages).room for pages in coming]
         return self._agent.push_by_layer(
             [
                 PageRun(room, pages.page_ids, pages.first_page)
@@ -218,20 +257,30 @@ class PrefillRole:
             ]
         )
 
-    def _push(self, pages: CompletePages) -> None:
+    def _pushing(self, pages: CompletePages) -> _Half:
+        """Return whose pages these are, and note when the first of them went."""
         half = self._by_active[pages.request]
+        if half.pushing_s < 0:
+            half.pushing_s = half.timeline.now()
+        return half
+
+    def _push(self, pages: CompletePages) -> None:
+        half = self._pushing(pages)
         self._agent.push(half.room, pages.page_ids, pages.first_page)
 
     def _first_token(self, token: Token) -> None:
         half = self._by_active[token.request]
         active = token.request
+        half.timeline.end("prefill")
         self._answers.token(
             half.ticket,
             token.index,
             [token.token],
             token.finish,
             token.cached_tokens,
+            cached_by_tier=token.cached_by_tier,
             logprobs=token.logprobs,
+            phases=half.timeline.take(),
         )
         self._agent.finish(
             half.room, token.token, active.seed, active.num_cached, logprobs=token.logprobs
@@ -243,7 +292,10 @@ class PrefillRole:
         assert half.active is not None
         index = half.active.next_index
         if half.is_wanted:
-            self._answers.token(half.ticket, index, [], Finish(reason="handed_off"))
+            half.timeline.beside("push", half.pushing_s)
+            self._answers.token(
+                half.ticket, index, [], Finish(reason="handed_off"), phases=half.timeline.take()
+            )
         self._forget(half)
 
     def _released(self, half: _Half, event: Released) -> None:
@@ -262,6 +314,7 @@ class PrefillRole:
     def _part(self, half: _Half) -> None:
         """The client has heard the last of this half: its id may be used again."""
         half.is_wanted = False
+        self._tiering.cancel(half)
         del self._by_ticket[half.ticket]
 
     def _abandon(self, half: _Half, error: TandemError | None) -> None:

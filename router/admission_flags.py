@@ -45,7 +45,7 @@ def add_admission_flags(group: argparse._ArgumentGroup) -> None:
         "--key-limits",
         default="",
         metavar="FILE",
-        help="TOML: what each API key may use; see docs/admission.md",
+        help="TOML: what each API key may use; see `tandem docs admission`",
     )
     add(
         "--no-admission",

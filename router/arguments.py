@@ -36,12 +36,15 @@ examples:
 Nodes may be added and removed while it runs: POST /nodes, DELETE /nodes/ID, and GET /nodes to look.
 GET /health answers 200 once a pair can serve, and says what is missing until then.
 The secret that nodes and router share is read from TANDEM_CLUSTER_KEY.
+
+More: tandem docs membership; tandem docs policies; tandem docs admission; tandem docs replay
 """
 
 # Flags of other routers and servers that people have in their scripts. None of them means anything
 # here: nodes are always apart, metrics are at /metrics.
 IGNORED_FLAGS = (
     "--pd-disaggregation",
+    "--vllm-pd-disaggregation",
     "--mini-lb",
     "--rust-lb",
     "--prometheus-port",
@@ -53,6 +56,7 @@ IGNORED_FLAGS = (
     "--balance-abs-threshold",
     "--balance-rel-threshold",
     "--eviction-interval",
+    "--eviction-interval-secs",
     "--max-tree-size",
     "--log-dir",
     "--trust-remote-code",
@@ -199,6 +203,14 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         "More pay when one keeps a core busy and others are idle (default: 1)",
     )
     group.add_argument(
+        "--shutdown-delay-s",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="on SIGTERM, how long everything that comes is still served while /health is 503 and answers "
+        "close their connections, so that balancers take this router out first (default: 0)",
+    )
+    group.add_argument(
         "--drain-timeout-s",
         type=float,
         default=30.0,
@@ -254,6 +266,7 @@ def parse(argv: Sequence[str], prog: str = "tandem lb") -> RouterConfig:
         decode_policy=POLICY_ALIASES.get(args.decode_policy, args.decode_policy),
         max_attempts=args.max_attempts,
         node_wait_s=args.node_wait_s,
+        shutdown_delay_s=args.shutdown_delay_s,
         drain_timeout_s=args.drain_timeout_s,
         heartbeat_interval_ms=args.heartbeat_interval_ms,
         admission=read_admission(args),

@@ -13,8 +13,9 @@ import msgspec
 from typing_extensions import override
 
 from frontend.backend import Tap
+from router.trail import Trail
 from wire.errors import PeerLost
-from wire.generation import Finish, GenerateRequest, TokenLogprobs
+from wire.generation import Finish, GenerateRequest, Phase, TokenLogprobs
 from wire.ids import RequestId
 from wire.messages import TokenDelta
 
@@ -25,6 +26,7 @@ class Progress:
     Args:
         tap: Given ordinary tokens; see `Backend.generate`.
         clock: Of the request's deadline, which counts from now.
+        trail: Where its time goes.
 
     Attributes:
         sent_ids: Tokens given to the client, over all attempts.
@@ -41,6 +43,7 @@ class Progress:
         "is_finished",
         "next_index",
         "sent_ids",
+        "trail",
     )
 
     def __init__(
@@ -48,7 +51,9 @@ class Progress:
         request: GenerateRequest,
         tap: Tap | None = None,
         clock: Callable[[], float] = time.monotonic,
+        trail: Trail | None = None,
     ) -> None:
+        self.trail = trail or Trail()
         self.sent_ids: list[int] = []
         self.next_index = request.num_prior_tokens
         self.is_finished = False
@@ -66,6 +71,11 @@ class Progress:
     def request_id(self) -> RequestId:
         """The request's id: the same in every attempt."""
         return self._request.request_id
+
+    @property
+    def group(self) -> str:
+        """See `GenerateRequest`."""
+        return self._request.group
 
     @property
     def awaits_prompt_logprobs(self) -> bool:
@@ -94,15 +104,22 @@ class Progress:
             finish=finish,
             # Of later attempts, most of the "cached" prompt is what this request itself computed.
             cached_tokens=0 if self.sent_ids else delta.cached_tokens,
+            cached_by_tier={} if self.sent_ids else delta.cached_by_tier,
             logprobs=delta.logprobs[num_known:],
             prompt_index=self._next_position,
             prompt_logprobs=prompt_logprobs,
+            phases=self._told(delta, finish),
         )
         self.sent_ids += token_ids
         self.next_index += len(token_ids)
         self._next_position += len(prompt_logprobs)
         self.is_finished = finish is not None
         return new
+
+    def _told(self, delta: TokenDelta, finish: Finish | None) -> list[Phase]:
+        """Return where the time went, with the first token and with the last."""
+        has_news = finish is not None or (delta.token_ids and not self.sent_ids)
+        return self.trail.take() if has_news else []
 
     def take_ordinary_at(self, index: int, token_ids: Sequence[int]) -> bool:
         """See `StreamTap`."""
@@ -149,6 +166,17 @@ class Progress:
             index=self.next_index,
             token_ids=[],
             finish=Finish(reason="abort"),
+            phases=self.trail.take(),
+        )
+
+    def last_words(self) -> TokenDelta:
+        """Return what comes before a failure: where the time went that was not told yet."""
+        return TokenDelta(
+            request_id=self.request_id,
+            attempt=0,
+            index=self.next_index,
+            token_ids=[],
+            phases=self.trail.take(),
         )
 
     def to_place(self) -> GenerateRequest:

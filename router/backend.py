@@ -19,17 +19,21 @@ from typing import TypeVar
 import msgspec
 
 from frontend.backend import Bootstrap, Health, ServedModel, Tap
+from frontend.middleware import public_info
 from router.attempt import Progress
 from router.cluster import Cluster
 from router.config import AdmissionConfig
+from router.events import Events
 from router.gate import Gate
 from router.groups import Group, Groups
-from router.metrics import RouterMetrics
+from router.metrics import Counts, RouterMetrics
 from router.pairing import Pairing
+from router.pairs_in_use import PairsInUse
 from router.policy import Pair, Policy
+from router.recent import RecentRequests
 from router.replays import Replays
 from router.running import are_alive, run_on
-from router.visit import Visit
+from router.trail import Trail
 from router.waiters import WaitAborted, Waiter
 from telemetry.log import get_logger
 from wire.errors import NoNodeAvailable, PeerLost, TandemError
@@ -50,6 +54,11 @@ class ClusterBackend:
         node_wait_s: How long a request waits for a role that has no node.
         rng: For the policies that draw.
         admission: Which requests start when.
+
+    Attributes:
+        recent: Timings of requests that ended.
+        events: What happened to requests, for people.
+        pairs: Those that attempts run on.
     """
 
     def __init__(
@@ -66,6 +75,7 @@ class ClusterBackend:
         self._max_attempts, self._node_wait_s = max_attempts, node_wait_s
         self._groups = Groups()
         self._metrics = RouterMetrics()
+        self.recent, self.events, self.pairs = RecentRequests(), Events(), PairsInUse()
         self._pairing = Pairing(cluster, policy, rng, self._metrics)
         admission = admission or AdmissionConfig()
         self._max_waiting = admission.limits.max_requests
@@ -97,21 +107,29 @@ class ClusterBackend:
         Args:
             bootstrap: Not used: who pairs the nodes is this router.
         """
+        trail = Trail()
         with self._cluster.waiters.entered(request.request_id) as waiter:
             async with self._gate.admitted(request, tap) as visit:
                 if visit is None:
                     yield Progress(request).aborted()
                     return
-                async with aclosing(self._counted(visit, waiter)) as deltas:
-                    async for delta in deltas:
-                        visit.saw(delta)
-                        yield delta
+                trail.end("queue")
+                progress = Progress(visit.request, visit.tap, trail=trail)
+                async with aclosing(self._counted(progress, waiter)) as deltas:
+                    try:
+                        async for delta in deltas:
+                            visit.saw(delta)
+                            yield delta
+                    except TandemError:
+                        yield progress.last_words()
+                        raise
 
-    async def _counted(self, visit: Visit, waiter: Waiter) -> AsyncGenerator[TokenDelta, None]:
+    async def _counted(
+        self, progress: Progress, waiter: Waiter
+    ) -> AsyncGenerator[TokenDelta, None]:
         """Yield the tokens of one request that has room, and count how it ends."""
-        group_name = visit.request.group
+        group_name = progress.group
         with self._metrics.request() as outcome, self._groups.entered(group_name) as group:
-            progress = Progress(visit.request, visit.tap)
             try:
                 async with aclosing(self._attempts(progress, group, waiter)) as deltas:
                     async for delta in deltas:
@@ -136,15 +154,19 @@ class ClusterBackend:
         choose = partial(self._pairing.pair_for, group, fingerprint=fingerprint, failed=failed)
         pair = await self._when_up(waiter, partial(choose, progress.to_place()))
         for attempt in itertools.count():
+            progress.trail.end("pair", pair.decode)
             try:
-                async with aclosing(run_on(self._cluster, progress, pair, attempt)) as deltas:
-                    async for delta in deltas:
-                        yield delta
+                running = run_on(self._cluster, progress, pair, attempt)
+                with self.pairs.attempt(pair, len(progress.to_place().prompt_ids)):
+                    async with aclosing(running) as deltas:
+                        async for delta in deltas:
+                            yield delta
             except TandemError as error:
                 replays.after(error)
                 lost = error
             else:
                 return
+            progress.trail.lost()
             self._note_replay(progress, pair, lost)
             failed.add(pair)
             again = partial(choose, progress.to_place(), after=lost)
@@ -203,12 +225,21 @@ class ClusterBackend:
             ],
         }
 
+    def counts(self) -> Counts:
+        """Return what this edge worker has counted."""
+        return self._metrics.counts()
+
     def metrics(self) -> str:
         """Return this edge worker's counters."""
-        return self._metrics.render(self._cluster.snapshot())
+        return self._metrics.render(self._cluster.snapshot(), self._cluster.tier_blocks())
 
     def _note_replay(self, progress: Progress, pair: Pair, error: TandemError) -> None:
         self._metrics.replayed(error)
+        self.events.tell(
+            "replay",
+            f"{public_info(error).message} ({error.code})",
+            alike=f"{error.code} {pair.prefill} {pair.decode}",
+        )
         log.warning(
             "request.replay",
             request_id=progress.request_id,

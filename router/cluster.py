@@ -30,8 +30,9 @@ from router.membership_files import MemberFiles
 from router.node import Node
 from router.node_watch import Watcher
 from router.policy import ClusterSnapshot, usable_fingerprint
-from router.prefixes import PrefixIndex
+from router.prefixes import CachedPrefixes
 from router.roster import Roster
+from router.tiers import KnownPrefixes
 from router.waiters import Waiters
 from telemetry.log import get_logger
 from wire.errors import NoNodeAvailable
@@ -61,12 +62,13 @@ class Cluster:
         ConfigInvalid: The tokenizer directory cannot be read, or the key cannot be made.
 
     Attributes:
+        known: What all nodes have cached, and behind that.
         waiters: Told when a node comes up.
         last_model: What is served, or was last; None before anything was.
     """
 
     def __init__(self, config: RouterConfig, files: MemberFiles | None = None) -> None:
-        self.roster, self._index = Roster(), PrefixIndex()
+        self.roster, self.known = Roster(), KnownPrefixes()
         self.sources: list[Source] = sources_of(config)
         self._membership = Membership(
             [Member(target.url, "prefill", target.bootstrap_port) for target in config.prefills]
@@ -183,6 +185,17 @@ class Cluster:
         """Of how many nodes something was said over HTTP."""
         return self._membership.num_said
 
+    def tier_blocks(self) -> dict[str, int]:
+        """Return how many blocks are known of all tiers of each name, each store counted once."""
+        blocks: dict[str, int] = {}
+        counted = set[CachedPrefixes]()
+        for node in self.roster:
+            for name, prefixes in node.prefixes.behind.items() if node.prefixes else ():
+                new = prefixes.num_blocks if prefixes not in counted else 0
+                blocks[name] = blocks.get(name, 0) + new
+                counted.add(prefixes)
+        return blocks
+
     def say(self, said: Said) -> bool:
         """Keep what is said of a node; tell whether it is news, which other workers are to be told.
 
@@ -214,7 +227,7 @@ class Cluster:
         node = self.roster.find(member.url)
         if node is None:
             node = Node(
-                member.url, member.role, on_change=self.roster.note_change, index=self._index
+                member.url, member.role, on_change=self.roster.note_change, known=self.known
             )
             self.roster.add(node)
             self._arrivals.put_nowait(node)
@@ -222,7 +235,7 @@ class Cluster:
 
     async def _keep(self, node: Node, session: aiohttp.ClientSession) -> None:
         await self._watcher.keep(node, session)
-        node.prefixes.forget()
+        node.forget_prefixes()
         self.roster.remove(node)
         log.info("node.forgotten", role=node.role, url=node.url)
 

@@ -31,5 +31,5 @@ def main(argv: Sequence[str]) -> int:
         warn_of_weak_secret(secret)
         return run(config)
     except ConfigInvalid as error:
-        sys.stderr.write(f"tandem lb: error: {error.message}\n")
+        sys.stderr.write(f"tandem lb: error: {error.for_operators}\n")
         return 2

@@ -140,6 +140,8 @@ class RouterConfig:
         max_attempts: How often one request is tried before its client sees an error. Two deaths in
             the life of one request are rare; a request that kills nodes must not kill them all.
         node_wait_s: How long a request waits when a role has no node, as while its only one restarts.
+        shutdown_delay_s: How long it goes on serving all that comes when it is told to stop, so that
+            balancers hear of it first. None to wait for by default: what stands before it is not known.
         drain_timeout_s: How long running streams go on when the router is told to stop.
         heartbeat_interval_ms: See `Heartbeat`; the same on every node and router.
         local_prefill_threshold: Prompt tokens that a decode node may have to compute by itself at a time;
@@ -166,6 +168,7 @@ class RouterConfig:
     decode_policy: PolicyName | Literal[""] = ""
     max_attempts: int = 3
     node_wait_s: float = 10.0
+    shutdown_delay_s: float = 0.0
     drain_timeout_s: float = 30.0
     heartbeat_interval_ms: float = 500.0
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
@@ -186,7 +189,8 @@ class RouterConfig:
         if not has_source and not (self.prefills and self.decodes):
             raise ConfigInvalid(
                 "give at least one --prefill URL and one --decode URL, or say where nodes come from: "
-                "--discover-dns, --discover-kubernetes or --discover-announced"
+                "--discover-dns, --discover-kubernetes or --discover-announced",
+                topic="membership",
             )
         urls = [target.url for target in self.prefills] + list(self.decodes)
         if len(set(urls)) < len(urls):
@@ -197,6 +201,8 @@ class RouterConfig:
             raise ConfigInvalid("--node-wait-s is at least 0")
         if not (math.isfinite(self.drain_timeout_s) and self.drain_timeout_s >= 0):
             raise ConfigInvalid("--drain-timeout-s is at least 0")
+        if not (math.isfinite(self.shutdown_delay_s) and self.shutdown_delay_s >= 0):
+            raise ConfigInvalid("--shutdown-delay-s is at least 0")
         if self.local_prefill_threshold < 0:
             raise ConfigInvalid(
                 f"--local-prefill-threshold is {self.local_prefill_threshold}: give 0, for never, or tokens"

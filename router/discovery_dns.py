@@ -84,6 +84,11 @@ class DnsSource:
         if problem != self.problem:
             self.problem = problem
             if problem:
-                log.warning("dns.unresolved", name=self._target.host, reason=problem)
+                log.warning(
+                    "dns.unresolved",
+                    name=self._target.host,
+                    reason=problem,
+                    see="tandem docs membership#dns",
+                )
             else:
                 log.info("dns.resolved", name=self._target.host)

@@ -83,7 +83,8 @@ def _dns_target(text: str) -> DnsTarget:
     if not is_whole:
         raise ConfigInvalid(
             f"--discover-dns {text}: give prefill=HOST:PORT, decode=HOST:PORT, or HOST:PORT to ask "
-            "each node for its role"
+            "each node for its role",
+            topic="membership#dns",
         )
     return DnsTarget(host, int(port), role)
 
@@ -98,7 +99,8 @@ def read_kubernetes(args: argparse.Namespace) -> KubernetesTarget | None:
     if args.discover_kubernetes != any(selectors):
         raise ConfigInvalid(
             "--discover-kubernetes goes with --kubernetes-prefill-selector or "
-            "--kubernetes-decode-selector: give the labels of the pods that are nodes"
+            "--kubernetes-decode-selector: give the labels of the pods that are nodes",
+            topic="membership#kubernetes",
         )
     if not args.discover_kubernetes:
         return None
@@ -125,7 +127,8 @@ def in_pod(
     if not host:
         raise ConfigInvalid(
             "--discover-kubernetes: this is no pod (KUBERNETES_SERVICE_HOST is not set): give "
-            "--kubernetes-api, such as that of `kubectl proxy`"
+            "--kubernetes-api, such as that of `kubectl proxy`",
+            topic="membership#kubernetes",
         )
     host = f"[{host}]" if ":" in host else host
     return dataclasses.replace(target, api_url=f"https://{host}:{port or 443}")

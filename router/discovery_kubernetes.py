@@ -25,9 +25,12 @@ from telemetry.log import get_logger
 
 log = get_logger(__name__)
 
-# Hundreds of routers that lost one API server must not be what keeps it down.
+# Hundreds of routers that lost one API server must not be what keeps it down; and an operator who binds the
+# role that was missing looks whether it helped.
 FIRST_RETRY_S = 1.0
-LAST_RETRY_S = 15.0
+LAST_RETRY_S = 5.0
+# As often it may be down to something else; then to the version, which a server that was restored does not know.
+REFUSALS_BEFORE_LIST = 3
 ZONE_LABEL = "topology.kubernetes.io/zone"
 
 
@@ -52,7 +55,7 @@ class KubernetesSource:
         self._api = PodApi(target, selector)
         self._first_retry_s = self._retry_s = first_retry_s
         self._pods: dict[str, Pod] = {}
-        self._version = ""
+        self._version, self._num_refused = "", 0
         self.name = f"kubernetes {role} {selector} in {self._api.namespace}"
         self.problem = ""
 
@@ -66,15 +69,21 @@ class KubernetesSource:
             while True:
                 try:
                     async with aclosing(self._updates(session)) as updates:
-                        async for _ in updates:
+                        async for is_news in updates:
                             self._note_problem("")
-                            yield self._members()
+                            if is_news:
+                                yield self._members()
                     self._retry_s = (
                         self._first_retry_s
                     )  # the server ended it, as it does each minute
                 except ApiGone:
                     self._version = ""
-                except (ApiRefused, aiohttp.ClientError, OSError) as error:
+                except ApiRefused as error:
+                    self._num_refused += 1
+                    if self._num_refused >= REFUSALS_BEFORE_LIST:
+                        self._version = ""
+                    self._note_problem(str(error))
+                except (aiohttp.ClientError, OSError) as error:
                     self._note_problem(str(error) or type(error).__name__)
                 except (ValueError, msgspec.MsgspecError) as error:
                     self._version = ""  # what was passed over may be a change
@@ -82,21 +91,25 @@ class KubernetesSource:
                 await asyncio.sleep(self._retry_s)
                 self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
 
-    async def _updates(self, session: aiohttp.ClientSession) -> AsyncGenerator[None, None]:
-        """Bring `_pods` up to date; yield after each change."""
+    async def _updates(self, session: aiohttp.ClientSession) -> AsyncGenerator[bool, None]:
+        """Bring `_pods` up to date; yield true after each change, false when all is well without one."""
         if not self._version:
             listed = await self._api.pods(session)
             self._pods = {pod.metadata.name: pod for pod in listed.items}
             self._version = listed.metadata.resource_version
-            yield
+            yield True
         async with aclosing(self._api.changes(session, self._version)) as changes:
-            async for kind, pod in changes:
+            async for change in changes:
+                if change is None:
+                    yield False
+                    continue
+                kind, pod = change
                 if kind in {"ADDED", "MODIFIED"}:
                     self._pods[pod.metadata.name] = pod
                 elif kind == "DELETED":
                     self._pods.pop(pod.metadata.name, None)
                 self._version = pod.metadata.resource_version
-                yield
+                yield True
 
     def _members(self) -> list[Member]:
         found = [self._member(pod) for _, pod in sorted(self._pods.items())]
@@ -124,10 +137,15 @@ class KubernetesSource:
 
     def _note_problem(self, problem: str) -> None:
         if not problem:
-            self._retry_s = self._first_retry_s
+            self._retry_s, self._num_refused = self._first_retry_s, 0
         if problem != self.problem:
             self.problem = problem
             if problem:
-                log.warning("kubernetes.failed", source=self.name, reason=problem)
+                log.warning(
+                    "kubernetes.failed",
+                    source=self.name,
+                    reason=problem,
+                    see="tandem docs membership#kubernetes",
+                )
             else:
                 log.info("kubernetes.follows", source=self.name, num_pods=len(self._pods))

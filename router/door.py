@@ -5,6 +5,7 @@ Who is handed a connection is `doorman.py`'s to say.
 
 import asyncio
 import itertools
+import os
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
@@ -122,6 +123,7 @@ class Door:
             num_received=self._num_received,
             num_closed=self._num_closed,
             num_streams=self._served.num_streams,
+            pid=os.getpid(),
         )
         self._pool.write(self._index, row)
 

@@ -24,6 +24,7 @@ from wire.errors import ConfigInvalid, RateLimited
 
 MINUTE_S = 60.0
 DEFAULT = "default"
+LIMITS = "admission#what-a-key-may-use"  # of the documentation
 _CLIENT = re.compile("[0-9a-f]{8}")
 
 
@@ -54,17 +55,20 @@ def read_limits(path: str) -> dict[str, KeyLimit]:
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         limits = msgspec.convert(data, dict[str, KeyLimit])
     except OSError as error:
-        raise ConfigInvalid(f"{flag}: {error.strerror}") from error
+        raise ConfigInvalid(f"{flag}: {error.strerror}", topic=LIMITS) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
-        raise ConfigInvalid(f"{flag}: {error}") from error
+        raise ConfigInvalid(f"{flag}: {error}", topic=LIMITS) from error
     for name, limit in limits.items():
         if name != DEFAULT and not _CLIENT.fullmatch(name):
             raise ConfigInvalid(
                 f"{flag}: [{name}] is no key: give [{DEFAULT}], or the first 8 digits of what "
-                "`printf %s KEY | sha256sum` prints"
+                "`printf %s KEY | sha256sum` prints",
+                topic=LIMITS,
             )
         if min(msgspec.structs.astuple(limit)) < 0:
-            raise ConfigInvalid(f"{flag}: [{name}]: limits are at least 1, or 0 for none")
+            raise ConfigInvalid(
+                f"{flag}: [{name}]: limits are at least 1, or 0 for none", topic=LIMITS
+            )
     return limits
 
 

@@ -73,6 +73,12 @@ class Pod(msgspec.Struct, frozen=True):
     status: PodStatus = PodStatus()
 
 
+class Bookmark(msgspec.Struct, frozen=True):
+    """How far the watch is. Looks like a pod of which everything else is null."""
+
+    metadata: Meta
+
+
 class PodList(msgspec.Struct, frozen=True):
     """All pods at one version."""
 
@@ -137,8 +143,10 @@ class PodApi:
 
     async def changes(
         self, session: aiohttp.ClientSession, version: str
-    ) -> AsyncGenerator[tuple[str, Pod], None]:
+    ) -> AsyncGenerator[tuple[str, Pod] | None, None]:
         """Yield what changes after a version, as the event's type and the pod, until the server ends it.
+
+        The first is None: the server tells what changes from now on, which may be nothing for long.
 
         Raises:
             ApiGone: The version is too old.
@@ -152,12 +160,17 @@ class PodApi:
             self._url, params=params, headers=self._headers(), timeout=timeout
         ) as response:
             await self._check(response, "watch")
+            yield None
             async for line in response.content:
                 event = msgspec.json.decode(line, type=Event)
                 if event.type == "ERROR":
                     failure = msgspec.json.decode(event.object, type=Failure)
                     raise _error(failure.code, failure.message)
-                yield event.type, msgspec.json.decode(event.object, type=Pod)
+                if event.type == "BOOKMARK":
+                    bookmark = msgspec.json.decode(event.object, type=Bookmark)
+                    yield event.type, Pod(bookmark.metadata)
+                else:
+                    yield event.type, msgspec.json.decode(event.object, type=Pod)
 
     def _headers(self) -> dict[str, str]:
         """Return who asks. The token is read anew: Kubernetes renews it within the hour."""

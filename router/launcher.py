@@ -1,9 +1,10 @@
 """The router's parent process: owns the listening socket and keeps the edge workers alive.
 
 ```
- parent: bind ─▶ start N workers ─▶ restart what crashes ─▶ signal: close their stdin ─▶ wait ─▶ 0
-                     │ stdin: one line of JSON, then open for as long as the parent lives
- worker: serve ◀─────┘ ───────────────▶ EOF: finish what is in, exit
+ parent: bind ─▶ start N workers ─▶ restart what crashes ─▶ SIGTERM: a line ──delay──▶ close their stdin ─▶ wait ─▶ 0
+                     │ stdin: one line of JSON                      │                        │
+ worker: serve ◀─────┘      serve, /health is 503 ◀─────────────────┘                        │
+         finish what is in, exit ◀───────────────────────────────────────────────────────────┘
 ```
 
 Reads nothing of any client, so that it has nothing to crash on. A single worker accepts by itself;
@@ -79,6 +80,7 @@ class Launcher:
     ) -> None:
         self._config, self._socket, self._pool, self._files = config, sock, pool, files
         self._doorman = Doorman(sock, pool) if pool is not None else None
+        self._is_leaving = False
         self._stopping = asyncio.Event()
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._status, self._drain_s = 0, 0.0
@@ -86,9 +88,12 @@ class Launcher:
     async def run(self) -> int:
         """Run until a signal comes or a new worker says that the configuration cannot work."""
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._signalled, self._config.drain_timeout_s)
-        interrupt_s = min(INTERRUPT_DRAIN_S, self._config.drain_timeout_s)
-        loop.add_signal_handler(signal.SIGINT, self._signalled, interrupt_s)
+        config = self._config
+        for number, delay_s, drain_s in (
+            (signal.SIGTERM, config.shutdown_delay_s, config.drain_timeout_s),
+            (signal.SIGINT, 0.0, min(INTERRUPT_DRAIN_S, config.drain_timeout_s)),
+        ):
+            loop.add_signal_handler(number, self._signalled, delay_s, drain_s)
         if self._doorman is not None:
             self._doorman.open()
         async with asyncio.TaskGroup() as tasks:
@@ -99,12 +104,19 @@ class Launcher:
             reaper.cancel()
         return self._status
 
-    def _signalled(self, drain_s: float) -> None:
-        if self._stopping.is_set():  # a second signal forces
+    def _signalled(self, delay_s: float, drain_s: float) -> None:
+        if self._is_leaving:  # a second signal forces
             self._kill()
+            self._stop()
         else:
-            log.info("router.stopping", drain_s=drain_s)
-        self._stop(drain_s)
+            log.info("router.stopping", delay_s=delay_s, drain_s=drain_s)
+            self._leave()
+            asyncio.get_running_loop().call_later(delay_s, self._stop, drain_s)
+
+    def _leave(self) -> None:
+        self._is_leaving = True
+        for process in self._processes.values():
+            _tell_to_leave(process)
 
     def _stop(self, drain_s: float = 0.0) -> None:
         self._drain_s = drain_s
@@ -164,12 +176,20 @@ class Launcher:
             nodes_directory=str(self._files.directory),
         )
         process.stdin.write(msgspec.json.encode(start) + b"\n")
+        if self._is_leaving:
+            _tell_to_leave(process)
         if self._stopping.is_set():  # the signal came while it started
             _close_stdin(process)
         status = await process.wait()
         if self._doorman is not None:
             self._doorman.worker_gone(index, process.pid)
         return status
+
+
+def _tell_to_leave(process: asyncio.subprocess.Process) -> None:
+    # Closed: it crashed and its successor is yet to start. uvloop raises where asyncio says nothing.
+    if process.stdin is not None and not process.stdin.is_closing():
+        process.stdin.write(b"\n")
 
 
 def _close_stdin(process: asyncio.subprocess.Process) -> None:

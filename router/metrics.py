@@ -1,18 +1,38 @@
 """What one edge worker counts of its requests and nodes, for Prometheus."""
 
 import asyncio
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from router.policy import ClusterSnapshot
+from telemetry.process_metrics import BuildCollector, ProcessesCollector
 from wire.errors import TandemError
 
 # From what a place takes to be found to where common proxies give an answer up.
 WAIT_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # From a tenth of the 1 ms that pairing may take to ten times it.
 PAIRING_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What one edge worker has counted so far.
+
+    Attributes:
+        refused: Requests that were not started, by the code of the error.
+    """
+
+    num_in_flight: int
+    num_queued: int
+    num_finished: int
+    num_failed: int
+    num_cancelled: int
+    num_replays: int
+    refused: Mapping[str, int]
 
 
 class Outcome:
@@ -65,13 +85,36 @@ class RouterMetrics:
             # As the worker that is asked sees it.
             multiprocess_mode="livemostrecent",
         )
+        self._nodes_known = Gauge(
+            "tandem_router_nodes_known",
+            "Nodes that are members, those that cannot be used now included.",
+            ["role"],
+            registry=self._registry,
+            multiprocess_mode="livemostrecent",
+        )
         self._pairing = Histogram(
             "tandem_router_pairing_seconds",
-            "Time to choose a pair.",
+            "Seconds that choosing a pair took.",
             registry=self._registry,
             buckets=PAIRING_BUCKETS_S,
         )
 
+        self._found = Counter(
+            "tandem_router_prompt_tokens",
+            "Prompt tokens given to nodes, by where the one that computes them was thought to find them: "
+            "device, a tier by its name, or nowhere.",
+            ["found"],
+            registry=self._registry,
+        )
+        self._tier_blocks = Gauge(
+            "tandem_router_tier_blocks",
+            "Blocks of 128 tokens known to be in the tiers of nodes; those of a shared store count once.",
+            ["tier"],
+            registry=self._registry,
+            multiprocess_mode="livemostrecent",
+        )
+        self._places: dict[str, Counter] = {}
+        self._tiers = set[str]()
         self._queued = Gauge(
             "tandem_router_queued_requests",
             "Requests that wait for room.",
@@ -80,7 +123,7 @@ class RouterMetrics:
         )
         self._wait = Histogram(
             "tandem_router_queue_wait_seconds",
-            "How long requests waited for room before they started.",
+            "Seconds that requests waited for room before they started.",
             registry=self._registry,
             buckets=WAIT_BUCKETS_S,
         )
@@ -90,6 +133,9 @@ class RouterMetrics:
             ["reason"],
             registry=self._registry,
         )
+        # With several workers `siblings.py` tells of all of them in their place.
+        self._registry.register(ProcessesCollector(lambda: {"edge-0": os.getpid()}))
+        self._registry.register(BuildCollector())
 
     def queued(self, num_waiting: int) -> None:
         """Tell how many wait for room now."""
@@ -123,6 +169,19 @@ class RouterMetrics:
         with self._pairing.time():
             yield
 
+    def given(self, num_tokens: int, found: Mapping[str, int]) -> None:
+        """Count a prompt that a node is given, and how much of it is thought to be where."""
+        for place, count in found.items():
+            if count:
+                self._place(place).inc(count)
+        self._place("nowhere").inc(num_tokens - sum(found.values()))
+
+    def _place(self, place: str) -> Counter:
+        # Finding it by its label takes several times as long as counting.
+        if place not in self._places:
+            self._places[place] = self._found.labels(place)
+        return self._places[place]
+
     def stayed_on_decode(self, reason: str) -> None:
         """Count an attempt whose prompt decode computes by itself."""
         self._local.labels(reason).inc()
@@ -131,8 +190,39 @@ class RouterMetrics:
         """Count an attempt that follows one which ended with `error`."""
         self._replays.labels(error.code).inc()
 
-    def render(self, snapshot: ClusterSnapshot) -> str:
-        """Return everything in Prometheus' text format."""
+    def counts(self) -> Counts:
+        """Return what this process counted."""
+        ended = _by_label(self._requests)
+        return Counts(
+            num_in_flight=sum(_by_label(self._in_flight).values()),
+            num_queued=sum(_by_label(self._queued).values()),
+            num_finished=ended.get("finished", 0),
+            num_failed=ended.get("failed", 0),
+            num_cancelled=ended.get("cancelled", 0),
+            num_replays=sum(_by_label(self._replays).values()),
+            refused=_by_label(self._refused),
+        )
+
+    def render(self, snapshot: ClusterSnapshot, tier_blocks: Mapping[str, int]) -> str:
+        """Return everything in Prometheus' text format.
+
+        Args:
+            tier_blocks: See `Cluster.tier_blocks`.
+        """
+        self._tiers |= tier_blocks.keys()
+        for tier in self._tiers:
+            self._tier_blocks.labels(tier).set(tier_blocks.get(tier, 0))
         for role, nodes in (("prefill", snapshot.prefills), ("decode", snapshot.decodes)):
             self._nodes_up.labels(role).set(sum(node.is_up for node in nodes))
+            self._nodes_known.labels(role).set(len(nodes))
         return generate_latest(self._registry).decode()
+
+
+def _by_label(metric: Counter | Gauge) -> dict[str, int]:
+    """Return the values of a metric by that of its label, if it has one."""
+    [family] = metric.collect()
+    return {
+        "".join(sample.labels.values()): int(sample.value)
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }

@@ -20,7 +20,8 @@ from router.config import host_of
 from router.membership import Member
 from router.node_http import NodeUnusable
 from router.policy import NodeSnapshot
-from router.prefixes import NOTHING_CACHED, PrefixIndex
+from router.prefixes import NOTHING_CACHED
+from router.tiers import KnownPrefixes, NodePrefixes
 from telemetry.log import get_logger
 from wire.channel import tcp_address
 from wire.errors import NodeDraining, PeerLost
@@ -45,7 +46,8 @@ class Work:
         num_to_compute: Prompt tokens that decode computes by itself.
 
     Attributes:
-        is_counted: Whether it has not ended.
+        is_counted: Whether it is part of the node's load.
+        is_done: Nothing is left to do for it at the node.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Work:
     ) -> None:
         self.stream = stream
         self._node, self._num_tokens, self._num_to_compute = node, num_tokens, num_to_compute
-        self.is_counted = True
+        self.is_counted, self.is_done = True, False
         node.count(1, num_tokens)
         node.count_own(num_to_compute)
 
@@ -62,11 +64,21 @@ class Work:
         self._node.count_own(-self._num_to_compute)
         self._num_to_compute = 0
 
-    def end(self, *, is_done: bool = False) -> None:
+    def done(self) -> None:
+        """Give the share back: its part is done. What is still said of it wakes nobody. Safe to call twice."""
+        if not self.is_done:
+            self.is_done = True
+            self.stream.mute()
+            self._give_back()
+
+    def end(self) -> None:
         """Give the share back. Cancels at the engine unless it `is_done`. Safe to call twice."""
-        if is_done:
+        if self.is_done:
             self.stream.forget()
         self.stream.close()
+        self._give_back()
+
+    def _give_back(self) -> None:
         self.prompt_done()
         if self.is_counted:
             self.is_counted = False
@@ -88,7 +100,7 @@ class Node:
     Args:
         role: What it was given as: prefill or decode; empty to take what it says.
         on_change: Called with the node when what `snapshot` returns may have changed.
-        index: Of what all nodes have cached.
+        known: What all nodes have cached, and behind that.
 
     Attributes:
         role: What it last said that it is; until then what it was given as.
@@ -97,7 +109,7 @@ class Node:
         is_admitted: Its last answer was that of a healthy node that takes requests.
         leaving: Set while it is to be forgotten.
         idle: Set while nothing of this process runs on it.
-        prefixes: What this life of it has cached.
+        prefixes: What this life of it has cached, and behind that; None before it was met.
     """
 
     def __init__(
@@ -106,7 +118,7 @@ class Node:
         role: str,
         bootstrap_port: int | None = None,
         on_change: "Callable[[Node], None]" = lambda _node: None,
-        index: PrefixIndex | None = None,
+        known: KnownPrefixes | None = None,
     ) -> None:
         self.url, self.role = url, role
         self.info: NodeInfo | None = None
@@ -119,8 +131,8 @@ class Node:
         self.idle.set()
         self._member = Member(url, role, bootstrap_port)
         self._on_change = on_change
-        self.prefixes = NOTHING_CACHED
-        self._index = PrefixIndex() if index is None else index
+        self.prefixes: NodePrefixes | None = None
+        self._known = KnownPrefixes() if known is None else known
         self._fresh_tokens = 0
         # The load that these were started after.
         self._load_before = NodeLoad()
@@ -255,12 +267,17 @@ class Node:
             self.client.stop()
         _warn_of_rhythm(self.url, info.heartbeat_interval_ms, 1000 * heartbeat.interval_s)
         address = tcp_address(self.host, info.engine_port)
-        self.prefixes.forget()
-        self.prefixes = self._index.new_life()
+        self.forget_prefixes()
+        self.prefixes = self._known.new_life()
         self.client = EngineClient(
             address, key, Epoch(info.epoch), heartbeat, self.changed, prefixes=self.prefixes
         )
         return self.client
+
+    def forget_prefixes(self) -> None:
+        """What it had is not there any more. Safe to call twice."""
+        if self.prefixes is not None:
+            self.prefixes.forget()
 
     def start(self, start: Start, wake: asyncio.Event, num_to_compute: int = 0) -> Work:
         """Start an attempt here, or one half of it.
@@ -320,7 +337,8 @@ class Node:
             in_flight_tokens=self.in_flight_tokens,
             fresh_tokens=self.fresh_tokens(),
             zone=self.zone,
-            prefixes=self.prefixes,
+            prefixes=self.prefixes.cached if self.prefixes else NOTHING_CACHED,
+            tiers=self.prefixes.tiers if self.prefixes else (),
             takes_prompts=self.info is not None and self.info.takes_prompts,
             backlog_tokens=self.backlog_tokens(),
         )
@@ -335,4 +353,5 @@ def _warn_of_rhythm(url: str, told_ms: float, own_ms: float) -> None:
             node_ms=told_ms,
             router_ms=own_ms,
             action="give all the same --heartbeat-interval-ms",
+            see="tandem docs replay#how-soon-a-loss-is-noticed",
         )

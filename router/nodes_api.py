@@ -9,10 +9,11 @@
 What one edge worker is told it keeps in a file and tells its siblings (`siblings.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
+import msgspec
 from aiohttp import web
 from pydantic import Field
 
@@ -25,6 +26,7 @@ from router.membership import Said
 from router.node import Node
 from telemetry.log import get_logger
 from wire.errors import ConfigInvalid, InvalidRequest, TandemError
+from wire.messages import NodeLoad
 
 log = get_logger(__name__)
 
@@ -133,16 +135,31 @@ def _shown(node: Node) -> Mapping[str, Any]:
         "id": node_id(node.url),
         "url": node.url,
         "role": node.role,
-        "state": _state(node),
+        "state": state_of(node),
         "reason": node.shown_reason,
         "source": node.source,
         "zone": node.zone,
         "in_flight_requests": node.in_flight_requests,
         "in_flight_tokens": node.in_flight_tokens,
+        "tiers": _tiers(node),
     }
 
 
-def _state(node: Node) -> str:
+def _tiers(node: Node) -> Sequence[Mapping[str, Any]]:
+    """Return what is behind a node's prefix cache, with how many blocks this router knows of it."""
+    load = node.client.load if node.client is not None else NodeLoad()
+    known = node.prefixes.behind if node.prefixes is not None else {}
+    return [
+        {
+            **msgspec.structs.asdict(tier),
+            "num_blocks": known[tier.name].num_blocks if tier.name in known else 0,
+        }
+        for tier in load.tiers
+    ]
+
+
+def state_of(node: Node) -> str:
+    """Return how a node is: leaving, draining, up or down."""
     if node.leaving.is_set():
         return "leaving"
     if node.is_draining:

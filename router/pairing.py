@@ -74,7 +74,11 @@ class Pairing:
             return pair
 
     def _conditional(self, pair: Pair, request: GenerateRequest, asked: Asked) -> Pair:
-        """Return the pair, or its decode alone where that computes the prompt by itself."""
+        """Return the pair, or its decode alone where that computes the prompt by itself.
+
+        What decode has in its tiers is not counted: the threshold is what its answers are promised to be
+        disturbed by at most, and a fetch that fails or comes late is computed.
+        """
         decode = self._cluster.node(pair.decode).snapshot()
         is_stand_in = self._cluster.node(pair.prefill).role == "decode"
         threshold, num_cached = self._cluster.local_prefill_threshold, asked.cached_tokens(decode)
@@ -86,6 +90,11 @@ class Pairing:
     def _expect(self, pair: Pair, asked: Asked) -> None:
         """Have the nodes count what they were given, until their loads tell of it."""
         self._cluster.node(pair.decode).expect(asked.num_tokens)
+        computing = self._cluster.node(pair.prefill or pair.decode)
+        snapshot = computing.snapshot()
+        found = asked.found_in(snapshot)
+        self._metrics.given(asked.num_tokens, found)
         if pair.prefill:
-            prefill = self._cluster.node(pair.prefill)
-            prefill.expect(asked.num_tokens - asked.cached_tokens(prefill.snapshot()))
+            # As it was rated: what is fetched costs its share of being computed.
+            saved = asked.saved_tokens(snapshot) if snapshot.tiers else found["device"]
+            computing.expect(asked.num_tokens - round(saved))

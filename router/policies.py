@@ -37,15 +37,21 @@ def _least_load(nodes: Sequence[NodeSnapshot], asked: Asked, _draw: Draw) -> lis
 
 
 def _cache_aware(nodes: Sequence[NodeSnapshot], asked: Asked, draw: Draw) -> list[float]:
-    """Rate by what there is to do until the prompt is done, less what of it is cached.
+    """Rate by what there is to do until the prompt is done, less what having some of it saves.
 
-    A node with a popular prefix is taken until its queue is longer by as much as the prefix saves.
+    A node with a popular prefix is taken until its queue is longer by as much as the prefix saves. Of what
+    is in a store that all nodes read, only what another node has on its device beyond that decides.
     """
     loads = _least_load(nodes, asked, draw)
-    return [load - cached for load, cached in zip(loads, asked.cached_in(nodes), strict=True)]
+    return [load - saved for load, saved in zip(loads, asked.saved_in(nodes), strict=True)]
 
 
 def _cache_aware_decode(nodes: Sequence[NodeSnapshot], asked: Asked, draw: Draw) -> list[float]:
+    """Rate by what decode holds, less what of the prompt's KV need not travel: what is on its device.
+
+    What is in its tiers saves nothing here. Prefill computes or fetches the prompt in any case, and pushes
+    all that is not in decode's pool; decode fetches only prompts that it computes by itself.
+    """
     loads = _least_load(nodes, asked, draw)
     return [
         load - _KEPT_TOKENS * cached

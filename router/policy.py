@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
-from router.prefixes import NOTHING_CACHED, CachedPrefixes, PromptBlocks
+from router.prefixes import NOTHING_CACHED, CachedPrefixes, CachedTier, PromptBlocks
 from wire.errors import NoNodeAvailable
 from wire.generation import GenerateRequest
 from wire.messages import NodeLoad
@@ -38,6 +38,7 @@ class NodeSnapshot:
             those that are cached.
         zone: Where it stands, as operators name it: KV moves faster within a zone.
         prefixes: What it has cached. It changes as the node tells more.
+        tiers: Those behind its cache that save anything now, cheapest first. What is in them changes too.
         busy_tokens: How much work it has; see `busy_tokens`.
         room_tokens: For how many more tokens it has pages.
         takes_prompts: A decode node that can compute prompts by itself.
@@ -57,6 +58,7 @@ class NodeSnapshot:
     takes_prompts: bool = False
     backlog_tokens: int = 0
     prefixes: CachedPrefixes = NOTHING_CACHED
+    tiers: tuple[CachedTier, ...] = ()
     # Kept, since a choice looks at hundreds of nodes of which few have changed.
     busy_tokens: float = field(init=False)
     room_tokens: float = field(init=False)
@@ -147,6 +149,34 @@ class Asked:
     def cached_in(self, nodes: Sequence[NodeSnapshot]) -> list[int]:
         """Return the same of each of several nodes, for little more than of one."""
         return self.prompt.cached_in([node.prefixes for node in nodes])
+
+    def saved_in(self, nodes: Sequence[NodeSnapshot]) -> Sequence[float]:
+        """Return how many tokens less than the whole prompt it costs each of several nodes to compute it.
+
+        A cached token saves all of itself; behind those, one in a tier saves what computing it costs more
+        than taking it from there.
+        """
+        cached = self.cached_in(nodes)
+        behind = [index for index, node in enumerate(nodes) if node.tiers]
+        if not behind:
+            return cached
+        saved: list[float] = [*cached]
+        for index in behind:
+            for tier, count in self.prompt.beyond(cached[index], nodes[index].tiers):
+                saved[index] += count * tier.share
+        return saved
+
+    def saved_tokens(self, node: NodeSnapshot) -> float:
+        """Return the same of one node."""
+        return self.saved_in([node])[0]
+
+    def found_in(self, node: NodeSnapshot) -> dict[str, int]:
+        """Return how many tokens `node` is thought to find where: on its `device`, or by name of the tier."""
+        found = {"device": self.cached_tokens(node)}
+        if node.tiers:
+            more = self.prompt.beyond(found["device"], node.tiers)
+            found |= {tier.name: count for tier, count in more}
+        return found
 
 
 ANYTHING = Asked()

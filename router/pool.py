@@ -34,6 +34,7 @@ class Row:
         num_closed: How many of them are closed. With what the parent handed over, this one number
             says how many a worker has: whoever reads a row while it is written is not misled.
         num_streams: Generations running now.
+        pid: Of its process; 0 while there is none.
     """
 
     is_open: bool = False
@@ -41,6 +42,7 @@ class Row:
     num_received: int = 0
     num_closed: int = 0
     num_streams: int = 0
+    pid: int = 0
 
     @property
     def num_connections(self) -> int:
@@ -81,6 +83,7 @@ class Pool:
         self._cells[first + 2] = row.num_received
         self._cells[first + 3] = row.num_closed
         self._cells[first + 4] = row.num_streams
+        self._cells[first + 5] = row.pid
 
     def forget(self, index: int, pid: int) -> None:
         """Clear what a worker that is gone left behind; what it counted for /metrics stays."""

@@ -3,6 +3,7 @@
 ```
  node ── CacheReport ──▶ CachedPrefixes.take ──▶ PrefixIndex: name of a block ─▶ which nodes have it
  prompt ──▶ PromptBlocks ──▶ cached_in: the blocks at its beginning, looked up once for all nodes
+                         └─▶ beyond: what a node's tiers have behind those (`router/tiers.py` follows them)
 ```
 
 What is known is a hint: up to half a second old, in blocks of `BLOCK_TOKENS`, a little less than there is.
@@ -10,7 +11,7 @@ One index for all nodes costs a look at each block of a prompt, where a set for 
 at some blocks of each node: with hundreds of nodes, a tenth of the time.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -99,6 +100,7 @@ class CachedPrefixes:
     Attributes:
         position: Up to where its changes are known.
         num_blocks: How many are cached.
+        index: Where it is one of others.
     """
 
     position: int = 0
@@ -106,16 +108,11 @@ class CachedPrefixes:
 
     def __post_init__(self) -> None:
         self._names: set[int] = set()
-        self._index, self._bit = _NO_INDEX, 0
+        self.index, self._bit = _NO_INDEX, 0
 
     def enter(self, index: PrefixIndex, bit: int) -> None:
         """Be one of an index. Called by it."""
-        self._index, self._bit = index, bit
-
-    @property
-    def index(self) -> PrefixIndex:
-        """Where it is one of others."""
-        return self._index
+        self.index, self._bit = index, bit
 
     @property
     def names(self) -> AbstractSet[int]:
@@ -126,28 +123,51 @@ class CachedPrefixes:
         """Follow what the node tells; what passes the limit of blocks is not held."""
         if not self._bit:  # on its way as the life ended
             return
-        removed = self._names if report.is_whole else unpack_names(report.removed)
-        gone = self._names.intersection(removed)
-        self._index.remove(gone, self._bit)
+        self.drop(self._names if report.is_whole else unpack_names(report.removed))
+        self.hold(unpack_names(report.added))
+        self.position = report.position
+
+    def drop(self, names: Iterable[int]) -> None:
+        """Have these no more; those it had not are passed over."""
+        gone = self._names.intersection(names)
+        self.index.remove(gone, self._bit)
         self._names -= gone
+        self.num_blocks = len(self._names)
+
+    def hold(self, names: Iterable[int]) -> None:
+        """Have these too; what passes the limit of blocks is not held."""
         room = MAX_BLOCKS - len(self._names)
-        new = [name for name in {*unpack_names(report.added)} if name not in self._names][:room]
-        self._index.add(new, self._bit)
+        new = [name for name in {*names} if name not in self._names][:room]
+        self.index.add(new, self._bit)
         self._names.update(new)
-        self.position, self.num_blocks = report.position, len(self._names)
+        self.num_blocks = len(self._names)
 
     def forget(self) -> None:
         """The life is over. Safe to call twice."""
         if self._bit:
-            self._index.remove(self._names, self._bit)
+            self.index.remove(self._names, self._bit)
             self._names.clear()
-            self._index.leave(self._bit)
-            self._index, self._bit, self.num_blocks = _NO_INDEX, 0, 0
+            self.index.leave(self._bit)
+            self.index, self._bit, self.num_blocks = _NO_INDEX, 0, 0
 
 
 _NO_INDEX = PrefixIndex()
 NOTHING_CACHED = CachedPrefixes()
 """Of a node that was never reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTier:
+    """One tier behind a node's prefix cache.
+
+    Attributes:
+        prefixes: What is in it, in the index of the node's own.
+        share: Of computing a token, what taking it from there saves: more than 0, at most 1.
+    """
+
+    name: str
+    prefixes: CachedPrefixes
+    share: float
 
 
 class PromptBlocks:
@@ -176,3 +196,20 @@ class PromptBlocks:
             self._looked_in.add(index)
         get, size = self._found.get, self.block_tokens
         return [get(life, 0) * size for life in lives]
+
+    def beyond(
+        self, num_tokens: int, tiers: Iterable[CachedTier]
+    ) -> Iterator[tuple[CachedTier, int]]:
+        """Yield what each tier has behind what comes before it: so many tokens more.
+
+        Only behind `cached_in` of their node is it known.
+
+        Args:
+            num_tokens: At the beginning of the prompt, which their node has itself, as `cached_in` says.
+            tiers: Cheapest first.
+        """
+        for tier in tiers:
+            reach = self._found.get(tier.prefixes, 0) * self.block_tokens
+            if reach > num_tokens:
+                yield tier, reach - num_tokens
+                num_tokens = reach

@@ -55,13 +55,17 @@ async def run_attempt(
             await wake.wait()
             wake.clear()
             decode_work.stream.tap = None
-            for delta in _arrivals(progress, prefill_work, decode_work):
+            for node, delta in _arrivals(progress, prefill_work, decode_work):
+                if delta.phases:
+                    progress.trail.heard(
+                        delta.phases, pair.prefill if node is prefill_work else pair.decode
+                    )
                 if new := progress.accept(delta):
                     yield new
                 if progress.is_finished:
                     break
         # A finish that came from prefill is not known to decode, which is cancelled here.
-        prefill_work.end(is_done=True)
+        prefill_work.done()
 
 
 async def run_local_attempt(
@@ -87,6 +91,8 @@ async def run_local_attempt(
                 if delta.token_ids:
                     has_spoken = True
                     work.prompt_done()
+                if delta.phases:
+                    progress.trail.heard(delta.phases, url)
                 if new := progress.accept(delta):
                     yield new
                 if progress.is_finished:
@@ -110,15 +116,18 @@ def _starts(
     return decode, StartPrefill(request=request, room=room, attempt=attempt)
 
 
-def _arrivals(progress: Progress, prefill: Work, decode: Work) -> Iterator[TokenDelta]:
+def _arrivals(progress: Progress, prefill: Work, decode: Work) -> Iterator[tuple[Work, TokenDelta]]:
     """Yield what waits in both streams, prefill's first: it has the first token."""
-    while delta := prefill.stream.take():
-        yield delta
+    while not prefill.is_done and (delta := prefill.stream.take()):
+        yield prefill, delta
     # The nodes' links do not keep pace with each other: while prefill owes log-probabilities of the
     # prompt, which come before all tokens, decode's tokens wait. Its failure does not.
     if progress.awaits_prompt_logprobs and prefill.stream.is_open and not decode.stream.is_empty:
         return
     while delta := decode.stream.take():
         # Decode speaks once every page landed: prefill's part is done, and cannot fail any more.
-        prefill.end(is_done=True)
-        yield delta
+        prefill.done()
+        if delta.finish is not None:
+            # It may have told since how it fared, which the last delta is to say.
+            yield from ((prefill, late) for late in prefill.stream.take_late())
+        yield decode, delta

@@ -10,9 +10,11 @@ the files of the pool. A worker that does not answer in time is named in `silent
 """
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -29,7 +31,9 @@ from frontend import routes
 from frontend.edge import EDGE, Edge
 from frontend.middleware import answer_errors, json_response
 from router.nodes_api import IS_NEWS, NODES_ROUTE, NodesApi
+from router.overview_api import OVERVIEW_ROUTE, OverviewApi
 from router.pool import Pool, Row
+from telemetry.process_metrics import BuildCollector, ProcessesCollector
 
 # A worker that serves answers in milliseconds; a person who asks would rather know of a stuck one.
 TIMEOUT_S = 0.5
@@ -62,8 +66,10 @@ class Siblings:
         self._sessions: dict[int, aiohttp.ClientSession] = {}
 
     @asynccontextmanager
-    async def reachable(self, edge: Edge, nodes: NodesApi | None = None) -> AsyncIterator[None]:
-        """Answer siblings for `edge` and `nodes`, and have links to them, inside the block."""
+    async def reachable(
+        self, edge: Edge, nodes: NodesApi | None = None, overview: OverviewApi | None = None
+    ) -> AsyncIterator[None]:
+        """Answer siblings for all of these, and have links to them, inside the block."""
         app = web.Application(middlewares=[answer_errors])
         app[EDGE] = edge
         app.router.add_post(ABORT_ROUTE, routes.abort_request)
@@ -71,6 +77,9 @@ class Siblings:
         if nodes is not None:
             app.router.add_get(NODES_ROUTE, nodes.show)
             app.router.add_post(REFRESH_ROUTE, nodes.refresh)
+        if overview is not None:
+            app.router.add_get(OVERVIEW_ROUTE, overview.show_own)
+            overview.ask_siblings = partial(self.ask, "GET", OVERVIEW_ROUTE)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=TIMEOUT_S)
         async with AsyncExitStack() as stack:
             await runner.setup()
@@ -120,9 +129,18 @@ class Siblings:
     def _metrics(self) -> web.Response:
         registry = CollectorRegistry()
         MultiProcessCollector(registry, self._pool.metrics_path)  # type: ignore[no-untyped-call]
-        registry.register(RowsCollector(self._pool))
+        for collector in (
+            RowsCollector(self._pool),
+            ProcessesCollector(self._pids),
+            BuildCollector(),
+        ):
+            registry.register(collector)
         text = generate_latest(registry).decode()
         return web.Response(text=text, content_type="text/plain", charset="utf-8")
+
+    def _pids(self) -> dict[str, int]:
+        workers = {f"edge-{i}": row.pid for i, row in enumerate(self._pool.rows()) if row.pid}
+        return {"parent": os.getppid(), **workers}
 
 
 class RowsCollector(Collector):

@@ -1,18 +1,22 @@
 """One edge worker: HTTP, tokenizer and detokenizer for the connections it is given.
 
 Run by the launcher as `python -m router.worker`, with a socket inherited and a `WorkerStart` as one
-line of JSON on standard input, which stays open as long as the parent lives. A router's only worker
+line of JSON on standard input, which stays open as long as the parent lives. Another line says that it
+is about to end (`frontend/leaving.py`), the end of the input that it is to. A router's only worker
 inherits the listening socket; one of several a door, through which the parent hands connections.
 """
 
 import asyncio
 import gc
+import os
 import random
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import uvloop
@@ -20,6 +24,7 @@ from aiohttp import web
 
 from frontend.app import create_app
 from frontend.edge import EDGE
+from frontend.leaving import leave
 from frontend.options import FrontendOptions
 from frontend.reply_parser import reply_formats
 from frontend.server import serving
@@ -29,6 +34,9 @@ from router.config import RouterConfig
 from router.door import Door
 from router.membership_files import MemberFiles
 from router.nodes_api import NodesApi
+from router.observer import Observer
+from router.overview_api import OverviewApi
+from router.page_files import PageFiles
 from router.policies import policy_of
 from router.pool import Pool
 from router.siblings import Siblings
@@ -40,6 +48,7 @@ log = get_logger("router.worker")
 
 # Exit status that says: starting me again would not help.
 CONFIG_STATUS = 2
+STDIN = 0
 
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +68,14 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     pool_directory: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Apis:
+    """What siblings ask for too."""
+
+    nodes: NodesApi
+    overview: OverviewApi
+
+
 async def serve(start: WorkerStart, sock: socket.socket) -> None:
     """Serve connections of `sock` until the parent is gone or SIGTERM comes.
 
@@ -76,22 +93,30 @@ async def serve(start: WorkerStart, sock: socket.socket) -> None:
         cluster, policy, config.max_attempts, rng, config.node_wait_s, admission=admission
     )
     formats = reply_formats(config.tool_call_parser, config.reasoning_parser)
+    page = PageFiles()
     options = FrontendOptions(
+        open_paths=page.paths,
         http=config.http,
         reply_formats=formats,
         operator_key=operator_key(config.cluster_secret),
+        service="tandem-router",
     )
     app = create_app(backend, options)
     nodes = NodesApi(cluster)
-    app.add_routes(nodes.routes())
+    app[EDGE].timings_sinks.append(backend.recent)
+    observer = Observer(cluster, backend, app[EDGE].metrics)
+    overview = OverviewApi(observer)
+    app.add_routes([*nodes.routes(), *overview.routes(), *page.routes()])
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(cluster.run())
-        async with _serving(app, sock, cluster, nodes, start):
+        looking = tasks.create_task(observer.run())
+        async with _serving(app, sock, cluster, _Apis(nodes, overview), start):
             log.info("edge_worker.ready", policy=config.policy)
             _calm_collector()
-            await _told_to_stop()
+            await _told_to_stop(partial(leave, app))
         # Requests have ended or were cut: leave the nodes.
         watching.cancel()
+        looking.cancel()
 
 
 @asynccontextmanager
@@ -99,7 +124,7 @@ async def _serving(
     app: web.Application,
     sock: socket.socket,
     cluster: Cluster,
-    nodes: NodesApi,
+    apis: _Apis,
     start: WorkerStart,
 ) -> AsyncIterator[None]:
     if not start.pool_directory:
@@ -111,7 +136,7 @@ async def _serving(
     app.middlewares.append(siblings.answering())
     door = Door(sock, pool, start.index, cluster)
     async with (
-        siblings.reachable(app[EDGE], nodes),
+        siblings.reachable(app[EDGE], apis.nodes, apis.overview),
         door.serving(app, start.config.drain_timeout_s),
     ):
         yield
@@ -126,18 +151,30 @@ def _calm_collector() -> None:
     gc.set_threshold(10_000, 20, 50)
 
 
-async def _told_to_stop() -> None:
-    """Return when standard input ends, which is when the parent stops or dies, or on SIGTERM."""
+async def _told_to_stop(leave: Callable[[], None]) -> None:
+    """Return when standard input ends, which is when the parent stops or dies, or on SIGTERM.
+
+    Args:
+        leave: Called when the end is near, at the latest when it is here.
+    """
     loop, told = asyncio.get_running_loop(), asyncio.Event()
+
+    def read() -> None:
+        leave()
+        if not os.read(STDIN, 64):
+            told.set()
+
     loop.add_signal_handler(signal.SIGTERM, told.set)
-    loop.add_reader(sys.stdin.fileno(), told.set)
+    loop.add_reader(STDIN, read)
     await told.wait()
-    loop.remove_reader(sys.stdin.fileno())
+    leave()
+    loop.remove_reader(STDIN)
 
 
 def main() -> int:
     """Run one edge worker; return its exit status."""
-    line = sys.stdin.buffer.readline()
+    with open(STDIN, "rb", buffering=0, closefd=False) as parent:
+        line = parent.readline()  # and nothing of what comes after it
     if not line:
         return 0  # the parent was gone before it said anything
     start = msgspec.json.decode(line, type=WorkerStart)

@@ -4,7 +4,9 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from tandem.key_file import take_key_file
 from telemetry.version import package_version
+from wire.errors import ConfigInvalid
 
 USAGE = """\
 usage: tandem COMMAND [FLAGS]
@@ -16,16 +18,23 @@ Serve large language models with prefill and decode on separate nodes.
   decode    a decode node: takes over prompts whose KV landed, and generates
   lb        the router: HTTP, OpenAI API, pairing, detokenizing
   serve     both roles in one engine, without transfer
+  top       what a cluster does now, in a terminal: nodes, pages, pairs, latencies, requests, events
   drain     have a node finish, or hand over, what it has, and take nothing new
   doctor    what works here or between two hosts, how fast it is, and what is missing
   bench     drive a server with a load: latencies, throughput, goodput, and a page with plots
+  batch     a file of requests through a cluster, as fast as nothing waits there; goes on after a crash
+  profile   measure one node's forwards, for `plan` and for simulated engines
+  plan      how many nodes of which kind a load and its latencies take, at the least cost
   operator-key   print the key that requests which change the cluster bear
+  docs      the documentation: `tandem docs` lists topics, `tandem docs TOPIC` shows one
 
 `tandem COMMAND --help` lists a command's flags. A first try:
 
   tandem up
   curl -s localhost:8000/generate -H 'Content-Type: application/json' \\
        -d '{"text": "The capital of France is", "max_new_tokens": 32}'
+
+More: tandem docs quickstart
 """
 
 Command = Callable[[Sequence[str]], int]
@@ -38,10 +47,15 @@ MODULES = {
     "lb": "router.command",
     "router": "router.command",
     "serve": "tandem.serve",
+    "top": "tandem.top.command",
     "drain": "tandem.drain",
     "doctor": "tandem.doctor.command",
     "bench": "tandem.bench.command",
+    "batch": "tandem.batch.command",
+    "profile": "tandem.profile.command",
+    "plan": "tandem.plan.command",
     "operator-key": "tandem.operator_key",
+    "docs": "tandem.manual.command",
 }
 
 
@@ -65,6 +79,11 @@ def main() -> int:
     command = _command(name)
     if command is None:
         sys.stderr.write(f"tandem: error: there is no command {name!r}\n\n{USAGE}")
+        return 2
+    try:
+        take_key_file()
+    except ConfigInvalid as error:
+        sys.stderr.write(f"tandem {name}: error: {error.message}\n")
         return 2
     return command(rest)
 

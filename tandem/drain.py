@@ -31,6 +31,8 @@ examples:
 
 A drained node stays up and idle. End it, turn it with POST /role, or have it serve again. Routers go on with
 what it hands over: their clients notice nothing.
+
+More: tandem docs operations
 """
 
 
@@ -47,6 +49,7 @@ class DrainFailed(TandemError):
     """The node cannot be asked, refuses, or is not empty in time."""
 
     code = "drain_failed"
+    topic = "operations#draining"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -92,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         asyncio.run(_run(url, key, args.timeout, is_cancel=args.cancel))
     except DrainFailed as error:
-        sys.stderr.write(f"tandem drain: error: {error.message}\n")
+        sys.stderr.write(f"tandem drain: error: {error.for_operators}\n")
         return 1
     except KeyboardInterrupt:
         sys.stderr.write(f"{url} goes on draining; `tandem drain {url} --cancel` ends that\n")

@@ -7,11 +7,13 @@ is a laptop's cluster, and a half of it serves nobody.
 import argparse
 import asyncio
 import os
+import random
 import signal
 import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import aiohttp
 import uvloop
@@ -26,6 +28,9 @@ from wire.errors import ConfigInvalid
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
 STOP_TIMEOUT_S = 10.0
+# Below those that the kernel gives to clients (from 32768; net.ipv4.ip_local_port_range): between the look for
+# a free one and a node's start no connection takes it. Drawn, so that two clusters that start at once get on.
+PORTS = range(20_000, 32_000)
 ROUTER = "router"
 
 
@@ -44,7 +49,8 @@ def build_parser() -> argparse.ArgumentParser:
         description="Start prefill nodes, decode nodes and a router on this machine.",
         epilog="Any other flag goes to every node, such as --dtype float32 or --page-size 32. With "
         "--engine simulated --sim-kv none nodes only take the time that --sim-profile says: a cluster of "
-        "any size, of a model of any size, on one machine.",
+        "any size, of a model of any size, on one machine. More: `tandem docs quickstart` and "
+        "`tandem docs simulation`.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -108,15 +114,20 @@ def members(
 
 
 def free_ports(num: int) -> list[int]:
-    """Return ports of loopback that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(num)]
-    try:
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
+    """Return ports of loopback that nobody listens on now, and that the kernel gives to nobody by itself."""
+    drawn = random.sample(PORTS, len(PORTS))
+    found = list(islice(filter(_is_free, drawn), num))
+    assert len(found) == num
+    return found
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as sock:
+        try:
+            sock.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 def main(argv: Sequence[str]) -> int:
@@ -220,6 +231,7 @@ class Cluster:
                 f"\n[bold green]Tandem serves at {url}[/]  (Ctrl-C stops it)\n\n"
                 f"  curl -s {url}/generate -H 'Content-Type: application/json' \\\n"
                 '       -d \'{"text": "The capital of France is", "max_new_tokens": 32}\'\n\n'
+                f"  What it does: {url} in a browser, or tandem top {url}\n"
                 f"  OpenAI clients: base_url={url}/v1   health: {url}/health   "
                 f"metrics: {url}/metrics\n"
             ),

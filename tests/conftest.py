@@ -1,11 +1,35 @@
 """Models that tests share: the embedded one, and tiny random ones of several architectures."""
 
+import gc
+import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from node.checkpoint import resolve_model
-from tests.tiny_models import make_tiny_model
+
+CALM = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
+
+# Of torch, here and in nodes: more threads than cores wait for each other by spinning. One that asks for more gets them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Imports make hundreds of thousands of objects that stay: a third of collecting the tests was looking through them.
+gc.disable()
+
+# The same examples each time, and no limit on their time: neither luck nor a busy machine refuses a change.
+# `make properties` draws others, and more where a test does not say how many.
+settings.register_profile("tandem", derandomize=True, **CALM)
+settings.register_profile("long", max_examples=2000, print_blob=True, **CALM)
+settings.load_profile("tandem")
+
+# They need programs of the system: each has a command of its own (`make help`).
+collect_ignore = ["browser"]
+
+
+def pytest_collection_finish():
+    """Look for what can go again."""
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +44,9 @@ def tiny_model(tmp_path_factory):
     made: dict[str, Path] = {}
 
     def get(kind: str) -> Path:
+        # Imported here: whoever runs a file that needs no model does not wait for torch.
+        from tests.tiny_models import make_tiny_model
+
         if kind not in made:
             made[kind] = make_tiny_model(kind, tmp_path_factory.mktemp(kind))
         return made[kind]

@@ -2,6 +2,8 @@
 
 from collections import defaultdict
 
+import torch
+
 from decode.role import DecodeRole
 from engine.attention_backends import choose_backend
 from engine.config import EngineConfig
@@ -18,7 +20,10 @@ from kvtransfer.transports.registry import transports
 from node.answers import Ticket
 from node.pool_memory import bytes_of
 from node.pool_plan import PoolPlan
+from node.tiering import Tiering
 from prefill.role import PrefillRole
+from tests.node.tier_rig import ScriptedStack
+from tests.patience import patiently
 from wire.channel import Peer, Waker, wait
 from wire.generation import GenerateRequest, SamplingParams
 from wire.ids import RequestId, new_epoch, new_room
@@ -38,9 +43,24 @@ class CollectedAnswers:
         self.finishes: dict[str, list[str]] = defaultdict(list)
         self.errors: dict[str, Exception] = {}
         self.prompt_positions: dict[str, list[int]] = defaultdict(list)
+        self.by_tier: dict[str, dict[str, int]] = defaultdict(dict)
+        self.phases: dict[str, list[str]] = defaultdict(list)
         self.num_failed = 0
 
-    def token(self, ticket, index, token_ids, finish=None, cached_tokens=0, *, logprobs=None):
+    def token(
+        self,
+        ticket,
+        index,
+        token_ids,
+        finish=None,
+        cached_tokens=0,
+        *,
+        cached_by_tier=None,
+        logprobs=None,
+        phases=None,
+    ):
+        self.by_tier[ticket.request_id] |= cached_by_tier or {}
+        self.phases[ticket.request_id] += [phase.name for phase in phases or ()]
         assert index <= len(self.tokens[ticket.request_id])
         self.tokens[ticket.request_id][index:] = token_ids
         if finish is not None:
@@ -59,6 +79,8 @@ class CollectedAnswers:
 class BrokenRunner:
     """A forward that fails."""
 
+    device = torch.device("cpu")
+
     def forward(self, inputs, sampled=None, wrote=None):
         raise ZeroDivisionError
 
@@ -70,6 +92,7 @@ class Pair:
         transport: Its name, or the transport itself.
         pushes_layers: As soon as each is computed, or whole chunks.
         timeouts: Of decode.
+        has_tiers: Whether each has a stack of tiers, `prefill_tiers` and `decode_tiers`.
     """
 
     def __init__(
@@ -80,7 +103,9 @@ class Pair:
         *,
         pushes_layers: bool = True,
         timeouts: ReceiverTimeouts | None = None,
+        has_tiers: bool = False,
     ) -> None:
+        self._has_tiers = has_tiers
         self.waker = Waker()
         self.prefill_answers, self.decode_answers = CollectedAnswers(), CollectedAnswers()
         self.colocated = self._engine(path, PAGE)[0]
@@ -113,13 +138,41 @@ class Pair:
             self.sender,
             self.prefill_answers,
             100,
+            tiering=self._tiering(self.prefill_engine, source),
             pushes_layers=pushes_layers,
         )
-        self.decode = DecodeRole(self.decode_engine, self.receiver, self.decode_answers, 50, 100)
+        self.decode = DecodeRole(
+            self.decode_engine,
+            self.receiver,
+            self.decode_answers,
+            50,
+            100,
+            tiering=self._tiering(self.decode_engine, target),
+        )
+
+    def _tiering(self, engine, region):
+        if not self._has_tiers:
+            return None
+        pages = region.array().reshape(engine.cache.num_pages, -1)
+        return Tiering(
+            engine, ScriptedStack(pages), timeout_s=60, min_tokens=PAGE, saves_at_once=True
+        )
+
+    @property
+    def prefill_tiers(self) -> ScriptedStack:
+        return self.prefill._tiering._stack
+
+    @property
+    def decode_tiers(self) -> ScriptedStack:
+        return self.decode._tiering._stack
 
     def _engine(self, path, page_size, make_region=None):
         config = EngineConfig(
-            model_dir=str(path), dtype="float32", page_size=page_size, chunked_prefill_size=24
+            model_dir=str(path),
+            dtype="float32",
+            page_size=page_size,
+            chunked_prefill_size=24,
+            has_tiers=self._has_tiers,
         )
         model, shape = load_model(config)
         plan = PoolPlan(shape, NUM_PAGES * PAGE // page_size, page_size)
@@ -159,7 +212,7 @@ class Pair:
         return request
 
     def run_until(self, is_done) -> None:
-        for _ in range(3000):
+        for _ in patiently():
             busy = False
             for role in (self.prefill, self.decode):
                 role.poll()
@@ -179,6 +232,35 @@ class Pair:
             if counts.free + counts.cached != counts.total:
                 return False
         return True
+
+    def answer_tiers(self) -> bool:
+        """Have tiers answer all that they were asked. Returns False, so that a condition can go on."""
+        self.prefill_tiers.answer_all()
+        self.decode_tiers.answer_all()
+        return False
+
+    def run_with_tiers_until(self, is_done) -> None:
+        self.run_until(lambda: self.answer_tiers() or is_done())
+
+    def start_anew(self) -> None:
+        """End what a test left, and forget what is cached and was told; tiers keep what they have."""
+        for role in (self.prefill, self.decode):
+            for ticket in role.tickets():
+                role.cancel(ticket)
+        settled = self.run_with_tiers_until if self._has_tiers else self.run_until
+        settled(self.all_pages_are_back)
+        for role in (self.prefill, self.decode):
+            role.flush_cache()
+        for answers in (self.prefill_answers, self.decode_answers):
+            for told in (
+                answers.tokens,
+                answers.finishes,
+                answers.errors,
+                answers.prompt_positions,
+            ):
+                told.clear()
+            answers.by_tier.clear()
+            answers.phases.clear()
 
     def close(self) -> None:
         self.receiver.close()

@@ -12,6 +12,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         retry_after_s: When to send it again; 0: not known.
+        topic: What `tandem docs` is to be given to learn more; empty: nothing.
     """
 
     code: str
@@ -19,6 +20,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
     status: int = 500
     is_retryable: bool = False
     retry_after_s: int = 0
+    topic: str = ""
 
 
 class TandemError(Exception):
@@ -30,6 +32,7 @@ class TandemError(Exception):
         is_retryable: Whether the same request may succeed if sent again.
         is_public: Whether the message may leave the building. Others become a generic sentence.
         retry_after_s: When the same request may have better luck; 0: not known.
+        topic: What `tandem docs` is to be given to learn more; empty: nothing. Told to operators only.
     """
 
     code = "internal_error"
@@ -37,6 +40,7 @@ class TandemError(Exception):
     is_retryable = False
     is_public = True
     retry_after_s = 0
+    topic = ""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -50,7 +54,13 @@ class TandemError(Exception):
             status=self.status,
             is_retryable=self.is_retryable,
             retry_after_s=self.retry_after_s,
+            topic=self.topic,
         )
+
+    @property
+    def for_operators(self) -> str:
+        """The message, and where to read on."""
+        return f"{self.message}\nsee: tandem docs {self.topic}" if self.topic else self.message
 
 
 class InvalidRequest(TandemError):
@@ -224,6 +234,7 @@ class LayoutMismatch(TandemError):
 
     code = "layout_mismatch"
     status = 503
+    topic = "errors#layout_mismatch"
 
     def __init__(self, prefill: str, decode: str) -> None:
         super().__init__(
@@ -270,6 +281,10 @@ class ConfigInvalid(TandemError):
 
     code = "config_invalid"
 
+    def __init__(self, message: str, topic: str = "") -> None:
+        super().__init__(message)
+        self.topic = topic
+
 
 def error_of_far_side(info: ErrorInfo) -> TandemError:
     """Rebuild an error that the other half of an attempt ended with, as this half tells it on."""
@@ -277,10 +292,11 @@ def error_of_far_side(info: ErrorInfo) -> TandemError:
     return PeerDraining(error.message) if isinstance(error, NodeDraining) else error
 
 
-def _subclasses(base: type[TandemError]) -> dict[str, type[TandemError]]:
+def errors_by_code(base: type[TandemError] = TandemError) -> dict[str, type[TandemError]]:
+    """Return every kind of error that this process has imported."""
     found = {base.code: base}
     for sub in base.__subclasses__():
-        found |= _subclasses(sub)
+        found |= errors_by_code(sub)
     return found
 
 
@@ -290,10 +306,10 @@ def error_from_info(info: ErrorInfo) -> TandemError:
     Status and retryability are the sender's, so that a newer peer's error keeps its meaning; what is no
     status of an error becomes 500.
     """
-    cls = _subclasses(TandemError).get(info.code, TandemError)
+    cls = errors_by_code().get(info.code, TandemError)
     error = cls.__new__(cls)
     TandemError.__init__(error, info.message)
     error.code, error.is_retryable = info.code, info.is_retryable
-    error.retry_after_s = info.retry_after_s
+    error.retry_after_s, error.topic = info.retry_after_s, info.topic
     error.status = info.status if 400 <= info.status < 600 else TandemError.status
     return error

@@ -114,6 +114,21 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     session: str = ""
 
 
+class Phase(msgspec.Struct, frozen=True, array_like=True):
+    """A stretch of a request's time. Array-like: fields are only ever added at the end.
+
+    Attributes:
+        name: See `frontend.timings`, which has all of them.
+        start_s: Since whoever tells of it took the request, by its own clock.
+        node: URL; empty where it is clear who tells, or the router itself.
+    """
+
+    name: str
+    start_s: float
+    duration_s: float
+    node: str = ""
+
+
 class Finish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why a node's part of a generation ended, as far as the engine decides it.
 

@@ -61,6 +61,7 @@ def warn_of_weak_secret(secret: str) -> None:
             "cluster_key.weak",
             num_characters=len(secret),
             action="make TANDEM_CLUSTER_KEY with `openssl rand -hex 32`",
+            see="tandem docs threat-model#secrets",
         )
 
 
@@ -89,7 +90,8 @@ def cluster_key(host: str, *, is_insecure: bool, flag: str = "--host") -> Channe
         return None
     raise ConfigInvalid(
         f"{flag} {host} can be reached from other machines: set TANDEM_CLUSTER_KEY to one secret on "
-        "every node and router, or pass --insecure to trust the network"
+        "every node and router, or pass --insecure to trust the network",
+        topic="troubleshooting#no-cluster-key",
     )
 
 

@@ -1,13 +1,13 @@
-"""Every message that two processes exchange, as msgspec structs; `generation` has what they carry.
+"""Every message between an edge worker and an engine, as msgspec structs; `generation` has what they carry.
+
+Those between a decode and a prefill are in `hand_off`.
 
 Rules of change: a new field has a default, none is renamed or reused, unknown ones are ignored; so
 one release of difference between two nodes is safe.
 
 ```
  edge worker ──▶ engine inbox     StartPrefill StartDecode StartColocated Cancel FlushCache Ping
- engine      ──▶ edge worker      TokenBatch RequestFailed Pong CacheReport
- decode      ──▶ prefill          Hello Grant Withdraw LinkPing         (prefill's bootstrap port)
- prefill     ──▶ decode           Welcome Redirect Refused Landed Released LinkPing
+ engine      ──▶ edge worker      TokenBatch RequestFailed Pong CacheReport Measured
 ```
 """
 
@@ -15,8 +15,9 @@ from typing import Annotated
 
 import msgspec
 
+from telemetry.histogram import Spread
 from wire.errors import ErrorInfo
-from wire.generation import Finish, GenerateRequest, TokenIds, TokenLogprobs
+from wire.generation import Finish, GenerateRequest, Phase, TokenIds, TokenLogprobs
 from wire.ids import Epoch, RequestId, Room
 from wire.prefix_blocks import MAX_BLOCKS, NAME_BYTES
 
@@ -86,9 +87,14 @@ class Ping(Message, frozen=True, kw_only=True):
     Attributes:
         prefix_position: Up to where I know your prefix cache: tell me what changed since, by
             `CacheReport`. -1: I do not want to know.
+        tier_positions: Likewise of what is behind it, by the name of the tier; 0 for one not known yet.
+        wants_measures: Tell me also what you count and time for operators, by `Measured`: so asks the
+            node's own HTTP process.
     """
 
     prefix_position: int = -1
+    tier_positions: dict[str, int] = {}
+    wants_measures: bool = False
 
 
 # ── engine → edge worker ─────────────────────────────────────────────────────────────────────────
@@ -100,9 +106,11 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     Attributes:
         index: Index among the generated tokens of `token_ids[0]`, counted over all attempts.
         cached_tokens: How many prompt tokens came from a prefix cache (on the first delta).
+        cached_by_tier: Of these, how many came into it for this request from which tier behind it.
         logprobs: One for each of `token_ids`, when wanted.
         prompt_index: Prompt position of `prompt_logprobs[0]`.
         prompt_logprobs: A run of positions; runs come in order and before the first token.
+        phases: Where the time went since the last delta that told of it.
     """
 
     request_id: RequestId
@@ -114,6 +122,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     logprobs: list[TokenLogprobs] = []
     prompt_index: int = 0
     prompt_logprobs: list[TokenLogprobs] = []
+    phases: list[Phase] = []
+    cached_by_tier: dict[str, int] = {}
 
 
 class TokenBatch(Message, frozen=True, kw_only=True):
@@ -143,6 +153,44 @@ class RequestFailed(Message, frozen=True, kw_only=True):
     request_id: RequestId
     error: ErrorInfo
     attempt: int = 0
+
+
+class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node says of one tier behind its prefix cache. Counts are of this process's life.
+
+    Attributes:
+        name: Of the tier, such as `host`; unique on a node.
+        store: Which store it is: equal on two nodes exactly when what one puts the other gets. Empty: the
+            node's own.
+        state: `up`; `backing_off`, when it failed and is tried again later; `full`, when it takes nothing.
+        num_pages: In it, as far as this node knows.
+        limit_bytes: 0: the store's own limit.
+        hit_tokens: Prompt tokens that came from it into the pool, and so were not computed.
+        missed_tokens: Prompt tokens that were looked for in it and were not there.
+        late_tokens: Prompt tokens that were on their way when the request would not wait any longer.
+        put_bytes, got_bytes: Moved.
+        num_evicted: Pages that it gave up for others.
+        num_corrupted: Entries that were not what was put, and were removed.
+        num_failures: Calls that failed.
+        token_cost: Time to bring a token from it by the time to compute one: under 1 is worth it.
+            -1: not known yet.
+    """
+
+    name: str
+    store: str = ""
+    state: str = "up"
+    num_pages: int = 0
+    num_bytes: int = 0
+    limit_bytes: int = 0
+    hit_tokens: int = 0
+    missed_tokens: int = 0
+    late_tokens: int = 0
+    put_bytes: int = 0
+    got_bytes: int = 0
+    num_evicted: int = 0
+    num_corrupted: int = 0
+    num_failures: int = 0
+    token_cost: float = -1.0
 
 
 class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,6 +234,8 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_invalid: int = 0
     # Prompt tokens that wait to be computed; -1: an older node, which does not tell.
     queued_tokens: int = -1
+    # Behind the prefix cache, fastest first.
+    tiers: list[TierLoad] = []
 
 
 class Pong(Message, frozen=True, kw_only=True):
@@ -193,6 +243,25 @@ class Pong(Message, frozen=True, kw_only=True):
 
     epoch: Epoch
     load: NodeLoad
+
+
+class Measured(Message, frozen=True, kw_only=True):
+    """What an engine process counted and timed since its start, beside its load; answer to a `Ping`.
+
+    Attributes:
+        pid: Of the engine process.
+        spreads: By name of the metric, without `tandem_`.
+        counts: Likewise.
+        refused: Requests that were not taken, by the code of the error.
+    """
+
+    epoch: Epoch
+    pid: int
+    spreads: dict[str, Spread] = {}
+    counts: dict[str, int] = {}
+    refused: dict[str, int] = {}
+    # How long requests waited for tiers, by the slowest tier that had something for them.
+    tier_seconds: dict[str, Spread] = {}
 
 
 # Names of blocks, as `wire.prefix_blocks` packs them.
@@ -204,165 +273,16 @@ class CacheReport(Message, frozen=True, kw_only=True):
 
     Attributes:
         is_whole: Forget what you knew: `added` is all there is.
+        tier: Of which tier behind the prefix cache this is; empty for the cache itself.
     """
 
     epoch: Epoch
     position: int
     is_whole: bool = False
+    tier: str = ""
     added: BlockNames = b""
     removed: BlockNames = b""
 
 
-# ── decode ↔ prefill, on prefill's bootstrap port ────────────────────────────────────────────────
-
-
-class TransportOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to write into the decode pool, best first in a list of them.
-
-    Attributes:
-        descriptor: What the transport's `connect` needs, as JSON-like values of its own.
-    """
-
-    name: str
-    descriptor: dict[str, str | int | float]
-
-
-class LayoutInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape of one page, [layer][k, v][head][token][element], and of the pool."""
-
-    num_pages: int
-    page_size: int
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
-    itemsize: int
-
-
-# Ranks of one node. No group of GPUs that shares every layer is as large.
-MAX_RANKS = 1024
-
-Ports = Annotated[list[int], msgspec.Meta(max_length=MAX_RANKS)]
-
-
-class Hello(Message, frozen=True, kw_only=True):
-    """First message on a link. `fingerprint` names model, dtype and weights.
-
-    Attributes:
-        tp_rank: Whose this link is to be; a prefill's bootstrap port knows the ports of its ranks.
-        tp_size: Ranks of this node; 1 to 1,024.
-        model_kv_heads: Of the whole model; 0 means those in `layout`.
-    """
-
-    epoch: Epoch
-    fingerprint: str
-    layout: LayoutInfo
-    offers: list[TransportOffer]
-    tp_rank: int = 0
-    tp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
-    model_kv_heads: int = 0
-
-
-class Welcome(Message, frozen=True, kw_only=True):
-    """The link stands; `transport` is the offer that prefill took.
-
-    Attributes:
-        more_ports: Of other ranks of prefill, on the same host, that hold heads of this rank.
-        first_head: Of those that come over this link, counted in the rank's own pages.
-        num_heads: That come over this link; None means all.
-    """
-
-    epoch: Epoch
-    transport: str
-    more_ports: Ports = []
-    first_head: int = 0
-    num_heads: int | None = None
-
-
-class Redirect(Message, frozen=True, kw_only=True):
-    """The rank of this Hello takes it at another port of the same host.
-
-    Attributes:
-        more_ports: See `Welcome`.
-    """
-
-    epoch: Epoch
-    port: int
-    more_ports: Ports = []
-
-
-class Refused(Message, frozen=True, kw_only=True):
-    """The link cannot be: another model or layout, or no common transport."""
-
-    error: ErrorInfo
-
-
-class Grant(Message, frozen=True, kw_only=True):
-    """Prefill may write these pages until `Landed` or `Released`.
-
-    Attributes:
-        page_ids: Decode's pages for prompt tokens `have_tokens` and on, in order.
-        have_tokens: Prompt tokens decode already holds; a multiple of its page size.
-    """
-
-    epoch: Epoch
-    room: Room
-    page_ids: list[int]
-    have_tokens: int = 0
-
-
-class Withdraw(Message, frozen=True, kw_only=True):
-    """Decode wants its pages back; answered by `Released` once no write can follow.
-
-    Attributes:
-        error: Why, where it is more than that its client is gone.
-    """
-
-    epoch: Epoch
-    room: Room
-    error: ErrorInfo | None = None
-
-
-class Landed(Message, frozen=True, kw_only=True):
-    """Every page is written. The last word of prefill on this room.
-
-    Attributes:
-        first_token: Token of index `num_prior_tokens`, sampled by prefill.
-        seed: Key of the request's random draws.
-        checksums: xxh3-64 of what was written into each granted page, in the grant's order; empty
-            when nothing was hashed.
-        checksum_one_in: Of how many slabs (K or V of one layer) one is in `checksums`; which, follows
-            from the room.
-        end_token: One past the last token written; 0 means the end of the grant.
-        first_logprobs: Of the first token, when wanted.
-    """
-
-    epoch: Epoch
-    room: Room
-    first_token: int
-    seed: int
-    checksums: list[int] = []
-    cached_tokens: int = 0
-    first_logprobs: TokenLogprobs | None = None
-    checksum_one_in: Annotated[int, msgspec.Meta(ge=0)] = 1
-    end_token: int = 0
-
-
-class Released(Message, frozen=True, kw_only=True):
-    """Prefill will not write any more and did not finish. The last word on this room."""
-
-    epoch: Epoch
-    room: Room
-    error: ErrorInfo | None = None
-
-
-class LinkPing(Message, frozen=True, kw_only=True):
-    """Heartbeat, both ways. A peer silent for 2 s is lost."""
-
-    epoch: Epoch
-
-
 ToEngine = StartPrefill | StartDecode | StartColocated | Cancel | FlushCache | Ping
-FromEngine = TokenBatch | RequestFailed | Pong | CacheReport
-ToPrefill = Hello | Grant | Withdraw | LinkPing
-FromPrefill = Welcome | Redirect | Refused | Landed | Released | LinkPing
+FromEngine = TokenBatch | RequestFailed | Pong | CacheReport | Measured

@@ -25,7 +25,7 @@ from benchmarks.verdict import result
 from kvtransfer.region import MemoryRegion
 from kvtransfer.transports.base import Pool
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from wire.messages import TransportOffer
+from wire.hand_off import TransportOffer
 
 GOAL = 0.8
 

@@ -22,8 +22,8 @@ import numpy as np
 from kvtransfer.plan import CopyPlan, Int64s, touched_pages
 from kvtransfer.region import MemoryRegion
 from wire.errors import ConfigInvalid, TransferRefused
+from wire.hand_off import TransportOffer
 from wire.ids import Room
-from wire.messages import TransportOffer
 
 PeerKey = NewType("PeerKey", str)
 """Names one admitted peer at its listener. Not a secret."""

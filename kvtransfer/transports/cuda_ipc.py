@@ -29,8 +29,8 @@ from kvtransfer.transports.shm_control import (
     read_offer,
 )
 from wire.errors import PeerLost, TransferRefused
+from wire.hand_off import TransportOffer
 from wire.ids import Room
-from wire.messages import TransportOffer
 
 
 class RemoteMemory(Protocol):

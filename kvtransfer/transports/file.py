@@ -25,8 +25,8 @@ from kvtransfer.transports.base import Pool, TransportConfig, check_bounds, need
 from kvtransfer.transports.file_batches import BATCH_BYTES, MAX_COPIES, Pace, Pulse, write_batch
 from kvtransfer.transports.file_listener import FileListener, FileOffer
 from wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from wire.hand_off import TransportOffer
 from wire.ids import Room
-from wire.messages import TransportOffer
 
 # One batch is written, one is read, one is copied. What a link takes of the disk is three batches.
 MAX_SENT = 3

@@ -29,8 +29,8 @@ from kvtransfer.transports.file_batches import (
 )
 from telemetry.log import get_logger
 from wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from wire.hand_off import TransportOffer
 from wire.ids import Room
-from wire.messages import TransportOffer
 
 log = get_logger("kvtransfer.file")
 

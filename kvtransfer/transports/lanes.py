@@ -29,8 +29,8 @@ from kvtransfer.transports.base import check_bounds
 from kvtransfer.transports.tcp import open_stream
 from kvtransfer.transports.tcp_listener import TcpOffer
 from wire.errors import PeerLost, TransferRefused
+from wire.hand_off import TransportOffer
 from wire.ids import Room
-from wire.messages import TransportOffer
 
 READY = b"\x03"
 # What a peer may say in a handshake: addresses and names, far below this.

@@ -13,8 +13,8 @@ from kvtransfer.plan import CopyPlan
 from kvtransfer.region import MemoryRegion
 from kvtransfer.transports.base import Admission, PeerKey, Permits, Pool, new_peer_key
 from wire.errors import PeerLost, TransferRefused
+from wire.hand_off import TransportOffer
 from wire.ids import Room
-from wire.messages import TransportOffer
 
 FaultKind = Literal["fail", "hang", "corrupt", "duplicate", "late"]
 

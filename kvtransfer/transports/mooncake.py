@@ -26,7 +26,7 @@ from kvtransfer.transports.base import Pool, TransportConfig, need_cpu_memory
 from kvtransfer.transports.one_sided import Memory, OneSidedConnection, OneSidedListener, Places
 from kvtransfer.transports.tcp_listener import address_toward
 from wire.errors import PeerLost, TransferRefused
-from wire.messages import TransportOffer
+from wire.hand_off import TransportOffer
 
 Protocol = Literal["tcp", "rdma"]
 ADAPTERS = Path("/sys/class/infiniband")

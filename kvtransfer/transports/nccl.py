@@ -38,7 +38,7 @@ from kvtransfer.transports import tcp_frames as frames
 from kvtransfer.transports.base import Pool, TransportConfig
 from kvtransfer.transports.tcp_listener import OpenPages, TcpListener
 from wire.errors import PeerLost
-from wire.messages import TransportOffer
+from wire.hand_off import TransportOffer
 
 # A piece is copied while the one before it is under way.
 PIECE_BYTES = 4 << 20

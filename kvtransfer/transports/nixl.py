@@ -52,7 +52,7 @@ from kvtransfer.transports.one_sided import (
     Places,
 )
 from wire.errors import PeerLost, TransferRefused
-from wire.messages import TransportOffer
+from wire.hand_off import TransportOffer
 
 MAX_METADATA_CHARS = 1 << 16
 BATCH_BYTES, BATCH_COPIES = 1 << 30, 8192

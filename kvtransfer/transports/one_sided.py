@@ -35,8 +35,8 @@ from kvtransfer.plan import CopyPlan, Int64s, touched_pages
 from kvtransfer.region import DeviceRegion, MemoryRegion
 from kvtransfer.transports.base import Admission, PeerKey, Pool, check_bounds, new_peer_key
 from wire.errors import PeerLost, TransferRefused
+from wire.hand_off import TransportOffer
 from wire.ids import Room
-from wire.messages import TransportOffer
 
 NO_ROOM = -1
 CONNECT_TIMEOUT_S = 5.0

@@ -16,11 +16,12 @@ from kvtransfer.transports.base import (
 )
 from telemetry.log import get_logger
 from wire.errors import ConfigInvalid, TransferRefused
-from wire.messages import TransportOffer
+from wire.hand_off import TransportOffer
 
 log = get_logger("kvtransfer.registry")
 
 GROUP = "tandem.transports"
+CHOOSING = "transports#choosing-one"  # of the documentation
 # Module and class of each; imported when asked for, since some stand on libraries that are optional.
 BUILT_IN = {
     "shm": "kvtransfer.transports.shm:ShmTransport",
@@ -68,7 +69,8 @@ def names_of(name: str, device: str = "cpu") -> list[str]:
     if device != "cpu" and (beside := [each for each in names if each in CPU_ONLY]):
         raise ConfigInvalid(
             f"--transfer-backend {beside[0]} does not reach the memory of --device {device}: give auto, "
-            f"{' or '.join(AUTO_ON_GPUS)}"
+            f"{' or '.join(AUTO_ON_GPUS)}",
+            topic=CHOOSING,
         )
     return names
 
@@ -87,7 +89,7 @@ def listen(allowed: Sequence[Transport], pool: Pool) -> dict[str, Listener]:
         except ConfigInvalid as error:
             reasons.append(f"{transport.name}: {error}")
     if not listeners:
-        raise ConfigInvalid("no transport can be used here: " + "; ".join(reasons))
+        raise ConfigInvalid("no transport can be used here: " + "; ".join(reasons), topic=CHOOSING)
     return listeners
 
 
@@ -130,10 +132,13 @@ def _factory(name: str) -> TransportFactory:
         except ImportError as error:
             raise ConfigInvalid(
                 f"--transfer-backend {name} needs a library that is not here ({error}): "
-                f"pip install 'tandem-serve[{name}]'"
+                f"pip install 'tandem-serve[{name}]'",
+                topic=CHOOSING,
             ) from error
         return built_in
     for entry in entry_points(group=GROUP, name=name):
         factory: TransportFactory = entry.load()
         return factory
-    raise ConfigInvalid(f"no transport {name!r} is installed; there are: {', '.join(known())}")
+    raise ConfigInvalid(
+        f"no transport {name!r} is installed; there are: {', '.join(known())}", topic=CHOOSING
+    )

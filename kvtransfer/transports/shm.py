@@ -20,8 +20,8 @@ from kvtransfer.transports.shm_control import (
     read_offer,
 )
 from wire.errors import ConfigInvalid, TransferRefused
+from wire.hand_off import TransportOffer
 from wire.ids import Room
-from wire.messages import TransportOffer
 
 
 class ShmTransport:

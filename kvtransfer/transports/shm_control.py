@@ -32,8 +32,8 @@ from kvtransfer.plan import CopyPlan, touched_pages
 from kvtransfer.region import POOL_NAME, SHM_DIR, is_unlocked
 from kvtransfer.transports.base import Admission, PeerKey, Pool, new_peer_key
 from wire.errors import PeerLost, TransferRefused
+from wire.hand_off import TransportOffer
 from wire.ids import Room
-from wire.messages import TransportOffer
 
 # 4 ms of copying: the longest a fence waits for a healthy writer, and 1,000 times the lock's cost.
 BATCH_BYTES = 32 << 20

@@ -17,8 +17,8 @@ from kvtransfer.transports.base import Pool, TransportConfig, check_bounds, need
 from kvtransfer.transports.interfaces import address_of, family_of
 from kvtransfer.transports.tcp_listener import TcpListener, TcpOffer
 from wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from wire.hand_off import TransportOffer
 from wire.ids import Room
-from wire.messages import TransportOffer
 
 # Below this a second stream costs more than it brings.
 SHARE_BYTES = 4 << 20

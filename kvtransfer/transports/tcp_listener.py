@@ -28,8 +28,8 @@ from kvtransfer.transports import tcp_frames as frames
 from kvtransfer.transports.base import Admission, PeerKey, Permits, Pool, new_peer_key
 from telemetry.log import get_logger
 from wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from wire.hand_off import TransportOffer
 from wire.ids import Room
-from wire.messages import TransportOffer
 
 log = get_logger("kvtransfer.tcp")
 

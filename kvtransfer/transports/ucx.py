@@ -25,7 +25,7 @@ from kvtransfer.transports import tcp_frames as frames
 from kvtransfer.transports.base import Pool, TransportConfig
 from kvtransfer.transports.tcp_listener import OpenPages, TcpListener
 from wire.errors import PeerLost
-from wire.messages import TransportOffer
+from wire.hand_off import TransportOffer
 
 # Read as the library is loaded. Its own choice is standard output, on which a rank answers rank 0; and
 # it warns of the variables that ucxx sets. Of these the threshold would reach NIXL, which cannot do with

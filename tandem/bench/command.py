@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         _check_writable(config)
         report, is_stopped = asyncio.run(_measure(config, rows))
     except ConfigInvalid as error:
-        sys.stderr.write(f"tandem bench: error: {error.message}\n")
+        sys.stderr.write(f"tandem bench: error: {error.for_operators}\n")
         return 2
     except (Unreachable, Refused, ClientLost) as error:
         sys.stderr.write(f"tandem bench: error: {error}\n")

@@ -17,6 +17,8 @@ examples:
 
 Ctrl-C ends the load and reports what was measured so far; a second one ends all.
 exit status: 0 done; 1 the server could not be driven; 2 wrong usage; 130 stopped by Ctrl-C.
+
+More: tandem docs bench; tandem docs tuning
 """
 
 

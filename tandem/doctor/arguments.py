@@ -32,6 +32,8 @@ while serving:
 exit status: 0 all that is needed works; 1 something does not; 2 wrong usage; 130 stopped by Ctrl-C.
 Needed is what was named with a flag. Without --transfer-backend at least one transport has to work.
 A status of `missing` is no fault: nothing that was asked for needs it.
+
+More: tandem docs doctor; tandem docs transports
 """
 
 # What nodes listen on when they are told nothing.

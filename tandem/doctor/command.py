@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         with _progress() as progress:
             report = examine(config, progress)
     except ConfigInvalid as error:
-        sys.stderr.write(f"tandem doctor: error: {error.message}\n")
+        sys.stderr.write(f"tandem doctor: error: {error.for_operators}\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("tandem doctor: stopped\n")

@@ -25,7 +25,7 @@ from tandem.doctor.probe import (
 )
 from tandem.doctor.probe_process import Probe
 from wire.errors import PeerLost, TransferTimeout
-from wire.messages import TransportOffer
+from wire.hand_off import TransportOffer
 
 # Beyond what is measured: a library of a transport may take this long to load and to connect.
 PROBE_TIMEOUT_S = 30.0

@@ -26,8 +26,9 @@ from kvtransfer.transports.registry import transports
 from node.rank_pipe import RankPipe, claim_stdout
 from telemetry import log as logs
 from wire.errors import ConfigInvalid, TandemError
+from wire.hand_off import TransportOffer
 from wire.ids import Room
-from wire.messages import Message, TransportOffer
+from wire.messages import Message
 
 # Limits that are measured as if they were transports.
 MEMCPY, SOCKET = "memcpy", "socket"

@@ -21,15 +21,7 @@ def shared_pair(tiny_model):
 def pair(shared_pair):
     """A pair without anything of a test before: its caches are empty, its answers told."""
     yield shared_pair
-    for role in (shared_pair.prefill, shared_pair.decode):
-        for ticket in role.tickets():
-            role.cancel(ticket)
-    shared_pair.run_until(shared_pair.all_pages_are_back)
-    for role in (shared_pair.prefill, shared_pair.decode):
-        role.flush_cache()
-    for answers in (shared_pair.prefill_answers, shared_pair.decode_answers):
-        for told in (answers.tokens, answers.finishes, answers.errors, answers.prompt_positions):
-            told.clear()
+    shared_pair.start_anew()
 
 
 def start_local(pair, name, prompt, *, priority=0, logprobs=None, **sampling) -> GenerateRequest:

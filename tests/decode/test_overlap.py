@@ -6,6 +6,7 @@ from kvtransfer.transports.base import TransportConfig
 from kvtransfer.transports.loopback import Fault, LoopbackTransport
 from kvtransfer.transports.tcp import TcpTransport
 from tests.hand_off_rig import PAGE, Pair, prompt_of
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_the_first_token_does_not_wait_for_the_transfer(make_pair):
     pair = make_pair(transport)
     pair.start("a", prompt_of(30), max_new_tokens=3)
     pair.run_until(lambda: pair.prefill_answers.tokens["a"])
-    assert transport.hanging.wait(5)
+    assert transport.hanging.wait(PATIENCE_S)
     assert pair.decode_answers.tokens["a"] == []
     assert pair.prefill_answers.finishes["a"] == []
     transport.release()

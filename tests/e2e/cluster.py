@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tandem.up import free_ports
+from tests.patience import PATIENCE_S
 
-START_TIMEOUT_S = 120
+# Of a machine that does other things, too: a process that ends is noticed at once.
+START_TIMEOUT_S = 600
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -42,7 +44,7 @@ class Process:
         self.log.seek(0)
         return self.log.read()
 
-    def wait(self, timeout_s: float = 30) -> int:
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
         return self._popen.wait(timeout_s)
 
     def is_running(self) -> bool:
@@ -61,7 +63,7 @@ class Process:
         """Stop as Ctrl-C does; return the exit status."""
         self.interrupt()
         try:
-            status = self.wait(20)
+            status = self.wait()
         except subprocess.TimeoutExpired:
             self._popen.kill()
             status = self.wait()
@@ -72,7 +74,7 @@ class Process:
 def get_json(url: str) -> tuple[int, object]:
     """GET; return status and JSON (or text) of the answer, whatever the status."""
     try:
-        with urllib.request.urlopen(url, timeout=10) as response:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
             status, body = response.status, response.read()
     except urllib.error.HTTPError as error:
         with error:
@@ -98,7 +100,7 @@ def wait_healthy(url: str, *processes: Process) -> None:
     raise AssertionError(f"{url} did not become healthy:\n{logs}")
 
 
-def eventually(is_so: Callable[[], bool], within_s: float = 10) -> bool:
+def eventually(is_so: Callable[[], bool], within_s: float = PATIENCE_S) -> bool:
     """Ask again and again whether something became so."""
     deadline = time.monotonic() + within_s
     while not is_so():
@@ -174,6 +176,19 @@ def running_cluster(*node_flags: str, **settings) -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.stop()
+
+
+@contextlib.contextmanager
+def running_router(cluster: Cluster, *flags: str) -> Iterator[str]:
+    """Start one more router of the same nodes, yield its URL, stop it at the end."""
+    port = free_ports(1)[0]
+    nodes = ("--prefill", *cluster.prefill_urls, "--decode", *cluster.decode_urls)
+    process = Process("lb", *nodes, "--port", str(port), *flags)
+    try:
+        wait_healthy(f"http://127.0.0.1:{port}", process)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.stop()
 
 
 @contextlib.contextmanager

@@ -21,8 +21,10 @@ def serve(embedded_model):
 
 @pytest.fixture(scope="package")
 def cluster(embedded_model):
-    """A prefill, a decode and a router with the embedded model, through shared memory."""
-    with running_cluster(
-        "--model", str(embedded_model), "--transfer-backend", "shm", *FLAGS
-    ) as made:
+    """A prefill, a decode and a router with the embedded model, through shared memory.
+
+    What decode computes by itself, which this router asks for never, takes many steps.
+    """
+    flags = ("--model", str(embedded_model), "--transfer-backend", "shm", *FLAGS)
+    with running_cluster(*flags, decode_flags=("--local-prefill-tokens", "24")) as made:
         yield made

@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 
 from tests.e2e.cluster import Process, eventually, get_json, running_cluster
+from tests.patience import PATIENCE_S
 
 FLAGS = (
     *("--page-size", "8", "--chunked-prefill-size", "32", "--max-total-tokens", "4096"),
@@ -152,7 +153,7 @@ async def kill_an_edge_worker(cluster) -> tuple[list, float]:
             await event.wait()
         os.kill(children(cluster.router.pid)[0], signal.SIGKILL)
         killed = time.monotonic()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while not num_lost() or await num_aborted() < before + num_lost():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         took_s = time.monotonic() - killed
@@ -188,9 +189,9 @@ def unaccounted(url: str) -> int:
 def test_nothing_outlives_a_killed_launcher(tiny_model):
     model = ("--model", str(tiny_model("llama")), "--num-threads", "1", *FLAGS)
     serve = Process("serve", "--port", "0", *model)
-    assert eventually(lambda: children(serve.pid) != [], 30)
+    assert eventually(lambda: children(serve.pid) != [])
     (engine,) = children(serve.pid)
     serve.signal(signal.SIGKILL)
     serve.wait()
     serve.log.close()
-    assert eventually(lambda: not is_alive(engine), 30)
+    assert eventually(lambda: not is_alive(engine))

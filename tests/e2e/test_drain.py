@@ -16,6 +16,7 @@ from tandem.up import free_ports
 from tests.e2e.cluster import ROOT, Process, eventually, get_json, running_cluster, wait_healthy
 from tests.e2e.test_deaths import NUM_NEW, PROMPTS, stream_all, unaccounted
 from tests.e2e.test_simulated import FLAGS, QUIET, are_up, expected, generate, load_of
+from tests.patience import PATIENCE_S
 
 NUM_LONG = 12
 LONG_PROMPTS = [[5 + index, 6, 7, 8, 9] * 80 for index in range(NUM_LONG)]
@@ -39,7 +40,7 @@ def post(url: str, **body) -> tuple[int, dict]:
         url, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             return response.status, json.loads(response.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -96,14 +97,14 @@ def test_no_client_notices_that_nodes_were_told_to_end_and_these_end_with_0(
 
         streams = asyncio.run(stream_all(cluster.url, lambda: first_decode.signal(signal.SIGTERM)))
         assert streams == [expected(embedded_model, prompt, NUM_NEW) for prompt in PROMPTS]
-        assert first_decode.wait(10) == 0
+        assert first_decode.wait() == 0
         assert (num_replays(cluster.url) > 0) == is_handed_over
 
         answers = asyncio.run(
             prompts_at_once(cluster.url, lambda: first_prefill.signal(signal.SIGTERM))
         )
         assert answers == [expected(embedded_model, prompt, 5) for prompt in LONG_PROMPTS]
-        assert first_prefill.wait(10) == 0
+        assert first_prefill.wait() == 0
         assert eventually(lambda: not any(map(unaccounted, others)))
 
 
@@ -113,7 +114,7 @@ def test_a_node_is_drained_turned_into_the_other_role_and_serves_in_it(flags, em
         port = holder.getsockname()[1]
         decode_flags = ("--bootstrap-port", str(port))
         with (
-            running_cluster(*flags(20), decodes=2, decode_flags=decode_flags) as cluster,
+            running_cluster(*flags(60), decodes=2, decode_flags=decode_flags) as cluster,
             long_stream(cluster.url) as stream,
         ):
             assert eventually(lambda: any(map(num_running, cluster.decode_urls)))
@@ -123,7 +124,7 @@ def test_a_node_is_drained_turned_into_the_other_role_and_serves_in_it(flags, em
             told = drain(url, "--timeout", "0")
             assert (told.returncode, told.stderr) == (0, "")
             assert f"{url} is drained: nothing runs on it" in told.stdout
-            assert num_replays(cluster.url) == 1
+            assert eventually(lambda: num_replays(cluster.url) == 1)
             assert eventually(lambda: num_running(other) == 1), "it was handed over"
             assert stream.readline()
             is_drained(url)
@@ -147,7 +148,7 @@ def long_stream(url: str):
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=30) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
         assert response.readline()
         yield response
 
@@ -175,13 +176,13 @@ def is_drained(url: str) -> None:
     assert (status, health["detail"][:8]) == (503, "drained:")
     info = get_json(f"{url}/server_info")[1]
     assert (info["is_draining"], info["is_healthy"]) == (True, False)
-    assert not unaccounted(url)
+    assert eventually(lambda: not unaccounted(url))  # its load is told twice a second
 
 
 def cannot_turn(url: str, port: int) -> None:
     """The port of grants is taken: the node says so, and is turned back."""
     assert post(f"{url}/role", role="prefill")[1]["state"] == "turning"
-    assert eventually(lambda: "could not become prefill" in detail(url), 30)
+    assert eventually(lambda: "could not become prefill" in detail(url))
     assert str(port) in detail(url)
     status, refusal = post(f"{url}/drain")
     assert (status, refusal["error"]["code"]) == (409, "not_now")
@@ -191,8 +192,8 @@ def cannot_turn(url: str, port: int) -> None:
 def turn(url: str, role: str) -> None:
     status, told = post(f"{url}/role", role=role)
     assert (status, told["state"], told["role"]) == (200, "turning", role)
-    assert f"turning into {role}" in detail(url)
-    assert eventually(lambda: detail(url) == "serving", 30)
+    assert f"turning into {role}" in told["detail"]
+    assert eventually(lambda: detail(url) == "serving")
 
 
 def serves_as_prefill(url: str, decode: str, model) -> None:
@@ -215,7 +216,7 @@ def ends_at_once(url: str, node: Process) -> None:
     assert eventually(lambda: detail(url) == "draining, and ends then: 1 request left")
     assert post(f"{url}/drain", cancel=True)[0] == 409
     node.signal(signal.SIGTERM)
-    assert node.wait(10) == 1
+    assert node.wait() == 1
     told = drain(url)
     assert (told.returncode, told.stdout) == (1, "")
     assert "cannot be reached" in told.stderr

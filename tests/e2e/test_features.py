@@ -9,7 +9,10 @@ import aiohttp
 import pytest
 
 from tests.e2e.cluster import eventually, running_cluster
-from tests.e2e.conftest import FLAGS
+from tests.e2e.conftest import CHUNK, FLAGS, PAGE
+from tests.one_engine import tokens_of_one_engine
+from tests.patience import PATIENCE_S
+from wire.generation import SamplingParams
 
 STORY = "Once upon a time there was a small house in the woods. " * 20
 SCHEMA = {
@@ -215,22 +218,25 @@ def test_a_salt_keeps_prefixes_apart_and_a_flush_forgets_them(cluster):
     assert cached(cache_salt="tenant a") > 0
     assert cached(cache_salt="tenant b") == 0
     urllib.request.urlopen(
-        urllib.request.Request(f"{cluster.url}/flush_cache", method="POST"), timeout=10
+        urllib.request.Request(f"{cluster.url}/flush_cache", method="POST"), timeout=PATIENCE_S
     ).close()
     assert cached(cache_salt="tenant a") == 0
 
 
-def test_a_decode_node_out_of_pages_retracts_and_no_token_differs(serve, embedded_model):
-    prompts = [STORY[: 40 + 10 * i] for i in range(8)]
+def test_a_decode_node_out_of_pages_retracts_and_no_token_differs(tiny_model):
+    prompts = [[3 + (i * 7 + j) % 300 for j in range(10 + 2 * i)] for i in range(8)]
+    num_new = 90
+    greedy = SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=num_new)
+    settings = {"page_size": PAGE, "chunked_prefill_size": CHUNK, "attention_backend": "torch"}
+    expected = tokens_of_one_engine(tiny_model("llama"), prompts, [greedy] * 8, **settings)
+    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": num_new}
     calls = {
-        str(i): native(text, sampling={"max_new_tokens": 90, "ignore_eos": True})
-        for i, text in enumerate(prompts)
+        str(i): ("/generate", {"input_ids": prompt, "sampling_params": params})
+        for i, prompt in enumerate(prompts)
     }
-    expected = ask_all(serve, calls)
-    small = ("--max-total-tokens", "384")  # the last of two counts
-    with running_cluster("--model", str(embedded_model), *FLAGS, *small) as running:
+    small = ("--max-total-tokens", "384", "--attention-backend", "torch")  # the last of two counts
+    with running_cluster("--model", str(tiny_model("llama")), *FLAGS, *small) as running:
         found = ask_all(running.url, calls)
         assert eventually(lambda: running.loads()[1]["num_retracted"] > 0)
-    for name, (status, answer) in found.items():
-        assert status == 200, answer
-        assert answer["output_ids"] == expected[name][1]["output_ids"]
+    assert {status for status, _ in found.values()} == {200}, found
+    assert [answer["output_ids"] for _, answer in found.values()] == expected

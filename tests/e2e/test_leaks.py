@@ -11,7 +11,6 @@ from tests.tiny_models import VOCAB_SIZE
 
 NUM_REQUESTS = 500
 NUM_AT_ONCE = 24
-PAGES_BACK_WITHIN_S = 2.0
 FLAGS = (
     *("--page-size", "8", "--chunked-prefill-size", "32", "--max-total-tokens", "4096"),
     *("--attention-backend", "torch"),  # no kernel to compile at each start
@@ -72,9 +71,7 @@ def test_no_page_is_lost_by_500_requests_of_which_a_third_are_aborted(tiny_model
     flags = ("--model", str(tiny_model("llama")), "--transfer-backend", transport, *FLAGS)
     with running_cluster(*flags, "--num-threads", "1", "--log-level", "warning") as cluster:
         asyncio.run(ask_many(cluster.url, NUM_REQUESTS))
-        is_clean = eventually(
-            lambda: not any(map(unaccounted, cluster.loads())), PAGES_BACK_WITHIN_S
-        )
+        is_clean = eventually(lambda: not any(map(unaccounted, cluster.loads())))
         loads = cluster.loads()
         assert is_clean, loads
         assert [load["num_failed"] for load in loads] == [0, 0]

@@ -16,6 +16,7 @@ from tandem.up import free_ports
 from tests.e2e.cluster import Process, eventually, get_json, wait_healthy
 from tests.e2e.test_deaths import NUM_NEW, PROMPTS, children, stream_all, unaccounted
 from tests.e2e.test_simulated import FLAGS, QUIET, expected
+from tests.patience import PATIENCE_S
 
 SECRET = {"TANDEM_CLUSTER_KEY": "a secret of this test"}
 
@@ -52,7 +53,7 @@ def ask(method: str, at: str, key: str, **body) -> int:
     data = json.dumps(body).encode() if body else None
     request = urllib.request.Request(at, data, headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             return response.status
     except urllib.error.HTTPError as error:
         with error:
@@ -120,7 +121,7 @@ def test_nodes_are_added_handed_over_and_started_anew_under_a_router_that_runs(f
     prefill, prefill_url = start("prefill", *flags, "--bootstrap-port", str(bootstrap_port))
     first, first_url = start("decode", *flags)
     second, second_url = start("decode", *flags)
-    assert eventually(lambda: answers(router), 60)
+    assert eventually(lambda: answers(router))
     assert ask("POST", f"{router}/nodes", "wrong", url=first_url) == 401
     for url in (prefill_url, first_url):
         assert ask("POST", f"{router}/nodes", key, url=url) == 200
@@ -128,7 +129,7 @@ def test_nodes_are_added_handed_over_and_started_anew_under_a_router_that_runs(f
 
     def hand_over() -> None:
         assert ask("POST", f"{router}/nodes", key, url=second_url, role="decode") == 200
-        assert eventually(lambda: states(router)[second_url] == "up", 20)
+        assert eventually(lambda: states(router)[second_url] == "up")
         named = quote(first_url, safe="")
         assert ask("DELETE", f"{router}/nodes/{named}?now=1", key) == 200
 
@@ -150,5 +151,5 @@ def test_nodes_are_added_handed_over_and_started_anew_under_a_router_that_runs(f
     again, _ = start("decode", *flags, port=int(second_url.rpartition(":")[2]))
     wait_healthy(second_url, again)
     # Within 5 s, which a crowded machine must not decide here: tests/router/test_cluster.py counts them.
-    assert eventually(lambda: states(router)[second_url] == "up", 20)
+    assert eventually(lambda: states(router)[second_url] == "up")
     assert asyncio.run(stream_all(router)) == all_expected(flags)

@@ -107,7 +107,7 @@ def sglang_router(prefill: str, decode: str, bootstrap_port: int):
         )
         try:
             url = f"http://127.0.0.1:{port}"
-            eventually(lambda: _is_healthy(url) or process.poll() is not None, 30)
+            eventually(lambda: _is_healthy(url) or process.poll() is not None)
             log.seek(0)
             assert process.poll() is None, log.read()
             assert _is_healthy(url), log.read()

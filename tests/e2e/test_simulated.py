@@ -18,6 +18,7 @@ from engine.simulated_model import read_model
 from frontend.tokenizer import Tokenizer
 from tests.e2e.cluster import eventually, get_json, running_cluster, running_serve
 from tests.e2e.test_deaths import NUM_NEW, PROMPTS, stream_all, unaccounted
+from tests.patience import PATIENCE_S
 
 FLAGS = ("--engine", "simulated", "--page-size", "8", "--max-total-tokens", "8192")
 QUIET = ("--log-level", "warning")
@@ -54,7 +55,7 @@ def generate(url: str, **body) -> dict:
         f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             return json.loads(response.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -106,3 +107,59 @@ def load_of(url: str) -> dict:
 def test_both_roles_in_one_simulated_engine_say_the_same(described_model):
     with running_serve("--model", str(described_model), *FLAGS, *QUIET) as url:
         check_answers(url, described_model)
+
+
+def timed(url: str, body: dict, path: str = "/generate") -> dict:
+    request = urllib.request.Request(
+        f"{url}{path}",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "X-Tandem-Timings": "1"},
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+        text = response.read().decode()
+    if not body.get("stream"):
+        return json.loads(text)["timings"]
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    (timings,) = [event["timings"] for event in events if "timings" in event]
+    return timings
+
+
+IN_ORDER = ["tokenize", "queue", "pair", "reserve", "prefill_queue", "prefill", "link"]
+
+
+def test_who_asks_is_told_where_the_time_to_first_token_went(described_model, tmp_path):
+    profile = tmp_path / "profile.json"
+    profile.write_text('{"prefill": {"per_token_ms": 0.2}, "decode": {"base_ms": 2}}')
+    flags = (*FLAGS, "--chunked-prefill-size", "64", "--sim-profile", str(profile), *QUIET)
+    prompt = {"input_ids": list(range(5, 205)), "max_new_tokens": 8, "ignore_eos": True}
+    chat = {"messages": [{"role": "user", "content": "Tell me of rivers. " * 30}], "max_tokens": 5}
+    with running_cluster("--model", str(described_model), *flags) as cluster:
+        calls = [
+            timed(cluster.url, prompt),
+            timed(cluster.url, prompt | {"stream": True, "input_ids": list(range(300, 500))}),
+            timed(cluster.url, chat, "/v1/chat/completions"),
+            timed(cluster.url, chat | {"stream": True}, "/v1/chat/completions"),
+        ]
+        nodes = [node["url"] for node in get_json(f"{cluster.url}/server_info")[1]["nodes"]]
+    for timings in calls:
+        names = [phase["name"] for phase in timings["phases"]]
+        assert names == [*IN_ORDER, "detokenize", "stream"]
+        total = sum(phase["duration_s"] for phase in timings["phases"][:-1])
+        assert abs(total - timings["ttft_s"]) < 1e-4
+        beside = [phase["name"] for phase in timings["beside"]]
+        assert {"prefill_chunk", "landed", "first_step"} <= set(beside)
+        assert [timings["prefill"], timings["decode"]] == nodes
+    # 200 tokens in chunks of 64, at 0.2 ms a token; the first may be launched while nobody looks.
+    first = {phase["name"]: phase["duration_s"] for phase in calls[0]["phases"]}
+    assert first["prefill"] >= 0.03
+    chunks = [each for each in calls[0]["beside"] if each["name"] == "prefill_chunk"]
+    assert len(chunks) == 4
+    assert sum(each["duration_s"] for each in chunks) <= first["prefill"] + 1e-4
+
+
+def test_a_node_that_serves_alone_tells_where_the_time_went(described_model):
+    with running_serve("--model", str(described_model), *FLAGS, *QUIET) as url:
+        timings = timed(url, {"input_ids": list(range(5, 105)), "max_new_tokens": 4})
+        assert "timings" not in generate(url, input_ids=[5, 6], max_new_tokens=2)
+    names = [phase["name"] for phase in timings["phases"]]
+    assert names == ["tokenize", "prefill_queue", "prefill", "link", "detokenize", "stream"]

@@ -60,8 +60,7 @@ def prompts(num: int) -> list[list[int]]:
     ]
 
 
-def transformers_greedy(path, prompt, num_new) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+def transformers_greedy(model, prompt, num_new) -> list[int]:
     ids = torch.tensor([prompt])
     out = model.generate(
         ids,
@@ -83,8 +82,9 @@ def test_greedy_tokens_are_those_of_transformers(kind, backend, tiny_model):
     for i, prompt in enumerate(asked):
         engine.submit(ask(prompt, str(i), max_new_tokens=12))
     out = run(engine)
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for i, prompt in enumerate(asked):
-        assert out[str(i)] == transformers_greedy(path, prompt, 12), f"prompt {i} of {kind}"
+        assert out[str(i)] == transformers_greedy(reference, prompt, 12), f"prompt {i} of {kind}"
 
 
 def test_a_cached_prefix_changes_no_token_and_is_reported(tiny_model):

@@ -7,6 +7,7 @@ import torch
 
 from engine.layer_events import LayerEvents
 from tests.engine.test_core import PAGE, ask, make_engine
+from tests.patience import PATIENCE_S
 from tests.tiny_models import SIZES
 
 
@@ -21,7 +22,7 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         assert self.is_recorded
-        assert self.passed.wait(5)
+        assert self.passed.wait(PATIENCE_S)
 
 
 def test_a_layer_is_told_of_when_the_device_has_come_to_it():
@@ -38,11 +39,11 @@ def test_a_layer_is_told_of_when_the_device_has_come_to_it():
     assert told == []
     made[1].passed.set()
     made[0].passed.set()
-    assert has_told.acquire(timeout=5)
-    assert has_told.acquire(timeout=5)
+    assert has_told.acquire(timeout=PATIENCE_S)
+    assert has_told.acquire(timeout=PATIENCE_S)
     assert told == [0, 1]
     made[2].passed.set()
-    assert has_told.acquire(timeout=5)
+    assert has_told.acquire(timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])

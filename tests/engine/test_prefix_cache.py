@@ -2,6 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kv_cache import KVCache
+from wire.prefix_blocks import BLOCK_TOKENS
 
 PAGE = 4
 
@@ -88,3 +89,18 @@ def test_a_match_is_the_longest_prefix_in_pages_of_what_was_put_in(sequences):
         default=0,
     )
     assert cache.match(wanted).num_tokens == longest
+
+
+def test_a_page_cached_anew_behind_another_parent_is_told_of_once():
+    cache = KVCache(3, BLOCK_TOKENS)
+    put(cache, [1] * BLOCK_TOKENS)
+    tokens = [1] * BLOCK_TOKENS + [2] * BLOCK_TOKENS
+    own = cache.allocate(2)  # of a request that computes its own copy of the first page
+    cache.remember(tokens, own)
+    assert cache.allocate(1) is not None  # the cached copy is evicted while the request goes on
+    cache.remember(tokens, own)
+    cache.release(own)
+    assert cache.flush() == 2
+    told = cache.journal.since(-1)
+    assert told is not None
+    assert told.added == []

@@ -20,6 +20,7 @@ from node.config import NodeConfig
 from node.rank_messages import FromRank, RankStart, pack_inputs, unpack_inputs
 from node.rank_pipe import RankPipe
 from tests.engine.follower import NUM_PAGES, load_shard
+from tests.patience import PATIENCE_S
 from tests.tiny_models import CONFIGS
 from wire.errors import ConfigInvalid
 from wire.generation import GenerateRequest, SamplingParams
@@ -55,7 +56,7 @@ class OtherRank:
 
     def close(self) -> None:
         self.pipe.hang_up()
-        self.process.wait(20)
+        self.process.wait(PATIENCE_S)
         self.process.stdout.close()
 
 

@@ -28,8 +28,8 @@ from wire.keys import ChannelKey
 
 SECRET = "of-the-fault-matrix"
 # Of torch on several processes of a busy machine; it only guards against a hang.
-START_TIMEOUT_S = 240.0
-HEAL_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 900.0
+HEAL_TIMEOUT_S = 120.0
 MAX_RUNNING = 6
 # Stages long enough to be met: a prompt of 192 tokens takes 0.25 s, its 590 kB another 0.3 s at this rate.
 PROFILE = {"prefill": {"base_ms": 10, "per_token_ms": 1.2}, "decode": {"base_ms": 30}}

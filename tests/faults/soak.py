@@ -68,8 +68,9 @@ class Tally:
 class Soak:
     """One run."""
 
-    def __init__(self, rig: Rig, seed: int, seconds: float) -> None:
+    def __init__(self, rig: Rig, seed: int, seconds: float, hurt_interval_s: float) -> None:
         self._rig, self._rng = rig, random.Random(seed)
+        self._hurt_interval_s = hurt_interval_s
         self._arithmetic = Arithmetic(str(rig.model_dir))
         self._ends_at_s = time.monotonic() + seconds
         self._began_s = time.monotonic()
@@ -193,7 +194,7 @@ class Soak:
                 f"{self.tally.num_requests}, right {self.tally.num_right}, errors "
                 f"{dict(self.tally.errors)}, bad {len(self.tally.bad)}"
             )
-            left_s = min(begun + HURT_INTERVAL_S, self._ends_at_s) - time.monotonic()
+            left_s = min(begun + self._hurt_interval_s, self._ends_at_s) - time.monotonic()
             await asyncio.sleep(max(0.0, left_s))
 
     async def _hurt(self, what: str, member: Member) -> None:
@@ -248,7 +249,9 @@ class Soak:
             await asyncio.sleep(SAMPLE_INTERVAL_S)
 
 
-async def soak(seconds: float, seed: int) -> tuple[bool, dict]:
+async def soak(
+    seconds: float, seed: int, hurt_interval_s: float = HURT_INTERVAL_S
+) -> tuple[bool, dict]:
     """Run; return whether all is well, and the report."""
     with tempfile.TemporaryDirectory(prefix="tandem-soak-") as name:
         directory, shared = Path(name), Path(name) / "shm"
@@ -257,7 +260,7 @@ async def soak(seconds: float, seed: int) -> tuple[bool, dict]:
             directory, flags=FLAGS, profile=PROFILE, prefills=3, decodes=3, router_flags=(), is_networked=False,
             routers=("a",), shared_memory=shared if os.geteuid() == 0 else None,
         ) as rig:  # fmt: skip
-            run = Soak(rig, seed, seconds)
+            run = Soak(rig, seed, seconds, hurt_interval_s)
             await run.run()
             statuses = {m.name: await asyncio.to_thread(m.stop) for m in rig.members.values()}
             left = leftovers(directory)

@@ -35,7 +35,6 @@ CELLS = [
     Cell("decode", "out of pages", "streaming"),
     Cell("engine process", "SIGKILL", "decoding"),
 ]
-RANK_CELL = Cell("TP rank", "SIGKILL", "streaming")
 # 2 s of silence, and room: it is the page of the whole matrix that tells how long it takes.
 NOTICED_WITHIN_MS = 10_000
 
@@ -76,19 +75,12 @@ def test_nothing_is_lost_whoever_is_hurt_however_and_at_whatever_stage(tmp_path,
     assert len(results) == len(cells)
 
 
-@pytest.mark.slow
-def test_a_killed_rank_costs_no_client_a_token(tmp_path, capsys):
-    with capsys.disabled():
-        (result,) = run([RANK_CELL], tmp_path)
-    check(result)
-
-
 def test_every_row_column_and_stage_is_in_the_selection():
-    chosen = [*CELLS, RANK_CELL]
-    assert {cell.target for cell in chosen} == set(TARGETS)
-    assert {cell.fault for cell in chosen} == set(FAULTS)
-    assert {cell.stage for cell in chosen} == set(STAGES)
-    assert set(chosen) <= set(all_cells())
+    # Ranks are killed in tests/e2e/test_tensor_parallel.py: a second cluster of models for one cell costs a minute.
+    assert {cell.target for cell in CELLS} == set(TARGETS) - {"TP rank"}
+    assert {cell.fault for cell in CELLS} == set(FAULTS)
+    assert {cell.stage for cell in CELLS} == set(STAGES)
+    assert set(CELLS) <= set(all_cells())
 
 
 def test_every_cell_is_run_or_says_why_it_is_empty():

@@ -45,6 +45,11 @@ async def test_health_is_200_only_while_a_request_can_be_served(client, backend)
     assert await get(client, "/health") == (503, {"status": "unavailable", "detail": "no node"})
 
 
+async def test_a_server_that_cannot_serve_is_live_all_the_same(client, backend):
+    backend.is_serving = False
+    assert await get(client, "/live") == (200, {"status": "ok"})
+
+
 async def test_health_generate_makes_one_token(client, backend):
     assert (await get(client, "/health_generate"))[0] == 200
     assert backend.requests[0].sampling.max_new_tokens == 1
@@ -116,12 +121,12 @@ async def test_a_body_over_the_limit_is_answered_with_413(backend):
 
 
 async def test_a_text_of_10_mb_is_refused_without_being_tokenized(client):
-    started = time.perf_counter()
+    started_s = time.process_time()
     status, answer = await post_large(client, "/generate", {"text": "word " * (2 * MIB)})
     assert status == 400
     assert "at least" in answer["error"]["message"]
     assert "8191" in answer["error"]["message"]
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started_s < 2
 
 
 async def test_ids_of_10_mb_are_refused(client):
@@ -149,7 +154,7 @@ async def test_without_the_key_only_health_and_metrics_answer(backend, headers):
             assert (status, answer["error"]["code"]) == (401, "unauthorized")
         async with client.get("/server_info", headers=headers) as response:
             assert (response.status, response.headers["WWW-Authenticate"]) == (401, "Bearer")
-        for path in ("/health", "/metrics"):
+        for path in ("/health", "/live", "/metrics"):
             async with client.get(path, headers=headers) as response:
                 assert response.status == 200
 

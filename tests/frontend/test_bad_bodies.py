@@ -14,8 +14,8 @@ from tests.frontend.conftest import serve, serve_app
 from tests.frontend.fakes import length, say
 from tests.frontend.helpers import post, post_large
 from tests.frontend.raw import chunk, connected, head
+from tests.patience import PATIENCE_S
 
-DEADLINE_S = 10
 MESSAGE = [{"role": "user", "content": "a"}]
 GOOD = {"input_ids": [5, 6], "max_new_tokens": 2}
 CHUNKED = "Transfer-Encoding: chunked"
@@ -31,7 +31,7 @@ async def is_served(client) -> bool:
 @pytest.mark.parametrize("line", ["Content-Length: 100", CHUNKED])
 async def test_a_body_that_never_ends_is_answered_with_408_and_generates_nothing(backend, line):
     async with (
-        asyncio.timeout(DEADLINE_S),
+        asyncio.timeout(PATIENCE_S),
         serve(backend, IMPATIENT) as client,
         connected(client) as slow,
     ):
@@ -45,7 +45,7 @@ async def test_a_body_that_never_ends_is_answered_with_408_and_generates_nothing
 
 async def test_a_body_over_the_limit_is_refused_before_it_is_sent(backend):
     async with (
-        asyncio.timeout(DEADLINE_S),
+        asyncio.timeout(PATIENCE_S),
         serve(backend, SMALL) as client,
         connected(client) as big,
     ):
@@ -55,7 +55,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_sent(backend):
 
 async def test_a_body_of_chunks_is_refused_once_it_passes_the_limit(backend):
     async with (
-        asyncio.timeout(DEADLINE_S),
+        asyncio.timeout(PATIENCE_S),
         serve(backend, SMALL) as client,
         connected(client) as big,
     ):
@@ -67,7 +67,7 @@ async def test_a_body_of_chunks_is_refused_once_it_passes_the_limit(backend):
 async def test_a_body_of_chunks_within_the_limit_is_served(backend):
     body = json.dumps(GOOD).encode()
     async with (
-        asyncio.timeout(DEADLINE_S),
+        asyncio.timeout(PATIENCE_S),
         serve(backend, SMALL) as client,
         connected(client) as good,
     ):
@@ -80,7 +80,7 @@ async def test_large_bodies_on_their_way_are_bounded_together_and_small_ones_pas
     app = create_app(backend)
     app[INCOMING] = Incoming(limit_bytes=1_500_000)
     half_sent = head("POST", "/generate", f"Content-Length: {MILLION}") + b"{"
-    async with asyncio.timeout(DEADLINE_S), serve_app(app) as client:
+    async with asyncio.timeout(PATIENCE_S), serve_app(app) as client:
         async with connected(client) as slow:
             await slow.send(half_sent)
             await until_served(client, lambda: app[INCOMING].size_bytes == MILLION)
@@ -99,7 +99,7 @@ async def until_served(client, is_true) -> None:
 async def test_a_compressed_body_is_refused_and_never_inflated(client):
     bomb = gzip.compress(b" " * 50 * MILLION)
     lines = (f"Content-Length: {len(bomb)}", "Content-Encoding: gzip")
-    async with asyncio.timeout(DEADLINE_S), connected(client) as bad:
+    async with asyncio.timeout(PATIENCE_S), connected(client) as bad:
         await bad.send(head("POST", "/generate", *lines) + bomb)
         reply = await bad.reply()
         assert (reply.status, reply.json()["error"]["code"]) == (415, "unsupported_encoding")

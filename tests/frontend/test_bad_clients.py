@@ -14,8 +14,8 @@ from tests.frontend.conftest import serve
 from tests.frontend.fakes import FakeBackend, length, say
 from tests.frontend.helpers import post
 from tests.frontend.raw import chunk, connected, head, request
+from tests.patience import PATIENCE_S
 
-DEADLINE_S = 10
 GOOD = {"input_ids": [5, 6], "max_new_tokens": 2}
 CLOSE = "Connection: close"
 CHUNKED = "Transfer-Encoding: chunked"
@@ -46,7 +46,7 @@ async def is_served(client) -> bool:
     ],
 )
 async def test_what_is_no_http_is_answered_with_400_and_closed(client, sent):
-    async with asyncio.timeout(DEADLINE_S), connected(client) as bad:
+    async with asyncio.timeout(PATIENCE_S), connected(client) as bad:
         await bad.send(sent)
         assert (await bad.reply()).status == 400
         assert await bad.closed()
@@ -55,7 +55,7 @@ async def test_what_is_no_http_is_answered_with_400_and_closed(client, sent):
 
 async def test_a_head_that_never_ends_is_cut_off(backend):
     async with (
-        asyncio.timeout(DEADLINE_S),
+        asyncio.timeout(PATIENCE_S),
         serve(backend, IMPATIENT) as client,
         connected(client) as slow,
     ):
@@ -69,7 +69,7 @@ async def test_a_head_that_never_ends_is_cut_off(backend):
 
 async def test_an_idle_connection_is_closed_also_after_an_answer(backend):
     async with (
-        asyncio.timeout(DEADLINE_S),
+        asyncio.timeout(PATIENCE_S),
         serve(backend, IMPATIENT) as client,
         connected(client) as silent,
         connected(client) as used,
@@ -88,7 +88,7 @@ async def test_pipelined_requests_are_answered_in_order_whatever_they_are(client
         head("GET", "/nowhere"),
         request("/generate", GOOD, CLOSE),
     ]
-    async with asyncio.timeout(DEADLINE_S), connected(client) as eager:
+    async with asyncio.timeout(PATIENCE_S), connected(client) as eager:
         await eager.send(b"".join(sent))
         replies = [await eager.reply() for _ in sent]
         assert await eager.closed()
@@ -100,7 +100,7 @@ async def test_pipelined_requests_are_answered_in_order_whatever_they_are(client
 
 async def test_an_error_does_not_end_or_confuse_a_connection(backend):
     async with (
-        asyncio.timeout(DEADLINE_S),
+        asyncio.timeout(PATIENCE_S),
         serve(backend, SMALL) as client,
         connected(client) as kept,
     ):
@@ -114,7 +114,7 @@ async def test_an_error_does_not_end_or_confuse_a_connection(backend):
 async def test_a_client_that_waits_for_100_is_told_to_go_on(client):
     body = json.dumps(GOOD).encode()
     expecting = f"Content-Length: {len(body)}", "Expect: 100-continue"
-    async with asyncio.timeout(DEADLINE_S), connected(client) as careful:
+    async with asyncio.timeout(PATIENCE_S), connected(client) as careful:
         await careful.send(head("POST", "/generate", *expecting))
         assert (await careful.reply()).status == 100
         await careful.send(body)
@@ -131,7 +131,7 @@ async def test_a_client_that_waits_for_100_is_told_to_go_on(client):
 )
 async def test_a_client_that_waits_in_vain_is_told_why(backend, lines, status):
     async with (
-        asyncio.timeout(DEADLINE_S),
+        asyncio.timeout(PATIENCE_S),
         serve(backend, SMALL) as client,
         connected(client) as bad,
     ):
@@ -142,7 +142,7 @@ async def test_a_client_that_waits_in_vain_is_told_why(backend, lines, status):
 
 
 async def test_methods_are_answered_as_http_has_them(client):
-    async with asyncio.timeout(DEADLINE_S), connected(client) as kept:
+    async with asyncio.timeout(PATIENCE_S), connected(client) as kept:
         for method, path, status in (
             ("HEAD", "/health", 200),
             ("HEAD", "/generate", 405),
@@ -161,7 +161,7 @@ async def test_a_client_that_shut_its_sending_side_gets_what_is_answered_at_once
     # Time enough for a machine with much else to do.
     monkeypatch.setattr(connection, "HALF_CLOSED_S", 1.5)
     for sent in (head("GET", "/health"), request("/generate", GOOD), request("/generate", {})):
-        async with asyncio.timeout(DEADLINE_S), connected(client) as half:
+        async with asyncio.timeout(PATIENCE_S), connected(client) as half:
             await half.send(sent)
             half.writer.write_eof()
             assert (await half.reply()).status in {200, 400}
@@ -172,7 +172,7 @@ async def test_a_client_that_shut_its_sending_side_does_not_keep_a_generation_ru
     client, backend
 ):
     backend.script = say([5], asyncio.Event())
-    async with asyncio.timeout(DEADLINE_S), connected(client) as half:
+    async with asyncio.timeout(PATIENCE_S), connected(client) as half:
         await half.send(request("/generate", GOOD))
         half.writer.write_eof()
         assert await half.closed()
@@ -185,7 +185,7 @@ async def test_a_client_that_takes_a_byte_at_a_time_is_cut_off(tokenizer, is_str
     backend.script = lambda _: itertools.chain(itertools.repeat([5] * 8000, 200), [length(6)])
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        async with asyncio.timeout(DEADLINE_S), serve(backend, IMPATIENT) as client:
+        async with asyncio.timeout(PATIENCE_S), serve(backend, IMPATIENT) as client:
             slow.connect((client._base_url.host, client._base_url.port))
             slow.sendall(request("/generate", {"input_ids": [5], "stream": is_stream}))
             cut_off = select.poll()
@@ -197,7 +197,7 @@ async def test_a_client_that_takes_a_byte_at_a_time_is_cut_off(tokenizer, is_str
 
 
 async def test_many_idle_and_half_sent_connections_leave_others_served(client):
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(PATIENCE_S):
         opened = await asyncio.gather(*(open_half_sent(client, index) for index in range(300)))
         assert await is_served(client)
         for writer in opened:

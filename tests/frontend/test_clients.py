@@ -13,10 +13,10 @@ from frontend.server import listen
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say
 from tests.frontend.helpers import post
+from tests.patience import PATIENCE_S
 from wire.errors import ConfigInvalid
 
 PROMPT = {"text": "a"}
-DEADLINE_S = 5
 END = [length(6)]
 
 
@@ -59,7 +59,7 @@ async def test_a_client_that_goes_away_before_the_first_token_cancels(
 ):
     backend.script = say(asyncio.Event())
     count = body.get("n", 1)
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(PATIENCE_S):
         async with raw_request(client, path, body | {"stream": is_stream}):
             await backend.until(lambda: len(backend.aborts) == count)
         await backend.until(lambda: len(backend.cancelled) == count)
@@ -67,7 +67,7 @@ async def test_a_client_that_goes_away_before_the_first_token_cancels(
 
 async def test_a_client_that_goes_away_in_a_stream_cancels(client, backend):
     backend.script = say([5], asyncio.Event())
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(PATIENCE_S):
         async with raw_request(client, "/generate", PROMPT | {"stream": True}) as sock:
             await read_until(sock, b"data: ")
         await backend.until(lambda: backend.cancelled)
@@ -76,7 +76,7 @@ async def test_a_client_that_goes_away_in_a_stream_cancels(client, backend):
 async def test_a_client_that_does_not_read_is_cut_off_and_others_are_served(backend):
     backend.script = lambda request: itertools.repeat([5]) if request.prompt_ids == [5] else END
     async with (
-        asyncio.timeout(2 * DEADLINE_S),
+        asyncio.timeout(PATIENCE_S),
         serve(backend, FrontendOptions(stall_timeout_s=0.3)) as client,
         raw_request(client, "/generate", {"input_ids": [5], "stream": True}),
     ):
@@ -92,7 +92,7 @@ async def test_a_client_that_reads_again_gets_everything(backend):
     count = 3000
     backend.script = lambda _: itertools.chain(itertools.repeat([5], count), END)
     async with (
-        asyncio.timeout(2 * DEADLINE_S),
+        asyncio.timeout(PATIENCE_S),
         serve(backend, FrontendOptions(incremental_streaming_output=True)) as client,
         raw_request(client, "/generate", {"input_ids": [5], "stream": True}) as sock,
     ):
@@ -104,7 +104,7 @@ async def test_a_client_that_reads_again_gets_everything(backend):
 async def test_a_bug_in_a_stream_cuts_the_connection(client, backend, capsys):
     backend.script = say([81], "no step at all")
     async with (
-        asyncio.timeout(DEADLINE_S),
+        asyncio.timeout(PATIENCE_S),
         raw_request(client, "/generate", PROMPT | {"stream": True}) as sock,
     ):
         await read_until(sock, b"data: ")

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from frontend.engine_client import EngineClient
+from tests.patience import PATIENCE_S
 from tests.router.fake_node import FakeEngine, delta, request, until
 from wire.errors import EngineFailed, InvalidRequest, PeerLost
 from wire.heartbeat import Heartbeat
@@ -19,7 +20,7 @@ async def connected(engine: FakeEngine, epoch=None):
     client = EngineClient(engine.address, epoch=epoch)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(client.run())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await client.answered.wait()
         yield client
         client.stop()
@@ -39,7 +40,7 @@ async def client(engine):
 
 
 async def read(stream) -> list:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         return [part async for part in stream]
 
 

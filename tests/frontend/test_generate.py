@@ -8,11 +8,20 @@ from frontend.backend import Bootstrap
 from frontend.options import FrontendOptions
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say, stop
-from tests.frontend.helpers import each, post, post_large, stream
+from tests.frontend.helpers import each, events, post, post_large, stream
+from tests.patience import PATIENCE_S
 from wire.errors import EngineFailed, NoNodeAvailable, Overloaded
 from wire.generation import Grammar
 
 EOS = 2
+
+
+async def test_a_stream_that_fails_on_its_way_is_timed_as_a_failed_one(backend, client):
+    backend.script = say([5], NoNodeAvailable("no pair"))
+    body = {"text": "Hello", "stream": True}
+    async with client.post("/generate", json=body, headers={"X-Tandem-Timings": "1"}) as response:
+        last = (await events(response))[-1]
+    assert last["timings"]["outcome"] == "failed"
 
 
 async def test_a_text_is_answered_with_text_ids_and_meta_info(client, backend, tokenizer):
@@ -461,7 +470,7 @@ class GatedTokenizer:
 
     def encode_batch(self, *args):
         self.begun.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(PATIENCE_S)
         return self._tokenizer.encode_batch(*args)
 
 

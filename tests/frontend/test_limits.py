@@ -9,8 +9,8 @@ from frontend.options import FrontendOptions, HttpOptions
 from tests.frontend.conftest import serve, serve_app
 from tests.frontend.fakes import length, say
 from tests.frontend.helpers import post, stream
+from tests.patience import PATIENCE_S
 
-DEADLINE_S = 10
 SHORT = FrontendOptions(http=HttpOptions(request_timeout_s=1.5))
 GENERATE = {"input_ids": [5]}
 
@@ -28,7 +28,7 @@ async def test_a_request_that_takes_too_long_is_answered_with_504_and_cancelled(
     backend, path, body, is_stream
 ):
     backend.script = say(asyncio.Event())
-    async with asyncio.timeout(DEADLINE_S), serve(backend, SHORT) as client:
+    async with asyncio.timeout(PATIENCE_S), serve(backend, SHORT) as client:
         status, answer = await post(client, path, body | {"stream": is_stream})
         await backend.until(lambda: len(backend.cancelled) == body.get("n", 1))
     assert (status, answer["error"]["code"]) == (504, "timeout")
@@ -37,7 +37,7 @@ async def test_a_request_that_takes_too_long_is_answered_with_504_and_cancelled(
 
 async def test_a_stream_that_takes_too_long_ends_with_an_error_event(backend):
     backend.script = say([81], asyncio.Event())
-    async with asyncio.timeout(DEADLINE_S), serve(backend, SHORT) as client:
+    async with asyncio.timeout(PATIENCE_S), serve(backend, SHORT) as client:
         native = (await stream(client, "/generate", GENERATE | {"n": 2}))[-1]["meta_info"]
         completion = (await stream(client, "/v1/completions", {"prompt": [5]}))[-1]
         await backend.until(lambda: len(backend.cancelled) == 3)
@@ -48,7 +48,7 @@ async def test_a_stream_that_takes_too_long_ends_with_an_error_event(backend):
 async def test_without_a_limit_a_request_may_take_its_time(client, backend):
     go_on = asyncio.Event()
     backend.script = say(go_on, length(5))
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(PATIENCE_S):
         answering = asyncio.create_task(post(client, "/generate", GENERATE))
         await backend.until(lambda: backend.aborts)
         go_on.set()
@@ -71,7 +71,7 @@ async def test_a_stream_may_say_itself_that_its_time_is_over(backend):
 
     app.router.add_get("/events", two_events)
     async with (
-        asyncio.timeout(DEADLINE_S),
+        asyncio.timeout(PATIENCE_S),
         serve_app(app) as client,
         client.get("/events") as answer,
     ):
@@ -91,7 +91,7 @@ async def test_a_request_that_goes_on_past_its_time_is_ended(backend):
 
     app.router.add_get("/deaf", deaf)
     async with (
-        asyncio.timeout(DEADLINE_S),
+        asyncio.timeout(PATIENCE_S),
         serve_app(app) as client,
         client.get("/deaf") as answer,
     ):

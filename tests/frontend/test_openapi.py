@@ -157,7 +157,6 @@ GOOD = {
 @settings(
     max_examples=400,
     deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.sampled_from(sorted(GOOD)), st.dictionaries(st.sampled_from(FIELDS), JUNK, max_size=3))

@@ -12,9 +12,9 @@ from frontend.server import listen, serving
 from frontend.tls import server_context
 from tests.certificates import Certificates, make_certificates
 from tests.frontend.raw import head
+from tests.patience import PATIENCE_S
 from wire.errors import ConfigInvalid
 
-DEADLINE_S = 10
 BODY = {"input_ids": [5, 6], "max_new_tokens": 2}
 
 
@@ -30,7 +30,7 @@ async def serve(backend, files: Certificates, tls: TlsFiles):
     files.authority.configure_trust(trusting)
     sock = listen("127.0.0.1", 0)
     app = create_app(backend, FrontendOptions(http=HttpOptions(tls=tls)))
-    async with asyncio.timeout(DEADLINE_S), serving(app, sock):
+    async with asyncio.timeout(PATIENCE_S), serving(app, sock):
         yield trusting, f"https://127.0.0.1:{sock.getsockname()[1]}"
 
 

@@ -60,6 +60,7 @@ def test_log_probabilities_are_merged_with_their_tokens_and_none_is_lost(stream)
             prompt_index=5,
             prompt_logprobs=prompt[5:],
             cached_tokens=4,
+            cached_by_tier={"host": 1},
         )
     )
     stream.put(delta(START, 1, [8, 9], "length", logprobs=output[1:]))
@@ -68,6 +69,7 @@ def test_log_probabilities_are_merged_with_their_tokens_and_none_is_lost(stream)
     assert (only.prompt_index, only.prompt_logprobs) == (0, logprobs(0, 6))
     assert (only.token_ids, only.logprobs) == ([7, 8, 9], logprobs(10, 13))
     assert (only.cached_tokens, only.finish.reason) == (4, "length")
+    assert only.cached_by_tier == {"host": 1}
 
 
 def test_runs_of_prompt_positions_that_do_not_continue_each_other_stay_apart(stream):

@@ -49,7 +49,7 @@ def oracle(tokenizer_dir):
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=600,
     )
     return json.loads(done.stdout)
 

@@ -25,7 +25,7 @@ from tests.frontend.fakes import FakeBackend
 from tests.kvtransfer import test_agents as rig
 from tests.trust.node_rig import Cluster
 from tests.trust.test_tcp_port import NUM_PAGES, PAGE, ROOM, Port
-from wire import messages
+from wire import hand_off, messages
 from wire.channel import Link, wait
 from wire.codec import Codec
 from wire.errors import MessageInvalid, PeerLost, TransferRefused
@@ -33,7 +33,7 @@ from wire.generation import GenerateRequest, SamplingParams
 from wire.ids import Epoch, Room
 
 Target = Callable[[bytes], None]
-UNIONS = (messages.ToEngine, messages.FromEngine, messages.ToPrefill, messages.FromPrefill)
+UNIONS = (messages.ToEngine, messages.FromEngine, hand_off.ToPrefill, hand_off.FromPrefill)
 # Between two frames: msgpack never uses it.
 BETWEEN = b"\xc1"
 REQUEST = GenerateRequest(
@@ -50,9 +50,9 @@ SEEDS = {
         messages.FlushCache(),
     ],
     "bootstrap": [
-        messages.Grant(epoch=Epoch(2), room=Room(1), page_ids=[1, 2], have_tokens=4),
-        messages.Withdraw(epoch=Epoch(2), room=Room(1)),
-        messages.LinkPing(epoch=Epoch(2)),
+        hand_off.Grant(epoch=Epoch(2), room=Room(1), page_ids=[1, 2], have_tokens=4),
+        hand_off.Withdraw(epoch=Epoch(2), room=Room(1)),
+        hand_off.LinkPing(epoch=Epoch(2)),
     ],
 }
 HTTP_SEEDS = [
@@ -128,10 +128,10 @@ def bootstrap() -> Iterator[Target]:
 
         def take(data: bytes) -> None:
             epoch = Epoch(next(epochs))
-            link = Link(f"tcp://127.0.0.1:{prefill.agent.port}", messages.FromPrefill)
+            link = Link(f"tcp://127.0.0.1:{prefill.agent.port}", hand_off.FromPrefill)
             admission = listener.admit("")
             with contextlib.closing(link):
-                hello = messages.Hello(
+                hello = hand_off.Hello(
                     epoch=epoch,
                     fingerprint="llama",
                     layout=shape.to_info(),
@@ -144,8 +144,8 @@ def bootstrap() -> Iterator[Target]:
                         b"\xa5epoch\x02", b"\xa5epoch\xd3" + struct.pack(">q", epoch)
                     )
                     _say(link, ours)
-                _say(link, msgspec.msgpack.encode(messages.LinkPing(epoch=Epoch(-1))))
-                while not isinstance(rig.receive(link), messages.Refused):
+                _say(link, msgspec.msgpack.encode(hand_off.LinkPing(epoch=Epoch(-1))))
+                while not isinstance(rig.receive(link), hand_off.Refused):
                     pass
             listener.fence(admission.peer)
             list(prefill.agent.events())

@@ -16,8 +16,8 @@ from kvtransfer.transports.cuda_driver import CudaMemory
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from tests.gpu.cuda_far_end import NUM_PAGES, PAGE_BYTES
 from wire.errors import PeerLost, TransferRefused
+from wire.hand_off import TransportOffer
 from wire.ids import Room
-from wire.messages import TransportOffer
 
 pytestmark = pytest.mark.gpu
 

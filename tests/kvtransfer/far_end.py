@@ -15,8 +15,8 @@ from kvtransfer.plan import PagedTokens, plan_copies
 from kvtransfer.region import MemoryRegion
 from kvtransfer.transports.base import Pool
 from tests.kvtransfer.makers import make
+from wire.hand_off import TransportOffer
 from wire.ids import Room
-from wire.messages import TransportOffer
 
 LAYOUT = KVLayout(
     num_pages=8, page_size=16, num_layers=4, num_kv_heads=8, head_dim=64, dtype="f", itemsize=64

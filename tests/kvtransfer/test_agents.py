@@ -1,5 +1,6 @@
 """Both agents in one process, over a real wire, with each transport."""
 
+import os
 import threading
 from contextlib import ExitStack
 
@@ -16,6 +17,7 @@ from kvtransfer.transports.base import TransportConfig
 from kvtransfer.transports.loopback import Fault, LoopbackListener, LoopbackTransport
 from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.transports.tcp import TcpTransport
+from tests.patience import PATIENCE_S, patiently
 from wire.channel import Inbox, Link, Waker, wait
 from wire.errors import (
     Aborted,
@@ -26,9 +28,9 @@ from wire.errors import (
     TransferRefused,
     TransferTimeout,
 )
+from wire.hand_off import FromPrefill, Grant, Hello, LinkPing, Refused, ToPrefill, Welcome
 from wire.ids import Epoch, Room
 from wire.keys import ChannelKey
-from wire.messages import FromPrefill, Grant, Hello, LinkPing, Refused, ToPrefill, Welcome
 
 ROOM = Room(42)
 PROMPT_PAGES = [3, 1, 7, 8]
@@ -50,6 +52,10 @@ def layout(**changes):
     )
 
 
+# Of files in /dev/shm: other processes run tests, too.
+OWN_NAME = f"agents-{os.getpid()}"
+
+
 class FakeClock:
     """Seconds that pass when told to."""
 
@@ -69,18 +75,18 @@ class Node:
 
     def next(self, kind=None):
         """Return the next event, which must be of this kind."""
-        for _ in range(100):
+        for _ in patiently():
             self._seen += self.agent.events()
             if self._seen:
                 event = self._seen.pop(0)
                 assert kind is None or isinstance(event, kind), event
                 return event
             wait([], 0.1, self.waker)
-        raise AssertionError("no event in 10 s")
+        raise AssertionError("no event")
 
     def wait_until(self, condition):
         """Look at the statistics until they are so."""
-        for _ in range(2000):
+        for _ in patiently():
             if condition(self.agent.statistics()):
                 return
             wait([], 0.005, self.waker)
@@ -118,7 +124,7 @@ class Cluster:
 
     def decode(self, *, fingerprint="llama", shape=None, epoch=2, **more):
         shape = shape or layout()
-        region, waker = MemoryRegion.shared(shape.pool_bytes, "agents"), Waker()
+        region, waker = MemoryRegion.shared(shape.pool_bytes, OWN_NAME), Waker()
         agent = DecodeAgent(
             epoch=Epoch(epoch),
             fingerprint=fingerprint,
@@ -175,6 +181,43 @@ def test_a_prompt_is_handed_off_whichever_half_comes_first(cluster, make, is_req
     assert decode.next() == Landed(ROOM, first_token=9, seed=77, cached_tokens=4)
     assert (pages(decode, DECODE_PAGES) == pages(prefill, PROMPT_PAGES)).all()
     assert not pages(decode, [1, 3, 4, *range(7, 16)]).any()
+
+
+def test_hand_offs_are_timed_at_both_ends(cluster):
+    cluster.use(LoopbackTransport([Fault("hang")]))
+    prefill = cluster.prefill(clock=cluster.clock)
+    decode = cluster.decode(clock=cluster.clock)
+    prefill.agent.expect(ROOM)
+    prefill.wait_until(lambda now: now.num_waiting == 1)
+    cluster.clock.now_s += 0.125
+    request(decode, prefill)
+    assert prefill.next() == Granted(ROOM, 0)
+    cluster.clock.now_s += 0.25
+    prefill.agent.push(ROOM, PROMPT_PAGES, 0)
+    assert cluster.transport.hanging.wait(PATIENCE_S)
+    cluster.clock.now_s += 0.5
+    prefill.agent.finish(ROOM, first_token=9, seed=77)
+    cluster.clock.now_s += 0.0625
+    cluster.transport.release()
+    assert isinstance(prefill.next(), PushDone)
+    assert isinstance(decode.next(), Landed)
+    times = prefill.agent.times
+    assert times.bootstrap_seconds.spread().total == 0.125
+    assert times.push_seconds.spread().total == 0.5625
+    assert times.push_exposed_seconds.spread().total == 0.0625
+    assert decode.agent.times.granted_seconds.spread().total == 0.8125
+
+
+def test_a_room_of_which_decode_has_all_counts_as_no_push(cluster):
+    prefill, decode = cluster.prefill(), cluster.decode()
+    prefill.agent.expect(ROOM)
+    request(decode, prefill, page_ids=[], have_tokens=16)
+    assert isinstance(prefill.next(), Granted)
+    push_all(prefill)
+    assert prefill.next() == PushDone(ROOM, 0)
+    times = prefill.agent.times
+    assert sum(times.bootstrap_seconds.spread().counts) == 1
+    assert sum(times.push_seconds.spread().counts) == 0
 
 
 def test_what_is_pushed_and_finished_before_the_grant_is_kept_for_it(cluster):
@@ -282,7 +325,7 @@ def test_a_grant_withdrawn_in_the_middle_of_a_write_is_safe_only_after_the_write
     prefill.agent.expect(ROOM)
     request(decode, prefill)
     push_all(prefill)
-    assert cluster.transport.hanging.wait(5)
+    assert cluster.transport.hanging.wait(PATIENCE_S)
     decode.agent.withdraw(ROOM)
     decode.wait_until(lambda now: now.num_withdrawn == 1)
     prefill.next(Granted)
@@ -329,7 +372,7 @@ def test_an_abort_in_the_middle_of_a_write_waits_for_the_write(cluster):
     prefill.agent.expect(ROOM)
     request(decode, prefill)
     push_all(prefill)
-    assert cluster.transport.hanging.wait(5)
+    assert cluster.transport.hanging.wait(PATIENCE_S)
     prefill.agent.abort(ROOM)
     prefill.wait_until(lambda now: now.num_pushing == 1)
     assert list(decode.agent.events()) == []
@@ -376,7 +419,7 @@ def test_a_prefill_that_does_not_answer_a_withdraw_is_cut_off(cluster):
     prefill.agent.expect(ROOM)
     request(decode, prefill)
     push_all(prefill)
-    assert cluster.transport.hanging.wait(5)
+    assert cluster.transport.hanging.wait(PATIENCE_S)
     decode.agent.withdraw(ROOM)
     assert decode.next() == Safe(ROOM)
     prefill.next(Granted)
@@ -634,11 +677,11 @@ def test_a_prefill_that_falls_silent_is_lost(cluster):
 
 
 def receive(end):
-    for _ in range(100):
+    for _ in patiently():
         if (got := end.receive()) is not None:
             return got
         wait([end], 0.1)
-    raise AssertionError("nothing came in 10 s")
+    raise AssertionError("nothing came")
 
 
 # ── strangers ────────────────────────────────────────────────────────────────────────────────────
@@ -722,7 +765,7 @@ def test_closed_agents_leave_no_thread_and_no_file(cluster):
     prefill.wait_until(lambda now: now.num_early_grants == 1)
     decode.close()
     prefill.close()
-    assert not list(SHM_DIR.glob("tandem-agents-*"))
+    assert not list(SHM_DIR.glob(f"tandem-{OWN_NAME}-*"))
     assert threading.active_count() <= before
 
 

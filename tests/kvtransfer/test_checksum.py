@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.checksum import SAMPLE_ONE_IN, PushSums, arrived_sums, sampled_slabs
@@ -85,13 +85,11 @@ LINKS = st.builds(
 
 
 @given(LINKS, st.integers(1, 16), st.integers(1, NUM_LAYERS))
-@settings(deadline=None)
 def test_both_ends_make_the_same_sums(link, num_pages_a_run, layers_at_a_time):
     assert link.push(num_pages_a_run, layers_at_a_time) == link.arrived()
 
 
 @given(LINKS, st.integers(0, 1 << 30), st.integers(0, 7))
-@settings(deadline=None)
 def test_one_bit_makes_one_sum_another(link, place, bit):
     sums = link.push(16, 1)
     written = link.written()

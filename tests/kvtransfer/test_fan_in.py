@@ -1,7 +1,7 @@
 """The fan-in of one room: whatever order the ranks speak in, the role hears what is true of all."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.fan_in import TRANSITIONS, GroupAction, GroupEvent, GroupState, RoomFanIn
@@ -47,7 +47,6 @@ def transcripts(draw):
     return num_ranks, words
 
 
-@settings(deadline=None)  # a busy machine is no bug
 @given(transcripts())
 def test_the_last_word_comes_once_when_every_rank_has_ended_and_is_the_worst_of_theirs(transcript):
     num_ranks, words = transcript
@@ -82,7 +81,6 @@ def test_the_last_word_comes_once_when_every_rank_has_ended_and_is_the_worst_of_
     assert len(ordered_to_end) == len(set(ordered_to_end))
 
 
-@settings(deadline=None)  # a busy machine is no bug
 @given(transcripts())
 def test_a_failed_rank_ends_all_that_have_not_ended(transcript):
     num_ranks, words = transcript
@@ -136,7 +134,6 @@ def test_every_state_but_the_last_knows_every_event():
         assert set(arrows) == expected
 
 
-@settings(deadline=None)  # a busy machine is no bug
 @given(transcripts(), st.booleans())
 def test_a_room_whose_ranks_are_known_late_ends_as_if_they_had_been_known(transcript, is_given_up):
     num_ranks, words = transcript

@@ -18,7 +18,7 @@ from wire.heartbeat import DEFAULT_HEARTBEAT
 # Detecting takes one ping after a death and the heartbeat's limit otherwise. A machine that is busy
 # with other things may be late: the guard is for a node that does not notice at all.
 NOTICE_S = 4 * DEFAULT_HEARTBEAT.interval_s
-BUSY = 4
+BUSY = 10
 
 
 class Nodes:

@@ -14,7 +14,7 @@ from kvtransfer.region import MemoryRegion
 from kvtransfer.transports.base import Pool
 from tests.kvtransfer import test_agents as rig
 from tests.kvtransfer.test_agents import DECODE_PAGES, ROOM
-from wire import messages
+from wire import hand_off
 from wire.channel import Inbox, Link, wait
 from wire.errors import ErrorInfo, PeerLost, TransferRefused
 from wire.ids import Epoch, Room
@@ -47,7 +47,7 @@ class LyingDecode:
 
     def __init__(self, cluster, stack):
         self.prefill = cluster.prefill()
-        self.link = Link(f"tcp://127.0.0.1:{self.prefill.agent.port}", messages.FromPrefill)
+        self.link = Link(f"tcp://127.0.0.1:{self.prefill.agent.port}", hand_off.FromPrefill)
         stack.callback(self.link.close)
         region = stack.enter_context(MemoryRegion.private(rig.layout().pool_bytes))
         self.listener = cluster.transport.listen(Pool(region, rig.layout().page_bytes, 16))
@@ -60,12 +60,12 @@ class LyingDecode:
                 wait([self.link], 0.001)
 
     def hear(self):
-        while isinstance(answer := rig.receive(self.link), messages.LinkPing):
+        while isinstance(answer := rig.receive(self.link), hand_off.LinkPing):
             pass
         return answer
 
     def hello(self, **lies):
-        honest = messages.Hello(
+        honest = hand_off.Hello(
             epoch=Epoch(2),
             fingerprint="llama",
             layout=rig.layout().to_info(),
@@ -98,7 +98,7 @@ def test_a_hello_with_an_absurd_layout_is_refused(liar, field, size):
 
 
 def test_a_hello_with_offers_without_end_is_refused_before_any_is_tried(liar):
-    offer = messages.TransportOffer(name="loopback", descriptor={})
+    offer = hand_off.TransportOffer(name="loopback", descriptor={})
     answer = liar.hello(offers=[offer] * (MAX_OFFERS + 1))
     assert answer.error.code == "transfer_refused"
     assert liar.prefill.agent.statistics().num_links == 0
@@ -106,7 +106,7 @@ def test_a_hello_with_offers_without_end_is_refused_before_any_is_tried(liar):
 
 @pytest.mark.parametrize("descriptor", [{}, {"peer": "x" * 100_000}, {"peer": -HUGE}])
 def test_a_hello_with_an_offer_of_nonsense_is_refused(liar, descriptor):
-    offer = messages.TransportOffer(name="loopback", descriptor=descriptor)
+    offer = hand_off.TransportOffer(name="loopback", descriptor=descriptor)
     assert liar.hello(offers=[offer]).error.code == "transfer_refused"
 
 
@@ -116,16 +116,16 @@ def test_a_hello_of_a_long_fingerprint_is_refused(liar):
 
 @pytest.mark.parametrize("tp_rank", [-1, 99, HUGE])
 def test_a_hello_of_a_rank_that_does_not_exist_is_refused(liar, tp_rank):
-    assert isinstance(liar.hello(tp_rank=tp_rank), messages.Refused)
+    assert isinstance(liar.hello(tp_rank=tp_rank), hand_off.Refused)
 
 
 @pytest.mark.parametrize("epoch", [2, 3])
 def test_a_second_hello_on_a_link_ends_the_first(liar, epoch):
     liar.hello()
-    liar.say(messages.Grant(epoch=Epoch(2), room=ROOM, page_ids=[1]))
+    liar.say(hand_off.Grant(epoch=Epoch(2), room=ROOM, page_ids=[1]))
     liar.prefill.wait_until(lambda now: now.num_early_grants == 1)
-    assert isinstance(liar.hello(epoch=Epoch(epoch)), messages.Refused)
-    assert isinstance(liar.hear(), messages.Welcome)
+    assert isinstance(liar.hello(epoch=Epoch(epoch)), hand_off.Refused)
+    assert isinstance(liar.hear(), hand_off.Welcome)
     liar.prefill.wait_until(lambda now: now.num_early_grants == 0)
     assert liar.prefill.agent.statistics().num_links == 1
 
@@ -143,7 +143,7 @@ def test_a_second_hello_on_a_link_ends_the_first(liar, epoch):
 )
 def test_a_grant_that_lies_is_released_at_once(liar, lies):
     liar.hello()
-    liar.say(messages.Grant(**{"epoch": Epoch(2), "room": ROOM, "page_ids": [1], **lies}))
+    liar.say(hand_off.Grant(**{"epoch": Epoch(2), "room": ROOM, "page_ids": [1], **lies}))
     assert liar.hear().error.code == "transfer_refused"
     assert liar.prefill.agent.statistics().num_early_grants == 0
     assert liar.prefill.agent.statistics().num_refused == 1
@@ -151,28 +151,28 @@ def test_a_grant_that_lies_is_released_at_once(liar, lies):
 
 def test_a_grant_for_tokens_beyond_every_prompt_is_released_when_prefill_has_finished(liar):
     liar.hello()
-    liar.say(messages.Grant(epoch=Epoch(2), room=ROOM, page_ids=[1], have_tokens=HUGE))
+    liar.say(hand_off.Grant(epoch=Epoch(2), room=ROOM, page_ids=[1], have_tokens=HUGE))
     liar.prefill.agent.expect(ROOM)
     assert liar.prefill.next(Granted).have_tokens == HUGE
     rig.push_all(liar.prefill)
-    assert isinstance(liar.hear(), messages.Released)
+    assert isinstance(liar.hear(), hand_off.Released)
     assert liar.prefill.next().error.code == "transfer_refused"
 
 
 def test_a_room_granted_twice_costs_the_link_since_writes_of_the_first_go_on(liar):
     liar.hello()
     for page in (1, 2):
-        liar.say(messages.Grant(epoch=Epoch(2), room=ROOM, page_ids=[page]))
-    assert isinstance(liar.hear(), messages.Refused)
+        liar.say(hand_off.Grant(epoch=Epoch(2), room=ROOM, page_ids=[page]))
+    assert isinstance(liar.hear(), hand_off.Refused)
     liar.prefill.wait_until(lambda now: now.num_links == 0)
 
 
 @pytest.mark.parametrize("room", [Room(5), Room(-HUGE)])
 def test_a_withdraw_of_a_room_of_nobody_is_passed_over(liar, room):
     liar.hello()
-    liar.say(messages.Withdraw(epoch=Epoch(2), room=room))
-    liar.say(messages.Grant(epoch=Epoch(2), room=room, page_ids=[HUGE]))
-    assert isinstance(liar.hear(), messages.Released)
+    liar.say(hand_off.Withdraw(epoch=Epoch(2), room=room))
+    liar.say(hand_off.Grant(epoch=Epoch(2), room=room, page_ids=[HUGE]))
+    assert isinstance(liar.hear(), hand_off.Released)
 
 
 # ── a prefill that lies to decode ────────────────────────────────────────────────────────────────
@@ -183,7 +183,7 @@ class LyingPrefill:
 
     def __init__(self, decode, stack):
         self.decode = decode
-        self.inbox = stack.enter_context(Inbox("tcp://127.0.0.1:0", messages.ToPrefill))
+        self.inbox = stack.enter_context(Inbox("tcp://127.0.0.1:0", hand_off.ToPrefill))
         decode.agent.request(ROOM, "127.0.0.1", self.inbox.port, DECODE_PAGES)
         envelope = rig.receive(self.inbox)
         self.peer, self.hello = envelope.peer, envelope.message
@@ -193,16 +193,16 @@ class LyingPrefill:
 
     def welcome(self):
         """Be an honest prefill as far as the grant."""
-        self.say(messages.Welcome(epoch=Epoch(5), transport="loopback"))
-        while not isinstance(rig.receive(self.inbox).message, messages.Grant):
+        self.say(hand_off.Welcome(epoch=Epoch(5), transport="loopback"))
+        while not isinstance(rig.receive(self.inbox).message, hand_off.Grant):
             pass
 
     def landed(self, **lies):
         honest = {"epoch": Epoch(5), "room": ROOM, "first_token": 9, "seed": 77}
-        self.say(messages.Landed(**{**honest, **lies}))
+        self.say(hand_off.Landed(**{**honest, **lies}))
 
     def released(self, **lies):
-        self.say(messages.Released(**{"epoch": Epoch(5), "room": ROOM, **lies}))
+        self.say(hand_off.Released(**{"epoch": Epoch(5), "room": ROOM, **lies}))
 
 
 @pytest.fixture
@@ -232,26 +232,26 @@ def test_a_write_outside_the_grant_is_refused_and_counted(cluster, false_prefill
 
 @pytest.mark.parametrize("transport", ["carrier pigeon", "", "x" * 100_000])
 def test_a_welcome_to_what_was_not_offered_fails_the_request(false_prefill, transport):
-    false_prefill.say(messages.Welcome(epoch=Epoch(5), transport=transport))
+    false_prefill.say(hand_off.Welcome(epoch=Epoch(5), transport=transport))
     assert isinstance(false_prefill.decode.next(Failed).error, PeerLost)
 
 
 def test_a_second_welcome_costs_the_link(false_prefill):
     false_prefill.welcome()
-    false_prefill.say(messages.Welcome(epoch=Epoch(6), transport="loopback"))
+    false_prefill.say(hand_off.Welcome(epoch=Epoch(6), transport="loopback"))
     assert isinstance(false_prefill.decode.next(Lost).error, PeerLost)
     assert false_prefill.decode.next() == Safe(ROOM)
 
 
 @pytest.mark.parametrize("port", [-HUGE, -1, 0, 1, 65536, HUGE])
 def test_a_redirect_to_a_port_of_nobody_fails_the_request(false_prefill, port):
-    false_prefill.say(messages.Redirect(epoch=Epoch(5), port=port))
+    false_prefill.say(hand_off.Redirect(epoch=Epoch(5), port=port))
     assert isinstance(false_prefill.decode.next(Failed).error, PeerLost)
 
 
 def test_a_redirect_of_a_link_that_is_up_costs_the_link(false_prefill):
     false_prefill.welcome()
-    false_prefill.say(messages.Redirect(epoch=Epoch(5), port=false_prefill.inbox.port))
+    false_prefill.say(hand_off.Redirect(epoch=Epoch(5), port=false_prefill.inbox.port))
     assert isinstance(false_prefill.decode.next(Lost).error, PeerLost)
     assert false_prefill.decode.next() == Safe(ROOM)
 
@@ -302,7 +302,7 @@ def test_an_error_with_a_status_that_is_none_keeps_its_words(false_prefill, stat
 
 def test_a_refusal_of_a_link_that_is_up_is_a_loss(false_prefill):
     false_prefill.welcome()
-    false_prefill.say(messages.Refused(error=ErrorInfo(code="", message="")))
+    false_prefill.say(hand_off.Refused(error=ErrorInfo(code="", message="")))
     false_prefill.decode.next(Lost)
     assert false_prefill.decode.next() == Safe(ROOM)
 

@@ -6,10 +6,9 @@ import pytest
 
 from kvtransfer.push_worker import PushWorker
 from kvtransfer.transports.base import Connection
+from tests.patience import PATIENCE_S
 from wire.errors import TandemError, TransferFailed
 from wire.ids import Room
-
-TIMEOUT_S = 5.0
 
 
 class Silent(Connection):
@@ -33,7 +32,7 @@ def told():
 
 def test_a_library_that_raises_while_it_connects_fails_the_link_by_name(told):
     worker = PushWorker(refuse, told.put)
-    error = told.get(timeout=TIMEOUT_S)
+    error = told.get(timeout=PATIENCE_S)
     worker.join()
     assert isinstance(error, TransferFailed)
     assert "Input/output error" in error.message
@@ -42,10 +41,10 @@ def test_a_library_that_raises_while_it_connects_fails_the_link_by_name(told):
 
 def test_a_library_that_raises_in_one_job_does_not_end_the_next(told):
     worker = PushWorker(Silent, told.put)
-    assert told.get(timeout=TIMEOUT_S) is None
+    assert told.get(timeout=PATIENCE_S) is None
     worker.submit(Room(1), lambda _connection: refuse(), told.put)
     worker.submit(Room(2), lambda _connection: None, told.put)
-    assert isinstance(told.get(timeout=TIMEOUT_S), TransferFailed)
-    assert told.get(timeout=TIMEOUT_S) is None
+    assert isinstance(told.get(timeout=PATIENCE_S), TransferFailed)
+    assert told.get(timeout=PATIENCE_S) is None
     worker.close()
     worker.join()

@@ -8,10 +8,11 @@ from kvtransfer.receiver import DecodeAgent
 from kvtransfer.region import MemoryRegion
 from kvtransfer.sharding import Shard
 from kvtransfer.transports.loopback import LoopbackTransport
+from tests.patience import patiently
 from wire.channel import Envelope, Inbox, Waker, wait
 from wire.errors import PeerLost
+from wire.hand_off import Hello, Redirect, ToPrefill
 from wire.ids import Epoch, Room
-from wire.messages import Hello, Redirect, ToPrefill
 
 LAYOUT = KVLayout(
     num_pages=4,
@@ -43,20 +44,20 @@ def decode():
 
 
 def hello_at(port: Inbox[ToPrefill]) -> Envelope[ToPrefill]:
-    for _ in range(100):
+    for _ in patiently():
         wait([port], 0.1)
         envelope = port.receive()
         if envelope is not None and isinstance(envelope.message, Hello):
             return envelope
-    raise AssertionError("no Hello in 10 s")
+    raise AssertionError("no Hello")
 
 
 def event_of(decode: DecodeAgent, waker: Waker):
-    for _ in range(100):
+    for _ in patiently():
         for event in decode.events():
             return event
         wait([], 0.1, waker)
-    raise AssertionError("no event in 10 s")
+    raise AssertionError("no event")
 
 
 def test_a_rank_says_hello_again_where_it_is_sent_once(decode):

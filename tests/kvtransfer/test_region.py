@@ -5,10 +5,17 @@ import sys
 
 import pytest
 
-from kvtransfer.region import SHM_DIR, MemoryRegion, sweep_stale
+from kvtransfer.region import MemoryRegion, sweep_stale
 from kvtransfer.transports.base import Pool, TransportConfig
 from kvtransfer.transports.registry import transports
 from wire.errors import ConfigInvalid, TransferRefused
+
+
+@pytest.fixture
+def own_directory(tmp_path, monkeypatch):
+    """A directory for shared memory that nobody else makes files in, nor sweeps."""
+    monkeypatch.setattr("kvtransfer.region.SHM_DIR", tmp_path)
+    return tmp_path
 
 
 @pytest.mark.parametrize("make", [MemoryRegion.shared, MemoryRegion.private])
@@ -36,9 +43,9 @@ def test_closing_under_a_tensor_keeps_the_tensors_memory():
     array[0] = 1  # would crash if the memory were unmapped
 
 
-def test_what_belongs_to_a_pool_that_is_gone_is_swept():
+def test_what_belongs_to_a_pool_that_is_gone_is_swept(own_directory):
     with MemoryRegion.shared(4096) as ours:
-        kept, orphan = ours.path.with_suffix(".abc.ctl"), SHM_DIR / "tandem-kv-gone.abc.ctl"
+        kept, orphan = ours.path.with_suffix(".abc.ctl"), own_directory / "tandem-kv-gone.abc.ctl"
         kept.touch()
         orphan.touch()
         sweep_stale()
@@ -47,15 +54,17 @@ def test_what_belongs_to_a_pool_that_is_gone_is_swept():
         kept.unlink()
 
 
-def test_a_dead_owners_files_are_swept_and_a_living_owners_are_not():
+def test_a_dead_owners_files_are_swept_and_a_living_owners_are_not(own_directory):
     code = (
-        "import sys; from kvtransfer.region import MemoryRegion; "
-        "r = MemoryRegion.shared(4096, 'doomed'); print(r.path, flush=True); sys.stdin.read()"
+        "import sys; from pathlib import Path; from kvtransfer import region; "
+        "region.SHM_DIR = Path(sys.argv[1]); "
+        "r = region.MemoryRegion.shared(4096, 'doomed'); print(r.path, flush=True); sys.stdin.read()"
     )
     pipe = subprocess.PIPE
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True)
+    command = [sys.executable, "-c", code, str(own_directory)]
+    child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
     with child, MemoryRegion.shared(4096) as ours:
-        path = SHM_DIR / os.path.basename(child.stdout.readline().strip())
+        path = own_directory / os.path.basename(child.stdout.readline().strip())
         belonging = path.with_suffix(".abc.ctl")
         belonging.touch()
         assert path not in sweep_stale()
@@ -67,10 +76,10 @@ def test_a_dead_owners_files_are_swept_and_a_living_owners_are_not():
         assert ours.path.exists()
 
 
-def test_a_pool_that_does_not_fit_is_refused_with_what_to_do():
+def test_a_pool_that_does_not_fit_is_refused_with_what_to_do(own_directory):
     with pytest.raises(ConfigInvalid, match="--shm-size"):
         MemoryRegion.shared(1 << 60, "toolarge")
-    assert not list(SHM_DIR.glob("tandem-toolarge-*"))
+    assert not list(own_directory.iterdir())
 
 
 class FakeTensor:

@@ -25,8 +25,8 @@ from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.transports.tcp import TcpTransport
 from tests.kvtransfer.makers import DIRECTORY, NAMES, OTHER_PROCESS, make
 from wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from wire.hand_off import TransportOffer
 from wire.ids import Room
-from wire.messages import TransportOffer
 
 NUM_PAGES = 64
 LAYOUT = KVLayout(
@@ -42,6 +42,8 @@ ROOM = Room(1)
 FAR_END = Path(__file__).with_name("far_end.py")
 # By the module of the library that each stands on, which need not be installed.
 OPTIONAL = {"nixl": "nixl_cu12", "mooncake": "mooncake", "ucx": "ucxx"}
+# Of files in /dev/shm: other processes run tests, too.
+OWN_NAME = f"conformance-{os.getpid()}"
 # Those whose writer copies by itself: a write ends although the owner is stopped.
 WITHOUT_THE_OWNER = {"shm", "cuda_ipc"}
 
@@ -58,7 +60,7 @@ class Pair:
 
     def __init__(self, transport):
         self.source = MemoryRegion.private(LAYOUT.pool_bytes)
-        self.destination = MemoryRegion.shared(LAYOUT.pool_bytes, "conformance")
+        self.destination = MemoryRegion.shared(LAYOUT.pool_bytes, OWN_NAME)
         self.source.array()[:] = np.random.default_rng(0).integers(
             0, 256, LAYOUT.pool_bytes, np.uint8
         )
@@ -90,7 +92,7 @@ def pair(request):
     made = Pair(make(request.param))
     yield made
     made.close()
-    assert not list(SHM_DIR.glob("tandem-conformance-*"))
+    assert not list(SHM_DIR.glob(f"tandem-{OWN_NAME}-*"))
 
 
 def test_scattered_pages_land_where_the_plan_says_and_nowhere_else(pair):

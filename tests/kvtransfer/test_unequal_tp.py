@@ -19,12 +19,13 @@ from kvtransfer.transports.base import Pool
 from kvtransfer.transports.loopback import Fault, LoopbackTransport
 from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.transports.tcp import TcpTransport
+from tests.patience import PATIENCE_S, patiently
 from wire.channel import Link, Waker, wait
 from wire.errors import Aborted, LayoutMismatch, PeerLost, TandemError
+from wire.hand_off import FromPrefill, Grant, Hello, LinkPing, Welcome, Withdraw
+from wire.hand_off import Landed as LandedWord
+from wire.hand_off import Released as ReleasedWord
 from wire.ids import Epoch, Room, new_epoch
-from wire.messages import FromPrefill, Grant, Hello, LinkPing, Welcome, Withdraw
-from wire.messages import Landed as LandedWord
-from wire.messages import Released as ReleasedWord
 
 ROOM = Room(42)
 NUM_PAGES = 16
@@ -63,7 +64,7 @@ class Half:
         self._seen: list[object] = []
 
     def next(self):
-        for _ in range(200):
+        for _ in patiently():
             self._seen += self.group.events()
             if self._seen:
                 return self._seen.pop(0)
@@ -71,7 +72,7 @@ class Half:
         raise AssertionError(([agent.statistics() for agent in self.agents], self))
 
     def wait_until(self, is_so):
-        for _ in range(1000):
+        for _ in patiently():
             if all(is_so(agent.statistics()) for agent in self.agents):
                 return
             wait([], 0.01, self.waker)
@@ -324,7 +325,7 @@ def test_a_source_that_is_killed_in_a_write_fails_the_room_and_costs_no_page(sta
     last = sizes[0] - 1
     prefill, decode, transports = pair(stack, sizes, faults={last: [Fault("hang")]})
     start(prefill, decode)
-    assert transports[last].hanging.wait(10)
+    assert transports[last].hanging.wait(PATIENCE_S)
     prefill.agents[last].close()
     lost, safe = decode.hear_end()
     assert isinstance(lost.error, PeerLost)
@@ -346,7 +347,7 @@ def test_a_source_that_is_fenced_in_a_write_returns_the_pages_of_both_nodes(stac
         stack, sizes, faults={0: [Fault("hang")]}, timeouts=ReceiverTimeouts(released_s=0.05)
     )
     start(prefill, decode)
-    assert transports[0].hanging.wait(10)
+    assert transports[0].hanging.wait(PATIENCE_S)
     decode.withdraw()
     assert decode.hear_end() == [Safe(ROOM)]
     assert isinstance(prefill.hear_end(), Released)
@@ -360,7 +361,7 @@ def test_pages_are_safe_only_when_the_last_source_has_stopped(stack, sizes):
     last = sizes[0] - 1
     prefill, decode, transports = pair(stack, sizes, faults={last: [Fault("hang")]})
     start(prefill, decode)
-    assert transports[last].hanging.wait(10)
+    assert transports[last].hanging.wait(PATIENCE_S)
     decode.withdraw()
     decode.wait_until(lambda now: not now.num_granted)
     assert list(decode.group.events()) == []
@@ -486,12 +487,12 @@ def stranger(stack):
                 wait([link], 0.001)
 
     def hear(link):
-        for _ in range(100):
+        for _ in patiently():
             while (message := link.receive()) is not None:
                 if not isinstance(message, LinkPing):
                     return message
             wait([link], 0.1)
-        raise AssertionError("nothing came in 10 s")
+        raise AssertionError("nothing came")
 
     def greet(link, number, tp_rank, tp_size):
         layout = replace(prefill.layouts[0], num_kv_heads=4 // tp_size)

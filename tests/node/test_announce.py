@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from node import announce
 from node.announce import TTL_S, Announcer, warn_of_loopback
 from node.config import NodeConfig
+from tests.patience import PATIENCE_S
 from wire.keys import operator_key
 
 CONFIG = NodeConfig(role="decode", served_model_name="m", engine=EngineConfig(model_dir="m"))
@@ -45,7 +46,7 @@ class FakeRouter:
         return str(self.server.make_url("")).rstrip("/")
 
     async def next(self):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             return await self.told.get()
 
 
@@ -62,7 +63,7 @@ async def router(monkeypatch):
 async def announced(*routers: str, role=lambda: "decode", bearer: str = "", **fields):
     config = msgspec.structs.replace(CONFIG, routers=routers, **fields)
     announcer = Announcer(config, 7001, role, bearer)
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
         tasks.create_task(announcer.run())
         yield announcer
         announcer.stop()

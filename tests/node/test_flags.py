@@ -128,3 +128,46 @@ def test_formats_of_replies_are_told_of_before_the_model_is_loaded():
     assert (config.tool_call_parser, config.reasoning_parser) == ("hermes", "qwen3")
     with pytest.raises(ConfigInvalid, match="--reasoning-parser: 'x' is not known"):
         read("--reasoning-parser", "x")
+
+
+def test_tiers_are_taken_in_the_order_in_which_they_are_given():
+    config, _ = read(
+        *("--kv-tier", "host:8GiB", "--kv-tier", "disk:/kv:1TiB"),
+        *("--kv-tier-timeout-ms", "250", "--kv-tier-min-tokens", "64"),
+    )
+    assert config.tiers.specs == ("host:8GiB", "disk:/kv:1TiB")
+    assert (config.tiers.timeout_s, config.tiers.min_tokens) == (0.25, 64)
+    assert config.engine.has_tiers
+    assert not read()[0].engine.has_tiers
+
+
+@pytest.mark.parametrize(
+    ("argv", "first"),
+    [
+        (["--hicache-size", "8", "--enable-hierarchical-cache"], "host:8GB"),
+        (["--kv-offloading-size", "0.5"], "host:0.5GiB"),
+    ],
+)
+def test_what_others_call_memory_of_the_host_is_the_first_tier(argv, first):
+    config, _ = read(*argv, "--kv-tier", "disk:/kv:1TiB")
+    assert config.tiers.specs == (first, "disk:/kv:1TiB")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--kv-tier", "tape:8GiB"], "give host:SIZE"),
+        (["--kv-tier", "host:much"], "no size"),
+        (["--kv-tier", "host:8GiB", "--tp", "2"], "--tp is 2"),
+        (["--kv-tier", "host:8GiB", "--disable-prefix-cache"], "behind the prefix cache"),
+        (
+            ["--kv-tier", "host:8GiB", "--engine", "simulated", "--sim-kv", "none"],
+            "give --sim-kv real",
+        ),
+        (["--kv-tier", "host:8GiB", "--kv-tier-timeout-ms", "0"], "at least 1"),
+        (["--enable-hierarchical-cache"], "--kv-tier host:SIZE"),
+    ],
+)
+def test_tiers_that_cannot_be_are_refused_with_what_to_give(argv, words):
+    with pytest.raises(ConfigInvalid, match=words):
+        read(*argv)

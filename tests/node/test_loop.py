@@ -1,11 +1,13 @@
 """The engine loop with a role that only records, over the real wire."""
 
+import os
+
 import pytest
 
-from engine.prefix_journal import PrefixJournal
 from node.answers import Answers, Ticket
 from node.engine_report import Drain, Resume
-from node.loop import PROBE_INTERVAL_S, EngineLoop
+from node.loop import IDLE_WAIT_S, PROBE_INTERVAL_S, EngineLoop
+from tests.patience import patiently
 from wire.channel import Inbox, Link, Peer, Waker, wait
 from wire.errors import EngineFailed, Overloaded, PeerBehind, PeerLost
 from wire.generation import Finish, GenerateRequest, SamplingParams
@@ -15,6 +17,7 @@ from wire.messages import (
     CacheReport,
     Cancel,
     FromEngine,
+    Measured,
     NodeLoad,
     Ping,
     Pong,
@@ -24,6 +27,7 @@ from wire.messages import (
     TokenBatch,
 )
 from wire.prefix_blocks import pack_names
+from wire.prefix_journal import PrefixJournal
 
 EPOCH = Epoch(9)
 
@@ -88,7 +92,9 @@ class Rig:
         self.inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
         self.waker = Waker()
         self.journal = PrefixJournal()
-        answers = Answers(self.inbox, EPOCH, self.journal)
+        self.tiers = {"host": PrefixJournal(), "disk": PrefixJournal()}
+        answers = Answers(self.inbox, EPOCH, self.journal, self.tiers)
+        self.waits: list[float] = []
         self.role = RecordingRole(answers)
         self.drained: list[int] = []
         self.loop = EngineLoop(
@@ -98,11 +104,17 @@ class Rig:
             self.waker,
             clock=lambda: self.now,
             on_drained=self.drained.append,
+            wait_s=self._wait_s,
         )
         self.link: Link[FromEngine] = Link(self.inbox.address, FromEngine)
 
+    def _wait_s(self, at_most_s: float) -> float:
+        self.waits.append(at_most_s)
+        self.loop.stop()
+        return 0.0
+
     def send(self, message) -> None:
-        for _ in range(500):
+        for _ in patiently():
             try:
                 return self.link.send(message)
             except PeerLost:
@@ -110,14 +122,14 @@ class Rig:
         raise AssertionError("no connection")
 
     def pass_until(self, is_done) -> None:
-        for _ in range(500):
+        for _ in patiently():
             self.loop.run_once(0.01)
             if is_done():
                 return
         raise AssertionError("it did not come")
 
     def answer(self):
-        for _ in range(500):
+        for _ in patiently():
             if (message := self.link.receive()) is not None:
                 return message
             wait([self.link], 0.01)
@@ -127,7 +139,7 @@ class Rig:
         """End the edge worker's link, as the kernel does for a process that was killed."""
         self.link.close()
         (peer,) = {ticket.peer for ticket in self.role.started}
-        for _ in range(500):
+        for _ in patiently():
             try:
                 self.inbox.send(peer, Pong(epoch=EPOCH, load=NodeLoad()))
             except PeerLost:
@@ -237,6 +249,24 @@ def test_an_edge_that_follows_the_prefix_cache_is_told_what_changed_since_it_ask
     rig.send(Ping())
     rig.pass_until(lambda: rig.link.socket.poll(0))
     assert [type(rig.answer()) for _ in range(2)] == [Pong, Pong]
+
+
+def test_an_edge_that_follows_tiers_is_told_of_each_what_changed_since_it_asked(rig):
+    rig.tiers["host"].add(7)
+    rig.tiers["disk"].add(8)
+    rig.tiers["disk"].add(9)
+    rig.send(Ping(tier_positions={"host": 0, "disk": 1, "gone": 0}))
+    rig.pass_until(lambda: rig.link.socket.poll(0))
+    assert isinstance(rig.answer(), Pong)
+    host = CacheReport(epoch=EPOCH, position=1, tier="host", added=pack_names([7]))
+    disk = CacheReport(epoch=EPOCH, position=2, tier="disk", added=pack_names([9]))
+    assert [rig.answer(), rig.answer()] == [host, disk]
+
+
+def test_a_loop_without_work_waits_as_long_as_it_is_told_to(rig):
+    rig.role.has_work = False
+    rig.loop.run()
+    assert rig.waits == [IDLE_WAIT_S]
 
 
 def test_a_second_start_of_one_id_takes_the_place_of_the_first(rig):
@@ -357,9 +387,11 @@ def test_frames_that_are_no_message_show_in_the_load(rig):
 
 
 def failure(rig) -> RequestFailed:
-    while not isinstance(answer := rig.answer(), RequestFailed):
-        pass
-    return answer
+    for _ in patiently():
+        rig.loop.run_once(0.01)
+        if isinstance(answer := rig.link.receive(), RequestFailed):
+            return answer
+    raise AssertionError("no failure")
 
 
 def test_a_drain_refuses_what_comes_and_lets_what_is_in_finish(rig):
@@ -367,7 +399,6 @@ def test_a_drain_refuses_what_comes_and_lets_what_is_in_finish(rig):
     rig.pass_until(lambda: rig.role.started)
     rig.loop.order(Drain(number=1, timeout_s=30))
     rig.send(start("b"))
-    rig.pass_until(lambda: rig.link.socket.poll(0))
     refused = failure(rig)
     assert (refused.request_id, refused.error.code) == ("b", "node_draining")
     assert refused.error.is_retryable
@@ -449,3 +480,12 @@ def test_an_edge_worker_is_answered_while_the_node_is_drained(rig):
     rig.send(Ping())
     rig.pass_until(lambda: rig.link.socket.poll(0))
     assert isinstance(rig.answer(), Pong)
+
+
+def test_who_pings_for_measures_is_told_them_and_others_are_not(rig):
+    rig.send(Ping())
+    rig.send(Ping(wants_measures=True))
+    rig.pass_until(lambda: rig.link.socket.poll(0))
+    told = [rig.answer() for _ in range(3)]
+    assert [type(message) for message in told] == [Pong, Pong, Measured]
+    assert told[-1].pid == os.getpid()

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import msgspec
 from aiohttp import web
 
+from tests.patience import PATIENCE_S
 from wire.channel import Inbox, Peer, Waker, wait
 from wire.errors import PeerLost, TandemError
 from wire.generation import Finish, GenerateRequest, SamplingParams, TokenLogprobs
@@ -28,8 +29,6 @@ from wire.messages import (
 )
 from wire.node_info import ModelInfo, NodeInfo
 from wire.prefix_blocks import pack_names
-
-TIMEOUT_S = 5
 
 
 def request(prompt_ids=(1, 2, 3), request_id="r1", **fields) -> GenerateRequest:
@@ -62,7 +61,7 @@ def logprobs(first: int, end: int) -> list[TokenLogprobs]:
 
 async def until(condition) -> None:
     """Wait for what the loop will make true."""
-    async with asyncio.timeout(TIMEOUT_S):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - conditions of every kind, none with an event
             await asyncio.sleep(0.002)
 
@@ -81,7 +80,7 @@ class FakeEngine:
         self._peer: Peer | None = None
         self._peers: dict[tuple[str, int], Peer] = {}
         self._outgoing: deque = deque()
-        self._cached = CacheReport(epoch=self.epoch, position=0)
+        self._cached: dict[str, CacheReport] = {}
         self._waker, self._is_closing = Waker(), False
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -93,8 +92,7 @@ class FakeEngine:
                 message, self._peer = envelope.message, envelope.peer
                 if isinstance(message, Ping):
                     self._outgoing.append((self._peer, Pong(epoch=self.epoch, load=self.load)))
-                    if message.prefix_position not in (-1, self._cached.position):
-                        self._outgoing.append((self._peer, self._cached))
+                    self._tell_changes(message)
                     continue
                 if not isinstance(message, Cancel | FlushCache):
                     self._peers[message.request.request_id, message.attempt] = self._peer
@@ -105,9 +103,15 @@ class FakeEngine:
                     self._inbox.send(peer or self._peer, message)
         self._inbox.close()
 
+    def _tell_changes(self, ping: Ping) -> None:
+        for tier, position in ({"": ping.prefix_position} | ping.tier_positions).items():
+            cached = self._cached.get(tier)
+            if cached is not None and position not in (-1, cached.position):
+                self._outgoing.append((self._peer, cached))
+
     async def next(self, kind):
         """Return the next message, which is of this kind."""
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(PATIENCE_S):
             message = await self._received.get()
         assert isinstance(message, kind), message
         return message
@@ -137,11 +141,11 @@ class FakeEngine:
             start,
         )
 
-    def tell_cached(self, names) -> None:
-        """Have these blocks cached from now on."""
-        position = self._cached.position + 1
-        self._cached = CacheReport(
-            epoch=self.epoch, position=position, is_whole=True, added=pack_names(names)
+    def tell_cached(self, names, tier="") -> None:
+        """Have these blocks cached, or in a tier, from now on."""
+        position = self._cached[tier].position + 1 if tier in self._cached else 1
+        self._cached[tier] = CacheReport(
+            epoch=self.epoch, position=position, is_whole=True, tier=tier, added=pack_names(names)
         )
 
     def close(self) -> None:

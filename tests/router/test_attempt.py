@@ -89,8 +89,10 @@ def test_a_request_that_was_continued_already_counts_from_there():
 
 def test_cached_tokens_are_those_of_the_first_delta():
     progress = Progress(request())
-    assert accept(progress, 0, [5], cached_tokens=2).cached_tokens == 2
-    assert accept(progress, 1, [6], cached_tokens=4).cached_tokens == 0
+    first = accept(progress, 0, [5], cached_tokens=2, cached_by_tier={"host": 1})
+    assert (first.cached_tokens, first.cached_by_tier) == (2, {"host": 1})
+    second = accept(progress, 1, [6], cached_tokens=4, cached_by_tier={"host": 3})
+    assert (second.cached_tokens, second.cached_by_tier) == (0, {})
 
 
 def prompt_run(progress, first, end, **fields):

@@ -9,6 +9,7 @@ from router.backend import ClusterBackend
 from router.cluster import Cluster
 from router.config import PrefillTarget, RouterConfig
 from router.policies import POLICIES
+from tests.patience import PATIENCE_S
 from tests.router.fake_node import FakeNode, logprobs, request, until
 from wire.errors import (
     Aborted,
@@ -22,7 +23,7 @@ from wire.errors import (
     PeerDraining,
     PeerLost,
 )
-from wire.generation import LogprobsWanted
+from wire.generation import LogprobsWanted, Phase
 from wire.messages import Cancel, FlushCache, NodeLoad, StartDecode, StartPrefill
 from wire.prefix_blocks import block_names
 
@@ -86,7 +87,7 @@ class Reader:
 
     def __init__(self, tasks, backend, generate_request) -> None:
         self.token_ids, self.finish = [], None
-        self.logprobs, self.prompt_logprobs = [], []
+        self.logprobs, self.prompt_logprobs, self.phases = [], [], []
         self.task = tasks.create_task(self._read(backend, generate_request))
 
     async def _read(self, backend, generate_request):
@@ -95,10 +96,11 @@ class Reader:
             self.token_ids += part.token_ids
             self.logprobs += part.logprobs
             self.prompt_logprobs += part.prompt_logprobs
+            self.phases += part.phases
             self.finish = part.finish and part.finish.reason
 
     async def result(self):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await self.task
         return self.token_ids, self.finish
 
@@ -285,6 +287,51 @@ async def test_a_prefill_that_dies_after_the_hand_off_is_not_noticed():
         assert await reader.result() == ([10, 11], "stop")
 
 
+async def test_what_nodes_tell_of_the_time_is_passed_on_also_when_prefill_tells_it_late():
+    async with cluster() as setup, reading(setup) as reader:
+        prefill, start_prefill, decode, start_decode = await setup.pair_of()
+        reserve, push = Phase("reserve", 0.0, 0.5), Phase("push", 0.5, 1.0)
+        prefill.engine.say(start_prefill, 0, [10], phases=[reserve])
+        await until(lambda: reader.token_ids == [10])
+        decode.engine.say(start_decode, 0, [10, 11])
+        await until(lambda: reader.token_ids == [10, 11])
+        prefill.engine.say(start_prefill, 1, [], "handed_off", phases=[push])
+        (client,) = [node.client for node in setup.backend._cluster.prefills]
+        await until(lambda: not client.num_streams)
+        decode.engine.say(start_decode, 2, [12], "stop", phases=[Phase("landed", 0.1, 0.2)])
+        assert await reader.result() == ([10, 11, 12], "stop")
+    assert [phase.name for phase in reader.phases] == ["queue", "pair", "reserve", "push", "landed"]
+    sent_s = reader.phases[1].start_s + reader.phases[1].duration_s
+    nodes = ["", decode.url, prefill.url, prefill.url, decode.url]
+    assert [phase.node for phase in reader.phases] == nodes
+    assert [phase.start_s - sent_s for phase in reader.phases[2:]] == pytest.approx([0.0, 0.5, 0.1])
+
+
+async def test_of_an_attempt_that_failed_the_client_is_told_how_long_it_took():
+    async with cluster(num_prefills=2) as setup, reading(setup) as reader:
+        prefill, start_prefill, decode, _ = await setup.pair_of()
+        prefill.engine.fail(start_prefill, EngineFailed("bad luck"))
+        await decode.engine.next(Cancel)
+        second, start_prefill, _, _ = await setup.pair_of(attempt=1)
+        second.engine.say(start_prefill, 0, [10], "stop", phases=[Phase("reserve", 0.0, 0.5)])
+        assert await reader.result() == ([10], "stop")
+    told = [(phase.name, phase.node) for phase in reader.phases]
+    assert [name for name, _ in told] == ["queue", "pair", "lost_attempt", "pair", "reserve"]
+    assert told[-1] == ("reserve", second.url)
+
+
+async def test_a_prefill_that_fails_after_decode_spoke_fails_nothing():
+    async with cluster() as setup, reading(setup) as reader:
+        prefill, start_prefill, decode, start_decode = await setup.pair_of()
+        decode.engine.say(start_decode, 0, [10, 11])
+        await until(lambda: reader.token_ids == [10, 11])
+        prefill.engine.fail(start_prefill, EngineFailed("too late to matter"))
+        (client,) = [node.client for node in setup.backend._cluster.prefills]
+        await until(lambda: not client.num_streams)
+        decode.engine.say(start_decode, 2, [12], "stop")
+        assert await reader.result() == ([10, 11, 12], "stop")
+
+
 async def test_an_error_that_no_retry_helps_is_raised_at_once():
     async with cluster() as setup:
         with pytest.raises(ExceptionGroup) as raised:
@@ -324,6 +371,19 @@ async def test_attempts_are_bounded_and_end_in_one_typed_error(max_attempts, kin
                     prefill.engine.fail(start_prefill, EngineFailed(f"failure {attempt}"))
                     await decode.engine.next(Cancel)
         assert raised.group_contains(kind, match=sentence)
+
+
+async def test_a_request_that_failed_tells_where_its_time_went():
+    async with cluster(max_attempts=2) as setup:
+        with pytest.raises(ExceptionGroup):
+            async with reading(setup) as reader:
+                for attempt in range(2):
+                    prefill, start_prefill, decode, _ = await setup.pair_of(attempt)
+                    prefill.engine.fail(start_prefill, EngineFailed("out of order"))
+                    await decode.engine.next(Cancel)
+        names = [phase.name for phase in reader.phases]
+        assert names == ["queue", "pair", "lost_attempt", "pair"]
+        assert reader.phases[-1].node == setup.decodes[0].url
 
 
 async def test_with_no_pair_left_the_error_says_what_failed():
@@ -615,7 +675,7 @@ async def test_requests_go_where_nodes_told_that_their_prompt_is_cached_until_th
         warm = [setup.prefills[2], setup.decodes[1]]
         for node in warm:
             node.engine.tell_cached(block_names(prompt))
-        known = [setup.backend._cluster.node(node.url).prefixes for node in warm]
+        known = [setup.backend._cluster.node(node.url).prefixes.cached for node in warm]
         await until(lambda: [prefixes.num_blocks for prefixes in known] == [2, 2])
         for number in range(3):
             asked = request(prompt, f"r{number}", session="of the router's own")

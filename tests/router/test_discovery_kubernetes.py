@@ -10,8 +10,9 @@ import pytest
 from aiohttp import web
 
 from router.config import KubernetesTarget
-from router.discovery_kubernetes import ZONE_LABEL, KubernetesSource
+from router.discovery_kubernetes import REFUSALS_BEFORE_LIST, ZONE_LABEL, KubernetesSource
 from router.membership import Member
+from tests.patience import PATIENCE_S
 from wire.errors import ConfigInvalid
 
 SELECTOR = "app=tandem,role=prefill"
@@ -26,6 +27,15 @@ def pod(name: str, ip: str = "", phase="Running", version="1", labels=None, **me
         "spec": {"containers": [{"name": "sidecar"}, {"name": "n", "ports": [other, port]}]},
         "status": {"phase": phase, "podIP": ip, "conditions": [{"type": "Ready"}]},
     }
+
+
+# As a real server sends it.
+BOOKMARK = {
+    "kind": "Pod",
+    "metadata": {"resourceVersion": "15", "creationTimestamp": None},
+    "spec": {"containers": None},
+    "status": {},
+}
 
 
 def status(code: int, message: str) -> dict:
@@ -92,7 +102,7 @@ async def watching(api: FakeApi, account_dir: Path, port="http"):
             api_url=api.url, namespace="inference", port=port, account_dir=str(account_dir)
         )
         source = KubernetesSource(target, "prefill", SELECTOR, first_retry_s=0.01)
-        async with asyncio.timeout(10), aclosing(source.watch()) as findings:
+        async with asyncio.timeout(PATIENCE_S), aclosing(source.watch()) as findings:
 
             async def hosts() -> list[str]:
                 members = await anext(findings)
@@ -110,7 +120,7 @@ async def test_pods_come_change_and_go_as_the_api_says(tmp_path: Path):
         [
             ("MODIFIED", pod("b", "10.0.0.2", version="11")),
             ("ADDED", pod("c", "fd00::3", version="12")),
-            ("BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": "15"}}),
+            ("BOOKMARK", BOOKMARK),
             ("MODIFIED", pod("a", "10.0.0.1", version="16", **ending)),
             ("DELETED", pod("b", "10.0.0.2", version="17")),
             "wait",
@@ -124,6 +134,21 @@ async def test_pods_come_change_and_go_as_the_api_says(tmp_path: Path):
         assert await hosts() == ["10.0.0.2:7000", "[fd00::3]:7000"]
         assert await hosts() == ["[fd00::3]:7000"]
         assert api.asked == ["list", "watch from 10"]
+
+
+async def test_a_problem_is_over_when_the_watch_goes_on_though_nothing_changes(tmp_path: Path):
+    api = FakeApi()
+    async with watching(api, tmp_path) as (source, hosts, _):
+        assert await hosts() == []
+        api.refusals.append(status(403, "pods is forbidden"))
+        waiting = asyncio.create_task(hosts())
+        while "may not watch pods" not in source.problem:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.001)
+        while source.problem:  # noqa: ASYNC110 - likewise
+            await asyncio.sleep(0.001)
+        assert not waiting.done()
+        waiting.cancel()
+        await asyncio.wait([waiting])
 
 
 async def test_a_watch_that_is_cut_or_ends_goes_on_where_it_was(tmp_path: Path):
@@ -152,6 +177,19 @@ async def test_a_version_that_is_too_old_is_listed_anew(tmp_path: Path, is_event
         assert await hosts() == ["10.0.0.9:7000"]
         api.scripts.append([])
         assert [asked for asked in api.asked if asked == "list"] == ["list", "list"]
+
+
+async def test_a_version_that_a_restored_server_does_not_know_is_not_asked_for_ever(tmp_path: Path):
+    api = FakeApi()
+    api.pods = [pod("a", "10.0.0.1")]
+    api.scripts.append(["cut"])
+    async with watching(api, tmp_path) as (source, hosts, _):
+        assert await hosts() == ["10.0.0.1:7000"]
+        api.pods, api.version = [pod("z", "10.0.0.9")], "3"
+        unknown = status(500, "resourceVersion: Invalid value: 10: too large")
+        api.refusals.extend([unknown] * REFUSALS_BEFORE_LIST)
+        assert await hosts() == ["10.0.0.9:7000"]
+        assert source.problem == ""
 
 
 async def test_what_may_not_be_asked_is_told_with_the_role_to_add_and_asked_again(tmp_path: Path):

@@ -14,7 +14,8 @@ from router.doorman import STUCK_AFTER_S, Candidate, Doorman, least_loaded
 from router.pool import Row, new_pool
 from tests.certificates import make_certificates
 from tests.frontend.fakes import FakeBackend
-from tests.router.fake_node import TIMEOUT_S, until
+from tests.patience import PATIENCE_S
+from tests.router.fake_node import until
 
 
 def busy(
@@ -97,7 +98,7 @@ class Workers:
         """Return which worker answers on a connection."""
         reader, writer = client
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(PATIENCE_S):
             head = await reader.readuntil(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200")
             return int(await reader.readexactly(1))

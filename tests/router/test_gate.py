@@ -12,6 +12,7 @@ from router.gate import Gate
 from router.key_limits import KeyLimit
 from router.metrics import RouterMetrics
 from router.policy import ClusterSnapshot, NodeSnapshot
+from tests.patience import PATIENCE_S
 from tests.router.fake_node import delta, request
 from wire.errors import DeadlinePassed, Overloaded, RateLimited
 from wire.messages import NodeLoad, StartPrefill
@@ -64,7 +65,7 @@ class Rig:
         await settled()
 
     def counted(self, name) -> float:
-        lines = self.metrics.render(ClusterSnapshot((), ())).splitlines()
+        lines = self.metrics.render(ClusterSnapshot((), ()), {}).splitlines()
         values = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)]
         return sum(values)
 
@@ -120,7 +121,7 @@ async def test_a_place_that_only_a_report_shows_is_found():
         await send(rig, "a")
         await send(rig, "b")
         rig.num_places, rig.now = 2, rig.now + 1
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while rig.inside != ["a", "b"]:  # noqa: ASYNC110 - the gate looks by itself
                 await asyncio.sleep(0.002)
 

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from tests.certificates import make_certificates
+from tests.patience import PATIENCE_S
 from tests.router.fake_node import FakeNode, until
 from wire.messages import Cancel, StartDecode, StartPrefill
 
@@ -27,7 +28,7 @@ async def start(*flags: str, env=None) -> asyncio.subprocess.Process:
 
 
 async def next_event(process, event: str) -> dict:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         async for line in process.stderr:
             logged = json.loads(line)
             if logged["event"] == event:
@@ -46,7 +47,7 @@ async def cluster_of_two_workers():
 
 
 async def both_serving(url: str) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             _, info = await get_json(f"{url}/server_info")
             if all(worker["is_serving"] for worker in info["workers"]):
@@ -81,7 +82,7 @@ def is_gone(pid: int) -> bool:
 
 
 async def exit_status(process) -> int:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         return await process.wait()
 
 
@@ -120,6 +121,15 @@ async def test_a_worker_that_crashes_is_replaced():
         await next_event(process, "edge_worker.ready")
         assert workers_of(process) != [worker]
         assert (await get_health(url))[0] == 503
+
+
+async def test_a_signal_between_two_lives_of_a_worker_ends_the_router():
+    async with router(*NOWHERE) as (process, _):
+        (worker,) = workers_of(process)
+        os.kill(worker, signal.SIGKILL)
+        await next_event(process, "edge_worker.crashed")
+        process.terminate()
+        assert await exit_status(process) == 0
 
 
 async def test_workers_do_not_outlive_a_parent_that_was_killed():
@@ -162,7 +172,7 @@ async def test_every_worker_speaks_tls_and_asks_for_a_key_of_the_file(tmp_path):
 
 async def both_open(url: str, trusting: ssl.SSLContext) -> None:
     """Connect until each of two workers was given a connection."""
-    async with AsyncExitStack() as stack, asyncio.timeout(20):
+    async with AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
         while True:
             client = await stack.enter_async_context(aiohttp.ClientSession(url))
             async with client.get("/server_info", ssl=trusting) as response:
@@ -243,7 +253,7 @@ class Client:
         assert b"[10]" in await self.response.content.readline()
 
     async def rest(self) -> str:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             return (await self.response.read()).decode()
 
     async def get(self, path: str) -> str:
@@ -269,7 +279,7 @@ async def loads(client: Client) -> list[tuple[int, int]]:
 
 
 async def eventually(ask, expected) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while await ask() != expected:  # noqa: ASYNC110 - asked of another process
             await asyncio.sleep(0.02)
 
@@ -297,6 +307,34 @@ async def test_one_workers_crash_leaves_the_streams_of_others_and_its_successor_
         for end in (whole, await later.rest()):
             assert "[10,11,12]" in end
             assert "[DONE]" in end
+
+
+async def healths(url: str) -> set[int]:
+    """Return what several new connections are answered, which go to all workers."""
+    return {(await get_health(url))[0] for _ in range(4)}
+
+
+@pytest.mark.parametrize("num_workers", ["1", "2"])
+async def test_a_router_that_is_about_to_end_says_so_and_serves_what_still_comes(num_workers):
+    async with FakeNode("prefill").serving() as prefill, FakeNode("decode").serving() as decode:
+        nodes = ("--prefill", prefill.url, "--decode", decode.url, "--detokenizers", num_workers)
+        async with (
+            router(*nodes, "--shutdown-delay-s", "600") as (process, url),
+            clients_of(url, 2) as (before, after),
+        ):
+            await eventually(lambda: healths(url), {200})
+            await before.begin("before", prefill, decode)
+            process.terminate()
+            await eventually(lambda: healths(url), {503})
+            assert (await get_json(f"{url}/live"))[0] == 200
+            await after.begin("after", prefill, decode)
+            assert "Connection" not in before.response.headers
+            assert after.response.headers["Connection"] == "close"
+            for client in (before, after):
+                decode.engine.say(client.start, 1, [11, 12], "length")
+                assert "[10,11,12]" in await client.rest()
+            process.terminate()
+            assert await exit_status(process) == 0
 
 
 async def test_either_worker_answers_for_both():

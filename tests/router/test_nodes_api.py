@@ -60,6 +60,7 @@ async def test_a_node_that_announces_itself_is_shown_with_what_is_known():
             "zone": "z",
             "in_flight_requests": 0,
             "in_flight_tokens": 0,
+            "tiers": [],
         }
         await post(client, url=URL, role="decode", zone="z", ttl_s=10)
         assert await nodes(client) == [answer]

@@ -12,7 +12,7 @@ import xxhash
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.inputs import forward_inputs, prompt_rows
-from engine.launched import ChunkEnd, Launched, sampled_of
+from engine.launched import ChunkEnd, ForwardTimes, Launched, sampled_of
 from engine.shape import ModelShape
 from kvtransfer.layout import KVLayout
 from wire.generation import TokenLogprobs
@@ -68,6 +68,9 @@ class ToyOutcome:
 
     def prompt_logprobs(self):
         return self.prompt_told
+
+    def times(self):
+        return ForwardTimes(0.0)
 
 
 class ToyLauncher:

@@ -1,3 +1,5 @@
+import socket
+
 import pytest
 
 from router.arguments import parse
@@ -34,8 +36,21 @@ def test_a_flag_of_nodes_goes_to_every_node_and_not_to_the_router():
     assert "--dtype" not in router.argv
 
 
-def test_free_ports_are_distinct():
-    assert len(set(free_ports(20))) == 20
+def test_free_ports_are_distinct_and_none_that_the_kernel_gives_to_a_client():
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    assert max(ports) < 32768
+
+
+def test_a_port_on_which_somebody_listens_is_not_free(monkeypatch):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        socket.create_server(("127.0.0.1", 0)) as sock,
+    ):
+        ports = [taken.getsockname()[1], sock.getsockname()[1]]
+        sock.close()
+        monkeypatch.setattr("tandem.up.PORTS", ports)
+        assert free_ports(1) == ports[1:]
 
 
 def test_flags_of_http_go_to_the_router_and_leave_the_nodes_open_to_it(tmp_path):

@@ -14,6 +14,7 @@ from node.colocated import ColocatedRole
 from node.loop import EngineLoop
 from prefill.role import PrefillRole
 from tests.engine.toy_runner import toy_engine
+from tests.patience import patiently
 from wire.channel import Inbox, Link, Waker, wait
 from wire.errors import PeerLost
 from wire.generation import GenerateRequest, SamplingParams
@@ -30,6 +31,9 @@ from wire.messages import (
 )
 
 NUM_PAGES, PAGE = 24, 4
+# What a pass takes of the agents' time. Whoever lies runs into their limits soon, and an honest request has a
+# thousand passes for each, however slow the machine is.
+QUICK_S, SLOW_S = 0.001, 0.00005
 PREFILL, DECODE, COLOCATED = range(3)
 
 
@@ -60,6 +64,7 @@ class Cluster:
     """Three nodes: prefill, decode and one that is both."""
 
     def __init__(self, stack: ExitStack) -> None:
+        self._now_s, self._pass_s = 0.0, QUICK_S
         transport = LoopbackTransport()
         layout = KVLayout(
             num_pages=NUM_PAGES, page_size=PAGE, num_layers=1, num_kv_heads=1, head_dim=1,
@@ -76,6 +81,7 @@ class Cluster:
                 end,
                 waker=waker,
                 timeouts=SenderTimeouts(grant_s=0.05, early_grant_s=0.05),
+                clock=lambda: self._now_s,
             )
             stack.callback(self.sender.close)
             return PrefillRole(engine, self.sender, answers, 8)
@@ -89,6 +95,7 @@ class Cluster:
                 transports=[transport],
                 waker=waker,
                 timeouts=ReceiverTimeouts(connect_s=0.05, landed_s=0.2, released_s=0.2),
+                clock=lambda: self._now_s,
             )
             stack.callback(self.receiver.close)
             return DecodeRole(engine, self.receiver, answers, 8, 8)
@@ -103,6 +110,7 @@ class Cluster:
 
     def step(self) -> None:
         """Let every node make a pass."""
+        self._now_s += self._pass_s
         for node in self.nodes:
             node.loop.run_once(0)
 
@@ -115,7 +123,7 @@ class Cluster:
 
     def until(self, is_so) -> None:
         """Let all nodes run until something is so."""
-        for _ in range(4000):
+        for _ in patiently():
             if is_so():
                 return
             self.step()
@@ -144,11 +152,13 @@ class Cluster:
             request=request, room=room, bootstrap_host="127.0.0.1", bootstrap_port=self.sender.port
         )
         starts = [StartPrefill(request=request, room=room), decode, StartColocated(request=request)]
+        self._pass_s = SLOW_S
         for node, start in zip(self.nodes, starts, strict=True):
             self.until(lambda node=node, start=start: _sent(node.link, start))
         for node in self.nodes[DECODE:]:
             tokens: set[int] = set()
             self.until(lambda node=node, tokens=tokens: _count(node.link, tokens) == 3)
+        self._pass_s = QUICK_S
         for node in self.nodes:
             node.link.send(Cancel(request_id=request.request_id))
         self.until(lambda: all(node.is_idle for node in self.nodes))

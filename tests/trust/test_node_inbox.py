@@ -27,7 +27,6 @@ HINTS = {
 }
 FUZZ = settings(
     max_examples=60,
-    derandomize=True,
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),

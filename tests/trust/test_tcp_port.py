@@ -14,13 +14,13 @@ from kvtransfer.region import MemoryRegion
 from kvtransfer.transports import tcp_frames as frames
 from kvtransfer.transports.base import Pool
 from kvtransfer.transports.tcp import TcpOffer, TcpTransport, open_stream
+from tests.patience import PATIENCE_S
 from tests.trust.hostile import INTEGERS
 from wire.errors import PeerLost
 from wire.ids import Room
 
 FUZZ = settings(
     max_examples=80,
-    derandomize=True,
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),
@@ -107,7 +107,7 @@ def test_nobody_gets_in_by_guessing_or_by_an_answer_to_another_challenge(port):
     @FUZZ
     @given(st.binary(max_size=100) | st.just(replayed) | st.just(replayed[:40] + bytes(8)))
     def knock(answer):
-        with socket.create_connection(("127.0.0.1", port.facts.port), timeout=5) as stream:
+        with socket.create_connection(("127.0.0.1", port.facts.port), timeout=PATIENCE_S) as stream:
             stream.sendall(answer)
             stream.shutdown(socket.SHUT_WR)
             got = bytearray()

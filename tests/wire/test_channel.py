@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.patience import PATIENCE_S
 from wire.async_link import MAX_DRAINED, AsyncLink
 from wire.channel import Inbox, Link, Waker, tcp_address, wait
 from wire.codec import Codec
@@ -25,7 +26,7 @@ def receive(inbox: Inbox[ToEngine]):
 
 
 async def send_when_connected(link: AsyncLink[FromEngine], message) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
                 return link.send(message)
@@ -39,7 +40,7 @@ async def test_a_message_reaches_the_inbox_and_its_answer_comes_back():
     await send_when_connected(link, Ping())
     envelope = receive(inbox)
     inbox.send(envelope.peer, PONG)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         assert (envelope.message, await link.receive()) == (Ping(), [PONG])
     link.close()
     inbox.close()
@@ -69,7 +70,7 @@ async def test_a_link_notices_that_its_inbox_is_gone():
     await send_when_connected(link, Ping())
     receive(inbox)
     inbox.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await link.wait_lost()
     with pytest.raises(PeerLost):
         link.send(Ping())
@@ -83,7 +84,7 @@ async def test_a_reader_that_finds_something_each_time_lets_others_run():
     peer, num_sent, num_received = receive(inbox).peer, 4 * MAX_DRAINED, 0
     for _ in range(num_sent):
         inbox.send(peer, PONG)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while num_received < num_sent:
             has_run = asyncio.Event()
             asyncio.get_running_loop().call_soon(has_run.set)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.wire.test_channel import send_when_connected
 from wire.async_link import AsyncLink
 from wire.errors import ConfigInvalid
@@ -53,7 +54,7 @@ async def test_a_stopped_peer_is_lost_although_its_connection_stands(peer):
         for link in (hasty, patient):
             await send_when_connected(link, Ping())
         os.kill(pid, signal.SIGSTOP)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await hasty.wait_lost()
         patient.send(Ping())
     finally:

@@ -8,6 +8,7 @@ from kvtransfer.transports import tcp_frames as frames
 from kvtransfer.transports.base import Pool
 from kvtransfer.transports.tcp import open_stream
 from kvtransfer.transports.tcp_listener import TcpOffer
+from tests.patience import PATIENCE_S
 from wire.ids import Room
 
 PAGE_BYTES, NUM_PAGES = 64 << 10, 32
@@ -52,7 +53,7 @@ class LaneRig:
         """Return the listener's answer to these bytes."""
         stream, lane = self.stream()
         with stream:
-            stream.settimeout(5)
+            stream.settimeout(PATIENCE_S)
             for each in said:
                 stream.sendall(each)
             answer = frames.receive_exactly(stream, 1)

@@ -16,8 +16,8 @@ from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.registry import transports
 from tests.kvtransfer.host_device import HostDevice
 from wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from wire.hand_off import TransportOffer
 from wire.ids import Room
-from wire.messages import TransportOffer
 
 PAGE_BYTES, NUM_PAGES = 4096, 8
 ROOM = Room(1)

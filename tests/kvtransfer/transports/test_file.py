@@ -12,9 +12,10 @@ from kvtransfer.transports import file_batches
 from kvtransfer.transports.base import Pool, TransportConfig
 from kvtransfer.transports.file import FileTransport
 from kvtransfer.transports.file_batches import Pulse, beats, read_batch, sweep, write_batch
+from tests.patience import PATIENCE_S
 from wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from wire.hand_off import TransportOffer
 from wire.ids import Room
-from wire.messages import TransportOffer
 
 PAGE_BYTES, NUM_PAGES = 4096, 8
 ROOM = Room(1)
@@ -181,7 +182,7 @@ def test_a_fence_waits_for_the_copy_under_way(rig):
     with known.turn:
         fence = threading.Thread(target=rig.listener.fence, args=(rig.peer,))
         fence.start()
-        assert known.gone.wait(5)
+        assert known.gone.wait(PATIENCE_S)
         assert rig.path.exists()
     fence.join(5)
     assert not rig.path.exists()

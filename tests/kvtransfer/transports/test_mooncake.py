@@ -8,8 +8,8 @@ from kvtransfer.region import MemoryRegion
 from kvtransfer.transports.base import Pool
 from kvtransfer.transports.mooncake import PIECE_BYTES, PIECES_UNDER_WAY, MooncakeTransport
 from wire.errors import PeerLost, TransferRefused
+from wire.hand_off import TransportOffer
 from wire.ids import Room
-from wire.messages import TransportOffer
 
 ROOM = Room(1)
 PAGE_BYTES, NUM_PAGES = 4096, 2 * PIECES_UNDER_WAY

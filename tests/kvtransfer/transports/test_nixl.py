@@ -12,8 +12,8 @@ from kvtransfer.region import MemoryRegion
 from kvtransfer.transports.base import Pool
 from kvtransfer.transports.nixl import NixlTransport
 from wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from wire.hand_off import TransportOffer
 from wire.ids import Room
-from wire.messages import TransportOffer
 
 ROOM = Room(1)
 POOL_BYTES = 1 << 20

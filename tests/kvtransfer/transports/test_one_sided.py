@@ -15,6 +15,7 @@ from kvtransfer.transports.one_sided import (
     Pace,
     Places,
 )
+from tests.patience import PATIENCE_S
 from wire.errors import PeerLost, TransferRefused
 from wire.ids import Room
 
@@ -112,7 +113,7 @@ def test_a_write_that_hangs_ends_when_the_connection_is_closed(made):
     library.looked.clear()
     with ThreadPoolExecutor(1) as thread:
         writing = thread.submit(connection.write, ROOM, pages(1))
-        assert library.looked.wait(5)
+        assert library.looked.wait(PATIENCE_S)
         connection.close()
         assert isinstance(writing.exception(5), PeerLost)
     assert library.is_closed

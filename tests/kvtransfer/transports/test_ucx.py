@@ -9,6 +9,7 @@ from kvtransfer.transports.tcp_listener import TcpOffer
 from kvtransfer.transports.ucx import UcxLane, UcxTransport
 from tests.kvtransfer.transports.lane_cases import *  # noqa: F403
 from tests.kvtransfer.transports.lane_rig import POOL_BYTES, ROOM, LaneRig, copies
+from tests.patience import PATIENCE_S
 from wire.errors import PeerLost
 
 
@@ -21,7 +22,7 @@ def rig():
 
 def test_a_handshake_longer_than_it_may_be_is_not_read(rig):
     with open_stream(TcpOffer(**rig.admission.offer.descriptor)) as stream:
-        stream.settimeout(5)
+        stream.settimeout(PATIENCE_S)
         lanes.receive_blob(stream)
         stream.sendall((lanes.MAX_BLOB_BYTES + 1).to_bytes(4, "little"))
         with pytest.raises(PeerLost):

@@ -28,7 +28,7 @@ from wire.channel import Inbox, Link, wait
 from wire.errors import ConfigInvalid, PeerLost
 
 ROOT = Path(__file__).resolve().parents[3]
-TIMEOUT_S = 60
+TIMEOUT_S = 600  # a guard: torch and every transport are imported
 NO_SECRET = {"TANDEM_CLUSTER_KEY": ""}
 
 # Transports that others could install: one without its library, one that dies, one that lies.

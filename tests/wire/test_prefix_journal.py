@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kv_cache import KVCache
-from engine.prefix_journal import PrefixJournal
 from wire.prefix_blocks import BLOCK_TOKENS, block_names
+from wire.prefix_journal import PrefixJournal
 
 
 def told(cache: KVCache) -> set[int]:

@@ -1,0 +1,206 @@
+"""A long prompt whose beginning tiers have, against computing it: time to first token, and from when it pays.
+
+One `tandem serve` with every tier computes a prompt and so fills them; then a node for each tier alone is asked for the
+same beginning with another end. Its own pages are dropped before each request, so that the tier's are used.
+Run from the root: `python -m benchmarks.tiers`.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.processes import Target, get, tandem
+from benchmarks.verdict import result
+
+GOAL_TTFT_RATIO, GOAL_MISS_PERCENT = 0.5, 1.0
+PAGE = 16
+# Computed, and found, beside those of the longest prompt.
+LENGTHS = (512, 2048)
+SAVED_S = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request.
+
+    Attributes:
+        ttft_s: Time to the first token.
+        tier_s: Of that, how long it waited for tiers.
+        num_found: Tokens that came from them.
+    """
+
+    ttft_s: float
+    tier_s: float
+    num_found: int
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser, help included."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tiers",
+        description="Measure prompts found in tiers against computing them.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default="", help="nothing for the embedded model, whose context is 8192")
+    add("--tokens", type=int, default=7900, help="of the prompt")
+    add("--found", type=int, default=7008, help="of these, tokens that tiers have")
+    add("--store", action="append", default=[], metavar="URL", help="a store to measure, too")
+    add("--directory", default=None, help="of the disk tier; nothing for a temporary one")
+    add("--threads", type=int, default=2, help="of torch")
+    add("--rounds", type=int, default=3, help="of which the median counts; of computing: one")
+    return parser
+
+
+@contextmanager
+def node(args: argparse.Namespace, tiers: Sequence[str]) -> Iterator[Target]:
+    """Run a node with these tiers."""
+    model = ("--model", args.model) if args.model else ()
+    pool = str(2 * args.tokens + 1024)
+    argv = ["serve", *model, "--dtype", "bfloat16", "--page-size", str(PAGE)]
+    argv += ["--max-total-tokens", pool, "--num-threads", str(args.threads)]
+    argv += ["--kv-tier-timeout-ms", "60000", "--kv-tier-min-tokens", "64"]
+    argv += [part for tier in tiers for part in ("--kv-tier", tier)]
+    with tandem("tiers", argv) as target:
+        yield target
+
+
+def ask(target: Target, prompt: Sequence[int]) -> Asked:
+    """Ask for one token, without what the node has in its own pool."""
+    urllib.request.urlopen(
+        urllib.request.Request(f"{target.url}/flush_cache", method="POST"), timeout=10
+    ).close()
+    body = {"input_ids": list(prompt), "max_new_tokens": 1, "temperature": 0}
+    headers = {"Content-Type": "application/json", "X-Tandem-Timings": "1"}
+    request = urllib.request.Request(f"{target.url}/generate", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=600) as response:
+        told: dict[str, Any] = json.load(response)
+    details = told["meta_info"].get("cached_tokens_details", {})
+    phases = {phase["name"]: phase["duration_s"] for phase in told["timings"]["phases"]}
+    found = sum(num for name, num in details.items() if name != "device")
+    return Asked(told["timings"]["ttft_s"], phases.get("kv_tier", 0.0), found)
+
+
+def tiers_of(target: Target) -> list[dict[str, Any]]:
+    """Return what a node says of its tiers."""
+    told: list[dict[str, Any]] = json.loads(get(f"{target.url}/server_info"))["load"]["tiers"]
+    return told
+
+
+def wait_saved(target: Target, num_tokens: int) -> None:
+    """Return when every tier has been given this many tokens."""
+    deadline = time.monotonic() + SAVED_S
+    while any(tier["num_pages"] * PAGE < num_tokens for tier in tiers_of(target)):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"a tier was not filled within {SAVED_S} s: {tiers_of(target)}")
+        time.sleep(0.1)
+
+
+def prompt_of(seed: str, num_tokens: int) -> list[int]:
+    """Return a prompt that shares nothing with those of other seeds."""
+    rng = random.Random(seed)
+    return [rng.randrange(100, 4000) for _ in range(num_tokens)]
+
+
+def break_even(computed: Sequence[tuple[int, float]], found: Sequence[tuple[int, float]]) -> int:
+    """Return from how many tokens a tier is faster than computing; -1: never, of those measured.
+
+    Computing is fitted by a line with a square, since each token looks at all before it; a tier by a line
+    over a fixed time.
+
+    Args:
+        computed, found: (tokens, seconds).
+    """
+    tokens = np.arange(1, max(num for num, _ in found) + 1)
+    square = _fit(computed, lambda n: np.stack([n, n * n], -1), tokens)
+    line = _fit(found, lambda n: np.stack([np.ones_like(n), n], -1), tokens)
+    pays = np.flatnonzero(line < square)
+    return int(tokens[pays[0]]) if len(pays) else -1
+
+
+def _fit(points: Sequence[tuple[int, float]], basis: Any, at: Any) -> Any:
+    x = np.array([num for num, _ in points], float)
+    y = np.array([seconds for _, seconds in points])
+    weights = 1 / np.maximum(y, 1e-6)  # every length counts alike
+    factors, *_ = np.linalg.lstsq(basis(x) * weights[:, None], y * weights, rcond=None)
+    return basis(at.astype(float)) @ factors
+
+
+def measure_computing(args: argparse.Namespace, target: Target) -> dict[int, Asked]:
+    """Compute prompts that nobody has, by length; the longest, which fills the tiers, is the last."""
+    computed, num_pages = {}, 0
+    for length in (*LENGTHS, args.tokens):
+        asked = ask(target, prompt_of(f"computed {length}", length))
+        if asked.num_found:
+            raise SystemExit("a tier had the prompt already: give an empty directory and store")
+        computed[length] = asked
+        # The next request begins without what is cached, saved or not.
+        num_pages += length // PAGE
+        wait_saved(target, num_pages * PAGE)
+    return computed
+
+
+def measure_tier(
+    args: argparse.Namespace, target: Target, computed: list[tuple[int, float]], name: str
+) -> str:
+    """Measure the prompt with its beginning found; print it, and return the verdict."""
+    prefix, (_, whole_s) = prompt_of(f"computed {args.tokens}", args.found), computed[-1]
+    found, ttfts = [], []
+    for length in (64, *(length for length in LENGTHS if length < args.found), args.found):
+        tail = args.tokens - args.found if length == args.found else PAGE
+        rounds = [
+            # An end that no tier has, of a request before this either.
+            ask(target, [*prefix[:length], *prompt_of(f"{name} {length} {i}", tail)])
+            for i in range(args.rounds)
+        ]
+        if any(asked.num_found != length // PAGE * PAGE for asked in rounds):
+            raise SystemExit(f"{name} had other than {length}: {rounds}, {tiers_of(target)}")
+        found.append((length, statistics.median(asked.tier_s for asked in rounds)))
+        ttfts.append(statistics.median(asked.ttft_s for asked in rounds))
+    for num, seconds in found:
+        print(f"  {name}: {num} tokens in {seconds * 1000:.1f} ms")
+    print(
+        f"  {name}: {args.tokens} tokens, {args.found} found: first token after {ttfts[-1]:.2f} s"
+    )
+    print(f"  {name}: faster than computing from {break_even(computed, found)} tokens on")
+    return result(f"tiers_{name}_ttft", ttfts[-1] / whole_s, GOAL_TTFT_RATIO, is_lower_better=True)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    args = build_parser().parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        disk = f"disk:{args.directory or Path(temporary) / 'kv'}:32GiB"
+        shared = [disk, *args.store]
+        verdicts = []
+        with node(args, ["host:16GiB", *shared]) as target:
+            told = measure_computing(args, target)
+            computed = [(num, asked.ttft_s - asked.tier_s) for num, asked in told.items()]
+            for num, seconds in computed:
+                print(f"  computed: {num} tokens in {seconds:.2f} s")
+            longest = told[args.tokens]
+            miss = 100 * longest.tier_s / longest.ttft_s
+            print(f"  a miss in {1 + len(shared)} tiers: {longest.tier_s * 1000:.1f} ms of it")
+            verdicts.append(measure_tier(args, target, computed, "host"))
+        for spec in shared:
+            with node(args, [spec]) as target:
+                name = tiers_of(target)[0]["name"]
+                verdicts.append(measure_tier(args, target, computed, name))
+        for verdict in verdicts:
+            print(verdict)
+        print(result("tiers_miss", miss, GOAL_MISS_PERCENT, "percent", is_lower_better=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+{{/* Parts of prefill and decode pods. All take (list root role). */}}
+
+{{- define "tandem.nodeArgs" -}}
+{{- $root := first . -}}{{- $role := last . -}}{{- $values := $root.Values -}}{{- $node := index $values $role -}}
+- {{ $role }}
+- {{ printf "--host=%s" $values.listenHost | quote }}
+- --port={{ int $node.ports.http }}
+- --engine-port={{ int $node.ports.engine }}
+- --bootstrap-port={{ int $node.ports.bootstrap }}
+- --zone=$(TANDEM_ZONE)
+- --drain-timeout-s={{ int $node.drainTimeoutSeconds }}
+- --log-level={{ $values.logLevel }}
+- --log-format=json
+- --transfer-backend={{ $values.transfer.backend }}
+- --verify-kv={{ $values.transfer.verifyKv }}
+{{- with $values.transfer.interface }}
+- {{ printf "--transfer-interface=%s" . | quote }}
+{{- end }}
+{{- with $values.model.path }}
+- {{ printf "--model=%s" . | quote }}
+{{- end }}
+{{- with $values.model.name }}
+- {{ printf "--served-model-name=%s" . | quote }}
+{{- end }}
+{{- if gt (int $node.gpus) 1 }}
+- --device=cuda
+- --tp={{ int $node.gpus }}
+{{- else if eq (int $node.gpus) 1 }}
+- --device=cuda:0
+{{- end }}
+{{- if $values.simulation.enabled }}
+- --engine=simulated
+- --sim-kv={{ $values.simulation.kv }}
+{{- if $values.simulation.profile }}
+- --sim-profile=/etc/tandem/simulation/profile.json
+{{- end }}
+{{- end }}
+{{- if $values.auth.insecure }}
+- --insecure
+{{- end }}
+{{- if include "tandem.apiKeysEntry" $root }}
+- --api-key-file=/etc/tandem/keys/api-keys
+{{- end }}
+{{- range concat $values.nodes.args $node.args }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
+
+{{- define "tandem.nodeEnv" -}}
+{{- $root := first . -}}{{- $node := index $root.Values (last .) -}}
+{{ include "tandem.env" $root }}
+- name: TANDEM_ZONE
+  {{- if $node.zone }}
+  value: {{ $node.zone | quote }}
+  {{- else }}
+  valueFrom:
+    fieldRef:
+      fieldPath: metadata.labels['topology.kubernetes.io/zone']
+  {{- end }}
+{{- if $root.Values.rdma.enabled }}
+{{- range $name, $value := $root.Values.rdma.ucx }}
+- name: {{ $name }}
+  value: {{ $value | quote }}
+{{- end }}
+{{- end }}
+{{- with concat $root.Values.nodes.env $node.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* The user's resources, with GPUs and adapters in requests and limits, which must be equal. */}}
+{{- define "tandem.nodeResources" -}}
+{{- $rdma := (first .).Values.rdma -}}{{- $node := index (first .).Values (last .) -}}
+{{- $devices := dict -}}
+{{- if $node.gpus }}{{ $_ := set $devices $node.gpuResource (int $node.gpus | toString) }}{{ end -}}
+{{- if and $rdma.enabled $rdma.resource }}{{ $_ := set $devices $rdma.resource (int $rdma.count | toString) }}{{ end -}}
+{{- range $kind := list "requests" "limits" }}
+{{ $kind }}: {{- merge (dict) $devices (default dict (index $node.resources $kind)) | toYaml | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "tandem.nodePodSecurity" -}}
+{{- if and .Values.rdma.enabled .Values.rdma.runAsRoot -}}
+runAsUser: 0
+seccompProfile:
+  type: RuntimeDefault
+{{- else -}}
+{{ include "tandem.podSecurity" . }}
+{{- end }}
+{{- end }}
+
+{{- define "tandem.nodeContainerSecurity" -}}
+{{ include "tandem.containerSecurity" . }}
+{{- if and .Values.rdma.enabled .Values.rdma.runAsRoot }}
+  add: [IPC_LOCK] # adapters pin the memory that they write; other users than root would not get it
+{{- end }}
+{{- end }}
+
+{{/* What a node and the init container that fills /models mount: (list root readOnly). */}}
+{{- define "tandem.nodeMounts" -}}
+- name: tmp
+  mountPath: /tmp
+- name: cache
+  mountPath: /var/cache/tandem
+{{- if ne (first .).Values.model.volume.type "none" }}
+- name: models
+  mountPath: /models
+  readOnly: {{ last . }}
+{{- end }}
+{{- end }}
+
+{{- define "tandem.modelsVolume" -}}
+{{- $volume := .Values.model.volume -}}
+{{- if eq $volume.type "pvc" }}
+- name: models
+  persistentVolumeClaim:
+    claimName: {{ default (include "tandem.component" (list . "models")) $volume.existingClaim }}
+{{- else if eq $volume.type "hostPath" }}
+- name: models
+  hostPath:
+    path: {{ $volume.hostPath }}
+    type: Directory
+{{- else if eq $volume.type "emptyDir" }}
+- name: models
+  emptyDir: {{- if $volume.sizeLimit }}
+    sizeLimit: {{ $volume.sizeLimit | quote }}
+    {{- else }} {}{{ end }}
+{{- end }}
+{{- end }}

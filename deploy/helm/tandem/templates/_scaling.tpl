@@ -1,0 +1,17 @@
+{{/* How far down, and how fast: (list root component). */}}
+{{- define "tandem.scalingBehavior" -}}
+{{- $scaling := (index (first .).Values (last .)).autoscaling -}}
+scaleDown:
+  stabilizationWindowSeconds: {{ int $scaling.scaleDownStabilizationSeconds }}
+  policies:
+    # One pod at a time, so that the drained one's requests find room.
+    - type: Pods
+      value: 1
+      periodSeconds: 60
+{{- end }}
+
+{{- define "tandem.scalingTarget" -}}
+apiVersion: apps/v1
+kind: {{ ternary "Deployment" "StatefulSet" (eq (last .) "router") }}
+name: {{ include "tandem.component" . }}
+{{- end }}

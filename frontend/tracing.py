@@ -1,0 +1,220 @@
+"""OpenTelemetry: a span for each request, with its generations and their phases below it.
+
+```
+ traceparent in ──▶ POST /generate                 server span; traceparent of it goes out with the answer
+                      └─ generation                one for each choice
+                           ├─ queue, pair, reserve, prefill, ...    as `frontend.timings` has them
+                           └─ prefill_chunk, push, landed, ...
+```
+
+Spans of nodes are made here, of the durations that nodes tell, with the node's URL in `tandem.node`: so a
+node has nothing to export while a router drives it. What is sent where, how many of the traces, and
+under which name can be set by the variables of OpenTelemetry's own SDK, `OTEL_...`.
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from frontend.timings import Report
+from telemetry.log import get_logger
+from wire.errors import ConfigInvalid
+
+if TYPE_CHECKING:  # of an extra
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span, Tracer
+
+log = get_logger(__name__)
+
+# What begins a generation; of other routes there are no traces.
+TRACED = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
+# Where collectors listen for OTLP over HTTP.
+_PATH = "/v1/traces"
+# Of one batch.
+_EXPORT_TIMEOUT_S = 5.0
+# A collector that is away must not hold a process up at its end: a router's worker has two seconds from
+# its last stream to its end.
+SHUTDOWN_TIMEOUT_S = 1.5
+_NS = 1_000_000_000
+
+
+class RequestTrace:
+    """The span of one HTTP request. A `TimingsSink` of its generations."""
+
+    def __init__(self, tracer: "Tracer", span: "Span") -> None:
+        self._tracer, self._span = tracer, span
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers that name this span to whoever reads the answer."""
+        from opentelemetry.trace import set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        headers: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(headers, set_span_in_context(self._span))
+        return headers
+
+    def request_ended(self, report: Report) -> None:
+        """Make the spans of a generation."""
+        if not self._span.is_recording():
+            return
+        began = report.started_unix_s
+        generation = self._begin("generation", began, self._span)
+        generation.set_attributes(_attributes(report))
+        for phase in (*report.phases, *report.beside):
+            start = began + float(phase["start_s"])
+            span = self._begin(str(phase["name"]), start, generation)
+            if phase["node"]:
+                span.set_attribute("tandem.node", phase["node"])
+            span.end(int((start + float(phase["duration_s"])) * _NS))
+        generation.end(int((began + report.e2e_s) * _NS))
+
+    def end(self, status: int) -> None:
+        """The request is answered."""
+        from opentelemetry.trace import StatusCode
+
+        self._span.set_attribute("http.response.status_code", status)
+        if status >= 500:
+            self._span.set_status(StatusCode.ERROR)
+        self._span.end()
+
+    def _begin(self, name: str, start_unix_s: float, parent: "Span") -> "Span":
+        from opentelemetry.trace import set_span_in_context
+
+        context = set_span_in_context(parent)
+        return self._tracer.start_span(name, context, start_time=int(start_unix_s * _NS))
+
+
+TRACE: web.RequestKey[RequestTrace] = web.RequestKey("trace", RequestTrace)
+
+
+def _attributes(report: Report) -> dict[str, str | int | float]:
+    attributes: dict[str, str | int | float] = {
+        "tandem.request_id": report.request_id,
+        "tandem.outcome": report.outcome,
+        "tandem.num_attempts": report.num_attempts,
+        "tandem.num_cached_tokens": report.num_cached_tokens,
+        "gen_ai.usage.input_tokens": report.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": report.num_output_tokens,
+    }
+    if report.ttft_s is not None:
+        attributes["tandem.time_to_first_token_s"] = report.ttft_s
+    nodes = {"tandem.prefill": report.prefill, "tandem.decode": report.decode}
+    return attributes | {name: url for name, url in nodes.items() if url}
+
+
+class Tracing:
+    """Makes and sends the spans of one app.
+
+    Args:
+        provider: Whose exporters are set up.
+        shutdown_timeout_s: How long what is left may take to be sent when the app ends.
+    """
+
+    def __init__(
+        self, provider: "TracerProvider", shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S
+    ) -> None:
+        self._provider, self._shutdown_timeout_s = provider, shutdown_timeout_s
+        self._tracer = provider.get_tracer("tandem")
+
+    def begin(self, request: web.Request) -> RequestTrace:
+        """Return the span of a request, below the one that its head names."""
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        parent = TraceContextTextMapPropagator().extract(request.headers)
+        attributes = {"http.request.method": request.method, "http.route": request.path}
+        name = f"{request.method} {request.path}"
+        span = self._tracer.start_span(name, parent, kind=SpanKind.SERVER, attributes=attributes)
+        return RequestTrace(self._tracer, span)
+
+    @web.middleware
+    async def around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Trace a request that begins a generation; stands around all that may refuse it."""
+        if request.path not in TRACED:
+            return await handler(request)
+        trace = request[TRACE] = self.begin(request)
+        status = 499  # as proxies call a client that left
+        try:
+            response = await handler(request)
+            status = response.status
+        finally:
+            trace.end(status)
+        return response
+
+    async def tell(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Put the span's name into the head of an answer. A signal of aiohttp's."""
+        if (trace := request.get(TRACE)) is not None:
+            response.headers.update(trace.headers())
+
+    async def running(self, _app: web.Application) -> AsyncIterator[None]:
+        """Send what is left when the app ends. A context of aiohttp's."""
+        yield
+        loop, sent = asyncio.get_running_loop(), asyncio.Event()
+
+        def send() -> None:
+            self._provider.shutdown()
+            with contextlib.suppress(RuntimeError):  # nobody waited so long: the loop is closed
+                loop.call_soon_threadsafe(sent.set)
+
+        # A daemon: the exporter has a timeout for each batch, and what waits may be several.
+        threading.Thread(target=send, name="tracing-shutdown", daemon=True).start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._shutdown_timeout_s):
+                await sent.wait()
+
+
+def checked_endpoint(text: str) -> str:
+    """Return where traces are sent, with its path; empty where they are not.
+
+    Raises:
+        ConfigInvalid: It is no such URL, or the packages are not there.
+    """
+    if not text:
+        return ""
+    if not _is_endpoint(text):
+        raise ConfigInvalid(
+            f"--otlp-traces-endpoint {text}: give http://HOST:4318, where the collector takes OTLP over HTTP"
+        )
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter  # noqa: F401 -- whether it is there
+    except ImportError as error:
+        raise ConfigInvalid(
+            "--otlp-traces-endpoint needs OpenTelemetry: pip install 'tandem-serve[opentelemetry]'"
+        ) from error
+    return text if urlsplit(text).path.strip("/") else text.rstrip("/") + _PATH
+
+
+def _is_endpoint(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        has_address = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, brackets that do not match
+        return False
+    return parts.scheme in {"http", "https"} and has_address
+
+
+def tracing_to(endpoint: str, service: str) -> Tracing:
+    """Return what sends traces to `endpoint`, as `checked_endpoint` returned it.
+
+    Args:
+        service: How this process is called there, unless `OTEL_SERVICE_NAME` says otherwise.
+    """
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    resource = Resource.create()
+    if str(resource.attributes.get(SERVICE_NAME, "unknown_service")).startswith("unknown_service"):
+        resource = resource.merge(Resource({SERVICE_NAME: service}))
+    provider = TracerProvider(resource=resource)
+    exporter = OTLPSpanExporter(endpoint, timeout=_EXPORT_TIMEOUT_S)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    log.info("tracing.on", endpoint=endpoint, service=resource.attributes[SERVICE_NAME])
+    return Tracing(provider)

@@ -1,0 +1,198 @@
+"""Pages in this node's memory: an arena of slots, the least recently used given up first.
+
+```
+ slot:  FREE ──put begins──▶ FILLING ──copied──▶ KEPT ──evicted──▶ FREE
+                                                  │ ▲
+                                              get ▼ │ closed
+                                                  LENT   counted; neither evicted nor written
+```
+
+No byte is copied while the lock is held, and `get` copies none at all. There is no checksum: the bytes are
+in no other hands.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from typing_extensions import override
+
+from kvtier.journal import SharedJournal
+from kvtier.memory import copy_page, views_of
+from kvtier.spec import TierSpec
+from kvtier.tier import PoolPages
+from wire.errors import ConfigInvalid
+from wire.messages import TierLoad
+from wire.page_keys import PageKey, PageSpace
+from wire.prefix_journal import PrefixJournal
+
+
+def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> "HostTier":
+    """Return the tier; see `kvtier.spec.make_tier`."""
+    del space  # keys differ already, and nobody else looks into this memory
+    return HostTier(pages, spec.limit_bytes, name=spec.name)
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """A page that is kept, or being filled."""
+
+    key: PageKey
+    view: memoryview
+    num_loans: int = 0
+
+
+class HostTier:
+    """A tier in host memory. Any thread may call it.
+
+    Args:
+        pages: Whose memory it is of; pinned, where there is a device.
+        limit_bytes: Not a byte more; taken at once.
+
+    Raises:
+        ConfigInvalid: The limit has no room for a page, or the host no such memory.
+    """
+
+    lends_own_memory = True
+
+    def __init__(self, pages: PoolPages, limit_bytes: int, *, name: str = "host") -> None:
+        self.name = name
+        self.journal: PrefixJournal = SharedJournal()
+        self._page_bytes, self._limit_bytes = pages.page_bytes, limit_bytes
+        num_slots = limit_bytes // pages.page_bytes
+        if not num_slots:
+            raise ConfigInvalid(
+                f"--kv-tier {name}:{limit_bytes}: a page of KV takes {pages.page_bytes} bytes; "
+                "give it room for many"
+            )
+        try:
+            memory = pages.host_memory(num_slots * pages.page_bytes)
+        except (MemoryError, OSError, RuntimeError) as error:  # the last: what torch says, pinning
+            raise ConfigInvalid(
+                f"--kv-tier {name}:{limit_bytes}: this host has no such memory: {error}; make it smaller"
+            ) from error
+        self._free = views_of(memory, pages.page_bytes)
+        # Least recently used first. A run is touched last page first: parents outlive their children.
+        self._kept: OrderedDict[bytes, _Slot] = OrderedDict()
+        self._filling: set[bytes] = set()
+        self._lock = threading.Lock()
+        self._num_evicted = 0
+
+    @override
+    def __repr__(self) -> str:
+        return f"<HostTier {self.name} {len(self._kept)} pages, {len(self._free)} free>"
+
+    def has(self, keys: Sequence[PageKey]) -> int:
+        """Return how many leading keys are here."""
+        with self._lock:
+            return self._num_leading(keys)
+
+    def get(self, keys: Sequence[PageKey]) -> "SlotLoan":
+        """Lend the leading pages that are here, where they lie."""
+        with self._lock:
+            slots = [self._kept[key.digest] for key in keys[: self._num_leading(keys)]]
+            for slot in slots:
+                slot.num_loans += 1
+            self._touch(keys[: len(slots)])
+        return SlotLoan(self, slots)
+
+    def put(self, keys: Sequence[PageKey], pages: Sequence[memoryview]) -> int:
+        """Keep pages; fewer, the first of them, when what is lent or the run itself takes all the room."""
+        new = self._begin(keys)
+        copied = 0
+        try:
+            for index, slot in new:
+                copy_page(pages[index], slot.view)
+                copied += 1
+        finally:
+            self._end(keys, [slot for _, slot in new], copied)
+        return copied
+
+    def load(self) -> TierLoad:
+        """Return what is in it."""
+        with self._lock:
+            num_pages = len(self._kept)
+            return TierLoad(
+                name=self.name,
+                num_pages=num_pages,
+                num_bytes=num_pages * self._page_bytes,
+                limit_bytes=self._limit_bytes,
+                num_evicted=self._num_evicted,
+            )
+
+    def close(self) -> None:
+        """Let go of the memory; what is lent stays valid until its loan is closed."""
+        with self._lock:
+            self._kept.clear()
+            self._free = []
+
+    def give_back(self, slots: Sequence[_Slot]) -> None:
+        """Take lent pages back; see `SlotLoan`."""
+        with self._lock:
+            for slot in slots:
+                slot.num_loans -= 1
+
+    def _num_leading(self, keys: Sequence[PageKey]) -> int:
+        for index, key in enumerate(keys):
+            if key.digest not in self._kept:
+                return index
+        return len(keys)
+
+    def _touch(self, keys: Sequence[PageKey]) -> None:
+        for key in reversed(keys):
+            if key.digest in self._kept:
+                self._kept.move_to_end(key.digest)
+
+    def _begin(self, keys: Sequence[PageKey]) -> list[tuple[int, _Slot]]:
+        """Set slots aside for those that are new, in order, while there are some."""
+        new: list[tuple[int, _Slot]] = []
+        with self._lock:
+            self._touch(keys)
+            own = {key.digest for key in keys}
+            for index, key in enumerate(keys):
+                if key.digest in self._kept or key.digest in self._filling:
+                    continue
+                if (view := self._take(own)) is None:
+                    break
+                self._filling.add(key.digest)
+                new.append((index, _Slot(key, view)))
+        return new
+
+    def _end(self, keys: Sequence[PageKey], slots: Sequence[_Slot], num_copied: int) -> None:
+        with self._lock:
+            self._filling.difference_update(slot.key.digest for slot in slots)
+            for slot in slots[:num_copied]:
+                self._kept[slot.key.digest] = slot
+                for block in slot.key.blocks:
+                    self.journal.add(block)
+            self._free += [slot.view for slot in slots[num_copied:]]
+            self._touch(keys)
+
+    def _take(self, own: set[bytes]) -> memoryview | None:
+        """Return a free slot, evicting for it what is neither lent nor of the run that is being put."""
+        if self._free:
+            return self._free.pop()
+        for digest, slot in self._kept.items():
+            if not slot.num_loans and digest not in own:
+                break
+        else:
+            return None
+        del self._kept[digest]
+        for block in slot.key.blocks:
+            self.journal.remove(block)
+        self._num_evicted += 1
+        return slot.view
+
+
+class SlotLoan:
+    """Pages of a `HostTier`, where they lie, until `close`."""
+
+    def __init__(self, tier: HostTier, slots: Sequence[_Slot]) -> None:
+        self._tier, self._slots = tier, slots
+        self.pages: Sequence[memoryview] = [slot.view for slot in slots]
+
+    def close(self) -> None:
+        """Give them back. Safe to call twice."""
+        slots, self._slots, self.pages = self._slots, [], []
+        self._tier.give_back(slots)

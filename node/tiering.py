@@ -1,0 +1,356 @@
+"""Between the prefix cache and the tiers behind it: what is fetched for whom, and what is saved when.
+
+```
+ begin ──▶ looking ──Fetched──▶ placing ──Placed──▶ adopted: cached as if it had been computed here
+              │ nothing there,    │ pages held
+              │ no pages, cancel  └─ too late, cancel: nobody waits; the pages stay held until Placed
+              ├─────────────────▶ over
+              └ too late ───────▶ over
+```
+
+A fetch holds no pages while it looks, so that none stands in the way of a request that runs. Whoever waits for one
+is told by `ready`, at the latest when the limit is over; it then matches in the prefix cache what there is.
+Pages that no tier has are saved beside all that: at once where other nodes can read the tiers, else when few
+pages are left that can be evicted without loss.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import msgspec
+from typing_extensions import override
+
+from engine.core import Engine
+from engine.prefix_cache import MissingPages
+from kvtier.events import Fetched, Placed, Saved
+from kvtier.stack import TierStack
+from telemetry.histogram import Histogram, Spread
+from wire.messages import TierLoad
+from wire.page_keys import PageKey
+
+T = TypeVar("T")
+
+# Of the limit: what looking may take. The rest is for the copy into the pool.
+LOOKING_SHARE = 0.75
+# Pages of one save: a copy of them is short, and a put of them worth a round trip.
+_SAVED_TOGETHER = 64
+# At most this share of all pages, and that of those that could be handed out now, is held by saves.
+_SAVING_SHARE, _SAVING_OF_AVAILABLE = 1 / 8, 1 / 4
+# Where pages are saved ahead of eviction: when fewer than this share can be handed out without loss.
+_CLEAN_SHARE = 1 / 4
+# After a save that could not begin, unless one that was under way ends before.
+_SAVE_AGAIN_S = 0.1
+# Tiers slower than computing are measured anew after this: a store may have been busy.
+_PROBE_S = 30.0
+# From a page in host memory to what nobody would wait for.
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Generic[T]):
+    """Somebody whose wait is over.
+
+    Attributes:
+        from_tiers: Prompt tokens that are cached now and came from a tier, by its name.
+    """
+
+    owner: T
+    from_tiers: Mapping[str, int]
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch(Generic[T]):
+    """Some pages on their way into the pool.
+
+    Attributes:
+        owners: Who waits for them.
+        until_s: How long they do.
+        matched: While placing: the pages before, held.
+        placed: While placing: pages that are written, held.
+    """
+
+    number: int
+    token_ids: Sequence[int]
+    salt: str
+    missing: MissingPages
+    owners: list[T]
+    began_s: float
+    until_s: float
+    matched: list[int] = field(default_factory=list)
+    placed: list[int] = field(default_factory=list)
+    by_tier: Mapping[str, int] = field(default_factory=dict)
+
+
+class Tiering(Generic[T]):
+    """Fetches prefixes for those who wait, and saves what was computed. Belongs to the loop's thread.
+
+    Args:
+        stack: None where there are no tiers: then nobody waits.
+        timeout_s: How long an owner waits at most.
+        min_tokens: Fewer missing ones are not looked for.
+        saves_at_once: Whether pages are saved as soon as they are cached.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        stack: TierStack | None = None,
+        *,
+        timeout_s: float = 0.0,
+        min_tokens: int = 0,
+        saves_at_once: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine, self._cache, self._stack = engine, engine.cache, stack
+        self._timeout_s, self._clock = timeout_s, clock
+        self._min_pages = max(1, -(-min_tokens // engine.cache.page_size))
+        self._saves_at_once = saves_at_once
+        self._numbers = itertools.count()
+        self._fetches: dict[int, _Fetch[T]] = {}
+        self._by_owner: dict[T, _Fetch[T]] = {}
+        self._ready: list[Ready[T]] = []
+        self._saves: dict[int, list[int]] = {}
+        self._save_after_s = self._probe_after_s = 0.0
+        self._seconds: dict[str, Histogram] = {}
+
+    # ── for roles ────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, owner: T, token_ids: Sequence[int], salt: str = "") -> bool:
+        """Look for what is not cached of a prompt.
+
+        Args:
+            owner: Told of by `ready` later.
+            token_ids: What of the prompt may come from the cache. Stays as it is.
+
+        Returns:
+            False: there is nothing to wait for.
+        """
+        size = self._cache.page_size
+        if self._stack is None or len(token_ids) < self._min_pages * size:
+            return False
+        missing = self._cache.missing(token_ids, salt, self._min_pages)
+        if missing is None or not self._is_worth(len(missing.keys)):
+            return False
+        fetch = self._like(missing.keys)
+        if fetch is None:
+            now = self._clock()
+            number = next(self._numbers)
+            fetch = _Fetch(number, token_ids, salt, missing, [], now, now + self._timeout_s)
+            self._fetches[number] = fetch
+            self._stack.fetch(number, missing.keys)
+        fetch.owners.append(owner)
+        self._by_owner[owner] = fetch
+        return True
+
+    def is_awaited(self, owner: T) -> bool:
+        """Tell whether an owner has to wait on."""
+        return owner in self._by_owner
+
+    def cancel(self, owner: T) -> None:
+        """An owner waits no longer; one that does not is no error."""
+        fetch = self._by_owner.pop(owner, None)
+        if fetch is None:
+            self._ready = [each for each in self._ready if each.owner is not owner]
+            return
+        fetch.owners.remove(owner)
+        if not fetch.owners and not fetch.placed:
+            self._drop(fetch)
+
+    def ready(self) -> list[Ready[T]]:
+        """Return whose wait is over since the last call."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    @property
+    def awaited(self) -> Collection[T]:
+        """Owners that wait."""
+        return self._by_owner.keys()
+
+    def poll(self) -> None:
+        """Act on what the tiers did, end what takes too long, and save."""
+        if self._stack is None:
+            return
+        for event in self._stack.events():
+            if isinstance(event, Saved):
+                self._saved(event)
+            elif isinstance(event, Placed):
+                self._placed(event)
+            else:
+                self._fetched(event)
+        self._end_late()
+        self._save()
+
+    def wait_s(self, at_most_s: float) -> float:
+        """Return how long a loop without work may wait before it polls again."""
+        if self._stack is None:
+            return at_most_s
+        now = self._clock()
+        until = [now + at_most_s]
+        if self._num_to_save():
+            until.append(self._save_after_s)
+        awaited = (fetch.until_s for fetch in self._fetches.values() if fetch.owners)
+        until += itertools.islice(awaited, 1)  # the others began later
+        return max(0.0, min(until) - now)
+
+    # ── for operators ────────────────────────────────────────────────────────────────────────────
+
+    def loads(self) -> list[TierLoad]:
+        """Return what is to be said of each tier, fastest first."""
+        if self._stack is None:
+            return []
+        costs, computed_s = self._stack.costs(), self._engine.steps.prompt_token_s
+        page_s = computed_s * self._cache.page_size
+        return [
+            msgspec.structs.replace(load, token_cost=costs[load.name].page_s / page_s)
+            if page_s and costs[load.name].num_pages
+            else load
+            for load in self._stack.loads()
+        ]
+
+    def seconds(self) -> dict[str, Spread]:
+        """Return how long owners waited, by the slowest tier that had something; `none`: none had."""
+        return {name: histogram.spread() for name, histogram in self._seconds.items()}
+
+    @override
+    def __repr__(self) -> str:
+        return f"Tiering({len(self._fetches)} fetches, {len(self._saves)} saves)"
+
+    # ── fetching ─────────────────────────────────────────────────────────────────────────────────
+
+    def _is_worth(self, num_pages: int) -> bool:
+        """Tell whether some tier may bring pages faster than they are computed; not known is worth a try."""
+        assert self._stack is not None
+        costs = self._stack.costs().values()
+        computed_s = num_pages * self._cache.page_size * self._engine.steps.prompt_token_s
+        if not computed_s or any(not cost.num_pages for cost in costs):
+            return True
+        if min(cost.seconds(num_pages) for cost in costs) < computed_s:
+            return True
+        if self._clock() < self._probe_after_s:
+            return False
+        self._probe_after_s = self._clock() + _PROBE_S
+        return True
+
+    def _like(self, keys: Sequence[PageKey]) -> _Fetch[T] | None:
+        """Return a fetch under way that brings all of these keys, but for less than is worth one."""
+        for fetch in self._fetches.values():
+            theirs = fetch.missing.keys
+            if theirs[0].digest == keys[0].digest and fetch.owners:
+                pairs = zip(theirs, keys, strict=False)
+                same = itertools.takewhile(lambda pair: pair[0].digest == pair[1].digest, pairs)
+                if len(keys) - sum(1 for _ in same) < self._min_pages:
+                    return fetch
+        return None
+
+    def _fetched(self, event: Fetched) -> None:
+        fetch = self._fetches.get(event.number)
+        if fetch is None:
+            return
+        fetch.by_tier = event.by_tier
+        if not event.num_pages or not self._take_pages(fetch, event.num_pages):
+            self._drop(fetch)
+            return
+        assert self._stack is not None
+        # Seen late when a step was long, which is none of the tiers' fault: then the copy has its time all the same.
+        copying_s = (1 - LOOKING_SHARE) * self._timeout_s
+        fetch.until_s = max(fetch.until_s, self._clock() + copying_s)
+        self._stack.place(fetch.number, fetch.placed)
+
+    def _take_pages(self, fetch: _Fetch[T], num_pages: int) -> bool:
+        """Hold what the pages follow on, and pages for them; False when that cannot be, or need not."""
+        first, size = fetch.missing.first_page, self._cache.page_size
+        match = self._cache.match(fetch.token_ids[: (first + num_pages) * size], fetch.salt)
+        is_of_use = first <= len(match.page_ids) < first + num_pages
+        # A page each is left to answers that grow meanwhile: what is found is not worth a retraction.
+        is_of_use &= num_pages + self._engine.num_running <= self._cache.num_available
+        fetch.matched = match.page_ids[:first] if is_of_use else []
+        self._cache.release(match.page_ids[len(fetch.matched) :])
+        fetch.placed = (self._cache.allocate(num_pages) if is_of_use else None) or []
+        if not fetch.placed:
+            self._cache.release(fetch.matched)
+        return bool(fetch.placed)
+
+    def _placed(self, event: Placed) -> None:
+        fetch = self._fetches.pop(event.number)
+        by_tier: dict[str, int] = {}
+        if event.is_whole:
+            end = (fetch.missing.first_page + len(fetch.placed)) * self._cache.page_size
+            self._cache.adopt(
+                fetch.token_ids[:end],
+                fetch.matched,
+                fetch.placed,
+                fetch.salt,
+                # Ahead of eviction they are given to the tier again, which marks them as used there.
+                is_saved=self._saves_at_once,
+            )
+            by_tier = {name: num * self._cache.page_size for name, num in fetch.by_tier.items()}
+        else:
+            self._cache.release([*fetch.matched, *fetch.placed])
+        self._engine.note_pages()
+        self._tell_owners(fetch, by_tier)
+
+    def _drop(self, fetch: _Fetch[T]) -> None:
+        """End a fetch that is not placing."""
+        assert self._stack is not None
+        del self._fetches[fetch.number]
+        self._stack.abandon(fetch.number)
+        self._tell_owners(fetch, {})
+
+    def _end_late(self) -> None:
+        now = self._clock()
+        for fetch in list(self._fetches.values()):
+            if fetch.began_s + self._timeout_s > now:
+                return  # those behind it began later
+            if fetch.until_s > now:
+                continue
+            if fetch.placed:
+                self._tell_owners(fetch, {})
+            else:
+                self._drop(fetch)
+
+    def _tell_owners(self, fetch: _Fetch[T], from_tiers: Mapping[str, int]) -> None:
+        owners, fetch.owners = fetch.owners, []
+        waited_s = self._clock() - fetch.began_s
+        for owner in owners:
+            del self._by_owner[owner]
+            self._ready.append(Ready(owner, from_tiers))
+        if owners:
+            slowest = list(from_tiers)[-1] if from_tiers else "none"
+            histogram = self._seconds.setdefault(slowest, Histogram(_SECONDS))
+            histogram.observe(waited_s, len(owners))
+
+    # ── saving ───────────────────────────────────────────────────────────────────────────────────
+
+    def _num_to_save(self) -> int:
+        """Return how many pages the next save may have."""
+        cache = self._cache
+        if not cache.num_unsaved:
+            return 0
+        available = cache.num_available
+        if not self._saves_at_once:
+            is_clean = available - cache.num_unsaved >= _CLEAN_SHARE * cache.num_pages
+            if is_clean or available < 1 / _SAVING_OF_AVAILABLE:
+                return 0
+        num_saving = sum(len(pages) for pages in self._saves.values())
+        room = max(1, int(_SAVING_SHARE * cache.num_pages)) - num_saving
+        return max(0, min(room, _SAVED_TOGETHER, max(1, int(_SAVING_OF_AVAILABLE * available))))
+
+    def _save(self) -> None:
+        assert self._stack is not None
+        while self._clock() >= self._save_after_s and (num := self._num_to_save()):
+            num = min(num, self._stack.max_save_pages)
+            keys = self._cache.begin_save(num, only_unused=not self._saves_at_once)
+            number, pages = next(self._numbers), list(keys)
+            if keys and self._stack.save(number, list(keys.values()), pages):
+                self._saves[number] = pages
+                continue
+            self._save_after_s = self._clock() + _SAVE_AGAIN_S
+            self._cache.end_save(pages, is_saved=False)
+
+    def _saved(self, event: Saved) -> None:
+        self._cache.end_save(self._saves.pop(event.number))
+        self._save_after_s = 0.0
+        self._engine.note_pages()

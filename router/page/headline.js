@@ -1,0 +1,56 @@
+// The row of headline numbers, each with the curve of the last two minutes.
+
+import { byId, el, keyed, say, set, svg } from "./dom.js";
+import { NONE, count, rate, seconds } from "./format.js";
+
+// A curve that has just begun grows from the right.
+const FEWEST_STEPS = 30;
+
+/** Return the numbers in the order they are read: label, value, what is under it, its curve's name. */
+function numbers(store, limits) {
+  const { rates, totals, histograms, num_in_flight: running, num_queued: queued } = store.overview;
+  const [good, ended] = store.goodput(limits);
+  const failed = totals.num_failed ? `${count(totals.num_failed)} failed` : `${count(totals.num_finished)} finished`;
+  return [
+    ["requests/s", rate(rates.requests), failed, "requests"],
+    ["in flight", count(running), "now", "inFlight"],
+    ["queued", count(queued), totals.num_refused ? `${count(totals.num_refused)} refused` : "none refused", "queued"],
+    ["TTFT", seconds(histograms.ttft.p50_s), `p99 ${seconds(histograms.ttft.p99_s)}`, "ttft"],
+    ["ITL", seconds(histograms.itl.p50_s), `p99 ${seconds(histograms.itl.p99_s)}`, "itl"],
+    ["tokens/s", rate(rates.generated_tokens), `${rate(rates.prompt_tokens)} of prompts`, "tokens"],
+    ["goodput", ended ? `${Math.round((100 * good) / ended)} %` : NONE, ended ? `${good} of ${ended}` : "last minute", ""],
+    ["replays", count(totals.num_replays), "since the start", ""],
+  ];
+}
+
+function make([label, , , curve]) {
+  return el("div", { class: "number" },
+    el("dt", {}, label), el("dd", { class: "value" }), el("dd", { class: "under" }),
+    curve ? svg("svg", { class: "curve", viewBox: "0 0 120 24", preserveAspectRatio: "none", "aria-hidden": "true" },
+      svg("path", { class: "area" }), svg("path", { class: "line" })) : null);
+}
+
+function update(history) {
+  return (tile, [label, value, under, curve]) => {
+    say(tile.children[1], value);
+    say(tile.children[2], under);
+    tile.classList.toggle("is-warning", label === "replays" && value !== "0");
+    if (curve) draw(tile.lastElementChild, history.map((row) => row[curve]));
+  };
+}
+
+function draw(curve, values) {
+  const top = Math.max(...values);
+  curve.toggleAttribute("hidden", !top);
+  if (!top) return;
+  const step = 120 / Math.max(FEWEST_STEPS, values.length - 1);
+  const x = (at) => (120 - (values.length - 1 - at) * step).toFixed(1);
+  const points = values.map((value, at) => `${x(at)},${(22 - (20 * value) / top).toFixed(1)}`).join(" L");
+  set(curve.children[0], "d", `M${x(0)},24 L${points} L120,24 Z`);
+  set(curve.children[1], "d", `M${points}`);
+}
+
+/** Draw the numbers. */
+export function showHeadline(store, limits) {
+  keyed(byId("numbers"), numbers(store, limits), ([label]) => label, make, update(store.history));
+}

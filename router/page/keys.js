@@ -1,0 +1,34 @@
+// Shortcuts of one letter, and the list of them.
+
+import { byId, el } from "./dom.js";
+
+const focusOn = (id) => () => {
+  const place = byId(id);
+  place.scrollIntoView({ block: "nearest" });
+  (place.querySelector("[role=option][tabindex='0']") ?? place).focus();
+};
+
+const isTyping = (target) => target.matches("input:not([type=radio]), textarea, select");
+
+/** Listen for shortcuts; `actions` are those that change the page. */
+export function prepareKeys(actions) {
+  const shortcuts = {
+    "?": ["this list", () => byId("help").showModal()],
+    n: ["nodes: arrows move, Enter shows one in full", focusOn("nodes")],
+    r: ["recent requests: arrows move, Enter shows one in full", focusOn("recent")],
+    p: ["playground: Ctrl+Enter sends, Esc stops", focusOn("prompt")],
+    e: ["events", focusOn("events")],
+    t: ["dark or light", actions.theme],
+    ".": ["hold the picture still, or go on", actions.pause],
+  };
+  const rows = [...Object.entries(shortcuts).map(([key, [does]]) => [key, does]), ["Esc", "closes what is open"]];
+  byId("keys").append(...rows.map(([key, does]) => el("div", {}, el("dt", {}, el("kbd", {}, key)), el("dd", {}, does))));
+  byId("help-open").addEventListener("click", shortcuts["?"][1]);
+  document.addEventListener("keydown", (event) => {
+    const isOurs = !(event.ctrlKey || event.metaKey || event.altKey || isTyping(event.target) || document.querySelector("dialog[open]"));
+    const shortcut = isOurs && shortcuts[event.key];
+    if (!shortcut) return;
+    event.preventDefault();
+    shortcut[1]();
+  });
+}

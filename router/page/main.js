@@ -1,0 +1,139 @@
+// Asks the router once a second what it sees, and has the parts of the page draw it.
+
+import { KeyWanted, keepKey, overview } from "./api.js";
+import { byId, say } from "./dom.js";
+import { showEvents } from "./events.js";
+import { clock, plural } from "./format.js";
+import { showHeadline } from "./headline.js";
+import { showHistograms } from "./histograms.js";
+import { prepareKeys } from "./keys.js";
+import { prepareNodes, showNodes } from "./nodes.js";
+import { preparePlayground } from "./playground.js";
+import { prepareRequests, showRequests } from "./requests.js";
+import { Store } from "./store.js";
+
+const INTERVAL_MS = 1000;
+// A tab that nobody sees asks less often.
+const HIDDEN_INTERVAL_MS = 10000;
+
+const store = new Store();
+let lostAt = null;
+let isPaused = false;
+let isAsking = false;
+let timer = 0;
+
+async function turn() {
+  if (isAsking) return;
+  clearTimeout(timer);
+  isAsking = true;
+  try {
+    store.take(await overview(store.after));
+    found();
+    if (!isPaused) draw();
+  } catch (error) {
+    if (error instanceof KeyWanted) return askForKey(error.hadKey);
+    lost(error);
+  } finally {
+    isAsking = false;
+  }
+  timer = setTimeout(turn, document.hidden ? HIDDEN_INTERVAL_MS : INTERVAL_MS);
+}
+
+function draw() {
+  const seen = store.overview;
+  if (!seen) return;
+  const limits = readLimits();
+  say(byId("model"), seen.model);
+  say(byId("health"), seen.detail);
+  byId("health").dataset.serving = seen.is_serving;
+  showHeadline(store, limits);
+  showNodes(seen);
+  showHistograms(seen, limits);
+  showRequests(store);
+  showEvents(store);
+  const silent = seen.silent_workers.length ? `, ${seen.silent_workers.length} silent` : "";
+  say(byId("version"), `Tandem ${seen.version}`);
+  say(byId("workers"), `${plural(seen.num_workers, "edge worker")}${silent}`);
+}
+
+/** The router answered. */
+function found() {
+  document.body.dataset.connection = "live";
+  byId("banner").hidden = true;
+  if (lostAt === null) return;
+  const now = Date.now() / 1000;
+  store.tell({ id: `page-${now}`, at_unix_s: now, kind: "router", node: "", count: 1,
+    text: `the router answers again, after ${plural(Math.round(now - lostAt), "second")}` });
+  lostAt = null;
+}
+
+/** The router did not answer, or not as one. */
+function lost(error) {
+  const now = Date.now() / 1000;
+  if (lostAt === null) {
+    lostAt = now;
+    store.tell({ id: `page-${now}`, at_unix_s: now, kind: "lost", node: "", count: 1, text: "the router does not answer" });
+    if (store.overview) showEvents(store);
+  }
+  document.body.dataset.connection = "lost";
+  byId("banner").hidden = false;
+  const why = error.name === "TypeError" || error.name === "TimeoutError" ? "it cannot be reached" : error.message;
+  say(byId("banner"), `The router does not answer since ${clock(lostAt)}: ${why}. What you see is from before; trying again every second.`);
+}
+
+function askForKey(isWrong) {
+  byId("key-wrong").hidden = !isWrong;
+  document.body.dataset.connection = "locked";
+  if (!byId("key-dialog").open) byId("key-dialog").showModal();
+}
+
+function readLimits() {
+  return { ttftS: Number(byId("slo-ttft").value) / 1000, itlS: Number(byId("slo-itl").value) / 1000 };
+}
+
+function prepareLimits() {
+  for (const [id, usual] of [["slo-ttft", 1000], ["slo-itl", 100]]) {
+    byId(id).value = localStorage.getItem(`tandem-${id}`) ?? usual;
+    byId(id).addEventListener("input", () => {
+      localStorage.setItem(`tandem-${id}`, byId(id).value);
+      draw();
+    });
+  }
+  byId("slo").addEventListener("submit", (event) => event.preventDefault());
+}
+
+function prepareKeyDialog() {
+  byId("key-dialog").addEventListener("cancel", (event) => event.preventDefault());
+  byId("key-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    keepKey(byId("key").value);
+    byId("key").value = "";
+    byId("key-dialog").close();
+    turn();
+  });
+}
+
+function changeTheme() {
+  const root = document.documentElement;
+  const isDark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = isDark ? "light" : "dark";
+  localStorage.setItem("tandem-theme", root.dataset.theme);
+}
+
+function changePause() {
+  isPaused = !isPaused;
+  byId("pause").setAttribute("aria-pressed", isPaused);
+  say(byId("pause"), isPaused ? "Go on" : "Pause");
+  if (!isPaused) draw();
+}
+
+prepareNodes(draw);
+prepareRequests(draw);
+prepareLimits();
+prepareKeyDialog();
+preparePlayground(() => store.overview?.model ?? "", askForKey);
+prepareKeys({ theme: changeTheme, pause: changePause });
+byId("theme").addEventListener("click", changeTheme);
+byId("pause").addEventListener("click", changePause);
+document.addEventListener("visibilitychange", () => document.hidden || document.body.dataset.connection === "locked" || turn());
+turn();

@@ -1,0 +1,1 @@
+"""How many of which nodes: a cluster in virtual time, and a search over its sizes."""

@@ -1,0 +1,1 @@
+"""How fast one node computes: its forwards measured, and the profile that describes them."""

@@ -1,0 +1,1 @@
+"""`tandem top`: the router's page in a terminal."""

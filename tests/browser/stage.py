@@ -1,0 +1,56 @@
+"""A router's page and `/overview`, served for real, of which a test says what it shows."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from aiohttp import web
+
+from frontend.app import create_app
+from frontend.options import FrontendOptions, HttpOptions
+from router.overview import Overview
+from router.overview_api import OverviewApi
+from router.page_files import PageFiles
+from tandem.up import free_ports
+from tests.frontend.fakes import FakeBackend
+
+
+class Stage:
+    """It may be gone for a while. `overview` is read anew for each answer."""
+
+    def __init__(self, shown: Overview, api_keys: tuple[str, ...] = ()) -> None:
+        self.shown, self._api_keys = shown, api_keys
+        self._port = free_ports(1)[0]
+        self.url = f"http://127.0.0.1:{self._port}/"
+
+    def overview(self) -> Overview:
+        return self.shown
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator["Stage"]:
+        """Serve inside the block."""
+        loop, is_open, closing = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+
+        async def serve() -> None:
+            page = PageFiles()
+            http = HttpOptions(api_keys=self._api_keys)
+            options = FrontendOptions(http=http, open_paths=page.paths)
+            app = create_app(FakeBackend(None), options)
+            app.add_routes([*OverviewApi(self).routes(), *page.routes()])
+            runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", self._port, reuse_address=True).start()
+            is_open.set()
+            await closing.wait()
+            await runner.cleanup()
+
+        thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+        thread.start()
+        try:
+            assert is_open.wait(10)
+            yield self
+        finally:
+            loop.call_soon_threadsafe(closing.set)
+            thread.join()
+            loop.close()

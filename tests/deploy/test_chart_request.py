@@ -1,0 +1,92 @@
+"""What the chart asks of running servers: the request of `helm test`, and metrics to scale by."""
+
+import os
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from tandem.up import free_ports
+from tests.deploy.container import start
+from tests.deploy.helm import of_kind, pods, rendered
+from tests.e2e.cluster import Process, eventually, wait_healthy
+
+KEY = "client-key-1"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    """A server that wants a key."""
+    (port,) = free_ports(1)
+    keys = tmp_path_factory.mktemp("keys") / "api-keys"
+    keys.write_text(KEY)
+    flags = ("--engine=simulated", "--sim-kv=none", f"--port={port}", f"--api-key-file={keys}")
+    server = Process("serve", *flags)
+    try:
+        wait_healthy(f"http://127.0.0.1:{port}", server)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.stop()
+
+
+def ask(url, root, *sets, timeout_s):
+    """Run the pod's command."""
+    manifests = rendered(*sets, f"test.timeoutSeconds={timeout_s}")
+    pod = dict(pods(manifests))["test"]
+    assert pod["spec"]["containers"][0]["command"] == ["python3", "-c"]
+    started = start(manifests, pod, root)
+    script = started.args[0].replace("/etc/tandem", f"{root}/etc/tandem")
+    env = {**started.env, "ROUTER_URL": url, "PATH": os.environ["PATH"]}
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_it_succeeds_with_an_answer(url, tmp_path):
+    ran = ask(url, tmp_path, f"auth.apiKeys={{{KEY}}}", timeout_s=50)
+    assert ran.returncode == 0, ran.stderr
+    assert "answered 32 tokens" in ran.stdout
+
+
+def test_it_fails_with_what_the_server_said(url, tmp_path):
+    ran = ask(url, tmp_path, "auth.apiKeys={a-wrong-key}", timeout_s=50)
+    assert ran.returncode == 1
+    assert "FAILED" in ran.stderr
+    assert "401" in ran.stderr
+
+
+def test_it_fails_when_nobody_serves(tmp_path):
+    (port,) = free_ports(1)
+    ran = ask(f"http://127.0.0.1:{port}", tmp_path, timeout_s=1)
+    assert ran.returncode == 1
+    assert "FAILED" in ran.stderr
+
+
+def test_pods_scale_by_metrics_that_there_are(url):
+    enabled = [
+        f"{component}.autoscaling.enabled=true" for component in ("prefill", "decode", "router")
+    ]
+    by_metric = rendered(*enabled)
+    by_query = rendered(*enabled, *(each.replace("enabled=true", "kind=keda") for each in enabled))
+    metrics = {
+        metric["pods"]["metric"]["name"]
+        for scaler in of_kind(by_metric, "HorizontalPodAutoscaler").values()
+        for metric in scaler["spec"]["metrics"]
+        if metric["type"] == "Pods"
+    }
+    queries = {
+        trigger["metadata"]["query"]
+        for scaler in of_kind(by_query, "ScaledObject").values()
+        for trigger in scaler["spec"]["triggers"]
+        if trigger["type"] == "prometheus"
+    }
+    assert {query.removeprefix("sum(").partition("{")[0] for query in queries} == metrics
+    assert eventually(
+        lambda: metrics <= names_of(url)
+    )  # an engine tells of itself with its first ping
+
+
+def names_of(url):
+    with urllib.request.urlopen(f"{url}/metrics") as response:
+        lines = response.read().decode().splitlines()
+    return {line.partition("{")[0] for line in lines}

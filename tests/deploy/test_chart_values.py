@@ -1,0 +1,158 @@
+"""What may be said in values: wrong ones are refused by name, and each has its line in the README."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tests.deploy.helm import (
+    CHART,
+    CLUSTER_KEY,
+    NAMESPACE,
+    RELEASE,
+    ROOT,
+    helm,
+    of_kind,
+    rendered,
+    template,
+)
+from tests.patience import PATIENCE_S
+
+# Values, what the message names, and what it says of it in words of both majors of Helm.
+INVALID = [
+    ("prefil.replicas=2", "prefil", "not allowed"),
+    ("prefill.gpu=4", "gpu", "not allowed"),
+    ("prefill.gpus=two", "gpus", "integer"),
+    ("decode.replicas=-1", "replicas", "0"),
+    ("decode.ports.http=70000", "http", "65"),
+    ("decode.drainTimeoutSeconds=100000", "drainTimeoutSeconds", "86"),
+    ("prefill.startupTimeoutSeconds=0", "startupTimeoutSeconds", "5"),
+    ("prefill.resources.cpu=2", "cpu", "not allowed"),
+    ("prefill.resources.limits.memory=lots", "memory", "pattern"),
+    ("prefill.args=--page-size=32", "args", "array"),
+    ("decode.tolerations[0].effect=Never", "effect", "NoExecute"),
+    ("decode.topologySpread.whenUnsatisfiable=Maybe", "whenUnsatisfiable", "DoNotSchedule"),
+    ("decode.podDisruptionBudget.maxUnavailable=half", "maxUnavailable", "pattern"),
+    ("decode.autoscaling.kind=vpa", "kind", "keda"),
+    ("decode.autoscaling.metrics.http_requests=3", "http_requests", "not allowed"),
+    ("prefill.zone=7", "zone", "string"),
+    ("router.policy=best", "policy", "least_load"),
+    ("router.workers=0", "workers", "1"),
+    ("router.service.type=Headless", "type", "LoadBalancer"),
+    ("router.service.loadBalancerSourceRanges={everywhere}", "loadBalancerSourceRanges", "pattern"),
+    ("model.volume.type=s3", "type", "emptyDir"),
+    ("model.volume.hostPath=models", "hostPath", "pattern"),
+    ("model.volume.accessModes={Any}", "accessModes", "ReadWriteMany"),
+    ("auth.clusterKey=short", "clusterKey", "16"),
+    ("auth.apiKeys={two words}", "apiKeys", "pattern"),
+    ("image.digest=sha256:12", "digest", "pattern"),
+    ("image.pullPolicy=Sometimes", "pullPolicy", "IfNotPresent"),
+    ("discovery.mode=consul", "mode", "kubernetes"),
+    ("transfer.backend=TCP", "backend", "pattern"),
+    ("transfer.verifyKv=yes", "verifyKv", "sample"),
+    ("rdma.ucx.NCCL_DEBUG=INFO", "NCCL_DEBUG", "not allowed"),
+    ("rdma.resource=hca", "resource", "pattern"),
+    ("simulation.profile.prefill.base_ms=-1", "base_ms", "0"),
+    ("networkPolicy.transferPorts.to=0", "to", "1"),
+    ("monitoring.podMonitor.interval=often", "interval", "pattern"),
+    ("monitoring.prometheusUrl=prometheus:9090", "prometheusUrl", "pattern"),
+    ("logLevel=verbose", "logLevel", "warning"),
+    ("test.timeoutSeconds=0", "timeoutSeconds", "1"),
+]
+# Right each by itself.
+CONTRADICTIONS = [
+    ("model.init.image=fetch", "model.volume.type is none"),
+    ("model.volume.type=emptyDir", "set model.init.image"),
+    ("model.volume.type=hostPath", "set model.volume.hostPath"),
+    ("auth.existingSecret=s,auth.apiKeys={one}", "name the entry of API keys in auth.apiKeysEntry"),
+    ("auth.apiKeysEntry=keys", "is an entry of auth.existingSecret"),
+    ("router.keyLimits=[default]", "give auth.apiKeys"),
+    (
+        "decode.autoscaling.enabled=true,decode.autoscaling.minReplicas=9",
+        "decode.autoscaling.minReplicas",
+    ),
+    (
+        "prefill.autoscaling.enabled=true,prefill.autoscaling.metrics=null",
+        "prefill.autoscaling.metrics",
+    ),
+    ("simulation.enabled=true,decode.gpus=1", "decode.gpus"),
+    (
+        "rdma.enabled=true,rdma.hostNetwork=true,decode.ports.bootstrap=8998",
+        "prefill.ports.bootstrap",
+    ),
+    (
+        "networkPolicy.transferPorts.from=60999,networkPolicy.transferPorts.to=60998",
+        "transferPorts",
+    ),
+    ("monitoring.podMonitor.enabled=true", "networkPolicy.metricsFrom"),
+]
+
+
+@pytest.mark.parametrize("major", [3, 4])
+def test_wrong_values_are_refused_each_by_its_name(major):
+    ran = template(*(setting for setting, _, _ in INVALID), major=major)
+    assert ran.returncode != 0
+    lines = ran.stderr.splitlines()
+    for setting, name, reason in INVALID:
+        assert any(name in line and reason in line for line in lines), (setting, ran.stderr)
+    assert "short" not in ran.stderr  # which was given as a secret
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"), CONTRADICTIONS, ids=[each for each, _ in CONTRADICTIONS]
+)
+def test_values_that_contradict_each_other_are_refused_with_what_to_do(settings, reason):
+    ran = template(settings)
+    assert ran.returncode != 0
+    assert reason in ran.stderr
+
+
+def test_the_schema_knows_every_value_and_no_other():
+    schema = json.loads((CHART / "values.schema.json").read_text())
+
+    def check(values, node, path):
+        node = schema["definitions"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+        if node.get("additionalProperties") is not False or "patternProperties" in node:
+            return
+        # `global` is what charts above this one would bring.
+        assert values.keys() == node["properties"].keys() - {"global"}, path
+        for name, value in values.items():
+            if isinstance(value, dict) and value:
+                check(value, node["properties"][name], f"{path}.{name}")
+
+    check(yaml.safe_load((CHART / "values.yaml").read_text()), schema, "")
+
+
+def test_the_readme_the_dashboard_and_the_alerts_are_up_to_date():
+    command = [sys.executable, str(ROOT / "scripts" / "chart"), "--check"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    assert ran.returncode == 0, ran.stdout
+
+
+def test_the_dashboard_and_the_alerts_are_rendered_as_they_are():
+    manifests = rendered(
+        "monitoring.dashboard.enabled=true", "monitoring.prometheusRule.enabled=true"
+    )
+    shown = of_kind(manifests, "ConfigMap")["blue-tandem-dashboard"]["data"]["tandem.json"]
+    assert json.loads(shown) == json.loads(
+        (ROOT / "deploy" / "grafana" / "tandem.json").read_text()
+    )
+    (rule,) = of_kind(manifests, "PrometheusRule").values()
+    alerts = (ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text()
+    assert rule["spec"] == yaml.safe_load(alerts)
+
+
+def test_notes_name_objects_that_there_are():
+    settings = ("--set", f"auth.apiKeys={{one}},auth.clusterKey={CLUSTER_KEY}")
+    ran = helm(4, "install", RELEASE, str(CHART), "-n", NAMESPACE, "--dry-run=client", *settings)
+    assert ran.returncode == 0, ran.stderr
+    notes = ran.stdout.partition("NOTES:")[2]
+    manifests = rendered("auth.apiKeys={one}")
+    named = re.findall(r"(?:statefulset/|service/|get secret )([-\w]+)", notes)
+    assert len(named) == 4
+    assert set(named) <= of_kind(manifests, "StatefulSet", "Service", "Secret").keys()
+    (key,) = re.findall(r"jsonpath=\{\.data\.([-\w]+)\}", notes)
+    assert key in of_kind(manifests, "Secret")["blue-tandem"]["data"]

@@ -1,0 +1,208 @@
+"""What every role answers at /metrics is what docs/metrics.md says, and nothing a client can blow up."""
+
+import json
+import re
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tandem.up import free_ports
+from tests.deploy.metrics_page import documented
+from tests.e2e.cluster import Process, eventually, running_cluster, running_serve, wait_healthy
+from tests.patience import PATIENCE_S
+
+FLAGS = ("--engine", "simulated", "--page-size", "8", "--max-total-tokens", "8192")
+QUIET = ("--log-level", "warning")
+TIERS = ("--kv-tier", "host:64MiB", "--kv-tier-min-tokens", "8")
+NUM_NEW = 12
+UNITS = ("seconds", "bytes", "tokens", "info", "requests", "generations", "ratio")
+# Prometheus wants base units: seconds and not milliseconds, bytes and not megabytes.
+NO_UNITS = re.compile(r"_(ms|us|milliseconds|minutes|kb|mb|gb|kib|mib|gib|percent|num)(_|$)")
+
+
+class Servers:
+    """One of each kind: a router, one with several workers, a prefill, a decode and `serve`."""
+
+    def __init__(self, stack):
+        cluster = stack.enter_context(running_cluster(*FLAGS, *QUIET))
+        (port,) = free_ports(1)
+        nodes = ("--prefill", *cluster.prefill_urls, "--decode", *cluster.decode_urls)
+        several = Process(
+            *("lb", *nodes, "--port", str(port), "--detokenizers", "2", *QUIET),
+            *("--local-prefill-threshold", "0"),
+        )
+        stack.callback(several.stop)
+        self.urls = {
+            "router": cluster.url,
+            "several": f"http://127.0.0.1:{port}",
+            "prefill": cluster.prefill_urls[0],
+            "decode": cluster.decode_urls[0],
+            "serve": stack.enter_context(running_serve(*FLAGS, *QUIET, *TIERS)),
+        }
+        wait_healthy(self.urls["several"], several)
+
+    def families(self, name):
+        with urllib.request.urlopen(f"{self.urls[name]}/metrics", timeout=PATIENCE_S) as response:
+            text = response.read().decode()
+        return {family.name: family for family in text_string_to_metric_families(text)}
+
+    def all_families(self):
+        return [family for name in self.urls for family in self.families(name).values()]
+
+    def series(self):
+        return {
+            (name, sample.name, *sorted(sample.labels.items()))
+            for name in self.urls
+            for family in self.families(name).values()
+            for sample in family.samples
+        }
+
+    def value(self, name, sample_name, **labels):
+        return sum(
+            sample.value
+            for family in self.families(name).values()
+            for sample in family.samples
+            if sample.name == sample_name and labels.items() <= sample.labels.items()
+        )
+
+    def generate(self, name, number):
+        ids = [10 + (number * 7 + i) % 900 for i in range(40 + number)]
+        body = {"rid": f"{name}-{number}", "input_ids": ids, "stream": True}
+        body["sampling_params"] = {"max_new_tokens": NUM_NEW}
+        ask(f"{self.urls[name]}/generate", json.dumps(body).encode())
+        ask(f"{self.urls[name]}/nothing-{number}?x={number}")
+
+
+def ask(url, body=None):
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+            return response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.read()
+
+
+@pytest.fixture(scope="module")
+def servers():
+    with ExitStack() as stack:
+        servers = Servers(stack)
+        for name in ("router", "several", "serve"):
+            for number in range(4):
+                servers.generate(name, number)
+        # Engines tell of themselves with the next ping, workers within half a second.
+        assert eventually(lambda: servers.value("several", GAPS) == 4 * (NUM_NEW - 1))
+        assert eventually(lambda: servers.value("prefill", "tandem_push_seconds_count") == 8)
+        assert eventually(lambda: servers.value("serve", "tandem_generated_tokens_total") == 48)
+        servers.series()  # asking for metrics is a request, with a series of its own
+        yield servers
+
+
+GAPS = "tandem_edge_inter_token_latency_seconds_count"
+
+
+def exposed_name(family):
+    return f"{family.name}_total" if family.type == "counter" else family.name
+
+
+def test_every_metric_is_explained_and_every_explained_one_is_there(servers):
+    exported = {exposed_name(family) for family in servers.all_families()}
+    assert exported == set(documented())
+
+
+def test_types_and_labels_are_those_of_the_page(servers):
+    page = documented()
+    for family in servers.all_families():
+        row = page[exposed_name(family)]
+        assert row.type == family.type, row.name
+        for sample in family.samples:
+            assert set(sample.labels) - {"le"} == row.labels, row.name
+
+
+def test_help_says_what_it_is_and_names_keep_to_the_conventions(servers):
+    for family in servers.all_families():
+        name = exposed_name(family)
+        assert len(family.documentation.split()) >= 3, name
+        assert family.documentation.endswith("."), name
+        assert not NO_UNITS.search(name), name
+        if family.type == "histogram":
+            assert name.endswith(UNITS), name
+        if name.endswith("_seconds") and name.startswith("tandem_"):
+            assert "econds" in family.documentation, name
+
+
+def test_no_client_can_make_series_grow(servers):
+    before = servers.series()
+    for number in range(4, 12):
+        servers.generate("router", number)
+        servers.generate("serve", number)
+    assert servers.series() == before
+
+
+# What a process tells comes with its next word: counts agree when all of it has come.
+def agree(counts):
+    return eventually(lambda: len({*counts()}) == 1) and counts()[0] > 0
+
+
+def test_every_gap_between_tokens_is_counted_once(servers):
+    for name in ("several", "serve"):
+
+        def counts(name=name):
+            tokens = servers.value(name, "tandem_edge_output_tokens_total")
+            generations = servers.value(name, "tandem_edge_generation_seconds_count")
+            return servers.value(name, GAPS), tokens - generations
+
+        assert agree(counts), counts()
+        gaps = servers.value(name, GAPS.replace("_count", "_sum"))
+        assert 0 < gaps < servers.value(name, "tandem_edge_generation_seconds_sum")
+
+
+def test_a_hand_off_is_timed_at_both_ends(servers):
+    def counts():
+        of_prefill = ("push", "bootstrap", "push_exposed")
+        return (
+            *(servers.value("prefill", f"tandem_{each}_seconds_count") for each in of_prefill),
+            servers.value("decode", "tandem_granted_seconds_count"),
+        )
+
+    assert agree(counts), counts()
+    exposed = servers.value("prefill", "tandem_push_exposed_seconds_sum")
+    assert 0 < exposed <= servers.value("prefill", "tandem_push_seconds_sum")
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "serve"])
+def test_every_step_is_timed_on_the_device_and_on_the_host(servers, name):
+    def counts():
+        return tuple(
+            servers.value(name, f"tandem_step_{each}_seconds_count", role=name)
+            for each in ("device", "cpu")
+        )
+
+    assert agree(counts), counts()
+    num_steps, _ = counts()
+    assert servers.value(name, "tandem_step_cpu_seconds_sum", role=name) > 0
+    assert servers.value(name, "tandem_step_requests_sum", role=name) >= num_steps
+
+
+def test_a_node_says_what_it_is_and_what_it_does(servers):
+    for name in ("prefill", "decode", "serve"):
+        assert servers.value(name, "tandem_node_info", role=name, tp_size="1") == 1
+        assert servers.value(name, "tandem_node_state", role=name, state="serving") == 1
+        assert servers.value(name, "tandem_node_state", role=name) == 1
+        assert servers.value(name, "tandem_pages", role=name) == 1024
+        assert servers.value(name, "tandem_page_tokens", role=name) == 8
+
+
+def test_processes_are_told_apart(servers):
+    expected = {
+        "router": {"edge-0"},
+        "several": {"edge-0", "edge-1", "parent"},
+        "decode": {"http", "engine"},
+    }
+    for name, processes in expected.items():
+        samples = servers.families(name)["process_resident_memory_bytes"].samples
+        assert {sample.labels["process"] for sample in samples} == processes
+        assert min(sample.value for sample in samples) > 1e6

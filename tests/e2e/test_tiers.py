@@ -1,0 +1,210 @@
+"""KV beyond the device with real processes: the same tokens, whatever was evicted, restarted, shared or spoiled."""
+
+import contextlib
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.up import free_ports
+from tests.e2e.cluster import Process, eventually, get_json, running_cluster, wait_healthy
+from tests.e2e.test_simulated import generate
+from tests.one_engine import tokens_of_one_engine
+from tests.tiny_models import VOCAB_SIZE
+from wire.generation import SamplingParams
+
+PAGE, NUM_NEW = 8, 40
+POOL_TOKENS = 1024
+# Of the tiny model: K and V of 3 layers, 2 heads of 16 floats.
+PAGE_BYTES = PAGE * 2 * 3 * 2 * 16 * 4
+FLAGS = (
+    *("--page-size", str(PAGE), "--max-total-tokens", str(POOL_TOKENS), "--num-threads", "1"),
+    *("--kv-tier-min-tokens", "32", "--kv-tier-timeout-ms", "20000", "--log-level", "warning"),
+)
+
+
+def prompt_of(seed: int, num_tokens: int = 300) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)]
+
+
+def ask(url: str, prompt: list[int], num_new: int = NUM_NEW, **body) -> tuple[list[int], dict]:
+    told = generate(
+        url, input_ids=prompt, max_new_tokens=num_new, temperature=0, ignore_eos=True, **body
+    )
+    assert "error" not in told, told
+    return told["output_ids"], told["meta_info"]
+
+
+def tiers_of(url: str) -> dict[str, dict]:
+    return {tier["name"]: tier for tier in get_json(f"{url}/server_info")[1]["load"]["tiers"]}
+
+
+def total(urls: list[str], field: str) -> int:
+    """What all nodes together say of the disk."""
+    return sum(tiers_of(url)["disk"][field] for url in urls)
+
+
+@contextlib.contextmanager
+def all_put(cluster) -> Iterator[None]:
+    """Have one new prompt and its answer on the disk at the end, whichever node put which page."""
+    urls = cluster.prefill_urls + cluster.decode_urls
+    before = total(urls, "put_bytes")
+    yield
+    num_pages = (300 + NUM_NEW - 1) // PAGE
+    assert eventually(lambda: total(urls, "put_bytes") >= before + num_pages * PAGE_BYTES)
+
+
+def has_put(url: str, num_tokens: int, tier: str = "disk") -> bool:
+    """Whether a tier has been given this many tokens, and has them."""
+    return eventually(lambda: tiers_of(url)[tier]["num_pages"] * PAGE >= num_tokens)
+
+
+@contextlib.contextmanager
+def cluster_on(model: Path, directory: Path) -> Iterator:
+    disk = ("--kv-tier", f"disk:{directory}:1GiB")
+    with running_cluster(
+        *("--model", str(model), "--dtype", "float32", *FLAGS),
+        prefills=2,
+        prefill_flags=("--kv-tier", "host:64MiB", *disk),
+        decode_flags=disk,
+        router_flags=("--policy", "round_robin"),
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("kv")
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_model, directory):
+    with cluster_on(tiny_model("llama"), directory) as made:
+        yield made
+
+
+def alone(path: Path, prompts: list[list[int]], num_new: int = NUM_NEW) -> list[list[int]]:
+    sampling = SamplingParams(temperature=0, max_new_tokens=num_new, ignore_eos=True)
+    answers = []
+    for prompt in prompts:  # one by one, so that no batch has an influence
+        answers += tokens_of_one_engine(
+            path, [prompt], [sampling], page_size=PAGE, chunked_prefill_size=512
+        )
+    return answers
+
+
+def test_tokens_stay_the_same_when_their_prompts_come_back_from_tiers(cluster, tiny_model):
+    # Each 38 pages, of which a pool has 128: by the second round all were evicted everywhere.
+    prompts = [prompt_of(seed) for seed in range(8)]
+    expected = alone(tiny_model("llama"), prompts)
+    for _ in range(2):
+        for i, prompt in enumerate(prompts):
+            tokens, meta = ask(cluster.url, prompt)
+            assert tokens == expected[i]
+    assert meta["cached_tokens"] == 296
+    details = meta["cached_tokens_details"]
+    assert details["device"] + details.get("host", 0) + details.get("disk", 0) == 296
+    assert details["device"] < 296
+
+
+def test_what_one_prefill_computed_another_finds(cluster, tiny_model):
+    prompt = prompt_of(50)
+    (expected,) = alone(tiny_model("llama"), [prompt])
+    with all_put(cluster):
+        first, meta = ask(cluster.url, prompt)
+    assert meta["cached_tokens"] == 0
+    hits = total(cluster.prefill_urls, "hit_tokens")
+    second, meta = ask(cluster.url, prompt)  # the other's turn
+    assert meta["cached_tokens_details"] == {"device": 0, "disk": 296}
+    assert first == second == expected
+    assert eventually(lambda: total(cluster.prefill_urls, "hit_tokens") == hits + 296)
+
+
+def test_what_decode_generated_is_found_by_the_next_turn(cluster, tiny_model):
+    prompt = prompt_of(60)
+    with all_put(cluster):
+        answer, _ = ask(cluster.url, prompt)
+    longer = [*prompt, *answer, *prompt_of(61, 20)]
+    (expected,) = alone(tiny_model("llama"), [longer])
+    tokens, meta = ask(cluster.url, longer)
+    assert tokens == expected
+    # Not the last token, whose KV nobody has computed.
+    assert meta["cached_tokens"] == (300 + NUM_NEW - 1) // PAGE * PAGE
+
+
+def test_nothing_is_shared_with_another_salt(cluster, tiny_model):
+    prompt = prompt_of(70)
+    (expected,) = alone(tiny_model("llama"), [prompt])
+    for salt in ({"cache_salt": "one"}, {"cache_salt": "two"}, {}):
+        tokens, meta = ask(cluster.url, prompt, **salt)
+        assert tokens == expected
+        assert meta["cached_tokens"] == 0
+        ask(cluster.url, prompt, **salt)  # so that both prefills have it
+
+
+@contextlib.contextmanager
+def simulated(model: Path, *flags: str) -> Iterator[tuple[str, Process]]:
+    """A node whose forwards take no time and whose pages have bytes."""
+    port = free_ports(1)[0]
+    argv = ("serve", "--port", str(port), "--engine", "simulated", "--model", str(model), *FLAGS)
+    process = Process(*argv, *flags)
+    try:
+        wait_healthy(f"http://127.0.0.1:{port}", process)
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        process.stop()
+
+
+def test_a_node_finds_after_a_restart_what_it_put_and_nothing_that_was_spoiled(
+    tiny_model, tmp_path
+):
+    model, prompt = tiny_model("llama"), prompt_of(1)
+    disk = ("--kv-tier", f"disk:{tmp_path}/kv:1GiB")
+    with simulated(model, *disk) as (url, _):
+        expected, _ = ask(url, prompt)
+        assert has_put(url, 296)
+    with simulated(model, *disk) as (url, _):
+        tokens, meta = ask(url, prompt)
+        assert meta["cached_tokens_details"] == {"device": 0, "disk": 296}
+        assert tokens == expected
+    for file in (tmp_path / "kv").rglob("*"):
+        if file.is_file() and file.stat().st_size > 1000:
+            data = bytearray(file.read_bytes())
+            data[-500] ^= 1
+            file.write_bytes(data)
+    with simulated(model, *disk) as (url, _):
+        tokens, meta = ask(url, prompt)
+        assert meta["cached_tokens"] == 0
+        assert tokens == expected
+        assert eventually(lambda: tiers_of(url)["disk"]["num_corrupted"] > 0)
+        assert has_put(url, 296)  # what was spoiled is put anew
+
+
+def test_a_directory_that_vanishes_fails_no_request(tiny_model, tmp_path):
+    where = tmp_path / "kv"
+    with simulated(tiny_model("llama"), "--kv-tier", f"disk:{where}:1GiB") as (url, process):
+        ask(url, prompt_of(1))
+        assert has_put(url, 296)
+        shutil.rmtree(where)
+        where.write_text("no directory")
+        for seed in range(1, 4):
+            ask(url, prompt_of(seed))
+        assert eventually(lambda: tiers_of(url)["disk"]["state"] == "backing_off")
+        assert process.is_running()
+
+
+def test_metrics_and_the_line_of_a_batch_say_what_tiers_gave(tiny_model, tmp_path):
+    flags = ("--kv-tier", f"disk:{tmp_path}/kv:1GiB", "--log-level", "info")
+    with simulated(tiny_model("llama"), *flags) as (url, process):
+        ask(url, prompt_of(1))
+        assert has_put(url, 296)
+        for seed in range(3, 9):
+            ask(url, prompt_of(seed))
+        _, meta = ask(url, prompt_of(1))
+        assert meta["cached_tokens_details"]["disk"] > 0
+        wanted = 'tandem_kv_tier_hit_tokens_total{role="serve",tier="disk"} 296.0'
+        assert eventually(lambda: wanted in get_json(f"{url}/metrics")[1])
+        assert eventually(lambda: ", #disk-token: 296" in process.output())

@@ -1,0 +1,62 @@
+"""Pages outlive a node by their keys: no two models' weights may pass for one another's."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.config import EngineConfig
+from engine.model import load_model, model_needs
+from wire.errors import ConfigInvalid
+
+
+def fingerprint_of(path) -> str:
+    return load_model(EngineConfig(model_dir=str(path), dtype="float32"))[1].fingerprint
+
+
+@pytest.fixture
+def model_dir(tiny_model, tmp_path):
+    return shutil.copytree(tiny_model("llama"), tmp_path / "model")
+
+
+def in_safetensors(path, change=None):
+    (file,) = path.glob("*.safetensors")
+    weights = load_file(file)
+    if change:
+        weights[change] *= 1.01
+    # More than 1 MiB at each end of the file.
+    save_file({**weights, "0.before": filler(), "zz.behind": filler()}, file, {"format": "pt"})
+
+
+def in_an_archive(path, change=None):
+    archive = path / "pytorch_model.bin"
+    if not archive.exists():
+        (file,) = path.glob("*.safetensors")
+        torch.save(load_file(file), archive)
+        file.unlink()
+    weights = torch.load(archive)
+    if change:
+        weights[change] *= 1.01
+    torch.save({**weights, "zz.behind": filler()}, archive)
+
+
+def filler() -> torch.Tensor:
+    return torch.zeros(1 << 19)
+
+
+@pytest.mark.parametrize("write", [in_safetensors, in_an_archive])
+def test_one_tensor_that_was_trained_makes_another_model(model_dir, write):
+    write(model_dir)
+    before = fingerprint_of(model_dir)
+    write(model_dir)
+    assert fingerprint_of(model_dir) == before
+    write(model_dir, "model.layers.0.mlp.down_proj.weight")
+    assert fingerprint_of(model_dir) != before
+
+
+def test_a_file_that_holds_no_weights_is_refused_by_name(model_dir):
+    (file,) = model_dir.glob("*.safetensors")
+    file.write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ConfigInvalid, match=str(model_dir)):
+        model_needs(EngineConfig(model_dir=str(model_dir), dtype="float32"))

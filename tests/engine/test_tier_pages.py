@@ -1,0 +1,213 @@
+"""The prefix cache where tiers are behind it: keys of content, and pages that are saved and adopted."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.kv_cache import KVCache
+from wire.page_keys import PageSpace, page_keys
+from wire.prefix_blocks import block_names
+
+PAGE = 4
+SPACE = PageSpace("toy", "float32", PAGE)
+
+
+def cache_of(num_pages: int, page_size: int = PAGE) -> KVCache:
+    return KVCache(num_pages, page_size, space=PageSpace("toy", "float32", page_size))
+
+
+def put(cache: KVCache, tokens, salt=""):
+    pages = cache.allocate(cache.num_pages_for(len(tokens)))
+    cache.remember(tokens, pages, salt)
+    cache.release(pages)
+    return pages
+
+
+def digests(keys):
+    return [key.digest for key in keys]
+
+
+@given(st.lists(st.integers(0, 1), max_size=20), st.integers(0, 20), st.sampled_from(["", "a"]))
+def test_missing_pages_have_the_keys_that_everybody_gives_them(tokens, num_cached, salt):
+    cache = cache_of(8)
+    put(cache, tokens[:num_cached], salt)
+    expected = list(page_keys(SPACE, tokens, salt))
+    first = min(num_cached, len(tokens)) // PAGE
+    missing = cache.missing(tokens, salt)
+    if missing is None:
+        assert first == len(expected)
+    else:
+        assert (missing.first_page, missing.keys) == (first, expected[first:])
+
+
+def test_saved_pages_have_the_keys_of_their_content_parents_first():
+    cache = cache_of(8)
+    pages = put(cache, list(range(12)))
+    taken = cache.begin_save(8, only_unused=True)
+    assert list(taken) == pages
+    assert list(taken.values()) == list(page_keys(SPACE, list(range(12))))
+
+
+def test_blocks_of_a_prompt_are_named_alike_with_and_without_tiers():
+    size = 48  # no divisor of a block's 128 tokens
+    tokens = list(range(400))
+    for space in (None, PageSpace("toy", "float32", size)):
+        cache = KVCache(9, size, space=space)
+        put(cache, tokens)
+        assert cache.journal.since(0).added == block_names(tokens[: 8 * size])
+
+
+def test_of_a_prefix_the_beginning_is_saved_first_and_of_two_the_one_used_longest_ago():
+    cache = cache_of(8)
+    older, newer = put(cache, [1] * 16), put(cache, [2] * 16)
+    for only_unused in (True, False):
+        assert list(cache.begin_save(2, only_unused=only_unused)) == older[:2]
+        older = older[2:]
+    assert list(cache.begin_save(8, only_unused=True)) == newer
+
+
+def test_pages_that_requests_read_are_not_saved_ahead_of_eviction():
+    cache = cache_of(8)
+    put(cache, [1] * 8)
+    other = put(cache, [2] * 8)
+    cache.match([1] * 8)
+    assert list(cache.begin_save(8, only_unused=True)) == other
+
+
+def test_a_page_that_is_saved_is_not_offered_again_and_one_that_is_not_is():
+    cache = cache_of(8)
+    pages = put(cache, [1] * 12)
+    taken = list(cache.begin_save(2, only_unused=False))
+    assert not set(cache.begin_save(8, only_unused=False)) & set(taken)
+    cache.end_save(taken[:1])
+    cache.end_save(taken[1:], is_saved=False)
+    assert list(cache.begin_save(8, only_unused=False)) == taken[1:]
+    assert set(taken) < set(pages)
+
+
+def test_saving_a_page_does_not_move_its_place_in_eviction():
+    cache = cache_of(4)
+    oldest = put(cache, [1] * 8)
+    put(cache, [2] * 8)
+    taken = cache.begin_save(2, only_unused=True)
+    assert list(taken) == oldest
+    assert (
+        cache.allocate(1) is not None
+    )  # meets the pages that are being saved, and passes over them
+    cache.end_save(list(taken))
+    assert cache.allocate(2) is not None
+    assert cache.match([1] * 8).num_tokens == 0
+    assert cache.match([2] * 8).num_tokens == 4
+
+
+def test_an_adopted_prefix_is_found_as_if_it_had_been_computed_here():
+    cache = cache_of(8)
+    put(cache, list(range(8)))
+    matched = cache.match(list(range(8))).page_ids
+    placed = cache.allocate(2)
+    cache.adopt(list(range(16)), matched, placed, is_saved=True)
+    assert cache.match(list(range(16))).page_ids == matched + placed
+    assert set(cache.begin_save(8, only_unused=False)) == set(matched)
+
+
+def test_without_a_space_nothing_is_offered_to_be_saved():
+    cache = KVCache(4, PAGE)
+    put(cache, [1] * 16)
+    assert cache.num_unsaved == 0
+    with pytest.raises(AssertionError):
+        cache.missing([1] * 16)
+
+
+class PagesAndTiers(RuleBasedStateMachine):
+    """Requests come and end, pages are saved, fetched and adopted, the cache is flushed, in any order."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache = cache_of(12, 2)
+        self.held: list[tuple[list[int], list[int]]] = []
+        self.saving: list[list[int]] = []
+        self.placing: list[tuple[list[int], list[int], list[int]]] = []
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=10))
+    def admit(self, tokens):
+        match = self.cache.match(tokens)
+        own = self.cache.allocate(self.cache.num_pages_for(len(tokens)) - len(match.page_ids))
+        if own is None:
+            self.cache.release(match.page_ids)
+        else:
+            self.held.append((tokens, match.page_ids + own))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), is_remembered=st.booleans())
+    def end(self, data, is_remembered):
+        tokens, pages = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        if is_remembered:
+            self.cache.remember(tokens, pages)
+        self.cache.release(pages)
+
+    @rule(num_pages=st.integers(1, 6), only_unused=st.booleans())
+    def save(self, num_pages, only_unused):
+        taken = self.cache.begin_save(num_pages, only_unused=only_unused)
+        assert len(taken) <= num_pages
+        if taken:
+            self.saving.append(list(taken))
+
+    @precondition(lambda self: self.saving)
+    @rule(data=st.data(), is_saved=st.booleans())
+    def saved(self, data, is_saved):
+        pages = self.saving.pop(data.draw(st.integers(0, len(self.saving) - 1)))
+        self.cache.end_save(pages, is_saved=is_saved)
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=4, max_size=10))
+    def place(self, tokens):
+        missing = self.cache.missing(tokens)
+        if missing is None:
+            return
+        matched = self.cache.match(tokens).page_ids
+        assert len(matched) == missing.first_page
+        placed = self.cache.allocate(len(missing.keys))
+        if placed is None:
+            self.cache.release(matched)
+        else:
+            self.placing.append((tokens, matched, placed))
+
+    @precondition(lambda self: self.placing)
+    @rule(data=st.data(), is_whole=st.booleans(), is_saved=st.booleans())
+    def adopt(self, data, is_whole, is_saved):
+        tokens, matched, placed = self.placing.pop(data.draw(st.integers(0, len(self.placing) - 1)))
+        if not is_whole:
+            self.cache.release([*matched, *placed])
+            return
+        self.cache.adopt(tokens, matched, placed, is_saved=is_saved)
+        match = self.cache.match(tokens)
+        assert len(match.page_ids) == len(tokens) // 2
+        self.cache.release(match.page_ids)
+
+    @rule()
+    def flush(self):
+        self.cache.flush()
+
+    @invariant()
+    def every_page_has_one_owner(self):
+        self.cache.check_integrity()
+        held = [pages for _, pages in self.held] + self.saving
+        held += [[*matched, *placed] for _, matched, placed in self.placing]
+        assert self.cache.counts().held == len({page for pages in held for page in pages})
+        being_saved = [page for pages in self.saving for page in pages]
+        assert len(being_saved) == len(set(being_saved))
+
+    def teardown(self):
+        for _, pages in self.held:
+            self.cache.release(pages)
+        for pages in self.saving:
+            self.cache.end_save(pages)
+        for _, matched, placed in self.placing:
+            self.cache.release([*matched, *placed])
+        self.cache.flush()
+        assert self.cache.counts().free == 12
+        assert self.cache.num_unsaved == 0
+
+
+TestPagesAndTiers = PagesAndTiers.TestCase
+TestPagesAndTiers.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,0 +1,164 @@
+"""Traces, as a collector receives them."""
+
+import asyncio
+import gzip
+import threading
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+
+from frontend.options import FrontendOptions, HttpOptions
+from frontend.server import listen
+from frontend.tracing import Tracing, checked_endpoint
+from tests.frontend.conftest import serve
+from tests.frontend.fakes import say
+from tests.frontend.helpers import post, stream
+from wire.errors import ConfigInvalid, NoNodeAvailable
+
+TRACE_ID, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACEPARENT = f"00-{TRACE_ID}-{PARENT}-01"
+
+
+class Collector:
+    """Takes OTLP over HTTP and keeps the spans."""
+
+    def __init__(self):
+        self.spans = []
+        self.services = set()
+        app = web.Application()
+        app.add_routes([web.post("/v1/traces", self.take)])
+        self.server = TestServer(app)
+
+    @property
+    def url(self):
+        return checked_endpoint(str(self.server.make_url("/")))
+
+    async def take(self, request):
+        body = await request.read()
+        if request.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            names = {each.key: each.value.string_value for each in resource.resource.attributes}
+            self.services.add(names["service.name"])
+            for scope in resource.scope_spans:
+                self.spans += scope.spans
+        return web.Response(content_type="application/x-protobuf")
+
+    def named(self, name):
+        return [span for span in self.spans if span.name == name]
+
+
+@pytest.fixture
+async def collector():
+    collector = Collector()
+    async with collector.server:
+        yield collector
+
+
+def options(collector):
+    return FrontendOptions(http=HttpOptions(traces_endpoint=collector.url), service="tandem-test")
+
+
+async def test_a_request_is_one_trace_below_the_callers_span(backend, collector):
+    async with serve(backend, options(collector)) as client:
+        body = {"text": "Hello", "max_new_tokens": 3}
+        async with client.post("/generate", json=body, headers={"traceparent": TRACEPARENT}) as got:
+            answer, told = await got.json(), got.headers["traceparent"]
+    # The app has ended: all of it was sent.
+    (root,) = collector.named("POST /generate")
+    (generation,) = collector.named("generation")
+    assert {span.trace_id.hex() for span in collector.spans} == {TRACE_ID}
+    assert root.parent_span_id.hex() == PARENT
+    assert told == f"00-{TRACE_ID}-{root.span_id.hex()}-01"
+    assert generation.parent_span_id == root.span_id
+    phases = [span for span in collector.spans if span.parent_span_id == generation.span_id]
+    names = [span.name for span in sorted(phases, key=lambda span: span.start_time_unix_nano)]
+    assert names == ["tokenize", "link", "detokenize", "stream"]
+    # Of floating seconds since 1970, which are good for a microsecond.
+    ends = [span.end_time_unix_nano - 10**4 for span in phases]
+    assert max(ends) <= generation.end_time_unix_nano <= root.end_time_unix_nano + 10**6
+    facts = {each.key: each.value for each in generation.attributes}
+    assert facts["tandem.request_id"].string_value == answer["meta_info"]["id"]
+    assert facts["gen_ai.usage.output_tokens"].int_value == 3
+    assert collector.services == {"tandem-test"}
+
+
+async def test_each_choice_of_a_stream_is_a_generation(backend, collector):
+    async with serve(backend, options(collector)) as client:
+        await stream(client, "/v1/completions", {"prompt": "Hello", "max_tokens": 2, "n": 3})
+    (root,) = collector.named("POST /v1/completions")
+    generations = collector.named("generation")
+    assert [span.parent_span_id for span in generations] == [root.span_id] * 3
+
+
+async def test_a_trace_that_its_caller_does_not_record_is_not_sent(backend, collector):
+    async with serve(backend, options(collector)) as client:
+        headers = {"traceparent": TRACEPARENT[:-1] + "0"}
+        body = {"text": "Hello", "max_new_tokens": 1}
+        async with client.post("/generate", json=body, headers=headers) as got:
+            assert got.headers["traceparent"].endswith("-00")
+        async with client.get("/health") as got:
+            assert "traceparent" not in got.headers
+    assert collector.spans == []
+
+
+async def test_a_request_that_failed_says_so(backend, collector):
+    backend.script = say(NoNodeAvailable("no pair"))
+    async with serve(backend, options(collector)) as client:
+        assert (await post(client, "/generate", {"text": "Hello"}))[0] == 503
+    (root,) = collector.named("POST /generate")
+    (generation,) = collector.named("generation")
+    assert root.status.code == 2
+    facts = {each.key: each.value for each in generation.attributes}
+    assert facts["tandem.outcome"].string_value == "failed"
+
+
+async def test_a_collector_that_is_away_costs_requests_nothing(backend):
+    with listen("127.0.0.1", 0) as nobody:
+        port = nobody.getsockname()[1]
+    http = HttpOptions(traces_endpoint=checked_endpoint(f"http://127.0.0.1:{port}"))
+    async with asyncio.timeout(30), serve(backend, FrontendOptions(http=http)) as client:
+        assert (await post(client, "/generate", {"text": "Hello", "max_new_tokens": 2}))[0] == 200
+
+
+async def test_a_collector_that_hangs_does_not_hold_up_the_end_of_the_app():
+    answers = threading.Event()
+
+    class Hangs(SpanProcessor):
+        def shutdown(self):
+            answers.wait(60)
+
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(Hangs())
+    app = web.Application()
+    app.cleanup_ctx.append(Tracing(provider, shutdown_timeout_s=0.01).running)
+    try:
+        async with asyncio.timeout(30):
+            async with TestServer(app):
+                pass
+    finally:
+        answers.set()
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ("", ""),
+        ("http://127.0.0.1:4318", "http://127.0.0.1:4318/v1/traces"),
+        ("http://127.0.0.1:4318/", "http://127.0.0.1:4318/v1/traces"),
+        ("https://[::1]:4318/other", "https://[::1]:4318/other"),
+    ],
+)
+def test_an_endpoint_has_the_usual_path_unless_it_says_another(given, read):
+    assert checked_endpoint(given) == read
+
+
+@pytest.mark.parametrize(
+    "given", ["grpc://127.0.0.1:4317", "127.0.0.1:4318", "http://", "http://[::1", "http://a:99999"]
+)
+def test_what_is_no_endpoint_is_refused(given):
+    with pytest.raises(ConfigInvalid, match="4318"):
+        checked_endpoint(given)

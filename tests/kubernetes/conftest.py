@@ -1,0 +1,55 @@
+"""The control plane that these tests share, and a namespace for each. `make test-kubernetes` runs them."""
+
+import itertools
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.kubernetes.control_plane import ControlPlane
+from tests.kubernetes.network import make_network
+
+PROGRAMS = os.environ.get("KUBEBUILDER_ASSETS", "")
+HELM = os.environ.get("HELM", "helm")
+CHART = str(Path(__file__).resolve().parents[2] / "deploy" / "helm" / "tandem")
+# They want programs and a network namespace that `make test` does not have.
+collect_ignore_glob = [] if PROGRAMS else ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def control_plane(tmp_path_factory):
+    make_network()
+    directory = tmp_path_factory.mktemp("control-plane")
+    plane = ControlPlane(Path(PROGRAMS).resolve(), directory)
+    try:
+        plane.start()
+        yield plane
+    finally:
+        plane.stop()
+
+
+@pytest.fixture(scope="session")
+def names():
+    return (f"test-{index}" for index in itertools.count())
+
+
+@pytest.fixture
+def namespace(control_plane, names):
+    """Name of a namespace in which pods can be made."""
+    name = next(names)
+    api = control_plane.admin
+    api.create("/api/v1/namespaces", {"metadata": {"name": name}})
+    control_plane.service_account(name, "default")
+    yield name
+    api.delete(f"/api/v1/namespaces/{name}")
+
+
+def eventually(is_so, within_s: float = 20.0) -> bool:
+    """Ask again and again whether something became so."""
+    deadline = time.monotonic() + within_s
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)  # another process's state
+    return True

@@ -1,0 +1,196 @@
+"""A pool without a device, keys, and a tier that does what a test says."""
+
+import select
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvtier.stack import TierStack
+from kvtier.tier import TierFailed
+from wire.channel import Waker
+from wire.messages import TierLoad
+from wire.page_keys import PageKey, PageSpace, page_keys
+from wire.prefix_journal import PrefixJournal
+
+PAGE_SIZE = 64
+PAGE_BYTES = 256
+SPACE = PageSpace("model", "bfloat16", PAGE_SIZE)
+
+
+def keys(num: int, first_token: int = 0, salt: str = "") -> list[PageKey]:
+    """Return the keys of a prefix's pages."""
+    return list(page_keys(SPACE, range(first_token, first_token + num * PAGE_SIZE), salt))
+
+
+def content(key: PageKey, page_bytes: int = PAGE_BYTES) -> bytes:
+    """Return what a page of this key has in it."""
+    return (key.digest * (page_bytes // len(key.digest) + 1))[:page_bytes]
+
+
+def views(of: Sequence[PageKey], page_bytes: int = PAGE_BYTES) -> list[memoryview]:
+    return [memoryview(bytearray(content(key, page_bytes))) for key in of]
+
+
+class FakePool:
+    """Pages in plain memory."""
+
+    def __init__(self, num_pages: int = 64, page_bytes: int = PAGE_BYTES) -> None:
+        self.page_bytes = page_bytes
+        self.pages = [bytearray(page_bytes) for _ in range(num_pages)]
+        self.before_write: Callable[[], None] = lambda: None
+        self.before_read: Callable[[], None] = lambda: None
+        self.num_host_bytes = 0
+
+    def read(self, page_ids: Sequence[int], into: Sequence[memoryview]) -> None:
+        self.before_read()
+        for page_id, view in zip(page_ids, into, strict=True):
+            view[:] = self.pages[page_id]
+
+    def write(self, page_ids: Sequence[int], pages: Sequence[memoryview]) -> None:
+        self.before_write()
+        for page_id, view in zip(page_ids, pages, strict=True):
+            self.pages[page_id][:] = view
+
+    def host_memory(self, num_bytes: int) -> memoryview:
+        self.num_host_bytes += num_bytes
+        return memoryview(bytearray(num_bytes))
+
+    def fill(self, of: Sequence[PageKey]) -> list[int]:
+        """Put pages' content into the pool; return where."""
+        for page_id, key in enumerate(of):
+            self.pages[page_id][:] = content(key, self.page_bytes)
+        return list(range(len(of)))
+
+
+class FakeLoan:
+    def __init__(self, tier: "FakeTier", pages: Sequence[memoryview]) -> None:
+        self.pages, self._tier, self._is_closed = pages, tier, False
+        tier.num_open += 1
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._tier.num_open -= 1
+            self._tier.closed.set()
+
+
+class FakeTier:
+    """A dictionary. `before` is called with each call's name, and may wait or raise."""
+
+    def __init__(self, name: str, page_bytes: int = PAGE_BYTES) -> None:
+        self.name = name
+        self.journal = PrefixJournal()
+        self.store: dict[bytes, bytes] = {}
+        self.num_calls = Counter[str]()
+        self.before: Callable[[str], None] = lambda call: None
+        self.has_says: Callable[[int], int] = lambda num: num
+        self.num_open = 0
+        self.closed, self.was_put = threading.Event(), threading.Event()
+        self.is_closed = False
+        self.page_bytes = page_bytes
+
+    def keep(self, of: Sequence[PageKey]) -> None:
+        self.store |= {key.digest: content(key, self.page_bytes) for key in of}
+
+    def has(self, of: Sequence[PageKey]) -> int:
+        self._called("has")
+        return self.has_says(self._num_leading(of))
+
+    def get(self, of: Sequence[PageKey]) -> FakeLoan:
+        self._called("get")
+        here = of[: self._num_leading(of)]
+        return FakeLoan(self, [memoryview(bytearray(self.store[key.digest])) for key in here])
+
+    def put(self, of: Sequence[PageKey], pages: Sequence[memoryview]) -> int:
+        self._called("put")
+        new = [key for key in of if key.digest not in self.store]
+        self.store |= {key.digest: bytes(page) for key, page in zip(of, pages, strict=True)}
+        self.was_put.set()
+        return len(new)
+
+    def load(self) -> TierLoad:
+        return TierLoad(name=self.name, num_pages=len(self.store))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def _called(self, call: str) -> None:
+        self.num_calls[call] += 1
+        self.before(call)
+
+    def _num_leading(self, of: Sequence[PageKey]) -> int:
+        return next((i for i, key in enumerate(of) if key.digest not in self.store), len(of))
+
+
+class Hanging:
+    """Calls by these names do not return until `end`."""
+
+    def __init__(self, tier: FakeTier, *names: str) -> None:
+        self.begun, self._go = threading.Event(), threading.Event()
+        self._names = names
+        tier.before = self._wait
+
+    def end(self) -> None:
+        self._go.set()
+
+    def _wait(self, name: str) -> None:
+        if name in self._names:
+            self.begun.set()
+            assert self._go.wait(20)
+
+
+def failing(tier: FakeTier, error: BaseException | None = None) -> None:
+    """Have all calls fail from now on."""
+
+    def fail(_: str) -> None:
+        raise error or TierFailed("away")
+
+    tier.before = fail
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Rig:
+    """A stack, its pool, and what it told."""
+
+    def __init__(self, *tiers: FakeTier, timeout_s: float = 1.0, max_pages: int = 64, **options):
+        self.pool, self.waker, self.clock = FakePool(), Waker(), Clock()
+        self.stack = TierStack(
+            tiers,
+            self.pool,
+            self.waker,
+            timeout_s=timeout_s,
+            max_staged_bytes=2 * max_pages * PAGE_BYTES,
+            page_size=PAGE_SIZE,
+            **{"clock": self.clock, **options},
+        )
+        self._told = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stack.close()
+        self.waker.close()
+
+    def next(self):
+        """Return the next event, as soon as the waker says there is one."""
+        while not self._told:
+            assert select.select([self.waker], [], [], 20)[0], "nothing was told"
+            self.waker.clear()
+            self._told += self.stack.events()
+        return self._told.pop(0)
+
+    def has_more(self) -> bool:
+        self._told += self.stack.events()
+        return bool(self._told)
+
+    def fetch(self, of: Sequence[PageKey], number: int = 1):
+        self.stack.fetch(number, of)
+        return self.next()

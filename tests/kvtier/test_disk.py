@@ -1,0 +1,581 @@
+import errno
+import os
+import struct
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtier import disk, disk_directory, disk_entry, disk_index
+from kvtier.disk import DiskTier
+from kvtier.disk_entry import HEADER_BYTES
+from kvtier.tier import TierFailed
+from tests.kvtier.fakes import PAGE_BYTES, SPACE, FakePool, content, keys, views
+from wire.errors import ConfigInvalid
+
+FILE_BYTES = HEADER_BYTES + PAGE_BYTES
+SECOND_NS = 10**9
+
+
+@pytest.fixture
+def open_tier(tmp_path):
+    """Return a function that opens a tier in a directory, once it has taken stock of it."""
+    opened = []
+
+    def make(num_pages=100, path=tmp_path / "kv", pool=None, **options):
+        tier = DiskTier(path, num_pages * FILE_BYTES, pool or FakePool(), SPACE, **options)
+        opened.append(tier)
+        tier._stopping.set()  # tests scan when they want
+        tier._scanner.join()
+        tier._stopping.clear()
+        return tier
+
+    yield make
+    for tier in opened:
+        tier.close()
+        assert not tier._buffers.num_out
+
+
+def path_of(tmp_path: Path, key) -> Path:
+    name = key.digest.hex()
+    return tmp_path / "kv" / "tandem-kv-1" / name[:2] / name[2] / name
+
+
+def files(tmp_path: Path) -> list[Path]:
+    return [p for p in (tmp_path / "kv").rglob("*") if p.is_file() and p.name != "store-id"]
+
+
+def got(tier, of) -> list[bytes]:
+    loan = tier.get(of)
+    pages = [bytes(page) for page in loan.pages]
+    loan.close()
+    return pages
+
+
+def contents(of) -> list[bytes]:
+    return [content(key) for key in of]
+
+
+def put(tier, of) -> int:
+    return tier.put(of, views(of))
+
+
+def age(path: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+
+
+def test_what_one_node_puts_another_gets(open_tier):
+    one, other, of = open_tier(), open_tier(), keys(5)
+    assert put(one, of[:3]) == 3
+    assert other.has(of) == 3
+    assert got(other, of) == contents(of[:3])
+    assert put(other, of) == 2
+    assert got(one, of) == contents(of)
+    assert one.load().store == other.load().store != ""
+
+
+def test_what_was_put_outlives_the_node(open_tier):
+    of = keys(3)
+    first = open_tier()
+    put(first, of)
+    store = first.load().store
+    first.close()
+    second = open_tier()
+    second.scan()
+    load = second.load()
+    assert (load.num_pages, load.num_bytes, load.store) == (3, 3 * FILE_BYTES, store)
+    assert got(second, of) == contents(of)
+
+
+def test_files_are_for_their_user_alone(open_tier, tmp_path):
+    put(open_tier(), keys(2))
+    top = tmp_path / "kv" / "tandem-kv-1"
+    assert {p.stat().st_mode & 0o777 for p in top.rglob("*") if p.is_file()} == {0o600}
+    assert {p.stat().st_mode & 0o777 for p in [top, *top.rglob("*")] if p.is_dir()} == {0o700}
+
+
+def test_a_store_is_told_apart_by_directory_and_by_what_its_keys_have_in_common(tmp_path):
+    def store(path, space):
+        tier = DiskTier(path, FILE_BYTES, FakePool(), space)
+        tier.close()
+        return tier.load().store
+
+    other = type(SPACE)("another model", "bfloat16", SPACE.page_size)
+    stores = [
+        store(tmp_path / "a", SPACE),
+        store(tmp_path / "b", SPACE),
+        store(tmp_path / "a", other),
+    ]
+    assert len(set(stores)) == 3
+    assert store(tmp_path / "a", SPACE) == stores[0]
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def lengthen(path):
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[HEADER_BYTES + 100] ^= 4
+    path.write_bytes(data)
+
+
+def another_page(path):
+    other = keys(1, first_token=77)[0]
+    directory = os.open(path.parent, os.O_RDONLY)
+    disk_entry.write_entry(directory, path.name, other.digest, views([other])[0])
+    os.close(directory)
+
+
+def another_version(path):
+    data = bytearray(path.read_bytes())
+    data[8:12] = struct.pack("<I", 2)
+    path.write_bytes(data)
+
+
+def another_length(path):
+    data = bytearray(path.read_bytes())
+    data[16:24] = struct.pack("<Q", PAGE_BYTES - 1)
+    path.write_bytes(data)
+
+
+def a_link(path):
+    outside = path.parents[4] / "outside"
+    path.rename(outside)
+    path.symlink_to(outside)
+
+
+def a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def a_directory(path):
+    path.unlink()
+    path.mkdir()
+
+
+WRONG = [
+    cut,
+    empty,
+    lengthen,
+    flip_a_bit,
+    another_page,
+    another_version,
+    another_length,
+    a_link,
+    a_pipe,
+]
+
+
+@pytest.mark.parametrize("spoil", WRONG)
+def test_what_is_no_whole_and_right_page_is_counted_removed_and_not_given_out(
+    open_tier, tmp_path, spoil
+):
+    tier, of = open_tier(), keys(3)
+    put(tier, of)
+    spoil(path_of(tmp_path, of[1]))
+    assert got(tier, of) == contents(of[:1])
+    assert not os.path.lexists(path_of(tmp_path, of[1]))
+    assert tier.load().num_corrupted == 1
+    assert put(tier, of) == 1
+    assert got(tier, of) == contents(of)
+
+
+def test_a_directory_in_the_place_of_a_page_is_a_miss(open_tier, tmp_path):
+    tier, of = open_tier(), keys(2)
+    put(tier, of)
+    a_directory(path_of(tmp_path, of[0]))
+    assert got(tier, of) == []
+
+
+def test_a_page_that_may_not_be_read_is_counted_and_removed(open_tier, tmp_path, monkeypatch):
+    tier, of = open_tier(), keys(2)
+    put(tier, of)
+    real = os.open
+
+    def refuse(path, *args, **options):
+        if path == of[0].digest.hex():
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert got(tier, of) == []
+    assert tier.load().num_corrupted == 1
+    assert not path_of(tmp_path, of[0]).exists()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_link_in_the_place_of_a_folder_is_not_followed(open_tier, tmp_path, depth):
+    tier, [key] = open_tier(), keys(1)
+    folder = path_of(tmp_path, key).parents[depth]
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.symlink_to(outside)
+    assert got(tier, [key]) == []
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.symlink_to(outside)
+    tier.scan()
+    assert put(tier, [key]) == 1
+    assert not list(outside.iterdir())
+    assert got(tier, [key]) == contents([key])
+
+
+def test_a_half_written_page_is_never_seen(open_tier, tmp_path, monkeypatch):
+    tier, of = open_tier(), keys(1)
+    begun, go = threading.Event(), threading.Event()
+    real = os.writev
+
+    def slowly(file, parts):
+        if len(parts) == 2:
+            count = real(file, [parts[0], parts[1][:10]])
+            begun.set()
+            assert go.wait(20)
+            return count
+        return real(file, parts)
+
+    monkeypatch.setattr(os, "writev", slowly)
+    putter = threading.Thread(target=put, args=(tier, of))
+    putter.start()
+    assert begun.wait(20)
+    [half] = files(tmp_path)
+    assert half.name.startswith(".")
+    assert tier.has(of) == 0
+    assert got(tier, of) == []
+    go.set()
+    putter.join()
+    assert got(tier, of) == contents(of)
+    assert files(tmp_path) == [path_of(tmp_path, of[0])]
+
+
+def test_what_writers_that_died_left_behind_is_removed_after_an_hour(open_tier, tmp_path):
+    tier, of = open_tier(), keys(1)
+    put(tier, of)
+    folder = path_of(tmp_path, of[0]).parent
+    young, old, foreign = folder / ".young", folder / ".old", folder / "README"
+    for path in (young, old, foreign):
+        path.write_bytes(b"half")
+    age(old, 3700)
+    age(foreign, 3700)
+    age(young, 3500)
+    tier.scan()
+    assert young.exists()
+    assert foreign.exists()
+    assert not old.exists()
+    assert tier.load().num_pages == 1
+
+
+def test_the_least_recently_used_goes_first_down_to_the_limit(open_tier, tmp_path):
+    tier, of = open_tier(num_pages=3), [keys(1, first_token=i)[0] for i in range(5)]
+    for number, key in enumerate(of[:3]):
+        put(tier, [key])
+        age(path_of(tmp_path, key), 1000 - number)
+    tier.scan()
+    got(tier, [of[0]])
+    put(tier, of[3:4])
+    put(tier, of[4:])
+    assert {p.name for p in files(tmp_path)} == {of[i].digest.hex() for i in (0, 3, 4)}
+    load = tier.load()
+    assert (load.num_evicted, load.num_bytes) == (2, 3 * FILE_BYTES)
+
+
+def test_what_is_over_the_limit_at_the_start_goes(open_tier, tmp_path):
+    of = keys(6)
+    put(open_tier(), of)
+    for number, key in enumerate(of):  # a kernel's clock is too coarse to tell them apart
+        age(path_of(tmp_path, key), number)
+    small = open_tier(num_pages=2)
+    small.scan()
+    assert len(files(tmp_path)) == 2
+    # Parents outlive their children.
+    assert got(small, of) == contents(of[:2])
+
+
+def test_what_another_node_used_lately_is_not_evicted(open_tier, tmp_path):
+    one, other, of = open_tier(num_pages=2), open_tier(num_pages=2), keys(1) + keys(2, 9)
+    for number, key in enumerate(of[:2]):
+        put(one, [key])
+        age(path_of(tmp_path, key), 1000 - number)
+    one.scan()
+    got(other, of[:1])
+    put(one, of[2:])
+    assert path_of(tmp_path, of[0]).exists()
+    assert not path_of(tmp_path, of[1]).exists()
+
+
+def test_a_use_is_noted_for_others_once_a_minute(open_tier, tmp_path):
+    tier, of = open_tier(), keys(1)
+    put(tier, of)
+    path = path_of(tmp_path, of[0])
+    age(path, 30)
+    before = path.stat().st_mtime_ns
+    got(tier, of)
+    put(tier, of)
+    assert path.stat().st_mtime_ns == before
+    age(path, 61)
+    got(tier, of)
+    assert path.stat().st_mtime_ns > before
+
+
+def test_the_journal_follows_what_comes_and_goes(open_tier, tmp_path):
+    tier, of = open_tier(num_pages=2), keys(2)
+    names = {name for key in of for name in key.blocks}
+    put(tier, of)
+    assert set(tier.journal.since(0).added) == names
+    other = open_tier()
+    got(other, of)
+    assert set(other.journal.since(0).added) == names
+    path_of(tmp_path, of[0]).unlink()
+    path_of(tmp_path, of[1]).unlink()
+    other.scan()
+    assert not other.journal.since(-1).added
+    put(tier, keys(2, first_token=50))
+    assert not names & set(tier.journal.since(-1).added)
+
+
+def test_a_look_for_many_pages_looks_at_few_files(open_tier, monkeypatch):
+    of = keys(90)
+    put(open_tier(), of[:70])
+    tier = open_tier()
+    looks = []
+    real = os.stat
+    monkeypatch.setattr(os, "stat", lambda *a, **o: looks.append(1) or real(*a, **o))
+    assert tier.has(of) == 70
+    assert len(looks) <= 14
+    looks.clear()
+    assert tier.has(keys(90, first_token=5)) == 0
+    assert len(looks) <= 1
+
+
+@pytest.mark.parametrize("number", range(33))
+def test_as_many_are_found_as_there_are(number):
+    assert disk_index.num_leading(lambda index: index < number, 33) == number
+
+
+class FullDisk:
+    """Has room for so many files."""
+
+    def __init__(self, monkeypatch, tmp_path, room, error=errno.ENOSPC):
+        self.room, self._tmp_path, self._error, self._real = room, tmp_path, error, os.writev
+        monkeypatch.setattr(os, "writev", self.writev)
+
+    def writev(self, file, parts):
+        if len(files(self._tmp_path)) > self.room:
+            raise OSError(self._error, os.strerror(self._error))
+        return self._real(file, parts)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_is_full_before_the_limit_has_others_evicted(
+    open_tier, tmp_path, monkeypatch, error
+):
+    tier, old, new = open_tier(), keys(6), keys(3, first_token=9)
+    put(tier, old)
+    FullDisk(monkeypatch, tmp_path, 6, error)
+    assert put(tier, new) == 3
+    assert got(tier, new) == contents(new)
+    assert tier.load().state == "up"
+    assert tier.load().num_evicted == 4
+
+
+def test_a_disk_that_stays_full_is_not_written_to_for_a_while_and_read_all_the_same(
+    open_tier, tmp_path, monkeypatch
+):
+    now = [time.time() + 10]
+
+    def clock():
+        now[0] += 0.001
+        return now[0]
+
+    tier, of, new = open_tier(clock=clock), keys(6), keys(2, first_token=9)
+    put(tier, of)
+    full = FullDisk(monkeypatch, tmp_path, -1)
+    assert put(tier, new) == 0
+    assert tier.load().state == "full"
+    assert got(tier, of) == contents(of[:2])  # what was not evicted in vain
+    assert not [p for p in files(tmp_path) if p.name.startswith(".")]
+    full.room = 100
+    assert put(tier, new) == 0
+    now[0] += disk.FULL_S
+    assert put(tier, new) == 2
+    assert tier.load().state == "up"
+
+
+def test_a_clock_that_is_set_back_makes_no_pause_longer(open_tier, tmp_path, monkeypatch):
+    now = [time.time()]
+    tier, new = open_tier(clock=lambda: now[0]), keys(2)
+    full = FullDisk(monkeypatch, tmp_path, -1)
+    assert put(tier, new) == 0
+    full.room = 100
+    now[0] -= 86400
+    assert put(tier, new) == 2
+
+
+def test_a_directory_that_is_missing_at_the_start_is_made(open_tier, tmp_path):
+    tier = open_tier(path=tmp_path / "a" / "b" / "c")
+    put(tier, keys(1))
+    assert got(tier, keys(1)) == contents(keys(1))
+
+
+def test_a_path_that_cannot_be_a_directory_is_refused_with_what_to_do(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nothing")):
+        with pytest.raises(
+            ConfigInvalid, match="make it a directory that the user of this node may"
+        ):
+            DiskTier(path, FILE_BYTES, FakePool(), SPACE)
+
+
+def test_a_directory_that_everybody_writes_to_is_refused(open_tier, tmp_path):
+    open_tier()
+    (tmp_path / "kv" / "tandem-kv-1").chmod(0o777)
+    with pytest.raises(ConfigInvalid, match="chmod 700"):
+        open_tier()
+
+
+def test_a_limit_below_one_page_is_refused(tmp_path):
+    with pytest.raises(ConfigInvalid, match=f"a page of KV takes {FILE_BYTES} bytes"):
+        DiskTier(tmp_path, FILE_BYTES - 1, FakePool(), SPACE)
+
+
+def test_a_mount_that_hangs_at_the_start_is_refused(tmp_path, monkeypatch):
+    go = threading.Event()
+    monkeypatch.setattr(disk, "START_S", 0.01)
+    monkeypatch.setattr(disk_directory, "PageDirectory", lambda path: go.wait(20))
+    with pytest.raises(ConfigInvalid, match="look at the mount"):
+        DiskTier(tmp_path, FILE_BYTES, FakePool(), SPACE)
+    go.set()
+
+
+def test_a_directory_that_goes_away_is_a_failed_tier_until_it_is_back(
+    open_tier, tmp_path, monkeypatch
+):
+    tier, of = open_tier(), keys(2)
+    put(tier, of)
+    # As a mount point looks without what was mounted: another device, and empty.
+    (tmp_path / "kv").rename(tmp_path / "away")
+    (tmp_path / "kv").mkdir()
+    monkeypatch.setattr(tier._directory, "_device", -1)
+    for call in (tier.has, tier.get, lambda of: put(tier, of)):
+        with pytest.raises(TierFailed, match="not any more"):
+            call(of)
+    with pytest.raises(TierFailed):
+        tier.scan()
+    assert not list((tmp_path / "kv").iterdir())
+    (tmp_path / "kv").rmdir()
+    (tmp_path / "away").rename(tmp_path / "kv")
+    assert got(tier, of) == contents(of)
+
+
+def test_a_directory_that_was_emptied_by_hand_begins_anew(open_tier, tmp_path):
+    tier, of = open_tier(), keys(2)
+    put(tier, of)
+    store = tier.load().store
+    for path in sorted((tmp_path / "kv").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    assert tier.has(of) == 0
+    assert tier.load().store != store
+    assert tier.load().num_pages == 0
+    assert put(tier, of) == 2
+    assert got(tier, of) == contents(of)
+
+
+def test_a_page_that_another_node_removes_while_it_is_read_is_a_miss(open_tier, monkeypatch):
+    tier, of = open_tier(), keys(2)
+    put(tier, of)
+
+    def removed(*_):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "preadv", removed)
+    assert got(tier, of) == []
+    assert tier.load().num_corrupted == 0
+
+
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.ENOTCONN, errno.EMFILE])
+def test_a_file_system_that_does_not_answer_costs_no_page(open_tier, tmp_path, monkeypatch, error):
+    tier, of = open_tier(), keys(2)
+    put(tier, of)
+    real = os.open
+
+    def fail(path, *args, **options):
+        if path == of[1].digest.hex():
+            raise OSError(error, os.strerror(error))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(TierFailed):
+        tier.get(of)
+    assert len(files(tmp_path)) == 2
+    assert tier.load().num_corrupted == 0
+
+
+def test_pages_are_found_while_the_first_scan_is_under_way(open_tier, monkeypatch):
+    of = keys(3)
+    put(open_tier(), of)
+    tier = open_tier()
+    tier._index.begin_scan()
+    assert got(tier, of) == contents(of)
+    assert put(tier, keys(4)) == 1
+    tier._index.end_scan()
+    assert tier.load().num_pages == 4
+
+
+WRITER = textwrap.dedent(
+    """
+    import sys
+    from pathlib import Path
+    from kvtier.disk import DiskTier
+    from tests.kvtier.fakes import FakePool, SPACE, content, keys, views
+    path, limit = Path(sys.argv[1]), int(sys.argv[2])
+    tier = DiskTier(path, limit, FakePool(), SPACE)
+    print(tier.load().store, file=sys.stderr, flush=True)  # the log has the other
+    sys.stdin.readline()
+    for number in range(40):
+        of = keys(4, first_token=number % 8)
+        tier.put(of, views(of))
+        loan = tier.get(of)
+        assert all(bytes(p) == content(k) for p, k in zip(loan.pages, of))
+        loan.close()
+    assert tier.load().num_corrupted == 0
+    tier.close()
+    """
+)
+
+
+def test_many_processes_share_a_directory_a_limit_and_a_name(tmp_path, open_tier):
+    path, limit = tmp_path / "kv", 12 * FILE_BYTES
+    command = [sys.executable, "-c", WRITER, str(path), str(limit)]
+    writers = [
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    stores = {writer.stderr.readline() for writer in writers}
+    for writer in writers:
+        writer.communicate("go\n")
+    assert len(stores) == 1
+    assert {writer.returncode for writer in writers} == {0}
+    tier = open_tier(num_pages=12)
+    tier.scan()
+    assert tier.load().num_bytes <= limit
+    assert not [p for p in files(tmp_path) if p.name.startswith(".")]

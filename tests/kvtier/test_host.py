@@ -1,0 +1,180 @@
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.host import HostTier
+from tests.kvtier.fakes import PAGE_BYTES, FakePool, content, keys, views
+from wire.errors import ConfigInvalid
+
+
+def tier_of(num_pages, spare_bytes=0):
+    return HostTier(FakePool(), num_pages * PAGE_BYTES + spare_bytes)
+
+
+def kept(tier, of):
+    return [tier.has([key]) == 1 for key in of]
+
+
+def names(of):
+    return {name for key in of for name in key.blocks}
+
+
+def test_what_was_put_is_lent_byte_for_byte():
+    tier, of = tier_of(4), keys(3)
+    assert tier.put(of, views(of)) == 3
+    assert tier.put(of, views(of)) == 0
+    assert tier.has(keys(5)) == 3
+    loan = tier.get(keys(5))
+    assert [bytes(page) for page in loan.pages] == [content(key) for key in of]
+
+
+def test_not_a_byte_over_the_limit_is_taken():
+    pool = FakePool()
+    tier = HostTier(pool, 4 * PAGE_BYTES + PAGE_BYTES - 1)
+    assert pool.num_host_bytes == 4 * PAGE_BYTES
+    for number in range(9):
+        of = keys(1, first_token=number)
+        tier.put(of, views(of))
+    assert tier.load().num_pages == 4
+    assert tier.load().num_evicted == 5
+    assert pool.num_host_bytes == 4 * PAGE_BYTES
+
+
+def test_a_limit_below_one_page_is_refused_at_the_start():
+    with pytest.raises(ConfigInvalid, match=f"a page of KV takes {PAGE_BYTES} bytes"):
+        HostTier(FakePool(), PAGE_BYTES - 1)
+
+
+def test_a_host_without_such_memory_is_told_at_the_start():
+    pool = FakePool()
+
+    def host_memory(num_bytes):
+        raise MemoryError
+
+    pool.host_memory = host_memory
+    with pytest.raises(ConfigInvalid, match="no such memory"):
+        HostTier(pool, 10 * PAGE_BYTES)
+
+
+def test_parents_outlive_their_children():
+    tier, run, other = tier_of(4), keys(4), keys(2, first_token=7)
+    tier.put(run, views(run))
+    tier.put(other, views(other))
+    assert kept(tier, run) == [True, True, False, False]
+
+
+def test_what_was_used_longest_ago_goes_first():
+    tier, old, young, new = tier_of(4), keys(2), keys(2, first_token=7), keys(2, first_token=9)
+    tier.put(old, views(old))
+    tier.put(young, views(young))
+    tier.get(old).close()
+    tier.put(new, views(new))
+    assert kept(tier, old + young + new) == [True, True, False, False, True, True]
+
+
+def test_of_a_run_that_is_too_long_the_first_pages_are_kept():
+    tier, run = tier_of(3), keys(5)
+    assert tier.put(run, views(run)) == 3
+    assert tier.has(run) == 3
+    assert tier.put(run, views(run)) == 0
+    assert tier.has(run) == 3
+
+
+def test_lent_pages_are_neither_evicted_nor_written():
+    tier, run = tier_of(2), keys(2)
+    tier.put(run, views(run))
+    loan = tier.get(run)
+    other = keys(2, first_token=7)
+    assert tier.put(other, views(other)) == 0
+    assert [bytes(page) for page in loan.pages] == [content(key) for key in run]
+    loan.close()
+    loan.close()
+    assert tier.put(other, views(other)) == 2
+
+
+def test_the_journal_follows_what_comes_and_goes():
+    tier, run, other = tier_of(4), keys(4), keys(2, first_token=7)
+    tier.put(run, views(run))
+    assert set(tier.journal.since(0).added) == names(run)
+    position = tier.journal.position
+    tier.put(other, views(other))
+    changes = tier.journal.since(position)
+    assert set(changes.removed) == names(run[2:])
+    assert set(changes.added) == names(other)
+
+
+def test_a_page_is_not_seen_before_all_its_bytes_are_there(monkeypatch):
+    tier, run = tier_of(4), keys(1)
+    begun, go = threading.Event(), threading.Event()
+
+    def copy(source, into):
+        begun.set()
+        assert go.wait(20)
+        into[:] = source
+
+    monkeypatch.setattr("kvtier.host.copy_page", copy)
+    putter = threading.Thread(target=tier.put, args=(run, views(run)))
+    putter.start()
+    assert begun.wait(20)
+    # No lock is held meanwhile.
+    assert tier.has(run) == 0
+    assert tier.put(run, views(run)) == 0
+    go.set()
+    putter.join()
+    assert tier.has(run) == 1
+
+
+def test_a_put_that_fails_gives_its_slots_back():
+    tier, run = tier_of(2), keys(2)
+    with pytest.raises(ValueError, match="broadcast"):
+        tier.put(run, [views(run)[0], memoryview(bytes(PAGE_BYTES - 1))])
+    assert tier.has(run) == 1
+    assert tier.put(run, views(run)) == 1
+
+
+ACTIONS = st.tuples(st.sampled_from(["put", "get", "close"]), st.integers(0, 3), st.integers(0, 7))
+
+
+@settings(deadline=None)
+@given(st.lists(ACTIONS, max_size=60))
+def test_lent_pages_stay_what_they_were_and_no_slot_is_lost(actions):
+    tier, loans = tier_of(5), []
+    for action, which, num in actions:
+        run = keys(num, first_token=which)
+        if action == "put":
+            tier.put(run, views(run))
+        elif action == "get":
+            loans.append((tier.get(run), run))
+        elif loans:
+            loans.pop(num % len(loans))[0].close()
+        for loan, lent in loans:
+            assert all(bytes(p) == content(k) for p, k in zip(loan.pages, lent, strict=False))
+        assert len(tier._free) + len(tier._kept) == 5
+    for loan, _ in loans:
+        loan.close()
+    last = keys(5, first_token=99)
+    assert tier.put(last, views(last)) == 5
+    assert set(tier.journal.since(-1).added) == names(last)
+
+
+def test_threads_that_put_and_get_at_once_see_whole_pages_only():
+    tier = tier_of(6)
+    wrong = []
+
+    def work(first):
+        for number in range(150):
+            run = keys(3, first_token=(first + number) % 4)
+            tier.put(run, views(run))
+            loan = tier.get(run)
+            wrong.extend(k for p, k in zip(loan.pages, run, strict=False) if bytes(p) != content(k))
+            loan.close()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(tier._free) + len(tier._kept) == 6

@@ -1,0 +1,221 @@
+"""Pages in memory that nodes lend each other, with a real master, and what fails about it."""
+
+import re
+import threading
+
+import pytest
+
+from kvtier.entry import HEADER_BYTES, entry_header
+from kvtier.mooncake import TIMEOUT_S, TRANSFER_FAILED, MooncakeTier, parse_mooncake_url
+from kvtier.mooncake_url import MooncakeAddress
+from kvtier.tier import TierFailed
+from tests.kvtier.mooncake_master import MooncakeMaster, a_lender, a_master
+from tests.kvtier.pool import PAGE_BYTES, SPACE, SmallPool, some_keys, some_pages
+from wire.errors import ConfigInvalid
+
+LENDS = "?segment=64MiB"
+ENTRY_BYTES = HEADER_BYTES + PAGE_BYTES
+
+
+@pytest.fixture
+def master():
+    with a_master() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def tier():
+    """One that nothing fails about; its keys are under salts of their own. To leave a store takes seconds."""
+    with a_master() as master:
+        one = MooncakeTier("mooncake", parse_mooncake_url(master.url + LENDS), SmallPool(), SPACE)
+        yield one
+        one.close()
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def tier_at():
+    """Return a function that makes a tier, closed at the end."""
+    made = []
+
+    def make(url: str, clock: Clock | None = None) -> MooncakeTier:
+        address = parse_mooncake_url(url)
+        made.append(MooncakeTier("mooncake", address, SmallPool(), SPACE, clock=clock or Clock()))
+        return made[-1]
+
+    yield make
+    for tier in made:
+        tier.close()
+
+
+def got(tier, keys) -> list[bytes]:
+    loan = tier.get(keys)
+    pages = [bytes(page) for page in loan.pages]
+    loan.close()
+    return pages
+
+
+def told(tier) -> set[int]:
+    changes = tier.journal.since(-1)
+    return set(changes.added) if changes else set()
+
+
+def test_what_another_process_puts_is_got_until_that_process_dies(master, tier_at):
+    tier, keys, pages = tier_at(master.url), some_keys(100), some_pages(100)
+    with a_lender(master, 100) as lender:
+        assert tier.has(keys) == 100
+        assert got(tier, keys) == pages
+        assert told(tier) == {block for key in keys for block in key.blocks}
+        assert tier.load().store == f"mooncake:127.0.0.1:{master.port}-{SPACE.name}"
+        assert tier.load().got_bytes == 100 * PAGE_BYTES
+        lender.kill()
+        lender.wait()
+        assert got(tier, keys) == []
+        assert not told(tier) & set(keys[0].blocks)
+        assert tier.load().num_corrupted == tier.load().num_failures == 0
+
+
+def test_what_is_there_is_not_written_again_and_what_lacks_ends_a_run(tier):
+    keys, pages = some_keys(300), some_pages(300)
+    assert tier.put(keys[:4], pages[:4]) == 4
+    assert tier.put(keys, pages) == 296
+    assert tier.load().put_bytes == 300 * PAGE_BYTES
+    assert got(tier, keys + some_keys(2, "other")) == pages
+    assert tier.has(keys + some_keys(2, "other")) == 300
+    assert got(tier, some_keys(2, "other")) == []
+
+
+def test_a_value_that_is_not_what_was_put_is_removed_and_not_given_out(tier):
+    keys, pages = some_keys(3, "wrong"), some_pages(3)
+    tier.put([keys[0], keys[2]], [pages[0], pages[2]])
+    wrong = [
+        b"short",
+        bytes(ENTRY_BYTES),
+        entry_header(keys[2], pages[2]) + pages[2],
+        bytes(1 << 20),
+    ]
+    for num_wrong, value in enumerate(wrong, 1):
+        with tier._call() as client:
+            client.put(f"tandem:kv:1:{keys[1].digest.hex()}", value)
+        assert got(tier, keys) == pages[:1]
+        assert tier.load().num_corrupted == num_wrong
+    assert tier.put(keys, pages) == 1
+    assert got(tier, keys) == pages
+
+
+def test_a_store_that_nobody_lends_to_is_full(master, tier_at):
+    clock = Clock()
+    tier = tier_at(master.url, clock)
+    keys, pages = some_keys(3), some_pages(3)
+    assert tier.put(keys, pages) == 0
+    assert tier.load().state == "full"
+    clock.now_s += 60
+    assert tier.load().state == "up"
+    tier_at(master.url + LENDS).has(keys)
+    assert tier.put(keys, pages) == 3
+    assert tier.load().num_failures == 0
+
+
+def test_a_master_that_is_away_fails_at_once_and_one_that_came_back_does_not(tier_at):
+    master = MooncakeMaster()
+    tier, keys = tier_at(master.url), some_keys(4)
+    with pytest.raises(TierFailed, match=f"127.0.0.1:{master.port}.*refused"):
+        tier.has(keys)
+    master.start()
+    try:
+        with a_lender(master, 4):
+            assert got(tier, keys) == some_pages(4)
+            master.kill()
+        for call in (tier.has, lambda keys: tier.put(keys, some_pages(4))):
+            with pytest.raises(TierFailed, match="does not answer"):
+                call(keys)
+        assert told(tier) == set()
+        assert tier.load().num_failures == 3
+        master.start()
+        assert tier.has(keys) == 0
+    finally:
+        master.kill()
+
+
+def test_while_a_call_hangs_no_other_is_made(master, tier_at):
+    clock = Clock()
+    tier, keys = tier_at(master.url, clock), some_keys(4)
+    tier.has(keys)
+    master.freeze()
+    hangs = threading.Thread(target=tier.has, args=[keys])
+    hangs.start()
+    while not tier._began:
+        pass
+    clock.now_s += TIMEOUT_S * 2
+    with pytest.raises(TierFailed, match="waiting for 4 s"):
+        tier.get(keys)
+    master.thaw()
+    hangs.join()
+    assert tier.has(keys) == 0
+
+
+class GivesUp:
+    """The library, in which a lender hangs until the limit of its own; what was asked for may still come."""
+
+    def __init__(self, clock):
+        self.clock, self.addresses = clock, []
+
+    def register_buffer(self, address, num_bytes):
+        return 0
+
+    def batch_get_into(self, names, addresses, lengths):
+        self.clock.now_s += 50.0
+        self.addresses.append(set(addresses))
+        return [TRANSFER_FAILED] * len(names)
+
+    def unregister_buffer(self, address):
+        return 0
+
+    def close(self):
+        return 0
+
+
+def test_memory_that_may_still_be_written_to_is_given_to_nobody(tier_at):
+    clock = Clock()
+    tier = tier_at("mooncake://nowhere", clock)
+    tier._client = library = GivesUp(clock)
+    for _ in range(2):
+        assert got(tier, some_keys(4)) == []
+    assert not library.addresses[0] & library.addresses[1]
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("mooncake://master", MooncakeAddress("master", 50051)),
+        ("mooncake://[::1]:7000/?segment=512MiB", MooncakeAddress("::1", 7000, 512 << 20)),
+        (
+            "mooncake://m:1?segment=2GiB&host=me&metadata=http://a/b&protocol=rdma&devices=mlx5_0",
+            MooncakeAddress("m", 1, 2 << 30, "me", "http://a/b", "rdma", "mlx5_0"),
+        ),
+    ],
+)
+def test_a_url_says_which_store_and_what_is_lent(url, address):
+    assert parse_mooncake_url(url) == address
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("mooncake://", "give a master"),
+        ("mooncake://m:x", "no valid host and port"),
+        ("mooncake://m/1", "give a master"),
+        ("mooncake://m?segment=much", "512MiB"),
+        ("mooncake://m?size=1GiB", "no option 'size'"),
+        ("mooncake://m?protocol=ucx", "tcp or rdma"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_give(url, says):
+    with pytest.raises(ConfigInvalid, match=re.escape(says)):
+        parse_mooncake_url(url)

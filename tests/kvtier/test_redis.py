@@ -1,0 +1,474 @@
+"""Pages in a real server that many share, and all the ways in which it fails."""
+
+import re
+import ssl
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvtier.entry import HEADER_BYTES, entry_header
+from kvtier.redis import FULL_PAUSE_S, RedisTier, make_redis
+from kvtier.redis_commands import entry_key
+from kvtier.redis_url import parse_redis_url
+from kvtier.tier import TierFailed
+from tests.certificates import make_certificates
+from tests.kvtier.pool import PAGE_BYTES, SPACE, SmallPool, some_keys, some_pages
+from tests.kvtier.redis_server import RedisServer, Relay, a_folder, a_server
+
+ENTRY_BYTES = HEADER_BYTES + PAGE_BYTES
+# For what has to fail by waiting.
+SOON_S = 0.3
+
+
+@pytest.fixture
+def server():
+    with a_server() as one:
+        yield one
+
+
+@pytest.fixture
+def tier_at():
+    """Return a function that makes a tier, closed at the end."""
+    made = []
+
+    def make(url: str, **options) -> RedisTier:
+        made.append(make_redis(url, SmallPool(), options.pop("space", SPACE), **options))
+        return made[-1]
+
+    yield make
+    for tier in made:
+        tier.close()
+
+
+def got(tier, keys) -> list[bytes]:
+    loan = tier.get(keys)
+    pages = [bytes(page) for page in loan.pages]
+    loan.close()
+    return pages
+
+
+def told(tier) -> set[int]:
+    changes = tier.journal.since(-1)
+    return set(changes.added) if changes else set()
+
+
+# What it is for.
+
+
+def test_what_one_node_puts_another_gets(server, tier_at):
+    one, other = tier_at(server.url), tier_at(server.tcp_url)
+    keys, pages = some_keys(100), some_pages(100)
+    assert one.put(keys, pages) == 100
+    assert other.has(keys) == 100
+    assert got(other, keys) == pages
+    assert told(one) == told(other) == {block for key in keys for block in key.blocks}
+    assert one.load().num_pages == 100
+    assert other.load().num_pages == 100
+    assert other.load().got_bytes == one.load().put_bytes == 100 * PAGE_BYTES
+
+
+def test_pages_behind_one_that_is_not_there_are_not_given(server, tier_at):
+    tier = tier_at(server.url)
+    keys, pages = some_keys(600), some_pages(600)
+    tier.put(keys, pages)
+    server.ask("DEL", entry_key(keys[530]))
+    assert tier.has(keys) == 530
+    assert got(tier, keys) == pages[:530]
+    assert got(tier, keys[530:]) == []
+    assert not told(tier) & set(keys[530].blocks)
+
+
+def test_what_is_there_is_not_written_again(server, tier_at):
+    keys, pages = some_keys(8), some_pages(8)
+    assert tier_at(server.url).put(keys[:5], pages[:5]) == 5
+    assert tier_at(server.url).put(keys, pages) == 3
+    # One more is the store's name.
+    assert b"calls=9," in server.ask("INFO", "commandstats").partition(b"cmdstat_set:")[2]
+
+
+def test_a_page_is_what_it_was_when_put_returned(server, tier_at):
+    tier, keys = tier_at(server.url), some_keys(1)
+    page = memoryview(bytearray(PAGE_BYTES))
+    tier.put(keys, [page])
+    page[:] = b"x" * PAGE_BYTES
+    assert got(tier, keys) == [bytes(PAGE_BYTES)]
+
+
+def test_other_salts_find_nothing(server, tier_at):
+    tier = tier_at(server.url)
+    tier.put(some_keys(4, "one"), some_pages(4))
+    assert tier.has(some_keys(4, "other")) == 0
+
+
+def test_memory_of_a_closed_loan_is_used_again(server, tier_at):
+    tier, keys = tier_at(server.url), some_keys(2)
+    tier.put(keys, some_pages(2))
+    loan = tier.get(keys)
+    where = {id(page.obj) for page in loan.pages}
+    loan.close()
+    loan.close()
+    assert {id(page.obj) for page in tier.get(keys).pages} == where
+
+
+def test_many_threads_may_call_it_at_once(server, tier_at):
+    tier = tier_at(server.url)
+    runs = [(some_keys(20, str(seed)), some_pages(20, seed)) for seed in range(8)]
+
+    def put_and_get(run):
+        keys, pages = run
+        tier.put(keys, pages)
+        return got(tier, keys) == pages
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(put_and_get, runs * 3))
+
+
+def test_entries_go_when_nobody_asks_for_them_in_time(server, tier_at):
+    tier, keys = tier_at(f"{server.url}?ttl=1000"), some_keys(4)
+    tier.put(keys, some_pages(4))
+
+    def left_s(key):
+        return int(server.ask("TTL", entry_key(key))[1:])
+
+    assert 900 < left_s(keys[0]) <= 1000
+    for use in (tier.has, tier.get, lambda run: tier.put(run, some_pages(1))):
+        server.ask("EXPIRE", entry_key(keys[0]), "10")
+        use(keys[:1])
+        assert left_s(keys[0]) > 900
+    assert server.ask("TTL", "tandem:kv:store") == b":-1"
+
+
+# Which store it is.
+
+
+def test_two_urls_of_one_server_are_one_store(server, tier_at):
+    tiers = [tier_at(url) for url in (server.url, server.tcp_url, server.tcp_url[:-2])]
+    for tier in tiers:
+        assert tier.load().store == ""
+        tier.has(some_keys(1))
+    assert len({tier.load().store for tier in tiers}) == 1
+
+
+def test_nodes_that_find_nothing_of_each_others_are_told_apart(server, tier_at):
+    other = type(SPACE)("another model", SPACE.kv_dtype, SPACE.page_size)
+    tiers = [tier_at(server.url), tier_at(server.url, space=other)]
+    for tier in tiers:
+        tier.has(some_keys(1))
+    assert len({tier.load().store for tier in tiers}) == 2
+
+
+def test_another_database_is_another_store(server, tier_at):
+    one, other = tier_at(server.tcp_url), tier_at(server.tcp_url[:-1] + "1")
+    keys = some_keys(1)
+    one.put(keys, some_pages(1))
+    assert other.has(keys) == 0
+    assert one.load().store != other.load().store
+
+
+@pytest.mark.parametrize("how", ["restarted", "flushed"])
+def test_a_store_that_was_emptied_is_another_and_nothing_is_known_to_be_there(server, tier_at, how):
+    tier, keys, pages = tier_at(server.url), some_keys(8), some_pages(8)
+    tier.put(keys, pages)
+    before = tier.load().store
+    if how == "restarted":
+        server.kill()
+        server.start()
+    else:
+        server.ask("FLUSHALL")
+    assert got(tier, keys) == []
+    assert told(tier) == set()
+    assert tier.load().store not in {"", before}
+    assert tier.put(keys, pages) == 8
+    assert got(tier, keys) == pages
+
+
+# Wrong values.
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda entry, _: entry[:-1] + bytes([entry[-1] ^ 1]),
+        lambda entry, _: entry[:9] + b"\x07" + entry[10:],
+        lambda entry, other: other,
+        lambda entry, _: entry[:-1],
+        lambda entry, _: entry + b"x",
+        lambda entry, _: entry[:10],
+        lambda entry, _: b"",
+        lambda entry, _: entry * 3,
+        lambda entry, _: None,
+    ],
+    ids=["bit", "header", "of another", "short", "long", "ten", "empty", "thrice", "a list"],
+)
+def test_a_value_that_is_not_what_was_put_is_removed_and_not_given_out(server, tier_at, spoil):
+    tier, keys, pages = tier_at(server.url), some_keys(4), some_pages(4)
+    tier.put(keys, pages)
+    entries = [entry_header(key, page) + page for key, page in zip(keys, pages, strict=True)]
+    wrong = spoil(entries[1], entries[2])
+    name = entry_key(keys[1])
+    if wrong is None:
+        server.ask("DEL", name)
+        server.ask("LPUSH", name, "no string")
+    else:
+        server.ask("SET", name, wrong)
+    assert got(tier, keys) == pages[:1]
+    assert tier.load().num_corrupted == 1
+    assert server.ask("EXISTS", name) == b":0"
+    assert tier.put(keys, pages) == 1
+    assert got(tier, keys) == pages
+
+
+@pytest.mark.parametrize("wrong", [b"short", None])
+def test_a_value_of_another_length_or_kind_is_none_and_is_written_anew(server, tier_at, wrong):
+    tier, keys, pages = tier_at(server.url), some_keys(3), some_pages(3)
+    if wrong is None:
+        server.ask("LPUSH", entry_key(keys[0]), "no string")
+    else:
+        server.ask("SET", entry_key(keys[0]), wrong)
+    assert tier.has(keys) == 0
+    assert tier.load().num_corrupted == 1
+    assert tier.put(keys, pages) == 3
+    assert got(tier, keys) == pages
+
+
+# A server that takes nothing.
+
+
+def test_a_full_server_is_read_from_and_tried_again_later(tier_at):
+    now = 0.0
+    with a_server("--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as server:
+        tier = RedisTier(
+            "redis", parse_redis_url(server.url), SmallPool(), SPACE, clock=lambda: now
+        )
+        keys, pages = some_keys(200), some_pages(200)
+        num_taken = tier.put(keys, pages)
+        assert 0 < num_taken < 200
+        assert tier.load().state == "full"
+        assert got(tier, keys) == pages[:num_taken]
+        server.ask("CONFIG", "SET", "maxmemory", "0")
+        assert tier.put(keys, pages) == 0
+        now += FULL_PAUSE_S
+        assert tier.load().state == "up"
+        assert tier.put(keys, pages) == 200 - num_taken
+        assert tier.load().num_failures == 0
+        tier.close()
+
+
+def test_a_server_that_evicts_is_never_full(tier_at):
+    with a_server("--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru") as server:
+        tier, keys, pages = tier_at(server.url), some_keys(300), some_pages(300)
+        for first in range(0, 300, 20):
+            assert tier.put(keys[first : first + 20], pages[first : first + 20]) == 20
+        assert got(tier, keys[-5:]) == pages[-5:]
+        assert tier.load().state == "up"
+        assert tier.load().num_pages < 300
+
+
+def test_a_replica_is_the_same_store_and_only_read_from(server, tier_at):
+    primary, keys, pages = tier_at(server.url), some_keys(4), some_pages(4)
+    primary.put(keys, pages)
+    server.ask("CONFIG", "SET", "repl-diskless-sync-delay", "0")
+    with a_folder() as folder:
+        replica = RedisServer(folder)
+        try:
+            replica.start("--replicaof", f"127.0.0.1 {server.port}", until="sync: Finished")
+            tier = tier_at(f"{replica.url}?ttl=100")
+            assert got(tier, keys) == pages
+            assert tier.put(some_keys(4, "new"), pages) == 0
+            assert tier.load().state == "full"
+            assert tier.load().store == primary.load().store
+        finally:
+            replica.kill()
+
+
+# A server that is away.
+
+
+def test_a_dead_server_fails_and_one_that_came_back_does_not(server, tier_at):
+    tier, keys, pages = tier_at(server.url), some_keys(4), some_pages(4)
+    tier.put(keys, pages)
+    server.kill()
+    for call in (tier.has, tier.get, lambda keys: tier.put(keys, pages)):
+        with pytest.raises(TierFailed, match=re.escape(str(server.socket))):
+            call(keys)
+    assert tier.load().num_failures == 3
+    server.start()
+    assert tier.put(keys, pages) == 4
+
+
+def test_a_server_that_hangs_fails_in_time_and_its_late_answer_is_for_nobody(server, tier_at):
+    tier = tier_at(server.tcp_url, timeout_s=SOON_S)
+    keys, pages = some_keys(8), some_pages(8)
+    tier.put(keys, pages)
+    server.freeze()
+    for call in (tier.has, tier.get, lambda keys: tier.put(keys, pages)):
+        with pytest.raises(TierFailed):
+            call(keys)
+    server.thaw()
+    assert got(tier, keys[4:]) == pages[4:]
+    assert tier.has(keys) == 8
+    assert tier.load().num_corrupted == 0
+
+
+@pytest.mark.parametrize("how", ["cut_after", "stops_after"])
+def test_pages_that_came_whole_are_given_when_the_rest_does_not_come(server, tier_at, how):
+    keys, pages = some_keys(8), some_pages(8)
+    tier_at(server.url).put(keys, pages)
+    with Relay(server) as relay:
+        tier = tier_at(f"redis://127.0.0.1:{relay.port}", timeout_s=SOON_S)
+        setattr(relay, how, 3 * ENTRY_BYTES + ENTRY_BYTES // 2)
+        assert got(tier, keys) == pages[:3]
+        setattr(relay, how, ENTRY_BYTES // 2)
+        with pytest.raises(TierFailed):
+            got(tier, keys)
+        assert tier.load().num_failures == 2
+        setattr(relay, how, None)
+        assert got(tier, keys) == pages
+        assert tier.load().num_corrupted == 0
+
+
+def test_a_write_that_is_cut_leaves_no_part_of_a_page(server, tier_at):
+    keys, pages = some_keys(200), some_pages(200)
+    with Relay(server) as relay:
+        tier = tier_at(f"redis://127.0.0.1:{relay.port}", timeout_s=SOON_S)
+        tier.has(keys[:1])
+        relay.cut_after = 1024
+        with pytest.raises(TierFailed):
+            tier.put(keys, pages)
+    tier = tier_at(server.url)
+    num_written = tier.has(keys)
+    assert num_written < 200
+    assert got(tier, keys) == pages[:num_written]
+    assert tier.load().num_corrupted == 0
+
+
+def test_a_server_that_loads_its_data_fails_until_it_has_it(server, tier_at):
+    keys, pages = some_keys(40), some_pages(40)
+    tier_at(server.url).put(keys, pages)
+    before = tier_at(server.url)
+    server.ask("SAVE")
+    server.kill()
+    slowly = ("--key-load-delay", "100000", "--loading-process-events-interval-bytes", "1024")
+    server.start(*slowly, until="Server initialized")
+    with pytest.raises(TierFailed, match=r"(?i)loading"):
+        before.has(keys)
+    server.ask("CONFIG", "SET", "key-load-delay", "0")
+
+
+def test_a_server_with_no_room_for_another_client_fails(tier_at):
+    with a_server("--maxclients", "1") as server:
+        first, second = tier_at(server.url), tier_at(server.url)
+        first.has(some_keys(1))
+        with pytest.raises(TierFailed):
+            second.has(some_keys(1))
+        first.close()
+
+
+def test_what_speaks_another_protocol_fails(tier_at):
+    with a_server() as server, Relay(server) as relay:
+        tier = tier_at(f"redis://127.0.0.1:{relay.port}", timeout_s=SOON_S)
+        tier.has(some_keys(1))
+        relay.stops_after = 0
+        with pytest.raises(TierFailed):
+            tier.has(some_keys(1))
+
+
+# Who may, and who sees.
+
+
+@pytest.mark.parametrize(
+    ("login", "is_right"),
+    [
+        (":let-me%40in", True),
+        ("default:let-me%40in", True),
+        (":other-secret", False),
+        ("nobody:other-secret", False),
+        ("", False),
+    ],
+)
+def test_only_who_has_the_password_gets_in_and_nobody_is_told_it(tier_at, login, is_right, capfd):
+    with a_server("--requirepass", "let-me@in") as server:
+        tier = tier_at(f"redis://{login}@127.0.0.1:{server.port}/0")
+        keys = some_keys(1)
+        said = ""
+        if is_right:
+            assert tier.put(keys, some_pages(1)) == 1
+        else:
+            with pytest.raises(TierFailed, match=r"(?i)auth|pass") as failure:
+                tier.put(keys, some_pages(1))
+            said = f"{failure.value!r} {failure.value}"
+        said += f"{tier!r} {tier.load()}" + "".join(capfd.readouterr())
+        assert f"127.0.0.1:{server.port}" in said
+        assert not re.search("let-me|secret", said)
+
+
+def test_the_password_may_stand_in_a_file(tier_at, tmp_path):
+    (tmp_path / "password").write_text("of a file\n")
+    with a_server("--requirepass", "of a file") as server:
+        tier = tier_at(f"{server.url}?password_file={tmp_path / 'password'}")
+        assert tier.put(some_keys(1), some_pages(1)) == 1
+
+
+def test_an_account_with_no_more_rights_than_documented_is_enough(server, tier_at):
+    rights = "~tandem:kv:* +get +set +strlen +del +expire +select +dbsize"
+    server.ask("ACL", "SETUSER", "tandem", "on", ">pw", *rights.split())
+    tier = tier_at(f"redis://tandem:pw@127.0.0.1:{server.port}/2?ttl=60")
+    keys, pages = some_keys(4), some_pages(4)
+    assert tier.put(keys, pages) == 4
+    assert got(tier, keys) == pages
+    assert tier.load().num_failures == 0
+
+
+def test_an_account_that_may_only_read_reads(server, tier_at):
+    keys, pages = some_keys(4), some_pages(4)
+    tier_at(server.url).put(keys, pages)
+    rights = "~tandem:kv:* +get +strlen +dbsize"
+    server.ask("ACL", "SETUSER", "reader", "on", ">pw", *rights.split())
+    tier = tier_at(f"redis://reader:pw@127.0.0.1:{server.port}")
+    assert got(tier, keys) == pages
+    assert tier.put(some_keys(4, "new"), pages) == 0
+    assert tier.load().state == "full"
+
+
+def test_over_tls_the_server_shows_a_certificate_that_is_trusted(server, tier_at, tmp_path):
+    made = make_certificates(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made.cert, made.key)
+    keys, pages = some_keys(70), some_pages(70)
+    with Relay(server, context) as relay:
+        tier = tier_at(f"rediss://127.0.0.1:{relay.port}/0?ca={made.ca}")
+        assert tier.put(keys, pages) == 70
+        assert got(tier, keys) == pages
+        with pytest.raises(TierFailed, match=r"(?i)certificate"):
+            tier_at(f"rediss://127.0.0.1:{relay.port}/0").has(keys)
+        with pytest.raises(TierFailed):
+            tier_at(f"rediss://localhost:{relay.port}/0?ca={made.ca}").has(keys)
+
+
+def test_a_server_need_not_be_there_when_a_tier_is_made_or_closed(tmp_path):
+    tier = make_redis(f"unix://{tmp_path}/nobody", SmallPool(), SPACE)
+    assert tier.load().state == "up"
+    assert tier.load().store == ""
+    tier.close()
+    tier.close()
+
+
+def test_a_tier_that_is_closed_ends_calls_under_way(server):
+    tier = make_redis(server.url, SmallPool(), SPACE, timeout_s=60)
+    keys = some_keys(1)
+    tier.put(keys, some_pages(1))
+    server.freeze()
+    failed = threading.Event()
+
+    def get():
+        with pytest.raises(TierFailed):
+            tier.get(keys)
+        failed.set()
+
+    caller = threading.Thread(target=get)
+    caller.start()
+    while not failed.wait(0.01):
+        tier.close()
+    caller.join()
+    server.thaw()

@@ -1,0 +1,357 @@
+"""The stack on real threads: what happens, and what a tier's faults do to it."""
+
+import threading
+import time
+
+import pytest
+
+from kvtier.disk import DiskTier
+from kvtier.disk_entry import HEADER_BYTES
+from kvtier.events import Fetched, Placed, Saved
+from kvtier.host import HostTier
+from kvtier.tier import TierFailed
+from tests.kvtier.fakes import (
+    PAGE_BYTES,
+    PAGE_SIZE,
+    SPACE,
+    FakePool,
+    FakeTier,
+    Hanging,
+    Rig,
+    content,
+    failing,
+    keys,
+)
+
+
+def wait_for(is_so) -> None:
+    """Return when a thread has come so far; it rings nothing."""
+    end_s = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < end_s
+        threading.Event().wait(0.001)
+
+
+def test_each_tier_is_asked_for_what_those_before_it_lack():
+    fast, slow = FakeTier("fast"), FakeTier("slow")
+    of = keys(5)
+    fast.keep(of[:2])
+    slow.keep(of[1:4])
+    with Rig(fast, slow) as rig:
+        assert rig.fetch(of) == Fetched(1, 4, {"fast": 2, "slow": 2})
+        rig.stack.place(1, [7, 8, 9])
+        assert rig.next() == Placed(1, True)
+        assert [bytes(rig.pool.pages[i]) for i in (7, 8, 9)] == [content(key) for key in of[:3]]
+        load, slow_load = rig.stack.loads()
+        assert (load.hit_tokens, load.missed_tokens) == (2 * PAGE_SIZE, 3 * PAGE_SIZE)
+        assert (slow_load.hit_tokens, slow_load.missed_tokens) == (PAGE_SIZE, PAGE_SIZE)
+        assert slow_load.got_bytes == 2 * PAGE_BYTES
+    assert not fast.num_open
+    assert not slow.num_open
+
+
+def test_what_a_slower_tier_brought_is_put_into_the_faster_ones():
+    fast, middle, slow = FakeTier("fast"), FakeTier("middle"), FakeTier("slow")
+    of = keys(3)
+    slow.keep(of)
+    with Rig(fast, middle, slow) as rig:
+        rig.fetch(of)
+        assert fast.was_put.wait(20)
+        assert middle.was_put.wait(20)
+        assert fast.store == middle.store == slow.store
+        assert not slow.num_calls["put"]
+        rig.stack.abandon(1)
+        wait_for(lambda: not slow.num_open)
+
+
+def test_pages_are_read_off_the_pool_once_and_put_into_every_tier():
+    fast, slow = FakeTier("fast"), FakeTier("slow")
+    of = keys(4)
+    with Rig(fast, slow) as rig:
+        reads = []
+        rig.pool.before_read = lambda: reads.append(1)
+        assert rig.stack.save(3, of, rig.pool.fill(of))
+        assert rig.next() == Saved(3)
+        assert fast.was_put.wait(20)
+        assert slow.was_put.wait(20)
+        assert fast.store == slow.store == {key.digest: content(key) for key in of}
+        assert len(reads) == 1
+
+
+def test_a_saved_page_may_change_in_the_pool_while_it_is_put():
+    tier = FakeTier("tier")
+    hanging = Hanging(tier, "put")
+    of = keys(1)
+    with Rig(tier) as rig:
+        [page] = rig.pool.fill(of)
+        rig.stack.save(3, of, [page])
+        assert rig.next() == Saved(3)
+        assert hanging.begun.wait(20)
+        rig.pool.pages[page][:] = bytes(PAGE_BYTES)
+        hanging.end()
+        assert tier.was_put.wait(20)
+        assert tier.store[of[0].digest] == content(of[0])
+
+
+@pytest.mark.parametrize("call", ["has", "get"])
+def test_a_tier_that_hangs_delays_a_fetch_to_its_time_limit_and_what_was_there_counts(call):
+    fast, slow = FakeTier("fast"), FakeTier("slow")
+    of = keys(3)
+    fast.keep(of[:1])
+    slow.keep(of)
+    hanging = Hanging(slow, call)
+    with Rig(fast, slow) as rig:
+        rig.stack.fetch(1, of)
+        assert hanging.begun.wait(20)
+        assert not rig.has_more()
+        rig.clock.now_s += 1.0
+        assert rig.has_more()
+        assert rig.next() == Fetched(1, 1, {"fast": 1})
+        rig.stack.place(1, [0])
+        assert rig.next() == Placed(1, True)
+        # The answer finds nobody.
+        hanging.end()
+        wait_for(lambda: slow.num_open == 0 and slow.num_calls[call] == 1)
+        assert rig.stack.loads()[1].state == "backing_off"
+        assert rig.stack.loads()[1].num_failures == 1
+        # Without it nothing is delayed.
+        assert rig.fetch(of, 2) == Fetched(2, 1, {"fast": 1})
+
+
+def test_the_time_limit_needs_nobody_who_looks():
+    tier = FakeTier("tier")
+    hanging = Hanging(tier, "has")
+    with Rig(tier, timeout_s=0.02, clock=time.monotonic) as rig:
+        assert rig.fetch(keys(2)) == Fetched(1, 0, {})
+        hanging.end()
+
+
+def test_what_came_before_the_time_limit_counts():
+    tier = FakeTier("tier", page_bytes=PAGE_BYTES)
+    of = keys(3)
+    tier.keep(of)
+    second = threading.Event()
+    go = threading.Event()
+
+    def before(call):
+        if call == "get" and tier.num_calls["get"] == 2:
+            second.set()
+            assert go.wait(20)
+
+    tier.before = before
+    with Rig(tier) as rig:
+        for link in rig.stack._core.links:
+            link.call_pages = lambda: 1
+        rig.stack.fetch(1, of)
+        assert second.wait(20)
+        rig.clock.now_s += 1.0
+        assert rig.has_more()
+        assert rig.next() == Fetched(1, 1, {"tier": 1})
+        go.set()
+        rig.stack.abandon(1)
+        wait_for(lambda: not tier.num_open)
+        assert rig.stack.loads()[0].late_tokens == 2 * PAGE_SIZE
+
+
+@pytest.mark.parametrize("error", [TierFailed("away"), KeyError(1), SystemExit(3), OSError(5)])
+def test_whatever_a_tier_raises_the_next_one_is_asked(error):
+    bad, good = FakeTier("bad"), FakeTier("good")
+    of = keys(2)
+    good.keep(of)
+    failing(bad, error)
+    with Rig(bad, good) as rig:
+        assert rig.fetch(of) == Fetched(1, 2, {"good": 2})
+        assert rig.fetch(of, 2) == Fetched(2, 2, {"good": 2})
+        assert bad.num_calls["has"] == 1  # it is not asked again until its wait is over
+
+
+def test_a_tier_that_comes_back_is_found_without_a_request():
+    tier = FakeTier("tier")
+    of = keys(2)
+    tier.keep(of)
+    failing(tier)
+    with Rig(tier) as rig:
+        assert rig.fetch(of) == Fetched(1, 0, {})
+        tier.before = lambda call: None
+        rig.clock.now_s += 1.0
+        assert not rig.has_more()
+        wait_for(lambda: rig.stack.loads()[0].state == "up")
+        assert rig.fetch(of, 2) == Fetched(2, 2, {"tier": 2})
+
+
+def test_a_tier_that_dies_between_its_two_answers_is_gone_without():
+    bad, good = FakeTier("bad"), FakeTier("good")
+    of = keys(2)
+    bad.keep(of)
+    good.keep(of)
+
+    def die(call):
+        if call == "get":
+            raise ConnectionResetError
+
+    bad.before = die
+    with Rig(bad, good) as rig:
+        assert rig.fetch(of) == Fetched(1, 2, {"good": 2})
+
+
+@pytest.mark.parametrize("says", [99, -3])
+def test_a_tier_that_miscounts_is_believed_only_what_it_lends(says):
+    tier = FakeTier("tier")
+    of = keys(3)
+    tier.keep(of[:1])
+    tier.has_says = lambda num: says
+    with Rig(tier) as rig:
+        assert rig.fetch(of).num_pages == (1 if says > 0 else 0)
+
+
+def test_a_page_of_another_length_is_not_given_out():
+    bad, good = FakeTier("bad", page_bytes=PAGE_BYTES - 1), FakeTier("good")
+    of = keys(2)
+    bad.keep(of)
+    good.keep(of)
+    with Rig(bad, good) as rig:
+        assert rig.fetch(of) == Fetched(1, 2, {"good": 2})
+        assert rig.stack.loads()[0].state == "backing_off"
+    assert not bad.num_open
+
+
+def test_a_tier_that_takes_nothing_is_still_read():
+    tier = FakeTier("tier")
+    of = keys(2)
+    tier.keep(of)
+
+    def refuse(call):
+        if call == "put":
+            raise TierFailed("full")
+
+    tier.before = refuse
+    with Rig(tier) as rig:
+        others = keys(1, first_token=7)
+        assert rig.stack.save(1, others, rig.pool.fill(others))
+        assert rig.next() == Saved(1)
+        wait_for(lambda: rig.stack.loads()[0].state == "full")
+        assert not rig.stack.save(2, others, [0])
+        assert rig.fetch(of) == Fetched(1, 2, {"tier": 2})
+
+
+def test_a_put_that_hangs_gives_the_saves_behind_it_up():
+    slow, good = FakeTier("slow"), FakeTier("good")
+    hanging = Hanging(slow, "put")
+    with Rig(slow, good, max_pages=8) as rig:
+        for number in range(4):
+            of = keys(2, first_token=number)
+            assert rig.stack.save(number, of, rig.pool.fill(of))
+            assert rig.next() == Saved(number)
+            wait_for(lambda of=of: of[1].digest in good.store)
+        assert hanging.begun.wait(20)
+        assert not rig.stack.save(9, keys(8, first_token=9), range(8))  # its memory is all taken
+        rig.clock.now_s += 10
+        list(rig.stack.events())
+        assert rig.stack._core.save_budget.num_used == 2
+        hanging.end()
+        wait_for(lambda: not rig.stack._core.save_budget.num_used)
+
+
+def test_a_copy_into_the_pool_that_fails_is_told_and_gives_its_memory_back():
+    tier = FakeTier("tier")
+    of = keys(2)
+    tier.keep(of)
+    with Rig(tier) as rig:
+
+        def fail():
+            raise RuntimeError("device lost")
+
+        rig.pool.before_write = fail
+        rig.fetch(of)
+        rig.stack.place(1, [1, 2])
+        assert rig.next() == Placed(1, False)
+        assert not tier.num_open
+        assert not rig.stack.loads()[0].hit_tokens
+
+
+def test_a_copy_off_the_pool_that_fails_is_over_all_the_same():
+    tier = FakeTier("tier")
+    with Rig(tier) as rig:
+
+        def fail():
+            raise RuntimeError("device lost")
+
+        rig.pool.before_read = fail
+        assert rig.stack.save(1, keys(2), [1, 2])
+        assert rig.next() == Saved(1)
+        assert not tier.num_calls
+        assert not rig.stack._buffers.num_out
+
+
+def test_an_abandoned_fetch_is_not_told_even_if_it_was_over():
+    tier = FakeTier("tier")
+    of = keys(2)
+    tier.keep(of)
+    with Rig(tier) as rig:
+        rig.stack.fetch(1, of)
+        wait_for(lambda: rig.stack._core.outbox.events)
+        rig.stack.abandon(1)
+        assert not rig.has_more()
+        assert not tier.num_open
+
+
+def test_memory_that_pages_pass_through_is_bounded_and_used_again():
+    tier = FakeTier("tier")
+    with Rig(tier, max_pages=4) as rig:
+        assert rig.stack.max_save_pages == 4
+        for number in range(5):
+            of = keys(4, first_token=number)
+            wait_for(lambda: not rig.stack._core.save_budget.num_used)
+            assert rig.stack.save(number, of, rig.pool.fill(of))
+            assert rig.next() == Saved(number)
+        assert rig.pool.num_host_bytes == 4 * PAGE_BYTES
+
+
+def test_close_leaves_a_tier_that_hangs_behind(monkeypatch):
+    monkeypatch.setattr("kvtier.stack.CLOSE_S", 0.05)
+    tier, good = FakeTier("tier"), FakeTier("good")
+    tier.keep(keys(2))
+    hanging = Hanging(tier, "get", "put")
+    rig = Rig(good, tier)
+    with rig:
+        rig.stack.fetch(1, keys(2))
+        assert hanging.begun.wait(20)
+        of = keys(1, first_token=5)
+        rig.stack.save(2, of, rig.pool.fill(of))
+    assert tier.is_closed
+    assert good.is_closed
+    before = [bytes(page) for page in rig.pool.pages]
+    hanging.end()
+    wait_for(lambda: not tier.num_open)
+    assert not list(rig.stack.events())
+    assert [bytes(page) for page in rig.pool.pages] == before
+
+
+def test_pages_that_left_the_pool_come_back_from_memory_and_after_a_restart_from_disk(tmp_path):
+    of, pool = keys(6), FakePool()
+    file_bytes = HEADER_BYTES + PAGE_BYTES
+
+    def tiers():
+        return (
+            HostTier(pool, 4 * PAGE_BYTES),
+            DiskTier(tmp_path, 99 * file_bytes, pool, SPACE),
+        )
+
+    with Rig(*tiers()) as rig:
+        assert rig.stack.save(1, of, rig.pool.fill(of))
+        assert rig.next() == Saved(1)
+        wait_for(lambda: not rig.stack._core.save_budget.num_used)
+        assert rig.fetch(of, 2) == Fetched(2, 6, {"host": 4, "disk": 2})
+        rig.stack.place(2, range(10, 16))
+        assert rig.next() == Placed(2, True)
+        assert rig.pool.pages[10:16] == [bytearray(content(key)) for key in of]
+    with Rig(*tiers()) as rig:
+        assert rig.fetch(of, 1) == Fetched(1, 6, {"disk": 6})
+        rig.stack.place(1, range(6))
+        assert rig.next() == Placed(1, True)
+        assert rig.pool.pages[:6] == [bytearray(content(key)) for key in of]
+        host, disk = rig.stack.loads()
+        assert (host.hit_tokens, disk.hit_tokens) == (0, 6 * PAGE_SIZE)
+        wait_for(lambda: rig.stack.loads()[0].num_pages == 4)
+        names = {name for key in of for name in key.blocks}
+        assert set(rig.stack.journals()["disk"].since(0).added) == names

@@ -1,0 +1,70 @@
+"""What an engine process counts for its own node."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from engine.launched import ForwardTimes
+from engine.step_counts import StepCounts
+from node.measures import Measures
+from wire.errors import Overloaded
+from wire.ids import Epoch
+
+
+def forward(device_s, host_cpu_s=0.0, num_decodes=2, chunks=()):
+    batch = SimpleNamespace(
+        decodes=[None] * num_decodes, chunks=[SimpleNamespace(num_tokens=n) for n in chunks]
+    )
+    outcome = SimpleNamespace(times=lambda: ForwardTimes(device_s, host_cpu_s))
+    return SimpleNamespace(batch=batch, outcome=outcome)
+
+
+@pytest.fixture
+def steps():
+    return StepCounts()
+
+
+@pytest.fixture
+def measures(steps):
+    return Measures(steps)
+
+
+def spreads(measures):
+    return measures.report(Epoch(3)).spreads
+
+
+def test_a_forward_counts_its_requests_its_tokens_and_the_devices_time(steps, measures):
+    steps.collected(forward(0.25, chunks=(100, 28)))
+    told = spreads(measures)
+    assert told["step_device_seconds"].total == 0.25
+    assert told["step_requests"].total == 4
+    assert told["step_tokens"].total == 130
+
+
+def test_cpu_time_of_a_launch_counts_with_the_forward_that_is_collected_next(
+    steps, measures, monkeypatch
+):
+    now = iter((10.0, 10.25, 20.0, 20.5))
+    monkeypatch.setattr(time, "thread_time", lambda: next(now))
+    with measures.step():
+        pass  # a forward is launched
+    assert sum(spreads(measures)["step_cpu_seconds"].counts) == 0
+    with measures.step():
+        steps.collected(forward(1.0))
+    told = spreads(measures)["step_cpu_seconds"]
+    assert (sum(told.counts), told.total) == (1, 0.75)
+
+
+def test_the_forward_of_a_cpu_is_the_devices_time_and_not_the_hosts(steps, measures, monkeypatch):
+    now = iter((10.0, 11.5))
+    monkeypatch.setattr(time, "thread_time", lambda: next(now))
+    with measures.step():
+        steps.collected(forward(device_s=1.3, host_cpu_s=1.25))
+    assert spreads(measures)["step_cpu_seconds"].total == 0.25
+
+
+def test_refusals_count_by_the_code_of_the_error(measures):
+    for _ in range(2):
+        measures.refused(Overloaded("no room"))
+    assert measures.report(Epoch(3)).refused == {"overloaded": 2}

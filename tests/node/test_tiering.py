@@ -1,0 +1,558 @@
+"""What is fetched for whom, and what is saved when: with a stack that answers in any order, late or never."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvtier.events import Fetched
+from kvtier.stack import TierCost
+from node.answers import Ticket
+from node.colocated import ColocatedRole
+from node.tiering import LOOKING_SHARE, Tiering
+from tests.engine.toy_runner import toy_answer, toy_engine
+from tests.node.tier_rig import Clock, ScriptedStack
+from wire.channel import Peer
+from wire.errors import EngineFailed
+from wire.generation import GenerateRequest, SamplingParams
+from wire.ids import RequestId
+from wire.messages import StartColocated
+
+PAGE = 4
+LIMIT_S = 1.0
+
+
+class Told:
+    """What clients were told."""
+
+    num_failed = 0
+
+    def __init__(self):
+        self.tokens: dict[str, list[int]] = {}
+        self.finished: set[str] = set()
+        self.failed: dict[str, str] = {}
+        self.by_tier: dict[str, dict[str, int]] = {}
+        self.cached: dict[str, int] = {}
+        self.phases: dict[str, list[str]] = {}
+
+    def token(self, ticket, index, token_ids, finish, cached_tokens=0, **rest):
+        name = ticket.request_id
+        self.tokens.setdefault(name, []).extend(token_ids)
+        if index == 0:
+            self.cached[name], self.by_tier[name] = cached_tokens, rest["cached_by_tier"]
+            self.phases[name] = [phase.name for phase in rest["phases"]]
+        if finish is not None:
+            self.finished.add(name)
+
+    def fail(self, ticket, error):
+        self.failed[ticket.request_id] = error.code
+
+
+class Node:
+    """A colocated node over a toy engine and a scripted stack."""
+
+    def __init__(self, num_pages=64, *, saves_at_once=True, min_tokens=PAGE, **engine_settings):
+        self.clock = Clock()
+        self.engine, runner = toy_engine(num_pages, PAGE, has_tiers=True, **engine_settings)
+        self.stack = ScriptedStack(runner.pages)
+        self.tiering = Tiering(
+            self.engine,
+            self.stack,
+            timeout_s=LIMIT_S,
+            min_tokens=min_tokens,
+            saves_at_once=saves_at_once,
+            clock=self.clock,
+        )
+        self.told = Told()
+        self.role = ColocatedRole(self.engine, self.told, self.clock, tiering=self.tiering)
+
+    def ticket(self, name):
+        return Ticket(Peer(b"edge"), RequestId(name), 0)
+
+    def start(self, name, prompt, *, num_new=2, salt=""):
+        request = GenerateRequest(
+            request_id=RequestId(name),
+            prompt_ids=list(prompt),
+            sampling=SamplingParams(temperature=0, max_new_tokens=num_new, ignore_eos=True),
+            cache_salt=salt,
+        )
+        self.role.start(self.ticket(name), StartColocated(request=request))
+
+    def turn(self):
+        self.role.poll()
+        if self.role.has_work:
+            self.role.step()
+
+    def run(self):
+        """Go on, tiers answering at once, until nothing is left to do."""
+        for _ in range(400):
+            self.turn()
+            self.stack.answer_all()
+            if not (self.role.has_work or self.tiering.awaited or self.stack.saving):
+                self.role.poll()
+                if not (self.role.has_work or self.stack.saving or self.stack.placing):
+                    return
+        raise AssertionError(f"not done: {self.tiering!r} {self.engine!r}")
+
+    def forget(self):
+        """Lose what is in the pool, not what tiers have."""
+        self.role.flush_cache()
+        assert self.engine.counts().cached == 0
+
+
+@pytest.fixture
+def node():
+    return Node()
+
+
+def prompt_of(num_tokens, seed=0):
+    return [2 + (seed * 31 + i * 7) % 40 for i in range(num_tokens)]
+
+
+def answers(node, name, prompt, num_new=2):
+    assert node.told.tokens[name] == toy_answer(prompt, num_new)
+
+
+def test_what_was_evicted_comes_back_from_a_tier_and_is_counted_as_cached(node):
+    prompt = prompt_of(41)
+    node.start("a", prompt)
+    node.run()
+    node.forget()
+    node.start("b", prompt)
+    node.run()
+    answers(node, "b", prompt)
+    assert (node.told.cached["b"], node.told.by_tier["b"]) == (40, {"host": 40})
+    assert node.told.phases["b"][0] == "kv_tier"
+    assert node.told.by_tier["a"] == {}
+    assert node.tiering.seconds().keys() == {"none", "host"}
+
+
+def test_only_what_the_device_lacks_is_fetched(node):
+    prompt = prompt_of(41)
+    node.start("a", prompt)
+    node.run()
+    node.forget()
+    node.start("b", [*prompt[:20], 2])
+    node.run()
+    node.start("c", prompt)
+    (keys,) = node.stack.looking.values()
+    assert len(keys) == 5
+    node.run()
+    assert (node.told.cached["c"], node.told.by_tier["c"]) == (40, {"host": 20})
+
+
+def test_nothing_is_fetched_under_another_salt(node):
+    prompt = prompt_of(41)
+    node.start("a", prompt, salt="one")
+    node.run()
+    node.forget()
+    node.start("b", prompt, salt="two")
+    node.run()
+    node.start("c", prompt, salt="one")
+    node.run()
+    node.start("d", prompt)
+    node.run()
+    answers(node, "b", prompt)
+    assert [node.told.by_tier[name] for name in "bcd"] == [{}, {"host": 40}, {}]
+    assert [node.told.cached[name] for name in "bcd"] == [0, 40, 0]
+
+
+def test_a_prompt_too_short_to_gain_is_not_looked_for():
+    node = Node(min_tokens=16)
+    node.start("a", prompt_of(16))
+    assert not node.stack.looking
+    node.start("b", prompt_of(17, seed=1))  # the last token is computed in any case
+    assert len(node.stack.looking) == 1
+
+
+def test_what_generation_added_is_found_by_the_next_turn(node):
+    prompt = prompt_of(20)
+    node.start("a", prompt, num_new=21)
+    node.run()
+    node.forget()
+    longer = prompt + toy_answer(prompt, 21)
+    node.start("b", longer)
+    node.run()
+    answers(node, "b", longer)
+    assert node.told.cached["b"] == 40
+
+
+def test_a_request_waits_no_longer_than_its_limit_for_a_stack_that_never_answers(node):
+    prompt = prompt_of(41)
+    node.start("a", prompt)
+    assert node.tiering.wait_s(60) == pytest.approx(LIMIT_S)
+    node.turn()
+    assert not node.role.has_work
+    node.clock.now += LIMIT_S
+    assert node.tiering.wait_s(60) == 0
+    node.run()
+    answers(node, "a", prompt)
+    assert not node.stack.fetched
+
+
+def test_an_answer_seen_late_because_a_step_was_long_is_used(node):
+    prompt = prompt_of(41)
+    node.start("a", prompt)
+    node.run()
+    node.forget()
+    node.start("b", prompt)
+    node.stack.answer_all()
+    node.clock.now += 10 * LIMIT_S
+    node.run()
+    assert node.told.cached["b"] == 40
+
+
+def test_a_copy_that_takes_too_long_is_not_waited_for_and_its_pages_stay_held(node):
+    prompt = prompt_of(41)
+    node.start("a", prompt)
+    node.run()
+    node.forget()
+    node.start("b", prompt)
+    node.stack.answer_all()
+    node.turn()
+    (number,) = node.stack.placing
+    node.clock.now += 2 * (1 - LOOKING_SHARE) * LIMIT_S + LIMIT_S
+    node.turn()
+    assert node.role.has_work
+    assert node.engine.counts().held >= 10
+    for _ in range(20):
+        node.turn()
+    answers(node, "b", prompt)
+    assert node.told.cached["b"] == 0
+    node.stack.answer_place(number)
+    node.run()
+    assert node.engine.counts().held == 0
+
+
+def test_pages_of_a_request_cancelled_while_they_are_written_are_held_until_they_are(node):
+    prompt = prompt_of(41)
+    node.start("a", prompt)
+    node.run()
+    node.forget()
+    node.start("b", prompt)
+    node.stack.answer_all()
+    node.turn()
+    node.role.cancel(node.ticket("b"))
+    node.turn()
+    assert node.engine.counts().held == 10
+    assert node.engine.cache.allocate(60) is None
+    node.stack.answer_all()
+    node.turn()
+    assert (node.engine.counts().held, node.engine.counts().cached) == (0, 10)
+
+
+def test_a_request_cancelled_while_its_prefix_is_looked_for_leaves_nothing(node):
+    node.start("a", prompt_of(41))
+    node.role.cancel(node.ticket("a"))
+    assert not node.stack.looking
+    node.run()
+    assert node.role.load().num_waiting == 0
+    assert node.engine.counts().free == 64
+
+
+def test_pages_whose_copy_failed_are_never_read(node):
+    prompt = prompt_of(41)
+    node.start("a", prompt)
+    node.run()
+    node.forget()
+    node.start("b", prompt)
+    node.stack.answer_all()
+    node.turn()
+    (number,) = node.stack.placing
+    node.stack.answer_place(number, is_whole=False)
+    node.run()
+    answers(node, "b", prompt)
+    assert node.told.cached["b"] == 0
+
+
+def test_requests_with_the_same_prefix_wait_for_one_fetch(node):
+    prompt = prompt_of(41)
+    node.start("a", prompt)
+    node.run()
+    node.forget()
+    for name in "bcd":
+        node.start(name, prompt)
+    assert len(node.stack.looking) == 1
+    node.run()
+    for name in "bcd":
+        answers(node, name, prompt)
+        assert node.told.cached[name] == 40
+
+
+def test_a_longer_prompt_does_not_wait_for_the_fetch_of_a_shorter_one(node):
+    node.start("a", prompt_of(21))
+    node.start("b", prompt_of(41))
+    assert len(node.stack.looking) == 2
+
+
+def test_a_prefix_evicted_while_more_of_it_was_looked_for_is_computed(node):
+    prompt = prompt_of(41)
+    node.start("a", prompt)
+    node.run()
+    node.forget()
+    node.start("b", [*prompt[:20], 2])
+    node.run()
+    node.start("c", prompt)
+    node.forget()
+    node.run()
+    answers(node, "c", prompt)
+    assert node.engine.counts().held == 0
+
+
+def test_what_others_computed_of_a_prefix_while_it_was_looked_for_is_shared():
+    node = Node(min_tokens=24)
+    prompt = prompt_of(41)
+    node.start("a", prompt)
+    node.run()
+    node.forget()
+    node.start("b", prompt)
+    node.start("short", [*prompt[:20], 2])
+    while "short" not in node.told.finished:
+        node.turn()
+    node.run()
+    answers(node, "b", prompt)
+    assert node.told.cached["b"] == 40
+    assert (node.engine.counts().held, node.engine.counts().cached) == (0, 10)
+
+
+def test_a_request_that_lacks_the_pages_of_a_save_runs_when_it_is_over():
+    node = Node(num_pages=16)
+    node.start("a", prompt_of(41))
+    while node.role.has_work or node.tiering.awaited:
+        node.turn()
+        for number in list(node.stack.looking):
+            node.stack.answer_fetch(number)
+    node.turn()
+    assert node.stack.saving
+    prompt = prompt_of(60, seed=1)
+    node.start("b", prompt)
+    for _ in range(4):
+        for number in list(node.stack.looking):
+            node.stack.answer_fetch(number)
+        node.turn()
+    assert node.engine.num_waiting == 1
+    assert not node.role.has_work
+    node.run()
+    answers(node, "b", prompt)
+
+
+def test_a_pool_without_room_for_what_was_found_computes_when_there_is_some():
+    node = Node(num_pages=16)
+    prompt = prompt_of(41)
+    node.start("a", prompt)
+    node.run()
+    node.forget()
+    held = node.engine.cache.allocate(8)
+    node.start("b", prompt)
+    node.stack.answer_all()
+    node.turn()
+    assert not node.stack.placing
+    node.engine.cache.release(held)
+    node.engine.note_pages()
+    node.run()
+    answers(node, "b", prompt)
+
+
+def test_what_is_copied_in_takes_no_page_that_a_running_answer_grows_into():
+    node = Node(num_pages=20)
+    prompt = prompt_of(41)
+    node.start("a", prompt)
+    node.run()
+    node.forget()
+    running = prompt_of(37, seed=1)
+    node.start("b", running, num_new=7)
+    node.stack.answer_all()
+    node.turn()
+    node.start("c", prompt)
+    node.stack.answer_all()
+    for _ in range(10):
+        node.turn()
+    assert node.engine.num_retracted == 0
+    node.run()
+    answers(node, "b", running, 7)
+    answers(node, "c", prompt)
+
+
+def test_a_tier_slower_than_computing_is_asked_only_now_and_then(node):
+    node.engine.steps.prompt_token_s = 0.001
+    node.stack.cost = TierCost(latency_s=0.0, page_s=0.1, num_pages=9)
+    node.start("a", prompt_of(41))
+    node.start("b", prompt_of(41, seed=1))
+    assert len(node.stack.looking) == 1
+    node.clock.now += 60
+    node.start("c", prompt_of(41, seed=2))
+    assert len(node.stack.looking) == 2
+    (load,) = node.tiering.loads()
+    assert load.token_cost == pytest.approx(0.1 / PAGE / 0.001)
+
+
+def test_a_cost_is_told_once_both_sides_were_measured(node):
+    assert node.tiering.loads()[0].token_cost == -1
+    node.stack.cost = TierCost(latency_s=0.0, page_s=0.002, num_pages=9)
+    assert node.tiering.loads()[0].token_cost == -1
+    node.engine.steps.prompt_token_s = 0.001
+    assert node.tiering.loads()[0].token_cost == pytest.approx(0.5)
+
+
+def test_what_a_prompt_token_takes_is_learned_from_prompts_and_not_from_short_ends_of_them():
+    node = Node(num_pages=128, chunked_prefill_size=256)
+    node.start("short", prompt_of(20))
+    node.run()
+    assert node.engine.steps.prompt_token_s == 0
+    node.start("long", prompt_of(200, seed=1))
+    node.run()
+    assert 0 < node.engine.steps.prompt_token_s < 1
+
+
+def test_with_memory_of_the_node_alone_pages_are_saved_when_few_are_left_to_evict():
+    node = Node(num_pages=64, saves_at_once=False)
+    for seed in range(3):
+        node.start(f"{seed}", prompt_of(48, seed))
+        node.run()
+    assert not node.stack.content  # 28 of 64 pages are free
+    for seed in range(3, 5):
+        node.start(f"{seed}", prompt_of(48, seed))
+        node.run()
+    assert node.stack.content
+    assert node.engine.cache.num_unsaved < 60
+
+
+def test_what_eviction_takes_was_saved_before_and_is_found_again():
+    node = Node(num_pages=64, saves_at_once=False)
+    prompts = [prompt_of(33, seed) for seed in range(20)]
+    for i, prompt in enumerate(prompts):
+        node.start(f"first {i}", prompt)
+        node.run()
+    for i, prompt in enumerate(prompts):
+        node.start(f"again {i}", prompt)
+        node.run()
+        answers(node, f"again {i}", prompt)
+        assert node.told.cached[f"again {i}"] == 32
+
+
+def test_a_stack_that_takes_nothing_now_is_asked_again_after_a_moment(node):
+    node.stack.is_full = True
+    node.start("a", prompt_of(20))
+    node.run()
+    assert node.engine.cache.num_unsaved == 5
+    assert 0 < node.tiering.wait_s(60) <= 0.11
+    node.stack.is_full = False
+    node.clock.now += 0.11
+    node.run()
+    assert node.engine.cache.num_unsaved == 0
+    assert len(node.stack.content) == 5
+
+
+def test_a_loop_sleeps_while_saves_are_under_way(node):
+    node.start("a", prompt_of(80))
+    while node.role.has_work or node.tiering.awaited:
+        node.turn()
+        for number in list(node.stack.looking):
+            node.stack.answer_fetch(number)
+    node.turn()
+    assert node.engine.cache.num_unsaved
+    assert node.tiering.wait_s(60) == 60
+
+
+def test_those_who_wait_for_tiers_are_counted_and_failed_as_all_others_are(node):
+    node.start("a", prompt_of(41))
+    assert (node.role.load().num_waiting, node.role.load().queued_tokens) == (1, 41)
+    node.role.fail_all(EngineFailed("as the loop does"))
+    assert node.told.failed == {"a": "engine_failed"}
+    assert node.role.load().num_waiting == 0
+    node.run()
+
+
+PREFIXES = [prompt_of(16, 1), prompt_of(24, 2), [*prompt_of(16, 1), *prompt_of(8, 3)]]
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Requests come, are cancelled and run, while tiers answer whenever and however they like."""
+
+    def __init__(self):
+        super().__init__()
+        # 20 pages: a few requests fill the pool, so that pages are evicted.
+        self.node = Node(num_pages=20, max_running_requests=4)
+        self.began: dict[str, float] = {}
+        self.prompts: dict[str, list[int]] = {}
+
+    @rule(prefix=st.sampled_from(PREFIXES), seed=st.integers(4, 6), salt=st.sampled_from("ab"))
+    def start(self, prefix, seed, salt):
+        name = str(len(self.prompts))
+        self.prompts[name] = [*prefix, *prompt_of(seed, seed)]
+        self.began[name] = self.node.clock.now
+        self.node.start(name, self.prompts[name], num_new=6, salt=salt)
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data())
+    def cancel(self, data):
+        self.node.role.cancel(self.node.ticket(data.draw(st.sampled_from(list(self.prompts)))))
+
+    @rule(num=st.integers(1, 4))
+    def turns(self, num):
+        for _ in range(num):
+            self.node.turn()
+        for active in self.node.tiering.awaited:
+            waited_s = self.node.clock.now - self.began[active.request.request_id]
+            assert waited_s < (2 - LOOKING_SHARE) * LIMIT_S
+
+    @rule(seconds=st.sampled_from([0.1, 0.3, 2.0]))
+    def time_passes(self, seconds):
+        self.node.clock.now += seconds
+        self.node.role.poll()
+
+    @rule(data=st.data(), at_most=st.integers(0, 9))
+    def fetch(self, data, at_most):
+        if self.node.stack.looking:
+            number = data.draw(st.sampled_from(list(self.node.stack.looking)))
+            self.node.stack.answer_fetch(number, at_most)
+
+    @rule(data=st.data(), is_whole=st.booleans())
+    def place(self, data, is_whole):
+        if self.node.stack.placing:
+            number = data.draw(st.sampled_from(list(self.node.stack.placing)))
+            self.node.stack.answer_place(number, is_whole=is_whole)
+
+    @rule(data=st.data())
+    def save(self, data):
+        if self.node.stack.saving:
+            self.node.stack.answer_save(data.draw(st.sampled_from(list(self.node.stack.saving))))
+
+    @rule(is_full=st.booleans())
+    def fill_up(self, is_full):
+        self.node.stack.is_full = is_full
+
+    @rule(number=st.integers(0, 50))
+    def lie(self, number):
+        # Of a fetch that was given up, or never begun.
+        if number not in (*self.node.stack.looking, *self.node.stack.fetched):
+            self.node.stack._events.append(Fetched(number, 3, {"host": 3}))
+            self.node.role.poll()
+
+    @rule()
+    def flush(self):
+        self.node.role.flush_cache()
+
+    @rule()
+    def break_a_step(self):
+        self.node.role.fail_all(EngineFailed("as the loop does"))
+
+    @invariant()
+    def every_page_has_one_owner(self):
+        self.node.engine.cache.check_integrity()
+
+    def teardown(self):
+        self.node.stack.is_full = False
+        self.node.clock.now += 1
+        self.node.run()
+        for name in self.node.told.finished:
+            assert self.node.told.tokens[name] == toy_answer(self.prompts[name], 6)
+        counts = self.node.engine.counts()
+        assert counts.free + counts.cached == counts.total
+        assert self.node.role.tickets() == []
+        assert not self.node.stack.looking
+        assert not self.node.stack.fetched
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -1,0 +1,113 @@
+"""A stack of tiers that does what a test says, over a toy engine whose KV is the tokens themselves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvtier.events import Fetched, Placed, Saved
+from kvtier.stack import TierCost
+from wire.messages import TierLoad
+from wire.page_keys import PageKey
+from wire.prefix_journal import PrefixJournal
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class ScriptedStack:
+    """Keeps what is saved by digest; answers only when told to, in any order.
+
+    Attributes:
+        pool: The bytes of the pool, page by page: a row of an array each.
+        looking, placing, saving: What was asked and is not answered.
+        is_full: Refuses saves.
+    """
+
+    pool: object
+    content: dict[bytes, object] = field(default_factory=dict)
+    looking: dict[int, list[PageKey]] = field(default_factory=dict)
+    fetched: dict[int, list[object]] = field(default_factory=dict)
+    placing: dict[int, list[int]] = field(default_factory=dict)
+    saving: dict[int, tuple[list[PageKey], list[int]]] = field(default_factory=dict)
+    is_full: bool = False
+    max_save_pages: int = 1000
+    cost: TierCost = field(default_factory=lambda: TierCost(0.0, 0.0, 0))
+    _events: list[object] = field(default_factory=list)
+
+    def fetch(self, number: int, keys: Sequence[PageKey]) -> None:
+        assert not {number} & {*self.looking, *self.fetched}
+        self.looking[number] = list(keys)
+
+    def place(self, number: int, page_ids: Sequence[int]) -> None:
+        assert len(page_ids) <= len(self.fetched[number])
+        self.placing[number] = list(page_ids)
+
+    def abandon(self, number: int) -> None:
+        assert number not in self.placing, "abandoned while it is placed"
+        self.looking.pop(number, None)
+        self.fetched.pop(number, None)
+        self._events = [
+            e for e in self._events if not (isinstance(e, Fetched) and e.number == number)
+        ]
+
+    def save(self, number: int, keys: Sequence[PageKey], page_ids: Sequence[int]) -> bool:
+        assert len(keys) == len(page_ids) <= self.max_save_pages
+        if not self.is_full:
+            self.saving[number] = (list(keys), list(page_ids))
+        return not self.is_full
+
+    def events(self):
+        while self._events:
+            yield self._events.pop(0)
+
+    def loads(self) -> list[TierLoad]:
+        return [TierLoad(name="host", num_pages=len(self.content))]
+
+    def costs(self):
+        return {"host": self.cost}
+
+    def journals(self):
+        return {"host": PrefixJournal()}
+
+    # ── what a test says ─────────────────────────────────────────────────────────────────────────
+
+    def answer_fetch(self, number: int, at_most: int = 1000) -> None:
+        """Bring what is there of a fetch, `at_most` pages."""
+        pages: list[object] = []
+        for key in self.looking.pop(number)[:at_most]:
+            if key.digest not in self.content:
+                break
+            pages.append(self.content[key.digest])
+        self.fetched[number] = pages
+        self._events.append(Fetched(number, len(pages), {"host": len(pages)} if pages else {}))
+
+    def answer_place(self, number: int, *, is_whole: bool = True) -> None:
+        """Copy into the pool, or spoil its pages."""
+        pages = self.fetched.pop(number)
+        for page, bytes_ in zip(self.placing.pop(number), pages, strict=False):
+            self.pool[page] = bytes_ if is_whole else 0
+        self._events.append(Placed(number, is_whole))
+
+    def answer_save(self, number: int) -> None:
+        """Copy off the pool."""
+        keys, page_ids = self.saving.pop(number)
+        for key, page in zip(keys, page_ids, strict=True):
+            self.content[key.digest] = self.pool[page].copy()
+        self._events.append(Saved(number))
+
+    def answer_all(self) -> None:
+        """Answer everything that was asked, in order."""
+        for asked, answer in (
+            (self.looking, self.answer_fetch),
+            (self.placing, self.answer_place),
+            (self.saving, self.answer_save),
+        ):
+            for number in list(asked):
+                answer(number)

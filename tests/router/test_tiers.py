@@ -1,0 +1,389 @@
+"""What a router knows of tiers, what it makes of their cost, and where a request goes by it."""
+
+import asyncio
+import random
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.backend import ClusterBackend
+from router.cluster import Cluster
+from router.config import PrefillTarget, RouterConfig
+from router.nodes_api import NodesApi
+from router.policies import POLICIES
+from router.policy import NodeSnapshot
+from router.tiers import MAX_TIERS, UNKNOWN_SHARE, KnownPrefixes, share_saved
+from tests.router.fake_node import FakeNode, request, until
+from tests.router.test_policy import asking, chosen, decode, node, prefill
+from wire.messages import CacheReport, NodeLoad, StartPrefill, TierLoad
+from wire.prefix_blocks import BLOCK_TOKENS, MAX_BLOCKS, block_names, pack_names
+from wire.prefix_journal import PrefixJournal
+
+EPOCH, STORE = 1, "redis://store:6379/0#model"
+PROMPT = [i % 499 for i in range(10 * BLOCK_TOKENS + 1)]
+NAMES = block_names(PROMPT)
+ONE = [decode()]
+
+
+def report(names=(), tier="", position=1, is_whole=False, removed=()) -> CacheReport:
+    return CacheReport(
+        epoch=EPOCH,
+        position=position,
+        tier=tier,
+        is_whole=is_whole,
+        added=pack_names(list(names)),
+        removed=pack_names(list(removed)),
+    )
+
+
+def told(known, tiers=(), queued_tokens=0, **has) -> NodeSnapshot:
+    """A prefill as a router knows it: how many of the prompt's blocks it has where."""
+    prefixes = known.new_life()
+    load = NodeLoad(queued_tokens=queued_tokens, tiers=list(tiers))
+    prefixes.heard(load)
+    for place, num_blocks in has.items():
+        prefixes.take(report(NAMES[:num_blocks], "" if place == "device" else place))
+    return NodeSnapshot(
+        f"n{id(prefixes)}",
+        "prefill",
+        True,
+        "a",
+        load=load,
+        prefixes=prefixes.cached,
+        tiers=prefixes.tiers,
+    )
+
+
+def known_blocks(prefixes) -> dict[str, int]:
+    return {name: known.num_blocks for name, known in prefixes.behind.items()}
+
+
+def saved(snapshot) -> float:
+    return asking(PROMPT).saved_tokens(snapshot) / BLOCK_TOKENS
+
+
+costs = st.one_of(st.just(-1.0), st.floats(0, 3))
+lengths = st.integers(0, 10)
+stacks = st.lists(st.tuples(costs, lengths), max_size=3)
+
+
+def stacked(device, stack, state="up") -> NodeSnapshot:
+    tiers = [
+        TierLoad(name=f"t{place}", token_cost=cost, state=state)
+        for place, (cost, _) in enumerate(stack)
+    ]
+    has = {f"t{place}": length for place, (_, length) in enumerate(stack)}
+    return told(KnownPrefixes(), tiers, device=device, **has)
+
+
+# ── what is saved ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_each_tier_saves_its_share_of_what_cheaper_places_lack():
+    snapshot = stacked(2, [(0.5, 8), (0.25, 6), (0.9, 8)])
+    assert saved(snapshot) == 2 + 4 * 0.75 + 2 * 0.5
+    assert asking(PROMPT).found_in(snapshot) == {
+        "device": 2 * BLOCK_TOKENS,
+        "t1": 4 * BLOCK_TOKENS,
+        "t0": 2 * BLOCK_TOKENS,
+    }
+
+
+@given(lengths, stacks)
+def test_tiers_save_never_less_than_the_device_alone_nor_more_than_all_that_is_somewhere(
+    device, stack
+):
+    total = saved(stacked(device, stack))
+    assert device <= total <= max([device, *(length for _, length in stack)])
+
+
+@given(lengths, stacks, st.sampled_from(["backing_off", "a_state_of_the_future"]))
+def test_tiers_that_are_empty_too_dear_or_not_up_save_nothing(device, stack, state):
+    empty = [(cost, 0) for cost, _ in stack]
+    dear = [(1 + abs(cost), length) for cost, length in stack]
+    assert saved(stacked(device, empty)) == saved(stacked(device, dear)) == device
+    assert saved(stacked(device, stack, state)) == device
+
+
+@given(lengths, stacks.filter(bool), st.data())
+def test_a_tier_that_becomes_dearer_saves_no_more(device, stack, data):
+    place = data.draw(st.integers(0, len(stack) - 1))
+    low, high = sorted(data.draw(st.tuples(st.floats(0, 3), st.floats(0, 3))))
+    (_, length) = stack[place]
+    cheap, dear = (
+        saved(stacked(device, [*stack[:place], (cost, length), *stack[place + 1 :]]))
+        for cost in (low, high)
+    )
+    assert dear <= cheap + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("cost", "share"),
+    [
+        *[(0.0, 1.0), (0.25, 0.75), (1.0, 0.0), (float("inf"), 0.0)],
+        *[(-1.0, UNKNOWN_SHARE), (float("nan"), UNKNOWN_SHARE)],
+    ],
+)
+def test_a_cost_is_a_share_whatever_a_node_says(cost, share):
+    assert share_saved(TierLoad(name="host", token_cost=cost)) == share
+
+
+# ── what is known ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_tier_of_one_node_is_nothing_to_another_and_a_store_is_all_its_nodes():
+    known = KnownPrefixes()
+    own, shared = (
+        TierLoad(name="host", token_cost=0),
+        TierLoad(name="disk", store=STORE, token_cost=0),
+    )
+    first = told(known, [own, shared], host=3, disk=7)
+    second = told(known, [own, replace_name(shared, "nfs")])
+    without = told(known, [own])
+    assert [saved(each) for each in (first, second, without)] == [7, 7, 0]
+
+
+def replace_name(tier, name) -> TierLoad:
+    return TierLoad(name=name, store=tier.store, token_cost=tier.token_cost)
+
+
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("change"), st.integers(0, 2), st.booleans(), st.integers(0, 9)),
+        st.tuples(st.just("ask"), st.integers(0, 2)),
+        st.tuples(st.just("die"), st.integers(0, 2)),
+    ),
+    max_size=60,
+)
+
+
+@given(events, st.integers(1, 12))
+def test_a_store_has_what_any_living_node_told_however_often_they_are_asked(drawn, max_changes):
+    """Three nodes feed it, by the product's own journals; a node that dies has a new life at once."""
+    known = KnownPrefixes()
+    load = NodeLoad(tiers=[TierLoad(name="redis", store=STORE)])
+
+    def born():
+        prefixes = known.new_life()
+        prefixes.heard(load)
+        return PrefixJournal(max_changes=max_changes), set(), prefixes
+
+    def ask(each):
+        journal, cached, prefixes = each
+        if (changes := journal.since(prefixes.tier_positions["redis"])) is not None:
+            prefixes.take(
+                report(changes.added, "redis", changes.position, changes.is_whole, changes.removed)
+            )
+        return cached
+
+    nodes = [born() for _ in range(3)]
+    asked = [set(), set(), set()]
+    for kind, number, *change in drawn:
+        journal, cached, prefixes = nodes[number]
+        if kind == "ask":
+            asked[number] = set(ask(nodes[number]))
+        elif kind == "die":
+            prefixes.forget()
+            nodes[number], asked[number] = born(), set()
+        elif change[0] and change[1] not in cached:
+            journal.add(change[1])
+            cached.add(change[1])
+        elif not change[0] and change[1] in cached:
+            journal.remove(change[1])
+            cached.remove(change[1])
+        assert known.stores[STORE].prefixes.names == set.union(*asked)
+    for _, _, prefixes in nodes:
+        prefixes.forget()
+        prefixes.forget()
+    assert (len(known.index), known.stores) == (0, {})
+
+
+def test_what_one_node_takes_back_stays_while_another_told_of_it():
+    known = KnownPrefixes()
+    first, second = known.new_life(), known.new_life()
+    for each in (first, second):
+        each.heard(NodeLoad(tiers=[TierLoad(name="redis", store=STORE)]))
+        each.take(report(NAMES, "redis"))
+    first.take(report((), "redis", 2, removed=NAMES[:4]))
+    assert known.stores[STORE].prefixes.names == set(NAMES)
+    second.take(report((), "redis", 2, removed=NAMES[:5]))
+    assert known.stores[STORE].prefixes.names == set(NAMES[4:])
+    first.forget()
+    assert known.stores[STORE].prefixes.names == set(NAMES[5:])
+
+
+def test_a_tier_that_a_node_has_no_more_is_forgotten_and_a_report_of_it_kept_nowhere():
+    known = KnownPrefixes()
+    prefixes = known.new_life()
+    host, shared = TierLoad(name="host"), TierLoad(name="disk", store=STORE)
+    prefixes.heard(NodeLoad(tiers=[host, shared]))
+    for tier in ("", "host", "disk", "unheard"):
+        prefixes.take(report(NAMES, tier))
+    assert prefixes.tier_positions == {"host": 1, "disk": 1}
+    assert known_blocks(prefixes) == {"host": len(NAMES), "disk": len(NAMES)}
+    # Another store under the same name begins anew.
+    prefixes.heard(NodeLoad(tiers=[TierLoad(name="disk", store=STORE + "2")]))
+    assert prefixes.tier_positions == {"disk": 0}
+    assert list(known.stores) == [STORE + "2"]
+    prefixes.take(report(NAMES, "host"))
+    prefixes.heard(NodeLoad())
+    assert (prefixes.tier_positions, prefixes.tiers, known.stores) == ({}, (), {})
+    assert prefixes.position == 1
+    prefixes.forget()
+    prefixes.heard(NodeLoad(tiers=[host]))  # on its way as the life ended
+    prefixes.take(report(NAMES, "host"))
+    assert (prefixes.tier_positions, len(known.index)) == ({}, 0)
+
+
+def test_nodes_that_lie_do_not_grow_their_router():
+    known = KnownPrefixes()
+    many = [TierLoad(name=f"t{place}") for place in range(3 * MAX_TIERS)]
+    liar = known.new_life()
+    liar.heard(NodeLoad(tiers=many))
+    assert len(liar.tier_positions) == MAX_TIERS
+    feeders = [known.new_life() for _ in range(2)]
+    for start, feeder in zip((0, MAX_BLOCKS // 2), feeders, strict=True):
+        feeder.heard(NodeLoad(tiers=[TierLoad(name="redis", store=STORE)]))
+        feeder.take(report(range(start, start + MAX_BLOCKS), "redis"))
+    assert known_blocks(feeders[0]) == {"redis": MAX_BLOCKS}
+    assert repr(known.stores[STORE]) == f"<SharedStore {MAX_BLOCKS} blocks by 2 nodes>"
+    assert known.stores[STORE].prefixes.names == set(range(MAX_BLOCKS))
+    feeders[0].forget()
+    assert known_blocks(feeders[1]) == {"redis": MAX_BLOCKS // 2}
+
+
+# ── where a request goes ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("policy", ["cache_aware", "session"])
+def test_a_node_that_reads_the_store_takes_over_when_the_one_that_has_the_prefix_is_busy(policy):
+    """As soon as waiting costs more than fetching: the choice follows the measured cost."""
+    tokens = len(NAMES) * BLOCK_TOKENS
+    for cost in (0.1, 0.5, -1.0, 0.9):
+        share = 1 - cost if cost >= 0 else UNKNOWN_SHARE
+        for queued, taken in ((-1, "warm"), (1, "other")):
+            tier = TierLoad(name="redis", store=STORE, token_cost=cost)
+            known, wait = KnownPrefixes(), round(tokens * (1 - share)) + queued
+            warm = told(known, [tier], wait, device=10, redis=10)
+            other = told(known, [tier])
+            urls = {"warm": warm.url, "other": other.url}
+            assert chosen(policy, [other, warm], ONE, asking(PROMPT)).prefill == urls[taken]
+
+
+def test_of_two_idle_nodes_that_read_the_store_the_one_with_the_prefix_on_its_device_is_taken():
+    tier = TierLoad(name="redis", store=STORE, token_cost=0.01)
+    known = KnownPrefixes()
+    nodes = [told(known, [tier]), told(known, [tier], device=10, redis=10), told(known)]
+    for turn in range(3):
+        assert chosen("cache_aware", nodes, ONE, asking(PROMPT), turn).prefill == nodes[1].url
+
+
+def test_what_decode_has_behind_its_cache_saves_it_nothing_but_a_stand_in_for_prefill_all():
+    known, host = KnownPrefixes(), TierLoad(name="host", token_cost=0)
+    behind = replace(told(known, [host], host=10), role="decode", url="behind")
+    cold = node("cold", "decode")
+    pairs = [chosen("cache_aware", [prefill()], [cold, behind], asking(PROMPT), t) for t in (0, 1)]
+    assert {pair.decode for pair in pairs} == {"cold", "behind"}
+    alone = [chosen("cache_aware", [cold, behind], [cold], asking(PROMPT), t) for t in (0, 1)]
+    assert {pair.prefill for pair in alone} == {"behind"}
+
+
+@asynccontextmanager
+async def cluster_of(*prefills):
+    """The real router before nodes that speak the real wire, one decode behind them."""
+    nodes = [*prefills, FakeNode("decode")]
+    async with AsyncExitStack() as stack:
+        for each in nodes:
+            await stack.enter_async_context(each.serving())
+        config = RouterConfig(
+            prefills=tuple(PrefillTarget(each.url) for each in prefills), decodes=(nodes[-1].url,)
+        )
+        cluster = Cluster(config)
+        backend = ClusterBackend(cluster, POLICIES["cache_aware"], 3, random.Random(0))
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(cluster.run())
+            await until(lambda: all(cluster.node(each.url).is_up for each in nodes))
+            yield cluster, backend
+            running.cancel()
+
+
+async def taken_by(backend, prefills):
+    """Return which prefill is given the prompt."""
+    async with aclosing(backend.generate(request(PROMPT))) as deltas:
+        first = asyncio.ensure_future(anext(deltas))
+        await until(lambda: not all(each.engine.is_idle() for each in prefills))
+        [taken] = [each for each in prefills if not each.engine.is_idle()]
+        start = await taken.engine.next(StartPrefill)
+        taken.engine.say(start, 0, [7], reason="stop")
+        await first
+    return taken
+
+
+async def test_over_the_wire_a_busy_node_loses_a_prompt_to_one_that_reads_the_store_by_what_it_costs():
+    warm, other = FakeNode("prefill"), FakeNode("prefill")
+
+    async def says(each, cost, queued_tokens=0):
+        tier = TierLoad(name="redis", store=STORE, token_cost=cost)
+        each.engine.load = NodeLoad(queued_tokens=queued_tokens, tiers=[tier])
+        of_it = cluster.node(each.url)
+        await until(lambda: of_it.client.load == each.engine.load)
+
+    async with cluster_of(warm, other) as (cluster, backend):
+        warm.engine.tell_cached(NAMES)
+        warm.engine.tell_cached(NAMES, tier="redis")
+        for cost in (0.2, 0.8):
+            for each in (warm, other):
+                await says(each, cost)
+            await until(lambda: known_blocks(cluster.node(other.url).prefixes) == {"redis": 10})
+            await until(lambda: cluster.node(warm.url).prefixes.cached.num_blocks == 10)
+            assert await taken_by(backend, [warm, other]) is warm
+            # Half a prompt in line costs more than fetching it at a fifth, and less than at four fifths.
+            await says(warm, cost, queued_tokens=len(PROMPT) // 2)
+            await says(other, cost)
+            assert await taken_by(backend, [warm, other]) is (other if cost == 0.2 else warm)
+        life = cluster.node(warm.url).prefixes
+        warm.restart_engine()
+        await until(lambda: cluster.node(warm.url).prefixes is not life)
+        # The one that told of it is gone, and with it what it told.
+        assert known_blocks(cluster.node(other.url).prefixes) == {"redis": 0}
+
+
+async def test_operators_see_what_is_where():
+    first, second = FakeNode("prefill"), FakeNode("prefill")
+    tiers = [TierLoad(name="host", num_pages=7), TierLoad(name="redis", store=STORE)]
+    for each in (first, second):
+        each.engine.load = NodeLoad(tiers=tiers)
+    async with cluster_of(first, second) as (cluster, backend):
+        first.engine.tell_cached(NAMES[:2])
+        first.engine.tell_cached(NAMES[:5], tier="host")
+        second.engine.tell_cached(NAMES[:5], tier="host")
+        second.engine.tell_cached(NAMES, tier="redis")
+        await until(lambda: cluster.tier_blocks() == {"host": 10, "redis": 10})
+        await until(lambda: cluster.node(first.url).prefixes.cached.num_blocks == 2)
+        async with TestClient(TestServer(app_of(cluster))) as client, client.get("/nodes") as shown:
+            nodes = {node["url"]: node["tiers"] for node in (await shown.json())["nodes"]}
+        assert [tier["name"] for tier in nodes[first.url]] == ["host", "redis"]
+        assert [tier["num_blocks"] for tier in nodes[first.url]] == [5, 10]
+        assert (nodes[first.url][0]["num_pages"], nodes[first.url][1]["store"]) == (7, STORE)
+        assert await taken_by(backend, [first, second]) is first
+        lines = backend.metrics().splitlines()
+        for line in (
+            'tandem_router_tier_blocks{tier="host"} 10.0',
+            'tandem_router_tier_blocks{tier="redis"} 10.0',
+            'tandem_router_prompt_tokens_total{found="device"} 256.0',
+            'tandem_router_prompt_tokens_total{found="host"} 384.0',
+            'tandem_router_prompt_tokens_total{found="redis"} 640.0',
+            'tandem_router_prompt_tokens_total{found="nowhere"} 1.0',
+        ):
+            assert line in lines
+
+
+def app_of(cluster) -> web.Application:
+    app = web.Application()
+    app.add_routes(NodesApi(cluster).routes())
+    return app

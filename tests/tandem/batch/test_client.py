@@ -1,0 +1,305 @@
+"""The client against servers that do what a test scripts."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from tandem.batch import (
+    BatchClient,
+    BatchRequest,
+    BatchSettings,
+    KeyRefused,
+    ServersAway,
+    run_batch,
+)
+from tandem.up import free_ports
+from tests.tandem.batch.stub import Stub, said
+from wire.errors import ConfigInvalid
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr("tandem.batch.servers.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("tandem.batch.servers.MAX_PAUSE_S", 0.02)
+    monkeypatch.setattr("tandem.batch.client.LOOK_INTERVAL_S", 0.005)
+
+
+def requests(number: int):
+    return [BatchRequest(f"r{i}", {"prompt": str(i)}, "/v1/completions") for i in range(number)]
+
+
+async def results_of(urls, asked, **settings):
+    async with BatchClient(urls, BatchSettings(**settings)) as client:
+        return [result async for result in client.run(asked)]
+
+
+async def until(is_so) -> None:
+    while not is_so():  # noqa: ASYNC110 - the loop's other tasks make it so, and tell nobody
+        await asyncio.sleep(0)
+
+
+def closed_url() -> str:
+    return f"http://127.0.0.1:{free_ports(1)[0]}"
+
+
+async def test_every_request_has_its_own_answer():
+    stub = Stub()
+    async with stub.serving() as url:
+        results = await results_of([f"{url}/v1/"], requests(300))
+    assert {result.custom_id: result.text for result in results} == {
+        f"r{i}": str(i) for i in range(300)
+    }
+    assert all(result.is_ok and result.num_attempts == 1 for result in results)
+    assert {(r.told.prompt_tokens, r.told.output_tokens, r.request_id) for r in results} == {
+        (5, 2, "cmpl-1")
+    }
+    assert sorted(map(int, stub.prompts)) == list(range(300))
+
+
+async def test_requests_may_be_made_as_they_are_needed_and_bodies_may_be_text():
+    async def made():
+        for number in range(3):
+            await asyncio.sleep(0)
+            yield BatchRequest(str(number), b'{"prompt":"%d"}' % number, "/v1/completions")
+
+    stub = Stub()
+    async with stub.serving() as url:
+        results = await results_of([url], made(), extra_body={"prompt": "not so", "top_p": 0.5})
+    assert {result.text for result in results} == {"0", "1", "2"}
+    assert {body["top_p"] for body in stub.asked} == {0.5}
+
+
+async def test_never_more_at_once_than_allowed_and_no_more_taken_than_can_be_held():
+    stub, num_taken = Stub(), 0
+
+    def counted():
+        nonlocal num_taken
+        for request in requests(200):
+            num_taken += 1
+            yield request
+
+    async with (
+        stub.serving() as url,
+        BatchClient([url], BatchSettings(max_concurrency=6)) as client,
+        aclosing(client.run(counted())) as results,
+    ):
+        num_read = 0
+        async for _ in results:
+            num_read += 1
+            assert num_taken <= num_read + 6
+    assert stub.most <= 6
+    assert num_read == 200
+
+
+async def test_an_answer_that_says_no_is_an_answer():
+    stub = Stub(lambda body: said("too long", status=400))
+    async with stub.serving() as url:
+        [result] = await results_of([url], requests(1))
+    assert (result.status_code, result.num_attempts, result.failure) == (400, 1, "HTTP 400")
+    assert result.body == {"error": {"message": "too long"}}
+    assert result.error is None
+
+
+@pytest.mark.parametrize("trouble", [500, 502, 504, 408, 429, 503, "cut", "no JSON"])
+async def test_what_may_succeed_later_is_tried_again(trouble):
+    troubles = iter([trouble] * 3)
+
+    def script(body):
+        match next(troubles, None):
+            case None:
+                return said()
+            case "cut":
+                return None
+            case "no JSON":
+                answer = said()
+                answer.text = "<html>"
+                return answer
+            case status:
+                return said("later", status=status, Retry_After="0.001")
+
+    stub = Stub(script)
+    async with stub.serving() as url:
+        [result] = await results_of([url], requests(1))
+    assert result.is_ok
+    assert result.num_attempts == len(stub.asked) == 4
+
+
+async def test_trying_again_has_an_end_and_the_last_word_is_kept():
+    async with Stub(lambda body: said("broken", status=500)).serving() as url:
+        [result] = await results_of([url], requests(1), max_attempts=3)
+    assert (result.num_attempts, result.failure) == (3, "HTTP 500")
+    async with Stub(lambda body: None).serving() as url:
+        [result] = await results_of([url], requests(1), max_attempts=2)
+    assert (result.num_attempts, result.failure, result.body) == (2, "connection_broken", None)
+
+
+async def test_an_answer_that_does_not_end_is_too_late():
+    async def hang(body):
+        await asyncio.Event().wait()
+
+    async with Stub(hang).serving() as url:
+        [result] = await results_of([url], requests(1), max_attempts=1, timeout_s=0.05)
+    assert result.failure == "timeout"
+
+
+async def test_one_request_that_finds_no_room_ends_when_others_were_answered_meanwhile():
+    now_s, is_over = 0.0, False
+
+    def script(body):
+        nonlocal now_s
+        if body["prompt"] == "no":
+            return said(status=429)
+        now_s += 10  # longer than this nobody is silent: they come one by one
+        return said()
+
+    def asked():
+        yield BatchRequest("no", {"prompt": "no"}, "/v1/completions")
+        while not is_over:
+            yield BatchRequest("yes", {"prompt": "yes"}, "/v1/completions")
+
+    settings = BatchSettings(max_concurrency=2, patience_s=25)
+    async with Stub(script).serving() as url, BatchClient([url], settings) as client:
+        client._clock = lambda: now_s
+        results = []
+        async with aclosing(client.run(asked())) as ended:
+            async for result in ended:
+                results.append(result)
+                is_over |= not result.is_ok
+    failed = [result for result in results if not result.is_ok]
+    assert [(result.custom_id, result.failure) for result in failed] == [("no", "HTTP 429")]
+    assert len(results) > 3
+
+
+async def test_others_go_on_while_a_server_is_away_and_it_costs_no_attempt():
+    stub = Stub()
+    async with stub.serving() as url:
+        results = await results_of([closed_url(), url], requests(100), max_attempts=1)
+    assert all(result.is_ok for result in results)
+    assert len(stub.asked) == 100
+
+
+async def test_a_server_that_comes_back_is_used_again():
+    url, stub = closed_url(), Stub()
+    async with BatchClient([url]) as client:
+        collecting = asyncio.create_task(collect(client, requests(20)))
+        await until(lambda: client.servers[0].problem)
+        async with stub.serving(int(url.rpartition(":")[2])):
+            results = await collecting
+    assert len(results) == len(stub.asked) == 20
+
+
+async def collect(client, asked):
+    return [result async for result in client.run(asked)]
+
+
+async def test_a_server_that_fails_at_once_does_not_get_everything():
+    broken, stub = Stub(lambda body: said("no", status=500)), Stub()
+
+    async with broken.serving() as bad, stub.serving() as good:
+        results = await results_of([bad, good], requests(300), max_concurrency=8, max_attempts=20)
+    assert all(result.is_ok for result in results)
+    assert len(broken.asked) < 150
+
+
+async def test_the_least_busy_server_is_first():
+    is_free = asyncio.Event()
+
+    async def hold(body):
+        await is_free.wait()
+        return said()
+
+    slow, quick = Stub(hold), Stub()
+    async with (
+        slow.serving() as one,
+        quick.serving() as other,
+        BatchClient([one, other], BatchSettings(max_concurrency=9)) as client,
+        aclosing(client.run(requests(60))) as results,
+    ):
+        num_left = 60
+        async for _ in results:
+            num_left -= 1
+            if num_left <= len(slow.asked):
+                is_free.set()
+    assert num_left == 0
+    assert len(slow.asked) <= 9 < 50 <= len(quick.asked)
+
+
+async def test_another_key_is_asked_for_once_and_no_answer_is_made_of_that():
+    stub = Stub(lambda body: said("no", status=401))
+    async with stub.serving() as url:
+        with pytest.raises(KeyRefused, match="--api-key"):
+            await results_of([url], requests(50), api_key="wrong", max_concurrency=1)
+    assert len(stub.asked) == 1
+    assert stub.keys == ["Bearer wrong"]
+
+
+async def test_it_ends_when_no_server_has_answered_for_too_long():
+    url = closed_url()
+    with pytest.raises(ServersAway, match=f"no server has answered .*{url}.*refused"):
+        await results_of([url], requests(3), patience_s=0.03)
+    async with Stub(lambda body: said(status=503)).serving() as url:
+        with pytest.raises(ServersAway, match="has no room"):
+            await results_of([url], requests(3), patience_s=0.03)
+
+
+async def test_servers_that_do_not_answer_are_told_and_that_none_does_ends_it():
+    async with Stub().serving() as url, BatchClient([url, closed_url()]) as client:
+        assert [each != url for each in await client.check()] == [True]
+    async with BatchClient([closed_url()]) as client:
+        with pytest.raises(ServersAway, match="start a server"):
+            await client.check()
+
+
+async def test_once_stopped_it_gives_the_answers_under_way_and_no_others():
+    is_free = asyncio.Event()
+
+    async def hold(body):
+        await is_free.wait()
+        return said(status=500 if body["prompt"] == "0" else 200)
+
+    stub = Stub(hold)
+    async with (
+        stub.serving() as url,
+        BatchClient([url], BatchSettings(max_concurrency=3)) as client,
+    ):
+        collecting = asyncio.create_task(collect(client, requests(50)))
+        await until(lambda: stub.now == 3)
+        client.stop()
+        is_free.set()
+        assert {result.custom_id for result in await collecting} == {"r1", "r2"}
+    assert len(stub.asked) == 3, "what failed is not tried again, either"
+
+
+async def test_whoever_leaves_early_ends_what_is_under_way():
+    stub = Stub(lambda body: said() if body["prompt"] == "0" else asyncio.Event().wait())
+    async with stub.serving() as url, BatchClient([url]) as client:
+        async with aclosing(client.run(requests(10))) as results:
+            async for _ in results:
+                break
+        assert client.in_flight == 0
+
+
+async def test_without_a_loop_results_come_in_the_order_of_the_requests():
+    def script(body):
+        return said(body["prompt"], status=200 if body["prompt"] != "7" else 404)
+
+    async with Stub(script).serving() as url:
+        asked = requests(40)
+        results = await asyncio.to_thread(run_batch, asked, [url])
+    assert [result.request for result in results] == asked
+    assert [result.status_code for result in results] == [404 if i == 7 else 200 for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_concurrency": 0}, {"min_concurrency": 0}, {"max_attempts": 0}, {"timeout_s": 0}]
+)
+def test_settings_that_cannot_work_are_refused(wrong):
+    with pytest.raises(ConfigInvalid, match=next(iter(wrong))):
+        BatchSettings(**wrong)
+
+
+@pytest.mark.parametrize("urls", [[], ["nonsense"], ["ftp://x"]])
+def test_urls_that_are_none_are_refused(urls):
+    with pytest.raises(ConfigInvalid, match="URL"):
+        BatchClient(urls)

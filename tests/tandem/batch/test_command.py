@@ -1,0 +1,266 @@
+"""`tandem batch` as people run it."""
+
+import asyncio
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.batch.command import carry_out, main, parse
+from tandem.up import free_ports
+from tests.tandem.batch.stub import Stub, line, said
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+async def start(*argv: str, limit: str = "") -> asyncio.subprocess.Process:
+    pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
+    command = [sys.executable, "-m", "tandem", "batch", *argv]
+    if limit:
+        command = ["bash", "-c", f'ulimit -f {limit}; exec "$@"', "bash", *command]
+    return await asyncio.create_subprocess_exec(*command, cwd=ROOT, **pipes)
+
+
+class Files:
+    def __init__(self, folder: Path, capture: pytest.CaptureFixture) -> None:
+        self._capture = capture
+        self.input, self.output = folder / "in.jsonl", folder / "out.jsonl"
+        self.errors, self.journal = folder / "err.jsonl", folder / "out.jsonl.journal"
+
+    def write(self, *lines: str) -> None:
+        self.input.write_text("".join(lines))
+
+    async def run(self, url: str, *argv: str, env=None) -> tuple[int, str]:
+        """Run the command in this process; return its status and all that it said."""
+        argv = [str(self.input), "-o", str(self.output), "--url", url, *argv]
+        status = await carry_out(parse(argv, env or {}))
+        return status, "".join(self._capture.readouterr())
+
+    def results(self, path: Path | None = None) -> list[dict]:
+        return [json.loads(text) for text in (path or self.output).read_text().splitlines()]
+
+
+@pytest.fixture
+def files(tmp_path, capsys) -> Files:
+    return Files(tmp_path, capsys)
+
+
+async def test_answers_come_in_the_order_and_shape_of_openai(files):
+    files.write(*(line(f"r{number}") for number in range(150)))
+    stub = Stub()
+    async with stub.serving() as url:
+        status, told = await files.run(url, env={"OPENAI_API_KEY": "k1"})
+    assert status == 0, told
+    results = files.results()
+    assert [result["custom_id"] for result in results] == [f"r{number}" for number in range(150)]
+    body = {
+        "id": "cmpl-1",
+        "choices": [{"index": 0, "text": "r7"}],
+        "usage": {"prompt_tokens": 5, "completion_tokens": 2},
+    }
+    response = {"status_code": 200, "request_id": "cmpl-1", "body": body}
+    id_ = results[7].pop("id")
+    assert results[7] == {"custom_id": "r7", "response": response, "error": None}
+    assert id_.startswith("batch_req_")
+    assert len({result["custom_id"] for result in results}) == 150
+    assert "150 requests: 150 succeeded, 0 failed; 750 prompt tokens, 300 generated" in told
+    assert not files.journal.exists()
+    assert set(stub.keys) == {"Bearer k1"}
+
+
+@pytest.mark.parametrize("has_error_file", [False, True])
+async def test_what_failed_is_in_the_output_or_in_a_file_of_its_own(files, has_error_file):
+    def script(body):
+        return {"bad": lambda: said("no", status=400), "cut": lambda: None}.get(
+            body["prompt"], said
+        )()
+
+    files.write(line("good"), line("bad"), line("cut"), line("e", url="/v1/embeddings"))
+    argv = ["--max-attempts", "1"] + (["--error-file", str(files.errors)] if has_error_file else [])
+    async with Stub(script).serving() as url:
+        status, told = await files.run(url, *argv)
+    assert status == 1
+    assert "2 succeeded, 2 failed (1 x HTTP 400, 1 x connection_broken)" in told
+    results = files.results() + (files.results(files.errors) if has_error_file else [])
+    assert len(files.results()) == (2 if has_error_file else 4)
+    by_name = {result["custom_id"]: result for result in results}
+    assert by_name["bad"]["response"]["status_code"] == 400
+    assert by_name["bad"]["response"]["body"] == {"error": {"message": "no"}}
+    assert by_name["bad"]["error"] is None
+    assert by_name["cut"]["response"] is None
+    assert by_name["cut"]["error"]["code"] == "connection_broken"
+
+
+async def test_bad_lines_are_told_before_anything_is_sent_and_can_be_left_out(files):
+    files.write(line("a"), "{\n", line("b", method="GET"), line("c"))
+    stub = Stub()
+    async with stub.serving() as url:
+        status, told = await files.run(url)
+        assert status == 2
+        assert "line 2: " in told
+        assert "line 3: method is 'GET': give POST" in told
+        assert "--skip-invalid" in told
+        assert stub.asked == []
+        assert not files.journal.exists()
+        status, told = await files.run(url, "--skip-invalid")
+    assert (status, stub.prompts) == (0, ["a", "c"])
+    assert [result["custom_id"] for result in files.results()] == ["a", "c"]
+
+
+async def test_ctrl_c_waits_for_what_is_under_way_and_the_same_command_goes_on(files):
+    is_free, is_asked = asyncio.Event(), asyncio.Event()
+
+    async def script(body):
+        if int(body["prompt"]) >= 5 and not is_free.is_set():
+            is_asked.set()
+            await is_free.wait()
+        return said(body["prompt"])
+
+    files.write(*(line(str(number)) for number in range(40)))
+    stub = Stub(script)
+    async with stub.serving() as url:
+        flags = ("--url", url, "--max-concurrency", "3")
+        process = await start(str(files.input), "-o", str(files.output), *flags)
+        await is_asked.wait()
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert b"answers under way" in await process.stderr.readline()
+        is_free.set()
+        _, told = await process.communicate()
+        assert process.returncode == 130
+        assert b"give the same command again to go on" in told
+        assert not files.output.exists()
+        num_asked = len(stub.asked)
+        assert 5 < num_asked < 40
+        status, said_then = await files.run(url)
+    assert status == 0
+    assert f"going on: {num_asked} of 40 are done" in said_then
+    assert sorted(map(int, stub.prompts)) == list(range(40)), "nothing was asked twice"
+    assert [result["custom_id"] for result in files.results()] == [str(n) for n in range(40)]
+
+
+async def test_a_second_ctrl_c_and_the_end_of_the_grace_wait_for_nothing(files):
+    stub = Stub(lambda body: asyncio.Event().wait())
+    files.write(line("a"))
+    async with stub.serving() as url:
+        for flags, num_signals in ((["--grace-s", "0"], 1), ([], 2)):
+            stub.is_asked.clear()
+            process = await start(str(files.input), "-o", str(files.output), "--url", url, *flags)
+            await stub.is_asked.wait()
+            assert process.stderr is not None
+            for _ in range(num_signals):
+                process.send_signal(signal.SIGTERM)
+                line_ = await process.stderr.readline()
+            await process.communicate()
+            assert process.returncode == 130
+            assert line_
+
+
+async def test_another_input_is_not_mixed_with_what_was_done_unless_begun_again(files):
+    files.write(line("a"), line("b"))
+    stub = Stub(lambda body: said(status=200 if body["prompt"] == "a" else 401))
+    async with stub.serving() as url:
+        status, told = await files.run(url, "--max-concurrency", "1")
+        assert (status, stub.prompts) == (2, ["a", "b"])
+        assert "asks for an API key" in told
+        files.write(line("a"), line("c"))
+        status, told = await files.run(url)
+        assert (status, len(stub.asked)) == (2, 2)
+        assert "another input, or of this one before it was changed" in told
+        assert "--restart" in told
+        stub.script = lambda body: said()
+        status, _ = await files.run(url, "--restart")
+        assert (status, stub.prompts[2:]) == (0, ["a", "c"])
+        status, told = await files.run(url)
+        assert (status, len(stub.asked)) == (2, 4)
+        assert "is there already, and whole" in told
+        assert (await files.run(url, "--restart"))[0] == 0
+
+
+async def test_one_begun_again_does_not_touch_what_another_is_writing(files):
+    files.write(line("a"))
+    again: list[tuple[int, str]] = []
+
+    async def answer(body):
+        if not again:
+            again.append((0, ""))
+            again.append(await files.run(url, "--restart"))
+        return said()
+
+    async with Stub(answer).serving() as url:
+        assert (await files.run(url))[0] == 0
+    assert again[1][0] == 2
+    assert "in use" in again[1][1]
+    assert [result["custom_id"] for result in files.results()] == ["a"]
+
+
+async def test_an_input_that_grows_while_it_is_sent_ends_it_with_what_to_do(files):
+    files.write(line("a"), line("b"))
+
+    def answer(body):
+        files.input.write_text(files.input.read_text() + line("c"))
+        return said()
+
+    async with Stub(answer).serving() as url:
+        status, told = await files.run(url, "--max-concurrency", "1")
+    assert status == 2
+    assert "was written to while it was sent" in told
+    assert not files.output.exists()
+
+
+async def test_a_full_disk_ends_it_with_what_to_do_and_loses_nothing(files):
+    files.write(*(line(f"{number:04}") for number in range(60)))
+    stub = Stub(lambda body: said("x" * 400 + body["prompt"]))
+    async with stub.serving() as url:
+        argv = (str(files.input), "-o", str(files.output), "--url", url)
+        process = await start(*argv, limit="8")  # KiB: fewer than 20 results
+        _, told = await process.communicate()
+        assert process.returncode == 2
+        assert b"File too large: what was written before is kept" in told
+        assert b"give the same command again" in told
+        num_kept = files.journal.read_bytes().count(b"\n") - 1
+        assert 0 < num_kept < 20
+        asked_before = set(stub.prompts)
+        stub.asked.clear()
+        assert (await files.run(url))[0] == 0
+    assert len(stub.asked) == 60 - num_kept
+    assert len(asked_before | set(stub.prompts)) == 60
+    assert len(files.results()) == 60
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--max-concurrency", "0"], "--max-concurrency is 0: give at least 1"),
+        (["--url", "nonsense"], "give a URL such as"),
+        (["--extra-request-body", "[]"], "--extra-request-body"),
+        (["--error-file", "IN"], "is the input and --error-file"),
+        (["--timeout-s", "inf"], "--timeout-s is inf: give more than 0, and no infinity"),
+        (["--grace-s", "-1"], "--grace-s is -1.0: give 0 or more"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused_before_anything_is_done(files, argv, said, capsys):
+    files.write(line("a"))
+    usual = [str(files.input), "-o", str(files.output)]
+    argv = [str(files.input) if word == "IN" else word for word in argv]
+    status, told = main([*usual, *argv]), capsys.readouterr().err
+    assert status == 2
+    assert said in told
+
+
+async def test_a_server_that_is_not_there_is_told_at_once(files):
+    files.write(line("a"))
+    status, told = await files.run(f"http://127.0.0.1:{free_ports(1)[0]}")
+    assert status == 2
+    assert "does not answer" in told
+    assert "start a server" in told
+
+
+async def test_an_empty_file_is_done(files):
+    files.write("")
+    async with Stub().serving() as url:
+        status, told = await files.run(url)
+    assert (status, files.results()) == (0, [])
+    assert "0 requests" in told

@@ -1,0 +1,168 @@
+"""Every message between a decode node and the bootstrap port of a prefill node.
+
+```
+ decode      ──▶ prefill          Hello Grant Withdraw LinkPing
+ prefill     ──▶ decode           Welcome Redirect Refused Landed Released LinkPing
+```
+
+The rules of change are those of `messages`.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from wire.errors import ErrorInfo
+from wire.generation import TokenLogprobs
+from wire.ids import Epoch, Room
+from wire.messages import Message
+
+
+class TransportOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to write into the decode pool, best first in a list of them.
+
+    Attributes:
+        descriptor: What the transport's `connect` needs, as JSON-like values of its own.
+    """
+
+    name: str
+    descriptor: dict[str, str | int | float]
+
+
+class LayoutInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of one page, [layer][k, v][head][token][element], and of the pool."""
+
+    num_pages: int
+    page_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    itemsize: int
+
+
+# Ranks of one node. No group of GPUs that shares every layer is as large.
+MAX_RANKS = 1024
+
+Ports = Annotated[list[int], msgspec.Meta(max_length=MAX_RANKS)]
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """First message on a link. `fingerprint` names model, dtype and weights.
+
+    Attributes:
+        tp_rank: Whose this link is to be; a prefill's bootstrap port knows the ports of its ranks.
+        tp_size: Ranks of this node; 1 to 1,024.
+        model_kv_heads: Of the whole model; 0 means those in `layout`.
+    """
+
+    epoch: Epoch
+    fingerprint: str
+    layout: LayoutInfo
+    offers: list[TransportOffer]
+    tp_rank: int = 0
+    tp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
+    model_kv_heads: int = 0
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """The link stands; `transport` is the offer that prefill took.
+
+    Attributes:
+        more_ports: Of other ranks of prefill, on the same host, that hold heads of this rank.
+        first_head: Of those that come over this link, counted in the rank's own pages.
+        num_heads: That come over this link; None means all.
+    """
+
+    epoch: Epoch
+    transport: str
+    more_ports: Ports = []
+    first_head: int = 0
+    num_heads: int | None = None
+
+
+class Redirect(Message, frozen=True, kw_only=True):
+    """The rank of this Hello takes it at another port of the same host.
+
+    Attributes:
+        more_ports: See `Welcome`.
+    """
+
+    epoch: Epoch
+    port: int
+    more_ports: Ports = []
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """The link cannot be: another model or layout, or no common transport."""
+
+    error: ErrorInfo
+
+
+class Grant(Message, frozen=True, kw_only=True):
+    """Prefill may write these pages until `Landed` or `Released`.
+
+    Attributes:
+        page_ids: Decode's pages for prompt tokens `have_tokens` and on, in order.
+        have_tokens: Prompt tokens decode already holds; a multiple of its page size.
+    """
+
+    epoch: Epoch
+    room: Room
+    page_ids: list[int]
+    have_tokens: int = 0
+
+
+class Withdraw(Message, frozen=True, kw_only=True):
+    """Decode wants its pages back; answered by `Released` once no write can follow.
+
+    Attributes:
+        error: Why, where it is more than that its client is gone.
+    """
+
+    epoch: Epoch
+    room: Room
+    error: ErrorInfo | None = None
+
+
+class Landed(Message, frozen=True, kw_only=True):
+    """Every page is written. The last word of prefill on this room.
+
+    Attributes:
+        first_token: Token of index `num_prior_tokens`, sampled by prefill.
+        seed: Key of the request's random draws.
+        checksums: xxh3-64 of what was written into each granted page, in the grant's order; empty
+            when nothing was hashed.
+        checksum_one_in: Of how many slabs (K or V of one layer) one is in `checksums`; which, follows
+            from the room.
+        end_token: One past the last token written; 0 means the end of the grant.
+        first_logprobs: Of the first token, when wanted.
+    """
+
+    epoch: Epoch
+    room: Room
+    first_token: int
+    seed: int
+    checksums: list[int] = []
+    cached_tokens: int = 0
+    first_logprobs: TokenLogprobs | None = None
+    checksum_one_in: Annotated[int, msgspec.Meta(ge=0)] = 1
+    end_token: int = 0
+
+
+class Released(Message, frozen=True, kw_only=True):
+    """Prefill will not write any more and did not finish. The last word on this room."""
+
+    epoch: Epoch
+    room: Room
+    error: ErrorInfo | None = None
+
+
+class LinkPing(Message, frozen=True, kw_only=True):
+    """Heartbeat, both ways. A peer silent for 2 s is lost."""
+
+    epoch: Epoch
+
+
+ToPrefill = Hello | Grant | Withdraw | LinkPing
+FromPrefill = Welcome | Redirect | Refused | Landed | Released | LinkPing
