@@ -38,12 +38,12 @@ from kvtransfer.transports.nixl_agent import (
     ERRORS,
     NO_GPU,
     Transfer,
-    check_environment,
     descriptors,
     gpu_of,
     make_agent,
     register,
 )
+from kvtransfer.transports.nixl_environment import check_environment
 from kvtransfer.transports.one_sided import (
     Memory,
     OneSidedConnection,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtransfer.transports.nixl_agent import check_environment
+from kvtransfer.transports.nixl_environment import check_environment
 from node.flags import build_parser, read_config
 from router.arguments import parse
 from tests.deploy.container import start

@@ -37,23 +37,15 @@ def whole_pool():
     return CopyPlan(zero, zero, np.array([POOL_BYTES], np.int64))
 
 
-@pytest.mark.parametrize("links", ["all", "rc,cma", "^ib", "posix,tcp", "tcp,sm"])
-def test_links_that_cannot_be_fenced_are_refused_by_name(monkeypatch, links):
-    monkeypatch.setenv("UCX_TLS", links)
-    with pytest.raises(ConfigInvalid, match="cannot be cut off"):
-        NixlTransport()
-
-
-@pytest.mark.parametrize("threshold", ["8192", "auto"])
-def test_a_setting_with_which_ucx_aborts_is_refused(monkeypatch, threshold):
-    monkeypatch.setenv("UCX_RNDV_THRESH", threshold)
-    with pytest.raises(ConfigInvalid, match=f"UCX_RNDV_THRESH={threshold} makes UCX abort"):
-        NixlTransport()
-
-
 def test_links_between_hosts_may_be_named(region, monkeypatch):
     monkeypatch.setenv("UCX_TLS", "rc_x,tcp")
     NixlTransport().listen(Pool(region, 4096, 1)).close()
+
+
+def test_an_environment_that_breaks_promises_is_refused(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "all")
+    with pytest.raises(ConfigInvalid, match="cannot be cut off"):
+        NixlTransport()
 
 
 def test_nothing_lands_that_this_process_did_not_read(listener, region):
