@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -24,6 +25,7 @@ from tests.e2e.test_features import (
     native,
     post,
 )
+from tests.patience import PATIENCE_S
 
 LONG = {"max_new_tokens": 90, "ignore_eos": True}
 DISTURBED = {
@@ -47,25 +49,67 @@ DISTURBED = {
     ),
 }
 
+# Its tokens say that the kill comes between the first and the last, whatever the pace.
+ANCHOR = {
+    "input_ids": [5, 6, 7, 8] * 20,
+    "sampling_params": {"max_new_tokens": 300, "temperature": 0, "ignore_eos": True},
+    "stream": True,
+}
 
-async def ask_while_killing(url: str, pid: int, victim_url: str) -> dict:
-    """Send all calls; kill a node while it gives tokens of several of them."""
+
+async def follow(session, url: str, token_ids: list[int]) -> None:
+    """Stream the anchor's answer into `token_ids`."""
+    async with session.post(f"{url}/generate", json=ANCHOR) as response:
+        assert response.status == 200
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                token_ids[:] = json.loads(line[6:])["output_ids"]
+
+
+async def ask_anchor(url: str) -> list[int]:
+    """Return the anchor's answer."""
+    token_ids: list[int] = []
+    async with aiohttp.ClientSession() as session:
+        await follow(session, url, token_ids)
+    return token_ids
+
+
+async def num_told(token_ids: list[int], wanted: int) -> None:
+    """Wait for tokens."""
+    async with asyncio.timeout(PATIENCE_S):
+        while len(token_ids) < wanted:  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.01)
+
+
+async def ask_while_killing(cluster) -> tuple[str, list[int], dict]:
+    """Send all calls; kill the decode node that gives the anchor's tokens, once it has some of the calls, too.
+
+    Return its URL, the anchor's answer and the others'.
+    """
+    pids = dict(zip(cluster.decode_urls, (p.pid for p in cluster.processes[1:]), strict=False))
+
+    async def in_flight(url: str) -> int:
+        """As the router counts by itself; what nodes say of themselves is up to a second old."""
+        async with session.get(f"{cluster.url}/server_info") as response:
+            nodes = {node["url"]: node for node in (await response.json())["nodes"]}
+        return nodes[url]["in_flight_requests"]
+
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
+        told: list[int] = []
+        anchor = asyncio.ensure_future(follow(session, cluster.url, told))
+        await num_told(told, 10)
+        (victim,) = [url for url in pids if await in_flight(url)]
         asked = {
-            name: asyncio.ensure_future(post(session, url, path, body))
+            name: asyncio.ensure_future(post(session, cluster.url, path, body))
             for name, (path, body) in DISTURBED.items()
         }
-        async with asyncio.timeout(60):
-            # More than two need not be there at once: on a slow machine one prefill feeds two decodes slowly.
-            while await num_running(session, victim_url) < 2:  # noqa: ASYNC110 - of another process
-                await asyncio.sleep(0.01)
-        os.kill(pid, signal.SIGKILL)
-        return {name: await answer for name, answer in asked.items()}
-
-
-async def num_running(session, url: str) -> int:
-    async with session.get(f"{url}/server_info") as response:
-        return (await response.json())["load"]["num_running"]
+        while await in_flight(victim) < 2:
+            await num_told(told, len(told) + 1)
+        await num_told(told, 60)
+        assert not anchor.done()
+        os.kill(pids[victim], signal.SIGKILL)
+        await anchor
+        return victim, told, {name: await answer for name, answer in asked.items()}
 
 
 def num_replays(url: str) -> float:
@@ -82,12 +126,14 @@ def test_no_answer_differs_when_a_node_dies_under_it(embedded_model):
     quick = ("--attention-backend", "torch")  # no kernel to compile at each start
     with running_cluster(*model, *FLAGS, *quick, decodes=2) as cluster:
         undisturbed = ask_all(cluster.url, DISTURBED)
+        unbroken = asyncio.run(ask_anchor(cluster.url))
+        assert len(unbroken) == 300
         urllib.request.urlopen(f"{cluster.url}/flush_cache", b"").close()
-        victim, url = cluster.processes[1], cluster.decode_urls[0]
-        answers = asyncio.run(ask_while_killing(cluster.url, victim.pid, url))
+        victim, anchor, answers = asyncio.run(ask_while_killing(cluster))
+        assert anchor == unbroken
         for name, (status, answer) in answers.items():
             assert status == 200, (name, answer)
             assert_same(answer, undisturbed[name][1])
-        assert num_replays(cluster.url) >= 1
-        others = [*cluster.prefill_urls, cluster.decode_urls[1]]
+        assert num_replays(cluster.url) >= 2
+        others = [url for url in (*cluster.prefill_urls, *cluster.decode_urls) if url != victim]
         assert eventually(lambda: not any(map(unaccounted, others)))
