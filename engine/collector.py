@@ -39,10 +39,13 @@ class Collector:
 
     def collect(self, launched: Launched, result: StepResult) -> None:
         """Wait for a forward and add what it produced to `result`."""
-        tokens = launched.outcome.token_ids()
-        told = launched.outcome.token_logprobs()
-        for request in launched.participants():
-            request.num_launched -= 1
+        try:
+            tokens = launched.outcome.token_ids()
+            told = launched.outcome.token_logprobs()
+        finally:
+            # Also of a forward that failed: it writes no more, and its pages are to go back.
+            for request in launched.participants():
+                request.num_launched -= 1
         self._collect_chunks(result, launched)
         self._collect_tokens(result, launched, tokens, told)
 

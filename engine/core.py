@@ -342,11 +342,13 @@ class Engine:
             launched, self._launched = self._launched, None
         if launched is None:
             return
-        self._collector.collect(launched, result)
+        try:
+            self._collector.collect(launched, result)
+        finally:
+            for request in launched.participants():
+                if request.stage is Stage.ENDED:
+                    self._let_go(request)
         self.steps.collected(launched)
-        for request in launched.participants():
-            if request.stage is Stage.ENDED:
-                self._let_go(request)
 
     def _complete_pages(self, chunk: Chunk) -> CompletePages:
         """Return the pages that `chunk` completes; the last one of a prompt may be partly filled."""

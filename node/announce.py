@@ -30,6 +30,8 @@ TIMEOUT_S = 2.0
 # A router that is away holds up the end of the node by no more.
 LEAVE_TIMEOUT_S = 1.0
 
+LATE = "does not answer in time"
+
 ANNOUNCING = "tandem docs operations#announcing"
 WILDCARDS = ("0.0.0.0", "::")
 
@@ -72,10 +74,11 @@ class Announcer:
 
     async def _keep(self, session: aiohttp.ClientSession, router: str) -> None:
         outcome: str | None = None
-        url = ""
+        url, may_be_known = "", False
         while not self._stopping.is_set():
             before, url = outcome, await self.advertised(router)
             outcome = await self._announce(session, router, url)
+            may_be_known |= outcome in ("", LATE)  # a late answer may have been a yes
             if outcome != before:
                 _tell(router, url, outcome)
             try:
@@ -83,7 +86,7 @@ class Announcer:
                     await self._stopping.wait()
             except TimeoutError:
                 continue
-        if outcome == "":
+        if may_be_known:
             await self._leave(session, router, url)
 
     async def _announce(self, session: aiohttp.ClientSession, router: str, url: str) -> str:
@@ -165,7 +168,7 @@ def _why(error: Exception) -> str:
         case aiohttp.ClientConnectorError():
             return f"cannot be reached ({reason_of(error.os_error)}): is it up, and --router right?"
         case TimeoutError():
-            return "does not answer in time"
+            return LATE
         case _:
             return str(error) or type(error).__name__
 

@@ -180,6 +180,43 @@ def test_a_cancel_at_any_step_returns_every_page(tiny_model, num_steps):
     assert not engine.has_work
 
 
+@pytest.mark.parametrize("is_overlapped", [True, False])
+def test_a_forward_that_fails_keeps_no_page(tiny_model, is_overlapped, monkeypatch):
+    engine = make_engine(tiny_model("llama"), is_overlapped=is_overlapped)
+    cancelled, going_on = (
+        engine.submit(ask(prompt, str(i), max_new_tokens=9))
+        for i, prompt in enumerate(prompts(9)[7:])
+    )
+    launch = engine._launcher.launch
+    monkeypatch.setattr(engine._launcher, "launch", lambda *given: broken(launch(*given)))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        while engine.has_work:
+            engine.step()
+            engine.cancel(cancelled)  # while the forward is under way
+    engine.cancel(cancelled)
+    engine.cancel(going_on)
+    while engine.has_work:  # what was launched meanwhile fails, too
+        with pytest.raises(RuntimeError):
+            engine.step()
+    engine.cache.check_integrity()
+    counts = engine.counts()
+    assert counts.free + counts.cached == counts.total
+    monkeypatch.setattr(engine._launcher, "launch", launch)
+    engine.submit(ask(prompts(9)[7], "after", max_new_tokens=3))
+    assert len(run(engine)["after"]) == 3
+
+
+def broken(launched):
+    """Return a forward whose tokens cannot be read."""
+
+    class Broken:
+        def token_ids(self):
+            raise RuntimeError("the device is gone")
+
+    launched.outcome = Broken()
+    return launched
+
+
 def test_a_cancelled_prompt_keeps_its_pages_until_no_push_reads_them(tiny_model):
     engine = make_engine(tiny_model("llama"), is_prefix_cache_enabled=False)
     half = engine.submit(ask(prompts(9)[8]), is_prompt_only=True)

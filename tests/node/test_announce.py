@@ -26,6 +26,8 @@ class FakeRouter:
     def __init__(self) -> None:
         self.told: asyncio.Queue = asyncio.Queue()
         self.status = 200
+        self.answers = asyncio.Event()
+        self.answers.set()
         app = web.Application()
         app.router.add_post("/nodes", self._add)
         app.router.add_delete("/nodes/{node}", self._remove)
@@ -34,6 +36,7 @@ class FakeRouter:
     async def _add(self, request: web.Request) -> web.Response:
         key = request.headers.get("Authorization", "")
         self.told.put_nowait(("add", key, await request.json()))
+        await self.answers.wait()
         body = {"error": {"message": "a sentence of the router's"}}
         return web.json_response(body, status=self.status)
 
@@ -96,6 +99,22 @@ async def test_a_refusal_is_said_once_with_what_to_do_and_tried_again(router):
     events = [entry["event"] for entry in logs]
     assert events == ["announce.refused", "announce.accepted", "announce.left"]
     assert "a sentence of the router's: give this node the router's TANDEM_CL" in logs[0]["reason"]
+
+
+async def test_a_router_that_took_the_node_and_did_not_say_so_in_time_hears_that_it_leaves(
+    router, monkeypatch
+):
+    monkeypatch.setattr(announce, "TIMEOUT_S", 0.01)
+    router.answers.clear()
+    with capture_logs() as logs:
+        async with announced(router.url):
+            for _ in range(2):  # the second comes when the first is known to be late
+                assert (await router.next())[0] == "add"
+        while (told := await router.next())[0] == "add":
+            pass
+    assert told == ("remove", "http://127.0.0.1:7001")
+    assert logs[0]["reason"] == announce.LATE
+    router.answers.set()
 
 
 async def test_one_router_that_is_away_keeps_no_other_from_hearing(router):
