@@ -198,10 +198,9 @@ def requests(recent: Sequence[dict[str, Any]], width: int) -> Table:
             seconds(timings["e2e_s"]),
         ]
         if width >= MIDDLE:
-            cells += [
-                f"{timings['num_prompt_tokens']} → {timings['num_output_tokens']}",
-                _most(timings),
-            ]
+            cells.append(f"{timings['num_prompt_tokens']} → {timings['num_output_tokens']}")
+        if width >= WIDE:
+            cells.append(_most(timings))
         table.add_row(*cells)
     return table
 

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from tandem.top.frame import Look, frame
+from tandem.top import tables
 from tandem.top.tables import page_bar, phase_bar
 from tandem.top.words import bytes_rate, number, plain, rate, seconds
 from tests.browser import scenes
@@ -51,6 +52,16 @@ def test_tiers_are_drawn_where_there_is_room_and_what_ails_them_everywhere():
 def test_no_line_is_wider_than_the_terminal(width):
     overview = scenes.tiered(3, 3, recent=[scenes.timings("r" * 100)])
     assert max(map(len, drawn(overview, width=width))) <= width
+
+
+@pytest.mark.parametrize("width", range(80, 161, 4))
+def test_every_column_has_a_head(width):
+    lists = (
+        tables.nodes(scenes.tiered(2, 2).nodes, width),
+        tables.requests([scenes.timings()], width),
+    )
+    for table in lists:
+        assert all(column.header for column in table.columns)
 
 
 @pytest.mark.parametrize("num_lines", [24, 40, 60])
