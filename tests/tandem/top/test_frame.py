@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from tandem.top.frame import Look, frame
 from tandem.top import tables
+from tandem.top.frame import Look, frame
 from tandem.top.tables import page_bar, phase_bar
 from tandem.top.words import bytes_rate, number, plain, rate, seconds
 from tests.browser import scenes
