@@ -107,8 +107,10 @@ class Manual:
 
 
 def shipped() -> Manual:
-    """Return the manual that came with this program."""
-    return Manual(Path(__file__).with_name("text"))
+    """Return the manual that came with this program: packed beside it, or docs/ of a checkout."""
+    here = Path(__file__)
+    packed = here.with_name("text")
+    return Manual(packed if packed.is_dir() else here.parents[2] / "docs")
 
 
 def anchor_of(title: str) -> str:
