@@ -4,7 +4,9 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.patience import PATIENCE_S
 
 CHROMIUM = "/usr/bin/chromium"
 # Those of a container without a GPU; and nothing that would speak to anybody on its own.
@@ -15,6 +17,7 @@ FLAGS = (
 )
 # What a browser says by itself when the router is away or wants a key.
 EXPECTED = re.compile("Failed to load resource|ERR_CONNECTION_REFUSED")
+PATIENCE_MS = PATIENCE_S * 1000
 TELL_VIOLATIONS = """
 window.violations = [];
 document.addEventListener("securitypolicyviolation",
@@ -24,6 +27,7 @@ document.addEventListener("securitypolicyviolation",
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
+    expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
         yield chromium
@@ -57,7 +61,7 @@ def opened(browser) -> Iterator[Callable[..., Page]]:
 
     def open_(url: str, **settings) -> Page:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | settings)
-        context.set_default_timeout(10_000)
+        context.set_default_timeout(PATIENCE_MS)
         context.add_init_script(TELL_VIOLATIONS)
         page = context.new_page()
         watch(page, url)
