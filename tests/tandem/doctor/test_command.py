@@ -24,6 +24,7 @@ from tandem.doctor.pair_messages import (
 )
 from tandem.doctor.probe import NotOpened, Opened
 from tandem.doctor.report import Report
+from tests.kept_port import kept_port
 from wire.channel import Inbox, Link, wait
 from wire.errors import ConfigInvalid, PeerLost
 
@@ -170,9 +171,9 @@ def test_an_end_without_the_secret_is_told_so():
 
 
 def test_nobody_at_the_other_end_is_told_at_once():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    status, out, _ = end(start("--connect", address, "--quick"))
+    with kept_port() as port:
+        address = f"127.0.0.1:{port}"
+        status, out, _ = end(start("--connect", address, "--quick"))
     assert status == 1
     assert f"nobody listens at {address} (Connection refused)" in out
 
