@@ -18,7 +18,9 @@ FLAGS = (
 # What a browser says by itself when the router is away or wants a key.
 EXPECTED = re.compile("Failed to load resource|ERR_CONNECTION_REFUSED")
 PATIENCE_MS = PATIENCE_S * 1000
-TELL_VIOLATIONS = """
+INIT = """
+// The page gives an answer up after a few seconds, for which a machine may stand still. A stage that is gone refuses.
+AbortSignal.timeout = () => new AbortController().signal;
 window.violations = [];
 document.addEventListener("securitypolicyviolation",
   (event) => window.violations.push(`${event.violatedDirective} ${event.blockedURI}`));
@@ -62,7 +64,7 @@ def opened(browser) -> Iterator[Callable[..., Page]]:
     def open_(url: str, **settings) -> Page:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | settings)
         context.set_default_timeout(PATIENCE_MS)
-        context.add_init_script(TELL_VIOLATIONS)
+        context.add_init_script(INIT)
         page = context.new_page()
         watch(page, url)
         page.goto(url)
