@@ -17,10 +17,10 @@ class Waiter:
     """One request, which may have to wait.
 
     Args:
-        waiting: Those that wait now.
+        waiting: Those that wait now, in the order in which they began to.
     """
 
-    def __init__(self, waiting: "set[Waiter]") -> None:
+    def __init__(self, waiting: "dict[Waiter, None]") -> None:
         self._waiting = waiting
         self._woken = asyncio.Event()
         self._is_aborted = False
@@ -41,14 +41,14 @@ class Waiter:
     async def before(self, deadline: float) -> bool:
         """Wait for a change from now on; False when none came before the loop's `deadline`."""
         self._woken.clear()
-        self._waiting.add(self)
+        self._waiting[self] = None
         try:
             async with asyncio.timeout_at(deadline):
                 await self._woken.wait()
         except TimeoutError:
             return False
         finally:
-            self._waiting.remove(self)
+            del self._waiting[self]
         return True
 
     def wake(self) -> None:
@@ -66,7 +66,8 @@ class Waiters:
 
     def __init__(self) -> None:
         self._waiters: dict[RequestId, Waiter] = {}
-        self._waiting: set[Waiter] = set()
+        # In order: who waits longest looks first, and what a simulation does follows from its seed alone.
+        self._waiting: dict[Waiter, None] = {}
 
     @override
     def __repr__(self) -> str:

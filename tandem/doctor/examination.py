@@ -24,7 +24,7 @@ from tandem.doctor.measuring import (
     measure_all,
     measure_limits,
 )
-from tandem.doctor.pair import Listening, RemoteFarEnd
+from tandem.doctor.pair import HEARTBEAT, Listening, RemoteFarEnd
 from tandem.doctor.pair_messages import Begin, Finished, ToListening, Welcome
 from tandem.doctor.probe import Where
 from tandem.doctor.render import printable
@@ -189,7 +189,8 @@ def _listen(config: DoctorConfig, progress: Progress) -> tuple[_Measurement, Fin
     host = config.address.host
     key = cluster_key(host, is_insecure=config.is_insecure, flag="--listen")
     me = Welcome(version=package_version(), host=socket.gethostname())
-    inbox: Inbox[ToListening] = Inbox(tcp_address(host, config.address.port), ToListening, key)
+    address = tcp_address(host, config.address.port)
+    inbox: Inbox[ToListening] = Inbox(address, ToListening, key, HEARTBEAT)
     with inbox:
         _announce(host, inbox.port)
         progress("waiting for the other end")

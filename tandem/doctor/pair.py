@@ -50,14 +50,18 @@ from wire.errors import (
     TransferTimeout,
     error_from_info,
 )
+from wire.heartbeat import Heartbeat
 from wire.keys import ChannelKey
 from wire.messages import Message
 
-# A connection on a local network takes milliseconds, and across the world less than one second.
-CONNECT_TIMEOUT_S = 3.0
+# A connection on a local network takes milliseconds, and across the world less than one second. The rest is
+# for a machine that stands still: whoever refuses us says so at once.
+CONNECT_TIMEOUT_S = 10.0
+# Both machines are at their limits while they are measured. A process that ends is noticed at once all the same.
+HEARTBEAT = Heartbeat(interval_s=5.0)
 # The far end answers when its probe did, or when that ran out of time and was ended.
 ANSWER_TIMEOUT_S = PROBE_TIMEOUT_S + 10.0
-FAREWELL_TIMEOUT_S = 2.0
+FAREWELL_TIMEOUT_S = 10.0
 POLL_S = 0.02
 
 Answer = TypeVar("Answer", bound=Message)
@@ -187,7 +191,7 @@ class RemoteFarEnd:
 
     def __init__(self, host: str, port: int, key: ChannelKey | None, begin: Begin) -> None:
         self._name = tcp_address(host, port).removeprefix("tcp://")
-        self._link: Link[ToConnecting] = Link(tcp_address(host, port), ToConnecting, key)
+        self._link: Link[ToConnecting] = Link(tcp_address(host, port), ToConnecting, key, HEARTBEAT)
         with contextlib.ExitStack() as undo:
             undo.callback(self._link.close)
             self._connect(host, port, begin, has_key=key is not None)
@@ -207,7 +211,7 @@ class RemoteFarEnd:
             try:
                 return self._link.send(begin)
             except PeerLost as error:
-                if time.monotonic() > deadline_s:
+                if self._link.refusal or time.monotonic() > deadline_s:
                     raise PeerLost(
                         f"{self._name} answers and does not take us: TANDEM_CLUSTER_KEY must be the "
                         f"same at both ends (it is {'' if has_key else 'not '}set here), and `tandem "

@@ -16,6 +16,8 @@ from wire.errors import PeerLost, TransferTimeout
 # How often a wait looks whether the far end is still there.
 WATCH_S = 0.25
 END_TIMEOUT_S = 2.0
+# From the end of what it says to its status: one that aborts may have its memory written to the disk before.
+STATUS_TIMEOUT_S = 30.0
 
 
 class Probe:
@@ -96,7 +98,7 @@ class Probe:
 
     def _status(self) -> int:
         try:
-            return self._process.wait(END_TIMEOUT_S)
+            return self._process.wait(STATUS_TIMEOUT_S)
         except subprocess.TimeoutExpired:  # its standard output is closed, and it goes on
             return 0
 

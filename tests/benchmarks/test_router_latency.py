@@ -5,6 +5,7 @@ import json
 from benchmarks.http_load import Load, Plan
 from benchmarks.router_latency import Quantiles, Row, verdicts
 from benchmarks.stub_http import EVENT, Streams, StubConnection
+from tests.patience import PATIENCE_S
 
 
 def row(name: str, beside_p99: float | None, cpu_us: float) -> Row:
@@ -45,7 +46,7 @@ async def loading(make_connection, **settings):
 
     server = await asyncio.get_running_loop().create_server(connection, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    plan = Plan(port=port, path="/generate", duration_s=60, warm_up_s=0, **settings)
+    plan = Plan(port=port, path="/generate", duration_s=3600, warm_up_s=0, **settings)
     load = Load(plan)
     task = asyncio.create_task(load.run())
     try:
@@ -58,7 +59,7 @@ async def loading(make_connection, **settings):
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - of counters, none with an event
             await asyncio.sleep(0.001)
 

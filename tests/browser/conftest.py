@@ -4,7 +4,9 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.patience import PATIENCE_S
 
 CHROMIUM = "/usr/bin/chromium"
 # Those of a container without a GPU; and nothing that would speak to anybody on its own.
@@ -15,7 +17,10 @@ FLAGS = (
 )
 # What a browser says by itself when the router is away or wants a key.
 EXPECTED = re.compile("Failed to load resource|ERR_CONNECTION_REFUSED")
-TELL_VIOLATIONS = """
+PATIENCE_MS = PATIENCE_S * 1000
+INIT = """
+// The page gives an answer up after a few seconds, for which a machine may stand still. A stage that is gone refuses.
+AbortSignal.timeout = () => new AbortController().signal;
 window.violations = [];
 document.addEventListener("securitypolicyviolation",
   (event) => window.violations.push(`${event.violatedDirective} ${event.blockedURI}`));
@@ -24,6 +29,7 @@ document.addEventListener("securitypolicyviolation",
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
+    expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
         yield chromium
@@ -57,8 +63,8 @@ def opened(browser) -> Iterator[Callable[..., Page]]:
 
     def open_(url: str, **settings) -> Page:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | settings)
-        context.set_default_timeout(10_000)
-        context.add_init_script(TELL_VIOLATIONS)
+        context.set_default_timeout(PATIENCE_MS)
+        context.add_init_script(INIT)
         page = context.new_page()
         watch(page, url)
         page.goto(url)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
 
 from aiohttp import web
@@ -12,8 +13,9 @@ from frontend.options import FrontendOptions, HttpOptions
 from router.overview import Overview
 from router.overview_api import OverviewApi
 from router.page_files import PageFiles
-from tandem.up import free_ports
 from tests.frontend.fakes import FakeBackend
+from tests.kept_port import keep_port
+from tests.patience import PATIENCE_S
 
 
 class Stage:
@@ -21,7 +23,8 @@ class Stage:
 
     def __init__(self, shown: Overview, api_keys: tuple[str, ...] = ()) -> None:
         self.shown, self._api_keys = shown, api_keys
-        self._port = free_ports(1)[0]
+        kept, self._port = keep_port()  # while it is gone, too
+        weakref.finalize(self, kept.close)
         self.url = f"http://127.0.0.1:{self._port}/"
 
     def overview(self) -> Overview:
@@ -48,7 +51,7 @@ class Stage:
         thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
         thread.start()
         try:
-            assert is_open.wait(10)
+            assert is_open.wait(PATIENCE_S)
             yield self
         finally:
             loop.call_soon_threadsafe(closing.set)

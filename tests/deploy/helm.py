@@ -62,7 +62,7 @@ def helm(major: int, *argv: str) -> subprocess.CompletedProcess[str]:
             env={"PATH": os.environ["PATH"], "HOME": home},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,  # a guard against one that hangs
             check=False,
         )
 

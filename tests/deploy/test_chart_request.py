@@ -13,6 +13,7 @@ from tests.deploy.helm import of_kind, pods, rendered
 from tests.e2e.cluster import Process, eventually, wait_healthy
 
 KEY = "client-key-1"
+LONG_S = 500  # beyond what any machine needs for an answer
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +40,19 @@ def ask(url, root, *sets, timeout_s):
     script = started.args[0].replace("/etc/tandem", f"{root}/etc/tandem")
     env = {**started.env, "ROUTER_URL": url, "PATH": os.environ["PATH"]}
     command = [sys.executable, "-c", script]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=600, check=False
+    )
 
 
 def test_it_succeeds_with_an_answer(url, tmp_path):
-    ran = ask(url, tmp_path, f"auth.apiKeys={{{KEY}}}", timeout_s=50)
+    ran = ask(url, tmp_path, f"auth.apiKeys={{{KEY}}}", timeout_s=LONG_S)
     assert ran.returncode == 0, ran.stderr
     assert "answered 32 tokens" in ran.stdout
 
 
 def test_it_fails_with_what_the_server_said(url, tmp_path):
-    ran = ask(url, tmp_path, "auth.apiKeys={a-wrong-key}", timeout_s=50)
+    ran = ask(url, tmp_path, "auth.apiKeys={a-wrong-key}", timeout_s=LONG_S)
     assert ran.returncode == 1
     assert "FAILED" in ran.stderr
     assert "401" in ran.stderr

@@ -68,6 +68,13 @@ class Servers:
             if sample.name == sample_name and labels.items() <= sample.labels.items()
         )
 
+    def processes(self, name):
+        samples = self.families(name)["process_resident_memory_bytes"].samples
+        return {sample.labels["process"] for sample in samples}
+
+    def num_workers(self):
+        return len(self.families("several")["tandem_edge_worker_connections"].samples)
+
     def generate(self, name, number):
         ids = [10 + (number * 7 + i) % 900 for i in range(40 + number)]
         body = {"rid": f"{name}-{number}", "input_ids": ids, "stream": True}
@@ -93,7 +100,12 @@ def servers():
         for name in ("router", "several", "serve"):
             for number in range(4):
                 servers.generate(name, number)
+        # A second worker may start long after the first one serves.
+        assert eventually(lambda: servers.processes("several") == PROCESSES["several"])
+        assert eventually(lambda: servers.num_workers() == 2)
         # Engines tell of themselves with the next ping, workers within half a second.
+        nodes = ("prefill", "decode", "serve")
+        assert eventually(lambda: all(servers.value(name, "tandem_pages") for name in nodes))
         assert eventually(lambda: servers.value("several", GAPS) == 4 * (NUM_NEW - 1))
         assert eventually(lambda: servers.value("prefill", "tandem_push_seconds_count") == 8)
         assert eventually(lambda: servers.value("serve", "tandem_generated_tokens_total") == 48)
@@ -102,6 +114,11 @@ def servers():
 
 
 GAPS = "tandem_edge_inter_token_latency_seconds_count"
+PROCESSES = {
+    "router": {"edge-0"},
+    "several": {"edge-0", "edge-1", "parent"},
+    "decode": {"http", "engine"},
+}
 
 
 def exposed_name(family):
@@ -109,8 +126,10 @@ def exposed_name(family):
 
 
 def test_every_metric_is_explained_and_every_explained_one_is_there(servers):
-    exported = {exposed_name(family) for family in servers.all_families()}
-    assert exported == set(documented())
+    def exported():
+        return {exposed_name(family) for family in servers.all_families()}
+
+    assert eventually(lambda: exported() == set(documented())), exported() ^ set(documented())
 
 
 def test_types_and_labels_are_those_of_the_page(servers):
@@ -136,9 +155,14 @@ def test_help_says_what_it_is_and_names_keep_to_the_conventions(servers):
 
 def test_no_client_can_make_series_grow(servers):
     before = servers.series()
+    told = servers.value("serve", "tandem_generated_tokens_total")
     for number in range(4, 12):
         servers.generate("router", number)
         servers.generate("serve", number)
+    # Not before the engine has told of them.
+    assert eventually(
+        lambda: servers.value("serve", "tandem_generated_tokens_total") == told + 8 * NUM_NEW
+    )
     assert servers.series() == before
 
 
@@ -197,12 +221,7 @@ def test_a_node_says_what_it_is_and_what_it_does(servers):
 
 
 def test_processes_are_told_apart(servers):
-    expected = {
-        "router": {"edge-0"},
-        "several": {"edge-0", "edge-1", "parent"},
-        "decode": {"http", "engine"},
-    }
-    for name, processes in expected.items():
+    for name, processes in PROCESSES.items():
+        assert servers.processes(name) == processes
         samples = servers.families(name)["process_resident_memory_bytes"].samples
-        assert {sample.labels["process"] for sample in samples} == processes
         assert min(sample.value for sample in samples) > 1e6

@@ -85,7 +85,7 @@ def num_streamed(url: str, began: threading.Event) -> int:
         f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     last = b""
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=600) as answer:
         for line in answer:
             if line.startswith(b"data: {"):
                 began.set()
@@ -132,7 +132,7 @@ def test_a_job_serves_until_it_is_told_to_end_and_loses_no_stream(
         began, streamed = threading.Event(), []
         client = threading.Thread(target=lambda: streamed.append(num_streamed(url, began)))
         client.start()
-        assert began.wait(30)
+        assert began.wait(PATIENCE_S)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=600)
         client.join()
@@ -146,10 +146,10 @@ def logs(directory) -> str:
 
 
 def test_a_job_goes_on_without_a_node_that_is_lost_and_says_so_at_its_end(programs):
-    # Roles that only live and end; the first decode is lost at once.
+    # Roles that only live and end, longer than any test; the first decode is lost at once.
     write_program(
         programs / "tandem",
-        '#!/usr/bin/env bash\n[[ $1 == decode && "$*" == *127.88.7.2* ]] && exit 3\nexec sleep 60\n',
+        '#!/usr/bin/env bash\n[[ $1 == decode && "$*" == *127.88.7.2* ]] && exit 3\nexec sleep 3600\n',
     )
     with job(programs) as (process, _):
         for line in process.stdout:

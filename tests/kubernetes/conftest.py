@@ -9,6 +9,7 @@ import pytest
 
 from tests.kubernetes.control_plane import ControlPlane
 from tests.kubernetes.network import make_network
+from tests.patience import PATIENCE_S
 
 PROGRAMS = os.environ.get("KUBEBUILDER_ASSETS", "")
 HELM = os.environ.get("HELM", "helm")
@@ -45,7 +46,7 @@ def namespace(control_plane, names):
     api.delete(f"/api/v1/namespaces/{name}")
 
 
-def eventually(is_so, within_s: float = 20.0) -> bool:
+def eventually(is_so, within_s: float = PATIENCE_S) -> bool:
     """Ask again and again whether something became so."""
     deadline = time.monotonic() + within_s
     while not is_so():

@@ -18,11 +18,12 @@ import urllib.request
 from pathlib import Path
 
 from tests.kubernetes.network import GATEWAY, SERVICE_RANGE
+from tests.patience import PATIENCE_S
 
 API_PORT = 16443
 ADMIN_TOKEN = "admin-of-these-tests"
 ETCD = "http://127.0.0.1:12379"
-START_TIMEOUT_S = 60
+START_TIMEOUT_S = 600
 # Those that say nothing of a cluster without real hosts.
 CONTROLLERS = "*,-ttl,-nodelifecycle,-nodeipam,-bootstrapsigner,-tokencleaner"
 
@@ -171,7 +172,7 @@ class ControlPlane:
         return directory
 
     def _token_of(self, namespace: str, name: str) -> str:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             path = f"/api/v1/namespaces/{namespace}/serviceaccounts"
             accounts = {one["metadata"]["name"]: one for one in self.admin.get(path)["items"]}

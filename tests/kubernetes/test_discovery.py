@@ -10,6 +10,7 @@ from router.config import KubernetesTarget
 from router.discovery_kubernetes import KubernetesSource
 from tests.kubernetes.network import GATEWAY
 from tests.kubernetes.pods import Pods
+from tests.patience import PATIENCE_S
 
 SELECTOR = "app=tandem,role=decode"
 
@@ -78,12 +79,12 @@ class Follower:
     async def knows(self, *addresses: str) -> None:
         """Wait until these are all that it knows."""
         wanted = urls_of(*addresses)
-        async with asyncio.timeout(20), self._changed:
+        async with asyncio.timeout(PATIENCE_S), self._changed:
             await self._changed.wait_for(lambda: self.urls == wanted)
 
     async def fails(self) -> None:
         """Wait until it says that something is wrong."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while not self.source.problem:  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(0.02)
 

@@ -173,7 +173,7 @@ def check_alert(server: PrometheusServer, cluster: Cluster) -> str:
         (rule,) = [rule for rule in server.rules() if rule["name"] == "TandemNoDecode"]
         return str(rule["state"])
 
-    return "" if eventually(lambda: state() != "inactive", 20) else f"it is {state()}"
+    return "" if eventually(lambda: state() != "inactive") else f"it is {state()}"
 
 
 if __name__ == "__main__":

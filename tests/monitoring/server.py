@@ -15,8 +15,9 @@ import yaml
 
 from tandem.up import free_ports
 from tests.deploy.metrics_page import ALERTS
+from tests.patience import PATIENCE_S
 
-START_TIMEOUT_S = 30
+START_TIMEOUT_S = 600
 
 
 class PrometheusServer:
@@ -28,7 +29,7 @@ class PrometheusServer:
     def get(self, path: str, **params: object) -> dict:
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(params)}"
         try:
-            with urllib.request.urlopen(url, timeout=10) as response:
+            with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
                 return json.loads(response.read())
         except urllib.error.HTTPError as error:
             with error:
@@ -91,7 +92,7 @@ def running_prometheus(
             yield PrometheusServer(f"http://127.0.0.1:{port}")
         finally:
             process.terminate()
-            process.wait(20)
+            process.wait(PATIENCE_S)
 
 
 def _wait_ready(url: str, process: subprocess.Popen, log: str) -> None:

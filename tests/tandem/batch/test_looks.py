@@ -76,9 +76,9 @@ async def test_each_server_is_asked_in_the_way_that_it_answers(pages, queued):
             assert await watcher.look() == 4
 
 
-async def test_a_server_that_is_away_may_tell_later(unused_tcp_port):
+async def test_a_server_that_is_away_may_tell_later(closed_url, closed_port):
     async with aiohttp.ClientSession() as session:
-        watcher = Watcher(session, f"http://127.0.0.1:{unused_tcp_port}")
+        watcher = Watcher(session, closed_url)
         assert await watcher.look() is None
-        async with Stub(metrics=VLLM).serving(unused_tcp_port):
+        async with Stub(metrics=VLLM).serving(closed_port):
             assert await watcher.look() == 4

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from collections import Counter
@@ -22,6 +23,8 @@ from tests.frontend.fakes import FakeBackend, length, say
 from wire.errors import NoNodeAvailable
 
 ROOT = Path(__file__).resolve().parents[3]
+PROGRESS = re.compile(r"(\d+ streams?|trace): \d+/\d+ done · ")
+GUARD_S = 600  # against one that hangs; what is well takes seconds
 
 
 async def start(*argv: str, env: dict[str, str] | None = None) -> asyncio.subprocess.Process:
@@ -38,7 +41,9 @@ async def bench(client, tmp_path: Path, *argv: str) -> tuple[int, str, Report]:
     url = ("--url", str(client._base_url), "--output-file", str(out))
     process = await start(*url, "--input-len", "16", "--output-len", "8", *argv)
     printed, errors = await process.communicate()
-    assert not errors, errors.decode()
+    # A load that takes longer, by the machine, is told of every few seconds, and nothing else is.
+    others = [line for line in errors.decode().splitlines() if not PROGRESS.match(line)]
+    assert others == []
     return process.returncode, printed.decode(), msgspec.json.decode(out.read_bytes(), type=Report)
 
 
@@ -213,7 +218,7 @@ async def test_it_starts_without_torch():
 
 async def test_clients_end_silently_with_a_command_that_was_killed(ids_backend):
     ids_backend.script = say([1], asyncio.Event())
-    async with asyncio.timeout(30), serve(ids_backend) as client:
+    async with asyncio.timeout(GUARD_S), serve(ids_backend) as client:
         process = await start("--url", str(client._base_url))
         await ids_backend.until(lambda: ids_backend.num_yielded == 1)
         process.kill()

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from tandem.doctor.arguments import parse
+from tandem.doctor.pair import HEARTBEAT
 from tandem.doctor.pair_messages import (
     Alive,
     Begin,
@@ -24,6 +25,7 @@ from tandem.doctor.pair_messages import (
 )
 from tandem.doctor.probe import NotOpened, Opened
 from tandem.doctor.report import Report
+from tests.kept_port import kept_port
 from wire.channel import Inbox, Link, wait
 from wire.errors import ConfigInvalid, PeerLost
 
@@ -170,9 +172,9 @@ def test_an_end_without_the_secret_is_told_so():
 
 
 def test_nobody_at_the_other_end_is_told_at_once():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    status, out, _ = end(start("--connect", address, "--quick"))
+    with kept_port() as port:
+        address = f"127.0.0.1:{port}"
+        status, out, _ = end(start("--connect", address, "--quick"))
     assert status == 1
     assert f"nobody listens at {address} (Connection refused)" in out
 
@@ -201,7 +203,7 @@ def begin(num_pages: int = 8) -> Begin:
 
 def test_a_listening_end_refuses_what_it_should_and_notices_that_the_other_went_away():
     with listening("127.0.0.1:0", "--json") as (process, address):
-        links = [Link(f"tcp://{address}", ToConnecting) for _ in range(2)]
+        links = [Link(f"tcp://{address}", ToConnecting, heartbeat=HEARTBEAT) for _ in range(2)]
         first, second = links
         say(first, Open(transport="tcp"))
         refusal = next_of(first)
@@ -241,7 +243,7 @@ def welcome_until_open(inbox: Inbox) -> None:
 
 
 def test_a_connecting_end_notices_that_the_other_went_away():
-    with Inbox("tcp://127.0.0.1:0", ToListening) as inbox:
+    with Inbox("tcp://127.0.0.1:0", ToListening, heartbeat=HEARTBEAT) as inbox:
         process = start("--connect", f"127.0.0.1:{inbox.port}", "--quick", "--json")
         welcome_until_open(inbox)
     status, told = report(process)
@@ -258,7 +260,7 @@ def test_ctrl_c_ends_a_listening_end_with_a_sentence():
 
 
 def test_ctrl_c_in_the_middle_of_measuring_leaves_no_process_behind():
-    with Inbox("tcp://127.0.0.1:0", ToListening) as inbox:
+    with Inbox("tcp://127.0.0.1:0", ToListening, heartbeat=HEARTBEAT) as inbox:
         process = start("--connect", f"127.0.0.1:{inbox.port}", "--quick")
         welcome_until_open(inbox)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

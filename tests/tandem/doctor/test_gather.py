@@ -7,6 +7,7 @@ import pytest
 
 from tandem.doctor import gather
 from tandem.doctor.facts import RdmaPort
+from tandem.up import free_ports
 
 
 @pytest.fixture
@@ -108,8 +109,8 @@ def test_a_driver_without_devices_is_seen_without_asking_torch(root):
 
 
 def test_ports_are_tried_and_let_go():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        number = server.getsockname()[1]
+    (number,) = free_ports(1)  # which no connection of another process is given meanwhile
+    with socket.create_server(("127.0.0.1", number)):
         [taken] = gather.ports("127.0.0.1", [(number, "prefill", True)])
         assert taken.problem == "Address already in use"
     for _ in range(2):

