@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.e2e.cluster import Process, eventually, get_json, running_cluster
+from tests.e2e.cluster import START_TIMEOUT_S, Process, eventually, get_json, running_cluster
 from tests.patience import PATIENCE_S
 
 FLAGS = (
@@ -36,9 +36,11 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-async def stream(session, url: str, prompt, started: asyncio.Event) -> list[int]:
+async def stream(
+    session, url: str, prompt, started: asyncio.Event, num_new: int = NUM_NEW
+) -> list[int]:
     """Return all tokens of one stream; `started` is set when some have come."""
-    params = {"max_new_tokens": NUM_NEW, "temperature": 0, "ignore_eos": True}
+    params = {"max_new_tokens": num_new, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": params, "stream": True}
     token_ids: list[int] = []
     async with session.post(f"{url}/generate", json=body) as response:
@@ -55,12 +57,12 @@ async def stream(session, url: str, prompt, started: asyncio.Event) -> list[int]
     return token_ids
 
 
-async def stream_all(url: str, when_all_flow=None) -> list[list[int]]:
-    timeout = aiohttp.ClientTimeout(total=120)
+async def stream_all(url: str, when_all_flow=None, num_new: int = NUM_NEW) -> list[list[int]]:
+    timeout = aiohttp.ClientTimeout(total=START_TIMEOUT_S)  # it guards against a hang alone
     async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as tasks:
         started = [asyncio.Event() for _ in PROMPTS]
         streams = [
-            tasks.create_task(stream(session, url, prompt, event))
+            tasks.create_task(stream(session, url, prompt, event, num_new))
             for prompt, event in zip(PROMPTS, started, strict=True)
         ]
         for event in started:
@@ -189,7 +191,7 @@ def unaccounted(url: str) -> int:
 def test_nothing_outlives_a_killed_launcher(tiny_model):
     model = ("--model", str(tiny_model("llama")), "--num-threads", "1", *FLAGS)
     serve = Process("serve", "--port", "0", *model)
-    assert eventually(lambda: children(serve.pid) != [])
+    assert eventually(lambda: children(serve.pid) != [], START_TIMEOUT_S)
     (engine,) = children(serve.pid)
     serve.signal(signal.SIGKILL)
     serve.wait()
