@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.simulated import answer_key, tokens_at
 from engine.simulated_model import read_model
 from frontend.tokenizer import Tokenizer
-from tests.e2e.cluster import eventually, get_json, running_cluster, running_serve
+from tests.e2e.cluster import eventually, get_json, load_now, running_cluster, running_serve
 from tests.e2e.test_deaths import NUM_NEW, PROMPTS, stream_all, unaccounted
 from tests.patience import PATIENCE_S
 
@@ -88,7 +88,7 @@ def test_a_simulated_cluster_loses_a_decode_node_and_no_token(described_model, p
         assert streams == [expected(described_model, prompt, NUM_NEW) for prompt in PROMPTS]
         others = [*cluster.prefill_urls, cluster.decode_urls[1]]
         assert eventually(lambda: not any(map(unaccounted, others)))
-        decode = load_of(cluster.decode_urls[1])
+        decode = load_now(cluster.decode_urls[1])
         assert decode["generated_tokens"] < len(PROMPTS) * NUM_NEW, "some were the lost node's"
         assert decode["received_bytes"] >= len(PROMPTS) // 2 * 80 * (23040 if kv == "real" else 2)
         assert decode["num_corrupted"] == 0
