@@ -25,6 +25,8 @@ from wire.messages import FromEngine, Ping, Pong
 
 # Of a machine that does other things, too: a process that ends is noticed at once.
 START_TIMEOUT_S = 600
+# Of requests that are to meet: on a machine that stood still meanwhile they may have missed each other.
+MAX_ROUNDS = 10
 ROOT = Path(__file__).resolve().parents[2]
 
 

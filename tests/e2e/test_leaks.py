@@ -50,7 +50,7 @@ async def ask_many(url: str, num: int) -> None:
         async with limit:
             await ask(session, url, random.Random(seed))
 
-    timeout = aiohttp.ClientTimeout(total=120)
+    timeout = aiohttp.ClientTimeout(total=600)  # it guards against a hang alone
     connector = aiohttp.TCPConnector(limit=0)
     async with (
         aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
