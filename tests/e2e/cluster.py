@@ -13,11 +13,20 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+
+from router.config import host_of
 from tandem.up import free_ports
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, patiently
+from wire.channel import Link, tcp_address, wait
+from wire.errors import PeerLost
+from wire.keys import ChannelKey
+from wire.messages import FromEngine, Ping, Pong
 
 # Of a machine that does other things, too: a process that ends is noticed at once.
 START_TIMEOUT_S = 600
+# Of requests that are to meet: on a machine that stood still meanwhile they may have missed each other.
+MAX_ROUNDS = 10
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -110,6 +119,24 @@ def eventually(is_so: Callable[[], bool], within_s: float = PATIENCE_S) -> bool:
     return True
 
 
+def load_now(url: str, key: ChannelKey | None = None) -> dict:
+    """Ask a node's engine for its load: /server_info has what it last said by itself, before what was done since."""
+    info = get_json(f"{url}/server_info")[1]
+    link: Link = Link(tcp_address(host_of(url), info["engine_port"]), FromEngine, key)
+    with contextlib.closing(link):
+        is_asked = False
+        for _ in patiently():
+            with contextlib.suppress(PeerLost):  # not connected yet
+                if not is_asked:
+                    link.send(Ping())
+                    is_asked = True
+            wait([link], 0.02)
+            while (message := link.receive()) is not None:
+                if isinstance(message, Pong):
+                    return msgspec.to_builtins(message.load)
+    raise AssertionError(f"the engine of {url} does not answer")
+
+
 class Cluster:
     """Prefills, decodes and a router, started with the three commands."""
 
@@ -154,9 +181,8 @@ class Cluster:
         self.processes.append(self.router)
 
     def loads(self) -> list[dict]:
-        """Return the load of every node."""
-        urls = self.prefill_urls + self.decode_urls
-        return [get_json(f"{url}/server_info")[1]["load"] for url in urls]
+        """Return the load of every node at this moment; of a cluster without a secret."""
+        return [load_now(url) for url in self.prefill_urls + self.decode_urls]
 
     def stop(self) -> list[int]:
         """Stop the router, then all nodes at once; return their exit statuses."""

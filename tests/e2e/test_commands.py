@@ -10,6 +10,7 @@ import pytest
 
 from tandem.up import free_ports
 from tests.e2e.cluster import (
+    START_TIMEOUT_S,
     Cluster,
     Process,
     eventually,
@@ -35,7 +36,7 @@ def post(url: str, **body) -> dict | list:
 def refused(*argv: str, env=None) -> str:
     """Run a command that is to fail; return what it says."""
     process = Process(*argv, env=env)
-    status = process.wait(60)
+    status = process.wait(START_TIMEOUT_S)
     said = process.output()
     process.log.close()
     assert status != 0, said
@@ -69,7 +70,7 @@ def test_two_of_each_share_the_work_and_every_process_ends_with_0(tiny_model):
         # Each edge worker finds the nodes by itself, and they answer in turn.
         all_serve = "2 of 2 prefill nodes and 2 of 2 decode nodes serve"
         health = f"{cluster.url}/health"
-        assert eventually(lambda: all(is_told(health, 200, all_serve) for _ in range(20)), 60)
+        assert eventually(lambda: all(is_told(health, 200, all_serve) for _ in range(20)))
         prompts = [[5 + i, 6, 7] for i in range(24)]
         answers = post(
             f"{cluster.url}/generate",

@@ -13,8 +13,16 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.e2e.cluster import Process, eventually, get_json, running_cluster
-from tests.patience import PATIENCE_S
+from tests.e2e.cluster import (
+    MAX_ROUNDS,
+    START_TIMEOUT_S,
+    Process,
+    eventually,
+    get_json,
+    load_now,
+    running_cluster,
+)
+from tests.patience import patiently
 
 FLAGS = (
     *("--page-size", "8", "--chunked-prefill-size", "32", "--max-total-tokens", "4096"),
@@ -36,9 +44,11 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-async def stream(session, url: str, prompt, started: asyncio.Event) -> list[int]:
+async def stream(
+    session, url: str, prompt, started: asyncio.Event, num_new: int = NUM_NEW
+) -> list[int]:
     """Return all tokens of one stream; `started` is set when some have come."""
-    params = {"max_new_tokens": NUM_NEW, "temperature": 0, "ignore_eos": True}
+    params = {"max_new_tokens": num_new, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": params, "stream": True}
     token_ids: list[int] = []
     async with session.post(f"{url}/generate", json=body) as response:
@@ -55,12 +65,12 @@ async def stream(session, url: str, prompt, started: asyncio.Event) -> list[int]
     return token_ids
 
 
-async def stream_all(url: str, when_all_flow=None) -> list[list[int]]:
-    timeout = aiohttp.ClientTimeout(total=120)
+async def stream_all(url: str, when_all_flow=None, num_new: int = NUM_NEW) -> list[list[int]]:
+    timeout = aiohttp.ClientTimeout(total=START_TIMEOUT_S)  # it guards against a hang alone
     async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as tasks:
         started = [asyncio.Event() for _ in PROMPTS]
         streams = [
-            tasks.create_task(stream(session, url, prompt, event))
+            tasks.create_task(stream(session, url, prompt, event, num_new))
             for prompt, event in zip(PROMPTS, started, strict=True)
         ]
         for event in started:
@@ -116,13 +126,19 @@ def test_a_killed_edge_worker_takes_its_own_streams_with_it_and_its_requests_off
     with running_cluster(*flags, router_flags=router_flags) as cluster:
         assert eventually(lambda: all(worker["is_serving"] for worker in edge_workers(cluster.url)))
         undisturbed = asyncio.run(stream_all(cluster.url))
-        ends, took_s = asyncio.run(kill_an_edge_worker(cluster))
+        # Again where decode was done with some of them before the kill.
+        for _ in range(MAX_ROUNDS):
+            ends, took_s = asyncio.run(kill_an_edge_worker(cluster))
+            lost = [end for end in ends if isinstance(end, aiohttp.ClientPayloadError)]
+            for end, expected in zip(ends, undisturbed, strict=True):
+                assert end in lost or end == expected
+            assert len(lost) < len(PROMPTS)
+            if took_s is not None:
+                break
+            assert eventually(lambda: all(w["is_serving"] for w in edge_workers(cluster.url)))
+        assert took_s is not None
         with capsys.disabled():
             sys.stdout.write(f"\ncancelled on decode {took_s:.3f} s after the kill\n")
-        lost = [end for end in ends if isinstance(end, aiohttp.ClientPayloadError)]
-        assert 0 < len(lost) < len(PROMPTS)
-        for end, expected in zip(ends, undisturbed, strict=True):
-            assert end in lost or end == expected
         urls = (*cluster.prefill_urls, *cluster.decode_urls)
         assert eventually(lambda: not any(map(unaccounted, urls)))
 
@@ -131,20 +147,19 @@ def edge_workers(url: str) -> list[dict]:
     return get_json(f"{url}/server_info")[1]["workers"]
 
 
-async def kill_an_edge_worker(cluster) -> tuple[list, float]:
-    """Return how each stream ended, and how long decode went on with those of the victim."""
-    decode = f"{cluster.decode_urls[0]}/server_info"
+async def kill_an_edge_worker(cluster) -> tuple[list, float | None]:
+    """Return how each stream ended, and how long decode went on with those of the victim.
+
+    The latter is None when it was not cancelling that ended each of them.
+    """
+    decode, took_s = cluster.decode_urls[0], None
     started = [asyncio.Event() for _ in PROMPTS]
     async with aiohttp.ClientSession() as session:
-
-        async def num_aborted() -> int:
-            async with session.get(decode) as response:
-                return (await response.json())["load"]["num_aborted"]
 
         def num_lost() -> int:
             return sum(task.done() and task.exception() is not None for task in streams)
 
-        before = await num_aborted()
+        before = load_now(decode)["num_aborted"]
         streams = [
             asyncio.ensure_future(stream(session, cluster.url, prompt, event))
             for prompt, event in zip(PROMPTS, started, strict=True)
@@ -153,10 +168,13 @@ async def kill_an_edge_worker(cluster) -> tuple[list, float]:
             await event.wait()
         os.kill(children(cluster.router.pid)[0], signal.SIGKILL)
         killed = time.monotonic()
-        async with asyncio.timeout(PATIENCE_S):
-            while not num_lost() or await num_aborted() < before + num_lost():  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        took_s = time.monotonic() - killed
+        for _ in patiently():
+            is_over = all(stream.done() for stream in streams)
+            load = await asyncio.to_thread(load_now, decode)
+            if took_s is None and 0 < num_lost() <= load["num_aborted"] - before:
+                took_s = time.monotonic() - killed
+            if is_over and (took_s is not None or not load["num_running"]):
+                break
         return await asyncio.gather(*streams, return_exceptions=True), took_s
 
 
@@ -189,7 +207,7 @@ def unaccounted(url: str) -> int:
 def test_nothing_outlives_a_killed_launcher(tiny_model):
     model = ("--model", str(tiny_model("llama")), "--num-threads", "1", *FLAGS)
     serve = Process("serve", "--port", "0", *model)
-    assert eventually(lambda: children(serve.pid) != [])
+    assert eventually(lambda: children(serve.pid) != [], START_TIMEOUT_S)
     (engine,) = children(serve.pid)
     serve.signal(signal.SIGKILL)
     serve.wait()

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 
@@ -58,15 +59,11 @@ def detail(url: str) -> str:
     return get_json(f"{url}/health")[1]["detail"]
 
 
-def num_replays(url: str) -> int:
+def num_handed_over(url: str) -> int:
+    """Of all replays those for this reason: nodes that stood still for a while are others' matter."""
     lines = get_json(f"{url}/metrics")[1].splitlines()
-    return int(
-        sum(
-            float(line.split()[-1])
-            for line in lines
-            if line.startswith("tandem_router_replays_total{")
-        )
-    )
+    named = 'tandem_router_replays_total{error="node_draining"}'
+    return sum(int(float(line.split()[-1])) for line in lines if line.startswith(named))
 
 
 async def prompts_at_once(url: str, after_the_first) -> list[list[int]]:
@@ -85,20 +82,24 @@ PARAMS = {"max_new_tokens": 5, "temperature": 0}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("timeout_s", "is_handed_over"), [("0.2", True), ("30", False)])
+@pytest.mark.parametrize(("timeout_s", "is_handed_over"), [("0.2", True), ("600", False)])
 def test_no_client_notices_that_nodes_were_told_to_end_and_these_end_with_0(
     flags, embedded_model, timeout_s, is_handed_over
 ):
-    node_flags = (*flags(5), "--drain-timeout-s", timeout_s)
+    # A stream of 50 s, which only a node that hands over leaves unfinished.
+    long = long_stream if is_handed_over else contextlib.nullcontext
+    node_flags = (*flags(8), "--drain-timeout-s", timeout_s, "--max-total-tokens", "32768")
     with running_cluster(*node_flags, prefills=2, decodes=2) as cluster:
         assert eventually(lambda: all(are_up(cluster.url)))
-        first_prefill, _, first_decode, *_ = cluster.processes
-        others = [cluster.prefill_urls[1], cluster.decode_urls[1]]
-
-        streams = asyncio.run(stream_all(cluster.url, lambda: first_decode.signal(signal.SIGTERM)))
-        assert streams == [expected(embedded_model, prompt, NUM_NEW) for prompt in PROMPTS]
-        assert first_decode.wait() == 0
-        assert (num_replays(cluster.url) > 0) == is_handed_over
+        first_prefill = cluster.processes[0]
+        with long(cluster.url):
+            url = busiest_decode(cluster.url)
+            decode = cluster.processes[2 + cluster.decode_urls.index(url)]
+            streams = asyncio.run(stream_all(cluster.url, lambda: decode.signal(signal.SIGTERM)))
+            assert streams == [expected(embedded_model, prompt, NUM_NEW) for prompt in PROMPTS]
+            assert decode.wait() == 0
+            assert (num_handed_over(cluster.url) > 0) == is_handed_over
+        others = [cluster.prefill_urls[1], *(set(cluster.decode_urls) - {url})]
 
         answers = asyncio.run(
             prompts_at_once(cluster.url, lambda: first_prefill.signal(signal.SIGTERM))
@@ -110,8 +111,9 @@ def test_no_client_notices_that_nodes_were_told_to_end_and_these_end_with_0(
 
 @pytest.mark.slow
 def test_a_node_is_drained_turned_into_the_other_role_and_serves_in_it(flags, embedded_model):
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        port = holder.getsockname()[1]
+    # Of those that the kernel gives to nobody: when it is let go, no connection of others takes it.
+    port = free_ports(1)[0]
+    with socket.create_server(("127.0.0.1", port)) as holder:
         decode_flags = ("--bootstrap-port", str(port))
         with (
             running_cluster(*flags(60), decodes=2, decode_flags=decode_flags) as cluster,
@@ -124,7 +126,7 @@ def test_a_node_is_drained_turned_into_the_other_role_and_serves_in_it(flags, em
             told = drain(url, "--timeout", "0")
             assert (told.returncode, told.stderr) == (0, "")
             assert f"{url} is drained: nothing runs on it" in told.stdout
-            assert eventually(lambda: num_replays(cluster.url) == 1)
+            assert eventually(lambda: num_handed_over(cluster.url) == 1)
             assert eventually(lambda: num_running(other) == 1), "it was handed over"
             assert stream.readline()
             is_drained(url)
@@ -139,6 +141,13 @@ def test_a_node_is_drained_turned_into_the_other_role_and_serves_in_it(flags, em
             serves_as_prefill(url, other, embedded_model)
 
             ends_at_once(other, cluster.processes[1 + cluster.decode_urls.index(other)])
+
+
+def busiest_decode(router: str) -> str:
+    """Return the URL of the decode node with most requests, as the router counts them by itself."""
+    nodes = get_json(f"{router}/server_info")[1]["nodes"]
+    decodes = [node for node in nodes if node["role"] == "decode"]
+    return max(decodes, key=lambda node: node["in_flight_requests"])["url"]
 
 
 @contextlib.contextmanager
@@ -158,9 +167,11 @@ def num_running(url: str) -> int:
 
 
 def can_be_drained_and_serve_again(url: str) -> None:
+    begun = time.monotonic()
     status, told = post(f"{url}/drain")
+    took_s = time.monotonic() - begun
     assert (status, told["state"], told["num_left"]) == (200, "draining", 1)
-    assert 25 < told["remaining_s"] <= 30
+    assert 30 - took_s <= told["remaining_s"] <= 30
     assert detail(url) == "draining: 1 request left"
     status, refusal = post(f"{url}/role", role="prefill")
     assert (status, refusal["error"]["code"]) == (409, "not_now")

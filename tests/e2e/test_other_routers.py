@@ -12,7 +12,7 @@ import pytest
 from aiohttp.test_utils import TestServer
 
 from tandem.up import free_ports
-from tests.e2e.cluster import eventually, get_json
+from tests.e2e.cluster import START_TIMEOUT_S, eventually, get_json
 from tests.e2e.mini_lb import MiniLb
 from tests.e2e.test_features import about, essence
 
@@ -75,7 +75,7 @@ def _last(events: list[dict]) -> dict:
 
 async def answers(url: str, calls) -> dict:
     """Send all calls at once."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
         made = [ask(session, url, path, body) for path, body in calls.values()]
         return dict(zip(calls, await asyncio.gather(*made), strict=True))
 
@@ -107,14 +107,14 @@ def sglang_router(prefill: str, decode: str, bootstrap_port: int):
         )
         try:
             url = f"http://127.0.0.1:{port}"
-            eventually(lambda: _is_healthy(url) or process.poll() is not None)
+            eventually(lambda: _is_healthy(url) or process.poll() is not None, START_TIMEOUT_S)
             log.seek(0)
             assert process.poll() is None, log.read()
             assert _is_healthy(url), log.read()
             yield url
         finally:
-            process.terminate()
-            process.wait(20)
+            process.kill()  # how it ends is its own affair
+            process.wait()
 
 
 def _is_healthy(url: str) -> bool:

@@ -6,7 +6,6 @@ import itertools
 import json
 import random
 import signal
-from functools import partial
 
 import aiohttp
 import numpy as np
@@ -22,8 +21,14 @@ from tests.e2e.test_membership import states
 from tests.e2e.test_simulated import FLAGS, QUIET
 
 NUM_CLIENTS = 4
-# What a balancer is given to notice: it looks twenty times a second, on a machine that may be crowded.
-ROUTER_FLAGS = ("--discover-announced", "--local-prefill-threshold", "0", "--shutdown-delay-s", "4")
+# What a balancer is given to notice: it looks twenty times a second, on a machine that may stand still for seconds.
+ROUTER_FLAGS = (
+    "--discover-announced",
+    "--local-prefill-threshold",
+    "0",
+    "--shutdown-delay-s",
+    "15",
+)
 NEW_VERSION = ("--page-size", "16")
 
 
@@ -63,7 +68,9 @@ class Balancer:
         return url in self._ready
 
     def choose(self) -> str:
-        return self._ready[next(self._turns) % len(self._ready)]
+        """Return the next of those that are ready; of all when none is, as balancers do."""
+        ready = self._ready or self.urls
+        return ready[next(self._turns) % len(ready)]
 
 
 class Load:
@@ -210,4 +217,4 @@ async def replaced(
 
 
 async def becomes(is_so) -> None:
-    assert await asyncio.to_thread(partial(eventually, is_so, 30))
+    assert await asyncio.to_thread(eventually, is_so)

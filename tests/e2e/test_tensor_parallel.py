@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.e2e.cluster import Process, eventually, running_cluster, running_serve
+from tests.e2e.cluster import START_TIMEOUT_S, Process, eventually, running_cluster, running_serve
 from tests.e2e.test_deaths import children, is_alive, stream_all, unaccounted
 from tests.e2e.test_parity import generate_all, sampling
 from tests.one_engine import tokens_of_one_engine
@@ -100,9 +100,9 @@ def test_a_rank_that_is_killed_ends_its_node_and_costs_no_token(expected, tiny_m
 def test_no_rank_outlives_its_node(tiny_model, victim):
     model = ("--model", str(tiny_model("llama")), *FLAGS, "--tp", "2")
     serve = Process("serve", "--port", "0", *model)
-    assert eventually(lambda: children(serve.pid) != [], 60)
+    assert eventually(lambda: children(serve.pid) != [], START_TIMEOUT_S)
     (engine,) = children(serve.pid)
-    assert eventually(lambda: children(engine) != [], 60)
+    assert eventually(lambda: children(engine) != [], START_TIMEOUT_S)
     (rank,) = children(engine)
     if victim == "launcher":
         serve.signal(signal.SIGKILL)
@@ -110,7 +110,7 @@ def test_no_rank_outlives_its_node(tiny_model, victim):
         os.kill(engine, signal.SIGKILL)
     serve.wait()
     serve.log.close()
-    assert eventually(lambda: not is_alive(engine) and not is_alive(rank), 60)
+    assert eventually(lambda: not is_alive(engine) and not is_alive(rank))
 
 
 @pytest.mark.slow
@@ -118,6 +118,6 @@ def test_heads_that_three_ranks_cannot_share_are_a_sentence_and_status_2(tiny_mo
     serve = Process(
         "serve", "--port", "0", "--model", str(tiny_model("llama")), *FLAGS, "--tp", "3"
     )
-    assert serve.wait(120) == 2
+    assert serve.wait(START_TIMEOUT_S) == 2
     assert "--tp 3 cannot share 4 attention heads with 2 KV heads" in serve.output()
     serve.log.close()

@@ -63,6 +63,13 @@ class Cell:
         return self.target == "TP rank"
 
     @property
+    def must_be_noticed(self) -> bool:
+        """Whether somebody else has to say of it: a node that is gone, or silent for longer than allowed."""
+        return self.target in ("prefill", "decode") and self.fault in (
+            *("SIGKILL", "SIGSTOP", "network cut"),
+        )
+
+    @property
     def breaks_connections(self) -> bool:
         """Whether clients are connected to what is ended, and must come again."""
         return self.target in ("edge worker", "router") and self.fault in (

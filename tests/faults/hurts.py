@@ -13,6 +13,7 @@ import aiohttp
 from tests.faults.cells import DELAY_MS, LOSS, Cell
 from tests.faults.members import Member, children
 from tests.faults.rig import DECODE_MBIT, Rig
+from tests.patience import PATIENCE_S
 from wire.ids import new_room
 
 # A process that was not granted memory before asks for more soon; it gets next to nothing.
@@ -91,7 +92,8 @@ async def _take_pages(rig: Rig, member: Member) -> None:
     """Hold a node's pages until cancelled, with requests that speak to the nodes themselves."""
     prefill = member if member.role == "prefill" else rig.members["p0"]
     decode = member if member.role == "decode" else rig.members["d0"]
-    host, port = _bootstrap_of(await rig.get(f"{prefill.url}/server_info"), rig, prefill)
+    info = await rig.get(f"{prefill.url}/server_info", PATIENCE_S)
+    host, port = _bootstrap_of(info, rig, prefill)
 
     async def half(node: Member, room: int, num_tokens: int, first: int) -> None:
         params = {"max_new_tokens": 8, "temperature": 0}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tests.e2e.test_deaths import children
 from tests.faults.network import ROOT
+from tests.patience import PATIENCE_S
 
 # Logs of an hour, metrics and scratch files take a tenth of it.
 DISK_BYTES = 32 << 20
@@ -126,7 +127,7 @@ class Member:
         if self.is_running:
             self._popen.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._popen.wait(20)
+            return self._popen.wait(PATIENCE_S)
         self.kill()
         return self._popen.wait()
 

@@ -97,8 +97,9 @@ class Rig:
     def of_role(self, role: str) -> list[Member]:
         return [m for m in self.members.values() if m.role == role]
 
-    async def get(self, url: str) -> dict:
-        async with self.session.get(url, timeout=aiohttp.ClientTimeout(total=2)) as response:
+    async def get(self, url: str, timeout_s: float = 2) -> dict:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with self.session.get(url, timeout=timeout) as response:
             return await response.json(content_type=None)
 
     async def is_whole(self, router: Member) -> bool:
