@@ -184,7 +184,7 @@ def test_a_fence_waits_for_the_copy_under_way(rig):
         fence.start()
         assert known.gone.wait(PATIENCE_S)
         assert rig.path.exists()
-    fence.join(5)
+    fence.join(PATIENCE_S)
     assert not rig.path.exists()
 
 
@@ -202,7 +202,7 @@ def test_a_write_that_waits_for_a_silent_owner_ends_when_it_is_closed(rig):
     writer = threading.Thread(target=write)
     writer.start()
     connection.close()
-    writer.join(5)
+    writer.join(PATIENCE_S)
     assert len(errors) == 1
 
 
