@@ -51,6 +51,8 @@ MAX_FILE_BYTES = HEADER.size + MAX_COPIES * COPY_BYTES + 2 * BATCH_BYTES + DIGES
 BEAT_S = 0.25
 # Eight beats, and as long as a link waits for a silent peer.
 SILENT_AFTER_S = 2.0
+# The most that one look counts for, however late it comes: it may be the one who looks who was slow.
+MOST_OF_A_LOOK_S = 2 * BEAT_S
 # An idle link asks the file server 50 times a second; a busy one at most 2,000 times.
 MIN_POLL_S, MAX_POLL_S = 0.0005, 0.02
 
@@ -77,23 +79,24 @@ class Pulse:
     def __init__(self, beat: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._beat, self._clock = beat, clock
         self._seen = b""
-        self._changed_s = self._looked_s = clock()
+        self._silent_s, self._looked_s = 0.0, clock()
 
     def check(self) -> None:
         """Look, if a beat is due.
 
         Raises:
-            PeerLost: It has not changed for `SILENT_AFTER_S`.
+            PeerLost: It has not changed for `SILENT_AFTER_S` of looking.
         """
         now_s = self._clock()
         if now_s - self._looked_s < BEAT_S:
             return
+        self._silent_s += min(MOST_OF_A_LOOK_S, now_s - self._looked_s)
         self._looked_s, seen = now_s, self._seen
         with suppress(OSError):
             seen = self._beat.read_bytes()
         if seen != self._seen:
-            self._seen, self._changed_s = seen, now_s
-        elif now_s - self._changed_s > SILENT_AFTER_S:
+            self._seen, self._silent_s = seen, 0.0
+        elif self._silent_s > SILENT_AFTER_S:
             raise PeerLost(f"the pool's owner has not touched {self._beat} for {SILENT_AFTER_S} s")
 
 

@@ -11,6 +11,7 @@ import xgrammar
 from engine.errors import GrammarViolated
 from engine.grammar import GrammarMasks, GrammarState, apply_masks, leaves_only
 from engine.grammar_compiler import GrammarCompiler, compile_text
+from tests.patience import PATIENCE_S, patiently
 from wire.errors import EngineFailed, InvalidRequest, Overloaded
 from wire.generation import Grammar
 
@@ -367,13 +368,14 @@ class Gate:
     """Compiles at once, except grammars whose text begins with "slow": these wait for `open`."""
 
     def __init__(self):
-        self.is_open = threading.Event()
+        self.is_open, self.was_called = threading.Event(), threading.Event()
         self.calls: list[str] = []
 
     def __call__(self, library, grammar):
         self.calls.append(grammar.text)
+        self.was_called.set()
         if grammar.text.startswith("slow"):
-            assert self.is_open.wait(60)
+            assert self.is_open.wait(PATIENCE_S)
         return compile_text(library, grammar)
 
 
@@ -416,6 +418,7 @@ def test_a_grammar_past_the_time_limit_is_refused_and_kept_if_it_compiles_after_
         compiler.compile(regex("slow")).result()
     with pytest.raises(InvalidRequest, match="too complex"):
         compiler.compile(regex("slow")).result()
+    assert gate.was_called.wait(PATIENCE_S)  # its time begins to run a moment before
     assert gate.calls == ["slow"]
     gate.is_open.set()
     while compiler.compile(regex("slow")).exception() is not None:
@@ -431,8 +434,12 @@ def test_when_every_worker_is_late_new_grammars_are_refused_until_one_is_done(ga
     with pytest.raises(Overloaded):
         compiler.compile(regex("fast")).result()
     gate.is_open.set()
-    while isinstance(compiler.compile(regex("fast")).exception(), Overloaded):
-        gate.is_open.wait()
+    for _ in patiently():
+        if not isinstance(compiler.compile(regex("fast")).exception(), Overloaded):
+            break
+    for _ in patiently():  # its time may be up before it is begun
+        if "fast" in gate.calls:
+            break
     assert "fast" in gate.calls
 
 

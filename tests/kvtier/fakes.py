@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.stack import TierStack
 from kvtier.tier import TierFailed
+from tests.patience import PATIENCE_S
 from wire.channel import Waker
 from wire.messages import TierLoad
 from wire.page_keys import PageKey, PageSpace, page_keys
@@ -136,7 +137,7 @@ class Hanging:
     def _wait(self, name: str) -> None:
         if name in self._names:
             self.begun.set()
-            assert self._go.wait(20)
+            assert self._go.wait(PATIENCE_S)
 
 
 def failing(tier: FakeTier, error: BaseException | None = None) -> None:
@@ -182,7 +183,7 @@ class Rig:
     def next(self):
         """Return the next event, as soon as the waker says there is one."""
         while not self._told:
-            assert select.select([self.waker], [], [], 20)[0], "nothing was told"
+            assert select.select([self.waker], [], [], PATIENCE_S)[0], "nothing was told"
             self.waker.clear()
             self._told += self.stack.events()
         return self._told.pop(0)

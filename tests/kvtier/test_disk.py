@@ -15,6 +15,7 @@ from kvtier.disk import DiskTier
 from kvtier.disk_entry import HEADER_BYTES
 from kvtier.tier import TierFailed
 from tests.kvtier.fakes import PAGE_BYTES, SPACE, FakePool, content, keys, views
+from tests.patience import PATIENCE_S
 from wire.errors import ConfigInvalid
 
 FILE_BYTES = HEADER_BYTES + PAGE_BYTES
@@ -64,8 +65,8 @@ def put(tier, of) -> int:
     return tier.put(of, views(of))
 
 
-def age(path: Path, seconds: float) -> None:
-    then = time.time() - seconds
+def age(path: Path, seconds: float, now_s: float | None = None) -> None:
+    then = (time.time() if now_s is None else now_s) - seconds
     os.utime(path, (then, then))
 
 
@@ -244,14 +245,14 @@ def test_a_half_written_page_is_never_seen(open_tier, tmp_path, monkeypatch):
         if len(parts) == 2:
             count = real(file, [parts[0], parts[1][:10]])
             begun.set()
-            assert go.wait(20)
+            assert go.wait(PATIENCE_S)
             return count
         return real(file, parts)
 
     monkeypatch.setattr(os, "writev", slowly)
     putter = threading.Thread(target=put, args=(tier, of))
     putter.start()
-    assert begun.wait(20)
+    assert begun.wait(PATIENCE_S)
     [half] = files(tmp_path)
     assert half.name.startswith(".")
     assert tier.has(of) == 0
@@ -318,15 +319,16 @@ def test_what_another_node_used_lately_is_not_evicted(open_tier, tmp_path):
 
 
 def test_a_use_is_noted_for_others_once_a_minute(open_tier, tmp_path):
-    tier, of = open_tier(), keys(1)
+    now_s = time.time()
+    tier, of = open_tier(clock=lambda: now_s), keys(1)
     put(tier, of)
     path = path_of(tmp_path, of[0])
-    age(path, 30)
+    age(path, 30, now_s)
     before = path.stat().st_mtime_ns
     got(tier, of)
     put(tier, of)
     assert path.stat().st_mtime_ns == before
-    age(path, 61)
+    age(path, 61, now_s)
     got(tier, of)
     assert path.stat().st_mtime_ns > before
 
@@ -395,7 +397,8 @@ def test_a_disk_that_is_full_before_the_limit_has_others_evicted(
 def test_a_disk_that_stays_full_is_not_written_to_for_a_while_and_read_all_the_same(
     open_tier, tmp_path, monkeypatch
 ):
-    now = [time.time() + 10]
+    # Later than what files say of themselves, and not by so much that a use is noted anew.
+    now = [time.time() + 50]
 
     def clock():
         now[0] += 0.001
@@ -455,7 +458,7 @@ def test_a_limit_below_one_page_is_refused(tmp_path):
 def test_a_mount_that_hangs_at_the_start_is_refused(tmp_path, monkeypatch):
     go = threading.Event()
     monkeypatch.setattr(disk, "START_S", 0.01)
-    monkeypatch.setattr(disk_directory, "PageDirectory", lambda path: go.wait(20))
+    monkeypatch.setattr(disk_directory, "PageDirectory", lambda path: go.wait(PATIENCE_S))
     with pytest.raises(ConfigInvalid, match="look at the mount"):
         DiskTier(tmp_path, FILE_BYTES, FakePool(), SPACE)
     go.set()

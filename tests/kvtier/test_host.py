@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from kvtier.host import HostTier
 from tests.kvtier.fakes import PAGE_BYTES, FakePool, content, keys, views
+from tests.patience import PATIENCE_S
 from wire.errors import ConfigInvalid
 
 
@@ -111,13 +112,13 @@ def test_a_page_is_not_seen_before_all_its_bytes_are_there(monkeypatch):
 
     def copy(source, into):
         begun.set()
-        assert go.wait(20)
+        assert go.wait(PATIENCE_S)
         into[:] = source
 
     monkeypatch.setattr("kvtier.host.copy_page", copy)
     putter = threading.Thread(target=tier.put, args=(run, views(run)))
     putter.start()
-    assert begun.wait(20)
+    assert begun.wait(PATIENCE_S)
     # No lock is held meanwhile.
     assert tier.has(run) == 0
     assert tier.put(run, views(run)) == 0

@@ -1,5 +1,7 @@
 """Pages in a real server that many share, and all the ways in which it fails."""
 
+import contextlib
+import random
 import re
 import ssl
 import threading
@@ -15,9 +17,10 @@ from kvtier.tier import TierFailed
 from tests.certificates import make_certificates
 from tests.kvtier.pool import PAGE_BYTES, SPACE, SmallPool, some_keys, some_pages
 from tests.kvtier.redis_server import RedisServer, Relay, a_folder, a_server
+from tests.patience import PATIENCE_S, patiently
 
 ENTRY_BYTES = HEADER_BYTES + PAGE_BYTES
-# For what has to fail by waiting.
+# For what has to fail by waiting. What is well may be as late, on a busy machine: it is asked again then.
 SOON_S = 0.3
 
 
@@ -33,6 +36,7 @@ def tier_at():
     made = []
 
     def make(url: str, **options) -> RedisTier:
+        options = {"timeout_s": PATIENCE_S, **options}
         made.append(make_redis(url, SmallPool(), options.pop("space", SPACE), **options))
         return made[-1]
 
@@ -46,6 +50,26 @@ def got(tier, keys) -> list[bytes]:
     pages = [bytes(page) for page in loan.pages]
     loan.close()
     return pages
+
+
+def answer_in_time(call):
+    """Return what a call of a tier with little time answers, as soon as it is in time."""
+    for _ in patiently():
+        with contextlib.suppress(TierFailed):
+            return call()
+    raise AssertionError("never in time")
+
+
+def num_gets_until(tier, keys, pages) -> int:
+    """Return how many gets it took to have exactly these pages; others had fewer of them, for want of time."""
+    for number, _ in enumerate(patiently(), 1):
+        found = []
+        with contextlib.suppress(TierFailed):
+            found = got(tier, keys)
+        assert found == pages[: len(found)]
+        if len(found) == len(pages):
+            return number
+    raise AssertionError("they never came")
 
 
 def told(tier) -> set[int]:
@@ -133,7 +157,7 @@ def test_entries_go_when_nobody_asks_for_them_in_time(server, tier_at):
 
     assert 900 < left_s(keys[0]) <= 1000
     for use in (tier.has, tier.get, lambda run: tier.put(run, some_pages(1))):
-        server.ask("EXPIRE", entry_key(keys[0]), "10")
+        server.ask("EXPIRE", entry_key(keys[0]), "300")
         use(keys[:1])
         assert left_s(keys[0]) > 900
     assert server.ask("TTL", "tandem:kv:store") == b":-1"
@@ -239,7 +263,12 @@ def test_a_full_server_is_read_from_and_tried_again_later(tier_at):
     now = 0.0
     with a_server("--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as server:
         tier = RedisTier(
-            "redis", parse_redis_url(server.url), SmallPool(), SPACE, clock=lambda: now
+            "redis",
+            parse_redis_url(server.url),
+            SmallPool(),
+            SPACE,
+            timeout_s=PATIENCE_S,
+            clock=lambda: now,
         )
         keys, pages = some_keys(200), some_pages(200)
         num_taken = tier.put(keys, pages)
@@ -300,14 +329,15 @@ def test_a_dead_server_fails_and_one_that_came_back_does_not(server, tier_at):
 def test_a_server_that_hangs_fails_in_time_and_its_late_answer_is_for_nobody(server, tier_at):
     tier = tier_at(server.tcp_url, timeout_s=SOON_S)
     keys, pages = some_keys(8), some_pages(8)
-    tier.put(keys, pages)
+    tier_at(server.tcp_url).put(keys, pages)
+    assert answer_in_time(lambda: tier.has(keys)) == 8
     server.freeze()
     for call in (tier.has, tier.get, lambda keys: tier.put(keys, pages)):
         with pytest.raises(TierFailed):
             call(keys)
     server.thaw()
-    assert got(tier, keys[4:]) == pages[4:]
-    assert tier.has(keys) == 8
+    num_gets_until(tier, keys[4:], pages[4:])
+    assert answer_in_time(lambda: tier.has(keys)) == 8
     assert tier.load().num_corrupted == 0
 
 
@@ -316,37 +346,45 @@ def test_pages_that_came_whole_are_given_when_the_rest_does_not_come(server, tie
     keys, pages = some_keys(8), some_pages(8)
     tier_at(server.url).put(keys, pages)
     with Relay(server) as relay:
-        tier = tier_at(f"redis://127.0.0.1:{relay.port}", timeout_s=SOON_S)
+        # Of a connection that is cut it is known at once.
+        timeout_s = {"cut_after": PATIENCE_S, "stops_after": SOON_S}[how]
+        tier = tier_at(f"redis://127.0.0.1:{relay.port}", timeout_s=timeout_s)
         setattr(relay, how, 3 * ENTRY_BYTES + ENTRY_BYTES // 2)
-        assert got(tier, keys) == pages[:3]
+        num_gets = num_gets_until(tier, keys, pages[:3])
+        assert num_gets == 1 or how == "stops_after"
         setattr(relay, how, ENTRY_BYTES // 2)
         with pytest.raises(TierFailed):
             got(tier, keys)
-        assert tier.load().num_failures == 2
+        assert tier.load().num_failures == num_gets + 1
         setattr(relay, how, None)
-        assert got(tier, keys) == pages
+        num_gets = num_gets_until(tier, keys, pages)
+        assert num_gets == 1 or how == "stops_after"
         assert tier.load().num_corrupted == 0
 
 
 def test_a_write_that_is_cut_leaves_no_part_of_a_page(server, tier_at):
     keys, pages = some_keys(200), some_pages(200)
     with Relay(server) as relay:
-        tier = tier_at(f"redis://127.0.0.1:{relay.port}", timeout_s=SOON_S)
+        tier = tier_at(f"redis://127.0.0.1:{relay.port}")
         tier.has(keys[:1])
         relay.cut_after = 1024
         with pytest.raises(TierFailed):
             tier.put(keys, pages)
     tier = tier_at(server.url)
     num_written = tier.has(keys)
-    assert num_written < 200
-    assert got(tier, keys) == pages[:num_written]
+    found = got(tier, keys)
+    # The server may be at what it had received.
+    assert num_written <= len(found) < 200
+    assert found == pages[: len(found)]
     assert tier.load().num_corrupted == 0
 
 
 def test_a_server_that_loads_its_data_fails_until_it_has_it(server, tier_at):
-    keys, pages = some_keys(40), some_pages(40)
-    tier_at(server.url).put(keys, pages)
+    keys, draw = some_keys(1), random.Random(0)
     before = tier_at(server.url)
+    # So many that it loads them for a minute; each long enough that it looks at its clients after it.
+    for number in range(600):
+        server.ask("SET", f"value {number}", draw.randbytes(2048))
     server.ask("SAVE")
     server.kill()
     slowly = ("--key-load-delay", "100000", "--loading-process-events-interval-bytes", "1024")
@@ -368,7 +406,7 @@ def test_a_server_with_no_room_for_another_client_fails(tier_at):
 def test_what_speaks_another_protocol_fails(tier_at):
     with a_server() as server, Relay(server) as relay:
         tier = tier_at(f"redis://127.0.0.1:{relay.port}", timeout_s=SOON_S)
-        tier.has(some_keys(1))
+        answer_in_time(lambda: tier.has(some_keys(1)))
         relay.stops_after = 0
         with pytest.raises(TierFailed):
             tier.has(some_keys(1))
@@ -455,7 +493,7 @@ def test_a_server_need_not_be_there_when_a_tier_is_made_or_closed(tmp_path):
 
 
 def test_a_tier_that_is_closed_ends_calls_under_way(server):
-    tier = make_redis(server.url, SmallPool(), SPACE, timeout_s=60)
+    tier = make_redis(server.url, SmallPool(), SPACE, timeout_s=PATIENCE_S)
     keys = some_keys(1)
     tier.put(keys, some_pages(1))
     server.freeze()

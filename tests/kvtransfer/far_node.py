@@ -1,8 +1,9 @@
 """A prefill or a decode node without a model, in a process of its own: tests kill it, stop it, cut it off.
 
-`python far_node.py prefill|decode TRANSPORT HOST DIRECTORY` takes one JSON object a line: `do` names a
+`python far_node.py prefill|decode TRANSPORT HOST DIRECTORY calm|alert` takes one JSON object a line: `do` names a
 method below, the rest are its arguments. It prints one JSON object a line: what its agent tells its
-role, and answers. It owns its pages as a role does, in a `PagePool`.
+role, and answers. It owns its pages as a role does, in a `PagePool`. A calm node takes no silence for a loss: it
+stays linked to whoever is alive on a machine that is slow. An alert one is as nodes are by default.
 """
 
 import json
@@ -22,7 +23,9 @@ from kvtransfer.region import MemoryRegion
 from kvtransfer.sender import PrefillAgent
 from kvtransfer.transports.base import TransportConfig
 from kvtransfer.transports.registry import transports
+from tests.calm import CALM, calm_receiver, calm_sender
 from wire.channel import Waker
+from wire.heartbeat import DEFAULT_HEARTBEAT
 from wire.ids import Room, new_epoch
 
 LAYOUT = KVLayout(
@@ -131,12 +134,13 @@ class Node:
 
 
 class PrefillNode(Node):
-    def __init__(self, allowed, host):
+    def __init__(self, allowed, host, heartbeat):
         super().__init__(MemoryRegion.private(LAYOUT.pool_bytes))
         self.may_end = threading.Event()
         allowed = [EndlessTransport(each, self.may_end) for each in allowed]
         end = SenderEnd(new_epoch(), "model", LAYOUT, self.region, allowed)
-        self.agent = PrefillAgent(f"tcp://{host}:0", end, waker=self.waker)
+        limits = calm_sender(heartbeat=heartbeat)
+        self.agent = PrefillAgent(f"tcp://{host}:0", end, waker=self.waker, timeouts=limits)
         say(answer="port", port=self.agent.port)
 
     def push(self, room):
@@ -160,7 +164,7 @@ class PrefillNode(Node):
 
 
 class DecodeNode(Node):
-    def __init__(self, allowed, host):
+    def __init__(self, allowed, host, heartbeat):
         super().__init__(MemoryRegion.shared(LAYOUT.pool_bytes, "farnode"))
         del host
         self.watched = set()
@@ -172,6 +176,7 @@ class DecodeNode(Node):
             region=self.region,
             transports=allowed,
             waker=self.waker,
+            timeouts=calm_receiver(heartbeat=heartbeat),
         )
         say(answer="ready", region=str(self.region.path))
 
@@ -216,10 +221,11 @@ class DecodeNode(Node):
         return {"is_untouched": bool((self.memory[sorted(self.marked)] == MARK).all())}
 
 
-def main(kind, transport, host, directory):
+def main(kind, transport, host, directory, mood):
     os.dup2(2, 1)
     allowed = transports(transport, TransportConfig(host=host, directory=directory))
-    node = {"prefill": PrefillNode, "decode": DecodeNode}[kind](allowed, host)
+    heartbeat = {"calm": CALM, "alert": DEFAULT_HEARTBEAT}[mood]
+    node = {"prefill": PrefillNode, "decode": DecodeNode}[kind](allowed, host, heartbeat)
     node.run()
     os._exit(0)
 

@@ -20,10 +20,11 @@ class FarNode:
 
     Args:
         namespace: Network namespace to run in; empty for ours.
+        mood: `alert` where a test is about silence.
     """
 
-    def __init__(self, kind, transport, directory, host=LOCAL, namespace=""):
-        command = [sys.executable, str(FAR_NODE), kind, transport, host, str(directory)]
+    def __init__(self, kind, transport, directory, host=LOCAL, namespace="", mood="calm"):
+        command = [sys.executable, str(FAR_NODE), kind, transport, host, str(directory), mood]
         if namespace:
             command = ["ip", "netns", "exec", namespace, *command]
         self.kind, self.host, self.port, self.region = kind, host, 0, ""

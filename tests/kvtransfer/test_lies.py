@@ -9,11 +9,12 @@ import pytest
 from kvtransfer.bootstrap import MAX_OFFERS
 from kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Safe
 from kvtransfer.plan import CopyPlan
-from kvtransfer.receiver import ReceiverTimeouts
 from kvtransfer.region import MemoryRegion
 from kvtransfer.transports.base import Pool
+from tests.calm import CALM, calm_receiver
 from tests.kvtransfer import test_agents as rig
 from tests.kvtransfer.test_agents import DECODE_PAGES, ROOM
+from tests.patience import patiently
 from wire import hand_off
 from wire.channel import Inbox, Link, wait
 from wire.errors import ErrorInfo, PeerLost, TransferRefused
@@ -47,7 +48,8 @@ class LyingDecode:
 
     def __init__(self, cluster, stack):
         self.prefill = cluster.prefill()
-        self.link = Link(f"tcp://127.0.0.1:{self.prefill.agent.port}", hand_off.FromPrefill)
+        address = f"tcp://127.0.0.1:{self.prefill.agent.port}"
+        self.link = Link(address, hand_off.FromPrefill, heartbeat=CALM)
         stack.callback(self.link.close)
         region = stack.enter_context(MemoryRegion.private(rig.layout().pool_bytes))
         self.listener = cluster.transport.listen(Pool(region, rig.layout().page_bytes, 16))
@@ -183,7 +185,9 @@ class LyingPrefill:
 
     def __init__(self, decode, stack):
         self.decode = decode
-        self.inbox = stack.enter_context(Inbox("tcp://127.0.0.1:0", hand_off.ToPrefill))
+        self.inbox = stack.enter_context(
+            Inbox("tcp://127.0.0.1:0", hand_off.ToPrefill, heartbeat=CALM)
+        )
         decode.agent.request(ROOM, "127.0.0.1", self.inbox.port, DECODE_PAGES)
         envelope = rig.receive(self.inbox)
         self.peer, self.hello = envelope.peer, envelope.message
@@ -208,11 +212,22 @@ class LyingPrefill:
 @pytest.fixture
 def false_prefill(cluster):
     with ExitStack() as stack:
-        decode = cluster.decode(timeouts=ReceiverTimeouts(connect_s=0.3))
+        decode = cluster.decode(timeouts=calm_receiver(connect_s=10), clock=cluster.clock)
         yield LyingPrefill(decode, stack)
         serve_the_next(cluster.prefill(), decode)
         now = decode.agent.statistics()
         assert (now.num_reserving, now.num_granted, now.num_withdrawn, now.num_fencing) == (0,) * 4
+
+
+def failed_in_time(decode, clock):
+    """Let time pass for decode until its request has failed."""
+    for _ in patiently():
+        for event in decode.agent.events():
+            assert isinstance(event, Failed), event
+            return event
+        clock.now_s += 0.5
+        wait([], 0.005, decode.waker)
+    raise AssertionError(decode.agent)
 
 
 @pytest.mark.parametrize("room", [ROOM, Room(ROOM + 1)])
@@ -244,9 +259,9 @@ def test_a_second_welcome_costs_the_link(false_prefill):
 
 
 @pytest.mark.parametrize("port", [-HUGE, -1, 0, 1, 65536, HUGE])
-def test_a_redirect_to_a_port_of_nobody_fails_the_request(false_prefill, port):
+def test_a_redirect_to_a_port_of_nobody_fails_the_request(cluster, false_prefill, port):
     false_prefill.say(hand_off.Redirect(epoch=Epoch(5), port=port))
-    assert isinstance(false_prefill.decode.next(Failed).error, PeerLost)
+    assert isinstance(failed_in_time(false_prefill.decode, cluster.clock).error, PeerLost)
 
 
 def test_a_redirect_of_a_link_that_is_up_costs_the_link(false_prefill):
@@ -279,9 +294,9 @@ def test_last_words_of_another_life_or_room_are_passed_over(false_prefill, lie):
     assert false_prefill.decode.next(Failed).room == ROOM
 
 
-def test_a_landed_before_the_welcome_is_passed_over(false_prefill):
+def test_a_landed_before_the_welcome_is_passed_over(cluster, false_prefill):
     false_prefill.landed()
-    assert isinstance(false_prefill.decode.next(Failed).error, PeerLost)
+    assert isinstance(failed_in_time(false_prefill.decode, cluster.clock).error, PeerLost)
 
 
 def test_a_second_last_word_is_passed_over(false_prefill):

@@ -124,11 +124,14 @@ def test_more_than_the_pool_has_ends_a_bare_stream(stream):
 
 def test_an_offer_that_nobody_answers_is_refused(stream):
     transport, offer, source, _ = stream
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    gone = msgspec.structs.replace(offer, descriptor=offer.descriptor | {"port": port})
-    with pytest.raises(TransferRefused):
-        transport.connect(gone, source)
+    host = offer.descriptor["host"]
+    # Held, so that nobody else takes it, and without anybody who listens.
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as held:
+        held.bind((host, 0))
+        port = held.getsockname()[1]
+        gone = msgspec.structs.replace(offer, descriptor=offer.descriptor | {"port": port})
+        with pytest.raises(TransferRefused):
+            transport.connect(gone, source)
     with pytest.raises(TransferRefused):
         transport.connect(msgspec.structs.replace(offer, descriptor={}), source)
 

@@ -8,6 +8,7 @@ from kvtransfer.receiver import DecodeAgent
 from kvtransfer.region import MemoryRegion
 from kvtransfer.sharding import Shard
 from kvtransfer.transports.loopback import LoopbackTransport
+from tests.calm import CALM, calm_receiver
 from tests.patience import patiently
 from wire.channel import Envelope, Inbox, Waker, wait
 from wire.errors import PeerLost
@@ -35,6 +36,7 @@ def decode():
         region=region,
         transports=[LoopbackTransport()],
         waker=waker,
+        timeouts=calm_receiver(),
         shard=Shard(1, 2, 2),
     )
     yield agent, waker
@@ -63,8 +65,8 @@ def event_of(decode: DecodeAgent, waker: Waker):
 def test_a_rank_says_hello_again_where_it_is_sent_once(decode):
     agent, waker = decode
     with (
-        Inbox("tcp://127.0.0.1:0", ToPrefill) as first,
-        Inbox("tcp://127.0.0.1:0", ToPrefill) as own,
+        Inbox("tcp://127.0.0.1:0", ToPrefill, heartbeat=CALM) as first,
+        Inbox("tcp://127.0.0.1:0", ToPrefill, heartbeat=CALM) as own,
     ):
         agent.request(Room(7), "127.0.0.1", first.port, [0])
         hello = hello_at(first)

@@ -24,6 +24,7 @@ from kvtransfer.transports.registry import choose, listen, transports
 from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.transports.tcp import TcpTransport
 from tests.kvtransfer.makers import DIRECTORY, NAMES, OTHER_PROCESS, make
+from tests.patience import PATIENCE_S
 from wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from wire.hand_off import TransportOffer
 from wire.ids import Room
@@ -270,7 +271,7 @@ def test_a_write_to_a_stopped_owner_ends_when_the_connection_is_closed(name):
         with ThreadPoolExecutor(1) as thread:
             writing = thread.submit(connection.write, ROOM, plan)
             connection.close()
-            assert isinstance(writing.exception(10), PeerLost)
+            assert isinstance(writing.exception(PATIENCE_S), PeerLost)
         child.kill()
 
 
@@ -282,7 +283,7 @@ def test_a_fence_waits_for_a_writer_stopped_in_the_middle_of_a_copy():
         fence.start()
         fence.join(0.05)
         assert fence.is_alive()
-    fence.join(5)
+    fence.join(PATIENCE_S)
     assert not fence.is_alive()
     pair.close()
 
@@ -299,7 +300,7 @@ def tcp():
 
 def stream_to(pair, secret=None):
     facts = pair.admission.offer.descriptor
-    sock = socket.create_connection((facts["host"], facts["port"]), 5)
+    sock = socket.create_connection((facts["host"], facts["port"]), PATIENCE_S)
     challenge = frames.receive_exactly(sock, frames.CHALLENGE_BYTES)
     key = secret or bytes.fromhex(facts["secret"])
     sock.sendall(facts["peer"].encode() + frames.proof(key, challenge))
@@ -349,7 +350,9 @@ def test_a_peer_that_breaks_its_word_and_still_sends_is_cut_by_the_revocation(tc
         sock.sendall(frames.table_of(ROOM, plan) + b"\xff" * 10)
         known = tcp.listener._peers[tcp.peer]
         with tcp.listener._changed:
-            assert tcp.listener._changed.wait_for(lambda: ROOM in known.reading.values(), 5)
+            assert tcp.listener._changed.wait_for(
+                lambda: ROOM in known.reading.values(), PATIENCE_S
+            )
         tcp.listener.revoke(tcp.peer, ROOM)
         with pytest.raises(PeerLost):
             frames.receive_exactly(sock, 1)

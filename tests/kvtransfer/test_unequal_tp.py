@@ -11,7 +11,7 @@ from kvtransfer.bootstrap import SenderEnd
 from kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
 from kvtransfer.group import DecodeGroup, PrefillGroup
 from kvtransfer.layout import KVLayout
-from kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
+from kvtransfer.receiver import DecodeAgent
 from kvtransfer.region import MemoryRegion
 from kvtransfer.sender import PrefillAgent
 from kvtransfer.sharding import Shard, held_heads
@@ -19,6 +19,7 @@ from kvtransfer.transports.base import Pool
 from kvtransfer.transports.loopback import Fault, LoopbackTransport
 from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.transports.tcp import TcpTransport
+from tests.calm import CALM, calm_receiver, calm_sender
 from tests.patience import PATIENCE_S, patiently
 from wire.channel import Link, Waker, wait
 from wire.errors import Aborted, LayoutMismatch, PeerLost, TandemError
@@ -105,7 +106,7 @@ class Prefill(Half):
                 ports,
                 self.shards[rank],
             )
-            agent = PrefillAgent("tcp://127.0.0.1:0", end, waker=self.waker)
+            agent = PrefillAgent("tcp://127.0.0.1:0", end, waker=self.waker, timeouts=calm_sender())
             stack.callback(agent.close)
             self.agents.insert(0, agent)
         self.group = PrefillGroup(self.agents[0], self.agents[1:]) if size > 1 else self.agents[0]
@@ -142,7 +143,7 @@ class Decode(Half):
                 transports=transports,
                 waker=self.waker,
                 shard=self.shards[rank],
-                **more,
+                **{"timeouts": calm_receiver(), **more},
             )
             for rank in range(size)
         ]
@@ -344,7 +345,7 @@ def test_a_source_that_is_killed_in_a_write_fails_the_room_and_costs_no_page(sta
 @pytest.mark.parametrize("sizes", [(2, 1), (4, 2), (1, 2), (2, 4)])
 def test_a_source_that_is_fenced_in_a_write_returns_the_pages_of_both_nodes(stack, sizes):
     prefill, decode, transports = pair(
-        stack, sizes, faults={0: [Fault("hang")]}, timeouts=ReceiverTimeouts(released_s=0.05)
+        stack, sizes, faults={0: [Fault("hang")]}, timeouts=calm_receiver(released_s=0.05)
     )
     start(prefill, decode)
     assert transports[0].hanging.wait(PATIENCE_S)
@@ -462,6 +463,7 @@ def test_a_rank_that_holds_another_share_than_its_own_is_refused(stack):
         region=decode.regions[0],
         transports=[transport],
         waker=decode.waker,
+        timeouts=calm_receiver(),
         shard=Shard(0, 4, 4),  # of which each rank has one
     )
     stack.callback(decode.group.close)
@@ -475,7 +477,8 @@ def stranger(stack):
     """Return what to say to, and to hear from, a prefill of one rank with four heads."""
     transport = LoopbackTransport()
     prefill = Prefill(stack, 1, 4, [transport])
-    links = [Link(f"tcp://127.0.0.1:{prefill.agents[0].port}", FromPrefill) for _ in range(2)]
+    address = f"tcp://127.0.0.1:{prefill.agents[0].port}"
+    links = [Link(address, FromPrefill, heartbeat=CALM) for _ in range(2)]
     for each in links:
         stack.callback(each.close)
 

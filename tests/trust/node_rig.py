@@ -5,14 +5,15 @@ from contextlib import ExitStack
 from decode.role import DecodeRole
 from kvtransfer.bootstrap import SenderEnd
 from kvtransfer.layout import KVLayout
-from kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
+from kvtransfer.receiver import DecodeAgent
 from kvtransfer.region import MemoryRegion
-from kvtransfer.sender import PrefillAgent, SenderTimeouts
+from kvtransfer.sender import PrefillAgent
 from kvtransfer.transports.loopback import LoopbackTransport
 from node.answers import Answers
 from node.colocated import ColocatedRole
 from node.loop import EngineLoop
 from prefill.role import PrefillRole
+from tests.calm import CALM, calm_receiver, calm_sender
 from tests.engine.toy_runner import toy_engine
 from tests.patience import patiently
 from wire.channel import Inbox, Link, Waker, wait
@@ -31,9 +32,9 @@ from wire.messages import (
 )
 
 NUM_PAGES, PAGE = 24, 4
-# What a pass takes of the agents' time. Whoever lies runs into their limits soon, and an honest request has a
-# thousand passes for each, however slow the machine is.
-QUICK_S, SLOW_S = 0.001, 0.00005
+# What a pass takes of the agents' time. Whoever lies runs into their limits soon. For an honest request time stands
+# still: the agents' threads may need any number of passes.
+PASS_S = 0.001
 PREFILL, DECODE, COLOCATED = range(3)
 
 
@@ -44,12 +45,17 @@ class Node:
         self.engine, _ = toy_engine(NUM_PAGES, PAGE, context_length=64)
         self.waker = Waker()
         stack.callback(self.waker.close)
-        self.inbox: Inbox[ToEngine] = stack.enter_context(Inbox("tcp://127.0.0.1:0", ToEngine))
+        self.inbox: Inbox[ToEngine] = stack.enter_context(
+            Inbox("tcp://127.0.0.1:0", ToEngine, heartbeat=CALM)
+        )
         answers = Answers(self.inbox, Epoch(epoch))
         self.role = make_role(self.engine, answers, self.waker)
         self.loop = EngineLoop(self.role, self.inbox, answers, self.waker)
-        self.link: Link[FromEngine] = Link(self.inbox.address, FromEngine)
+        self.link = self.make_link()
         stack.callback(lambda: self.link.close())  # noqa: PLW0108 - of then
+
+    def make_link(self) -> Link[FromEngine]:
+        return Link(self.inbox.address, FromEngine, heartbeat=CALM)
 
     @property
     def is_idle(self) -> bool:
@@ -64,7 +70,7 @@ class Cluster:
     """Three nodes: prefill, decode and one that is both."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self._now_s, self._pass_s = 0.0, QUICK_S
+        self._now_s, self._pass_s = 0.0, PASS_S
         transport = LoopbackTransport()
         layout = KVLayout(
             num_pages=NUM_PAGES, page_size=PAGE, num_layers=1, num_kv_heads=1, head_dim=1,
@@ -80,7 +86,7 @@ class Cluster:
                 "tcp://127.0.0.1:0",
                 end,
                 waker=waker,
-                timeouts=SenderTimeouts(grant_s=0.05, early_grant_s=0.05),
+                timeouts=calm_sender(grant_s=0.05, early_grant_s=0.05),
                 clock=lambda: self._now_s,
             )
             stack.callback(self.sender.close)
@@ -94,7 +100,7 @@ class Cluster:
                 region=target,
                 transports=[transport],
                 waker=waker,
-                timeouts=ReceiverTimeouts(connect_s=0.05, landed_s=0.2, released_s=0.2),
+                timeouts=calm_receiver(connect_s=0.05, landed_s=0.2, released_s=0.2),
                 clock=lambda: self._now_s,
             )
             stack.callback(self.receiver.close)
@@ -134,7 +140,7 @@ class Cluster:
         """Hang up, as every liar does in the end, and see that nothing of it is left."""
         for node in self.nodes:
             node.link.close()
-            node.link = Link(node.inbox.address, FromEngine)
+            node.link = node.make_link()
             # What a broken connection does after 0.2 s of nobody asking, now.
             for ticket in node.role.tickets():
                 node.role.cancel(ticket)
@@ -152,13 +158,13 @@ class Cluster:
             request=request, room=room, bootstrap_host="127.0.0.1", bootstrap_port=self.sender.port
         )
         starts = [StartPrefill(request=request, room=room), decode, StartColocated(request=request)]
-        self._pass_s = SLOW_S
+        self._pass_s = 0.0
         for node, start in zip(self.nodes, starts, strict=True):
             self.until(lambda node=node, start=start: _sent(node.link, start))
         for node in self.nodes[DECODE:]:
             tokens: set[int] = set()
             self.until(lambda node=node, tokens=tokens: _count(node.link, tokens) == 3)
-        self._pass_s = QUICK_S
+        self._pass_s = PASS_S
         for node in self.nodes:
             node.link.send(Cancel(request_id=request.request_id))
         self.until(lambda: all(node.is_idle for node in self.nodes))

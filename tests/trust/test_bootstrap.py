@@ -10,10 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.events import Failed, Safe
-from kvtransfer.receiver import ReceiverTimeouts
 from kvtransfer.region import MemoryRegion
-from kvtransfer.sender import SenderTimeouts
 from kvtransfer.transports.base import Pool
+from tests.calm import CALM, calm_receiver, calm_sender
 from tests.kvtransfer import test_agents as rig
 from tests.kvtransfer.test_lies import serve_the_next
 from tests.patience import patiently
@@ -30,6 +29,7 @@ FUZZ = settings(
     suppress_health_check=list(HealthCheck),
 )
 EPOCH = Epoch(2)
+GRANT_S, CONNECT_S = 5.0, 10.0
 HINTS = {
     "epoch": st.just(EPOCH),
     "room": st.integers(1, 3),
@@ -54,8 +54,9 @@ def cluster():
 
 
 def test_no_word_of_a_decode_node_keeps_a_room_of_prefill_open(cluster):
-    timeouts = SenderTimeouts(grant_s=0.05, early_grant_s=0.05)
-    prefill = cluster.prefill(timeouts=timeouts)
+    # By a clock that stands still while somebody speaks, and for whoever is honest.
+    timeouts = calm_sender(grant_s=GRANT_S, early_grant_s=GRANT_S)
+    prefill = cluster.prefill(timeouts=timeouts, clock=cluster.clock)
     shape = rig.layout()
     with MemoryRegion.private(shape.pool_bytes) as region:
         listener = cluster.transport.listen(Pool(region, shape.page_bytes, shape.num_pages))
@@ -65,7 +66,8 @@ def test_no_word_of_a_decode_node_keeps_a_room_of_prefill_open(cluster):
         @FUZZ
         @given(st.lists(frames_of(ToPrefill, hints), max_size=6))
         def say(frames):
-            link = Link(f"tcp://127.0.0.1:{prefill.agent.port}", FromPrefill)
+            cluster.clock.now_s += GRANT_S  # whoever hung up before is found out by a ping
+            link = Link(f"tcp://127.0.0.1:{prefill.agent.port}", FromPrefill, heartbeat=CALM)
             with contextlib.closing(link):
                 room = Room(next(rooms))
                 prefill.agent.expect(room)
@@ -83,8 +85,10 @@ def test_no_word_of_a_decode_node_keeps_a_room_of_prefill_open(cluster):
                 prefill.agent.abort(room)
 
         say()
-        prefill.wait_until(
-            lambda now: now.num_waiting == now.num_early_grants == now.num_pushing == 0
+        _until_in_time(
+            prefill,
+            cluster.clock,
+            lambda now: now.num_waiting == now.num_early_grants == now.num_pushing == 0,
         )
         list(prefill.agent.events())  # a room's last one comes before it stops counting
         assert prefill.agent.statistics().num_refused > 0
@@ -92,13 +96,14 @@ def test_no_word_of_a_decode_node_keeps_a_room_of_prefill_open(cluster):
 
 
 def test_no_word_of_a_prefill_node_keeps_a_page_of_decode(cluster):
-    decode = cluster.decode(clock=cluster.clock)
+    limits = calm_receiver(connect_s=CONNECT_S, landed_s=CONNECT_S, released_s=CONNECT_S)
+    decode = cluster.decode(timeouts=limits, clock=cluster.clock)
     rooms = iter(range(1, 1 << 20))
 
     @FUZZ
     @given(st.lists(frames_of(FromPrefill, HINTS), max_size=6))
     def say(frames):
-        with Inbox("tcp://127.0.0.1:0", ToPrefill) as inbox:
+        with Inbox("tcp://127.0.0.1:0", ToPrefill, heartbeat=CALM) as inbox:
             room = Room(next(rooms))
             decode.agent.request(room, "127.0.0.1", inbox.port, rig.DECODE_PAGES)
             peer = rig.receive(inbox).peer
@@ -109,8 +114,7 @@ def test_no_word_of_a_prefill_node_keeps_a_page_of_decode(cluster):
             _ends(decode, room, cluster.clock)
 
     say()
-    cluster.clock.now_s += ReceiverTimeouts().connect_s
-    decode.wait_until(lambda now: now.num_links == 0)
+    _until_in_time(decode, cluster.clock, lambda now: now.num_links == 0)
     now = decode.agent.statistics()
     assert (now.num_reserving, now.num_granted, now.num_withdrawn, now.num_fencing) == (0,) * 4
     serve_the_next(cluster.prefill(), decode)
@@ -127,9 +131,19 @@ def _say(link, message) -> None:
 def _ends(decode, room, clock) -> None:
     """Let time pass until the last event of a room, after which its pages are decode's own."""
     for _ in patiently():
-        clock.now_s += 0.1
+        clock.now_s += CONNECT_S / 20
         for event in decode.agent.events():
             if event.room == room and isinstance(event, Failed | Safe):
                 return
         wait([], 0.005, decode.waker)
     raise AssertionError(decode.agent)
+
+
+def _until_in_time(node, clock, is_so) -> None:
+    """Let time pass for a node until its statistics are so."""
+    for _ in patiently():
+        if is_so(node.agent.statistics()):
+            return
+        clock.now_s += 0.5
+        wait([], 0.005, node.waker)
+    raise AssertionError(node.agent)

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.patience import PATIENCE_S
+from tests.calm import CALM
+from tests.patience import PATIENCE_S, patiently
 from wire.async_link import MAX_DRAINED, AsyncLink
 from wire.channel import Inbox, Link, Waker, tcp_address, wait
 from wire.codec import Codec
@@ -18,11 +19,19 @@ PONG = Pong(epoch=Epoch(7), load=NodeLoad(num_pages=3))
 
 
 def receive(inbox: Inbox[ToEngine]):
-    for _ in range(50):
-        wait([inbox], 0.1)
+    for _ in patiently():
         if (envelope := inbox.receive()) is not None:
             return envelope
-    raise AssertionError("nothing came in 5 s")
+        wait([inbox], 0.1)
+    raise AssertionError("nothing came")
+
+
+def make_inbox(key: ChannelKey | None = None) -> Inbox[ToEngine]:
+    return Inbox("tcp://127.0.0.1:0", ToEngine, key, CALM)
+
+
+def make_link(inbox: Inbox[ToEngine], key: ChannelKey | None = None) -> AsyncLink[FromEngine]:
+    return AsyncLink(inbox.address, FromEngine, key, CALM)
 
 
 async def send_when_connected(link: AsyncLink[FromEngine], message) -> None:
@@ -35,8 +44,8 @@ async def send_when_connected(link: AsyncLink[FromEngine], message) -> None:
 
 
 async def test_a_message_reaches_the_inbox_and_its_answer_comes_back():
-    inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
-    link: AsyncLink[FromEngine] = AsyncLink(inbox.address, FromEngine)
+    inbox = make_inbox()
+    link = make_link(inbox)
     await send_when_connected(link, Ping())
     envelope = receive(inbox)
     inbox.send(envelope.peer, PONG)
@@ -48,12 +57,9 @@ async def test_a_message_reaches_the_inbox_and_its_answer_comes_back():
 
 async def test_a_peer_that_knows_the_secret_is_heard_and_one_that_does_not_is_not():
     key = ChannelKey.from_secret("the cluster's secret")
-    inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine, key)
-    strangers = [
-        AsyncLink(inbox.address, FromEngine, other)
-        for other in (None, ChannelKey.from_secret("a guess"))
-    ]
-    friend: AsyncLink[FromEngine] = AsyncLink(inbox.address, FromEngine, key)
+    inbox = make_inbox(key)
+    strangers = [make_link(inbox, other) for other in (None, ChannelKey.from_secret("a guess"))]
+    friend = make_link(inbox, key)
     await send_when_connected(friend, Ping())
     assert receive(inbox).message == Ping()
     for stranger in strangers:
@@ -65,8 +71,8 @@ async def test_a_peer_that_knows_the_secret_is_heard_and_one_that_does_not_is_no
 
 
 async def test_a_link_notices_that_its_inbox_is_gone():
-    inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
-    link: AsyncLink[FromEngine] = AsyncLink(inbox.address, FromEngine)
+    inbox = make_inbox()
+    link = make_link(inbox)
     await send_when_connected(link, Ping())
     receive(inbox)
     inbox.close()
@@ -78,8 +84,8 @@ async def test_a_link_notices_that_its_inbox_is_gone():
 
 
 async def test_a_reader_that_finds_something_each_time_lets_others_run():
-    inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
-    link: AsyncLink[FromEngine] = AsyncLink(inbox.address, FromEngine)
+    inbox = make_inbox()
+    link = make_link(inbox)
     await send_when_connected(link, Ping())
     peer, num_sent, num_received = receive(inbox).peer, 4 * MAX_DRAINED, 0
     for _ in range(num_sent):
@@ -100,8 +106,8 @@ def test_an_answer_to_a_peer_that_never_was_is_an_error():
 
 
 def test_bytes_that_are_no_message_are_counted_and_passed_over():
-    inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
-    link: Link[FromEngine] = Link(inbox.address, FromEngine)
+    inbox = make_inbox()
+    link: Link[FromEngine] = Link(inbox.address, FromEngine, heartbeat=CALM)
     link.socket.setsockopt(0x11, 0)  # linger 0: the test never waits at close
     link.socket.send(b"\xc1 not msgpack")
     link.socket.send_multipart([b"two", b"frames"])

@@ -5,11 +5,13 @@ import contextlib
 import os
 import socket
 import time
+from itertools import pairwise
 
 import pytest
 import structlog.testing
 import zmq
 
+from tests.calm import CALM
 from tests.patience import PATIENCE_S, patiently
 from wire.async_link import AsyncLink
 from wire.channel import Inbox, Link, configure, wait
@@ -48,7 +50,7 @@ def until(is_so, *ends) -> None:
 
 @MISMATCHES
 def test_a_stranger_is_not_heard_and_both_ends_know_why(inbox_key, link_key, inbox_says, link_says):
-    with Inbox("tcp://127.0.0.1:0", ToEngine, inbox_key) as inbox:
+    with Inbox("tcp://127.0.0.1:0", ToEngine, inbox_key, CALM) as inbox:
         link: Link[FromEngine] = Link(inbox.address, FromEngine, link_key)
         until(lambda: link.refusal, inbox)
         until(lambda: inbox.receive() or inbox.num_strangers, inbox)
@@ -64,7 +66,7 @@ def test_a_stranger_is_not_heard_and_both_ends_know_why(inbox_key, link_key, inb
 
 @MISMATCHES
 async def test_an_edge_is_told_why_its_link_is_refused(inbox_key, link_key, inbox_says, link_says):
-    with Inbox("tcp://127.0.0.1:0", ToEngine, inbox_key) as inbox:
+    with Inbox("tcp://127.0.0.1:0", ToEngine, inbox_key, CALM) as inbox:
         link: AsyncLink[FromEngine] = AsyncLink(inbox.address, FromEngine, link_key)
         async with asyncio.timeout(PATIENCE_S):
             await link.wait_lost()
@@ -74,7 +76,7 @@ async def test_an_edge_is_told_why_its_link_is_refused(inbox_key, link_key, inbo
 
 def test_hundreds_of_strangers_leave_nothing_behind_and_are_told_of_once_a_minute():
     now_s = time.monotonic()
-    with Inbox("tcp://127.0.0.1:0", ToEngine, OURS) as inbox:
+    with Inbox("tcp://127.0.0.1:0", ToEngine, OURS, CALM) as inbox:
         inbox._handshakes._clock = lambda: now_s
 
         def turn_away(num: int) -> None:
@@ -90,15 +92,17 @@ def test_hundreds_of_strangers_leave_nothing_behind_and_are_told_of_once_a_minut
 
         with structlog.testing.capture_logs() as logs:
             turn_away(50)
-            num_before, resident = _num_descriptors(), _resident_bytes()
+            num_before, resident = _num_descriptors(), [_resident_bytes()]
             for _ in range(6):
                 turn_away(50)
+                resident.append(_resident_bytes())
             assert len(logs) == 1
             now_s += LOG_INTERVAL_S
             inbox.receive()
         assert sum(log["num_times"] for log in logs) == inbox.num_strangers >= 350
         until(lambda: _num_descriptors() <= num_before, inbox)  # closed by zmq's own thread
-        assert _resident_bytes() - resident < 8 << 20
+        # An allocator takes some more at times, whoever is at work; what strangers left, each fifty would.
+        assert min(after - before for before, after in pairwise(resident)) < 1 << 20
 
 
 def _num_descriptors() -> int:
@@ -106,7 +110,7 @@ def _num_descriptors() -> int:
 
 
 def test_bytes_that_are_no_handshake_are_cut_off_and_friends_are_heard():
-    with Inbox("tcp://127.0.0.1:0", ToEngine, OURS) as inbox:
+    with Inbox("tcp://127.0.0.1:0", ToEngine, OURS, CALM) as inbox:
         for greeting in (b"GET / HTTP/1.1\r\n\r\n" * 8, b"\xff" + bytes(8) + b"\x7f" + b"x" * 200):
             with socket.create_connection(
                 ("127.0.0.1", inbox.port), timeout=PATIENCE_S
@@ -136,7 +140,7 @@ def test_a_secret_that_can_be_guessed_is_warned_of_without_saying_it():
 
 
 def _hear_a_friend(inbox: Inbox[ToEngine], key: ChannelKey | None) -> None:
-    friend: Link[FromEngine] = Link(inbox.address, FromEngine, key)
+    friend: Link[FromEngine] = Link(inbox.address, FromEngine, key, CALM)
     until(lambda: _sends(friend), friend)
     until(lambda: (envelope := inbox.receive()) and envelope.message == Ping(), inbox)
     friend.close()

@@ -6,10 +6,9 @@ import sys
 
 import pytest
 
-from tests.patience import PATIENCE_S
-from tests.wire.test_channel import send_when_connected
+from tests.patience import PATIENCE_S, patiently
 from wire.async_link import AsyncLink
-from wire.errors import ConfigInvalid
+from wire.errors import ConfigInvalid, PeerLost
 from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat, heartbeat_of
 from wire.messages import FromEngine, Ping
 
@@ -46,13 +45,28 @@ def peer():
     process.communicate()
 
 
+async def link_that_stood(address, heartbeat) -> AsyncLink[FromEngine]:
+    """Return a link over which something was sent. A hasty one may be lost before: then another is made."""
+    for _ in patiently():
+        link = AsyncLink(address, FromEngine, heartbeat=heartbeat)
+        lost = asyncio.ensure_future(link.wait_lost())
+        while not lost.done():
+            try:
+                link.send(Ping())
+            except PeerLost:
+                await asyncio.sleep(0.001)
+            else:
+                lost.cancel()
+                return link
+        link.close()
+    raise AssertionError("no link stood")
+
+
 async def test_a_stopped_peer_is_lost_although_its_connection_stands(peer):
     pid, address = peer
-    hasty = AsyncLink(address, FromEngine, heartbeat=Heartbeat(0.02))
-    patient = AsyncLink(address, FromEngine, heartbeat=Heartbeat(60))
+    patient = await link_that_stood(address, Heartbeat(60))
+    hasty = await link_that_stood(address, Heartbeat(0.02))
     try:
-        for link in (hasty, patient):
-            await send_when_connected(link, Ping())
         os.kill(pid, signal.SIGSTOP)
         async with asyncio.timeout(PATIENCE_S):
             await hasty.wait_lost()

@@ -14,6 +14,7 @@ from tests.kvtransfer.transports.lane_rig import (
     ROOM,
     copies,
 )
+from tests.patience import PATIENCE_S
 from wire.errors import PeerLost
 
 
@@ -68,7 +69,7 @@ def test_closing_from_another_thread_ends_a_write_that_hangs(rig):
         writer = threading.Thread(target=write)
         writer.start()
         connection.close()
-        writer.join(2)
+        writer.join(PATIENCE_S)
     assert not writer.is_alive()
     assert errors
 
@@ -80,7 +81,7 @@ def test_a_fence_ends_a_batch_whose_bytes_do_not_come(rig):
         assert frames.receive_exactly(stream, 1) != frames.REFUSED
         fence = threading.Thread(target=rig.listener.fence, args=(rig.admission.peer,))
         fence.start()
-        fence.join(2)
+        fence.join(PATIENCE_S)
         assert not fence.is_alive()
         with pytest.raises(PeerLost):
             frames.receive_exactly(stream, 1)

@@ -64,7 +64,9 @@ class LaneRig:
         """Return when the listener is in the middle of a batch."""
         known = self.listener._peers[self.admission.peer]
         with self.listener._changed:
-            assert self.listener._changed.wait_for(lambda: ROOM in known.reading.values(), 5)
+            assert self.listener._changed.wait_for(
+                lambda: ROOM in known.reading.values(), PATIENCE_S
+            )
 
     def close(self):
         self.listener.close()

@@ -15,6 +15,7 @@ from kvtransfer.transports.cuda_driver import CudaMemory
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.registry import transports
 from tests.kvtransfer.host_device import HostDevice
+from tests.patience import PATIENCE_S
 from wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from wire.hand_off import TransportOffer
 from wire.ids import Room
@@ -78,7 +79,8 @@ def test_an_offer_that_is_not_what_it_says_is_refused_and_nothing_stays_open(rig
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(TransferRefused):
         rig.connect(**changes)
-    assert len(os.listdir("/proc/self/fd")) == before
+    # Threads of earlier tests may close the last of theirs meanwhile.
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_closing_unmaps_the_pool(rig):
@@ -99,7 +101,7 @@ def test_a_fence_waits_for_the_process_of_a_writer_that_died_in_a_copy(rig):
         fence.join(0.05)
         assert fence.is_alive()
         writer.kill()
-    fence.join(5)
+    fence.join(PATIENCE_S)
     assert not fence.is_alive()
 
 

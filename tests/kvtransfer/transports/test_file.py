@@ -11,7 +11,15 @@ from kvtransfer.region import MemoryRegion
 from kvtransfer.transports import file_batches
 from kvtransfer.transports.base import Pool, TransportConfig
 from kvtransfer.transports.file import FileTransport
-from kvtransfer.transports.file_batches import Pulse, beats, read_batch, sweep, write_batch
+from kvtransfer.transports.file_batches import (
+    BEAT_S,
+    SILENT_AFTER_S,
+    Pulse,
+    beats,
+    read_batch,
+    sweep,
+    write_batch,
+)
 from tests.patience import PATIENCE_S
 from wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from wire.hand_off import TransportOffer
@@ -184,7 +192,7 @@ def test_a_fence_waits_for_the_copy_under_way(rig):
         fence.start()
         assert known.gone.wait(PATIENCE_S)
         assert rig.path.exists()
-    fence.join(5)
+    fence.join(PATIENCE_S)
     assert not rig.path.exists()
 
 
@@ -202,7 +210,7 @@ def test_a_write_that_waits_for_a_silent_owner_ends_when_it_is_closed(rig):
     writer = threading.Thread(target=write)
     writer.start()
     connection.close()
-    writer.join(5)
+    writer.join(PATIENCE_S)
     assert len(errors) == 1
 
 
@@ -212,19 +220,37 @@ class Clock:
     def __call__(self):
         return self.now_s
 
+    def look_on(self, pulse, num_beats):
+        """Let time pass while somebody looks at an owner."""
+        for _ in range(num_beats):
+            self.now_s += BEAT_S
+            pulse.check()
+
+
+SILENT_BEATS = round(SILENT_AFTER_S / BEAT_S)
+
 
 def test_an_owner_is_lost_when_its_beat_stays_the_same_and_not_before(tmp_path):
     beat, clock = tmp_path / "beat", Clock()
     pulse = Pulse(beat, clock)
     for count in range(100):
         beat.write_bytes(bytes([count]))
-        clock.now_s += 1.9
-        pulse.check()
-    clock.now_s += 1.9
-    pulse.check()
-    clock.now_s += 0.3
+        clock.look_on(pulse, SILENT_BEATS)
+    clock.look_on(pulse, 1)
     with pytest.raises(PeerLost):
+        clock.look_on(pulse, 1)
+
+
+def test_an_owner_is_not_lost_to_one_who_did_not_look(tmp_path):
+    beat, clock = tmp_path / "beat", Clock()
+    pulse = Pulse(beat, clock)
+    for count in range(2):
+        beat.write_bytes(bytes([count]))
+        clock.look_on(pulse, 1)
+        clock.now_s += 60
         pulse.check()
+    with pytest.raises(PeerLost):
+        clock.look_on(pulse, SILENT_BEATS)
 
 
 def test_what_the_clock_of_the_file_says_does_not_matter(tmp_path):
@@ -233,16 +259,14 @@ def test_what_the_clock_of_the_file_says_does_not_matter(tmp_path):
     for count in range(5):
         beat.write_bytes(bytes([count]))
         os.utime(beat, (0, 0))
-        clock.now_s += 1.9
-        pulse.check()
+        clock.look_on(pulse, SILENT_BEATS)
 
 
 def test_a_directory_that_is_gone_is_silent(tmp_path):
     clock = Clock()
     pulse = Pulse(tmp_path / "nowhere" / "beat", clock)
-    clock.now_s += 2.1
     with pytest.raises(PeerLost):
-        pulse.check()
+        clock.look_on(pulse, SILENT_BEATS + 1)
 
 
 def test_leftovers_of_the_dead_are_swept_and_the_living_and_strangers_stay(tmp_path):

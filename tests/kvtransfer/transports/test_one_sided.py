@@ -115,7 +115,7 @@ def test_a_write_that_hangs_ends_when_the_connection_is_closed(made):
         writing = thread.submit(connection.write, ROOM, pages(1))
         assert library.looked.wait(PATIENCE_S)
         connection.close()
-        assert isinstance(writing.exception(5), PeerLost)
+        assert isinstance(writing.exception(PATIENCE_S), PeerLost)
     assert library.is_closed
 
 
