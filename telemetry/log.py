@@ -72,7 +72,8 @@ def configure(
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Lossy(out))),
+        # One write a line: the processes of a router share an end, where parts of lines would mix.
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _Lossy(out))),
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.clear_contextvars()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -68,10 +69,15 @@ class RawClient:
 
 
 @asynccontextmanager
-async def connected(client: aiohttp.ClientSession) -> AsyncIterator[RawClient]:
-    """A bare connection to the server that `client` speaks with."""
-    address = (client._base_url.host, client._base_url.port)
-    reader, writer = await asyncio.open_connection(*address)
+async def connected(client: aiohttp.ClientSession, first: bytes = b"") -> AsyncIterator[RawClient]:
+    """A bare connection to the server that `client` speaks with.
+
+    Args:
+        first: What is there before the server, of this process, looks: to it this client never was idle.
+    """
+    sock = socket.create_connection((client._base_url.host, client._base_url.port))
+    sock.sendall(first)
+    reader, writer = await asyncio.open_connection(sock=sock)
     try:
         yield RawClient(reader, writer)
     finally:

@@ -12,7 +12,7 @@ from frontend import connection
 from frontend.options import FrontendOptions, HttpOptions
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import FakeBackend, length, say
-from tests.frontend.helpers import post
+from tests.frontend.helpers import LoopClock, post
 from tests.frontend.raw import chunk, connected, head, request
 from tests.patience import PATIENCE_S
 
@@ -20,7 +20,7 @@ GOOD = {"input_ids": [5, 6], "max_new_tokens": 2}
 CLOSE = "Connection: close"
 CHUNKED = "Transfer-Encoding: chunked"
 SMALL = FrontendOptions(http=HttpOptions(max_body_bytes=1000))
-IMPATIENT = FrontendOptions(idle_timeout_s=0.3, body_timeout_s=0.3, stall_timeout_s=0.3)
+HURRIED = FrontendOptions(idle_timeout_s=0.3)
 MILLION = 1_000_000
 
 
@@ -56,25 +56,24 @@ async def test_what_is_no_http_is_answered_with_400_and_closed(client, sent):
 async def test_a_head_that_never_ends_is_cut_off(backend):
     async with (
         asyncio.timeout(PATIENCE_S),
-        serve(backend, IMPATIENT) as client,
-        connected(client) as slow,
+        serve(backend, HURRIED) as client,
+        connected(client, b"GET /health HTTP/1.1\r\nHost: x\r\nX: ") as slow,
     ):
-        await slow.send(b"GET /health HTTP/1.1\r\nHost: x\r\nX: ")
         closed = asyncio.create_task(slow.closed())
         while not closed.done():
             await slow.send(b"a")
-            assert await is_served(client)
+            async with connected(client, request("/generate", GOOD)) as other:
+                assert (await other.reply()).status == 200
         assert await closed
 
 
 async def test_an_idle_connection_is_closed_also_after_an_answer(backend):
     async with (
         asyncio.timeout(PATIENCE_S),
-        serve(backend, IMPATIENT) as client,
+        serve(backend, HURRIED) as client,
         connected(client) as silent,
-        connected(client) as used,
+        connected(client, head("GET", "/health")) as used,
     ):
-        await used.send(head("GET", "/health"))
         assert (await used.reply()).status == 200
         assert await used.closed()
         assert await silent.closed()
@@ -158,13 +157,15 @@ async def test_methods_are_answered_as_http_has_them(client):
 async def test_a_client_that_shut_its_sending_side_gets_what_is_answered_at_once(
     client, monkeypatch
 ):
-    # Time enough for a machine with much else to do.
-    monkeypatch.setattr(connection, "HALF_CLOSED_S", 1.5)
+    clock = LoopClock()
+    # No busy machine takes so long: the connection is closed when the clock is moved on.
+    monkeypatch.setattr(connection, "HALF_CLOSED_S", PATIENCE_S)
     for sent in (head("GET", "/health"), request("/generate", GOOD), request("/generate", {})):
-        async with asyncio.timeout(PATIENCE_S), connected(client) as half:
+        async with asyncio.timeout(2 * PATIENCE_S), connected(client) as half:
             await half.send(sent)
             half.writer.write_eof()
             assert (await half.reply()).status in {200, 400}
+            clock.jump(PATIENCE_S)
             assert await half.closed()
 
 
@@ -174,6 +175,7 @@ async def test_a_client_that_shut_its_sending_side_does_not_keep_a_generation_ru
     backend.script = say([5], asyncio.Event())
     async with asyncio.timeout(PATIENCE_S), connected(client) as half:
         await half.send(request("/generate", GOOD))
+        await backend.until(lambda: backend.aborts)
         half.writer.write_eof()
         assert await half.closed()
         await backend.until(lambda: backend.cancelled)
@@ -185,7 +187,8 @@ async def test_a_client_that_takes_a_byte_at_a_time_is_cut_off(tokenizer, is_str
     backend.script = lambda _: itertools.chain(itertools.repeat([5] * 8000, 200), [length(6)])
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        async with asyncio.timeout(PATIENCE_S), serve(backend, IMPATIENT) as client:
+        options = FrontendOptions(stall_timeout_s=0.3)
+        async with asyncio.timeout(PATIENCE_S), serve(backend, options) as client:
             slow.connect((client._base_url.host, client._base_url.port))
             slow.sendall(request("/generate", {"input_ids": [5], "stream": is_stream}))
             cut_off = select.poll()

@@ -20,13 +20,13 @@ BODIES = {
 @pytest.mark.parametrize("path", BODIES)
 async def test_the_backend_hears_who_asks_and_how_long_they_wait(backend, path):
     options = FrontendOptions(http=HttpOptions(api_keys=("secret-key",)))
-    headers = {"Authorization": "Bearer secret-key", "X-Request-Timeout-Ms": "5000"}
+    headers = {"Authorization": "Bearer secret-key", "X-Request-Timeout-Ms": "500000"}
     async with serve(backend, options) as client:
         status, _ = await post(client, path, BODIES[path], headers=headers)
     assert status == 200
     for request in backend.requests:
         assert request.client == hashlib.sha256(b"secret-key").hexdigest()[:8]
-        assert 0 < request.deadline_s <= 5
+        assert 0 < request.deadline_s <= 500
 
 
 async def test_without_keys_nobody_has_a_name_and_without_a_word_nobody_a_deadline(client, backend):
@@ -35,14 +35,14 @@ async def test_without_keys_nobody_has_a_name_and_without_a_word_nobody_a_deadli
 
 
 async def test_a_servers_own_limit_is_a_deadline(backend):
-    options = FrontendOptions(http=HttpOptions(request_timeout_s=7.0))
+    options = FrontendOptions(http=HttpOptions(request_timeout_s=700.0))
     async with serve(backend, options) as client:
         await post(client, "/generate", BODIES["/generate"])
-        assert 0 < backend.requests[-1].deadline_s <= 7
+        assert 500 < backend.requests[-1].deadline_s <= 700
         await post(
-            client, "/generate", BODIES["/generate"], headers={"X-Request-Timeout-Ms": "1000"}
+            client, "/generate", BODIES["/generate"], headers={"X-Request-Timeout-Ms": "500000"}
         )
-        assert 0 < backend.requests[-1].deadline_s <= 1
+        assert 0 < backend.requests[-1].deadline_s <= 500
 
 
 async def test_a_wait_that_is_no_number_is_refused(client):

@@ -481,7 +481,7 @@ async def test_tokenizing_a_long_prompt_holds_up_nobody(client, backend, tokeniz
     )
     long = {"text": "so it goes on " * 8000, "sampling_params": {"max_new_tokens": 1}}
     posting = asyncio.create_task(post_large(client, "/generate", long))
-    await asyncio.to_thread(gated.begun.wait, 10)
+    assert await asyncio.to_thread(gated.begun.wait, PATIENCE_S)
     short = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 5}}
     assert len((await stream(client, "/generate", short))[-1]["output_ids"]) == 5
     assert not posting.done()

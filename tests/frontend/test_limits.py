@@ -3,16 +3,30 @@ import asyncio
 import pytest
 from aiohttp import web
 
+from frontend import limits
 from frontend.app import create_app
 from frontend.limits import RequestTimedOut, within_time
 from frontend.options import FrontendOptions, HttpOptions
 from tests.frontend.conftest import serve, serve_app
 from tests.frontend.fakes import length, say
-from tests.frontend.helpers import post, stream
+from tests.frontend.helpers import LoopClock, events, post
 from tests.patience import PATIENCE_S
 
-SHORT = FrontendOptions(http=HttpOptions(request_timeout_s=1.5))
+# Below what aiohttp's client waits for, 300 s of the same clock.
+LIMIT_S = 100.0
+LIMITED = FrontendOptions(http=HttpOptions(request_timeout_s=LIMIT_S))
 GENERATE = {"input_ids": [5]}
+
+
+@pytest.fixture
+async def clock(monkeypatch):
+    # A jump ends one thing, however late the machine sees it.
+    monkeypatch.setattr(limits, "_LAST_EVENT_S", LIMIT_S)
+    return LoopClock()
+
+
+def patience(num_jumps: int) -> asyncio.Timeout:
+    return asyncio.timeout(PATIENCE_S + num_jumps * LIMIT_S)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -25,21 +39,34 @@ GENERATE = {"input_ids": [5]}
     ],
 )
 async def test_a_request_that_takes_too_long_is_answered_with_504_and_cancelled(
-    backend, path, body, is_stream
+    backend, clock, path, body, is_stream
 ):
     backend.script = say(asyncio.Event())
-    async with asyncio.timeout(PATIENCE_S), serve(backend, SHORT) as client:
-        status, answer = await post(client, path, body | {"stream": is_stream})
-        await backend.until(lambda: len(backend.cancelled) == body.get("n", 1))
+    count = body.get("n", 1)
+    async with patience(1), serve(backend, LIMITED) as client:
+        answering = asyncio.create_task(post(client, path, body | {"stream": is_stream}))
+        await backend.until(lambda: len(backend.aborts) == count)
+        clock.jump(LIMIT_S)
+        status, answer = await answering
+        await backend.until(lambda: len(backend.cancelled) == count)
     assert (status, answer["error"]["code"]) == (504, "timeout")
-    assert "1.5 s" in answer["error"]["message"]
+    assert "100 s" in answer["error"]["message"]
 
 
-async def test_a_stream_that_takes_too_long_ends_with_an_error_event(backend):
+async def test_a_stream_that_takes_too_long_ends_with_an_error_event(backend, clock):
     backend.script = say([81], asyncio.Event())
-    async with asyncio.timeout(PATIENCE_S), serve(backend, SHORT) as client:
-        native = (await stream(client, "/generate", GENERATE | {"n": 2}))[-1]["meta_info"]
-        completion = (await stream(client, "/v1/completions", {"prompt": [5]}))[-1]
+
+    async def last_event(path: str, body: dict) -> dict:
+        async with client.post(path, json=body | {"stream": True}) as response:
+            assert response.status == 200
+            await backend.until(lambda: len(backend.aborts) == body.get("n", 1))
+            clock.jump(LIMIT_S)
+            return (await events(response))[-1]
+
+    async with patience(2), serve(backend, LIMITED) as client:
+        native = (await last_event("/generate", GENERATE | {"n": 2}))["meta_info"]
+        await backend.until(lambda: len(backend.cancelled) == 2)
+        completion = await last_event("/v1/completions", {"prompt": [5]})
         await backend.until(lambda: len(backend.cancelled) == 3)
     assert native["finish_reason"]["type"] == "abort"
     assert native["finish_reason"]["err_type"] == completion["error"]["code"] == "timeout"
@@ -55,8 +82,8 @@ async def test_without_a_limit_a_request_may_take_its_time(client, backend):
         assert (await answering)[0] == 200
 
 
-async def test_a_stream_may_say_itself_that_its_time_is_over(backend):
-    app = create_app(backend, SHORT)
+async def test_a_stream_may_say_itself_that_its_time_is_over(backend, clock):
+    app, has_begun = create_app(backend, LIMITED), asyncio.Event()
 
     async def two_events(asked: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -64,6 +91,7 @@ async def test_a_stream_may_say_itself_that_its_time_is_over(backend):
         try:
             async with within_time(asked):
                 await response.write(b"begun ")
+                has_begun.set()
                 await asyncio.Event().wait()
         except RequestTimedOut as error:
             await response.write(error.message.encode())
@@ -71,28 +99,34 @@ async def test_a_stream_may_say_itself_that_its_time_is_over(backend):
 
     app.router.add_get("/events", two_events)
     async with (
-        asyncio.timeout(PATIENCE_S),
+        patience(1),
         serve_app(app) as client,
         client.get("/events") as answer,
     ):
-        assert await answer.text() == "begun the request was ended: it took longer than 1.5 s"
+        await has_begun.wait()
+        clock.jump(LIMIT_S)
+        assert await answer.text() == "begun the request was ended: it took longer than 100 s"
 
 
-async def test_a_request_that_goes_on_past_its_time_is_ended(backend):
-    app = create_app(backend, SHORT)
+async def test_a_request_that_goes_on_past_its_time_is_ended(backend, clock):
+    app = create_app(backend, LIMITED)
+    has_begun, was_told = asyncio.Event(), asyncio.Event()
 
     async def deaf(asked: web.Request) -> web.StreamResponse:
         async with within_time(asked):
+            has_begun.set()
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
+                was_told.set()
                 await asyncio.Event().wait()
         return web.Response()
 
     app.router.add_get("/deaf", deaf)
-    async with (
-        asyncio.timeout(PATIENCE_S),
-        serve_app(app) as client,
-        client.get("/deaf") as answer,
-    ):
-        assert answer.status == 504
+    async with patience(2), serve_app(app) as client:
+        answering = asyncio.create_task(client.get("/deaf"))
+        for event in (has_begun, was_told):
+            await event.wait()
+            clock.jump(LIMIT_S)
+        async with await answering as answer:
+            assert answer.status == 504

@@ -1,7 +1,10 @@
 """What the edge counts of tokens, and how Prometheus is told."""
 
+from types import SimpleNamespace
+
 from prometheus_client.parser import text_string_to_metric_families
 
+from frontend import metrics as metrics_module
 from frontend.metrics import FrontendMetrics
 
 
@@ -16,14 +19,17 @@ def gaps(metrics) -> dict[str, float]:
     }
 
 
-def test_tokens_that_come_together_each_have_their_share():
+def test_tokens_that_come_together_each_have_their_share(monkeypatch):
+    now = iter((100.0, 100.25, 101.0))
+    monkeypatch.setattr(metrics_module, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     metrics = FrontendMetrics()
     counted = metrics.token_gaps()
     for num_tokens in (1, 1, 3):
         counted.came(num_tokens)
     assert gaps(metrics)["_count"] == 4
     assert gaps(metrics)["+Inf"] == 4
-    assert 0 < gaps(metrics)["_sum"] < 5
+    assert gaps(metrics)["0.3"] - gaps(metrics)["0.2"] == 4
+    assert gaps(metrics)["_sum"] == 1.0
 
 
 def test_the_first_tokens_of_a_generation_have_no_gap_before_them():

@@ -15,6 +15,7 @@ from frontend.options import FrontendOptions
 from node.answers import Answers, Ticket
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import FakeBackend
+from tests.patience import PATIENCE_S
 from tests.router.fake_node import FakeEngine
 from wire.channel import Peer
 from wire.generation import Finish
@@ -54,7 +55,7 @@ async def connected(tokenizer, *, is_straight):
     engine = FakeEngine()
     client = EngineClient(engine.address)
     try:
-        async with asyncio.TaskGroup() as tasks, asyncio.timeout(30):
+        async with asyncio.TaskGroup() as tasks, asyncio.timeout(PATIENCE_S):
             tasks.create_task(client.run())
             await client.answered.wait()
             yield engine, WireBackend(tokenizer, client, is_straight=is_straight)

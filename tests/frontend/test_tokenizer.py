@@ -154,4 +154,4 @@ def test_the_frontend_imports_neither_torch_nor_transformers():
         "import sys, frontend.app, frontend.server\n"
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)

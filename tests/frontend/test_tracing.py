@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import threading
+from functools import partial
 
 import pytest
 from aiohttp import web
@@ -10,12 +11,14 @@ from aiohttp.test_utils import TestServer
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
+from frontend import tracing
 from frontend.options import FrontendOptions, HttpOptions
 from frontend.server import listen
 from frontend.tracing import Tracing, checked_endpoint
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import say
 from tests.frontend.helpers import post, stream
+from tests.patience import PATIENCE_S
 from wire.errors import ConfigInvalid, NoNodeAvailable
 
 TRACE_ID, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -52,7 +55,11 @@ class Collector:
 
 
 @pytest.fixture
-async def collector():
+async def collector(monkeypatch):
+    # It answers, however busy the machine, and nothing of what is sent to it is given up.
+    monkeypatch.setattr(tracing, "_EXPORT_TIMEOUT_S", PATIENCE_S)
+    patient = partial(Tracing, shutdown_timeout_s=PATIENCE_S)
+    monkeypatch.setattr(tracing, "Tracing", patient)
     collector = Collector()
     async with collector.server:
         yield collector
@@ -120,7 +127,7 @@ async def test_a_collector_that_is_away_costs_requests_nothing(backend):
     with listen("127.0.0.1", 0) as nobody:
         port = nobody.getsockname()[1]
     http = HttpOptions(traces_endpoint=checked_endpoint(f"http://127.0.0.1:{port}"))
-    async with asyncio.timeout(30), serve(backend, FrontendOptions(http=http)) as client:
+    async with asyncio.timeout(PATIENCE_S), serve(backend, FrontendOptions(http=http)) as client:
         assert (await post(client, "/generate", {"text": "Hello", "max_new_tokens": 2}))[0] == 200
 
 
@@ -129,14 +136,14 @@ async def test_a_collector_that_hangs_does_not_hold_up_the_end_of_the_app():
 
     class Hangs(SpanProcessor):
         def shutdown(self):
-            answers.wait(60)
+            answers.wait(10 * PATIENCE_S)
 
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(Hangs())
     app = web.Application()
     app.cleanup_ctx.append(Tracing(provider, shutdown_timeout_s=0.01).running)
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             async with TestServer(app):
                 pass
     finally:

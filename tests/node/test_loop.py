@@ -7,7 +7,7 @@ import pytest
 from node.answers import Answers, Ticket
 from node.engine_report import Drain, Resume
 from node.loop import IDLE_WAIT_S, PROBE_INTERVAL_S, EngineLoop
-from tests.patience import patiently
+from tests.patience import PATIENCE_S, patiently
 from wire.channel import Inbox, Link, Peer, Waker, wait
 from wire.errors import EngineFailed, Overloaded, PeerBehind, PeerLost
 from wire.generation import Finish, GenerateRequest, SamplingParams
@@ -135,6 +135,18 @@ class Rig:
             wait([self.link], 0.01)
         raise AssertionError("no answer")
 
+    def answers(self, num: int) -> list:
+        """Return the next answers to questions of which one pass may find only the first."""
+        told = []
+
+        def is_told() -> bool:
+            while len(told) < num and (message := self.link.receive()) is not None:
+                told.append(message)
+            return len(told) == num
+
+        self.pass_until(is_told)
+        return told
+
     def lose_edge(self) -> None:
         """End the edge worker's link, as the kernel does for a process that was killed."""
         self.link.close()
@@ -247,8 +259,7 @@ def test_an_edge_that_follows_the_prefix_cache_is_told_what_changed_since_it_ask
     assert rig.answer() == whole
     rig.send(Ping(prefix_position=1))
     rig.send(Ping())
-    rig.pass_until(lambda: rig.link.socket.poll(0))
-    assert [type(rig.answer()) for _ in range(2)] == [Pong, Pong]
+    assert [type(answer) for answer in rig.answers(2)] == [Pong, Pong]
 
 
 def test_an_edge_that_follows_tiers_is_told_of_each_what_changed_since_it_asked(rig):
@@ -344,7 +355,7 @@ def test_a_step_longer_than_the_limit_silences_nobody_who_pinged_meanwhile(rig):
     rig.send(start("a"))
     rig.pass_until(lambda: rig.role.started)
     rig.send(Ping())
-    wait([rig.inbox], 5)
+    wait([rig.inbox], PATIENCE_S)
     rig.now += DEFAULT_HEARTBEAT.silence_s + 0.1
     rig.loop.run_once(0)
     assert not rig.role.cancelled
@@ -442,7 +453,7 @@ def test_what_is_not_finished_by_the_deadline_is_handed_over(rig):
     rig.loop.order(Drain(number=1, timeout_s=30))
     rig.loop.run_once(0)
     rig.send(Ping())  # else the edge worker is lost, which hands nothing over
-    wait([rig.inbox], 5)
+    wait([rig.inbox], PATIENCE_S)
     rig.now += 29
     rig.loop.run_once(0)
     assert rig.role.started
@@ -485,7 +496,6 @@ def test_an_edge_worker_is_answered_while_the_node_is_drained(rig):
 def test_who_pings_for_measures_is_told_them_and_others_are_not(rig):
     rig.send(Ping())
     rig.send(Ping(wants_measures=True))
-    rig.pass_until(lambda: rig.link.socket.poll(0))
-    told = [rig.answer() for _ in range(3)]
+    told = rig.answers(3)
     assert [type(message) for message in told] == [Pong, Pong, Measured]
     assert told[-1].pid == os.getpid()

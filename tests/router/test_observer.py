@@ -10,6 +10,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from frontend.app import create_app
 from frontend.edge import EDGE
 from frontend.options import FrontendOptions, HttpOptions
+from router import siblings as siblings_module
 from router.backend import ClusterBackend
 from router.cluster import Cluster
 from router.config import PrefillTarget, RouterConfig, node_id
@@ -20,6 +21,7 @@ from router.page_files import PageFiles
 from router.policies import POLICIES
 from router.pool import new_pool
 from router.siblings import Siblings
+from tests.patience import PATIENCE_S
 from tests.router.fake_node import FakeNode, request, until
 from wire.errors import PeerLost
 from wire.messages import NodeLoad, StartDecode, StartPrefill, TierLoad
@@ -112,7 +114,9 @@ async def test_a_death_is_an_event_of_the_node_and_a_replay_one_of_the_request()
         assert {event.kind for event in watched.backend.events.all()} == {"up"}
         first = asyncio.ensure_future(anext(deltas))
         start = await watched.prefill.engine.next(StartPrefill)
-        decode = next(d for d in watched.decodes if not d.engine.is_idle())
+        # The two halves come over links of their own, in either order.
+        await until(lambda: not all(decode.engine.is_idle() for decode in watched.decodes))
+        [decode] = [decode for decode in watched.decodes if not decode.engine.is_idle()]
         await decode.engine.next(StartDecode)
         watched.prefill.engine.fail(start, PeerLost("the writer was lost"))
         again = await watched.prefill.engine.next(StartPrefill)
@@ -240,7 +244,8 @@ async def test_clients_get_it_with_their_key_and_the_page_without():
             assert response.status in {401, 404}
 
 
-async def test_whichever_worker_is_asked_all_are_in_the_answer():
+async def test_whichever_worker_is_asked_all_are_in_the_answer(monkeypatch):
+    monkeypatch.setattr(siblings_module, "TIMEOUT_S", PATIENCE_S)
     async with AsyncExitStack() as stack:
         pool = stack.enter_context(new_pool(3))
         workers = [await stack.enter_async_context(watching()) for _ in range(2)]

@@ -44,6 +44,24 @@ def test_a_logger_made_before_the_configuration_follows_it():
     assert lines(out)[0]["event"] == "after"
 
 
+class Writes(io.StringIO):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts = []
+
+    def write(self, text):
+        self.texts.append(text)
+        return super().write(text)
+
+
+def test_a_line_is_one_write_for_other_processes_write_to_the_same_end():
+    out = Writes()
+    configure("info", stream=out)
+    for number in range(2):
+        get_logger("m").info("heard", number=number)
+    assert [(text.count("\n"), text[-1]) for text in out.texts] == [(1, "\n")] * 2
+
+
 class FullDisk(io.StringIO):
     is_full = True
 
