@@ -21,13 +21,12 @@ from tests.e2e.test_membership import states
 from tests.e2e.test_simulated import FLAGS, QUIET
 
 NUM_CLIENTS = 4
-# What a balancer is given to notice: it looks twenty times a second, on a machine that may stand still for seconds.
 ROUTER_FLAGS = (
-    "--discover-announced",
-    "--local-prefill-threshold",
-    "0",
-    "--shutdown-delay-s",
-    "15",
+    *("--discover-announced", "--local-prefill-threshold", "0"),
+    # What a balancer is given to notice: it looks twenty times a second, on a machine that may stand still for seconds.
+    *("--shutdown-delay-s", "15"),
+    # Nodes that stood still with it are away for as long.
+    *("--node-wait-s", "60"),
 )
 NEW_VERSION = ("--page-size", "16")
 
