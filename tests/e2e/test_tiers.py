@@ -3,13 +3,14 @@
 import contextlib
 import random
 import shutil
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tandem.up import free_ports
-from tests.e2e.cluster import Process, eventually, get_json, running_cluster, wait_healthy
+from tests.e2e.cluster import Cluster, Process, eventually, get_json, running_cluster, wait_healthy
 from tests.e2e.test_simulated import generate
 from tests.one_engine import tokens_of_one_engine
 from tests.tiny_models import VOCAB_SIZE
@@ -143,6 +144,53 @@ def test_nothing_is_shared_with_another_salt(cluster, tiny_model):
         assert tokens == expected
         assert meta["cached_tokens"] == 0
         ask(cluster.url, prompt, **salt)  # so that both prefills have it
+
+
+def flush(cluster: Cluster) -> None:
+    """Have every node forget what its pool has, and no tier."""
+    # A page that is being saved would stay.
+    assert eventually(lambda: not any(load["pages_held"] for load in cluster.loads()))
+    for url in cluster.prefill_urls + cluster.decode_urls:
+        urllib.request.urlopen(f"{url}/flush_cache", b"").close()
+    assert not any(load["pages_cached"] for load in cluster.loads())
+
+
+@pytest.mark.slow
+def test_nodes_of_two_ranks_find_what_both_have_also_after_a_restart(tiny_model, tmp_path):
+    model, prompt = tiny_model("llama"), prompt_of(1)
+    disk = ("--kv-tier", f"disk:{tmp_path}/kv:1GiB")
+    flags = ("--model", str(model), "--dtype", "float32", *FLAGS, "--tp", "2")
+    with running_cluster(
+        *flags, prefill_flags=("--kv-tier", "host:64MiB", *disk), decode_flags=disk
+    ) as cluster:
+        (prefill,) = cluster.prefill_urls
+        (expected,) = alone(model, [prompt])
+        with all_put(cluster):
+            tokens, meta = ask(cluster.url, prompt)
+        assert (tokens, meta["cached_tokens"]) == (expected, 0)
+        assert eventually(lambda: tiers_of(prefill)["host"]["put_bytes"] == 37 * PAGE_BYTES)
+        flush(cluster)
+        tokens, meta = ask(cluster.url, prompt)
+        assert meta["cached_tokens_details"] == {"device": 0, "host": 296}
+        assert tokens == expected
+        # What the ranks of decode generated, those of prefill find.
+        flush(cluster)
+        longer = [*prompt, *tokens, *prompt_of(2, 20)]
+        (expected_longer,) = alone(model, [longer])
+        tokens, meta = ask(cluster.url, longer)
+        assert meta["cached_tokens_details"] == {"device": 0, "host": 296, "disk": 40}
+        assert tokens == expected_longer
+        told = tiers_of(prefill)
+        assert told["host"]["limit_bytes"] == 64 << 20
+        assert told["disk"]["limit_bytes"] == 1 << 30
+
+        restarted = cluster.processes[0]
+        restarted.stop()
+        cluster.processes[0] = Process(*restarted.argv)
+        wait_healthy(prefill, cluster.processes[0])
+        tokens, meta = ask(cluster.url, prompt)
+        assert meta["cached_tokens_details"] == {"device": 0, "disk": 296}
+        assert tokens == expected
 
 
 @contextlib.contextmanager
