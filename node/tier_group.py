@@ -22,8 +22,9 @@ from wire.prefix_journal import PrefixJournal
 
 # From what one wishes for to what one looks at first.
 _STATES = ("up", "full", "backing_off")
-# Tokens are those of rank 0: all ranks place the same.
 _SUMMED = ("put_bytes", "got_bytes", "num_evicted", "num_corrupted", "num_failures")
+# What one rank lacks, or has too late, all do without. What was hit is the same on all.
+_MOST = ("missed_tokens", "late_tokens")
 _SIZES = ("num_pages", "num_bytes", "limit_bytes")
 
 
@@ -185,18 +186,20 @@ class TierGroup:
 def load_of_node(own: TierLoad, others: Iterable[TierLoad]) -> TierLoad:
     """Return what is to be said of a tier of several ranks.
 
-    Each keeps its own part of each page: what they hold is the sum, but in a store that each sees the whole of.
+    Each keeps its own part of each page: what they hold is the sum, but of a store with a limit of its own each
+    sees the whole.
 
     Args:
         own: Rank 0's.
     """
     loads = [own, *others]
-    size: Callable[[Iterable[int]], int] = max if own.store else sum
+    size: Callable[[Iterable[int]], int] = sum if own.limit_bytes else max
     return msgspec.structs.replace(
         own,
         state=max((load.state for load in loads), key=_STATES.index),
         **{field: size(getattr(load, field) for load in loads) for field in _SIZES},
         **{field: sum(getattr(load, field) for load in loads) for field in _SUMMED},
+        **{field: max(getattr(load, field) for load in loads) for field in _MOST},
     )
 
 

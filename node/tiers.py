@@ -3,11 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from engine.core import Engine
 from engine.shape import ModelShape
-from kvtier.spec import TierSpec, make_tier, parse_tiers
+from kvtier.spec import make_tier, parse_tiers
 from kvtier.stack import TierStack
 from kvtransfer.region import MemoryRegion
 from node.config import NodeConfig, TierConfig
@@ -92,7 +90,7 @@ def _open_stack(
     pages = pool_pages(region, shape.kv_bytes_per_token * engine.page_size)
     space = shape.page_space(engine.page_size, rank, engine.tp_size)
     opened = []
-    for spec in (_share(spec, engine.tp_size) for spec in parse_tiers(tiers.specs)):
+    for spec in parse_tiers(tiers.specs):
         opened.append(make_tier(spec, pages, space))
         log.info("kv_tier.opened", tier=spec.name, spec=spec.text)
     return TierStack(
@@ -103,11 +101,3 @@ def _open_stack(
         max_staged_bytes=tiers.staging_bytes // engine.tp_size,
         page_size=engine.page_size,
     )
-
-
-def _share(spec: TierSpec, num_ranks: int) -> TierSpec:
-    """Return a tier as each rank of a node has it: sizes that are given are the node's."""
-    # A directory has one limit for whoever fills it.
-    if spec.kind != "host":
-        return spec
-    return msgspec.structs.replace(spec, limit_bytes=spec.limit_bytes // num_ranks)

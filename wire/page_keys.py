@@ -51,6 +51,11 @@ class PageSpace:
     shard: str = "0/1"
 
     @property
+    def num_shards(self) -> int:
+        """Ranks whose pools have a part each of the same pages."""
+        return int(self.shard.partition("/")[2])
+
+    @property
     def name(self) -> str:
         """A short word for it: nodes with another share no page, though they share a store."""
         return self.root().hex()[:16]
