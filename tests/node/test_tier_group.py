@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import rule
+from hypothesis.stateful import precondition, rule
 
 from kvtier.stack import TierCost
 from node.rank_tiers import SAVE_WAIT_S, RemoteTiers
@@ -264,6 +264,35 @@ class AnyOrder(test_tiering.AnyOrder):
     @rule(num=st.integers(1, 4))
     def rank_works(self, num):
         self.node.rank.work(num)
+
+    # What takes many steps by chance: pages that both have, and copies of them under way.
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data())
+    def ask_again(self, data):
+        self.node.run()
+        self.node.role.flush_cache()
+        name = str(len(self.prompts))
+        self.prompts[name] = data.draw(st.sampled_from(list(self.prompts.values())))
+        self.began[name] = self.node.clock.now
+        self.node.start(name, self.prompts[name], num_new=6, salt="a")
+
+    @rule()
+    def found(self):
+        self.node.rank.work()
+        for stack in self.node.stacks:
+            for number in list(stack.looking):
+                stack.answer_fetch(number)
+        self.node.rank.work()
+        self.node.turn()
+        self.node.rank.work()
+
+    @rule(are_whole=st.tuples(st.booleans(), st.booleans()))
+    def placed(self, are_whole):
+        self.found()
+        for stack, is_whole in zip(self.node.stacks, are_whole, strict=True):
+            for number in list(stack.placing):
+                stack.answer_place(number, is_whole=is_whole)
 
 
 TestAnyOrder = AnyOrder.TestCase
