@@ -29,7 +29,6 @@ from engine.shape import ModelShape
 from engine.step_counts import StepCounts
 from wire.errors import EngineFailed, Overloaded, TandemError
 from wire.generation import GenerateRequest, TokenLogprobs
-from wire.page_keys import PageSpace
 
 if TYPE_CHECKING:
     from engine.grammar_compiler import GrammarCompiler
@@ -65,7 +64,9 @@ class Engine:
             num_pages,
             size,
             is_prefix_cache_enabled=config.is_prefix_cache_enabled,
-            space=PageSpace(shape.fingerprint, shape.kv_dtype, size) if config.has_tiers else None,
+            space=shape.page_space(size, config.tp_rank, config.tp_size)
+            if config.has_tiers
+            else None,
         )
         self._launcher = launcher
         self._config = config

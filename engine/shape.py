@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from wire.errors import ConfigInvalid
+from wire.page_keys import PageSpace
 
 # `--kv-cache-dtype` beside `auto`.
 KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn"}
@@ -53,6 +54,10 @@ class ModelShape:
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_item_bytes
+
+    def page_space(self, page_size: int, tp_rank: int, tp_size: int) -> PageSpace:
+        """Return what the keys of all pages of a rank's pool have in common."""
+        return PageSpace(self.fingerprint, self.kv_dtype, page_size, f"{tp_rank}/{tp_size}")
 
 
 def kv_heads(text_config: Any) -> int:

@@ -53,7 +53,9 @@ _FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT}
 
 def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> "DiskTier":
     """Return the tier; see `kvtier.spec.make_tier`."""
-    return DiskTier(Path(spec.path), spec.limit_bytes, pages, space, name=spec.name)
+    # The limit is the node's, of which each rank has its share.
+    limit_bytes = spec.limit_bytes // space.num_shards
+    return DiskTier(Path(spec.path), limit_bytes, pages, space, name=spec.name)
 
 
 class DiskTier:
@@ -61,7 +63,7 @@ class DiskTier:
 
     Args:
         path: Is made where it is missing.
-        limit_bytes: Of all files of all nodes, as far as this node knows of them.
+        limit_bytes: Of all files of all nodes, as far as this node knows of them; of ranks, those of this one.
         clock: Seconds since 1970, as file systems have them.
 
     Raises:
@@ -86,7 +88,7 @@ class DiskTier:
                 f"--kv-tier disk:{path}:{limit_bytes}: a page of KV takes {self._file_bytes} bytes; "
                 "give it room for many"
             )
-        self._directory = find_directory(START_S, path)
+        self._directory = find_directory(START_S, path, space.shard)
         # Nodes with other models share the directory, and get nothing of each other's.
         self._space_name = space.name
         self._buffers = PageBuffers(pages)

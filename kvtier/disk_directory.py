@@ -5,8 +5,11 @@
                  /3f/a/3fa9…               a page, by its key in hex; 4,096 folders, so that 10 million pages are
                                            2,500 a folder
                  /3f/a/.…                  one that is being written
+     /tandem-kv-1-rank-0-of-2/…            the same, where each rank of a node keeps its part of a page
 ```
 
+A rank has a directory, and with it a limit, of its own: ranks that evicted from one would each make room for what
+all of them write, and choose the same files for it.
 All below PATH is opened step by step, and no link there is followed.
 """
 
@@ -47,6 +50,7 @@ class PageDirectory:
 
     Args:
         path: Is made where it is missing.
+        shard: Of which rank; see `PageSpace`.
 
     Attributes:
         store: Who it is: the same for all that have it.
@@ -56,9 +60,11 @@ class PageDirectory:
         ConfigInvalid: It cannot be made, read or written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, shard: str = "0/1") -> None:
         self.store, self.generation = "", 0
-        self._path, self._top = path, path / f"tandem-kv-{FORMAT_VERSION}"
+        rank, _, num_ranks = shard.partition("/")
+        suffix = "" if num_ranks == "1" else f"-rank-{rank}-of-{num_ranks}"
+        self._path, self._top = path, path / f"tandem-kv-{FORMAT_VERSION}{suffix}"
         # The directory as it was last looked at: device, number, which may be used again, time of change.
         self._seen: tuple[int, int, int] | None = None
         self._device: int | None = None
@@ -152,7 +158,7 @@ class PageDirectory:
             self.store, self._seen, self._device = store, seen, status.st_dev
 
 
-def find_directory(limit_s: float, path: Path) -> PageDirectory:
+def find_directory(limit_s: float, path: Path, shard: str) -> PageDirectory:
     """Return the directory behind a path; a thread finds it, since a call of a mount that hangs never ends.
 
     Raises:
@@ -162,7 +168,7 @@ def find_directory(limit_s: float, path: Path) -> PageDirectory:
 
     def find() -> None:
         try:
-            found.set_result(PageDirectory(path))
+            found.set_result(PageDirectory(path, shard))
         except ConfigInvalid as error:
             found.set_exception(error)
 

@@ -30,8 +30,8 @@ from wire.prefix_journal import PrefixJournal
 
 def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> "HostTier":
     """Return the tier; see `kvtier.spec.make_tier`."""
-    del space  # keys differ already, and nobody else looks into this memory
-    return HostTier(pages, spec.limit_bytes, name=spec.name)
+    # The limit is the node's, of which each rank has its share.
+    return HostTier(pages, spec.limit_bytes // space.num_shards, name=spec.name)
 
 
 @dataclass(slots=True, eq=False)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from mooncake.store import MooncakeDistributedStore
 from typing_extensions import override
@@ -313,7 +314,10 @@ def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> MooncakeTie
     Raises:
         ConfigInvalid: The URL is none, or asks for what there is not.
     """
-    return MooncakeTier(spec.name, parse_mooncake_url(spec.url), pages, space)
+    address = parse_mooncake_url(spec.url)
+    # What the node lends each of its ranks lends a share of.
+    share = replace(address, segment_bytes=address.segment_bytes // space.num_shards)
+    return MooncakeTier(spec.name, share, pages, space)
 
 
 def _name(key: PageKey) -> str:

@@ -20,7 +20,7 @@ class MooncakeAddress:
     """A store by its master.
 
     Attributes:
-        segment_bytes: What this node lends.
+        segment_bytes: What this node lends, all its ranks together.
         own_host: Where others reach this node; empty: the address from which the master is reached.
         metadata: The library's metadata server; `P2PHANDSHAKE` is none.
         devices: Names of RDMA adapters.

@@ -46,7 +46,7 @@ class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: `host`, `disk` or a store's, such as `redis`: the module of this package that has it.
         name: Unique on the node: the kind, with a number behind it from the second on.
-        limit_bytes: How much it may hold; 0: the store's own limit.
+        limit_bytes: How much it may hold, of all ranks of a node together; 0: the store's own limit.
         path: The directory of `disk`.
         url: Of a store, as given; it may hold a password, so show `text` instead.
         shown: The same without one.

@@ -185,12 +185,6 @@ def _check_tiers(config: NodeConfig) -> None:
     if not config.tiers.specs:
         return
     parse_tiers(config.tiers.specs)
-    if engine.tp_size > 1:
-        raise ConfigInvalid(
-            f"--kv-tier keeps the pages of a node that is one process, and --tp is {engine.tp_size}: leave "
-            "one of them out",
-            topic="tiers#limits",
-        )
     if not engine.is_prefix_cache_enabled:
         raise ConfigInvalid(
             "--kv-tier stands behind the prefix cache: leave --disable-prefix-cache out",

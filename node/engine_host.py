@@ -152,11 +152,11 @@ class _EngineProcess:
         engine = build_engine(config, host, self._waker, self._ranks)
         address, heartbeat = tcp_address(config.host, config.engine_port), config.heartbeat
         inbox: Inbox[ToEngine] = Inbox(address, ToEngine, key, heartbeat)
-        stack = open_tiers(config.tiers, engine, host.region, self._waker)
+        others = () if self._ranks is None else self._ranks.others
+        stack = open_tiers(config, engine.shape, host.region, self._waker, others)
         tiering = make_tiering(config.tiers, engine, stack)
         journals = {} if stack is None else stack.journals()
         answers = Answers(inbox, epoch, engine.cache.journal, journals)
-        others = () if self._ranks is None else self._ranks.others
         measures = Measures(engine.steps)
         measures.tier_seconds = tiering.seconds
         parts = Parts(config, epoch, engine, answers, self._waker, key, measures, tiering, others)

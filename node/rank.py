@@ -1,7 +1,7 @@
 """`python -m node.rank`: one of the ranks beside rank 0, which starts it and ends it.
 
-It repeats rank 0's forwards on its own shard, and its transfer agent does what rank 0's does. All
-that rank 0 says is done in the order it was said: a page is pushed after the forward that wrote it.
+It repeats rank 0's forwards on its own shard, and its transfer agent and its tiers do what rank 0's do. All
+that rank 0 says is done in the order it was said: a page is pushed, or saved, after the forward that wrote it.
 """
 
 import signal
@@ -20,9 +20,12 @@ from node.rank_messages import (
     RankReady,
     RankStart,
     ToRank,
+    ToTiers,
     unpack_inputs,
 )
 from node.rank_pipe import RankPipe, claim_stdout, end_process_after
+from node.rank_tiers import RankTiersThread
+from node.tiers import open_rank_tiers
 from telemetry import log as logs
 from wire.channel import Waker, wait
 from wire.errors import TandemError
@@ -62,7 +65,7 @@ def main() -> int:
 
 
 class _Rank:
-    """A shard and its agent.
+    """A shard, its agent, and the tiers behind its pool.
 
     Args:
         stack: Gives back what is made here.
@@ -76,7 +79,7 @@ class _Rank:
         self._is_over = False
         threading.Thread(target=self._read, name="rank-0", daemon=True).start()
         join(start.config.engine, Path(start.store))
-        self._runner, self._agent = self._load(start, stack)
+        self._runner, self._agent, self._tiers = self._load(start, stack)
 
     def run(self) -> None:
         """Do what is told until rank 0 hangs up."""
@@ -88,17 +91,25 @@ class _Rank:
                 self._report()
             self._report()
 
-    def _load(self, start: RankStart, stack: ExitStack) -> tuple[Runner, RankAgent]:
+    def _load(
+        self, start: RankStart, stack: ExitStack
+    ) -> tuple[Runner, RankAgent, RankTiersThread | None]:
         agent = rank_agent(start.config, self._waker)
         stack.callback(agent.close)
         runner, plan = build_shard(start.config, agent.memory)
         agent.start(plan)
-        return runner, agent
+        tiers = open_rank_tiers(start.config, plan.shape, agent.region, self._pipe.send)
+        if tiers is not None:
+            stack.callback(tiers.close)  # before the agent, and with it the pool's memory
+        return runner, agent, tiers
 
     def _do(self, message: ToRank) -> None:
         if isinstance(message, Forward):
             wrote = self._agent.take_wrote()
             follow(self._runner, unpack_inputs(message), message.num_sampled, wrote)
+        elif isinstance(message, ToTiers):
+            assert self._tiers is not None
+            self._tiers.do(message)
         else:
             self._agent.do(message)
 

@@ -23,6 +23,7 @@ from node.rank_messages import (
     Abort,
     Expect,
     FinishPush,
+    FromAgent,
     FromReceiver,
     FromSender,
     Push,
@@ -53,19 +54,20 @@ class RankAgent(ABC):
 
     Attributes:
         bootstrap_port: Where it takes grants; 0 for nowhere.
+        region: What `memory` returned.
     """
 
     bootstrap_port = 0
+    region: MemoryRegion | None = None
 
     def __init__(self, config: NodeConfig, waker: Waker) -> None:
         self._config, self._waker = config, waker
         self._key = cluster_key(config.host, is_insecure=config.is_insecure)
-        self._region: MemoryRegion | None = None
 
     def memory(self, plan: PoolPlan) -> MemoryRegion | None:
         """Return the memory of the pool; None leaves it to torch. Called once, before `start`."""
-        self._region = make_region(self._config, plan.memory_bytes)
-        return self._region
+        self.region = make_region(self._config, plan.memory_bytes)
+        return self.region
 
     @abstractmethod
     def start(self, plan: PoolPlan) -> None:
@@ -80,26 +82,27 @@ class RankAgent(ABC):
         return None
 
     @abstractmethod
-    def events(self) -> Iterator[FromSender | FromReceiver]:
+    def events(self) -> Iterator[FromAgent]:
         """Yield what happened and was not told yet, oldest first."""
 
     def close(self) -> None:
         """End the transfers and give back the memory."""
-        if self._region is not None:
-            self._region.close()
+        if self.region is not None:
+            self.region.close()
 
     def _end(self, plan: PoolPlan) -> RankEnd:
-        assert self._region is not None
+        assert self.region is not None
         shape = plan.shape
         return RankEnd(
-            new_epoch(), shape.fingerprint, plan.layout, self._region, shape.model_kv_heads
+            new_epoch(), shape.fingerprint, plan.layout, self.region, shape.model_kv_heads
         )
 
 
 class _NoAgent(RankAgent):
     @override
-    def memory(self, plan: PoolPlan) -> None:
-        del plan
+    def memory(self, plan: PoolPlan) -> MemoryRegion | None:
+        # Nobody but tiers reads it beside the forwards.
+        return super().memory(plan) if self._config.tiers.specs else None
 
     @override
     def start(self, plan: PoolPlan) -> None:
@@ -110,7 +113,7 @@ class _NoAgent(RankAgent):
         raise AssertionError(message)
 
     @override
-    def events(self) -> Iterator[FromSender | FromReceiver]:
+    def events(self) -> Iterator[FromAgent]:
         return iter(())
 
 
@@ -149,7 +152,7 @@ class _SenderAgent(RankAgent):
         return wrote
 
     @override
-    def events(self) -> Iterator[FromSender | FromReceiver]:
+    def events(self) -> Iterator[FromAgent]:
         assert self._agent is not None
         return map(pack_sender_event, self._agent.events())
 
@@ -185,7 +188,7 @@ class _ReceiverAgent(RankAgent):
                 raise AssertionError(message)
 
     @override
-    def events(self) -> Iterator[FromSender | FromReceiver]:
+    def events(self) -> Iterator[FromAgent]:
         assert self._agent is not None
         return map(pack_receiver_event, self._agent.events())
 

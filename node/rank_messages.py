@@ -1,8 +1,9 @@
 """What rank 0 and the other ranks of one node tell each other, over a pipe: both are of one release.
 
 ```
- rank 0 ──▶ rank   RankStart (first), Forward, Expect Push FinishPush Abort, Request WithdrawRoom
- rank 0 ◀── rank   RankReady or RankFailed (first), then the events of its transfer agent
+ rank 0 ──▶ rank   RankStart (first), Forward, Expect Push FinishPush Abort, Request WithdrawRoom,
+                   FetchPages PlacePages AbandonFetch SavePages
+ rank 0 ◀── rank   RankReady or RankFailed, then the events of its transfer agent; those of its tiers at any time
 ```
 """
 
@@ -10,11 +11,12 @@ import msgspec
 import numpy as np
 
 from engine.forward import ForwardInputs
+from kvtier.cost import TierCost
 from kvtransfer import events
 from node.config import NodeConfig
 from wire.errors import ErrorInfo, TandemError, error_from_info
 from wire.ids import Room
-from wire.messages import Message
+from wire.messages import Message, TierLoad
 
 # ── rank 0 → rank ────────────────────────────────────────────────────────────────────────────────
 
@@ -110,9 +112,46 @@ class WithdrawRoom(Message, frozen=True, kw_only=True):
     error: ErrorInfo | None = None
 
 
+class FetchPages(Message, frozen=True, kw_only=True):
+    """See `TierStack.fetch`.
+
+    Attributes:
+        digests: Of rank 0's keys; see `shard_key`.
+    """
+
+    number: int
+    digests: list[bytes]
+
+
+class PlacePages(Message, frozen=True, kw_only=True):
+    """See `TierStack.place`."""
+
+    number: int
+    page_ids: list[int]
+
+
+class AbandonFetch(Message, frozen=True, kw_only=True):
+    """See `TierStack.abandon`."""
+
+    number: int
+
+
+class SavePages(Message, frozen=True, kw_only=True):
+    """See `TierStack.save`; `SavedHere` follows in any case.
+
+    Attributes:
+        digests: As in `FetchPages`.
+    """
+
+    number: int
+    digests: list[bytes]
+    page_ids: list[int]
+
+
 ToSender = Expect | PushByLayer | Push | FinishPush | Abort
 ToReceiver = Request | WithdrawRoom
-ToRank = RankStart | Forward | ToSender | ToReceiver
+ToTiers = FetchPages | PlacePages | AbandonFetch | SavePages
+ToRank = RankStart | Forward | ToSender | ToReceiver | ToTiers
 
 # ── rank → rank 0 ────────────────────────────────────────────────────────────────────────────────
 
@@ -179,9 +218,39 @@ class SafeHere(Message, frozen=True, kw_only=True):
     room: Room
 
 
+class FetchedHere(Message, frozen=True, kw_only=True):
+    """See `kvtier.events.Fetched`."""
+
+    number: int
+    num_pages: int
+    by_tier: dict[str, int]
+
+
+class PlacedHere(Message, frozen=True, kw_only=True):
+    """See `kvtier.events.Placed`."""
+
+    number: int
+    is_whole: bool
+
+
+class SavedHere(Message, frozen=True, kw_only=True):
+    """See `kvtier.events.Saved`."""
+
+    number: int
+
+
+class TiersHere(Message, frozen=True, kw_only=True):
+    """What this rank's tiers hold and did; see `TierStack.loads` and `costs`. Told now and then."""
+
+    loads: list[TierLoad]
+    costs: dict[str, TierCost]
+
+
 FromSender = GrantedHere | PushedHere | ReleasedHere
 FromReceiver = LandedHere | FailedHere | LostHere | SafeHere
-FromRank = RankReady | RankFailed | FromSender | FromReceiver
+FromAgent = FromSender | FromReceiver
+FromTiers = FetchedHere | PlacedHere | SavedHere | TiersHere
+FromRank = RankReady | RankFailed | FromAgent | FromTiers
 
 # ── what they carry ──────────────────────────────────────────────────────────────────────────────
 

@@ -23,12 +23,16 @@ from engine.config import config_of_rank
 from engine.forward import ForwardInputs
 from node.config import NodeConfig
 from node.rank_messages import (
+    FetchedHere,
+    FromAgent,
     FromRank,
-    FromReceiver,
-    FromSender,
+    FromTiers,
+    PlacedHere,
     RankFailed,
     RankReady,
     RankStart,
+    SavedHere,
+    TiersHere,
     ToRank,
     pack_inputs,
 )
@@ -47,7 +51,7 @@ class RankProcess:
     """One other rank.
 
     Args:
-        heard: Called, in a thread of this rank's own, whenever `take_events` has something.
+        heard: Called, in a thread of this rank's own, whenever there are events to take.
         ended: Called there once with why, unless `hang_up` was called before.
 
     Attributes:
@@ -58,7 +62,8 @@ class RankProcess:
         self, start: RankStart, heard: Callable[[], None], ended: Callable[[TandemError], None]
     ) -> None:
         self.rank = start.config.engine.tp_rank
-        self._events: deque[FromSender | FromReceiver] = deque()
+        self._events: deque[FromAgent] = deque()
+        self._tier_events: deque[FromTiers] = deque()
         self.bootstrap_port = 0
         self.is_ready = threading.Event()
         self._heard, self._ended = heard, ended
@@ -82,10 +87,15 @@ class RankProcess:
         except PeerLost as error:
             log.debug("rank.unreachable", rank=self.rank, reason=str(error))
 
-    def take_events(self) -> Iterator[FromSender | FromReceiver]:
+    def take_events(self) -> Iterator[FromAgent]:
         """Yield what its transfer agent said and nobody took yet, oldest first."""
         for _ in range(len(self._events)):
             yield self._events.popleft()
+
+    def take_tier_events(self) -> Iterator[FromTiers]:
+        """Yield what its tiers said, likewise."""
+        for _ in range(len(self._tier_events)):
+            yield self._tier_events.popleft()
 
     def kill(self) -> None:
         """End it at once."""
@@ -117,6 +127,9 @@ class RankProcess:
                     self.is_ready.set()
                 case RankFailed():
                     error = error_from_info(message.error)
+                case FetchedHere() | PlacedHere() | SavedHere() | TiersHere():
+                    self._tier_events.append(message)
+                    self._heard()
                 case _:
                     self._events.append(message)
                     self._heard()

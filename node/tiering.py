@@ -26,7 +26,7 @@ from typing_extensions import override
 from engine.core import Engine
 from engine.prefix_cache import MissingPages
 from kvtier.events import Fetched, Placed, Saved
-from kvtier.stack import TierStack
+from node.tier_group import Tiers
 from telemetry.histogram import Histogram, Spread
 from wire.messages import TierLoad
 from wire.page_keys import PageKey
@@ -97,7 +97,7 @@ class Tiering(Generic[T]):
     def __init__(
         self,
         engine: Engine,
-        stack: TierStack | None = None,
+        stack: Tiers | None = None,
         *,
         timeout_s: float = 0.0,
         min_tokens: int = 0,

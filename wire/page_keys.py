@@ -1,8 +1,9 @@
 """What a page of KV is called outside the pool it was computed in: by all that its bytes follow from.
 
 ```
- root = H(version, model, dtype of KV, page size, shard, salt)
- page = H(key of the page before or root, the page's tokens)
+ root  = H(version, model, dtype of KV, page size, shard, salt)
+ page  = H(key of the page before or root, the page's tokens)
+ shard = H(key of rank 0's page, shard)                           the same tokens, the heads of another rank
 ```
 
 Whoever has the key has the tokens, and everything before them, of one tenant and one model: unlike the names of
@@ -41,13 +42,18 @@ class PageSpace:
     Attributes:
         fingerprint: Of the model; see `ModelShape`.
         kv_dtype: Name of the type of K and V.
-        shard: Which of the heads a page has, such as `0/2`.
+        shard: Which of the heads a page has: the rank and how many there are, such as `0/2`.
     """
 
     fingerprint: str
     kv_dtype: str
     page_size: int
     shard: str = "0/1"
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks whose pools have a part each of the same pages."""
+        return int(self.shard.partition("/")[2])
 
     @property
     def name(self) -> str:
@@ -105,5 +111,17 @@ def page_keys(space: PageSpace, token_ids: Sequence[int], salt: str = "") -> Ite
         yield chain.next(token_ids, first, space.page_size)
 
 
-def _digest(data: bytes) -> "hashlib.blake2b":
-    return hashlib.blake2b(data, digest_size=KEY_BYTES, person=b"tandem-page")
+def shard_key(digest: bytes, shard: str) -> bytes:
+    """Return what another rank's part of a page is called.
+
+    Rank 0 hashes the tokens once for all; nodes of equally many ranks come to the same.
+
+    Args:
+        digest: Of rank 0's part; it covers how many ranks there are.
+        shard: Of the other; see `PageSpace`.
+    """
+    return _digest(digest + shard.encode(), b"tandem-shard").digest()
+
+
+def _digest(data: bytes, person: bytes = b"tandem-page") -> "hashlib.blake2b":
+    return hashlib.blake2b(data, digest_size=KEY_BYTES, person=person)

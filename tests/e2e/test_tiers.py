@@ -21,7 +21,7 @@ from tests.e2e.test_simulated import generate
 from tests.one_engine import tokens_of_one_engine
 from tests.tiny_models import VOCAB_SIZE
 from wire.generation import SamplingParams
-from wire.page_keys import PageSpace, page_keys
+from wire.page_keys import PageSpace, page_keys, shard_key
 
 PAGE, NUM_NEW = 8, 40
 POOL_TOKENS = 1024
@@ -54,12 +54,15 @@ def hit_tokens(urls: list[str]) -> int:
     return sum(tier["hit_tokens"] for tier in tiers if tier["name"] == "disk")
 
 
-def is_put(url: str, directory: Path, token_ids: list[int]) -> bool:
+def is_put(url: str, directory: Path, token_ids: list[int], num_ranks: int = 1) -> bool:
     """Whether all pages of a prompt and its answer come to be on the disk, whichever node puts which."""
     fingerprint = get_json(f"{url}/server_info")[1]["model"]["fingerprint"]
+    space = PageSpace(fingerprint, "float32", PAGE, f"0/{num_ranks}")
     # Nobody has computed the KV of the last token.
-    keys = page_keys(PageSpace(fingerprint, "float32", PAGE), token_ids[:-1])
-    names = {key.digest.hex() for key in keys}
+    digests = [key.digest for key in page_keys(space, token_ids[:-1])]
+    names = {digest.hex() for digest in digests}
+    for rank in range(1, num_ranks):
+        names |= {shard_key(digest, f"{rank}/{num_ranks}").hex() for digest in digests}
     return eventually(lambda: names <= {file.name for file in directory.rglob("*")})
 
 
@@ -149,6 +152,50 @@ def test_nothing_is_shared_with_another_salt(cluster, tiny_model):
         assert tokens == expected
         assert meta["cached_tokens"] == 0
         ask(cluster.url, prompt, **salt)  # so that both prefills have it
+
+
+def fill_pool(url: str) -> None:
+    """Have prefill's pool filled by other prompts, so that nothing asked for before is left in it."""
+    for seed in range(900, 904):  # 38 pages each, of 128
+        ask(url, prompt_of(seed), num_new=2)
+
+
+@pytest.mark.slow
+def test_nodes_of_two_ranks_find_what_both_have_also_after_a_restart(tiny_model, tmp_path):
+    model, prompt = tiny_model("llama"), prompt_of(1)
+    disk = ("--kv-tier", f"disk:{tmp_path}/kv:1GiB")
+    flags = ("--model", str(model), "--dtype", "float32", *FLAGS, "--tp", "2")
+    with running_cluster(
+        *flags, prefill_flags=("--kv-tier", "host:64MiB", *disk), decode_flags=disk
+    ) as cluster:
+        (prefill,) = cluster.prefill_urls
+        (expected,) = alone(model, [prompt])
+        tokens, meta = ask(cluster.url, prompt)
+        assert (tokens, meta["cached_tokens"]) == (expected, 0)
+        assert is_put(prefill, tmp_path / "kv", prompt + tokens, num_ranks=2)
+        assert has_put(prefill, 2 * 296, tier="host")  # each rank its part
+        fill_pool(cluster.url)
+        tokens, meta = ask(cluster.url, prompt)
+        assert meta["cached_tokens_details"] == {"device": 0, "host": 296}
+        assert tokens == expected
+        # What the ranks of decode generated, those of prefill find.
+        fill_pool(cluster.url)
+        longer = [*prompt, *tokens, *prompt_of(2, 20)]
+        (expected_longer,) = alone(model, [longer])
+        tokens, meta = ask(cluster.url, longer)
+        assert meta["cached_tokens_details"] == {"device": 0, "host": 296, "disk": 40}
+        assert tokens == expected_longer
+        told = tiers_of(prefill)
+        assert told["host"]["limit_bytes"] == 64 << 20
+        assert told["disk"]["limit_bytes"] == 1 << 30
+
+        restarted = cluster.processes[0]
+        restarted.stop()
+        cluster.processes[0] = Process(*restarted.argv)
+        wait_healthy(prefill, cluster.processes[0])
+        tokens, meta = ask(cluster.url, prompt)
+        assert meta["cached_tokens_details"] == {"device": 0, "disk": 296}
+        assert tokens == expected
 
 
 @contextlib.contextmanager

@@ -74,7 +74,38 @@ class ToyRunner:
         return logits
 
 
-def toy_engine(num_pages: int, page_size: int = 4, context_length: int = 1 << 20, **settings):
+class ShardedToyRunner(ToyRunner):
+    """A toy of two ranks: each has a digit of every token, so that an answer takes the pages of both.
+
+    Attributes:
+        shards: The pages of each rank.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        super().__init__(num_pages, page_size)
+        self.shards = [np.zeros_like(self.pages) for _ in range(2)]
+
+    def forward(
+        self,
+        inputs: ForwardInputs,
+        sampled: torch.Tensor | None = None,
+        wrote: Wrote | None = None,
+    ) -> torch.Tensor:
+        """See `Runner.forward`."""
+        self.pages = self.shards[0] * 8 + self.shards[1]
+        logits = super().forward(inputs, sampled, wrote)
+        # In place: tiers keep the arrays.
+        self.shards[0][:], self.shards[1][:] = divmod(self.pages, 8)
+        return logits
+
+
+def toy_engine(
+    num_pages: int,
+    page_size: int = 4,
+    context_length: int = 1 << 20,
+    make_runner: type[ToyRunner] = ToyRunner,
+    **settings,
+):
     """Return an engine over a toy runner, and the runner."""
     shape = ModelShape(
         num_layers=1,
@@ -90,6 +121,6 @@ def toy_engine(num_pages: int, page_size: int = 4, context_length: int = 1 << 20
     config = EngineConfig(
         model_dir="", page_size=page_size, **{"chunked_prefill_size": 16, **settings}
     )
-    runner = ToyRunner(num_pages, page_size)
+    runner = make_runner(num_pages, page_size)
     launcher = ModelLauncher(runner, shape, page_size)
     return Engine(launcher, shape, config, num_pages), runner

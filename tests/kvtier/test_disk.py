@@ -6,13 +6,16 @@ import sys
 import textwrap
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvtier import disk, disk_directory, disk_entry, disk_index
 from kvtier.disk import DiskTier
+from kvtier.disk import open_tier as open_of_spec
 from kvtier.disk_entry import HEADER_BYTES
+from kvtier.spec import parse_tier
 from kvtier.tier import TierFailed
 from tests.kvtier.fakes import PAGE_BYTES, SPACE, FakePool, content, keys, views
 from tests.patience import PATIENCE_S
@@ -306,6 +309,22 @@ def test_what_is_over_the_limit_at_the_start_goes(open_tier, tmp_path):
     assert got(small, of) == contents(of[:2])
 
 
+def test_each_rank_has_a_directory_and_a_share_of_the_limit(tmp_path):
+    spec = parse_tier(f"disk:{tmp_path}/kv:{8 * FILE_BYTES}")
+    spaces = [replace(SPACE, shard=shard) for shard in ("0/2", "1/2", "0/2")]
+    ranks = [open_of_spec(spec, FakePool(), space) for space in spaces]
+    for number in range(12):
+        for rank, tier in enumerate(ranks[:2]):
+            put(tier, keys(1, first_token=number, salt=str(rank)))
+    for tier in ranks:
+        tier.scan()
+        tier.close()
+    loads = [tier.load() for tier in ranks]
+    assert [load.num_bytes for load in loads] == [4 * FILE_BYTES] * 3
+    assert loads[0].store == loads[2].store != loads[1].store
+    assert len(files(tmp_path)) == 8
+
+
 def test_what_another_node_used_lately_is_not_evicted(open_tier, tmp_path):
     one, other, of = open_tier(num_pages=2), open_tier(num_pages=2), keys(1) + keys(2, 9)
     for number, key in enumerate(of[:2]):
@@ -458,7 +477,7 @@ def test_a_limit_below_one_page_is_refused(tmp_path):
 def test_a_mount_that_hangs_at_the_start_is_refused(tmp_path, monkeypatch):
     go = threading.Event()
     monkeypatch.setattr(disk, "START_S", 0.01)
-    monkeypatch.setattr(disk_directory, "PageDirectory", lambda path: go.wait(PATIENCE_S))
+    monkeypatch.setattr(disk_directory, "PageDirectory", lambda path, shard: go.wait(PATIENCE_S))
     with pytest.raises(ConfigInvalid, match="look at the mount"):
         DiskTier(tmp_path, FILE_BYTES, FakePool(), SPACE)
     go.set()

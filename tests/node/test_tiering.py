@@ -49,15 +49,20 @@ class Told:
 
 
 class Node:
-    """A colocated node over a toy engine and a scripted stack."""
+    """A colocated node over a toy engine and a scripted stack.
+
+    Attributes:
+        stacks: Of each rank.
+    """
 
     def __init__(self, num_pages=64, *, saves_at_once=True, min_tokens=PAGE, **engine_settings):
         self.clock = Clock()
         self.engine, runner = toy_engine(num_pages, PAGE, has_tiers=True, **engine_settings)
-        self.stack = ScriptedStack(runner.pages)
+        self.stacks = self.make_stacks(runner)
+        self.stack = self.stacks[0]
         self.tiering = Tiering(
             self.engine,
-            self.stack,
+            self.tiers(),
             timeout_s=LIMIT_S,
             min_tokens=min_tokens,
             saves_at_once=saves_at_once,
@@ -65,6 +70,17 @@ class Node:
         )
         self.told = Told()
         self.role = ColocatedRole(self.engine, self.told, self.clock, tiering=self.tiering)
+
+    def make_stacks(self, runner):
+        return [ScriptedStack(runner.pages)]
+
+    def tiers(self):
+        """What the engine's process has of the stacks."""
+        return self.stack
+
+    def tiers_work(self):
+        """Have everything answered that was asked."""
+        self.stack.answer_all()
 
     def ticket(self, name):
         return Ticket(Peer(b"edge"), RequestId(name), 0)
@@ -87,12 +103,16 @@ class Node:
         """Go on, tiers answering at once, until nothing is left to do."""
         for _ in range(400):
             self.turn()
-            self.stack.answer_all()
-            if not (self.role.has_work or self.tiering.awaited or self.stack.saving):
+            self.tiers_work()
+            if not (self.role.has_work or self.tiering.awaited or self.is_moving()):
                 self.role.poll()
-                if not (self.role.has_work or self.stack.saving or self.stack.placing):
+                if not (self.role.has_work or self.is_moving()):
                     return
         raise AssertionError(f"not done: {self.tiering!r} {self.engine!r}")
+
+    def is_moving(self):
+        """Whether pages are copied from or to the pool."""
+        return any(stack.saving or stack.placing for stack in self.stacks)
 
     def forget(self):
         """Lose what is in the pool, not what tiers have."""
@@ -471,10 +491,13 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        # 20 pages: a few requests fill the pool, so that pages are evicted.
-        self.node = Node(num_pages=20, max_running_requests=4)
+        self.node = self.make_node()
         self.began: dict[str, float] = {}
         self.prompts: dict[str, list[int]] = {}
+
+    def make_node(self):
+        # 20 pages: a few requests fill the pool, so that pages are evicted.
+        return Node(num_pages=20, max_running_requests=4)
 
     @rule(prefix=st.sampled_from(PREFIXES), seed=st.integers(4, 6), salt=st.sampled_from("ab"))
     def start(self, prefix, seed, salt):
@@ -503,30 +526,33 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(data=st.data(), at_most=st.integers(0, 9))
     def fetch(self, data, at_most):
-        if self.node.stack.looking:
-            number = data.draw(st.sampled_from(list(self.node.stack.looking)))
-            self.node.stack.answer_fetch(number, at_most)
+        stack = data.draw(st.sampled_from(self.node.stacks))
+        if stack.looking:
+            stack.answer_fetch(data.draw(st.sampled_from(list(stack.looking))), at_most)
 
     @rule(data=st.data(), is_whole=st.booleans())
     def place(self, data, is_whole):
-        if self.node.stack.placing:
-            number = data.draw(st.sampled_from(list(self.node.stack.placing)))
-            self.node.stack.answer_place(number, is_whole=is_whole)
+        stack = data.draw(st.sampled_from(self.node.stacks))
+        if stack.placing:
+            number = data.draw(st.sampled_from(list(stack.placing)))
+            stack.answer_place(number, is_whole=is_whole)
 
     @rule(data=st.data())
     def save(self, data):
-        if self.node.stack.saving:
-            self.node.stack.answer_save(data.draw(st.sampled_from(list(self.node.stack.saving))))
+        stack = data.draw(st.sampled_from(self.node.stacks))
+        if stack.saving:
+            stack.answer_save(data.draw(st.sampled_from(list(stack.saving))))
 
-    @rule(is_full=st.booleans())
-    def fill_up(self, is_full):
-        self.node.stack.is_full = is_full
+    @rule(data=st.data(), is_full=st.booleans())
+    def fill_up(self, data, is_full):
+        data.draw(st.sampled_from(self.node.stacks)).is_full = is_full
 
-    @rule(number=st.integers(0, 50))
-    def lie(self, number):
+    @rule(data=st.data(), number=st.integers(0, 50))
+    def lie(self, data, number):
         # Of a fetch that was given up, or never begun.
+        stack = data.draw(st.sampled_from(self.node.stacks))
         if number not in (*self.node.stack.looking, *self.node.stack.fetched):
-            self.node.stack._events.append(Fetched(number, 3, {"host": 3}))
+            stack._events.append(Fetched(number, 3, {"host": 3}))
             self.node.role.poll()
 
     @rule()
@@ -542,7 +568,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.node.engine.cache.check_integrity()
 
     def teardown(self):
-        self.node.stack.is_full = False
+        for stack in self.node.stacks:
+            stack.is_full = False
         self.node.clock.now += 1
         self.node.run()
         for name in self.node.told.finished:
@@ -550,8 +577,9 @@ class AnyOrder(RuleBasedStateMachine):
         counts = self.node.engine.counts()
         assert counts.free + counts.cached == counts.total
         assert self.node.role.tickets() == []
-        assert not self.node.stack.looking
-        assert not self.node.stack.fetched
+        for stack in self.node.stacks:
+            assert not stack.looking
+            assert not stack.fetched
 
 
 TestAnyOrder = AnyOrder.TestCase

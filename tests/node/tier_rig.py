@@ -1,10 +1,14 @@
-"""A stack of tiers that does what a test says, over a toy engine whose KV is the tokens themselves."""
+"""Stacks of tiers that do what a test says, over a toy engine whose KV is the tokens themselves."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.events import Fetched, Placed, Saved
 from kvtier.stack import TierCost
+from node.rank_messages import FromRank, FromTiers, ToRank
+from node.rank_tiers import RankTiers
+from wire.codec import Codec
 from wire.messages import TierLoad
 from wire.page_keys import PageKey
 from wire.prefix_journal import PrefixJournal
@@ -111,3 +115,38 @@ class ScriptedStack:
         ):
             for number in list(asked):
                 answer(number)
+
+
+class FakeRank:
+    """Rank 1 with its tiers and no process: what is said goes over the wire's bytes, and waits until `work`.
+
+    Attributes:
+        tiers: At the rank.
+    """
+
+    def __init__(self, stack: ScriptedStack, clock: Clock) -> None:
+        self.tiers = RankTiers(stack, "1/2", clock)
+        self._to_rank, self._from_rank = Codec(ToRank, 1 << 20), Codec(FromRank, 1 << 20)
+        self._told: deque[bytes] = deque()
+        self._said: deque[bytes] = deque()
+
+    # ── what rank 0 knows of it: see `RankProcess` ───────────────────────────────────────────────
+
+    def send(self, message: ToRank) -> None:
+        self._told.append(self._to_rank.encode(message))
+
+    def take_tier_events(self) -> Iterator[FromTiers]:
+        while self._said:
+            yield self._from_rank.decode(self._said.popleft())
+
+    # ── what a test says ─────────────────────────────────────────────────────────────────────────
+
+    def work(self, num_messages: int = 1000) -> None:
+        """Make passes of the rank's loop, over that many messages."""
+        for _ in range(min(num_messages, len(self._told))):
+            self.tiers.do(self._to_rank.decode(self._told.popleft()))
+            self._report()
+        self._report()
+
+    def _report(self) -> None:
+        self._said += [self._from_rank.encode(event) for event in self.tiers.events()]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.page_keys import KEY_BYTES, PageChain, PageSpace, page_keys
+from wire.page_keys import KEY_BYTES, PageChain, PageSpace, page_keys, shard_key
 from wire.prefix_blocks import block_names
 
 SPACE = PageSpace("llama-2layers-abc", "bfloat16", 16)
@@ -57,3 +57,15 @@ def test_a_chain_goes_on_where_it_was_left():
         *page_keys(SPACE, tokens)
     ]
     assert len(chain.next(tokens + tokens, 64, 16).digest) == KEY_BYTES
+
+
+def test_each_rank_calls_its_part_of_a_page_by_a_name_of_its_own():
+    tokens = range(64)
+    names = [key.digest for key in page_keys(SPACE, tokens)]
+    for size in (2, 4):
+        own = [key.digest for key in page_keys(replace(SPACE, shard=f"0/{size}"), tokens)]
+        names += own
+        for rank in range(1, size):
+            names += [shard_key(digest, f"{rank}/{size}") for digest in own]
+    assert len(set(names)) == len(names) == 4 * (1 + 2 + 4)
+    assert {len(name) for name in names} == {KEY_BYTES}

@@ -1,0 +1,299 @@
+"""A node of two ranks, each with tiers of its own: it finds what both have, and its answers stay right."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from kvtier.stack import TierCost
+from node.rank_tiers import SAVE_WAIT_S, RemoteTiers
+from node.tier_group import TierGroup, load_of_node
+from tests.engine.toy_runner import ShardedToyRunner
+from tests.node import test_tiering
+from tests.node.test_tiering import PAGE, Node, answers, prompt_of
+from tests.node.tier_rig import FakeRank, ScriptedStack
+from wire.messages import TierLoad
+
+
+class TwoRanks(Node):
+    """A node whose every token is in the pages of two ranks, half of it in each."""
+
+    def __init__(self, num_pages=64, **settings):
+        super().__init__(num_pages, make_runner=ShardedToyRunner, **settings)
+
+    def make_stacks(self, runner):
+        return [ScriptedStack(shard) for shard in runner.shards]
+
+    def tiers(self):
+        self.rank = FakeRank(self.stacks[1], self.clock)
+        return TierGroup(self.stacks[0], [RemoteTiers(self.rank)])
+
+    def tiers_work(self):
+        self.rank.work()
+        for stack in self.stacks:
+            stack.answer_all()
+        self.rank.work()
+
+
+@pytest.fixture
+def node():
+    return TwoRanks()
+
+
+def compute(node, prompt, name="first"):
+    """Have a prompt computed and saved, and forgotten on the device."""
+    node.start(name, prompt)
+    node.run()
+    node.forget()
+
+
+def test_what_was_evicted_comes_back_with_the_pages_of_both_ranks(node):
+    prompt = prompt_of(41)
+    compute(node, prompt)
+    node.start("b", prompt)
+    node.run()
+    answers(node, "b", prompt)
+    assert (node.told.cached["b"], node.told.by_tier["b"]) == (40, {"host": 40})
+
+
+def test_no_rank_knows_a_page_by_the_name_of_another(node):
+    compute(node, prompt_of(41))
+    own, other = (set(stack.content) for stack in node.stacks)
+    assert len(own) == len(other) == 10
+    assert not own & other
+
+
+def test_only_what_both_ranks_have_is_found(node):
+    prompt = prompt_of(41)
+    compute(node, prompt)
+    content = node.stacks[1].content
+    for digest in list(content)[6:]:
+        del content[digest]
+    node.start("b", prompt)
+    node.run()
+    answers(node, "b", prompt)
+    assert node.told.cached["b"] == 24
+
+
+def test_a_rank_that_has_nothing_is_a_miss_that_waits_for_no_other(node):
+    prompt = prompt_of(41)
+    compute(node, prompt)
+    node.stacks[1].content.clear()
+    node.start("b", prompt)
+    node.rank.work()
+    (number,) = node.stacks[1].looking
+    node.stacks[1].answer_fetch(number)
+    node.rank.work()
+    node.turn()  # rank 0 looks still
+    assert not node.tiering.awaited
+    assert not node.stacks[0].looking
+    node.run()
+    answers(node, "b", prompt)
+    assert node.told.cached["b"] == 0
+
+
+def test_a_rank_that_says_nothing_costs_a_request_no_more_than_its_limit(node):
+    prompt = prompt_of(41)
+    compute(node, prompt)
+    node.start("b", prompt)
+    node.stacks[0].answer_all()
+    node.turn()
+    assert len(node.tiering.awaited) == 1
+    node.clock.now += test_tiering.LIMIT_S
+    node.turn()
+    assert not node.tiering.awaited
+    # Its answer comes when nobody waits any more.
+    node.rank.work(1)
+    node.stacks[1].answer_all()
+    node.run()
+    answers(node, "b", prompt)
+    assert node.told.cached["b"] == 0
+
+
+def test_a_cancelled_fetch_is_forgotten_by_both_ranks(node):
+    compute(node, prompt_of(41))
+    node.start("b", prompt_of(41))
+    node.rank.work()
+    assert [len(stack.looking) for stack in node.stacks] == [1, 1]
+    node.role.cancel(node.ticket("b"))
+    node.rank.work()
+    assert [len(stack.looking) for stack in node.stacks] == [0, 0]
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_copy_that_fails_on_one_rank_is_a_miss(node, broken):
+    prompt = prompt_of(41)
+    compute(node, prompt)
+    node.start("b", prompt)
+    node.tiers_work()
+    node.turn()
+    node.rank.work()
+    for rank, stack in enumerate(node.stacks):
+        assert len(node.tiering.awaited) == 1  # until both are done
+        (number,) = stack.placing
+        stack.answer_place(number, is_whole=rank != broken)
+        node.rank.work()
+        node.role.poll()
+    node.run()
+    answers(node, "b", prompt)
+    assert node.told.cached["b"] == 0
+
+
+def test_pages_are_held_until_both_ranks_have_copied_them(node):
+    node.start("a", prompt_of(41))
+    while node.role.has_work or node.tiering.awaited:
+        node.turn()
+        node.rank.work()
+        for stack in node.stacks:
+            for number in list(stack.looking):
+                stack.answer_fetch(number)
+        node.rank.work()
+    node.turn()
+    node.rank.work()
+    num_saving = node.engine.counts().held
+    assert num_saving
+    for number in list(node.stacks[0].saving):
+        node.stacks[0].answer_save(number)
+    node.turn()
+    assert node.engine.counts().held == num_saving
+    node.run()
+    assert node.engine.counts().held == 0
+
+
+def test_a_rank_without_room_saves_as_soon_as_it_has_some(node):
+    node.stacks[1].is_full = True
+    node.start("a", prompt_of(20))
+    for _ in range(20):
+        node.turn()
+        node.tiers_work()
+    assert node.engine.counts().held
+    assert 0 < node.rank.tiers.wait_s(1.0) < 0.2
+    node.stacks[1].is_full = False
+    node.run()
+    assert node.rank.tiers.wait_s(1.0) == 1.0
+    assert [len(stack.content) for stack in node.stacks] == [5, 5]
+
+
+def test_a_rank_that_saves_nothing_holds_pages_for_a_moment_only(node):
+    node.stacks[1].is_full = True
+    prompt = prompt_of(20)
+    node.start("a", prompt)
+    for _ in range(20):
+        node.turn()
+        node.tiers_work()
+        node.clock.now += SAVE_WAIT_S / 2
+    assert (node.engine.cache.num_unsaved, node.engine.counts().held) == (0, 0)
+    assert [len(stack.content) for stack in node.stacks] == [5, 0]
+    node.forget()
+    node.start("b", prompt)
+    node.run()
+    answers(node, "b", prompt)
+    assert node.told.cached["b"] == 0
+
+
+def test_a_save_that_rank_0_cannot_begin_is_begun_nowhere(node):
+    node.stacks[0].is_full = True
+    node.start("a", prompt_of(20))
+    node.run()
+    assert [len(stack.content) for stack in node.stacks] == [0, 0]
+    assert node.engine.cache.num_unsaved == 5
+
+
+def test_a_tier_takes_what_it_takes_on_the_slowest_rank(node):
+    node.stacks[0].cost = TierCost(latency_s=0.01, page_s=0.1, num_pages=9)
+    node.stacks[1].cost = TierCost(latency_s=0.02, page_s=0.3, num_pages=5)
+    node.engine.steps.prompt_token_s = 1.0
+    assert node.tiering.loads()[0].token_cost == pytest.approx(0.1 / PAGE)  # no word of it yet
+    node.rank.work()
+    node.role.poll()
+    assert node.tiering.loads()[0].token_cost == pytest.approx(0.3 / PAGE)
+
+
+def test_what_a_rank_holds_is_told_when_it_changed_and_not_at_once(node):
+    def told():
+        node.rank.work()
+        return [type(message).__name__ for message in node.rank.take_tier_events()]
+
+    assert told() == ["TiersHere"]
+    node.clock.now += 5
+    assert told() == []
+    node.clock.now += 5
+    assert told() == []
+    node.stacks[1].content[b"page"] = 0
+    assert told() == []
+    node.clock.now += 1
+    assert told() == ["TiersHere"]
+
+
+def test_what_ranks_hold_each_for_itself_is_added_up():
+    loads = [
+        TierLoad(
+            name="host",
+            num_pages=pages,
+            num_bytes=100 * pages,
+            limit_bytes=500,
+            hit_tokens=8,
+            missed_tokens=pages,
+            put_bytes=10 * pages,
+            num_failures=pages,
+            state=state,
+        )
+        for pages, state in ((3, "up"), (4, "backing_off"), (2, "full"))
+    ]
+    whole = load_of_node(loads[0], loads[1:])
+    assert (whole.num_pages, whole.num_bytes, whole.limit_bytes) == (9, 900, 1500)
+    assert (whole.put_bytes, whole.num_failures, whole.state) == (90, 9, "backing_off")
+    # All ranks place the same tokens; what one lacks all lack.
+    assert (whole.hit_tokens, whole.missed_tokens) == (8, 4)
+
+
+def test_of_a_store_that_every_rank_sees_whole_the_size_is_not_added_up():
+    loads = [
+        TierLoad(name="redis", store="it", num_pages=pages, put_bytes=pages) for pages in (3, 4)
+    ]
+    whole = load_of_node(loads[0], loads[1:])
+    assert (whole.num_pages, whole.limit_bytes, whole.put_bytes) == (4, 0, 7)
+
+
+class AnyOrder(test_tiering.AnyOrder):
+    """As with one rank, and the other hears and is heard late."""
+
+    def make_node(self):
+        return TwoRanks(num_pages=20, max_running_requests=4)
+
+    @rule(num=st.integers(1, 4))
+    def rank_works(self, num):
+        self.node.rank.work(num)
+
+    # What takes many steps by chance: pages that both have, and copies of them under way.
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data())
+    def ask_again(self, data):
+        self.node.run()
+        self.node.role.flush_cache()
+        name = str(len(self.prompts))
+        self.prompts[name] = data.draw(st.sampled_from(list(self.prompts.values())))
+        self.began[name] = self.node.clock.now
+        self.node.start(name, self.prompts[name], num_new=6, salt="a")
+
+    @rule()
+    def found(self):
+        self.node.rank.work()
+        for stack in self.node.stacks:
+            for number in list(stack.looking):
+                stack.answer_fetch(number)
+        self.node.rank.work()
+        self.node.turn()
+        self.node.rank.work()
+
+    @rule(are_whole=st.tuples(st.booleans(), st.booleans()))
+    def placed(self, are_whole):
+        self.found()
+        for stack, is_whole in zip(self.node.stacks, are_whole, strict=True):
+            for number in list(stack.placing):
+                stack.answer_place(number, is_whole=is_whole)
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
