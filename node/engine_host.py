@@ -212,6 +212,9 @@ class _EngineProcess:
         self._lost_rank = error
         if self._loop is None:
             self._parent.tell(Failed(error=error.info()))
+            # The main thread may wait for the dead rank for good, and the pool's file would outlive the process.
+            end_process_after(RANK_LOST_GRACE_S)
+            self._host.close()
             os._exit(1)
         # The loop answers its requests and ends, unless it waits for the dead rank: NCCL may for ever.
         end_process_after(RANK_LOST_GRACE_S)

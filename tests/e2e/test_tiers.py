@@ -2,14 +2,17 @@
 
 import contextlib
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvtransfer.region import SHM_DIR
 from tandem.up import free_ports
 from tests.e2e.cluster import (
+    START_TIMEOUT_S,
     Process,
     eventually,
     get_json,
@@ -196,6 +199,32 @@ def test_nodes_of_two_ranks_find_what_both_have_also_after_a_restart(tiny_model,
         tokens, meta = ask(cluster.url, prompt)
         assert meta["cached_tokens_details"] == {"device": 0, "disk": 296}
         assert tokens == expected
+
+
+def pool_sizes() -> set[int]:
+    """Return the lengths of the pools' files that are there."""
+    sizes = set()
+    for pool in SHM_DIR.glob("tandem-*.pool"):
+        with contextlib.suppress(FileNotFoundError):
+            sizes.add(pool.stat().st_size)
+    return sizes
+
+
+@pytest.mark.slow
+def test_a_rank_whose_tier_cannot_be_had_ends_the_start_and_leaves_no_memory(tiny_model, tmp_path):
+    (tmp_path / "tandem-kv-1-rank-1-of-2").write_text("not a directory")
+    node = Process(
+        *("decode", "--port", str(free_ports(1)[0]), "--model", str(tiny_model("llama")), *FLAGS),
+        *("--tp", "2", "--kv-tier", f"disk:{tmp_path}:1GiB", "--log-level", "info"),
+        # As nobody else has: other nodes' pools are in that folder, too.
+        *("--max-total-tokens", "1112"),
+    )
+    assert node.wait(START_TIMEOUT_S) == 2
+    said = node.output()
+    node.stop()
+    assert "tandem-kv-1-rank-1-of-2: Not a directory" in said
+    (pool_bytes,) = set(re.findall(r'"pool_bytes": (\d+)', said))
+    assert int(pool_bytes) not in pool_sizes()
 
 
 @contextlib.contextmanager
