@@ -11,6 +11,7 @@ from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 
+from kvtier.stack import CLOSE_S
 from node.engine_host import SWITCH_S
 from node.quick_process import end_process, uncollected
 from node.rank_agent import RankAgent, rank_agent
@@ -37,8 +38,9 @@ with uncollected():
 
 log = logs.get_logger(__name__)
 
-# How long a forward under way, or the agent's end, may take after rank 0 hung up.
-_END_TIMEOUT_S = 2.0
+# How long the end may take after rank 0 hung up: first of a forward under way or of tiers that hang, which takes
+# `CLOSE_S` twice, then of the agent, whose memory would outlive the process. Less than `STOP_TIMEOUT_S`.
+_END_TIMEOUT_S = 2 * CLOSE_S + 0.5
 
 
 def main() -> int:

@@ -6,8 +6,11 @@ from collections import deque
 import numpy as np
 import pytest
 
+from kvtier.stack import CLOSE_S
+from node import rank as rank_process
 from node.rank_messages import FetchedHere, FetchPages, SavedHere, SavePages, TiersHere
 from node.rank_tiers import RankTiers, RankTiersThread
+from node.ranks import STOP_TIMEOUT_S
 from tests.node.tier_rig import ScriptedStack
 from tests.patience import PATIENCE_S
 from wire.channel import Waker
@@ -43,7 +46,7 @@ class Rank:
     def __init__(self):
         self.stack, self.waker = NotedStack(), Waker()
         self.said, self._heard = deque(), threading.Condition()
-        self.is_rank_0_gone = False
+        self.is_rank_0_gone, self.refused = False, threading.Semaphore(0)
         self.thread = RankTiersThread(RankTiers(self.stack, "1/2"), self.waker, self._send)
 
     def answer(self, kind):
@@ -68,6 +71,7 @@ class Rank:
 
     def _send(self, message):
         if self.is_rank_0_gone:
+            self.refused.release()
             raise PeerLost("the process at the other end is gone")
         with self._heard:
             self.said.append(message)
@@ -95,8 +99,16 @@ def test_what_tiers_hold_is_told_first(rank):
 
 
 def test_a_rank_whose_rank_0_is_gone_ends_in_order(rank):
-    rank.is_rank_0_gone = True
+    rank.answer(TiersHere)  # else that may be what nobody hears, and the save is never begun
     rank.ask(SavePages(number=2, digests=[DIGEST], page_ids=[3]))
+    rank.is_rank_0_gone = True
     rank.stack.answer_all()
+    rank.waker.wake()
+    assert rank.refused.acquire(timeout=PATIENCE_S)
     rank.thread.close()
     assert rank.stack.is_closed
+
+
+def test_a_rank_whose_tiers_hang_has_time_left_to_give_back_its_memory():
+    # A stack waits that long for calls, and then for tiers to close.
+    assert 2 * CLOSE_S < rank_process._END_TIMEOUT_S < STOP_TIMEOUT_S
