@@ -50,8 +50,9 @@ class Process:
         return self._popen.pid
 
     def output(self) -> str:
-        self.log.seek(0)
-        return self.log.read()
+        # Read from a place of its own: the file's position is the process's, which would go on writing there.
+        number = self.log.fileno()
+        return os.pread(number, os.fstat(number).st_size, 0).decode(errors="replace")
 
     def wait(self, timeout_s: float = PATIENCE_S) -> int:
         return self._popen.wait(timeout_s)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import secrets
+import socket
 import stat
 import urllib.error
 import urllib.request
@@ -29,6 +30,14 @@ def ask(url: str, key: str = "", body: object = None) -> str:
     except urllib.error.HTTPError as error:
         with error:
             return f"{error.headers}{error.read().decode()}"
+
+
+def say_nonsense(url: str) -> str:
+    """Return the answer to what is no HTTP; it is logged as nothing that operators care for."""
+    host, _, port = url.partition("://")[2].partition(":")
+    with socket.create_connection((host, int(port)), PATIENCE_S) as client:
+        client.sendall(b"no http\r\n\r\n")
+        return client.makefile("rb").read().decode()
 
 
 def command_lines() -> str:
@@ -72,6 +81,7 @@ def test_no_secret_is_in_a_log_an_answer_a_command_line_or_a_file_of_others(tiny
         for url in (cluster.url, *cluster.prefill_urls, *cluster.decode_urls):
             for path in ("/server_info", "/metrics", "/health", "/v1/models", "/openapi.json"):
                 said += [ask(url + path, api_key), ask(url + path, "wrong")]
+            said.append(say_nonsense(url))
             said += [ask(f"{url}/generate", api_key, body) for body in ({}, [], {"input_ids": "x"})]
         good = {"input_ids": [5, 6, 7], "max_new_tokens": 3}
         served = ask(f"{cluster.url}/generate", api_key, good)
