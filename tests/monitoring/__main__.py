@@ -30,7 +30,10 @@ PROMETHEUS_DIR = ALERTS.parent
 LOAD_S = 25.0
 NUM_CLIENTS = 12
 PROFILE = '{"prefill": {"base_ms": 5, "per_token_ms": 0.2}, "decode": {"base_ms": 8}}'
-NODE_FLAGS = ("--engine", "simulated", "--page-size", "8", "--max-total-tokens", "16384")
+NODE_FLAGS = (
+    *("--engine", "simulated", "--page-size", "8", "--max-total-tokens", "16384"),
+    *("--kv-tier", "host:64MiB", "--kv-tier-min-tokens", "32"),
+)
 # A few places and a short line, so that some are refused; some prompts are short enough for decode.
 ROUTER_FLAGS = (
     *("--max-in-flight", "6", "--max-queued-requests", "3"),
