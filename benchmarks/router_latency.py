@@ -216,7 +216,10 @@ def _http(plan: Plan, core: str, watched: int | None = None) -> tuple[Measured, 
         after = cpu_s(watched) if watched is not None else 0.0
     num_answers = len(measured.latencies_ms)
     if num_answers < 2:
-        raise SystemExit(f"port {plan.port} gave {num_answers} answers: {measured.errors}")
+        raise SystemExit(
+            f"port {plan.port} gave {num_answers} answers beside {plan.num_streams} streams in "
+            f"{plan.duration_s:g} s: give fewer --streams or more --seconds; errors: {measured.errors}"
+        )
     if num_answers < LEAST_ANSWERS:
         print(
             f"of {num_answers} answers only, the 99th percentile says little: give more --seconds"
