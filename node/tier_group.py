@@ -160,7 +160,7 @@ class TierGroup:
         return iter([event for event in agreed if event is not None])
 
     def loads(self) -> list[TierLoad]:
-        """Return what each tier holds and did on all ranks; others' are some seconds old."""
+        """Return what each tier holds and did on all ranks; others' are up to a second old."""
         by_name = [{load.name: load for load in rank.loads} for rank in self._others]
         return [
             load_of_node(own, [loads[own.name] for loads in by_name if own.name in loads])
