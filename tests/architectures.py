@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -92,6 +93,23 @@ _INKLING = {
 }
 _GEMMA4 = {"layer_types": _WINDOWS, "global_head_dim": 48}
 _GEMMA4_INPUTS = {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8}
+_ASSISTANT = {
+    "backbone_hidden_size": 64,
+    "text_config": {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "global_head_dim": 48,
+        "vocab_size": VOCAB_SIZE,
+        "vocab_size_per_layer_input": 0,
+        "hidden_size_per_layer_input": 0,
+    },
+}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 # What an architecture, or a part of one, needs beyond `SIZES`.
@@ -104,6 +122,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "blt_local_decoder": {"hidden_size_global": 128},
     "blt_local_encoder": {"hidden_size_global": 128},
     "codegen": {"rotary_dim": 8},
+    "cohere": {"logit_scale": 1.0},
+    "cohere2": {"logit_scale": 1.0},
+    "cohere2_moe": {"logit_scale": 1.0},
     "cohere_compass_text": {
         "num_hidden_layers": 4,
         "layer_types": _WINDOWS,
@@ -142,7 +163,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 20,
         "shared_experts_intermediate_size": 48,
     },
-    "dots3_note_vision": {"adapter_in_dim": 64},
+    "dots3_note_audio_encoder": {"adapter_input_size": 64},
+    "dots3_note_vision_encoder": {"adapter_in_dim": 64},
+    "doge": {"keep_window_size": 16},
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
     "gemma3n_text": _GEMMA4_INPUTS
     | {
@@ -154,6 +177,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4_text": _GEMMA4 | _GEMMA4_INPUTS,
     "gemma4_unified_text": _GEMMA4,
     "glm_moe_dsa": _INDEXER,
+    "gemma4_assistant": _ASSISTANT,
+    "gemma4_unified_assistant": _ASSISTANT,
     "gpt_neo": {
         "attention_types": [[["global", "local"], 2]],
         "num_hidden_layers": 4,
@@ -163,6 +188,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "granitemoehybrid": _MAMBA
     | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 48},
     "helium": {"head_dim": 16},
+    "hy_v4": _INDEXER,
     "inkling2_text": _INKLING | {"unpadded_vocab_size": VOCAB_SIZE},
     "inkling_text": _INKLING,
     "jamba": {
@@ -178,14 +204,22 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16},
     "minimax_m3_vl_text": _INDEXER
     | {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
         "dense_intermediate_size": 96,
         "shared_intermediate_size": 48,
         "rotary_dim": 8,
         "index_block_size": 8,
         "index_topk_blocks": 2,
     },
+    "modernbert-decoder": {"local_attention": 48},
     "moshi": {"ffn_dim": 96},
     "nemotron_h": {"ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16},
+    "phi4_multimodal_audio": {
+        "num_blocks": 1,
+        "ext_pw_out_channel": 64,
+        "depthwise_separable_out_channel": 64,
+        "nemo_conv_channels": 16,
+    },
     "qwen3_5_moe_text": _DELTA,
     "qwen3_5_text": _DELTA,
     "qwen3_next": _DELTA,
@@ -200,6 +234,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {
+        "is_decoder": True,
         "axial_pos_shape": (16, 32),
         "axial_pos_embds_dim": (16, 48),
         "attention_head_size": 16,
@@ -214,10 +249,23 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "shape_vocab_size": 32,
     },
     "xlnet": {"d_inner": 96, "n_head": 4, "d_head": 16},
-    "xlstm": {"num_heads": 4, "num_blocks": 3},
+    "xlstm": {"num_heads": 4, "num_blocks": 3, "qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {"n_mamba_heads": 8, "mamba_d_state": 16, "chunk_size": 16, "adapter_rank": 8},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+}
+
+
+# Whose first seed makes a model with two logits that nearly tie.
+SEEDS: dict[str, int] = {}
+
+# Of which transformers makes no model from the configuration alone: they are tried without weights.
+CONFIG_ONLY = {
+    "gemma3n": "its image tower needs timm and Pillow",
+    "gemma4_assistant": "it drafts for another model",
+    "gemma4_unified_assistant": "it drafts for another model",
+    "musicgen": "transformers maps it to the decoder, and gives that the configuration of the whole",
+    "musicgen_melody": "transformers maps it to the decoder, and gives that the configuration of the whole",
 }
 
 
@@ -244,14 +292,19 @@ class Case:
         return _shrunk(CONFIG_MAPPING[self.model_type], self.settings)
 
 
+_ORIGINALLY = {"original_max_position_embeddings": 32}  # fewer than prompts have
+
+
 def _scaled_rope(rope_type: str, **more: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_theta": 10000.0, "rope_type": rope_type, "factor": 4.0} | more}
+    return {"rope_parameters": _ROPE | {"rope_type": rope_type, "factor": 4.0} | more}
 
 
-_ORIGINALLY = {"original_max_position_embeddings": 32}
-_LONG_ROPE = _scaled_rope(
-    "longrope", **_ORIGINALLY, short_factor=[1.0] * 8, long_factor=[1.0, 1.5, 2.0, 3.0] * 2
-) | {"original_max_position_embeddings": 32}
+def _long_rope(rotary_dim: int) -> dict[str, Any]:
+    factors = [1.0 + index / 4 for index in range(rotary_dim // 2)]
+    short = [1.0] * len(factors)
+    scaled = _scaled_rope("longrope", **_ORIGINALLY, short_factor=short, long_factor=factors)
+    return scaled | _ORIGINALLY
+
 
 VARIANTS = (
     Case("bert", "as a decoder", {"is_decoder": True}),
@@ -290,14 +343,14 @@ VARIANTS = (
         {"layer_types": ["attention"] * 4, "position_embedding_type": "rope"},
     ),
     Case("llama", "linear RoPE scaling", _scaled_rope("linear")),
-    Case("llama", "dynamic RoPE", _scaled_rope("dynamic", **_ORIGINALLY)),
+    Case("llama", "dynamic RoPE", _scaled_rope("dynamic")),
     Case("llama", "YaRN", _scaled_rope("yarn", **_ORIGINALLY)),
     Case(
         "llama",
         "Llama 3 RoPE",
         _scaled_rope("llama3", **_ORIGINALLY, low_freq_factor=1.0, high_freq_factor=4.0),
     ),
-    Case("llama", "long RoPE", _LONG_ROPE),
+    Case("llama", "long RoPE", _long_rope(32)),
     Case(
         "llama4_text",
         "temperature tuning",
@@ -307,14 +360,17 @@ VARIANTS = (
     Case("mpt", "no ALiBi", {"attn_config": {"alibi": False}}),
     Case("olmo", "clipped", {"clip_qkv": 1.0}),
     Case("phi", "query-key norm", {"qk_layernorm": True}),
-    Case("phi3", "long RoPE", _LONG_ROPE),
+    Case("phi3", "long RoPE", _long_rope(16)),
     Case("phi3", "no window", {"sliding_window": None}),
     Case("phi3", "partial RoPE", {"partial_rotary_factor": 0.5}),
-    Case(
-        "qwen2", "windows in later layers", {"use_sliding_window": True, "layer_types": _WINDOWS}
-    ),
+    Case("qwen2", "windows in later layers", {"use_sliding_window": True, "layer_types": _WINDOWS}),
     Case("smollm3", "layers without RoPE", {"no_rope_layers": [1, 0, 1, 0]}),
-    Case("stablelm", "parallel, query-key norm", {"use_parallel_residual": True, "qk_layernorm": True}),
+    Case("zaya", "windows", {"layer_types": ["hybrid", "hybrid_sliding"] * 2}),
+    Case(
+        "stablelm",
+        "parallel, query-key norm",
+        {"use_parallel_residual": True, "qk_layernorm": True},
+    ),
 )
 
 
@@ -349,23 +405,26 @@ def _layer_kinds(cls: type[PreTrainedConfig], default: PreTrainedConfig | None) 
 
 
 def _settings_of(cls: type[PreTrainedConfig]) -> set[str]:
-    fields = {each.name for each in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+    fields = (
+        {each.name for each in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+    )
     return fields | set(inspect.signature(cls.__init__).parameters) | set(cls.attribute_map)
 
 
 def _default(cls: type[PreTrainedConfig]) -> PreTrainedConfig | None:
     try:
         return cls()
-    except ValueError:  # those of assistants have no defaults that hold
+    except (ValueError, StrictDataclassError):  # some have defaults that they refuse
         return None
 
 
-def make_model(config: PreTrainedConfig, seed: int, directory: Path) -> torch.nn.Module:
+def make_model(case: Case, directory: Path) -> torch.nn.Module:
     """Return a float32 model with seeded weights, which are also written to the directory."""
+    config = case.config()
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    _redraw(model, seed)
+    _redraw(model, SEEDS.get(case.name, 0))
     model.save_pretrained(directory)
     config.save_pretrained(directory)  # the whole of a multimodal model, as its checkpoints have it
     return model
