@@ -7,9 +7,10 @@ import torch
 from engine.attention_backends import choose_backend
 from engine.config import DType, EngineConfig
 from engine.core import Engine
+from engine.kv_pool import make_pool
 from engine.launcher import ModelLauncher
 from engine.model import load_model
-from engine.runner import ModelRunner, make_pool
+from engine.runner import ModelRunner
 from node.checkpoint import resolve_model
 from node.command import default_cache_dir
 from wire.generation import GenerateRequest, SamplingParams

@@ -1,19 +1,20 @@
 """The seam between transformers' models and paged KV: a function that models call, and backends.
 
 Registered under `NAME` with `AttentionInterface`; with `AttentionMaskInterface` on purpose not:
-transformers then makes no mask, nor waits for the GPU to tell whether it needs one. A forward passes
-a `PagedBatch` through the model; its backend writes each layer's K and V into the pool and attends
-over the pages.
+transformers then makes no mask, nor waits for the GPU to tell whether it needs one. Each attention layer
+finds the forward under way by its own `attending` (`paged_model.py`), since not every model passes
+arguments on; a backend writes the layer's K and V into the pool and attends over the pages. A model whose attention asks for anything else is refused when it is loaded
+(`observation.py`), and here at any later forward: nothing is ignored.
 
 | backend | for | file |
 |---|---|---|
-| `torch` | any device and type; the reference | `attention_torch.py` |
+| `torch` | any device, type and feature; the reference | `attention_torch.py` |
 | `cpu` | float32 and bfloat16 on CPUs: decoding rows read the pages where they are | `attention_cpu.py` |
 | `triton` | GPUs; our own kernels, any head dim and type | `attention_triton.py` |
 | `flashinfer` | GPUs, 16-bit types; FlashInfer's kernels, where it is installed | `attention_flashinfer.py` |
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,8 +23,20 @@ import torch
 from transformers import AttentionInterface
 
 from engine.forward import Ints32
+from engine.kv_pool import KVPool
+from wire.errors import ConfigInvalid
 
 NAME = "tandem_paged"
+
+# Arguments that models pass on and that change nothing here: positions are in the rotary embedding
+# already, nothing is dropped outside of training, and only logits are asked for.
+_HARMLESS = frozenset(
+    {"position_ids", "cache_position", "position_embeddings", "use_cache", "dropout", "is_causal"}
+)
+
+
+class AttentionNotServed(ConfigInvalid):
+    """A model's attention asks for something that paged attention does not compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +47,13 @@ class Scoring:
         scale: Of the scores.
         window: Keys a query sees, itself included; all when None.
         softcap: Scores are bounded to ± this by tanh, as in Gemma 2; unbounded when None.
+        chunk: A query sees only keys of its own chunk of so many positions, as in Llama 4.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    chunk: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -46,8 +61,11 @@ class LayerInputs:
     """What one layer brings to attention.
 
     Attributes:
-        query: Shape (num_rows, num_heads, head_dim), after rotary embedding; any strides.
-        key, value: Shape (num_rows, num_kv_heads, head_dim); any strides.
+        query: Shape (num_rows, num_heads, key_dim), after rotary embedding; any strides.
+        key: Shape (num_rows, num_kv_heads, key_dim); any strides.
+        value: Shape (num_rows, num_kv_heads, value_dim); any strides. A view of `key`'s first elements
+            where the layer keeps latents.
+        sinks: A score for each head that takes weight and adds nothing, as in gpt-oss. Shape (num_heads,).
     """
 
     index: int
@@ -55,6 +73,80 @@ class LayerInputs:
     key: torch.Tensor
     value: torch.Tensor
     scoring: Scoring
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Latents:
+    """How a layer of multi-head latent attention is computed on what it keeps: one row a token.
+
+    The row is the compressed K and V, and behind it the part of K that carries the position. A query is
+    brought into the space of the compressed K, so that the row serves as the one K and V of all heads.
+
+    Attributes:
+        to_key: Expands a compressed row to K. Shape (num_heads, nope_dim, rank).
+        to_value: Expands it to V. Shape (num_heads, value_dim, rank).
+
+    Source: DeepSeek-V2, 2024, section 2.1.
+    """
+
+    to_key: torch.Tensor
+    to_value: torch.Tensor
+
+    def inputs(
+        self, index: int, query: torch.Tensor, kept: "Kept", scoring: Scoring
+    ) -> LayerInputs:
+        """Return what the layer brings to attention over latents.
+
+        Args:
+            query: Shape (1, num_heads, num_rows, nope_dim + rope_dim).
+        """
+        _, nope_dim, rank = self.to_key.shape
+        nope, rope = query[0].split([nope_dim, query.shape[-1] - nope_dim], dim=-1)
+        absorbed = torch.cat([nope @ self.to_key, rope], dim=-1)  # (heads, rows, rank + rope)
+        row = torch.cat([part[0].transpose(0, 1) for part in kept], dim=-1)  # (rows, 1, ...)
+        return LayerInputs(index, absorbed.transpose(0, 1), row, row[..., :rank], scoring)
+
+    def outputs(self, attended: torch.Tensor) -> torch.Tensor:
+        """Expand what was attended. Shape (num_rows, num_heads, rank) → (..., value_dim)."""
+        expanded = attended.transpose(0, 1) @ self.to_value.transpose(1, 2)
+        return expanded.transpose(0, 1)
+
+
+Kept = tuple[torch.Tensor, torch.Tensor]
+"""What a layer of a model gave to its cache: two tensors, shape (1, num_heads, num_rows, dim)."""
+
+
+class PagedPast:
+    """What models take for their cache of earlier tokens: it answers where each row stands.
+
+    Models that keep anything but K and V ask it for what it does not have, and are refused for that.
+
+    Args:
+        positions: Of the forward's rows. Shape (num_rows,), int64.
+    """
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self._positions = positions
+        self.kept: dict[int, Kept] = {}
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> Kept:
+        """Note what a layer would have cached; return it alone: attention finds the rest in pages."""
+        self.kept[layer_idx] = key, value
+        return key, value
+
+    def get_seq_length(self, _layer_idx: int = 0) -> torch.Tensor:
+        """Return how many tokens came before: row by row, so that adding row numbers gives positions."""
+        rows = torch.arange(len(self._positions), device=self._positions.device)
+        return self._positions - rows
+
+    def __getattr__(self, name: str) -> Any:
+        # AttributeError: models also look whether a cache has something.
+        raise AttributeError(
+            f"the model asks its cache for {name!r}, which is not K and V of tokens"
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +154,6 @@ class PagedBatch:
     """Where the rows of one forward read and write KV. See `ForwardInputs` for the order of rows.
 
     Attributes:
-        kv: The pool. Shape (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim).
         page_table: Shape (num_seqs, max_pages), int32, on the pool's device.
         kv_lens: Shape (num_seqs,), int32, on the pool's device.
         write_pages, write_offsets: Where each row's KV goes. Shape (num_rows,), int64, likewise.
@@ -74,7 +165,7 @@ class PagedBatch:
     """
 
     backend: "AttentionBackend"
-    kv: torch.Tensor
+    pool: KVPool
     num_decodes: int
     page_table: torch.Tensor
     kv_lens: torch.Tensor
@@ -90,22 +181,31 @@ class PagedBatch:
     @property
     def page_size(self) -> int:
         """Tokens in a page."""
-        return self.kv.shape[4]
+        return self.pool.page_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the pool."""
+        return self.pool.dtype
 
     def write(self, layer: LayerInputs) -> None:
         """Put K and V of every row into the pool, in the pool's type."""
-        pages = self.kv[:, layer.index]  # (num_pages, 2, num_kv_heads, page_size, head_dim)
-        is_eight_bit = self.kv.dtype.itemsize == 1
-        # Not every device can index eight-bit floats; all can index bytes.
-        pages = pages.view(torch.uint8) if is_eight_bit else pages
-        for which, rows in enumerate((layer.key, layer.value)):
-            narrowed = self._to_eight_bits(rows) if is_eight_bit else rows.to(self.kv.dtype)
-            pages[:, which][self.write_pages, :, self.write_offsets] = narrowed
+        pages = self.pool.layers[layer.index]
+        if pages.is_shared:  # the layer that keeps them has written them
+            return
+        is_eight_bit = self.dtype.itemsize == 1
+        for plane, rows in ((pages.key, layer.key), (pages.value, layer.value)):
+            if not plane.shape[-1]:
+                continue
+            # Not every device can index eight-bit floats; all can index bytes.
+            target = plane.view(torch.uint8) if is_eight_bit else plane
+            narrowed = self._to_eight_bits(rows) if is_eight_bit else rows.to(self.dtype)
+            target[self.write_pages, :, self.write_offsets] = narrowed
 
     def _to_eight_bits(self, rows: torch.Tensor) -> torch.Tensor:
         # e4m3 has no infinity: beyond its range torch would make NaN of what is merely large.
-        largest = torch.finfo(self.kv.dtype).max
-        return rows.clamp(-largest, largest).to(self.kv.dtype).view(torch.uint8)
+        largest = torch.finfo(self.dtype).max
+        return rows.clamp(-largest, largest).to(self.dtype).view(torch.uint8)
 
 
 class AttentionBackend(Protocol):
@@ -117,7 +217,7 @@ class AttentionBackend(Protocol):
         """Write K and V of this forward's rows, then attend with each row over its sequence.
 
         Returns:
-            Shape (num_rows, num_heads, head_dim), in the query's type.
+            Shape (num_rows, num_heads, value_dim), in the query's type.
         """
         ...
 
@@ -134,6 +234,53 @@ class GraphBackend(AttentionBackend, Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
+class Attending:
+    """What attention layers of one model need: of the model, and of the forward under way.
+
+    Attributes:
+        latents: For layers that keep latents.
+        chunks: Positions in a chunk, for layers that attend within chunks.
+        attend: Takes what a layer brings; returns shape (num_rows, num_heads, value_dim).
+        past: What the model was given for its cache.
+        wrote: See `PagedBatch`.
+    """
+
+    latents: Mapping[int, Latents]
+    chunks: Mapping[int, int]
+    attend: Callable[[LayerInputs], torch.Tensor] | None = None
+    past: PagedPast | None = None
+    wrote: Callable[[int], None] | None = None
+
+    def layer(
+        self,
+        index: int,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        scoring: Scoring,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend for one layer.
+
+        Args:
+            tensors: Query, key and value as `paged_attention` has them.
+
+        Returns:
+            Shape (num_rows, num_heads, value_dim).
+        """
+        assert self.attend is not None, "no forward is under way"
+        assert self.past is not None
+        latents = self.latents.get(index)
+        if latents is not None:
+            layer = latents.inputs(index, tensors[0], self.past.kept[index], scoring)
+            attended = latents.outputs(self.attend(layer))
+        else:
+            rows = (part[0].transpose(0, 1) for part in tensors)
+            attended = self.attend(LayerInputs(index, *rows, scoring, sinks))
+        if self.wrote is not None:
+            self.wrote(index)
+        return attended
+
+
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -144,34 +291,48 @@ def paged_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    paged_batch: PagedBatch,
-    **_unused: Any,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend for one layer of a transformers model.
 
     Args:
-        module: The attention module; `layer_idx` names the layer.
-        query: Shape (1, num_heads, num_rows, head_dim), after rotary embedding.
-        key, value: Shape (1, num_kv_heads, num_rows, head_dim).
-        attention_mask: Always None: which keys a row sees is the batch's.
-        scaling, sliding_window, softcap: See `Scoring`; `scaling` is 1/sqrt(head_dim) when None.
+        module: The attention module; `layer_idx` names the layer, `attending` has the forward.
+        query: Shape (1, num_heads, num_rows, key_dim), after rotary embedding.
+        key: Shape (1, num_kv_heads, num_rows, key_dim).
+        value: Shape (1, num_kv_heads, num_rows, value_dim).
+        attention_mask: None: which keys a row sees is the batch's.
+        scaling, sliding_window, softcap: See `Scoring`; `scaling` is 1/sqrt(key_dim) when None.
+        s_aux: See `LayerInputs.sinks`.
+        others: Whatever else the model passes.
 
     Returns:
-        The output, shape (1, num_rows, num_heads, head_dim), and no weights.
+        The output, shape (1, num_rows, num_heads, value_dim), and no weights.
+
+    Raises:
+        AttentionNotServed: The layer asks for what is not computed here.
     """
-    del attention_mask
+    _check_understood(module, attention_mask, others)
+    attending: Attending | None = getattr(module, "attending", None)
+    if attending is None:
+        raise AttentionNotServed("its attention does not know the number of its layer")
+    index = int(module.layer_idx)  # type: ignore[arg-type]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = LayerInputs(
-        int(module.layer_idx),  # type: ignore[arg-type]
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        Scoring(scale, sliding_window, softcap),
-    )
-    attended = paged_batch.backend.attend(layer, paged_batch)
-    if paged_batch.wrote is not None:
-        paged_batch.wrote(layer.index)
-    return attended.unsqueeze(0), None
+    scoring = Scoring(scale, sliding_window, softcap or None, attending.chunks.get(index))
+    return attending.layer(index, (query, key, value), scoring, s_aux).unsqueeze(0), None
+
+
+def _check_understood(
+    module: torch.nn.Module, attention_mask: object, others: Mapping[str, Any]
+) -> None:
+    """Raise AttentionNotServed unless everything that the layer asks for is computed here."""
+    if attention_mask is not None:
+        raise AttentionNotServed("it makes an attention mask of its own")
+    if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
+        raise AttentionNotServed("its attention is not causal: it looks at later tokens")
+    for name, given in others.items():
+        if given is not None and given is not False and name not in _HARMLESS:
+            raise AttentionNotServed(f"its attention takes {name!r}, which is not understood here")
 
 
 def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -25,7 +25,7 @@ def choose_backend(config: EngineConfig, shape: ModelShape) -> AttentionBackend:
         case "cpu":
             return _cpu(config, shape)
         case "triton":
-            return _triton(config)
+            return _triton(config, shape)
         case "flashinfer":
             return _flashinfer(config, shape)
         case _:
@@ -41,9 +41,11 @@ def fastest(config: EngineConfig, shape: ModelShape) -> AttentionName:
     if find_spec("flashinfer") is not None:
         from engine.attention_flashinfer import FlashInferAttention
 
-        if FlashInferAttention.supports(getattr(torch, shape.dtype), shape.head_dim):
+        if FlashInferAttention.supports(shape):
             return "flashinfer"
-    return "triton"
+    from engine.attention_triton import TritonAttention
+
+    return "triton" if TritonAttention.supports(shape) else "torch"
 
 
 def _cpu(config: EngineConfig, shape: ModelShape) -> AttentionBackend:
@@ -55,10 +57,16 @@ def _cpu(config: EngineConfig, shape: ModelShape) -> AttentionBackend:
     return CpuAttention()
 
 
-def _triton(config: EngineConfig) -> AttentionBackend:
+def _triton(config: EngineConfig, shape: ModelShape) -> AttentionBackend:
     _check_gpu(config)
     _check_installed("triton", "triton>=3.5")
     from engine.attention_triton import TritonAttention
+
+    if not TritonAttention.supports(shape):
+        raise ConfigInvalid(
+            "--attention-backend triton needs K and V of one size, which this model's layers do not "
+            "have: give --attention-backend torch"
+        )
 
     processors = torch.cuda.get_device_properties(config.device).multi_processor_count
     return TritonAttention(processors)
@@ -71,10 +79,11 @@ def _flashinfer(config: EngineConfig, shape: ModelShape) -> AttentionBackend:
     from engine.attention_flashinfer import FlashInferAttention
     from engine.attention_triton import write
 
-    if not FlashInferAttention.supports(getattr(torch, shape.dtype), shape.head_dim):
+    if not FlashInferAttention.supports(shape):
+        has = ", ".join(sorted({str(layer.key_dim) for layer in shape.kv_layers} | shape.attention))
         raise ConfigInvalid(
             f"--attention-backend flashinfer knows 16-bit types and head dims 64, 128 and 256; this "
-            f"model has {shape.dtype} and {shape.head_dim}: give --attention-backend triton"
+            f"model has {shape.dtype} and {has}: give --attention-backend triton"
         )
     return FlashInferAttention(config.device, write)
 

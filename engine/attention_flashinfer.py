@@ -17,6 +17,7 @@ import torch
 
 from engine.attention import LayerInputs, PagedBatch, Scoring, to_device
 from engine.forward import Ints32
+from engine.shape import ModelShape
 
 # FlashInfer's own advice, as its examples have it: partial results of split keys.
 _WORKSPACE_BYTES = 128 << 20
@@ -57,6 +58,7 @@ class _Planned:
     def __init__(self, wrapper: Any, kind: Kind, layer: LayerInputs) -> None:
         self.wrapper = wrapper
         self.kind = kind
+        self._index = layer.index  # of a layer of this geometry
         self._num_heads = layer.query.shape[1]
         self._dtype = layer.query.dtype
         self._scoring = layer.scoring
@@ -67,7 +69,7 @@ class _Planned:
         if self._copied is not None:
             # The plan before is copied from memory that this one overwrites.
             self._copied.synchronize()
-        num_kv_heads, page_size, head_dim = batch.kv.shape[3:]
+        _, num_kv_heads, page_size, head_dim = batch.pool.layers[self._index].key.shape
         is_decode = self.kind == "decode"
         sequences = slice(0, batch.num_decodes) if is_decode else slice(batch.num_decodes, None)
         runs = PageRuns.of(batch, sequences)
@@ -75,7 +77,7 @@ class _Planned:
         self.wrapper.plan(
             *(() if is_decode else (starts - starts[0],)),
             runs.starts,
-            to_device(runs.page_ids, batch.kv.device),
+            to_device(runs.page_ids, batch.pool.device),
             runs.last_lens,
             self._num_heads,
             num_kv_heads,
@@ -86,9 +88,9 @@ class _Planned:
             logits_soft_cap=self._scoring.softcap or 0.0,
             sm_scale=self._scoring.scale,
             q_data_type=self._dtype,
-            kv_data_type=batch.kv.dtype,
+            kv_data_type=batch.dtype,
         )
-        if batch.kv.is_cuda:
+        if batch.pool.pages.is_cuda:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
@@ -110,12 +112,13 @@ class FlashInferAttention:
         self._write = write
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         # Those of forwards that are not recorded.
-        self._wrappers: dict[tuple[Kind, Scoring], _Planned] = {}
+        self._wrappers: dict[tuple[Kind, Scoring, torch.Size, torch.Size], _Planned] = {}
 
     @staticmethod
-    def supports(dtype: torch.dtype, head_dim: int) -> bool:
-        """Tell whether a model with queries of this type and heads of this size can be run."""
-        return dtype in (torch.bfloat16, torch.float16) and head_dim in (64, 128, 256)
+    def supports(shape: ModelShape) -> bool:
+        """Tell whether a model with queries of this type and heads of these sizes can be run."""
+        has_sizes = all(layer.key_dim in (0, 64, 128, 256) for layer in shape.kv_layers)
+        return shape.dtype in ("bfloat16", "float16") and has_sizes and not shape.attention
 
     def prepare(self, batch: PagedBatch) -> None:
         """See `GraphBackend.prepare`."""
@@ -125,7 +128,7 @@ class FlashInferAttention:
     def attend(self, layer: LayerInputs, batch: PagedBatch) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         self._write(batch, layer)
-        query, pages = layer.query.contiguous(), batch.kv[:, layer.index]
+        query, pages = layer.query.contiguous(), batch.pool.layers[layer.index].joined
         out = torch.empty_like(query)
         end = batch.num_decodes
         if end:
@@ -135,7 +138,8 @@ class FlashInferAttention:
         return out
 
     def _planned(self, kind: Kind, layer: LayerInputs, batch: PagedBatch) -> Any:
-        key = kind, layer.scoring
+        # A plan is of layers that score alike and have the same heads.
+        key = kind, layer.scoring, layer.query.shape[1:], layer.key.shape[1:]
         found: _Planned | None = batch.scratch.get(key)
         if found is None:
             kept = None if batch.is_recorded else self._wrappers.get(key)
@@ -151,7 +155,7 @@ class FlashInferAttention:
             return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
         # Tensor cores pay from groups of four on, by FlashInfer's documentation, and its other kernels
         # know only some sizes of groups.
-        group = layer.query.shape[1] // batch.kv.shape[3]
+        group = layer.query.shape[1] // layer.key.shape[1]
         buffers: dict[str, Any] = {}
         if batch.is_recorded:
             sizes = {
@@ -161,7 +165,7 @@ class FlashInferAttention:
             }
             buffers = {
                 f"paged_kv_{name}_buffer": torch.zeros(
-                    size, dtype=torch.int32, device=batch.kv.device
+                    size, dtype=torch.int32, device=batch.pool.device
                 )
                 for name, size in sizes.items()
             }

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch, for any device and type: the reference that others are held to.
+"""Paged attention in plain torch, for any device, type and feature: the reference that others are held to.
 
 It gathers a sequence's pages and calls scaled_dot_product_attention. Grouped heads are never
 expanded for decoding rows.
@@ -18,18 +18,27 @@ class TorchAttention:
     def attend(self, layer: LayerInputs, batch: PagedBatch) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         batch.write(layer)
-        out = torch.empty(layer.query.shape, dtype=layer.query.dtype, device=layer.query.device)
+        out = empty_output(layer)
         if batch.num_decodes:
             out[: batch.num_decodes] = _attend_decodes(layer, batch)
         attend_prompts(layer, batch, out)
         return out
 
 
+def empty_output(layer: LayerInputs, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return memory for what a layer's rows attend to, in the query's type unless another is given.
+
+    Returns:
+        Shape (num_rows, num_heads, value_dim).
+    """
+    return layer.query.new_empty((*layer.query.shape[:2], layer.value.shape[-1]), dtype=dtype)
+
+
 def attend_prompts(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) -> None:
     """Attend with the rows of every chunk of a prompt.
 
     Args:
-        out: Their rows are filled. Shape (num_rows, num_heads, head_dim).
+        out: Their rows are filled. Shape (num_rows, num_heads, value_dim).
     """
     starts = batch.host_query_starts
     for sequence in range(batch.num_decodes, len(batch.host_kv_lens)):
@@ -42,11 +51,11 @@ def attend_prompts(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) -> 
 def _attend_whole(
     layer: LayerInputs, rows: slice, query: torch.Tensor, batch: PagedBatch, sequence: int
 ) -> torch.Tensor:
-    """Attend with the rows of one chunk. Shape (1, num_heads, num_rows, head_dim) in and out."""
+    """Attend with the rows of one chunk. Shape (1, num_heads, num_rows, dim) in and out."""
     scoring, kv_len = layer.scoring, int(batch.host_kv_lens[sequence])
     num_rows = rows.stop - rows.start
-    is_plain = scoring.window is None and scoring.softcap is None
-    if num_rows == kv_len and is_plain and batch.kv.dtype == layer.key.dtype:
+    is_plain = scoring == Scoring(scoring.scale) and layer.sinks is None
+    if num_rows == kv_len and is_plain and batch.dtype == layer.key.dtype:
         # A whole prompt: its keys are at hand, and need not be read back from the pages.
         return functional.scaled_dot_product_attention(
             query,
@@ -58,8 +67,16 @@ def _attend_whole(
         )
     pages = batch.page_table[sequence, : -(-kv_len // batch.page_size)]
     key, value = _gather(batch, sequence, pages, layer)
-    mask = _prompt_mask(batch, sequence, num_rows, scoring.window)
-    return _attend(query, key[None, :, :kv_len], value[None, :, :kv_len], mask, scoring)
+    mask = _prompt_mask(batch, sequence, num_rows, scoring)
+    sinks = None if layer.sinks is None else layer.sinks.view(1, -1, 1, 1)
+    return _attend(
+        query,
+        key[None, :, :kv_len],
+        value[None, :, :kv_len],
+        mask=mask,
+        scoring=scoring,
+        sinks=sinks,
+    )
 
 
 def _attend_decodes(layer: LayerInputs, batch: PagedBatch) -> torch.Tensor:
@@ -69,17 +86,22 @@ def _attend_decodes(layer: LayerInputs, batch: PagedBatch) -> torch.Tensor:
     grouped KV is read once and never expanded.
 
     Returns:
-        Shape (num_decodes, num_heads, head_dim).
+        Shape (num_decodes, num_heads, value_dim).
     """
-    num_decodes, (_, num_heads, head_dim) = batch.num_decodes, layer.query.shape
+    num_decodes, (_, num_heads, key_dim) = batch.num_decodes, layer.query.shape
     width = -(-int(batch.host_kv_lens[:num_decodes].max()) // batch.page_size)
     table = batch.page_table[:num_decodes, :width]
     key, value = _gather(batch, "decode", table, layer)
-    grouped = layer.query[:num_decodes].reshape(num_decodes, len(key), -1, head_dim)
+    # What lies past a sequence's end is another request's, or nothing, and may be no number at all: a
+    # weight of zero would not do.
+    past_end = _past_end(batch, width * batch.page_size)
+    key, value = key.masked_fill(past_end, 0), value.masked_fill(past_end, 0)
+    grouped = layer.query[:num_decodes].reshape(num_decodes, len(key), -1, key_dim)
     grouped = grouped.transpose(0, 1)  # (kv heads, decodes, group, dim)
-    mask = _decode_mask(batch, width * batch.page_size, layer.scoring.window)
-    result = _attend(grouped, key, value, mask, layer.scoring)
-    return result.transpose(0, 1).reshape(num_decodes, num_heads, head_dim)
+    mask = _decode_mask(batch, width * batch.page_size, layer.scoring)
+    sinks = None if layer.sinks is None else layer.sinks.view(len(key), 1, -1, 1)
+    result = _attend(grouped, key, value, mask=mask, scoring=layer.scoring, sinks=sinks)
+    return result.transpose(0, 1).reshape(num_decodes, num_heads, -1)
 
 
 def _gather(
@@ -88,24 +110,36 @@ def _gather(
     """Copy K and V of one layer out of the pool.
 
     Args:
-        name: Of these pages in this batch: where they begin is worked out once for all layers.
+        name: Of these pages in this batch: where they begin is worked out once for layers of one size.
         pages: Shape (..., num_pages).
 
     Returns:
-        Two tensors of shape (num_kv_heads, ..., num_pages * page_size, head_dim).
+        Shape (num_kv_heads, ..., num_pages * page_size, key_dim), and likewise with value_dim.
     """
-    _, num_layers, _, num_heads, page_size, head_dim = batch.kv.shape
-    rows: torch.Tensor | None = batch.scratch.get(("rows", name))
-    if rows is None:
+    view = batch.pool.layers[layer.index]
+    key = _gather_plane(batch, name, pages, view.key, view.begin)
+    if not view.value.shape[-1]:  # latents
+        value = key[..., : layer.value.shape[-1]]
+    else:
+        value = _gather_plane(batch, name, pages, view.value, view.begin + view.key[0].numel())
+    return key.to(layer.key.dtype), value.to(layer.key.dtype)
+
+
+def _gather_plane(
+    batch: PagedBatch, name: int | str, pages: torch.Tensor, plane: torch.Tensor, begin: int
+) -> torch.Tensor:
+    """Copy K or V of one layer, which begins at element `begin` of a page."""
+    _, num_heads, page_size, dim = plane.shape
+    first: torch.Tensor | None = batch.scratch.get(("rows", name, num_heads, dim))
+    if first is None:
+        # Rows of `KVPool.rows` begin at every multiple of the page size, as heads do.
         heads = torch.arange(num_heads, device=pages.device).view(-1, *[1] * pages.dim())
-        rows = pages.long() * (num_layers * 2 * num_heads) + heads
-        batch.scratch["rows", name] = rows
-    runs = batch.kv.view(-1, page_size * head_dim)
-    # Whole rows by index_select: five times as fast as indexing the six-dimensional pool.
-    first = rows.flatten() + 2 * layer.index * num_heads
-    shape = (*rows.shape[:-1], -1, head_dim)
-    key, value = (_select(runs, first + which * num_heads) for which in (0, 1))
-    return key.view(shape).to(layer.key.dtype), value.view(shape).to(layer.key.dtype)
+        first = pages.long() * (batch.pool.page_elements // page_size) + heads * dim
+        batch.scratch["rows", name, num_heads, dim] = first
+    # Whole rows by index_select: five times as fast as indexing the plane.
+    rows = first.flatten() + begin // page_size
+    found = _select(batch.pool.rows(page_size * dim), rows)
+    return found.view(*first.shape[:-1], -1, dim)
 
 
 def _select(runs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -115,44 +149,62 @@ def _select(runs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return runs.view(torch.uint8).index_select(0, rows).view(runs.dtype)
 
 
-def _prompt_mask(
-    batch: PagedBatch, sequence: int, num_rows: int, window: int | None
-) -> torch.Tensor:
+def _prompt_mask(batch: PagedBatch, sequence: int, num_rows: int, scoring: Scoring) -> torch.Tensor:
     """Return which keys each row of a chunk may see. Shape (num_rows, kv_len)."""
-    found: torch.Tensor | None = batch.scratch.get(("prompt", sequence, window))
+    name = ("prompt", sequence, scoring.window, scoring.chunk)
+    found: torch.Tensor | None = batch.scratch.get(name)
     if found is None:
-        keys = torch.arange(int(batch.host_kv_lens[sequence]), device=batch.kv.device)
+        keys = torch.arange(int(batch.host_kv_lens[sequence]), device=batch.pool.device)
         queries = keys[len(keys) - num_rows :].unsqueeze(1)
-        batch.scratch["prompt", sequence, window] = found = _visible(queries, keys, window)
+        batch.scratch[name] = found = visible(queries, keys, scoring)
     return found
 
 
-def _decode_mask(batch: PagedBatch, num_keys: int, window: int | None) -> torch.Tensor:
+def _decode_mask(batch: PagedBatch, num_keys: int, scoring: Scoring) -> torch.Tensor:
     """Return which keys each decoding row may see. Shape (1, num_decodes, 1, num_keys)."""
-    found: torch.Tensor | None = batch.scratch.get(("decode", window))
+    name = ("decode", scoring.window, scoring.chunk)
+    found: torch.Tensor | None = batch.scratch.get(name)
     if found is None:
-        keys = torch.arange(num_keys, device=batch.kv.device)
+        keys = torch.arange(num_keys, device=batch.pool.device)
         queries = (batch.kv_lens[: batch.num_decodes].long() - 1).unsqueeze(1)
         # Four dimensions: with three, torch leaves its fast kernel.
-        found = _visible(queries, keys, window)[None, :, None]
-        batch.scratch["decode", window] = found
+        found = visible(queries, keys, scoring)[None, :, None]
+        batch.scratch[name] = found
     return found
 
 
-def _visible(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
-    visible = keys <= queries
-    return visible if window is None else visible & (keys > queries - window)
+def _past_end(batch: PagedBatch, num_keys: int) -> torch.Tensor:
+    """Return which keys no decoding row has. Shape (num_decodes, num_keys, 1)."""
+    found: torch.Tensor | None = batch.scratch.get("past end")
+    if found is None:
+        keys = torch.arange(num_keys, device=batch.pool.device)
+        found = (keys >= batch.kv_lens[: batch.num_decodes, None]).unsqueeze(-1)
+        batch.scratch["past end"] = found
+    return found
+
+
+def visible(queries: torch.Tensor, keys: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """Return which keys may be seen, given positions. Shape of both together."""
+    seen = keys <= queries
+    if scoring.window is not None:
+        seen = seen & (keys > queries - scoring.window)
+    if scoring.chunk is not None:
+        seen = seen & (keys // scoring.chunk == queries // scoring.chunk)
+    return seen
 
 
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    *,
     mask: torch.Tensor,
     scoring: Scoring,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
+    """Attend with gathered keys. Sinks have the dimensions of scores, the last of them 1."""
     is_grouped = query.shape[1] != key.shape[1]
-    if scoring.softcap is None:
+    if scoring.softcap is None and sinks is None:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scoring.scale, enable_gqa=is_grouped
         )
@@ -160,6 +212,10 @@ def _attend(
         group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * scoring.scale
-    scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
-    weights = scores.masked_fill(~mask, float("-inf")).float().softmax(dim=-1).to(query.dtype)
-    return weights @ value
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    scores = scores.masked_fill(~mask, float("-inf")).float()
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = scores.softmax(dim=-1).to(query.dtype)
+    return weights[..., : key.shape[-2]] @ value

@@ -14,7 +14,9 @@ import triton
 
 from engine import triton_kernels, triton_pages
 from engine.attention import LayerInputs, PagedBatch, to_device
+from engine.attention_torch import TorchAttention, empty_output
 from engine.forward import Ints32
+from engine.shape import ModelShape
 
 # A split has work for some microseconds, so that a merge is worth it.
 _MIN_KEYS_PER_SPLIT = 256
@@ -69,16 +71,24 @@ class TritonAttention:
 
     def __init__(self, num_processors: int) -> None:
         self._num_processors = num_processors
+        self._reference = TorchAttention()
+
+    @staticmethod
+    def supports(shape: ModelShape) -> bool:
+        """Tell whether the kernels know every layer; others go through torch, which no graph can record."""
+        return not shape.attention & {"latents", "unequal"}
 
     def prepare(self, batch: PagedBatch) -> None:
         """See `GraphBackend.prepare`: decodes need nothing beyond the batch."""
 
     def attend(self, layer: LayerInputs, batch: PagedBatch) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
+        if batch.pool.layers[layer.index].joined is None:
+            return self._reference.attend(layer, batch)
         write(batch, layer)
         if layer.query.stride(-1) != 1:
             layer.query = layer.query.contiguous()
-        out = torch.empty(layer.query.shape, dtype=layer.query.dtype, device=layer.query.device)
+        out = empty_output(layer)
         if batch.num_decodes:
             self._attend_decodes(layer, batch, out)
         if batch.num_decodes < len(batch.host_kv_lens):
@@ -114,6 +124,7 @@ class TritonAttention:
             pages,
             batch.page_table,
             batch.kv_lens,
+            _sinks(layer),
             out,
             partial,
             sizes,
@@ -126,6 +137,7 @@ class TritonAttention:
             scoring.scale,
             scoring.softcap or 0.0,
             scoring.window or 0,
+            scoring.chunk or 0,
             num_splits=num_splits,
             num_heads=num_heads,
             group=group,
@@ -135,7 +147,9 @@ class TritonAttention:
             block_dim=blocks.dim,
             block_keys=blocks.keys,
             has_window=scoring.window is not None,
+            has_chunk=scoring.chunk is not None,
             has_softcap=scoring.softcap is not None,
+            has_sinks=layer.sinks is not None,
             is_fp8=_is_fp8(batch),
             num_warps=4,
             num_stages=2,
@@ -144,6 +158,7 @@ class TritonAttention:
             triton_kernels.merge_splits[num_decodes, num_heads](
                 partial,
                 sizes,
+                _sinks(layer),
                 out,
                 out.stride(0),
                 num_splits=num_splits,
@@ -151,11 +166,17 @@ class TritonAttention:
                 head_dim=head_dim,
                 block_splits=triton.next_power_of_2(num_splits),
                 block_dim=blocks.dim,
+                has_sinks=layer.sinks is not None,
             )
 
 
 def write(batch: PagedBatch, layer: LayerInputs) -> None:
-    """Do what `PagedBatch.write` does, in one launch."""
+    """Do what `PagedBatch.write` does, in one launch where K and V are of one size."""
+    view = batch.pool.layers[layer.index]
+    if view.joined is None:
+        return batch.write(layer)
+    if view.is_shared:
+        return None
     pages = _pages(batch, layer)
     num_kv_heads, page_size, head_dim = pages.shape[2:]
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (layer.key, layer.value))
@@ -178,6 +199,7 @@ def write(batch: PagedBatch, layer: LayerInputs) -> None:
         block_dim=triton.next_power_of_2(head_dim),
         is_fp8=_is_fp8(batch),
     )
+    return None
 
 
 def _attend_prompts(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) -> None:
@@ -195,6 +217,7 @@ def _attend_prompts(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) ->
         pages,
         tiles,
         batch.page_table,
+        _sinks(layer),
         out,
         layer.query.stride(0),
         layer.query.stride(1),
@@ -205,6 +228,7 @@ def _attend_prompts(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) ->
         scoring.scale,
         scoring.softcap or 0.0,
         scoring.window or 0,
+        scoring.chunk or 0,
         group=group,
         page_size=page_size,
         head_dim=head_dim,
@@ -212,7 +236,9 @@ def _attend_prompts(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) ->
         block_dim=blocks.dim,
         block_keys=blocks.keys,
         has_window=scoring.window is not None,
+        has_chunk=scoring.chunk is not None,
         has_softcap=scoring.softcap is not None,
+        has_sinks=layer.sinks is not None,
         is_fp8=_is_fp8(batch),
         num_warps=blocks.num_warps,
         num_stages=2,
@@ -242,9 +268,15 @@ def prompt_tiles(batch: PagedBatch, num_rows: int) -> Ints32:
 
 def _pages(batch: PagedBatch, layer: LayerInputs) -> torch.Tensor:
     """Return one layer of the pool: shape (num_pages, 2, num_kv_heads, page_size, head_dim)."""
-    pages = batch.kv[:, layer.index]
+    pages = batch.pool.layers[layer.index].joined
+    assert pages is not None
     return pages.view(torch.uint8) if _is_fp8(batch) else pages
 
 
 def _is_fp8(batch: PagedBatch) -> bool:
-    return batch.kv.dtype is torch.float8_e4m3fn
+    return batch.dtype is torch.float8_e4m3fn
+
+
+def _sinks(layer: LayerInputs) -> torch.Tensor:
+    """Return the sinks, or anything where there are none: the kernel does not look."""
+    return layer.query if layer.sinks is None else layer.sinks

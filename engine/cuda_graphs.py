@@ -21,6 +21,8 @@ import torch
 from engine.attention import AttentionBackend, GraphBackend, PagedBatch, to_device
 from engine.config import EngineConfig
 from engine.forward import ForwardInputs, Wrote
+from engine.kv_pool import KVPool
+from engine.paged_model import PagedModel
 from engine.runner import ModelRunner, Runner, with_sampled
 from engine.shape import ModelShape
 from telemetry import log as logs
@@ -90,9 +92,9 @@ class GraphRunner:
         return self._runner.device
 
     @property
-    def kv(self) -> torch.Tensor:
+    def pool(self) -> KVPool:
         """The pool, the scratch page included."""
-        return self._runner.kv
+        return self._runner.pool
 
     @torch.inference_mode()
     def forward(
@@ -149,7 +151,7 @@ class GraphRunner:
         token_ids, positions, write_pages, write_offsets = self._numbers[:, :size]
         batch = PagedBatch(
             backend=self._backend,
-            kv=self._runner.kv,
+            pool=self._runner.pool,
             num_decodes=size,
             page_table=self._page_table[:size],
             kv_lens=self._kv_lens[:size],
@@ -232,8 +234,8 @@ def is_recording(config: EngineConfig, backend: AttentionBackend) -> bool:
 
 
 def make_runner(
-    model: torch.nn.Module,
-    kv: torch.Tensor,
+    model: PagedModel,
+    pool: KVPool,
     backend: AttentionBackend,
     config: EngineConfig,
     shape: ModelShape,
@@ -243,16 +245,16 @@ def make_runner(
     """Return the fastest runner for a model.
 
     Args:
-        kv: Made by `make_pool` with `has_scratch_page=is_recording(config, backend)`.
+        pool: Made by `make_pool` with `has_scratch_page=is_recording(config, backend)`.
         num_pages: As the engine counts them.
 
     Raises:
         ConfigInvalid: The graphs cannot be recorded; the sentence says why.
     """
-    runner = ModelRunner(model, kv, backend)
+    runner = ModelRunner(model, pool, backend)
     if not is_recording(config, backend):
         return runner
-    assert len(kv) == num_pages + 1, "the pool has no scratch page"
+    assert len(pool) == num_pages + 1, "the pool has no scratch page"
     longest = min(shape.context_length, num_pages * config.page_size)
     return GraphRunner(
         runner,

@@ -6,7 +6,7 @@ keep their names and places, so modelling code runs as it stands. Norms that are
 the library's one call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -26,10 +26,14 @@ _LINEAR = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
 _HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported  # noqa: SLF001
 
 
-def fuse(model: nn.Module) -> int:
+def fuse(model: nn.Module, called: Collection[nn.Module]) -> int:
     """Replace layers in place; return how many products are left of the linear ones.
 
     Only plain `nn.Linear` layers are touched: quantised ones have kernels of their own.
+
+    Args:
+        called: The modules that a forward calls. Of the others some may read the weights, which are
+            opaque afterwards: they are left alone.
     """
     # Tied weights are packed once for all who share them.
     packed: dict[int, _Product] = {}
@@ -37,16 +41,16 @@ def fuse(model: nn.Module) -> int:
     for parent in list(model.modules()):
         for names in SIBLINGS:
             children = [getattr(parent, name, None) for name in names]
-            linears = [child for child in children if type(child) is nn.Linear]
+            linears = [each for each in children if type(each) is nn.Linear and each in called]
             if len(linears) == len(names) and _can_join(linears):
                 product = _Shared(linears)
                 for index, name in enumerate(names):
                     setattr(parent, name, _Part(product, index))
                 num_products += 1
         for name, child in list(parent.named_children()):
-            if type(child).__name__.endswith("RMSNorm"):
+            if type(child).__name__.endswith("RMSNorm") and child in called:
                 setattr(parent, name, _fused_norm(child))
-            if type(child) is nn.Linear:
+            if type(child) is nn.Linear and child in called:
                 key = child.weight.data_ptr()
                 if key not in packed:
                     packed[key] = _Product(child.weight, child.bias)

@@ -18,9 +18,12 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging as hf_logging
 
 from engine import attention
+from engine.attention import AttentionNotServed
 from engine.config import EngineConfig
 from engine.fusion import fuse
-from engine.shape import KV_DTYPES, ModelShape, context_length, eos_token_ids, head_dim, kv_heads
+from engine.observation import Observed, not_served, observe
+from engine.paged_model import PagedModel
+from engine.shape import KV_DTYPES, ModelShape, context_length, eos_token_ids, kv_heads
 from wire.errors import ConfigInvalid
 
 # Bytes at each end of each tensor that enter the fingerprint: enough to tell two fine-tunes apart, whichever
@@ -40,7 +43,7 @@ class ModelNeeds:
     weight_bytes: int
 
 
-def load_model(config: EngineConfig) -> tuple[torch.nn.Module, ModelShape]:
+def load_model(config: EngineConfig) -> tuple[PagedModel, ModelShape]:
     """Load weights, or make seeded random ones, with attention routed to the paged pool.
 
     With `tp_size` over 1 every rank calls this, after `tensor_parallel.join`, and gets its shard.
@@ -53,12 +56,27 @@ def load_model(config: EngineConfig) -> tuple[torch.nn.Module, ModelShape]:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
         model = _build(config, hf_config)
     model = model.to(config.device).eval().requires_grad_(requires_grad=False)
-    shape = _shape(config, model, hf_config)
+    if config.tp_size > 1:
+        _check_split(config, model, hf_config.get_text_config())
+    observed = observed_of(model, hf_config)
+    shape = _shape(config, model, hf_config, observed)
     if config.is_compiled and not config.is_eager:
         compile_layers(model, config.device)  # which cannot look into packed weights
     elif config.tp_size == 1:
-        fuse(model)
-    return model, shape
+        fuse(model, observed.called)
+    return observed.model, shape
+
+
+def observed_of(model: torch.nn.Module, hf_config: Any) -> Observed:
+    """Return what a model asks of attention.
+
+    Raises:
+        ConfigInvalid: It is not served; the sentence names its type and says why.
+    """
+    try:
+        return observe(model, hf_config.get_text_config())
+    except AttentionNotServed as error:
+        raise not_served(hf_config.model_type, error.message) from error
 
 
 def model_needs(config: EngineConfig) -> ModelNeeds:
@@ -158,39 +176,49 @@ def _dtype(config: EngineConfig, hf_config: object) -> torch.dtype:
     return own if isinstance(own, torch.dtype) else torch.float32
 
 
-def _shape(config: EngineConfig, model: torch.nn.Module, hf_config: object) -> ModelShape:
+def _shape(
+    config: EngineConfig, model: torch.nn.Module, hf_config: object, observed: Observed
+) -> ModelShape:
     text = hf_config.get_text_config()  # type: ignore[attr-defined]
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, dtype)
+    layers = observed.layers
+    is_alike = len({*layers}) == 1 and layers[0].key_dim == layers[0].value_dim
+    if config.tp_size > 1 and not is_alike:
+        raise ConfigInvalid(
+            f"--tp {config.tp_size} cannot share the KV of a model whose layers differ, or whose K and V "
+            "do: leave --tp out"
+        )
+    elements = sum(each.num_kv_heads * (each.key_dim + each.value_dim) for each in layers)
     return ModelShape(
-        num_layers=text.num_hidden_layers,
-        num_kv_heads=_own_kv_heads(config, model, text),
-        model_kv_heads=kv_heads(text),
-        head_dim=head_dim(text),
+        num_layers=len(layers),
+        num_kv_heads=layers[0].num_kv_heads if is_alike else 1,
+        model_kv_heads=kv_heads(text) if is_alike else 1,
+        head_dim=layers[0].key_dim if is_alike else elements,
         vocab_size=text.vocab_size,
         context_length=context_length(config.context_length, text),
         eos_token_ids=eos_token_ids(Path(config.model_dir), text),
         dtype=dtype,
         kv_dtype=kv_dtype,
         fingerprint=_fingerprint(config, text, dtype, kv_dtype),
+        layers=() if is_alike else layers,
+        sources=observed.sources,
+        attention=observed.features,
     )
 
 
-def _own_kv_heads(config: EngineConfig, model: Any, text_config: Any) -> int:
-    """Return how many KV heads are this rank's: all of them where the plan does not split heads."""
-    num_heads, num_kv_heads = text_config.num_attention_heads, kv_heads(text_config)
-    is_split = config.tp_size > 1 and any(
+def _check_split(config: EngineConfig, model: Any, text: Any) -> None:
+    """Raise ConfigInvalid unless every rank has an equal share of heads, or all of the KV heads."""
+    num_heads, num_kv_heads = text.num_attention_heads, kv_heads(text)
+    is_split = any(
         name.rpartition(".")[2] in _KEY_PROJECTIONS and style == "colwise"
         for name, style in model.tp_plan.items()
     )
-    if not is_split:
-        return num_kv_heads
-    if num_kv_heads % config.tp_size or num_heads % config.tp_size:
+    if is_split and (num_kv_heads % config.tp_size or num_heads % config.tp_size):
         raise ConfigInvalid(
             f"--tp {config.tp_size} cannot share {num_heads} attention heads with {num_kv_heads} KV "
             "heads evenly: give a number that divides both"
         )
-    return num_kv_heads // config.tp_size
 
 
 def _fingerprint(config: EngineConfig, text_config: object, dtype: str, kv_dtype: str) -> str:

@@ -7,8 +7,9 @@ import torch
 
 from engine.attention import AttentionBackend, PagedBatch, to_device
 from engine.forward import ForwardInputs, Wrote
+from engine.kv_pool import KVPool
 from engine.layer_events import LayerEvents
-from engine.shape import ModelShape
+from engine.paged_model import PagedModel
 
 
 class Runner(Protocol):
@@ -41,23 +42,18 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """Runs a transformers model with its KV in one pool.
+    """Runs a transformers model with its KV in one pool."""
 
-    Args:
-        kv: The pool, page by page so that a page is one contiguous run of bytes to push.
-            Shape (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim).
-    """
-
-    def __init__(self, model: torch.nn.Module, kv: torch.Tensor, backend: AttentionBackend) -> None:
+    def __init__(self, model: PagedModel, pool: KVPool, backend: AttentionBackend) -> None:
         self._model = model
         self.backend = backend
-        self.kv = kv
+        self.pool = pool
         self._events: LayerEvents | None = None
 
     @property
     def device(self) -> torch.device:
         """See `Runner.device`."""
-        return self.kv.device
+        return self.pool.device
 
     @torch.inference_mode()
     def forward(
@@ -92,24 +88,22 @@ class ModelRunner:
         Returns:
             Shape (num_logits, vocab_size).
         """
-        output = self._model(
-            input_ids=token_ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=logit_rows,
-            paged_batch=batch,
+        return self._model.logits(
+            token_ids,
+            positions,
+            logit_rows,
+            lambda layer: batch.backend.attend(layer, batch),
+            batch.wrote,
         )
-        logits: torch.Tensor = output.logits[0]
-        return logits
 
     def _paged(self, inputs: ForwardInputs, wrote: Wrote | None) -> PagedBatch:
-        page_size = self.kv.shape[4]
+        page_size = self.pool.page_size
         if wrote is not None and self.device.type != "cpu":
             self._events = self._events or LayerEvents()
             wrote = self._events.after(wrote)
         return PagedBatch(
             backend=self.backend,
-            kv=self.kv,
+            pool=self.pool,
             num_decodes=inputs.num_decodes,
             page_table=to_device(inputs.page_table, self.device),
             kv_lens=to_device(inputs.kv_lens, self.device),
@@ -135,38 +129,3 @@ def with_sampled(
         return token_ids
     sources = to_device(inputs.sources, token_ids.device)
     return torch.where(sources >= 0, sampled[sources.clamp(min=0)], token_ids)
-
-
-def pool_pages(shape: ModelShape, page_size: int, size_bytes: int) -> int:
-    """Return how many pages fit into `size_bytes`."""
-    return size_bytes // (shape.kv_bytes_per_token * page_size)
-
-
-def make_pool(
-    shape: ModelShape,
-    num_pages: int,
-    page_size: int,
-    device: str,
-    memory: torch.Tensor | None = None,
-    *,
-    has_scratch_page: bool = False,
-) -> torch.Tensor:
-    """Make the tensor of a pool.
-
-    Args:
-        memory: Bytes on `device` to use, such as a shared region's; None takes new ones. At least
-            `page_size * shape.kv_bytes_per_token` for each page.
-        has_scratch_page: Add one page behind those counted, with the number `num_pages`. Nobody owns it;
-            rows that pad a batch write there.
-
-    Returns:
-        Shape (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim), with one page more if asked
-        for.
-    """
-    num_made = num_pages + has_scratch_page
-    dtype: torch.dtype = getattr(torch, shape.kv_dtype)
-    sizes = (num_made, shape.num_layers, 2, shape.num_kv_heads, page_size, shape.head_dim)
-    if memory is None:
-        return torch.zeros(sizes, dtype=dtype, device=device)
-    size_bytes = torch.Size(sizes).numel() * dtype.itemsize
-    return memory[:size_bytes].view(dtype).view(sizes)

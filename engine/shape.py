@@ -3,10 +3,14 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from wire.errors import ConfigInvalid
+from wire.hand_off import LayerKV
 from wire.page_keys import PageSpace
+
+# latents: V is a part of K; unequal: K and V of a head differ in size.
+AttentionFeature = Literal["sinks", "chunks", "latents", "unequal"]
 
 # `--kv-cache-dtype` beside `auto`.
 KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn"}
@@ -27,11 +31,16 @@ class ModelShape:
 
     Attributes:
         num_kv_heads: Of this rank.
+        head_dim: Of K and of V, where layers are alike.
         dtype: Name of the type of weights, such as bfloat16.
         kv_dtype: Name of the type of K and V; one of `ITEM_BYTES`.
         fingerprint: Equal on two nodes exactly when a head's KV on one is what the other would have
             computed; begins with words that a person can compare.
         model_kv_heads: Of the whole model; 0 means as many as this rank has.
+        layers: What each layer keeps, where they differ or K and V do; `num_kv_heads` is then 1 and
+            `head_dim` all elements of a token. Empty where all layers are alike.
+        sources: For each layer that keeps nothing, the layer whose K and V it reads.
+        attention: What the model asks of attention beyond causal softmax with a window or a softcap.
     """
 
     num_layers: int
@@ -44,6 +53,20 @@ class ModelShape:
     kv_dtype: str
     fingerprint: str
     model_kv_heads: int = 0
+    layers: tuple[LayerKV, ...] = ()
+    sources: tuple[tuple[int, int], ...] = ()
+    attention: frozenset[AttentionFeature] = frozenset()
+
+    @property
+    def kv_layers(self) -> tuple[LayerKV, ...]:
+        """What each layer keeps of one token."""
+        alike = LayerKV(self.num_kv_heads, self.head_dim, self.head_dim)
+        return self.layers or (alike,) * self.num_layers
+
+    @property
+    def kv_sources(self) -> dict[int, int]:
+        """The layer that each layer which keeps nothing reads."""
+        return dict(self.sources)
 
     @property
     def kv_item_bytes(self) -> int:
@@ -53,7 +76,8 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_item_bytes
+        sizes = (each.num_kv_heads * (each.key_dim + each.value_dim) for each in self.kv_layers)
+        return sum(sizes) * self.kv_item_bytes
 
     def page_space(self, page_size: int, tp_rank: int, tp_size: int) -> PageSpace:
         """Return what the keys of all pages of a rank's pool have in common."""

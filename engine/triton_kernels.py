@@ -3,6 +3,7 @@
 Both read the pool as it is, a layer's view of it: [page][k, v][head][token][dim]. Scores are kept in base 2,
 sums in float32, as in FlashAttention-2 (Dao 2023); a decoding row's keys are split over programs
 and merged by their log-sum-exp, as in Flash-Decoding. No key at or past a sequence's length is loaded.
+A sink is one more score in a head's sum, with a value of zero.
 """
 
 # Arguments have no types: in a kernel's signature triton evaluates what it finds, and takes only its own.
@@ -44,12 +45,12 @@ def _attend(
     pool_value,
     scale,
     softcap,
-    window,
+    lowest,
     page_size: tl.constexpr,
     head_dim: tl.constexpr,
     block_dim: tl.constexpr,
     block_keys: tl.constexpr,
-    has_window: tl.constexpr,
+    has_lowest: tl.constexpr,
     has_softcap: tl.constexpr,
     is_masked: tl.constexpr,
     is_fp8: tl.constexpr,
@@ -57,7 +58,7 @@ def _attend(
     """Go on with online softmax over the keys from `begin` to before `end`.
 
     Args:
-        query: Shape (rows, block_dim); `positions` (rows,) are theirs.
+        query: Shape (rows, block_dim); `positions` (rows,) are theirs, `lowest` (rows,) the first keys they see.
         pool: At this layer and head; `pages` is the sequence's row of the page table.
         is_masked: False promises that every row sees every key.
 
@@ -87,8 +88,8 @@ def _attend(
         scores *= _LOG2_E
         if is_masked:
             is_seen = is_inside[None, :] & (keys[None, :] <= positions[:, None])
-            if has_window:
-                is_seen = is_seen & (keys[None, :] > positions[:, None] - window)
+            if has_lowest:
+                is_seen = is_seen & (keys[None, :] >= lowest[:, None])
             scores = tl.where(is_seen, scores, float("-inf"))
         top = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp2(scores - top[:, None])
@@ -99,6 +100,17 @@ def _attend(
     return sums, highest, totals
 
 
+@triton.jit
+def _lowest(positions, window, chunk, has_window: tl.constexpr, has_chunk: tl.constexpr):
+    """Return the first key that a row at each position sees."""
+    lowest = positions * 0
+    if has_window:
+        lowest = tl.maximum(lowest, positions - window + 1)
+    if has_chunk:
+        lowest = tl.maximum(lowest, positions // chunk * chunk)
+    return lowest
+
+
 # The width of a page table is new with every batch, and no reason to compile again.
 @triton.jit(do_not_specialize=["table_row"])
 def attend_prompts(
@@ -106,6 +118,7 @@ def attend_prompts(
     pool,
     tiles,
     page_table,
+    sinks,
     out,
     query_row,
     query_head,
@@ -116,6 +129,7 @@ def attend_prompts(
     scale,
     softcap,
     window,
+    chunk,
     group: tl.constexpr,
     page_size: tl.constexpr,
     head_dim: tl.constexpr,
@@ -123,7 +137,9 @@ def attend_prompts(
     block_dim: tl.constexpr,
     block_keys: tl.constexpr,
     has_window: tl.constexpr,
+    has_chunk: tl.constexpr,
     has_softcap: tl.constexpr,
+    has_sinks: tl.constexpr,
     is_fp8: tl.constexpr,
 ):
     """Attend with one tile of a chunk's rows, all heads of a group. Grid (num_tiles, num_kv_heads).
@@ -149,10 +165,9 @@ def attend_prompts(
     pool += kv_head * (page_size * head_dim)
     pages = page_table + sequence * table_row
     end = position + num_rows
-    begin = position * 0
-    if has_window:
-        begin = tl.maximum(position - window + 1, 0) // block_keys * block_keys
-    else:
+    lowest = _lowest(position + tokens, window, chunk, has_window, has_chunk)
+    begin = _lowest(position, window, chunk, has_window, has_chunk) // block_keys * block_keys
+    if not (has_window or has_chunk):
         # What all of the tile's rows see needs no mask.
         begin = (position + 1) // block_keys * block_keys
         sums, highest, totals = _attend(
@@ -169,12 +184,12 @@ def attend_prompts(
             pool_value,
             scale,
             softcap,
-            window,
+            lowest,
             page_size,
             head_dim,
             block_dim,
             block_keys,
-            has_window,
+            False,
             has_softcap,
             False,
             is_fp8,
@@ -193,16 +208,19 @@ def attend_prompts(
         pool_value,
         scale,
         softcap,
-        window,
+        lowest,
         page_size,
         head_dim,
         block_dim,
         block_keys,
-        has_window,
+        has_window or has_chunk,
         has_softcap,
         True,
         is_fp8,
     )
+    if has_sinks:
+        sink = tl.load(sinks + heads).to(tl.float32)
+        totals += tl.exp2(sink * _LOG2_E - highest)
     result = sums / tl.where(totals == 0.0, 1.0, totals)[:, None]
     to_row = (first_row + tokens) * out_row + heads * head_dim
     target = out + to_row[:, None] + dims[None, :]
@@ -216,6 +234,7 @@ def attend_decodes(
     pool,
     page_table,
     kv_lens,
+    sinks,
     out,
     partial,
     sizes,
@@ -228,6 +247,7 @@ def attend_decodes(
     scale,
     softcap,
     window,
+    chunk,
     num_splits: tl.constexpr,
     num_heads: tl.constexpr,
     group: tl.constexpr,
@@ -237,7 +257,9 @@ def attend_decodes(
     block_dim: tl.constexpr,
     block_keys: tl.constexpr,
     has_window: tl.constexpr,
+    has_chunk: tl.constexpr,
     has_softcap: tl.constexpr,
+    has_sinks: tl.constexpr,
     is_fp8: tl.constexpr,
 ):
     """Attend with one row over one split of its keys. Grid (num_decodes, num_kv_heads, num_splits).
@@ -249,9 +271,7 @@ def attend_decodes(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     kv_len = tl.load(kv_lens + sequence)
-    first = kv_len * 0
-    if has_window:
-        first = tl.maximum(kv_len - window, 0)
+    first = _lowest(kv_len - 1, window, chunk, has_window, has_chunk)
     num_blocks = tl.cdiv(kv_len - first, block_keys)
     per_split = tl.cdiv(num_blocks, num_splits) * block_keys
     begin = first + split * per_split
@@ -268,12 +288,14 @@ def attend_decodes(
     sums = tl.zeros([block_group, block_dim], tl.float32)
     highest = tl.full([block_group], _FAR_BELOW, tl.float32)
     totals = tl.zeros([block_group], tl.float32)
+    positions = lines * 0 + kv_len - 1
+    lowest = lines * 0 + first
     sums, highest, totals = _attend(
         sums,
         highest,
         totals,
         rows,
-        lines * 0 + kv_len - 1,
+        positions,
         begin,
         end,
         pool + kv_head * (page_size * head_dim),
@@ -282,16 +304,19 @@ def attend_decodes(
         pool_value,
         scale,
         softcap,
-        window,
+        lowest,
         page_size,
         head_dim,
         block_dim,
         block_keys,
-        has_window,
+        has_window or has_chunk,
         has_softcap,
         True,
         is_fp8,
     )
+    if has_sinks and num_splits == 1:  # else it is added where the splits are merged
+        sink = tl.load(sinks + heads, mask=is_head, other=0.0).to(tl.float32)
+        totals += tl.exp2(sink * _LOG2_E - highest)
     result = sums / tl.where(totals == 0.0, 1.0, totals)[:, None]
     if num_splits == 1:
         target = out + sequence * out_row + (heads * head_dim)[:, None] + dims[None, :]
@@ -307,6 +332,7 @@ def attend_decodes(
 def merge_splits(
     partial,
     sizes,
+    sinks,
     out,
     out_row,
     num_splits: tl.constexpr,
@@ -314,6 +340,7 @@ def merge_splits(
     head_dim: tl.constexpr,
     block_splits: tl.constexpr,
     block_dim: tl.constexpr,
+    has_sinks: tl.constexpr,
 ):
     """Merge what `attend_decodes` left for one row and head. Grid (num_decodes, num_heads)."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -323,9 +350,13 @@ def merge_splits(
     line = (sequence * num_heads + head) * num_splits + splits
     is_split = splits < num_splits
     size = tl.load(sizes + line, mask=is_split, other=float("-inf"))
-    weights = tl.exp2(size - tl.max(size, 0))
+    highest = tl.max(size, 0)
+    weights = tl.exp2(size - highest)
+    total = tl.sum(weights, 0)
+    if has_sinks:
+        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * _LOG2_E - highest)
     is_real = is_split[:, None] & (dims < head_dim)[None, :]
     parts = tl.load(partial + line[:, None] * block_dim + dims[None, :], mask=is_real, other=0.0)
-    result = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
+    result = tl.sum(parts * weights[:, None], 0) / total
     target = out + sequence * out_row + head * head_dim + dims
     tl.store(target, result.to(out.dtype.element_ty), mask=dims < head_dim)

@@ -10,7 +10,7 @@ Which slabs are hashed follows from the room, so the two ends need not speak of 
 any slab; a link that flips bits does so again and again, and is found in the first prompts.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -35,24 +35,24 @@ def one_in(verify: Verify) -> int:
     return _ONE_IN[verify]
 
 
-def sampled_slabs(room: Room, num_layers: int, one_in: int) -> range:
+def sampled_slabs(room: Room, layout: KVLayout, one_in: int) -> Sequence[int]:
     """Return which slabs of a room's pages are hashed; one at least, unless `one_in` is 0.
 
-    The slabs of layer i are 2 i, its K, and 2 i + 1, its V.
+    The slabs of layer i are 2 i, its K, and 2 i + 1, its V. Slabs that hold nothing are left out.
     """
     if not one_in:
-        return range(0)
+        return ()
     key = room % 2**64  # drivers other than our router may number rooms as they like
     draw = xxhash.xxh3_64_intdigest(key.to_bytes(8, "little"))
-    num_slabs = 2 * num_layers
-    return range(draw % min(one_in, num_slabs), num_slabs, one_in)
+    filled: list[int] = np.flatnonzero(np.diff(layout.planes.begin)).tolist()
+    return filled[draw % min(one_in, len(filled)) :: one_in]
 
 
 def arrived_sums(
     region: MemoryRegion,
     granted: PagedTokens,
     end_token: int,
-    slabs: range,
+    slabs: Sequence[int],
     heads: HeadRange | None = None,
 ) -> list[int]:
     """Return, at the receiving end, the xxh3-64 of what was written into each page of a grant.
@@ -88,7 +88,7 @@ class PushSums:
         self,
         region: MemoryRegion,
         granted: PagedTokens,
-        slabs: range,
+        slabs: Sequence[int],
         heads: HeadRange | None = None,
     ) -> None:
         self._granted, self._slabs = granted, slabs
@@ -159,13 +159,14 @@ class _PageSums:
     ) -> Iterator[tuple[int, slice]]:
         """Yield places in the grant, and what goes there of a slab: where it is in the source's pool."""
         granted, layout = self._granted, self._granted.layout
-        slab_bytes, page_bytes = layout.layer_bytes // 2, layout.page_bytes
+        page_bytes, planes = layout.page_bytes, layout.planes.begin
+        slab_begin, slab_end = int(planes[slab]), int(planes[slab + 1])
         is_all = tokens == range(granted.first_token, granted.end_token)
         if source is granted and is_all and self._has_all_heads:
             # The usual case at decode, where all this is waited for: without the arrays of a plan.
             for index, page_id in enumerate(granted.page_ids):
-                begin = page_id * page_bytes + slab * slab_bytes
-                yield index, slice(begin, begin + slab_bytes)
+                begin = page_id * page_bytes
+                yield index, slice(begin + slab_begin, begin + slab_end)
             return
         plan = plan_copies(source, granted, tokens, self._heads, range(slab // 2, slab // 2 + 1))
         for copy in np.argsort(plan.destination_offset).tolist():
@@ -174,8 +175,8 @@ class _PageSums:
             end = to + int(plan.size_bytes[copy])
             # Both slabs of a layer, and pages of one layer that follow each other, are one copy.
             for page_id in range(to // page_bytes, -(-end // page_bytes)):
-                first = page_id * page_bytes + slab * slab_bytes
-                begin, stop = max(to, first), min(end, first + slab_bytes)
+                first = page_id * page_bytes
+                begin, stop = max(to, first + slab_begin), min(end, first + slab_end)
                 if begin < stop:
                     yield self._index_of[page_id], slice(begin + shift, stop + shift)
 

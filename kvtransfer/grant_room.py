@@ -40,7 +40,7 @@ class GrantRoom:
         if not 0 <= granted.end_token - end_token < layout.page_size:
             return f"tokens up to {end_token} were written and {granted.end_token} granted"
         one_in = landed.checksum_one_in
-        slabs = sampled_slabs(landed.room, layout.num_layers, one_in)
+        slabs = sampled_slabs(landed.room, layout, one_in)
         heads = HeadRange(0, self.link.heads.start, len(self.link.heads))
         sums = arrived_sums(region, granted, end_token, slabs, heads)
         if sums == landed.checksums:

@@ -50,7 +50,9 @@ def layers_at_a_time(runs: Sequence[PageRun], layout: KVLayout, least_bytes: int
     num_pages = sum(len(run.page_ids) for run in runs)
     if not num_pages:
         return layout.num_layers
-    return min(layout.num_layers, -(-least_bytes // (num_pages * layout.layer_bytes)))
+    return min(
+        layout.num_layers, -(-least_bytes * layout.num_layers // (num_pages * layout.page_bytes))
+    )
 
 
 def push_by_layer(

@@ -1,13 +1,34 @@
 """The shape of a page of KV and of a pool of them. No memory, no copies."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
-from wire.hand_off import LayoutInfo
+from wire.hand_off import LayerKV, LayoutInfo
 
 # 256 TiB, as much as a process can address. Beyond it no layout is meant, and offsets would not be int64.
 MAX_POOL_BYTES = 1 << 48
+
+
+Int64s = NDArray[np.int64]
+
+
+class Planes(NamedTuple):
+    """K and V of every layer, as they lie in a page: plane 2 i is K of layer i, 2 i + 1 its V.
+
+    Attributes:
+        begin: First byte of each plane in a page, and one past the last. Shape (2 * num_layers + 1,).
+        num_heads: 0 for a plane that holds nothing. Shape (2 * num_layers,).
+        token_bytes: Of one token in one head. Shape (2 * num_layers,).
+    """
+
+    begin: Int64s
+    num_heads: Int64s
+    token_bytes: Int64s
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +40,7 @@ class KVLayout:
         num_kv_heads: Heads that this process holds (a shard of the model's, under tensor parallelism).
         dtype: Name of the element type; only compared.
         itemsize: Bytes of one element.
+        layers: See `LayoutInfo`. A layout that has them counts all heads of a token as one.
     """
 
     num_pages: int
@@ -28,44 +50,67 @@ class KVLayout:
     head_dim: int
     dtype: str
     itemsize: int
+    layers: tuple[LayerKV, ...] = ()
+
+    @classmethod
+    def of_layers(
+        cls, num_pages: int, page_size: int, layers: tuple[LayerKV, ...], dtype: str, itemsize: int
+    ) -> "KVLayout":
+        """Return the layout of a model whose layers keep these."""
+        first = layers[0]
+        if all(layer == first for layer in layers) and first.key_dim == first.value_dim:
+            heads, dim = first.num_kv_heads, first.key_dim
+            return cls(num_pages, page_size, len(layers), heads, dim, dtype, itemsize)
+        dim = sum(each.num_kv_heads * (each.key_dim + each.value_dim) for each in layers)
+        return cls(num_pages, page_size, len(layers), 1, dim, dtype, itemsize, layers)
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type is int and value < 1:
                 raise ValueError(f"{field.name} is {value}, must be at least 1")
+        if self.layers:
+            self._check_layers()
         if self.pool_bytes > MAX_POOL_BYTES:
             raise ValueError(f"a pool of {self.pool_bytes} bytes, more than a process can address")
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in one head of one layer's K or V: the smallest run that is copied."""
-        return self.head_dim * self.itemsize
+    def _check_layers(self) -> None:
+        """Raise ValueError unless the layers are as many and as large as the rest reports."""
+        if len(self.layers) != self.num_layers or self.num_kv_heads != 1:
+            raise ValueError(f"{len(self.layers)} layers are described, {self.num_layers} reported")
+        if any(min(each.num_kv_heads, each.key_dim, each.value_dim) < 0 for each in self.layers):
+            raise ValueError("a layer has a negative size")
+        if any(each.num_kv_heads == 0 and (each.key_dim or each.value_dim) for each in self.layers):
+            raise ValueError("a layer without heads has a size")
+        dim = sum(each.num_kv_heads * (each.key_dim + each.value_dim) for each in self.layers)
+        if dim != self.head_dim:
+            raise ValueError(f"layers of {dim} elements a token, {self.head_dim} reported")
 
     @property
     def all_heads_bytes(self) -> int:
         """Bytes of one token in every layer and head, K and V."""
-        return self.num_layers * 2 * self.num_kv_heads * self.token_bytes
-
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of one head of one layer's K or V in one page."""
-        return self.page_size * self.token_bytes
-
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer's K and V in one page; they lie together."""
-        return 2 * self.num_kv_heads * self.head_bytes
+        return self.page_bytes // self.page_size
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page: all layers, K and V."""
-        return self.num_layers * self.layer_bytes
+        factor = 1 if self.layers else 2 * self.num_layers * self.num_kv_heads
+        return factor * self.page_size * self.head_dim * self.itemsize
 
     @property
     def pool_bytes(self) -> int:
         """Bytes of the whole pool."""
         return self.num_pages * self.page_bytes
+
+    @property
+    def planes(self) -> Planes:
+        """Where K and V of each layer lie in a page."""
+        return _planes(self)
+
+    def bytes_of_layers(self, layers: range) -> slice:
+        """Return where the layers' K and V lie in a page; they lie together. Step 1."""
+        begin = self.planes.begin
+        return slice(int(begin[2 * layers.start]), int(begin[2 * layers.stop]))
 
     def has_same_pages(self, other: "KVLayout") -> bool:
         """Tell whether a page of one is byte for byte a page of the other."""
@@ -80,26 +125,46 @@ class KVLayout:
         return self.head_shape == other.head_shape
 
     @property
-    def head_shape(self) -> tuple[int, int, str, int]:
+    def head_shape(self) -> tuple[int, int, str, int, tuple[LayerKV, ...]]:
         """Everything that the bytes of one token in one head depend on."""
-        return (self.num_layers, self.head_dim, self.dtype, self.itemsize)
+        return (self.num_layers, self.head_dim, self.dtype, self.itemsize, self.layers)
 
     def to_info(self) -> LayoutInfo:
         """Return the travelling form."""
-        return LayoutInfo(**asdict(self))
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return LayoutInfo(**values | {"layers": list(self.layers)})
 
     @classmethod
     def from_info(cls, info: LayoutInfo) -> "KVLayout":
         """Rebuild a layout that came over the wire.
 
         Raises:
-            ValueError: A size is not positive, or the pool larger than any.
+            ValueError: A size is not positive, the layers contradict the sums, or the pool is larger
+                than any.
         """
-        return cls(**{field.name: getattr(info, field.name) for field in fields(cls)})
+        values = {field.name: getattr(info, field.name) for field in fields(cls)}
+        return cls(**values | {"layers": tuple(info.layers)})
 
     @override
     def __str__(self) -> str:
-        return (
-            f"{self.num_layers} layers x {self.num_kv_heads} KV heads x {self.head_dim} "
-            f"{self.dtype}, {self.page_size} tokens a page"
+        heads = (
+            f"{self.head_dim} elements a token"
+            if self.layers
+            else f"{self.num_kv_heads} KV heads x {self.head_dim}"
         )
+        return f"{self.num_layers} layers x {heads} {self.dtype}, {self.page_size} tokens a page"
+
+
+@lru_cache(maxsize=64)
+def _planes(layout: KVLayout) -> Planes:
+    alike = LayerKV(layout.num_kv_heads, layout.head_dim, layout.head_dim)
+    layers = layout.layers or (alike,) * layout.num_layers
+    heads = [each.num_kv_heads if dim else 0 for each in layers for dim in _dims(each)]
+    token_bytes = np.array([dim * layout.itemsize for each in layers for dim in _dims(each)])
+    sizes = np.array(heads) * token_bytes * layout.page_size
+    begin = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    return Planes(begin, np.array(heads, np.int64), token_bytes.astype(np.int64))
+
+
+def _dims(layer: LayerKV) -> tuple[int, int]:
+    return layer.key_dim, layer.value_dim

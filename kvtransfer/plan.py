@@ -170,7 +170,7 @@ def plan_copies(
 
     Args:
         source: Pages to read.
-        destination: Pages to write; every layer, `head_dim` and `itemsize` as in the source.
+        destination: Pages to write; `head_shape` as in the source.
         tokens: Positions in the prompt, step 1, that both sides' pages cover.
         heads: Which heads; None means all, and then both sides hold equally many.
         layers: Which layers, step 1; None means all.
@@ -267,11 +267,12 @@ def _runs(source: PagedTokens, destination: PagedTokens, tokens: range) -> _Runs
 
 
 def _whole_pages(layout: KVLayout, runs: _Runs, layers: range) -> CopyPlan:
-    begin, num_copies = layers.start * layout.layer_bytes, len(runs.num_tokens) if layers else 0
+    place = layout.bytes_of_layers(layers)
+    num_copies = len(runs.num_tokens) if place.stop > place.start else 0
     return CopyPlan(
-        runs.source_page[:num_copies] * layout.page_bytes + begin,
-        runs.destination_page[:num_copies] * layout.page_bytes + begin,
-        np.full(num_copies, len(layers) * layout.layer_bytes),
+        runs.source_page[:num_copies] * layout.page_bytes + place.start,
+        runs.destination_page[:num_copies] * layout.page_bytes + place.start,
+        np.full(num_copies, place.stop - place.start),
     )
 
 
@@ -279,23 +280,52 @@ def _slices(
     source: KVLayout, destination: KVLayout, runs: _Runs, heads: HeadRange, layers: range
 ) -> CopyPlan:
     """One copy for each run, layer, K or V, and head; for all heads where whole pages meet."""
-    num_apart, num_joined = heads.num_heads, 1
-    if source.page_size == destination.page_size and (runs.num_tokens == source.page_size).all():
-        num_apart, num_joined = min(1, heads.num_heads), heads.num_heads
+    is_joined = source.page_size == destination.page_size and bool(
+        (runs.num_tokens == source.page_size).all()
+    )
+    # Layers that differ keep their own numbers of heads, and are never split between ranks.
+    num_heads = None if source.layers else heads.num_heads
+    from_, sizes = _rows(source, layers, heads.source_first, num_heads, is_joined=is_joined)
+    to, _ = _rows(destination, layers, heads.destination_first, num_heads, is_joined=is_joined)
+    strides = source.planes.token_bytes[from_.plane]
 
-    def offsets(layout: KVLayout, page: Int64s, slot: Int64s, first_head: int) -> Int64s:
-        begin = page * layout.page_bytes + slot * layout.token_bytes  # (num_runs,)
-        plane = (
-            np.arange(layers.start * 2, layers.stop * 2) * layout.num_kv_heads
-        )  # (layers x k, v,)
-        head = plane[:, None] + first_head + np.arange(num_apart)  # (layers x k, v, heads)
-        return (begin[:, None] + head.ravel() * layout.head_bytes).ravel()
+    def offsets(layout: KVLayout, page: Int64s, slot: Int64s, begin: Int64s) -> Int64s:
+        first = page * layout.page_bytes  # (num_runs,)
+        return (first[:, None] + slot[:, None] * strides + begin).ravel()
 
     return CopyPlan(
-        offsets(source, runs.source_page, runs.source_slot, heads.source_first),
-        offsets(destination, runs.destination_page, runs.destination_slot, heads.destination_first),
-        np.repeat(runs.num_tokens * source.token_bytes * num_joined, len(layers) * 2 * num_apart),
+        offsets(source, runs.source_page, runs.source_slot, from_.begin),
+        offsets(destination, runs.destination_page, runs.destination_slot, to.begin),
+        (runs.num_tokens[:, None] * sizes).ravel(),
     )
+
+
+class _Rows(NamedTuple):
+    """Heads, or planes of heads that are copied together. Arrays of one length."""
+
+    plane: Int64s
+    begin: Int64s
+
+
+def _rows(
+    layout: KVLayout, layers: range, first_head: int, num_heads: int | None, *, is_joined: bool
+) -> tuple[_Rows, Int64s]:
+    """Return where the heads of some layers begin in a page, and their bytes a token.
+
+    Args:
+        num_heads: Of each plane, from `first_head` on; None means all it has.
+        is_joined: Heads of a plane are one row.
+    """
+    planes = layout.planes
+    chosen = np.arange(layers.start * 2, layers.stop * 2)
+    wanted = planes.num_heads[chosen] if num_heads is None else np.full(len(chosen), num_heads)
+    apart = np.minimum(1, wanted) if is_joined else wanted
+    plane = np.repeat(chosen, apart)
+    head = first_head + np.arange(len(plane)) - np.repeat(np.cumsum(apart) - apart, apart)
+    token_bytes = planes.token_bytes[plane]
+    begin = planes.begin[plane] + head * layout.page_size * token_bytes
+    joined = np.repeat(wanted, apart) if is_joined else np.ones(len(plane), np.int64)
+    return _Rows(plane, begin), token_bytes * joined
 
 
 def _merged(plan: CopyPlan) -> CopyPlan:

@@ -292,7 +292,7 @@ class PrefillAgent:
         entry = self._rooms.granted(part, link, deadline_s)
         entry.link, entry.grant = link, grant
         if self._one_in and link.heads.num_heads:
-            slabs = sampled_slabs(grant.room, self._end.layout.num_layers, self._one_in)
+            slabs = sampled_slabs(grant.room, self._end.layout, self._one_in)
             entry.sums = PushSums(self._end.region, entry.destination, slabs, link.heads)
         return self._apply(part, GrantArrived())
 

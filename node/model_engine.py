@@ -11,9 +11,10 @@ from engine.config import config_of_rank
 from engine.core import Engine
 from engine.cuda_graphs import is_recording, make_runner
 from engine.grammar_compiler import GrammarCompiler
+from engine.kv_pool import make_pool, pool_pages
 from engine.launcher import ModelLauncher
 from engine.model import load_model
-from engine.runner import Runner, make_pool, pool_pages
+from engine.runner import Runner
 from engine.shape import ModelShape
 from engine.tensor_parallel import ShardedRunner, join, least
 from kvtransfer.region import MemoryRegion
@@ -76,7 +77,7 @@ def build_shard(config: NodeConfig, memory: MemoryOf) -> tuple[Runner, PoolPlan]
     backend = choose_backend(settings, shape)
     plan = PoolPlan(shape, num_pages, settings.page_size, is_recording(settings, backend))
     region = memory(plan)
-    kv = make_pool(
+    pool = make_pool(
         shape,
         plan.num_pages,
         plan.page_size,
@@ -92,7 +93,7 @@ def build_shard(config: NodeConfig, memory: MemoryOf) -> tuple[Runner, PoolPlan]
         max_total_tokens=plan.num_pages * plan.page_size,
         pool_bytes=plan.layout.pool_bytes,
     )
-    return make_runner(model, kv, backend, settings, shape, num_pages=plan.num_pages), plan
+    return make_runner(model, pool, backend, settings, shape, num_pages=plan.num_pages), plan
 
 
 def _num_pages(config: NodeConfig, shape: ModelShape) -> int:

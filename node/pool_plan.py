@@ -22,14 +22,9 @@ class PoolPlan:
     @property
     def layout(self) -> KVLayout:
         """The pool as transfer sees it."""
-        return KVLayout(
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-            num_layers=self.shape.num_layers,
-            num_kv_heads=self.shape.num_kv_heads,
-            head_dim=self.shape.head_dim,
-            dtype=self.shape.kv_dtype,
-            itemsize=self.shape.kv_item_bytes,
+        shape = self.shape
+        return KVLayout.of_layers(
+            self.num_pages, self.page_size, shape.kv_layers, shape.kv_dtype, shape.kv_item_bytes
         )
 
     @property

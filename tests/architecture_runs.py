@@ -53,7 +53,7 @@ class Answer:
         )
 
 
-class Tied(Exception):  # noqa: N818
+class Tied(Exception):
     """Two tokens are so close that the comparison would be luck."""
 
 

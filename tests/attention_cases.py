@@ -7,6 +7,9 @@ import torch
 
 from engine.attention import AttentionBackend, LayerInputs, PagedBatch, Scoring
 from engine.attention_torch import TorchAttention
+from engine.kv_pool import KVPool
+from engine.shape import ModelShape
+from wire.hand_off import LayerKV
 
 NUM_LAYERS, LAYER = 2, 1
 
@@ -22,6 +25,9 @@ class Case:
     page_size: int = 4
     window: int | None = None
     softcap: float | None = None
+    chunk: int | None = None
+    has_sinks: bool = False
+    value_dim: int | None = None  # as head_dim when None; 0: a part of K
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None
     fill: float = torch.nan  # of the pool, where no key of the forward lies
@@ -29,6 +35,15 @@ class Case:
     @property
     def num_decodes(self) -> int:
         return sum(rows == 1 for _, rows in self.sequences)
+
+    @property
+    def is_special(self) -> bool:
+        """Whether a layer asks for more than softmax over equal K and V, a window or a softcap."""
+        return self.has_sinks or self.chunk is not None or self.value_dim is not None
+
+    @property
+    def own_value_dim(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 DECODES = ((1, 1), (3, 1), (4, 1), (5, 1), (23, 1))
@@ -56,11 +71,42 @@ CASES = {
     "prompts of group 8": Case(PROMPTS, num_heads=8, num_kv_heads=1),
     "a prompt of several tiles": Case(((300, 200),), num_heads=2, num_kv_heads=1, page_size=16),
     "decodes and prompts": Case(MIXED),
+    "sinks": Case(MIXED, has_sinks=True),
+    "sinks with a window": Case(MIXED, has_sinks=True, window=5),
+    "sinks of long decodes in splits": Case(
+        ((1200, 1), (2, 1)), num_heads=2, num_kv_heads=1, page_size=16, has_sinks=True
+    ),
+    "sinks, bfloat16": Case(MIXED, has_sinks=True, dtype=torch.bfloat16),
+    "decodes within chunks": Case(DECODES, chunk=8),
+    "prompts within chunks": Case(PROMPTS, chunk=8),
+    "long decodes in splits, chunks": Case(
+        ((1200, 1), (1025, 1)), num_heads=2, num_kv_heads=1, page_size=16, chunk=512
+    ),
+    "V smaller than K": Case(MIXED, value_dim=8),
+    "V larger than K": Case(MIXED, value_dim=24),
+    "V a part of K": Case(MIXED, num_kv_heads=1, value_dim=0),
+    "V a part of K, bfloat16": Case(MIXED, num_kv_heads=1, value_dim=0, dtype=torch.bfloat16),
     "bfloat16": Case(MIXED, dtype=torch.bfloat16),
     "float16": Case(MIXED, dtype=torch.float16),
     "fp8 pool, float32": Case(MIXED, kv_dtype=FP8),
     "fp8 pool, bfloat16": Case(MIXED, dtype=torch.bfloat16, kv_dtype=FP8),
 }
+
+
+def shape_of(layers: tuple[LayerKV, ...]) -> ModelShape:
+    """Return the shape of a float32 model whose layers keep these."""
+    return ModelShape(
+        num_layers=len(layers),
+        num_kv_heads=1,
+        head_dim=1,
+        vocab_size=1,
+        context_length=1,
+        eos_token_ids=frozenset(),
+        dtype="float32",
+        kv_dtype="float32",
+        fingerprint="",
+        layers=layers,
+    )
 
 
 def tolerance(case: Case) -> float:
@@ -82,28 +128,38 @@ def make(case: Case, backend: AttentionBackend, device: str) -> tuple[LayerInput
     order = torch.randperm(int(widths.sum()) + 3, generator=random)[3:].numpy()
     table = np.zeros((len(lens), int(widths.max())), np.int32)
     pages = np.split(order, np.cumsum(widths)[:-1])
-    sizes = (len(order) + 3, NUM_LAYERS, 2, case.num_kv_heads, case.page_size, case.head_dim)
-    kv = torch.full(sizes, case.fill)
+    kv_layer = LayerKV(case.num_kv_heads, case.head_dim, case.own_value_dim)
+    shape = shape_of((kv_layer,) * NUM_LAYERS)
+    elements = case.page_size * shape.kv_bytes_per_token // 4
+    pool = KVPool(torch.full((len(order) + 3, elements), case.fill), shape, case.page_size)
     positions, write_pages = [], []
     for row, (own, (keys, rows)) in enumerate(zip(pages, case.sequences, strict=True)):
         table[row, : len(own)] = own
         for position in range(keys - rows):
-            at = kv[own[position // case.page_size], :, :, :, position % case.page_size]
-            at[:] = torch.randn(at.shape, generator=random)
+            for view in pool.layers:
+                for plane in (view.key, view.value):
+                    at = plane[own[position // case.page_size], :, position % case.page_size]
+                    at[:] = torch.randn(at.shape, generator=random)
         positions += range(keys - rows, keys)
         write_pages += [own[p // case.page_size] for p in range(keys - rows, keys)]
 
-    def rows_of(num_heads: int) -> torch.Tensor:
+    def rows_of(num_heads: int, dim: int) -> torch.Tensor:
         # As models bring them: heads first in memory.
-        made = torch.randn((num_heads, len(positions), case.head_dim), generator=random)
+        made = torch.randn((num_heads, len(positions), dim), generator=random)
         return made.to(case.dtype).to(device).transpose(0, 1)
 
-    scoring = Scoring(case.head_dim**-0.5, case.window, case.softcap)
-    heads = (case.num_heads, case.num_kv_heads, case.num_kv_heads)
-    layer = LayerInputs(LAYER, *(rows_of(num) for num in heads), scoring)
+    scoring = Scoring(case.head_dim**-0.5, case.window, case.softcap, case.chunk)
+    query, key = (rows_of(num, case.head_dim) for num in (case.num_heads, case.num_kv_heads))
+    if case.own_value_dim:
+        value = rows_of(case.num_kv_heads, case.own_value_dim)
+    else:
+        value = key[..., : case.head_dim // 2]
+    sinks = torch.randn(case.num_heads, generator=random).to(case.dtype).to(device)
+    layer = LayerInputs(LAYER, query, key, value, scoring, sinks if case.has_sinks else None)
+    pages_of = pool.pages.to(case.kv_dtype or case.dtype).to(device)
     batch = PagedBatch(
         backend=backend,
-        kv=kv.to(case.kv_dtype or case.dtype).to(device),
+        pool=KVPool(pages_of, shape, case.page_size),
         num_decodes=case.num_decodes,
         page_table=torch.from_numpy(table).to(device),
         kv_lens=torch.from_numpy(lens).to(device),
@@ -116,16 +172,22 @@ def make(case: Case, backend: AttentionBackend, device: str) -> tuple[LayerInput
     return layer, batch
 
 
+def clear_nan(batch: PagedBatch) -> None:
+    """Make zeros of the pool's NaN, in place."""
+    pages = batch.pool.pages
+    pages.copy_(pages.float().nan_to_num(0.0).to(pages.dtype))
+
+
 def error(case: Case, backend: AttentionBackend, device: str = "cpu") -> float:
     """Return the largest difference to the reference: of the output, or infinity of the pool's."""
     layer, batch = make(case, backend, device)
     got = backend.attend(layer, batch)
     layer, reference = make(case, TorchAttention(), "cpu")
     # The reference multiplies what it masked.
-    reference.kv = reference.kv.float().nan_to_num(0.0).to(reference.kv.dtype)
+    clear_nan(reference)
     expected = reference.backend.attend(layer, reference)
-    written = batch.kv.cpu().float().nan_to_num(0.0)
-    if not torch.equal(written, reference.kv.float()):
+    written = batch.pool.pages.cpu().float().nan_to_num(0.0)
+    if not torch.equal(written, reference.pool.pages.float()):
         return float("inf")
     difference = (got.cpu().float() - expected.float()).abs()
     return float(difference.nan_to_num(torch.inf).max())

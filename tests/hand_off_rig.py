@@ -10,7 +10,8 @@ from engine.config import EngineConfig
 from engine.core import Engine
 from engine.launcher import ModelLauncher
 from engine.model import load_model
-from engine.runner import ModelRunner, make_pool
+from engine.kv_pool import make_pool
+from engine.runner import ModelRunner
 from kvtransfer.bootstrap import SenderEnd
 from kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
 from kvtransfer.region import MemoryRegion

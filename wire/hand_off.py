@@ -29,8 +29,31 @@ class TransportOffer(msgspec.Struct, frozen=True, kw_only=True):
     descriptor: dict[str, str | int | float]
 
 
+# Layers of one model.
+MAX_LAYERS = 4096
+
+
+class LayerKV(msgspec.Struct, frozen=True):
+    """What one layer keeps of one token.
+
+    Attributes:
+        num_kv_heads: 0 where the layer reads what another layer keeps.
+        key_dim: Elements of one head's K.
+        value_dim: Elements of one head's V; 0 where V is a part of K, as in latent attention.
+    """
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
 class LayoutInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape of one page, [layer][k, v][head][token][element], and of the pool."""
+    """Shape of one page, [layer][k, v][head][token][element], and of the pool.
+
+    Attributes:
+        layers: One for each layer where they differ, or K and V do; `num_kv_heads` is then 1 and
+            `head_dim` all elements of a token. Empty where every layer is alike.
+    """
 
     num_pages: int
     page_size: int
@@ -39,6 +62,7 @@ class LayoutInfo(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     dtype: str
     itemsize: int
+    layers: Annotated[list[LayerKV], msgspec.Meta(max_length=MAX_LAYERS)] = []
 
 
 # Ranks of one node. No group of GPUs that shares every layer is as large.

@@ -29,9 +29,11 @@ from benchmarks.gpu.floors import Device, Line, Work, result, table
 from engine import attention
 from engine.attention_backends import choose_backend, fastest
 from engine.config import AttentionName, EngineConfig
-from engine.cuda_graphs import is_recording, make_runner
+from engine.cuda_graphs import make_runner
 from engine.forward import ForwardInputs
-from engine.runner import Runner, make_pool
+from engine.kv_pool import KVPool, make_pool
+from engine.paged_model import PagedModel
+from engine.runner import Runner
 from engine.shape import ModelShape
 
 PAGE_SIZE = 16
@@ -74,12 +76,17 @@ class Rig:
     model: Any
     shape: ModelShape
     work: Work
-    kv: torch.Tensor
+    pool: KVPool
+
+    @property
+    def paged(self) -> PagedModel:
+        """The model, attending through pages."""
+        return PagedModel(self.model)
 
     @property
     def num_pages(self) -> int:
         """Pages that sequences may use; one more is the graphs'."""
-        return len(self.kv) - 1
+        return len(self.pool) - 1
 
     def fits(self, batch: int, tokens: int) -> bool:
         """Tell whether the pool holds so many sequences."""
@@ -188,10 +195,10 @@ def make_rig(name: str, config: Any, device: str, num_pages: int | None) -> Rig:
         wanted = max(BATCHES) * max(CONTEXTS) // PAGE_SIZE
         page_bytes = shape.kv_bytes_per_token * PAGE_SIZE
         num_pages = min(wanted, max(0, free - SPARE_BYTES) // page_bytes)
-    kv = make_pool(shape, num_pages, PAGE_SIZE, device, has_scratch_page=True)
+    pool = make_pool(shape, num_pages, PAGE_SIZE, device, has_scratch_page=True)
     # Not zeros: multipliers draw less power on zeros, and run faster.
-    kv.normal_()
-    return Rig(name, model, shape, work, kv)
+    pool.pages.normal_()
+    return Rig(name, model, shape, work, pool)
 
 
 def our_lines(rig: Rig, device: Device) -> Iterator[Line]:
@@ -204,8 +211,9 @@ def our_lines(rig: Rig, device: Device) -> Iterator[Line]:
         for is_eager in (True, False):
             config = _config(name, is_eager=is_eager)
             backend = choose_backend(config, rig.shape)
-            kv = rig.kv if is_recording(config, backend) else rig.kv[: rig.num_pages]
-            runner = make_runner(rig.model, kv, backend, config, rig.shape, num_pages=rig.num_pages)
+            runner = make_runner(
+                rig.paged, rig.pool, backend, config, rig.shape, num_pages=rig.num_pages
+            )
             label = f"{name}, {'eager' if is_eager else 'graphs'}"
             is_ours = name == auto and not is_eager
             yield from runner_lines(rig, device, runner, label, is_ours=is_ours)
@@ -279,7 +287,7 @@ def prompt_inputs(tokens: int, num_pages: int) -> ForwardInputs:
 def baseline_lines(rig: Rig, device: Device) -> Iterator[Line]:
     """Measure transformers on the same weights: a step is the difference of a long and a short answer."""
     # Its cache is its own: ours would leave it no memory.
-    rig.kv.untyped_storage().resize_(0)
+    rig.pool.pages.untyped_storage().resize_(0)
     torch.cuda.empty_cache()
     rig.model.set_attn_implementation("sdpa")
     ways: dict[str, Callable[[Any, torch.Tensor, int], object]] = {"generate": _generate}

@@ -7,8 +7,8 @@ import torch
 from transformers.utils import logging as hf_logging
 
 from engine.config import EngineConfig
+from engine.kv_pool import pool_pages
 from engine.model import model_needs
-from engine.runner import pool_pages
 from node.checkpoint import model_name, resolve_model
 from tandem.doctor.facts import Model
 from wire.errors import ConfigInvalid

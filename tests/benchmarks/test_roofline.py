@@ -57,7 +57,7 @@ def test_every_case_that_fits_is_measured(monkeypatch):
     monkeypatch.setattr(roofline, "CONTEXTS", (20,))
     monkeypatch.setattr(roofline, "PROMPTS", (30, 4000))
     rig = roofline.make_rig("tiny", LlamaConfig(**SIZES), "cpu", num_pages=8)
-    runner = ModelRunner(rig.model, rig.kv, TorchAttention())
+    runner = ModelRunner(rig.paged, rig.pool, TorchAttention())
     lines = list(roofline.runner_lines(rig, DEVICE, runner, "torch", is_ours=True))
     assert [(one.phase, one.batch, one.tokens) for one in lines] == [
         ("decode", 1, 20),

@@ -7,8 +7,9 @@ import torch
 
 from engine.attention_backends import choose_backend
 from engine.config import EngineConfig
+from engine.kv_pool import make_pool
 from engine.model import load_model
-from engine.runner import ModelRunner, make_pool
+from engine.runner import ModelRunner
 from engine.tensor_parallel import follow, join
 from node.rank_messages import Forward, RankStart, ToRank, unpack_inputs
 from node.rank_pipe import RankPipe, claim_stdout

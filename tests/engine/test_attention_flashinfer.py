@@ -20,7 +20,7 @@ def wrappers():
     return sys.modules["flashinfer"].WRAPPERS
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.is_special])
 def test_what_is_handed_over_gives_the_reference_answer(backend, name):
     assert error(CASES[name], backend) <= tolerance(CASES[name])
 

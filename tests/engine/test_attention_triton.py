@@ -56,6 +56,8 @@ def test_an_engine_generates_the_references_tokens(interpreted, tiny_model, kv_c
         Geometry(torch.bfloat16, head_dim=128, group=4),
         Geometry(torch.bfloat16, head_dim=128, group=7, is_fp8=True),
         Geometry(torch.float32, head_dim=64, group=3, has_window=True, has_softcap=True),
+        Geometry(torch.bfloat16, head_dim=64, group=8, has_window=True, has_sinks=True),
+        Geometry(torch.bfloat16, head_dim=128, group=5, has_chunk=True),
     ],
     ids=str,
 )

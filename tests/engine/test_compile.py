@@ -39,7 +39,7 @@ def test_one_compilation_serves_all_layers_and_batches(tiny_model):
     engine = make_engine(tiny_model("llama"), is_compiled=True, is_eager=True)
     counter = CompileCounterWithBackend("eager")
     assert isinstance(engine._launcher._runner, ModelRunner)
-    for layer in engine._launcher._runner._model.get_decoder().layers:
+    for layer in engine._launcher._runner._model.module.get_decoder().layers:
         layer.compile(dynamic=True, backend=counter)
     for i, prompt in enumerate(prompts(9)):
         engine.submit(ask(prompt, str(i), max_new_tokens=6))

@@ -9,10 +9,11 @@ from transformers import AutoModelForCausalLM
 from engine.attention_backends import choose_backend
 from engine.config import EngineConfig
 from engine.core import Engine
+from engine.kv_pool import make_pool
 from engine.launcher import ModelLauncher
 from engine.model import load_model
 from engine.request import Stage
-from engine.runner import ModelRunner, make_pool
+from engine.runner import ModelRunner
 from tests.tiny_models import CONFIGS, CONTEXT_LENGTH, VOCAB_SIZE
 from wire.errors import InvalidRequest, OutOfPages, Overloaded
 from wire.generation import Finish, GenerateRequest, SamplingParams
@@ -125,7 +126,7 @@ def test_a_hand_off_continues_with_the_tokens_of_one_engine(tiny_model):
             complete += pages.page_ids
     rest = decode.check(request)
     assert decode.reserve(rest)
-    source, target = prefill._launcher._runner.kv, decode._launcher._runner.kv
+    source, target = (each._launcher._runner.pool.pages for each in (prefill, decode))
     target[rest.granted_pages] = source[complete]
     prefill.release(half)
     decode.land(rest, half.token_ids[-1], half.seed)

@@ -11,9 +11,10 @@ from engine.config import EngineConfig
 from engine.core import Engine
 from engine.cuda_graphs import GraphRunner, batch_sizes, is_recording, make_runner
 from engine.forward import ForwardInputs
+from engine.kv_pool import KVPool, make_pool
 from engine.launcher import ModelLauncher
 from engine.model import load_model
-from engine.runner import ModelRunner, make_pool
+from engine.runner import ModelRunner
 from tests.engine.test_core import PAGE, ask, prompts, run
 from wire.errors import ConfigInvalid
 
@@ -56,8 +57,9 @@ class Rig:
         self.recorder, self.backend = Recorder(), backend or RecordableTorch()
         pool = make_pool(self.shape, NUM_PAGES, PAGE, "cpu", has_scratch_page=True)
         generator = torch.Generator().manual_seed(0)
-        pool.copy_(torch.randn(pool.shape, generator=generator))
-        self.plain = ModelRunner(self.model, pool.clone(), TorchAttention())
+        pool.pages.copy_(torch.randn(pool.pages.shape, generator=generator))
+        other = KVPool(pool.pages.clone(), self.shape, PAGE)
+        self.plain = ModelRunner(self.model, other, TorchAttention())
         self.graphs = GraphRunner(
             ModelRunner(self.model, pool, self.backend),
             num_decodes=num_decodes,
@@ -110,15 +112,15 @@ def test_padding_writes_to_the_scratch_page_and_nowhere_else(rig):
     inputs = decodes([9, 3, 17])
     rig.graphs.forward(inputs)
     rig.plain.forward(inputs)
-    torch.testing.assert_close(rig.graphs.kv[:NUM_PAGES], rig.plain.kv[:NUM_PAGES])
+    torch.testing.assert_close(rig.graphs.pool.pages[:NUM_PAGES], rig.plain.pool.pages[:NUM_PAGES])
 
 
 def test_a_small_batch_after_a_large_one_leaves_the_large_ones_pages_alone(rig):
     rig.graphs.forward(decodes([1, 8, 9, 16, 20]))
-    before = rig.graphs.kv.clone()
+    before = rig.graphs.pool.pages.clone()
     small = decodes([2, 2, 2])
     rig.graphs.forward(small)
-    changed = (rig.graphs.kv != before).flatten(1).any(1).nonzero().flatten().tolist()
+    changed = (rig.graphs.pool.pages != before).any(1).nonzero().flatten().tolist()
     assert set(changed) <= {*small.page_table.flatten().tolist(), NUM_PAGES}
 
 
@@ -172,7 +174,7 @@ def test_an_engine_answers_with_graphs_as_without_and_decodes_in_them(tiny_model
     answers = []
     for is_recorded in (False, True):
         rig = Rig(tiny_model("mistral"), num_decodes=4)
-        rig.graphs._runner.kv.zero_()
+        rig.graphs.pool.pages.zero_()
         runner = rig.graphs if is_recorded else rig.plain
         launcher = ModelLauncher(runner, rig.shape, PAGE)
         engine = Engine(launcher, rig.shape, rig.config, NUM_PAGES)

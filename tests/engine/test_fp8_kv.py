@@ -9,7 +9,7 @@ from engine.attention_torch import TorchAttention
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.model import load_model
-from tests.attention_cases import CASES, FP8, make
+from tests.attention_cases import CASES, FP8, clear_nan, make
 from tests.engine.test_core import PAGE, ask, make_engine, prompts, run
 
 
@@ -23,7 +23,7 @@ def test_attention_is_off_by_no_more_than_the_rounding_of_keys_and_values(name):
     outputs = []
     for kv_dtype in (None, FP8):
         layer, batch = make(replace(CASES[name], kv_dtype=kv_dtype), TorchAttention(), "cpu")
-        batch.kv = batch.kv.float().nan_to_num(0.0).to(batch.kv.dtype)
+        clear_nan(batch)
         outputs.append(batch.backend.attend(layer, batch))
     difference = (outputs[0] - outputs[1]).abs()
     assert 0 < difference.max() < 0.25
@@ -35,9 +35,9 @@ def test_what_is_too_large_becomes_the_largest_and_not_nan():
     layer.key[:] = 1e4
     layer.value[:] = -1e4
     batch.write(layer)
-    rows = batch.kv[batch.write_pages, layer.index, :, :, batch.write_offsets].float()
-    assert (rows[:, 0] == 448).all()
-    assert (rows[:, 1] == -448).all()
+    pages = batch.pool.layers[layer.index]
+    assert (pages.key[batch.write_pages, :, batch.write_offsets].float() == 448).all()
+    assert (pages.value[batch.write_pages, :, batch.write_offsets].float() == -448).all()
 
 
 @pytest.fixture
@@ -60,6 +60,6 @@ def test_a_generation_is_the_same_from_chunks_or_from_a_cached_prefix(engine, ti
 def test_the_pool_is_of_bytes_and_its_fingerprint_its_own(engine, tiny_model):
     path = tiny_model("llama")
     _, shape = load_model(EngineConfig(model_dir=str(path), dtype="float32"))
-    assert engine._launcher._runner.kv.dtype is torch.float8_e4m3fn
+    assert engine._launcher._runner.pool.dtype is torch.float8_e4m3fn
     assert engine.shape.kv_bytes_per_token * 4 == shape.kv_bytes_per_token
     assert engine.shape.fingerprint != shape.fingerprint

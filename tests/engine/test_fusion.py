@@ -17,7 +17,7 @@ def test_a_fused_model_computes_what_it_did(kind, dtype, tiny_model):
     ids = torch.arange(24).unsqueeze(0) * 7 % VOCAB_SIZE
     with torch.inference_mode():
         before = model(input_ids=ids, use_cache=False).logits.float()
-        assert fuse(model) > 0
+        assert fuse(model, set(model.modules())) > 0
         after = model(input_ids=ids, use_cache=False).logits.float()
     tolerance = 1e-4 if dtype is torch.float32 else 0.1
     torch.testing.assert_close(after, before, atol=tolerance, rtol=tolerance)
@@ -26,7 +26,9 @@ def test_a_fused_model_computes_what_it_did(kind, dtype, tiny_model):
 def test_no_plain_layer_is_left(tiny_model):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model("llama")))
     num_layers = model.config.num_hidden_layers
-    assert fuse(model) == 4 * num_layers + 1  # qkv, o, gate and up, down; the head
+    assert (
+        fuse(model, set(model.modules())) == 4 * num_layers + 1
+    )  # qkv, o, gate and up, down; the head
     assert not [module for module in model.modules() if type(module) is nn.Linear]
 
 
@@ -47,6 +49,25 @@ def test_siblings_that_are_called_in_any_way_are_right():
     odd = Odd()
     x = torch.randn(4, 8)
     before = odd(x)
-    fuse(odd)
+    fuse(odd, set(odd.modules()))
     torch.testing.assert_close(odd(x), before)
     torch.testing.assert_close(odd(x), before)
+
+
+class Reader(nn.Module):
+    """Calls one layer, and reads the weights of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.read = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.called(x) @ self.read.weight.T
+
+
+@torch.inference_mode()
+def test_a_layer_whose_weights_are_read_is_left_alone():
+    reader, x = Reader(), torch.randn(4, 8)
+    before = reader(x)
+    assert fuse(reader, {reader, reader.called}) == 1
+    torch.testing.assert_close(reader(x), before)

@@ -49,8 +49,11 @@ def test_a_layer_is_told_of_when_the_device_has_come_to_it():
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_a_layer_is_in_the_pool_when_it_is_told_of(tiny_model, backend):
     engine = make_engine(tiny_model("llama"), attention_backend=backend)
-    pool = engine._launcher._runner.kv
+    pool = engine._launcher._runner.pool.pages
     begun, seen = [], []
+
+    def by_layer(ids):
+        return pool[ids].view(len(ids), SIZES["num_hidden_layers"], -1)
 
     def begin(pages):
         assert not begun or pages[0].first_page == begun[-1][0].first_page + len(
@@ -60,7 +63,7 @@ def test_a_layer_is_in_the_pool_when_it_is_told_of(tiny_model, backend):
         ids = torch.tensor(pages[0].page_ids)
 
         def wrote(layer):
-            seen.append((layer, pool[ids].clone()))
+            seen.append((layer, by_layer(ids).clone()))
 
         return wrote
 
@@ -75,7 +78,7 @@ def test_a_layer_is_in_the_pool_when_it_is_told_of(tiny_model, backend):
     num_layers = SIZES["num_hidden_layers"]
     assert [layer for layer, _ in seen] == list(range(num_layers)) * 2
     for pages, told in zip(begun, (seen[:num_layers], seen[num_layers:]), strict=True):
-        final = pool[torch.tensor(pages[0].page_ids)]
+        final = by_layer(torch.tensor(pages[0].page_ids))
         for layer, at_the_time in told:
             # Everything up to this layer is what it is in the end, and nothing after it is there yet.
             assert torch.equal(at_the_time[:, : layer + 1], final[:, : layer + 1])

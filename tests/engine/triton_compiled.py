@@ -31,6 +31,8 @@ class Geometry:
     is_fp8: bool = False
     has_window: bool = False
     has_softcap: bool = False
+    has_chunk: bool = False
+    has_sinks: bool = False
     num_splits: int = 4
     num_kv_heads: int = 8
     page_size: int = 16
@@ -62,7 +64,7 @@ class Geometry:
         return "*u8" if name == "pool" and self.is_fp8 else f"*{NAMES[self.dtype]}"
 
 
-POINTERS = {"query", "key", "value", "pool", "out", *INT32, *INT64, *FLOAT32}
+POINTERS = {"query", "key", "value", "pool", "sinks", "out", *INT32, *INT64, *FLOAT32}
 
 
 def compile_kernel(name: str, geometry: Geometry, capability: int):

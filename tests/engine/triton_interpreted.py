@@ -12,9 +12,10 @@ from engine.attention import AttentionBackend
 from engine.attention_triton import TritonAttention
 from engine.config import EngineConfig
 from engine.core import Engine
+from engine.kv_pool import make_pool
 from engine.launcher import ModelLauncher
 from engine.model import load_model
-from engine.runner import ModelRunner, make_pool
+from engine.runner import ModelRunner
 from tests.attention_cases import CASES, error
 from tests.engine.test_core import PAGE, ask, prompts, run
 

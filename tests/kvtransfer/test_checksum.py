@@ -9,9 +9,19 @@ from kvtransfer.checksum import SAMPLE_ONE_IN, PushSums, arrived_sums, sampled_s
 from kvtransfer.layout import KVLayout
 from kvtransfer.plan import HeadRange, PagedTokens, plan_copies
 from kvtransfer.region import MemoryRegion
+from wire.hand_off import LayerKV
 from wire.ids import Room, new_room
 
 NUM_LAYERS = 3
+# Latents, a layer that keeps nothing, K and V of two sizes.
+UNEVEN = (LayerKV(1, 5, 0), LayerKV(0, 0, 0), LayerKV(2, 3, 2))
+
+
+def layout_of(page_size: int, heads: int) -> KVLayout:
+    """Return a layout with that many heads; 0 stands for layers that differ."""
+    if heads:
+        return KVLayout(16, page_size, NUM_LAYERS, heads, 4, "int16", 2)
+    return KVLayout.of_layers(16, page_size, UNEVEN, "int16", 2)
 
 
 def region_of(layout: KVLayout, seed: int) -> MemoryRegion:
@@ -27,8 +37,9 @@ class Link:
     def __init__(self, own_size, their_size, heads, num_have, num_tokens, hashed):
         self.hashed = hashed
         own_heads, their_heads, self.heads = heads
-        self.own = KVLayout(16, own_size, NUM_LAYERS, own_heads, 4, "int16", 2)
-        self.theirs = KVLayout(16, their_size, NUM_LAYERS, their_heads, 4, "int16", 2)
+        self.own, self.theirs = layout_of(own_size, own_heads), layout_of(their_size, their_heads)
+        if not own_heads:
+            self.hashed = [slab for slab in hashed if slab in (0, 4, 5)] or [4]
         self.source, self.target = region_of(self.own, 1), region_of(self.theirs, 2)
         have = num_have // their_size * their_size
         num_granted = -(-(num_tokens - have) // their_size)
@@ -67,7 +78,8 @@ class Link:
         ]
         copies = [copy for plan in plans for copy in plan.copies()]
         places = np.concatenate([np.arange(to, to + size) for _, to, size in copies])
-        slabs = places % self.theirs.page_bytes // (self.theirs.layer_bytes // 2)
+        begins = self.theirs.planes.begin[1:]
+        slabs = np.searchsorted(begins, places % self.theirs.page_bytes, side="right")
         return places[np.isin(slabs, self.hashed)]
 
 
@@ -76,7 +88,13 @@ LINKS = st.builds(
     st.sampled_from([1, 2, 3, 4, 8]),
     st.sampled_from([1, 2, 4, 8]),
     st.sampled_from(
-        [(2, 2, None), (2, 1, HeadRange(1, 0, 1)), (1, 2, HeadRange(0, 1, 1)), (4, 4, None)]
+        [
+            (2, 2, None),
+            (2, 1, HeadRange(1, 0, 1)),
+            (1, 2, HeadRange(0, 1, 1)),
+            (4, 4, None),
+            (0, 0, None),
+        ]
     ),
     st.integers(0, 8),
     st.integers(9, 15),
@@ -118,22 +136,33 @@ def test_pages_of_one_layer_are_hashed_each_for_itself():
     assert one[0] != one[1]
 
 
+def of_layers(num_layers: int) -> KVLayout:
+    return KVLayout(4, 2, num_layers, 1, 4, "int16", 2)
+
+
 def test_the_sample_is_some_slabs_of_each_room():
-    assert not sampled_slabs(Room(7), 80, 0)
-    assert sampled_slabs(Room(7), 80, 1) == range(160)
-    some = sampled_slabs(Room(7), 80, SAMPLE_ONE_IN)
-    assert some == sampled_slabs(Room(7), 80, SAMPLE_ONE_IN)
+    assert not sampled_slabs(Room(7), of_layers(80), 0)
+    assert sampled_slabs(Room(7), of_layers(80), 1) == list(range(160))
+    some = sampled_slabs(Room(7), of_layers(80), SAMPLE_ONE_IN)
+    assert some == sampled_slabs(Room(7), of_layers(80), SAMPLE_ONE_IN)
     assert len(some) in (2, 3)
 
 
 @pytest.mark.parametrize("room", [0, -5, 2**64 + 3])
 @pytest.mark.parametrize("num_layers", [1, 30, 32, 100])
 def test_a_room_of_any_number_has_a_sample_of_any_model(room, num_layers):
-    slabs = sampled_slabs(Room(room), num_layers, SAMPLE_ONE_IN)
+    slabs = sampled_slabs(Room(room), of_layers(num_layers), SAMPLE_ONE_IN)
     assert slabs
     assert set(slabs) <= set(range(2 * num_layers))
 
 
 def test_every_slab_is_looked_at_in_some_room():
-    seen = {slab for _ in range(1500) for slab in sampled_slabs(new_room(), 36, SAMPLE_ONE_IN)}
+    layout = of_layers(36)
+    seen = {slab for _ in range(1500) for slab in sampled_slabs(new_room(), layout, SAMPLE_ONE_IN)}
     assert seen == set(range(72))
+
+
+def test_a_slab_that_holds_nothing_is_no_sample():
+    layout = KVLayout.of_layers(4, 2, UNEVEN, "int16", 2)
+    seen = {slab for _ in range(100) for slab in sampled_slabs(new_room(), layout, SAMPLE_ONE_IN)}
+    assert seen == {0, 4, 5}

@@ -29,7 +29,6 @@ def test_each_run_is_pushed_up_to_the_layer_that_was_written():
 
 
 def test_layers_are_put_together_until_a_push_is_worth_while():
-    assert LAYOUT.layer_bytes == 1024
     assert [push[3].stop for push in pushes_of(9 << 10)[::2]] == [3, 6, 7, 8]
     assert [push[3].stop for push in pushes_of(1 << 30)[::2]] == [8]
     assert layers_at_a_time([], LAYOUT, 1) == 8

@@ -13,6 +13,7 @@ from kvtransfer.plan import (
     plan_copies,
     touched_pages,
 )
+from wire.hand_off import LayerKV
 
 
 def layout(page_size=4, heads=2, num_pages=12):
@@ -70,6 +71,42 @@ def test_a_plan_writes_exactly_what_copying_element_by_element_would(problem):
     dst = pool(destination.layout, lambda s: np.full(s, -1, np.int16))
     plan = plan_copies(source, destination, tokens, heads)
     expected = by_element(source, destination, tokens, heads, src, dst)
+    np.testing.assert_array_equal(execute(plan, src, dst), expected)
+
+
+# Latents, layers of two sizes, one that keeps nothing of its own, K and V of two sizes.
+UNEVEN = (LayerKV(1, 9, 0), LayerKV(2, 4, 4), LayerKV(0, 0, 0), LayerKV(4, 2, 2), LayerKV(2, 5, 3))
+
+
+def elements(side: PagedTokens, token: int, layers: range) -> list[int]:
+    """Return where the elements of one token lie in a pool of `UNEVEN` layers, in their order."""
+    page, slot = divmod(token - side.first_token, side.layout.page_size)
+    at = side.page_ids[page] * side.layout.page_bytes // 2
+    found = []
+    for index, layer in enumerate(UNEVEN):
+        for dim in (layer.key_dim, layer.value_dim):
+            for _ in range(layer.num_kv_heads):
+                if index in layers:
+                    found += range(at + slot * dim, at + (slot + 1) * dim)
+                at += side.layout.page_size * dim
+    return found
+
+
+@given(problems(), st.integers(0, 5), st.integers(0, 5))
+def test_layers_that_differ_are_copied_element_by_element_too(problem, one, other):
+    sides = [
+        side._replace(layout=KVLayout.of_layers(12, side.layout.page_size, UNEVEN, "int16", 2))
+        for side in problem[:2]
+    ]
+    tokens, layers = problem[2], range(min(one, other), max(one, other))
+    size = max(side.layout.pool_bytes for side in sides) // 2
+    src, dst = np.arange(size, dtype=np.int16), np.full(size, -1, np.int16)
+    expected = dst.copy()
+    for token in tokens:
+        from_, to = (elements(side, token, layers) for side in sides)
+        expected[to] = src[from_]
+    plan = plan_copies(*sides, tokens, layers=layers)
+    assert (plan.size_bytes > 0).all()
     np.testing.assert_array_equal(execute(plan, src, dst), expected)
 
 
@@ -132,7 +169,8 @@ def test_some_heads_of_a_page_are_one_block():
     plan = plan_copies(
         PagedTokens(few, [1, 5]), PagedTokens(many, [2, 6]), range(8), HeadRange(0, 2, 2)
     )
-    assert plan.size_bytes.tolist() == [2 * few.head_bytes] * 20
+    head_bytes = few.page_size * few.head_dim * few.itemsize
+    assert plan.size_bytes.tolist() == [2 * head_bytes] * 20
     blocks, alone = plan.blocks()
     assert [block.num_rows for block in blocks] == [10, 10]
     assert not len(alone)

@@ -1,0 +1,244 @@
+"""What a loaded model asks of attention, seen in one short forward: or why it is not served.
+
+Nothing is guessed from a model's name. Every layer must reach our attention exactly once, with arguments
+that are all understood, be of a kind that is understood, and keep nothing but K and V. What the layers
+bring decides what a page holds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.attention import (
+    AttentionNotServed,
+    Kept,
+    Latents,
+    LayerInputs,
+)
+from engine.attention_torch import empty_output, visible
+from engine.paged_model import PagedModel
+from engine.shape import AttentionFeature
+from wire.errors import ConfigInvalid
+from wire.hand_off import LayerKV
+
+# Layer kinds whose attention is computed here; others keep a state, or choose keys in ways of their own.
+_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+_NUM_ROWS = 5
+
+
+def not_served(model_type: str, reason: str) -> ConfigInvalid:
+    """Return the refusal of a model."""
+    return ConfigInvalid(
+        f"models of type {model_type!r} are not served: {reason}", topic="models#refused"
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observed:
+    """What the layers of a model bring to attention.
+
+    Attributes:
+        layers: What each keeps of one token.
+        sources: For each layer that keeps nothing, the layer whose K and V it reads.
+        model: The model, with what its layers need.
+        called: The modules that the forward called, but for those whose weights are read beside that.
+    """
+
+    layers: tuple[LayerKV, ...]
+    sources: tuple[tuple[int, int], ...]
+    features: frozenset[AttentionFeature]
+    model: PagedModel
+    called: frozenset[nn.Module]
+
+
+def observe(module: nn.Module, text_config: Any) -> Observed:
+    """Run one short forward of a model and report what its layers ask of attention.
+
+    Raises:
+        ConfigInvalid: The model is not served; the sentence says why.
+    """
+    kinds = _layer_kinds(text_config)
+    chunks = _chunks(kinds, text_config)
+    observer = _Observer()
+    called = _forward(PagedModel(module, chunks=chunks), observer, text_config)
+    observer.check_complete(text_config)
+    observer.check_windows(kinds, text_config)
+    latents = {} if _is_sharded(module) else _latents(module, observer)
+    layers, sources = observer.layers(latents)
+    features: set[AttentionFeature] = set()
+    if any(layer.sinks is not None for layer in observer.inputs.values()):
+        features.add("sinks")
+    if chunks:
+        features.add("chunks")
+    if latents:
+        features.add("latents")
+    if any(each.value_dim not in (0, each.key_dim) for each in layers):
+        features.add("unequal")
+    model = PagedModel(module, latents, chunks)
+    # Latents read the weights that expand them.
+    read = {getattr(each, "kv_b_proj", None) for each in module.modules()}
+    return Observed(layers, sources, frozenset(features), model, called - read)
+
+
+@dataclass(slots=True)
+class _Observer:
+    """Takes what layers bring, and attends within the rows."""
+
+    inputs: dict[int, LayerInputs] = field(default_factory=dict)
+    kept: Mapping[int, Kept] = field(default_factory=dict)
+
+    def attend(self, layer: LayerInputs) -> torch.Tensor:
+        """Note what a layer brings; return something of the right shape that depends on all of it."""
+        if layer.index in self.inputs:
+            raise AttentionNotServed(
+                f"layer {layer.index} attends twice, which needs K and V of its own for each time"
+            )
+        if layer.query.shape[1] % layer.key.shape[1]:
+            raise AttentionNotServed("its query heads are no multiple of its KV heads")
+        self.inputs[layer.index] = layer
+        rows = torch.arange(len(layer.query), device=layer.query.device)
+        mask = visible(rows[:, None], rows, layer.scoring)
+        out = empty_output(layer)
+        group = layer.query.shape[1] // layer.key.shape[1]
+        key, value = (part.repeat_interleave(group, dim=1) for part in (layer.key, layer.value))
+        out[:] = nn.functional.scaled_dot_product_attention(
+            *(part.transpose(0, 1) for part in (layer.query, key, value)),
+            attn_mask=mask,
+            scale=layer.scoring.scale,
+        ).transpose(0, 1)
+        return out
+
+    def check_complete(self, text_config: Any) -> None:
+        """Raise unless every layer attended."""
+        missing = sorted(set(range(text_config.num_hidden_layers)) - self.inputs.keys())
+        if len(missing) == text_config.num_hidden_layers:
+            raise AttentionNotServed(
+                "its attention does not go through transformers' attention interface"
+            )
+        if missing:
+            raise AttentionNotServed(
+                f"layers {_listed(missing)} do not attend through transformers' attention "
+                "interface: they keep a state of another kind, or none"
+            )
+        if len(self.inputs) > text_config.num_hidden_layers:
+            raise AttentionNotServed("it has attention beside its layers")
+
+    def check_windows(self, kinds: list[str], text_config: Any) -> None:
+        """Raise unless layers of sliding attention, and no others, have brought a window."""
+        for index, kind in enumerate(kinds):
+            window = self.inputs[index].scoring.window
+            if kind == "sliding_attention" and window is None:
+                raise AttentionNotServed(f"layer {index} slides, and does not tell its window")
+            if kind != "sliding_attention" and window is not None:
+                raise AttentionNotServed(f"layer {index} has a window, and is of kind {kind!r}")
+
+    def layers(
+        self, latents: Mapping[int, Latents]
+    ) -> tuple[tuple[LayerKV, ...], tuple[tuple[int, int], ...]]:
+        """Return what each layer keeps, and what those read that keep nothing."""
+        found: list[LayerKV] = []
+        sources: list[tuple[int, int]] = []
+        owners: dict[tuple[int, int], int] = {}
+        for index, layer in sorted(self.inputs.items()):
+            # Tensors of all layers are alive: equal addresses are one tensor.
+            name = layer.key.data_ptr(), layer.value.data_ptr()
+            owner = owners.setdefault(name, index)
+            if owner != index:
+                sources.append((index, owner))
+                found.append(LayerKV(0, 0, 0))
+            elif index in latents:
+                dims = sum(part.shape[-1] for part in self.kept[index])
+                found.append(LayerKV(1, dims, 0))
+            else:
+                _, num_heads, key_dim = layer.key.shape
+                found.append(LayerKV(num_heads, key_dim, layer.value.shape[-1]))
+        return tuple(found), tuple(sources)
+
+
+def _layer_kinds(text_config: Any) -> list[str]:
+    """Return the kind of each layer, where the config tells."""
+    kinds = list(getattr(text_config, "layer_types", None) or [])
+    unknown = sorted({kind for kind in kinds if kind not in _KINDS})
+    if unknown:
+        raise AttentionNotServed(f"it has layers of kind {', '.join(map(repr, unknown))}")
+    return kinds
+
+
+def _chunks(kinds: list[str], text_config: Any) -> dict[int, int]:
+    chunk = getattr(text_config, "attention_chunk_size", None)
+    return {i: chunk for i, kind in enumerate(kinds) if kind == "chunked_attention" and chunk}
+
+
+def _forward(model: PagedModel, observer: _Observer, text_config: Any) -> frozenset[nn.Module]:
+    """Run the forward; return the modules that were called."""
+    called: set[nn.Module] = set()
+    hooks = [
+        each.register_forward_pre_hook(lambda module, _inputs: called.add(module))
+        for each in model.module.modules()
+    ]
+    device = next(model.module.parameters()).device
+    ids = torch.arange(1, _NUM_ROWS + 1, device=device) % text_config.vocab_size
+    positions = torch.arange(_NUM_ROWS, device=device)
+    try:
+        with torch.inference_mode():
+            model.logits(ids, positions, positions[-1:], observer.attend)
+            observer.kept = {} if model.past is None else model.past.kept
+    except ConfigInvalid:
+        raise
+    except Exception as error:  # modelling code may fail in any way with what we do not give it
+        raise AttentionNotServed(
+            f"its forward needs more than K and V of tokens: {error}"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return frozenset(called)
+
+
+def _latents(module: nn.Module, observer: _Observer) -> dict[int, Latents]:
+    """Return how layers of latent attention expand what they gave their cache, as far as that is so."""
+    found = {}
+    for each in module.modules():
+        index, expand = getattr(each, "layer_idx", None), getattr(each, "kv_b_proj", None)
+        if index in observer.kept and index in observer.inputs and isinstance(expand, nn.Linear):
+            latents = _expanding(expand, observer.inputs[index], observer.kept[index])
+            if latents is not None:
+                found[index] = latents
+    return found
+
+
+def _expanding(expand: nn.Linear, layer: LayerInputs, kept: Kept) -> Latents | None:
+    """Return how `expand` makes K and V of what was kept; None when it is in another way."""
+    compressed, rope = kept
+    num_heads, rank, rope_dim = layer.key.shape[1], compressed.shape[-1], rope.shape[-1]
+    nope_dim, value_dim = layer.key.shape[-1] - rope_dim, layer.value.shape[-1]
+    if compressed.shape[1] != 1 or rope.shape[1] != 1 or expand.bias is not None or nope_dim < 1:
+        return None
+    if expand.weight.shape != (num_heads * (nope_dim + value_dim), rank):
+        return None
+    weight = expand.weight.detach().view(num_heads, nope_dim + value_dim, rank)
+    latents = Latents(weight[:, :nope_dim], weight[:, nope_dim:])
+    rows = compressed[0, 0]  # (rows, rank)
+    key = torch.einsum("tr,hdr->thd", rows, latents.to_key)
+    value = torch.einsum("tr,hdr->thd", rows, latents.to_value)
+    carried = rope[0].transpose(0, 1).expand(-1, num_heads, -1)
+    is_so = _is_close(torch.cat([key, carried], -1), layer.key) and _is_close(value, layer.value)
+    return latents if is_so else None
+
+
+def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    epsilon = torch.finfo(expected.dtype).eps
+    scale = float(expected.abs().max()) or 1.0
+    return bool(((found - expected).abs().max() / scale) < 8 * epsilon**0.75)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(type(each).__name__ == "DTensor" for each in module.parameters())
+
+
+def _listed(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:4]))
+    return shown if len(numbers) <= 4 else f"{shown} and {len(numbers) - 4} more"

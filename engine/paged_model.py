@@ -1,0 +1,65 @@
+"""A transformers model that attends through pages: what a forward gives it, and what it returns."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from engine.attention import Attending, Latents, LayerInputs, PagedPast
+
+
+class PagedModel:
+    """A model loaded with our attention; see `attention.py`.
+
+    Args:
+        module: The causal language model. Its attention modules are given an attribute `attending`.
+        latents: For layers that keep latents; see `Attending`.
+        chunks: For layers that attend within chunks; see `Attending`.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        latents: Mapping[int, Latents] | None = None,
+        chunks: Mapping[int, int] | None = None,
+    ) -> None:
+        self.module = module
+        self._attending = Attending(latents or {}, chunks or {})
+        for each in module.modules():
+            if isinstance(getattr(each, "layer_idx", None), int):
+                each.attending = self._attending  # type: ignore[assignment]
+
+    def logits(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+        attend: Callable[[LayerInputs], torch.Tensor],
+        wrote: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        """Run the model over rows of any number of sequences.
+
+        Args:
+            token_ids, positions: Shape (num_rows,), int64.
+            logit_rows: Shape (num_logits,), int64.
+            attend, wrote: See `Attending`.
+
+        Returns:
+            Shape (num_logits, vocab_size).
+        """
+        attending = self._attending
+        attending.attend, attending.wrote = attend, wrote
+        attending.past = PagedPast(positions)
+        output = self.module(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            past_key_values=attending.past,
+            use_cache=False,
+            logits_to_keep=logit_rows,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    @property
+    def past(self) -> PagedPast | None:
+        """What the newest forward gave the model for its cache."""
+        return self._attending.past
