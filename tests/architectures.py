@@ -163,8 +163,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 20,
         "shared_experts_intermediate_size": 48,
     },
-    "dots3_note_audio_encoder": {"adapter_input_size": 64},
-    "dots3_note_vision_encoder": {"adapter_in_dim": 64},
+    "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    "dots3_note_vision_encoder": {"adapter_in_dim": 64, "adapter_out_dim": 64},
     "doge": {"keep_window_size": 16},
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
     "gemma3n_text": _GEMMA4_INPUTS
