@@ -1,6 +1,7 @@
 """An engine without processes and links: whose tokens those of a cluster must be."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -8,11 +9,13 @@ import torch
 from engine.attention_backends import choose_backend
 from engine.config import EngineConfig
 from engine.core import Engine
+from engine.kv_pool import make_pool
 from engine.launcher import ModelLauncher
 from engine.model import load_model
-from engine.kv_pool import make_pool
+from engine.results import Token
 from engine.runner import ModelRunner
-from wire.generation import GenerateRequest, SamplingParams
+from engine.shape import ModelShape
+from wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
 from wire.ids import RequestId
 
 
@@ -25,22 +28,48 @@ def tokens_of_one_engine(
     **settings,
 ) -> list[list[int]]:
     """Return the tokens of all prompts, computed together on one thread as by `--num-threads 1`."""
+    with one_thread():
+        config = EngineConfig(model_dir=str(path), dtype="float32", **settings)
+        model, shape = load_model(config)
+        engine = make_engine(config, model, shape, num_pages)
+        answers = run_together(engine, prompts, sampling)
+    return [[token.token for token in answer] for answer in answers]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Have torch compute on one thread."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        config = EngineConfig(model_dir=str(path), dtype="float32", **settings)
-        model, shape = load_model(config)
-        pool = make_pool(shape, num_pages, config.page_size, "cpu")
-        runner = ModelRunner(model, pool, choose_backend(config, shape))
-        launcher = ModelLauncher(runner, shape, config.page_size)
-        engine = Engine(launcher, shape, config, num_pages)
-        names = [RequestId(str(i)) for i in range(len(prompts))]
-        for name, prompt, params in zip(names, prompts, sampling, strict=True):
-            engine.submit(GenerateRequest(request_id=name, prompt_ids=prompt, sampling=params))
-        tokens: dict[str, list[int]] = {name: [] for name in names}
-        while engine.has_work:
-            for token in engine.step().tokens:
-                tokens[token.request.request.request_id].append(token.token)
+        yield
     finally:
         torch.set_num_threads(num_threads)
+
+
+def make_engine(
+    config: EngineConfig, model: torch.nn.Module, shape: ModelShape, num_pages: int
+) -> Engine:
+    """Return an engine with a pool of its own; several may share a model."""
+    pool = make_pool(shape, num_pages, config.page_size, "cpu")
+    runner = ModelRunner(model, pool, choose_backend(config, shape))
+    return Engine(ModelLauncher(runner, shape, config.page_size), shape, config, num_pages)
+
+
+def run_together(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    sampling: Sequence[SamplingParams],
+    logprobs: LogprobsWanted | None = None,
+) -> list[list[Token]]:
+    """Return what the engine generates for all prompts, which it is given at once."""
+    names = [RequestId(str(i)) for i in range(len(prompts))]
+    for name, prompt, params in zip(names, prompts, sampling, strict=True):
+        engine.submit(
+            GenerateRequest(request_id=name, prompt_ids=prompt, sampling=params, logprobs=logprobs)
+        )
+    tokens: dict[str, list[Token]] = {name: [] for name in names}
+    while engine.has_work:
+        for token in engine.step().tokens:
+            tokens[token.request.request.request_id].append(token)
     return [tokens[name] for name in names]
