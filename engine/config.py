@@ -43,6 +43,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         is_overlapped: Whether a forward is prepared while the one before runs; None: on devices that
             compute beside the host.
         num_threads: Of torch on the CPU; 0 leaves torch's own choice.
+        skips_model_check: Do not compare the model with plain transformers at the start.
         has_tiers: Whether tiers are behind the prefix cache: its pages then have keys of their content.
         simulation: What stands in for the model; None computes with it.
     """
@@ -70,6 +71,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int = 0
     is_overlapped: bool | None = None
     num_threads: int = 0
+    skips_model_check: bool = False
     is_prefix_cache_enabled: bool = True
     has_tiers: bool = False
     simulation: Simulation | None = None

@@ -21,6 +21,7 @@ from engine import attention
 from engine.attention import AttentionNotServed
 from engine.config import EngineConfig
 from engine.fusion import fuse
+from engine.model_check import ModelCheck
 from engine.observation import Observed, not_served, observe
 from engine.paged_model import PagedModel
 from engine.shape import KV_DTYPES, ModelShape, context_length, eos_token_ids, kv_heads
@@ -30,6 +31,9 @@ from wire.errors import ConfigInvalid
 # tensors were trained, without reading hundreds of gigabytes at start (a 70B model has 723 tensors: 12 MiB).
 _SAMPLE_BYTES = 8 << 10
 _DIRECTORY_BYTES = 1 << 20
+
+# Weights that take longer to load than a small copy takes to be checked.
+_LARGE_BYTES = 1 << 30
 
 # Whose output is keys, under the names that transformers' tensor parallel plans have for it.
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
@@ -49,32 +53,37 @@ def load_model(config: EngineConfig) -> tuple[PagedModel, ModelShape]:
     With `tp_size` over 1 every rank calls this, after `tensor_parallel.join`, and gets its shard.
 
     Raises:
-        ConfigInvalid: The directory holds no model we can serve; the sentence says why.
+        ConfigInvalid: The directory holds no model that is served right; the sentence says why.
     """
     hf_logging.disable_progress_bar()  # a bar among log lines is noise; `engine.loaded` says it
     with _readable(config.model_dir) as path:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-        model = _build(config, hf_config)
+        implementation = attention.register(is_compiled=config.is_compiled)
+        check = ModelCheck(config, hf_config)
+        if _stored_bytes(path) > _LARGE_BYTES:
+            with _named(hf_config):
+                check.copy()  # before minutes of loading
+        model = _build(config, hf_config, implementation)
     model = model.to(config.device).eval().requires_grad_(requires_grad=False)
     if config.tp_size > 1:
         _check_split(config, model, hf_config.get_text_config())
-    observed = observed_of(model, hf_config)
-    shape = _shape(config, model, hf_config, observed)
-    if config.is_compiled and not config.is_eager:
-        compile_layers(model, config.device)  # which cannot look into packed weights
-    elif config.tp_size == 1:
-        fuse(model, observed.called)
+    with _named(hf_config):
+        observed = observe(model, hf_config.get_text_config())
+        shape = _shape(config, model, hf_config, observed)
+        check.before(model)
+        if config.is_compiled and not config.is_eager:
+            compile_layers(model, config.device)  # which cannot look into packed weights
+        elif config.tp_size == 1:
+            fuse(model, observed.called)
+        check.after(observed.model, shape)
     return observed.model, shape
 
 
-def observed_of(model: torch.nn.Module, hf_config: Any) -> Observed:
-    """Return what a model asks of attention.
-
-    Raises:
-        ConfigInvalid: It is not served; the sentence names its type and says why.
-    """
+@contextmanager
+def _named(hf_config: Any) -> Iterator[None]:
+    """Have a refusal name the type of the model."""
     try:
-        return observe(model, hf_config.get_text_config())
+        yield
     except AttentionNotServed as error:
         raise not_served(hf_config.model_type, error.message) from error
 
@@ -88,14 +97,23 @@ def model_needs(config: EngineConfig) -> ModelNeeds:
     with _readable(config.model_dir) as path:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
         unsharded = msgspec.structs.replace(config, load_format="dummy", tp_size=1)
+        implementation = attention.register()
         with torch.device("meta"):
-            model = _build(unsharded, hf_config)
-        shape = _shape(config, model, hf_config)
+            model = _build(unsharded, hf_config, implementation)
+    if config.tp_size > 1:
+        _check_split(config, model, hf_config.get_text_config())
+    with _named(hf_config):
+        observed = ModelCheck(unsharded, hf_config).copy()
+        shape = _shape(config, model, hf_config, observed)
     if getattr(hf_config, "quantization_config", None) is not None:
         sizes = [file.stat().st_size for file in path.glob("*.safetensors")]
     else:
         sizes = [each.numel() * each.itemsize for each in model.parameters()]
     return ModelNeeds(shape, sum(sizes))
+
+
+def _stored_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
 @contextmanager
@@ -112,8 +130,7 @@ def _readable(model_dir: str) -> Iterator[Path]:
         raise ConfigInvalid(f"cannot load the model in {path}: {error}") from error
 
 
-def _build(config: EngineConfig, hf_config: object) -> torch.nn.Module:
-    implementation = attention.register(is_compiled=config.is_compiled)
+def _build(config: EngineConfig, hf_config: object, implementation: str) -> torch.nn.Module:
     dtype = _dtype(config, hf_config)
     sharding = DistributedConfig(tp_size=config.tp_size) if config.tp_size > 1 else None
     if config.load_format == "dummy":

@@ -5,8 +5,8 @@ that are all understood, be of a kind that is understood, and keep nothing but K
 bring decides what a page holds.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,13 @@ class Observed:
     features: frozenset[AttentionFeature]
     model: PagedModel
     called: frozenset[nn.Module]
+
+    def repeated(self, of_kind: Sequence[int]) -> "Observed":
+        """Return what a larger model's layers bring, given a layer of this one for each of them."""
+        layers = tuple(self.layers[index] for index in of_kind)
+        keeping = [index for index, layer in enumerate(layers) if layer.num_kv_heads]
+        sources = tuple((i, keeping[-1]) for i, each in enumerate(layers) if not each.num_kv_heads)
+        return replace(self, layers=layers, sources=sources)
 
 
 def observe(module: nn.Module, text_config: Any) -> Observed:

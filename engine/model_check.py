@@ -1,0 +1,279 @@
+"""Whether the engine computes what transformers computes, asked at every start.
+
+Two seeded sequences go through plain transformers, one at a time, and through the engine's forwards: one
+prompt whole, then both together, cut into chunks and with a decoding row, over pages that are shuffled.
+All logits are compared. A model that is small enough is checked with its own weights; of others, and of
+those in 16 bits, a copy with few layers and random float32 weights, small windows included, which tells
+whether each kind of layer is understood.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from engine.attention import NAME, AttentionBackend, AttentionNotServed
+from engine.attention_backends import choose_backend
+from engine.attention_torch import TorchAttention
+from engine.config import EngineConfig
+from engine.forward import ForwardInputs, Ints
+from engine.kv_pool import make_pool
+from engine.observation import Observed, observe
+from engine.paged_model import PagedModel
+from engine.runner import ModelRunner
+from engine.shape import ModelShape
+from engine.small_copy import make_copy
+from telemetry import log as logs
+
+log = logs.get_logger(__name__)
+
+# Of the largest difference of logits to their spread. In float32 models differ by some 1e-5; a mask that
+# is off by one key, by 0.05 and more. In 16 bits the median row counts: a router of experts may choose
+# others for one row. These tell a broken layer from rounding; how layers attend, the copy has told.
+TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.3, torch.float16: 0.1}
+# Floating-point operations of all forwards of a check with the model's own weights: under a second.
+_AFFORDABLE = {"cpu": 1e11, "16-bit cpu": 1e10, "gpu": 5e14}
+_SEED = 1
+# A longer one is checked by a copy that has a short one.
+_LONGEST_WINDOW = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The two sequences of a check.
+
+    Attributes:
+        ids: Shape (2, num_tokens).
+        page_size: Of the pages that they go through.
+    """
+
+    ids: Ints
+    page_size: int
+
+    @classmethod
+    def of(cls, vocab_size: int, page_size: int, window: int | None) -> "Sequences":
+        """Draw sequences longer than a page, and than a window where that is short."""
+        span = max(page_size, window if window and window <= _LONGEST_WINDOW else 0)
+        # From the middle of the vocabulary: marks are at its ends.
+        draw = np.random.default_rng(_SEED)
+        ids = draw.integers(vocab_size // 4, max(vocab_size // 2, 1), (2, span + 9))
+        return cls(ids, page_size)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of each sequence."""
+        return self.ids.shape[1]
+
+    def leave(self, window: int | None) -> bool:
+        """Tell whether they are longer than a window; there need not be one."""
+        return window is None or window < self.num_tokens
+
+
+def is_affordable(module: nn.Module, sequences: Sequences) -> bool:
+    """Tell whether a model is small enough to be checked with its own weights."""
+    first = next(module.parameters())
+    size = sum(each.numel() for each in module.parameters())
+    kind = "gpu" if first.device.type != "cpu" else "cpu"
+    if kind == "cpu" and first.dtype is not torch.float32:
+        kind = "16-bit cpu"
+    # Two sequences through transformers, three times one through the engine.
+    return 2.0 * size * 5 * sequences.num_tokens <= _AFFORDABLE[kind]
+
+
+@torch.inference_mode()
+def plain_logits(module: nn.Module, sequences: Sequences) -> torch.Tensor:
+    """Return what transformers computes by itself. Shape (2, num_tokens, vocab_size), float32.
+
+    The module attends through pages again afterwards.
+    """
+    device = next(module.parameters()).device
+    module.set_attn_implementation("eager")  # type: ignore[operator]
+    try:
+        rows = [
+            module(input_ids=torch.from_numpy(ids[None]).to(device), use_cache=False).logits[0]
+            for ids in sequences.ids
+        ]
+    finally:
+        module.set_attn_implementation(NAME)  # type: ignore[operator]
+    return torch.stack(rows).float()
+
+
+@torch.inference_mode()
+def difference(
+    model: PagedModel,
+    shape: ModelShape,
+    backend: AttentionBackend,
+    sequences: Sequences,
+    expected: torch.Tensor,
+) -> torch.Tensor:
+    """Return how far the engine's logits are off, in their standard deviations. Shape (num_rows,)."""
+    num, page_size = sequences.num_tokens, sequences.page_size
+    width = -(-num // page_size)
+    pool = make_pool(shape, 3 * width, page_size, str(expected.device))
+    runner = ModelRunner(model, pool, backend)
+    order = np.random.default_rng(_SEED).permutation(3 * width).astype(np.int32)
+    whole, first, second = order.reshape(3, width)
+    cut = num // 2 + 1
+    one, other = sequences.ids
+    found = [
+        # All of the first sequence; then a part of it beside all but the last token of the other; then
+        # that token, decoding, beside the rest.
+        (runner.forward(_rows([(one, 0, num, whole)])), expected[0]),
+        (
+            runner.forward(_rows([(one, 0, cut, first), (other, 0, num - 1, second)])),
+            torch.cat([expected[0, :cut], expected[1, : num - 1]]),
+        ),
+        (
+            runner.forward(_rows([(other, num - 1, num, second), (one, cut, num, first)])),
+            torch.cat([expected[1, num - 1 :], expected[0, cut:]]),
+        ),
+    ]
+    spread = expected.std(dim=-1).mean().clamp(min=1e-30)
+    return torch.cat([(got.float() - plain).abs().amax(-1) for got, plain in found]) / spread
+
+
+_Part = tuple[Ints, int, int, np.ndarray]
+"""Ids of a sequence, the first and one past the last token of this forward, the sequence's pages."""
+
+
+def _rows(parts: Sequence[_Part]) -> ForwardInputs:
+    """Return a forward over parts of sequences that tells all logits; a decoding one comes first."""
+    sizes = [end - begin for _, begin, end, _ in parts]
+    num_rows = sum(sizes)
+    return ForwardInputs(
+        token_ids=np.concatenate([ids[begin:end] for ids, begin, end, _ in parts]),
+        sources=np.full(num_rows, -1, np.int64),
+        positions=np.concatenate([np.arange(begin, end) for _, begin, end, _ in parts]),
+        query_starts=np.cumsum([0, *sizes]).astype(np.int32),
+        kv_lens=np.array([end for _, _, end, _ in parts], np.int32),
+        page_table=np.stack([pages for *_, pages in parts]),
+        num_decodes=int(sizes[0] == 1),
+        logit_rows=np.arange(num_rows),
+    )
+
+
+class ModelCheck:
+    """The check of one model at its start.
+
+    ```
+    copy ── before large weights are loaded     before ── what transformers computes
+    copy ── if the weights were no proof  ◀──   after ── what the engine computes, with packed layers
+    ```
+
+    Raises, in every step:
+        AttentionNotServed: The model is not served right; the sentence says why.
+    """
+
+    def __init__(self, config: EngineConfig, hf_config: Any) -> None:
+        self._config = config
+        self._hf_config = hf_config
+        text = hf_config.get_text_config()
+        names = ("sliding_window", "attention_chunk_size")
+        windows = [getattr(text, name, None) for name in names]
+        self._window = min((each for each in windows if each), default=None)
+        self._sequences = Sequences.of(text.vocab_size, config.page_size, self._window)
+        self._expected: torch.Tensor | None = None
+        self._is_proved = False
+        if config.skips_model_check:
+            log.warning("engine.model_unchecked", note="--skip-model-check: answers may be wrong")
+
+    def copy(self) -> Observed:
+        """Check a small copy; return what its layers ask, one for each layer of the whole model."""
+        trusts_code = self._config.trust_remote_code
+        began_s = time.monotonic()
+        copy = make_copy(self._hf_config, self._device, trusts_code=trusts_code)
+        observed = observe(copy.module, copy.text_config)
+        if not self._config.skips_model_check:
+            vocab_size = copy.text_config.vocab_size
+            sequences = Sequences.of(vocab_size, self._config.page_size, copy.window)
+            expected = plain_logits(copy.module, sequences)
+            shape = _shape_of(observed, vocab_size)
+            off = difference(observed.model, shape, TorchAttention(), sequences, expected)
+            _judge("a small copy", float(off.max()), TOLERANCE[torch.float32], began_s)
+        self._is_proved = True
+        return observed.repeated(copy.of_kind)
+
+    def before(self, module: nn.Module) -> None:
+        """Note what transformers computes with the model's own weights, if that is affordable."""
+        config = self._config
+        is_comparable = config.tp_size == 1 and config.kv_cache_dtype == "auto"
+        is_wanted = is_comparable and not config.skips_model_check
+        if is_wanted and is_affordable(module, self._sequences):
+            self._expected = plain_logits(module, self._sequences)
+
+    def after(self, model: PagedModel, shape: ModelShape) -> None:
+        """Compare the engine with that; check a small copy where this proved too little."""
+        if self._config.skips_model_check:
+            return
+        if self._expected is not None:
+            backend = choose_backend(self._config, shape)
+            check_weights(model, shape, backend, self._sequences, self._expected)
+            is_exact = shape.dtype == "float32" and self._sequences.leave(self._window)
+            self._is_proved = self._is_proved or is_exact
+        if not self._is_proved and self._config.tp_rank == 0:
+            self.copy()
+
+    @property
+    def _device(self) -> str:
+        device = self._config.device
+        return device if device == "cpu" or torch.cuda.is_available() else "cpu"
+
+
+def check_weights(
+    model: PagedModel,
+    shape: ModelShape,
+    backend: AttentionBackend,
+    sequences: Sequences,
+    expected: torch.Tensor,
+) -> None:
+    """Compare a model with its own weights.
+
+    Args:
+        expected: See `plain_logits`: of the same weights, before anything was changed for speed.
+
+    Raises:
+        AttentionNotServed: The logits differ.
+    """
+    began_s = time.monotonic()
+    off = difference(model, shape, backend, sequences, expected)
+    dtype: torch.dtype = getattr(torch, shape.dtype)
+    found = float(off.max() if dtype is torch.float32 else off.median())
+    _judge("its own weights", found, TOLERANCE[dtype], began_s)
+
+
+def _shape_of(observed: Observed, vocab_size: int) -> ModelShape:
+    elements = sum(each.num_kv_heads * (each.key_dim + each.value_dim) for each in observed.layers)
+    return ModelShape(
+        num_layers=len(observed.layers),
+        num_kv_heads=1,
+        head_dim=elements,
+        vocab_size=vocab_size,
+        context_length=1,
+        eos_token_ids=frozenset(),
+        dtype="float32",
+        kv_dtype="float32",
+        fingerprint="",
+        layers=observed.layers,
+        sources=observed.sources,
+        attention=observed.features,
+    )
+
+
+def _judge(what: str, found: float, tolerance: float, began_s: float) -> None:
+    # Written so that NaN is refused too.
+    if not found <= tolerance:
+        raise AttentionNotServed(
+            f"with {what}, the logits of this engine are off transformers' by {found:.2g} of their "
+            f"standard deviation, where rounding explains {tolerance:g}"
+        )
+    log.info(
+        "engine.model_checked",
+        what=what,
+        difference=float(f"{found:.2g}"),
+        tolerance=tolerance,
+        duration_s=round(time.monotonic() - began_s, 3),
+    )
