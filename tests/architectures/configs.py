@@ -51,7 +51,7 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_topk": 2,
     "moe_k": 2,
-    "n_group": 1,
+    "n_group": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,
     # Latent attention: V is as wide as neither part of Q and K, nor as both together.
@@ -292,7 +292,7 @@ class Case:
         return _shrunk(CONFIG_MAPPING[self.model_type], self.settings)
 
 
-_ORIGINALLY = {"original_max_position_embeddings": 32}  # fewer than prompts have
+_ORIGINALLY = {"original_max_position_embeddings": 48}  # fewer than the longest prompt has
 
 
 def _scaled_rope(rope_type: str, **more: Any) -> dict[str, Any]:
