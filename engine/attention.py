@@ -31,12 +31,50 @@ NAME = "tandem_paged"
 # Arguments that models pass on and that change nothing here: positions are in the rotary embedding
 # already, nothing is dropped outside of training, and only logits are asked for.
 _HARMLESS = frozenset(
-    {"position_ids", "cache_position", "position_embeddings", "use_cache", "dropout", "is_causal"}
+    {
+        "position_ids",
+        "cache_position",
+        "position_embeddings",
+        "use_cache",
+        "logits_to_keep",
+        "dropout",
+        "is_causal",
+    }
 )
 
 
 class AttentionNotServed(ConfigInvalid):
     """A model's attention asks for something that paged attention does not compute."""
+
+
+def not_served(model_type: str, reason: str) -> ConfigInvalid:
+    """Return the refusal of a model."""
+    return ConfigInvalid(
+        f"models of type {model_type!r} are not served: {reason}", topic="models#refused"
+    )
+
+
+def text_config_of(hf_config: Any) -> Any:
+    """Return the config of a model's text part, which is all of most models.
+
+    Raises:
+        ConfigInvalid: It has none, or several, or it names no layers, or it reads what another part encodes.
+    """
+    if getattr(hf_config, "is_encoder_decoder", False):
+        raise not_served(hf_config.model_type, "it decodes what an encoder has read")
+    try:
+        text = hf_config.get_text_config()
+    except ValueError as error:
+        raise not_served(hf_config.model_type, "it has several text models") from error
+    missing = [
+        name
+        for name in ("num_hidden_layers", "vocab_size")
+        if not isinstance(getattr(text, name, None), int)
+    ]
+    if missing:
+        reason = f"its config names no {' and no '.join(missing)}: it has no text model of one stack of layers"
+        raise not_served(hf_config.model_type, reason)
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +279,7 @@ class Attending:
     Attributes:
         latents: For layers that keep latents.
         chunks: Positions in a chunk, for layers that attend within chunks.
+        windows: For layers that do not bring their window themselves.
         attend: Takes what a layer brings; returns shape (num_rows, num_heads, value_dim).
         past: What the model was given for its cache.
         wrote: See `PagedBatch`.
@@ -248,6 +287,7 @@ class Attending:
 
     latents: Mapping[int, Latents]
     chunks: Mapping[int, int]
+    windows: Mapping[int, int]
     attend: Callable[[LayerInputs], torch.Tensor] | None = None
     past: PagedPast | None = None
     wrote: Callable[[int], None] | None = None
@@ -318,7 +358,8 @@ def paged_attention(
         raise AttentionNotServed("its attention does not know the number of its layer")
     index = int(module.layer_idx)  # type: ignore[arg-type]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scoring = Scoring(scale, sliding_window, softcap or None, attending.chunks.get(index))
+    window = sliding_window or attending.windows.get(index)
+    scoring = Scoring(scale, window, softcap or None, attending.chunks.get(index))
     return attending.layer(index, (query, key, value), scoring, s_aux).unsqueeze(0), None
 
 

@@ -18,11 +18,11 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging as hf_logging
 
 from engine import attention
-from engine.attention import AttentionNotServed
+from engine.attention import AttentionNotServed, not_served, text_config_of
 from engine.config import EngineConfig
 from engine.fusion import fuse
 from engine.model_check import ModelCheck
-from engine.observation import Observed, not_served, observe
+from engine.observation import Observed, observe
 from engine.paged_model import PagedModel
 from engine.shape import KV_DTYPES, ModelShape, context_length, eos_token_ids, kv_heads
 from wire.errors import ConfigInvalid
@@ -58,18 +58,20 @@ def load_model(config: EngineConfig) -> tuple[PagedModel, ModelShape]:
     hf_logging.disable_progress_bar()  # a bar among log lines is noise; `engine.loaded` says it
     with _readable(config.model_dir) as path:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        text = text_config_of(hf_config)
         implementation = attention.register(is_compiled=config.is_compiled)
         check = ModelCheck(config, hf_config)
         if _stored_bytes(path) > _LARGE_BYTES:
             with _named(hf_config):
                 check.copy()  # before minutes of loading
-        model = _build(config, hf_config, implementation)
+        with _named(hf_config):
+            model = _build(config, hf_config, implementation)
     model = model.to(config.device).eval().requires_grad_(requires_grad=False)
     if config.tp_size > 1:
-        _check_split(config, model, hf_config.get_text_config())
+        _check_split(config, model, text)
     with _named(hf_config):
-        observed = observe(model, hf_config.get_text_config())
-        shape = _shape(config, model, hf_config, observed)
+        observed = observe(model, text)
+        shape = _shape(config, model, text, observed)
         check.before(model)
         if config.is_compiled and not config.is_eager:
             compile_layers(model, config.device)  # which cannot look into packed weights
@@ -84,6 +86,12 @@ def _named(hf_config: Any) -> Iterator[None]:
     """Have a refusal name the type of the model."""
     try:
         yield
+    except KeyError as error:
+        if attention.NAME not in str(error):
+            raise
+        # A model that has classes of its own for each way to attend, and none for ours.
+        reason = "its attention does not go through transformers' attention interface"
+        raise not_served(hf_config.model_type, reason) from error
     except AttentionNotServed as error:
         raise not_served(hf_config.model_type, error.message) from error
 
@@ -96,15 +104,16 @@ def model_needs(config: EngineConfig) -> ModelNeeds:
     """
     with _readable(config.model_dir) as path:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        text = text_config_of(hf_config)
         unsharded = msgspec.structs.replace(config, load_format="dummy", tp_size=1)
         implementation = attention.register()
-        with torch.device("meta"):
+        with torch.device("meta"), _named(hf_config):
             model = _build(unsharded, hf_config, implementation)
     if config.tp_size > 1:
-        _check_split(config, model, hf_config.get_text_config())
+        _check_split(config, model, text)
     with _named(hf_config):
         observed = ModelCheck(unsharded, hf_config).copy()
-        shape = _shape(config, model, hf_config, observed)
+        shape = _shape(config, model, text, observed)
     if getattr(hf_config, "quantization_config", None) is not None:
         sizes = [file.stat().st_size for file in path.glob("*.safetensors")]
     else:
@@ -194,9 +203,8 @@ def _dtype(config: EngineConfig, hf_config: object) -> torch.dtype:
 
 
 def _shape(
-    config: EngineConfig, model: torch.nn.Module, hf_config: object, observed: Observed
+    config: EngineConfig, model: torch.nn.Module, text: Any, observed: Observed
 ) -> ModelShape:
-    text = hf_config.get_text_config()  # type: ignore[attr-defined]
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, dtype)
     layers = observed.layers

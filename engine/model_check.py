@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from engine.attention import NAME, AttentionBackend, AttentionNotServed
+from engine.attention import NAME, AttentionBackend, AttentionNotServed, text_config_of
 from engine.attention_backends import choose_backend
 from engine.attention_torch import TorchAttention
 from engine.config import EngineConfig
@@ -25,7 +25,7 @@ from engine.kv_pool import make_pool
 from engine.observation import Observed, observe
 from engine.paged_model import PagedModel
 from engine.runner import ModelRunner
-from engine.shape import ModelShape
+from engine.shape import ModelShape, longest_context
 from engine.small_copy import make_copy
 from telemetry import log as logs
 
@@ -55,12 +55,14 @@ class Sequences:
     page_size: int
 
     @classmethod
-    def of(cls, vocab_size: int, page_size: int, window: int | None) -> "Sequences":
-        """Draw sequences longer than a page, and than a window where that is short."""
+    def of(cls, vocab_size: int, page_size: int, window: int | None, longest: int) -> "Sequences":
+        """Draw sequences longer than a page, and than a window where that is short; of `longest` at most."""
         span = max(page_size, window if window and window <= _LONGEST_WINDOW else 0)
         # From the middle of the vocabulary: marks are at its ends.
         draw = np.random.default_rng(_SEED)
-        ids = draw.integers(vocab_size // 4, max(vocab_size // 2, 1), (2, span + 9))
+        ids = draw.integers(
+            vocab_size // 4, max(vocab_size // 2, 1), (2, min(span + 9, longest or span + 9))
+        )
         return cls(ids, page_size)
 
     @property
@@ -171,11 +173,13 @@ class ModelCheck:
     def __init__(self, config: EngineConfig, hf_config: Any) -> None:
         self._config = config
         self._hf_config = hf_config
-        text = hf_config.get_text_config()
+        text = text_config_of(hf_config)
         names = ("sliding_window", "attention_chunk_size")
         windows = [getattr(text, name, None) for name in names]
         self._window = min((each for each in windows if each), default=None)
-        self._sequences = Sequences.of(text.vocab_size, config.page_size, self._window)
+        # A longer context than is served may be computed in another way.
+        longest = longest_context(text)
+        self._sequences = Sequences.of(text.vocab_size, config.page_size, self._window, longest)
         self._expected: torch.Tensor | None = None
         self._is_proved = False
         if config.skips_model_check:
@@ -189,7 +193,9 @@ class ModelCheck:
         observed = observe(copy.module, copy.text_config)
         if not self._config.skips_model_check:
             vocab_size = copy.text_config.vocab_size
-            sequences = Sequences.of(vocab_size, self._config.page_size, copy.window)
+            longest = longest_context(copy.text_config)
+            page_size = self._config.page_size
+            sequences = Sequences.of(vocab_size, page_size, copy.window, longest)
             expected = plain_logits(copy.module, sequences)
             shape = _shape_of(observed, vocab_size)
             off = difference(observed.model, shape, TorchAttention(), sequences, expected)

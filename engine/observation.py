@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from engine.attention import (
     AttentionNotServed,
@@ -21,19 +22,11 @@ from engine.attention import (
 from engine.attention_torch import empty_output, visible
 from engine.paged_model import PagedModel
 from engine.shape import AttentionFeature
-from wire.errors import ConfigInvalid
 from wire.hand_off import LayerKV
 
 # Layer kinds whose attention is computed here; others keep a state, or choose keys in ways of their own.
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 _NUM_ROWS = 5
-
-
-def not_served(model_type: str, reason: str) -> ConfigInvalid:
-    """Return the refusal of a model."""
-    return ConfigInvalid(
-        f"models of type {model_type!r} are not served: {reason}", topic="models#refused"
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,23 +61,31 @@ def observe(module: nn.Module, text_config: Any) -> Observed:
         ConfigInvalid: The model is not served; the sentence says why.
     """
     kinds = _layer_kinds(text_config)
-    chunks = _chunks(kinds, text_config)
-    observer = _Observer()
-    called = _forward(PagedModel(module, chunks=chunks), observer, text_config)
+    spans = {"chunks": _chunks(kinds, text_config), "windows": _windows(kinds, text_config)}
+    # Some models count on their cache as no cache of ours can be counted on, and do without one as well.
+    for has_past in (True, False):
+        observer = _Observer()
+        try:
+            called = _forward(PagedModel(module, **spans, has_past=has_past), observer, text_config)
+        except _ForwardFailed:
+            if not has_past:
+                raise
+        else:
+            break
     observer.check_complete(text_config)
-    observer.check_windows(kinds, text_config)
+    observer.check_windows(kinds)
     latents = {} if _is_sharded(module) else _latents(module, observer)
     layers, sources = observer.layers(latents)
     features: set[AttentionFeature] = set()
     if any(layer.sinks is not None for layer in observer.inputs.values()):
         features.add("sinks")
-    if chunks:
+    if spans["chunks"]:
         features.add("chunks")
     if latents:
         features.add("latents")
     if any(each.value_dim not in (0, each.key_dim) for each in layers):
         features.add("unequal")
-    model = PagedModel(module, latents, chunks)
+    model = PagedModel(module, latents=latents, **spans, has_past=has_past)
     # Latents read the weights that expand them.
     read = {getattr(each, "kv_b_proj", None) for each in module.modules()}
     return Observed(layers, sources, frozenset(features), model, called - read)
@@ -127,20 +128,20 @@ class _Observer:
             )
         if missing:
             raise AttentionNotServed(
-                f"layers {_listed(missing)} do not attend through transformers' attention "
-                "interface: they keep a state of another kind, or none"
+                f"not all of its layers attend through transformers' attention interface, such as "
+                f"layer {missing[0]}"
             )
         if len(self.inputs) > text_config.num_hidden_layers:
             raise AttentionNotServed("it has attention beside its layers")
 
-    def check_windows(self, kinds: list[str], text_config: Any) -> None:
-        """Raise unless layers of sliding attention, and no others, have brought a window."""
+    def check_windows(self, kinds: list[str]) -> None:
+        """Raise unless layers of sliding attention, and no others, have a window."""
         for index, kind in enumerate(kinds):
             window = self.inputs[index].scoring.window
-            if kind == "sliding_attention" and window is None:
-                raise AttentionNotServed(f"layer {index} slides, and does not tell its window")
-            if kind != "sliding_attention" and window is not None:
-                raise AttentionNotServed(f"layer {index} has a window, and is of kind {kind!r}")
+            if (window is not None) != (kind == "sliding_attention"):
+                raise AttentionNotServed(
+                    f"layer {index} is of kind {kind!r} and has {window or 'no'} window"
+                )
 
     def layers(
         self, latents: Mapping[int, Latents]
@@ -179,6 +180,19 @@ def _chunks(kinds: list[str], text_config: Any) -> dict[int, int]:
     return {i: chunk for i, kind in enumerate(kinds) if kind == "chunked_attention" and chunk}
 
 
+def _windows(kinds: list[str], text_config: Any) -> dict[int, int]:
+    """Return the window of layers that may leave it to their mask."""
+    window = getattr(text_config, "sliding_window", None)
+    slides = [kind == "sliding_attention" for kind in kinds] or [
+        True
+    ] * text_config.num_hidden_layers
+    return {index: window for index, is_sliding in enumerate(slides) if is_sliding and window}
+
+
+class _ForwardFailed(AttentionNotServed):
+    """A model's forward raised something."""
+
+
 def _forward(model: PagedModel, observer: _Observer, text_config: Any) -> frozenset[nn.Module]:
     """Run the forward; return the modules that were called."""
     called: set[nn.Module] = set()
@@ -186,6 +200,9 @@ def _forward(model: PagedModel, observer: _Observer, text_config: Any) -> frozen
         each.register_forward_pre_hook(lambda module, _inputs: called.add(module))
         for each in model.module.modules()
     ]
+    watched = [each for each in model.module.modules() if type(each) is nn.Linear]
+    for each in watched:
+        each.__class__ = _WatchedLinear
     device = next(model.module.parameters()).device
     ids = torch.arange(1, _NUM_ROWS + 1, device=device) % text_config.vocab_size
     positions = torch.arange(_NUM_ROWS, device=device)
@@ -193,16 +210,37 @@ def _forward(model: PagedModel, observer: _Observer, text_config: Any) -> frozen
         with torch.inference_mode():
             model.logits(ids, positions, positions[-1:], observer.attend)
             observer.kept = {} if model.past is None else model.past.kept
-    except ConfigInvalid:
+    except AttentionNotServed:
         raise
-    except Exception as error:  # modelling code may fail in any way with what we do not give it
-        raise AttentionNotServed(
-            f"its forward needs more than K and V of tokens: {error}"
+    except Exception as error:
+        raise _ForwardFailed(
+            f"its forward needs more than tokens and their positions: {error}"
         ) from error
     finally:
         for hook in hooks:
             hook.remove()
-    return frozenset(called)
+        for each in watched:
+            each.__class__ = nn.Linear
+    return frozenset(called - _WatchedLinear.read_among(watched))
+
+
+class _WatchedLinear(nn.Linear):
+    """Notes whether its weight is read by anything but its own forward."""
+
+    @override
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(rows, self._parameters["weight"], self._parameters["bias"])
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            self.__dict__["is_read"] = True
+        return super().__getattr__(name)
+
+    @staticmethod
+    def read_among(linears: Sequence[nn.Module]) -> set[nn.Module]:
+        """Return those whose weight was read; forget it."""
+        return {each for each in linears if each.__dict__.pop("is_read", False)}
 
 
 def _latents(module: nn.Module, observer: _Observer) -> dict[int, Latents]:
@@ -244,8 +282,3 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def _is_sharded(module: nn.Module) -> bool:
     return any(type(each).__name__ == "DTensor" for each in module.parameters())
-
-
-def _listed(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:4]))
-    return shown if len(numbers) <= 4 else f"{shown} and {len(numbers) - 4} more"

@@ -12,18 +12,22 @@ class PagedModel:
 
     Args:
         module: The causal language model. Its attention modules are given an attribute `attending`.
-        latents: For layers that keep latents; see `Attending`.
-        chunks: For layers that attend within chunks; see `Attending`.
+        latents, chunks, windows: See `Attending`.
+        has_past: Whether the model is given `PagedPast` for its cache, or nothing.
     """
 
     def __init__(
         self,
         module: torch.nn.Module,
+        *,
         latents: Mapping[int, Latents] | None = None,
         chunks: Mapping[int, int] | None = None,
+        windows: Mapping[int, int] | None = None,
+        has_past: bool = True,
     ) -> None:
         self.module = module
-        self._attending = Attending(latents or {}, chunks or {})
+        self.has_past = has_past
+        self._attending = Attending(latents or {}, chunks or {}, windows or {})
         for each in module.modules():
             if isinstance(getattr(each, "layer_idx", None), int):
                 each.attending = self._attending  # type: ignore[assignment]
@@ -52,7 +56,7 @@ class PagedModel:
         output = self.module(
             input_ids=token_ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
-            past_key_values=attending.past,
+            past_key_values=attending.past if self.has_past else None,
             use_cache=False,
             logits_to_keep=logit_rows,
         )

@@ -99,15 +99,50 @@ def head_dim(text_config: Any) -> int:
 def context_length(asked: int, text_config: Any) -> int:
     """Return the tokens of one request at most: what was asked for, or the model's own for 0.
 
+    LongRoPE has one table of frequencies for sequences up to the original length and another beyond, chosen
+    by the longest sequence of a forward. Such models end at the original length here: what a request is
+    answered must not depend on what it is computed with.
+
     Raises:
-        ConfigInvalid: The model has fewer.
+        ConfigInvalid: The model has fewer, or does not tell.
     """
-    own = int(text_config.max_position_embeddings)
-    if asked > own:
+    own = longest_context(text_config)
+    if own is None and not asked:
         raise ConfigInvalid(
-            f"--context-length {asked} is over the model's own {own}; give at most that"
+            "config.json names no max_position_embeddings: give --context-length", topic="models"
         )
-    return asked or own
+    if own is not None and asked > own:
+        why = "" if own == text_config.max_position_embeddings else ", where its LongRoPE changes"
+        raise ConfigInvalid(
+            f"--context-length {asked} is over the model's own {own}{why}; give at most that",
+            topic="models",
+        )
+    return asked or own or 0
+
+
+def longest_context(text_config: Any) -> int | None:
+    """Return the tokens of one request that a model is served with at most; None: it does not tell."""
+    own = getattr(text_config, "max_position_embeddings", None)
+    if not isinstance(own, int) or own < 1:
+        return None
+    return min(own, _original_length(text_config) or own)
+
+
+def _original_length(text_config: Any) -> int | None:
+    """Return up to which length a model with LongRoPE uses its first table; None for other models."""
+    rope = getattr(text_config, "rope_parameters", None) or getattr(
+        text_config, "rope_scaling", None
+    )
+    if not isinstance(rope, dict):
+        return None
+    ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    lengths = [
+        each.get("original_max_position_embeddings")
+        or getattr(text_config, "original_max_position_embeddings", None)
+        for each in ropes
+        if "longrope" in (each.get("rope_type"), each.get("type"))
+    ]
+    return min((length for length in lengths if isinstance(length, int)), default=None)
 
 
 def eos_token_ids(model_dir: Path, text_config: Any) -> frozenset[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.attention import NAME, AttentionNotServed
+from engine.attention import NAME, AttentionNotServed, text_config_of
 
 _MOST_LAYERS = 4
 VOCAB_SIZE = 512
@@ -50,7 +50,7 @@ def make_copy(hf_config: Any, device: str, *, trusts_code: bool) -> SmallCopy:
     Raises:
         AttentionNotServed: There is no such model; the sentence says why.
     """
-    text = hf_config.get_text_config()
+    text = text_config_of(hf_config)
     layers, of_kind = _chosen(text)
     refusal: Exception | None = None
     for changes in ({**_WINDOWS, **_WIDTHS}, {**_WINDOWS, "vocab_size": VOCAB_SIZE}, {}):
