@@ -211,6 +211,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "index_block_size": 8,
         "index_topk_blocks": 2,
     },
+    "mllama_text_model": {"cross_attention_layers": [1]},
     "modernbert-decoder": {"local_attention": 48},
     "moshi": {"ffn_dim": 96},
     "nemotron_h": {"ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16},
@@ -293,6 +294,7 @@ class Case:
 
 
 _ORIGINALLY = {"original_max_position_embeddings": 48}  # fewer than the longest prompt has
+_BEFORE_LONG = {"original_max_position_embeddings": 96}  # where a context of LongRoPE ends here
 
 
 def _scaled_rope(rope_type: str, **more: Any) -> dict[str, Any]:
@@ -302,8 +304,8 @@ def _scaled_rope(rope_type: str, **more: Any) -> dict[str, Any]:
 def _long_rope(rotary_dim: int) -> dict[str, Any]:
     factors = [1.0 + index / 4 for index in range(rotary_dim // 2)]
     short = [1.0] * len(factors)
-    scaled = _scaled_rope("longrope", **_ORIGINALLY, short_factor=short, long_factor=factors)
-    return scaled | _ORIGINALLY
+    scaled = _scaled_rope("longrope", **_BEFORE_LONG, short_factor=short, long_factor=factors)
+    return scaled | _BEFORE_LONG
 
 
 VARIANTS = (
@@ -420,13 +422,13 @@ def _default(cls: type[PreTrainedConfig]) -> PreTrainedConfig | None:
 
 def make_model(case: Case, directory: Path) -> torch.nn.Module:
     """Return a float32 model with seeded weights, which are also written to the directory."""
-    config = case.config()
     model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
+        case.config(), dtype=torch.float32, attn_implementation="eager"
     ).eval()
     _redraw(model, SEEDS.get(case.name, 0))
     model.save_pretrained(directory)
-    config.save_pretrained(directory)  # the whole of a multimodal model, as its checkpoints have it
+    # As checkpoints have it: the whole of a multimodal model, and without what a decoder alone changes.
+    case.config().save_pretrained(directory)
     return model
 
 

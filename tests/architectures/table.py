@@ -5,28 +5,30 @@ them to the engine, and docs/models.md is made of them.
 """
 
 REFUSED: dict[str, tuple[str, ...]] = {
-    "its forward needs more than K and V of tokens": (
-        "bart",
+    "its attention does not go through transformers' attention interface": (
         "big_bird",
-        "bigbird_pegasus",
-        "biogpt",
-        "blenderbot",
-        "blenderbot-small",
+        "bloom",
+        "bloom, slow but exact",
+        "codegen",
         "cpmant",
-        "marian",
-        "mbart",
+        "falcon",
+        "falcon, ALiBi",
+        "falcon, several KV heads",
+        "git",
+        "gpt_neo",
+        "gpt_neox_japanese",
+        "gptj",
         "megatron-bert",
-        "mpt",
-        "mpt, no ALiBi",
-        "mvp",
-        "opt",
-        "pegasus",
-        "plbart",
-        "prophetnet",
+        "openai-gpt",
+        "reformer",
         "rembert",
         "roformer",
+        "rwkv",
         "trocr",
         "xglm",
+        "xlm",
+        "xlnet",
+        "xlstm",
     ),
     "it has layers of kind 'linear_attention'": (
         "bailing_hybrid",
@@ -46,6 +48,21 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "qwen3_next",
         "recurrent_gemma",
     ),
+    "it decodes what an encoder has read": (
+        "bart",
+        "bigbird_pegasus",
+        "blenderbot",
+        "blenderbot-small",
+        "marian",
+        "mbart",
+        "musicgen",
+        "musicgen_melody",
+        "mvp",
+        "pegasus",
+        "plbart",
+        "prophetnet",
+        "whisper",
+    ),
     "its attention is not causal: it looks at later tokens": (
         "bert",
         "bert-generation",
@@ -60,24 +77,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "xlm-roberta",
         "xlm-roberta-xl",
         "xmod",
-    ),
-    "its attention does not go through transformers' attention interface": (
-        "codegen",
-        "gpt_neox_japanese",
-        "openai-gpt",
-        "reformer",
-        "rwkv",
-        "xlm",
-        "xlnet",
-        "xlstm",
-    ),
-    "'tandem_paged'": (
-        "falcon",
-        "falcon, ALiBi",
-        "falcon, several KV heads",
-        "git",
-        "gpt_neo",
-        "gptj",
     ),
     "it has layers of kind 'indexed_attention'": (
         "axk2",
@@ -97,14 +96,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "inkling_text",
         "zaya, windows",
     ),
-    "Multiple valid text configs were found in the model config: ['text_encoder', 'de": (
-        "musicgen",
-        "musicgen_melody",
-    ),
-    "TODO WRONG: from the prefix cache, of 5 and 3": (
-        "llama, long RoPE",
-        "phi3, long RoPE",
-    ),
     "The set of layer types producing a cache is different than the set of layer type": (
         "gemma4_assistant",
         "gemma4_unified_assistant",
@@ -121,16 +112,14 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "qwen4_exp",
         "qwen4_exp_text",
     ),
-    "its attention takes 'logits_to_keep', which is not understood here": (
-        "got_ocr2",
-        "whisper",
+    "its forward needs more than tokens and their positions: 'NoneType' object has no attribute 'to'": (
+        "mpt",
+        "mpt, no ALiBi",
     ),
-    "its forward needs more than K and V of tokens: the model asks its cache for 'get_mask_sizes', which is not K and V of tokens": (
-        "bloom",
-        "bloom, slow but exact",
+    "layer 0 attends twice, which needs K and V of its own for each time": (
+        "diffllama",
+        "hrm_text",
     ),
-    "TODO WRONG: alone, of 37 and 70 tokens; from ": ("moshi",),
-    "TODO failed: AttributeError: '_Product' objec": ("hunyuan_v1_moe",),
     "TODO failed: ImportError: TimmWrapperModel re": ("gemma3n",),
     "it has layers of kind 'compressed_sparse_attention', 'heavily_compressed_attention'": (
         "deepseek_v4",
@@ -138,17 +127,11 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "it has layers of kind 'linear_attention', 'mlp', 'moe'": ("nemotron_h",),
     "it has layers of kind 'minimax_m3_sparse'": ("minimax_m3_vl_text",),
     "it makes an attention mask of its own": ("doge",),
-    "its forward needs more than K and V of tokens: the model asks its cache for 'is_initialized', which is not K and V of tokens": (
-        "hrm_text",
-    ),
-    "its forward needs more than K and V of tokens: the model asks its cache for 'layers', which is not K and V of tokens": (
+    "its config names no num_hidden_layers: it has no text model of one stack of layers": ("blt",),
+    "not all of its layers attend through transformers' attention interface, such as layer 1": (
         "mllama",
     ),
-    "its forward needs more than K and V of tokens: the model asks its cache for 'self_attention_cache', which is not K and V of tokens": (
-        "blt",
-    ),
-    "layer 0 attends twice, which needs K and V of its own for each time": ("diffllama",),
-    "with its own weights, the logits of this engine are off transformers' by": ("phimoe",),
+    "with its own weights, the logits of this engine are off transformers' by": ("moshi",),
 }
 
 WHY = {name: why for why, names in REFUSED.items() for name in names}
