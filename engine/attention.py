@@ -167,6 +167,7 @@ class PagedPast:
     def __init__(self, positions: torch.Tensor) -> None:
         self._positions = positions
         self.kept: dict[int, Kept] = {}
+        self.is_asked = False
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -177,6 +178,7 @@ class PagedPast:
 
     def get_seq_length(self, _layer_idx: int = 0) -> torch.Tensor:
         """Return how many tokens came before: row by row, so that adding row numbers gives positions."""
+        self.is_asked = True
         rows = torch.arange(len(self._positions), device=self._positions.device)
         return self._positions - rows
 

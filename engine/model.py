@@ -67,8 +67,7 @@ def load_model(config: EngineConfig) -> tuple[PagedModel, ModelShape]:
         with _named(hf_config):
             model = _build(config, hf_config, implementation)
     model = model.to(config.device).eval().requires_grad_(requires_grad=False)
-    if config.tp_size > 1:
-        _check_split(config, model, text)
+    _head_shares(config, model, text)
     with _named(hf_config):
         observed = observe(model, text)
         shape = _shape(config, model, text, observed)
@@ -109,11 +108,10 @@ def model_needs(config: EngineConfig) -> ModelNeeds:
         implementation = attention.register()
         with torch.device("meta"), _named(hf_config):
             model = _build(unsharded, hf_config, implementation)
-    if config.tp_size > 1:
-        _check_split(config, model, text)
-    with _named(hf_config):
-        observed = ModelCheck(unsharded, hf_config).copy()
-        shape = _shape(config, model, text, observed)
+        shares = _head_shares(config, model, text)
+        with _named(hf_config):
+            observed = ModelCheck(unsharded, hf_config).copy().cut(shares)
+            shape = _shape(config, model, text, observed)
     if getattr(hf_config, "quantization_config", None) is not None:
         sizes = [file.stat().st_size for file in path.glob("*.safetensors")]
     else:
@@ -232,8 +230,14 @@ def _shape(
     )
 
 
-def _check_split(config: EngineConfig, model: Any, text: Any) -> None:
-    """Raise ConfigInvalid unless every rank has an equal share of heads, or all of the KV heads."""
+def _head_shares(config: EngineConfig, model: Any, text: Any) -> int:
+    """Return into how many shares ranks cut the KV heads; 1 where each rank has all of them.
+
+    Raises:
+        ConfigInvalid: The shares would not be equal.
+    """
+    if config.tp_size == 1:
+        return 1
     num_heads, num_kv_heads = text.num_attention_heads, kv_heads(text)
     is_split = any(
         name.rpartition(".")[2] in _KEY_PROJECTIONS and style == "colwise"
@@ -244,6 +248,7 @@ def _check_split(config: EngineConfig, model: Any, text: Any) -> None:
             f"--tp {config.tp_size} cannot share {num_heads} attention heads with {num_kv_heads} KV "
             "heads evenly: give a number that divides both"
         )
+    return config.tp_size if is_split else 1
 
 
 def _fingerprint(config: EngineConfig, text_config: object, dtype: str, kv_dtype: str) -> str:

@@ -55,7 +55,9 @@ class Sequences:
     page_size: int
 
     @classmethod
-    def of(cls, vocab_size: int, page_size: int, window: int | None, longest: int) -> "Sequences":
+    def of(
+        cls, vocab_size: int, page_size: int, window: int | None, longest: int | None
+    ) -> "Sequences":
         """Draw sequences longer than a page, and than a window where that is short; of `longest` at most."""
         span = max(page_size, window if window and window <= _LONGEST_WINDOW else 0)
         # From the middle of the vocabulary: marks are at its ends.

@@ -53,6 +53,14 @@ class Observed:
         sources = tuple((i, keeping[-1]) for i, each in enumerate(layers) if not each.num_kv_heads)
         return replace(self, layers=layers, sources=sources)
 
+    def cut(self, shares: int) -> "Observed":
+        """Return what the layers of one of so many ranks bring."""
+        layers = tuple(
+            LayerKV(each.num_kv_heads // shares, each.key_dim, each.value_dim)
+            for each in self.layers
+        )
+        return replace(self, layers=layers)
+
 
 def observe(module: nn.Module, text_config: Any) -> Observed:
     """Run one short forward of a model and report what its layers ask of attention.
@@ -85,6 +93,7 @@ def observe(module: nn.Module, text_config: Any) -> Observed:
         features.add("latents")
     if any(each.value_dim not in (0, each.key_dim) for each in layers):
         features.add("unequal")
+    has_past = has_past and (observer.has_asked or bool(latents))
     model = PagedModel(module, latents=latents, **spans, has_past=has_past)
     # Latents read the weights that expand them.
     read = {getattr(each, "kv_b_proj", None) for each in module.modules()}
@@ -93,10 +102,17 @@ def observe(module: nn.Module, text_config: Any) -> Observed:
 
 @dataclass(slots=True)
 class _Observer:
-    """Takes what layers bring, and attends within the rows."""
+    """Takes what layers bring, and attends within the rows.
+
+    Attributes:
+        inputs: By layer.
+        kept: What the model gave its cache, by layer.
+        has_asked: Whether the model asked its cache where the rows stand.
+    """
 
     inputs: dict[int, LayerInputs] = field(default_factory=dict)
     kept: Mapping[int, Kept] = field(default_factory=dict)
+    has_asked: bool = False
 
     def attend(self, layer: LayerInputs) -> torch.Tensor:
         """Note what a layer brings; return something of the right shape that depends on all of it."""
@@ -209,7 +225,7 @@ def _forward(model: PagedModel, observer: _Observer, text_config: Any) -> frozen
     try:
         with torch.inference_mode():
             model.logits(ids, positions, positions[-1:], observer.attend)
-            observer.kept = {} if model.past is None else model.past.kept
+            observer.kept, observer.has_asked = model.past.kept, model.past.is_asked
     except AttentionNotServed:
         raise
     except Exception as error:

@@ -64,6 +64,7 @@ class PagedModel:
         return logits
 
     @property
-    def past(self) -> PagedPast | None:
+    def past(self) -> PagedPast:
         """What the newest forward gave the model for its cache."""
+        assert self._attending.past is not None, "no forward has been run"
         return self._attending.past
