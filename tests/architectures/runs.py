@@ -1,27 +1,17 @@
-"""What plain transformers generates with a tiny model, and what our engine does with the same checkpoint.
+"""What plain transformers generates with a tiny model, and what our engine does with the same checkpoint."""
 
-python -m tests.architecture_runs            what becomes of every architecture, a line each
-python -m tests.architecture_runs llama ...  of some
-"""
-
-import argparse
 import math
-import tempfile
-import time
-import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
-import transformers
 
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.model import load_model
-from tests.architectures import CONFIG_ONLY, VOCAB_SIZE, Case, cases, make_model
+from tests.architectures.configs import CONFIG_ONLY, VOCAB_SIZE, Case, make_model
 from tests.one_engine import make_engine, one_thread, run_together
 from wire.errors import ConfigInvalid
 from wire.generation import LogprobsWanted, SamplingParams
@@ -53,7 +43,7 @@ class Answer:
         )
 
 
-class Tied(Exception):  # noqa: N818
+class Tied(Exception):
     """Two tokens are so close that the comparison would be luck."""
 
 
@@ -160,37 +150,3 @@ def refusal(case: Case, directory: Path) -> str:
         except ConfigInvalid as error:
             return error.message.replace(str(directory), "DIRECTORY")
     return ""
-
-
-def outcome(case: Case, directory: Path) -> str:
-    """Return what becomes of an architecture, in a line."""
-    try:
-        if why := refusal(case, directory):
-            return f"refused: {' '.join(why.split())}"
-        wrong = differences(case, directory)
-    except Exception as error:  # whatever it is: the line says so
-        return f"traceback: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return f"WRONG: {'; '.join(wrong)}" if wrong else "equal"
-
-
-def main() -> None:
-    """Print a line for every case, or for those of some architectures."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("names", nargs="*", metavar="MODEL_TYPE")
-    asked = parser.parse_args().names
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    counts = Counter[str]()
-    for case in cases():
-        if asked and case.model_type not in asked:
-            continue
-        began = time.process_time()
-        with tempfile.TemporaryDirectory() as directory:
-            said = outcome(case, Path(directory))
-        counts[said.partition(":")[0]] += 1
-        print(f"{case.name:40} {time.process_time() - began:5.2f} s  {said}", flush=True)
-    print(dict(counts))
-
-
-if __name__ == "__main__":
-    main()

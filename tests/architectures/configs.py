@@ -51,7 +51,7 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_topk": 2,
     "moe_k": 2,
-    "n_group": 1,
+    "n_group": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,
     # Latent attention: V is as wide as neither part of Q and K, nor as both together.
@@ -163,8 +163,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 20,
         "shared_experts_intermediate_size": 48,
     },
-    "dots3_note_audio_encoder": {"adapter_input_size": 64},
-    "dots3_note_vision_encoder": {"adapter_in_dim": 64},
+    "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    "dots3_note_vision_encoder": {"adapter_in_dim": 64, "adapter_out_dim": 64},
     "doge": {"keep_window_size": 16},
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
     "gemma3n_text": _GEMMA4_INPUTS
@@ -211,6 +211,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "index_block_size": 8,
         "index_topk_blocks": 2,
     },
+    "mllama_text_model": {"cross_attention_layers": [1]},
     "modernbert-decoder": {"local_attention": 48},
     "moshi": {"ffn_dim": 96},
     "nemotron_h": {"ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16},
@@ -292,7 +293,8 @@ class Case:
         return _shrunk(CONFIG_MAPPING[self.model_type], self.settings)
 
 
-_ORIGINALLY = {"original_max_position_embeddings": 32}  # fewer than prompts have
+_ORIGINALLY = {"original_max_position_embeddings": 48}  # fewer than the longest prompt has
+_BEFORE_LONG = {"original_max_position_embeddings": 96}  # where a context of LongRoPE ends here
 
 
 def _scaled_rope(rope_type: str, **more: Any) -> dict[str, Any]:
@@ -302,8 +304,8 @@ def _scaled_rope(rope_type: str, **more: Any) -> dict[str, Any]:
 def _long_rope(rotary_dim: int) -> dict[str, Any]:
     factors = [1.0 + index / 4 for index in range(rotary_dim // 2)]
     short = [1.0] * len(factors)
-    scaled = _scaled_rope("longrope", **_ORIGINALLY, short_factor=short, long_factor=factors)
-    return scaled | _ORIGINALLY
+    scaled = _scaled_rope("longrope", **_BEFORE_LONG, short_factor=short, long_factor=factors)
+    return scaled | _BEFORE_LONG
 
 
 VARIANTS = (
@@ -420,13 +422,13 @@ def _default(cls: type[PreTrainedConfig]) -> PreTrainedConfig | None:
 
 def make_model(case: Case, directory: Path) -> torch.nn.Module:
     """Return a float32 model with seeded weights, which are also written to the directory."""
-    config = case.config()
     model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
+        case.config(), dtype=torch.float32, attn_implementation="eager"
     ).eval()
     _redraw(model, SEEDS.get(case.name, 0))
     model.save_pretrained(directory)
-    config.save_pretrained(directory)  # the whole of a multimodal model, as its checkpoints have it
+    # As checkpoints have it: the whole of a multimodal model, and without what a decoder alone changes.
+    case.config().save_pretrained(directory)
     return model
 
 

@@ -1,0 +1,55 @@
+"""Every architecture that transformers maps is served as transformers computes it, or refused at load."""
+
+import pytest
+
+from tests.architectures import page
+from tests.architectures.configs import CONFIG_ONLY, SEEDS, cases
+from tests.architectures.runs import differences, refusal
+from tests.architectures.table import WHY
+
+# Modelling code and configurations of others warn as they please.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+# One of each kind of attention, and of refusal, for every run of the tests; `make test-all` takes all.
+SAMPLE = {
+    "bert",
+    "deepseek_v3",
+    "gemma3_text",
+    "gemma4_text, shared KV",
+    "gpt2",
+    "gpt_oss",
+    "llama4_text, temperature tuning",
+    "mixtral",
+    "mpt",
+    "qwen3_next",
+}
+CASES = cases()
+NAMES = {case.name for case in CASES}
+
+
+def each(are_served):
+    """Have a test take each case that is served, or that is refused."""
+    params = [
+        pytest.param(case, id=case.name, marks=() if case.name in SAMPLE else pytest.mark.thorough)
+        for case in CASES
+        if (case.name not in WHY) == are_served
+    ]
+    return pytest.mark.parametrize("case", params)
+
+
+@each(are_served=True)
+def test_a_model_generates_what_it_does_in_transformers(case, tmp_path):
+    assert differences(case, tmp_path) == []
+
+
+@each(are_served=False)
+def test_a_model_that_is_not_served_is_refused_at_load(case, tmp_path):
+    assert WHY[case.name] in refusal(case, tmp_path)
+
+
+def test_tables_name_only_what_is_there():
+    assert WHY.keys() | SEEDS.keys() | CONFIG_ONLY.keys() | SAMPLE <= NAMES
+
+
+def test_the_page_of_models_is_current():
+    assert page.PATH.read_text() == page.page(), "run python -m tests.architectures --write"
