@@ -101,10 +101,11 @@ class PushWorker:
             return task
 
     def _settle(self, task: _Task, error: TandemError | None) -> None:
+        # The outcome first: a stop that came before it would be answered as if nothing had gone wrong.
+        task.done(error)
         with self._changed:
             self._running = None
             stops, self._stops = self._stops, []
-        task.done(error)
         for _, stopped in stops:
             stopped()
 
@@ -114,9 +115,8 @@ def _attempt(job: Callable[[], None]) -> TandemError | None:
         job()
     except TandemError as error:
         return error
-    except Exception as error:
-        # A transport's library raises what it likes: the link or the room fails, and may be tried again;
-        # the thread lives.
+    except BaseException as error:
+        # A transport's library raises what it likes, a panic of one in Rust included. The thread lives.
         log.exception("kv_push.failed")
         return TransferFailed(f"the transport failed: {error!r}")
     return None

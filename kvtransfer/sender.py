@@ -327,7 +327,7 @@ class PrefillAgent:
             if entry.sums is not None:
                 entry.sums.add(own, layers)
 
-        return entry.worker.submit(part.room, write, partial(self._report, part, None))
+        return self._submit(part, entry, write, None)
 
     def _finish_room(self, room: Room, landed: hand_off.Landed, now_s: float) -> None:
         if (entry := self._rooms.room(room)) is not None:
@@ -352,22 +352,25 @@ class PrefillAgent:
         def sum_up(_connection: Connection) -> None:
             entry.sum_up(self._end.layout)
 
-        return entry.worker.submit(part.room, sum_up, partial(self._report, part, WritesDone()))
+        return self._submit(part, entry, sum_up, WritesDone())
 
-    def _report(self, part: Part, success: Event | None, error: TandemError | None) -> None:
+    def _submit(
+        self, part: Part, entry: PushRoom, job: Callable[[Connection], None], success: Event | None
+    ) -> None:
+        assert entry.link is not None
+        entry.worker.submit(part.room, job, partial(self._report, part, entry.link, success))
+
+    def _report(
+        self, part: Part, link: DecodeLink, success: Event | None, error: TandemError | None
+    ) -> None:
         """A worker is done with a job; called from its thread."""
-        if isinstance(error, PeerLost):
-            self._control.post(partial(self._break_link, part, error))
-        elif error is not None:
+        if isinstance(error, TransferRefused):
             self._control.post(partial(self._apply, part, WriteFailed(error)))
+        elif error is not None:
+            # Bytes may still be under way: only decode's fence ends them, so no Released may be sent.
+            self._control.post(partial(self._bootstrap.drop, link, error))
         elif success is not None:
             self._control.post(partial(self._apply, part, success))
-
-    def _break_link(self, part: Part, error: PeerLost) -> None:
-        """No later write of this link can succeed either."""
-        entry = self._rooms.part(part)
-        if entry is not None and entry.link is not None:
-            self._bootstrap.drop(entry.link, error)
 
     def _apply(self, part: Part, event: Event) -> None:
         entry = self._rooms.part(part)

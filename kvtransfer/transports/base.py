@@ -122,8 +122,11 @@ class Connection(Protocol):
         """Copy from the own region into the peer's pool; return when all of it is there.
 
         Raises:
-            PeerLost: The peer is gone, has fenced us, or `close` was called meanwhile.
-            TransferRefused: The pages are not granted to this room.
+            TransferRefused: The pages are not granted to this room, and no byte of the write is under
+                way any more.
+            PeerLost: The peer is gone, has fenced us, or `close` was called meanwhile. Bytes may still
+                be under way. Any other exception is taken for this one: the link is given up, and the
+                listener fences us.
         """
         ...
 

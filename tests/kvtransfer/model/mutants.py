@@ -68,6 +68,7 @@ MUTANTS = {
         "say Landed before the writes are done"
     ),
     "prefill says it stopped while a write goes on": habit("stop without waiting for the write"),
+    "prefill releases after a write that broke": habit("release after a write that broke"),
     "prefill answers a second grant with Released": habit("release a second grant"),
     "a fence is called done when it begins": habit("call a fence done when it begins"),
 }

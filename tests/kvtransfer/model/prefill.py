@@ -239,8 +239,11 @@ class Prefill(Record):
         """The write under way fails: it was hung up on, or refused (then none of it is under way)."""
         worker = self.workers[number]
         room, _ = worker.running
+        is_refused = event is WriteFailed
+        if "release after a write that broke" in world.rules.habits:
+            event = WriteFailed
         self.posts.append(("break", number, None) if event is None else ("apply", room, event))
-        if event is WriteFailed or not world.plan.is_one_sided:
+        if is_refused or not world.plan.is_one_sided:
             world.flying = [piece for piece in world.flying if piece[:2] != (number, room)]
         self._settle(worker)
 
