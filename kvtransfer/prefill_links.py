@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvtransfer.control import TURN_S, ControlThread
+from kvtransfer.control import TURN_S, ControlThread, transport_errors
 from kvtransfer.layout import KVLayout
 from kvtransfer.sharding import Shard
 from kvtransfer.transports.base import Admission, Listener
@@ -27,7 +27,7 @@ from wire.channel import Link, Waker, tcp_address, wait
 from wire.errors import PeerLost, TandemError, TransferRefused, error_from_info
 from wire.hand_off import FromPrefill, Hello, Landed, LinkPing, Redirect, Refused, Released, Welcome
 from wire.heartbeat import Heartbeat
-from wire.ids import Epoch
+from wire.ids import Epoch, Room
 from wire.keys import ChannelKey
 from wire.messages import Message
 
@@ -144,9 +144,15 @@ class PrefillLinks:
             link = self._links[address] = self._make(host, address)
         return link
 
-    def listener(self, link: PrefillLink) -> tuple[Listener, Admission]:
-        """Return what prefill writes through. Only once the link is up."""
-        return self._end.listeners[link.transport], link.admissions[link.transport]
+    def permit(self, link: PrefillLink, room: Room, page_ids: Sequence[int]) -> None:
+        """Let prefill write a room into these pages; if that fails, the link is lost. Only once it is up."""
+        listener, admission = self._listener(link)
+        self._call(link, lambda: listener.permit(admission.peer, room, page_ids))
+
+    def revoke(self, link: PrefillLink, room: Room) -> None:
+        """End what `permit` began; if that fails, the link is lost."""
+        listener, admission = self._listener(link)
+        self._call(link, lambda: listener.revoke(admission.peer, room))
 
     def send(self, link: PrefillLink, message: Message) -> None:
         """Send; a link that cannot be sent to is found out by the next ping."""
@@ -162,7 +168,11 @@ class PrefillLinks:
         for link in links:
             while self._is_kept(link) and (message := link.socket.receive()) is not None:
                 link.last_heard_s = self._clock()
-                self._hear(link, message)
+                try:
+                    with transport_errors():
+                        self._hear(link, message)
+                except TandemError as error:
+                    self.drop(link, error)  # the rooms of the link then end behind a fence
         self._keep_alive(self._clock())
 
     def drop(self, link: PrefillLink, error: TandemError) -> None:
@@ -172,8 +182,10 @@ class PrefillLinks:
         log.warning("kv_link.lost", address=link.socket.address, reason=str(error))
         del self._links[link.address]
         link.socket.close()
-        self._lost(link, error)
-        self._fence(link, tuple(link.admissions), partial(self._fenced, link))
+        try:
+            self._lost(link, error)
+        finally:
+            self._fence(link, tuple(link.admissions), partial(self._fenced, link))
 
     def close(self) -> None:
         """Close the sockets and, with them, all listeners."""
@@ -182,13 +194,26 @@ class PrefillLinks:
         for listener in self._end.listeners.values():
             listener.close()
 
+    def _listener(self, link: PrefillLink) -> tuple[Listener, Admission]:
+        """Return what prefill writes through."""
+        return self._end.listeners[link.transport], link.admissions[link.transport]
+
+    def _call(self, link: PrefillLink, call: Callable[[], None]) -> None:
+        try:
+            with transport_errors():
+                call()
+        except TandemError as error:
+            # Posted: the room whose call this is has to come to rest before the link is lost to it.
+            self._control.post(partial(self.drop, link, error))
+
     def _make(self, host: str, address: str) -> PrefillLink:
         now_s, socket = self._clock(), self._socket(address)
         admissions, reasons = {}, []
         for name, listener in self._end.listeners.items():
             try:
-                admissions[name] = listener.admit(host)
-            except TransferRefused as error:  # the others are offered all the same
+                with transport_errors():
+                    admissions[name] = listener.admit(host)
+            except TandemError as error:  # the others are offered all the same
                 log.warning("kv_transport.not_offered", transport=name, reason=str(error))
                 reasons.append(str(error))
         if not admissions:

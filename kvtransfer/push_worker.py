@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from kvtransfer.control import transport_errors
 from kvtransfer.transports.base import Connection
-from telemetry.log import get_logger
-from wire.errors import TandemError, TransferFailed
+from wire.errors import TandemError
 from wire.ids import Room
-
-log = get_logger("kvtransfer.push")
 
 Done = Callable[[TandemError | None], None]
 
@@ -112,11 +110,8 @@ class PushWorker:
 
 def _attempt(job: Callable[[], None]) -> TandemError | None:
     try:
-        job()
+        with transport_errors():
+            job()
     except TandemError as error:
         return error
-    except BaseException as error:
-        # A transport's library raises what it likes, a panic of one in Rust included. The thread lives.
-        log.exception("kv_push.failed")
-        return TransferFailed(f"the transport failed: {error!r}")
     return None
