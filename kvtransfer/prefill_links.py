@@ -14,6 +14,7 @@ Knows nothing of rooms. Everything else runs in the agent's control thread.
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,7 @@ from functools import partial
 from kvtransfer.control import TURN_S, ControlThread, transport_errors
 from kvtransfer.layout import KVLayout
 from kvtransfer.sharding import Shard
-from kvtransfer.transports.base import Admission, Listener
+from kvtransfer.transports.base import Admission, Listener, PeerKey
 from telemetry.log import get_logger
 from wire.channel import Link, Waker, tcp_address, wait
 from wire.errors import PeerLost, TandemError, TransferRefused, error_from_info
@@ -33,6 +34,8 @@ from wire.messages import Message
 
 log = get_logger("kvtransfer.links")
 
+# A fence that fails is tried again, since nothing else makes its pages safe.
+FENCE_RETRY_S = 1.0
 # Looked at this often while a connection is being made: it takes a millisecond on one host.
 CONNECTING_TURN_S = 0.002
 
@@ -120,6 +123,8 @@ class PrefillLinks:
         self._connect_timeout_s, self._heartbeat = connect_timeout_s, heartbeat
         self._up, self._heard, self._lost, self._fenced = up, heard, lost, fenced
         self._links: dict[str, PrefillLink] = {}
+        self._unfenced: deque[Callable[[], None]] = deque()  # fences that have no thread yet
+        self._closing = threading.Event()
         self._next_ping_s = clock()
         self.num_refused = 0
 
@@ -155,9 +160,8 @@ class PrefillLinks:
         self._call(link, lambda: listener.revoke(admission.peer, room))
 
     def send(self, link: PrefillLink, message: Message) -> None:
-        """Send; a link that cannot be sent to is found out by the next ping."""
-        with contextlib.suppress(PeerLost):
-            link.socket.send(message)
+        """Send; a link that does not take the message is lost, since nobody sends it again."""
+        self._call(link, lambda: link.socket.send(message))
 
     def turn(self, waker: Waker) -> None:
         """Wait a moment, hear all that came, ping, and drop the silent."""
@@ -189,6 +193,7 @@ class PrefillLinks:
 
     def close(self) -> None:
         """Close the sockets and, with them, all listeners."""
+        self._closing.set()
         for link in self._links.values():
             link.socket.close()
         for listener in self._end.listeners.values():
@@ -284,13 +289,23 @@ class PrefillLinks:
         admissions = [(self._end.listeners[name], link.admissions.pop(name).peer) for name in names]
 
         def cut_off() -> None:
-            for listener, peer in admissions:
-                listener.fence(peer)
+            left = admissions
+            while left := [each for each in left if not _is_fenced(*each)]:
+                if self._closing.wait(FENCE_RETRY_S):
+                    return
             self._control.post(fenced)
 
-        threading.Thread(target=cut_off, name="kv-fence", daemon=True).start()
+        self._unfenced.append(cut_off)
+        self._begin_fences()
+
+    def _begin_fences(self) -> None:
+        with contextlib.suppress(RuntimeError):  # there is no thread to be had: perhaps next turn
+            while self._unfenced:
+                threading.Thread(target=self._unfenced[0], name="kv-fence", daemon=True).start()
+                self._unfenced.popleft()
 
     def _keep_alive(self, now_s: float) -> None:
+        self._begin_fences()
         is_ping_due = now_s >= self._next_ping_s
         if is_ping_due:
             self._next_ping_s = now_s + self._heartbeat.interval_s
@@ -324,3 +339,14 @@ class PrefillLinks:
             link.socket.send(LinkPing(epoch=self._end.epoch))
         except PeerLost as error:
             self.drop(link, error)
+
+
+def _is_fenced(listener: Listener, peer: PeerKey) -> bool:
+    """Fence a peer; return whether that worked."""
+    try:
+        with transport_errors():
+            listener.fence(peer)
+    except TandemError as error:
+        log.warning("kv_fence.failed", peer=peer, reason=str(error), retry_s=FENCE_RETRY_S)
+        return False
+    return True

@@ -180,7 +180,7 @@ class DecodeAgent:
         """Grant pages to the prefill at this address, as soon as the link to it is up.
 
         Args:
-            room: Not in use.
+            room: Used for no other attempt: a late answer to that one would end this.
             bootstrap_host: An IPv6 host may be bracketed.
             bootstrap_port: Of the prefill.
             page_ids: For the prompt's tokens `have_tokens` and on, in order.

@@ -255,11 +255,13 @@ class PrefillAgent:
         if isinstance(message, hand_off.Grant):
             return self._take_grant(link, message, part)
         entry = self._rooms.part(part)
-        if entry is not None and entry.link is link:
-            told = message.error
-            why = Aborted("decode withdrew its grant") if told is None else error_of_far_side(told)
-            self._apply(part, WithdrawArrived(why))
-        return None
+        if entry is None or entry.link is not link:
+            # Over, and forgotten, or never granted over this link: no write of it is under way here.
+            word = hand_off.Released(epoch=self._end.epoch, room=message.room)
+            return self._bootstrap.send(link, word)
+        told = message.error
+        why = Aborted("decode withdrew its grant") if told is None else error_of_far_side(told)
+        return self._apply(part, WithdrawArrived(why))
 
     def _lose(self, link: DecodeLink, error: TandemError) -> None:
         self.times.num_lost_links += 1

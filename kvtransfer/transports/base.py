@@ -107,6 +107,7 @@ class Listener(Protocol):
 
         Blocks for as long as that takes (a writer stopped in the middle of a copy holds it up
         until it goes on or dies), unless the listener is closed. Fencing the unknown does nothing.
+        After an error the peer's pages stay in quarantine, and it is called again until it returns.
         """
         ...
 

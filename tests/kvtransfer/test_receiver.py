@@ -1,15 +1,21 @@
 """What becomes of a room at decode when a transport fails in a way that no contract names."""
 
+import threading
 from contextlib import ExitStack
 
 import pytest
 
+from kvtransfer import prefill_links
 from kvtransfer.events import Failed, Granted, Landed, Lost, Safe
 from kvtransfer.transports.loopback import LoopbackListener, LoopbackTransport
+from tests.calm import CALM
 from tests.kvtransfer import test_agents as rig
 from tests.kvtransfer.test_agents import ROOM
+from tests.patience import patiently
+from wire.channel import Inbox, wait
 from wire.errors import TransferFailed
-from wire.ids import Room
+from wire.hand_off import Grant, ToPrefill, Welcome
+from wire.ids import Epoch, Room
 
 
 class Gone:
@@ -133,3 +139,52 @@ def test_a_room_that_cannot_be_verified_is_lost(cluster, ends):
     assert isinstance(decode.next(Lost).error, TransferFailed)
     assert decode.next() == Safe(ROOM)
     decode.agent._region = region
+
+
+def test_a_fence_that_fails_is_tried_again_and_pages_are_safe_only_then(cluster, ends, monkeypatch):
+    monkeypatch.setattr(prefill_links, "FENCE_RETRY_S", 0)
+    prefill, decode = ends
+    listener = cluster.transport.listener
+    listener.failures = ["permit", "fence", "fence"]
+    rig.request(decode, prefill)
+    decode.next(Lost)
+    assert decode.next() == Safe(ROOM)
+    assert listener.is_fenced
+    assert not listener.failures
+
+
+def test_a_fence_for_which_there_is_no_thread_is_begun_when_there_is_one(
+    cluster, ends, monkeypatch
+):
+    prefill, decode = ends
+    cluster.transport.listener.failures = ["permit"]
+    failures = [RuntimeError("can't start new thread")] * 2
+    real = threading.Thread.start
+
+    def start(thread):
+        while thread.name == "kv-fence" and failures:
+            raise failures.pop()
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    rig.request(decode, prefill)
+    decode.next(Lost)
+    assert decode.next() == Safe(ROOM)
+    assert not failures
+
+
+def test_a_grant_that_cannot_be_sent_costs_the_link(cluster):
+    decode = cluster.decode(clock=cluster.clock)  # no ping finds the link broken
+    with Inbox("tcp://127.0.0.1:0", ToPrefill, heartbeat=CALM) as inbox:
+        decode.agent.request(ROOM, "127.0.0.1", inbox.port, [1])
+        inbox.send(rig.receive(inbox).peer, Welcome(epoch=Epoch(5), transport="loopback"))
+        while not isinstance(rig.receive(inbox).message, Grant):
+            pass
+        port = inbox.port
+    for number, _ in enumerate(patiently()):
+        if events := list(decode.agent.events()):
+            break
+        decode.agent.request(Room(100 + number), "127.0.0.1", port, [2])
+        wait([], 0.005, decode.waker)
+    assert events[0].room == ROOM
+    assert isinstance(events[0], Lost)

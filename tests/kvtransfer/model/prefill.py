@@ -114,6 +114,8 @@ class Prefill(Record):
             self._take_grant(world, number, message)
         elif (entry := self.rooms.get(message[1])) is not None and entry.link == number:
             self.apply(world, message[1], WithdrawArrived)
+        elif "pass over the Withdraw of an unknown room" not in world.rules.habits:
+            world.say_to_decode(number, ("released", message[1]))
 
     def _take_grant(self, world, number, message):
         _, room, pages = message
