@@ -75,12 +75,9 @@ def need_cpu_memory(name: str, pool: Pool) -> None:
 class Listener(Protocol):
     """The receiving end: owns who may write where. Every method may be called from any thread.
 
-    Attributes:
-        num_violations: What was refused because no grant, or no admitted peer, stood behind it. Stays 0
-            where the writer itself looks at the grants, since the listener then sees no write.
+    A listener that sees the writes may have an attribute `num_violations`: how many it refused because no
+    grant, or no admitted peer, stood behind them.
     """
-
-    num_violations: int
 
     def admit(self, toward_host: str) -> Admission:
         """Let one more peer connect. Ends with `fence`.

@@ -223,9 +223,9 @@ class LyingPrefill:
     def say(self, message):
         self.inbox.send(self.peer, message)
 
-    def welcome(self):
+    def welcome(self, transport="loopback"):
         """Be an honest prefill as far as the grant."""
-        self.say(hand_off.Welcome(epoch=Epoch(5), transport="loopback"))
+        self.say(hand_off.Welcome(epoch=Epoch(5), transport=transport))
         while not isinstance(rig.receive(self.inbox).message, hand_off.Grant):
             pass
 
