@@ -121,15 +121,20 @@ class Message(Body):
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI sends a call's arguments as JSON text; templates write them out themselves."""
+    """Return the call with its arguments parsed: clients send JSON text, templates write objects.
+
+    Nothing, as clients send for a call without arguments, is an empty object.
+    """
     function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict):
         return call
-    try:
-        # Unlike json, it refuses what is nested without end as it refuses other bad JSON.
-        arguments = pydantic_core.from_json(function["arguments"])
-    except ValueError as error:
-        raise InvalidRequest(f"tool_calls: arguments are not JSON: {error}") from error
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            # Unlike json, it refuses what is nested without end as it refuses other bad JSON.
+            arguments = pydantic_core.from_json(arguments.strip() or "{}")
+        except ValueError as error:
+            raise InvalidRequest(f"tool_calls: arguments are not JSON: {error}") from error
     return call | {"function": function | {"arguments": arguments}}
 
 

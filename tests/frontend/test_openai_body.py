@@ -111,6 +111,22 @@ def test_a_developer_is_one_to_templates_that_know_it():
 
 
 @pytest.mark.usefixtures("said")
+@pytest.mark.parametrize(
+    "function", [{"arguments": text} for text in ("", " \n", None, "{}")] + [{}]
+)
+async def test_a_call_in_the_history_may_be_without_arguments(
+    client, backend, tokenizer, monkeypatch, function
+):
+    template = ChatTemplate({"default": "{{ messages[1].tool_calls[0].function | tojson }}"}, {})
+    monkeypatch.setattr(tokenizer, "_template", template)
+    call = {"id": "1", "type": "function", "function": {"name": "f"} | function}
+    messages = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    status, answer = await post(client, "/v1/chat/completions", {"messages": messages})
+    assert status == 200, answer
+    assert backend.requests[0].prompt_ids == tokenizer.encode('{"name": "f", "arguments": {}}')
+
+
+@pytest.mark.usefixtures("said")
 async def test_reasoning_effort_reaches_the_template(client, backend, tokenizer, monkeypatch):
     template = ChatTemplate({"default": "{{ reasoning_effort }}"}, {})
     monkeypatch.setattr(tokenizer, "_template", template)
