@@ -67,6 +67,9 @@ _HARMONY_CONTENT = {
     "close_pattern": r"<\|(?:end|return)\|>",
     "repeats": True,
 }
+# A call's recipient stands in the header of its role or behind its channel: models write either.
+_RECIPIENT = r"to=functions\.(?P<name>[^\s<]{1,256})"
+_CHANNEL = r"<\|channel\|>(?:commentary|analysis)"
 
 TOOL_FORMATS: Mapping[str, Format] = {
     "hermes": _tools(open="<tool_call>", close="</tool_call>"),
@@ -114,7 +117,7 @@ TOOL_FORMATS: Mapping[str, Format] = {
             "tool_calls": {
                 "repeats": True,
                 "content": "text",
-                "open_pattern": r"<\|channel\|>commentary to=functions\.(?P<name>[^\s<]{1,256})"
+                "open_pattern": rf"(?:{_RECIPIENT}{_CHANNEL}|{_CHANNEL} {_RECIPIENT})"
                 r"[^<]*(?:<\|constrain\|>\w+)?<\|message\|>",
                 "close": "<|call|>",
                 "transform": _NAMED,
