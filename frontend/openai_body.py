@@ -5,6 +5,7 @@ Leaves out answering, which is in `frontend/openai.py`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 import pydantic_core
@@ -266,9 +267,10 @@ async def read_chat(
 def _make_reply(
     body: ChatBody, choice: ToolChoice, formats: ReplyFormats, prompt: str
 ) -> Callable[[], Reply] | None:
+    ids = formats.call_ids(sum(len(message.tool_calls) for message in body.messages))
     if choice.grammar is not None:
-        return choice.reply
-    return formats.reply(prompt, choice.tools, is_split=body.separate_reasoning)
+        return partial(choice.reply, ids)
+    return formats.reply(prompt, choice.tools, ids, is_split=body.separate_reasoning)
 
 
 def _check(data: dict[str, Any]) -> None:

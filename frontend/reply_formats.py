@@ -10,7 +10,7 @@ Formats that write tags in the JSON of other formats, or Python, are left out.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Fields = Mapping[str, Mapping[str, Any]]
@@ -30,11 +30,14 @@ class Format:
         fields: Of a response template, beside or instead of `content`, which is all other text.
         opening: The text that puts a model into its thoughts, and that a prompt may end with.
         lost: The part of what opens a call that belongs to it.
+        has_numbered_calls: Whether the model's template takes ids of calls for `functions.NAME:NUMBER`,
+            with calls numbered over the conversation; else an id may be anything.
     """
 
     fields: Fields = field(default_factory=dict)
     opening: str = ""
     lost: str = ""
+    has_numbered_calls: bool = False
 
 
 def _tools(**region: Any) -> Format:
@@ -105,11 +108,14 @@ TOOL_FORMATS: Mapping[str, Format] = {
         open_pattern=rf"(?:{_FIRST}\s*)?{_BEGIN}(?P<name>[^<]{{1,256}}){_SEP}",
         close=_END,
     ),
-    "kimi_k2": _listed(
-        "<|tool_calls_section_end|>",
-        open_pattern=r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
-        r"(?:functions\.)?(?P<name>[^:<\s]{1,256})(?::\d+)?\s*<\|tool_call_argument_begin\|>",
-        close="<|tool_call_end|>",
+    "kimi_k2": replace(
+        _listed(
+            "<|tool_calls_section_end|>",
+            open_pattern=r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
+            r"(?:functions\.)?(?P<name>[^:<\s]{1,256})(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+            close="<|tool_call_end|>",
+        ),
+        has_numbered_calls=True,
     ),
     "gpt_oss": Format(
         {

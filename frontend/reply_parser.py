@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from frontend.reply import Part, Reply, new_call
+from frontend.reply import CallIds, Part, Reply, new_call, numbered_ids, random_ids
 from frontend.reply_formats import (
     REASONING_ALIASES,
     REASONING_FORMATS,
@@ -37,14 +37,29 @@ class ReplyFormats:
     tools: Format | None = None
     thoughts: Format | None = None
 
+    def call_ids(self, num_earlier: int) -> CallIds:
+        """Return what makes the ids of a reply's calls.
+
+        Args:
+            num_earlier: Calls that stand in the conversation before the reply.
+        """
+        is_numbered = self.tools is not None and self.tools.has_numbered_calls
+        return numbered_ids(num_earlier) if is_numbered else random_ids
+
     def reply(
-        self, prompt: str, tools: Sequence[Mapping[str, Any]], *, is_split: bool = True
+        self,
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]],
+        ids: CallIds = random_ids,
+        *,
+        is_split: bool = True,
     ) -> Callable[[], Reply] | None:
         """Return what makes the reader of one choice, or None where its text is all content.
 
         Args:
             prompt: Its end may have put the model into its thoughts.
             tools: That the model was told of; with none, no calls are looked for.
+            ids: Of the calls that are found.
             is_split: Whether thoughts are told apart.
         """
         formats = [
@@ -56,7 +71,7 @@ class ReplyFormats:
             return None
         openings = [part.opening for part in formats if part.opening]
         prefix = next((text for text in openings if prompt.rstrip().endswith(text)), "")
-        return functools.partial(ParsedReply, formats, prefix, tools)
+        return functools.partial(ParsedReply, formats, prefix, tools, ids)
 
 
 NO_FORMATS = ReplyFormats()
@@ -93,16 +108,21 @@ class ParsedReply:
     Args:
         prefix: What the prompt ended with that opens a region, or nothing.
         tools: Whose schemas say of what type an argument in tags is.
+        ids: Of its calls.
     """
 
     def __init__(
-        self, formats: Sequence[Format], prefix: str, tools: Sequence[Mapping[str, Any]]
+        self,
+        formats: Sequence[Format],
+        prefix: str,
+        tools: Sequence[Mapping[str, Any]],
+        ids: CallIds,
     ) -> None:
         from transformers.utils.chat_parsing import ResponseParser
 
         self._lost = "".join(part.lost for part in formats)
         self._parser: Any = ResponseParser(_template(formats), prefix=prefix, tools=list(tools))
-        self._num_calls = 0
+        self._ids, self._num_calls = ids, 0
         self._field = ""  # that was opened last
         self._raw = ""  # of the call that is being written
         self._blanks = ""  # at the end of an open text, told once something follows
@@ -174,7 +194,7 @@ class ParsedReply:
             return
         for name, arguments in calls:
             text = arguments if isinstance(arguments, str) else _dumps(arguments)
-            self._parts.append(new_call(self._num_calls, name, text))
+            self._parts.append(new_call(self._num_calls, name, text, self._ids))
             self._num_calls += 1
 
 
