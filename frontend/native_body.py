@@ -23,7 +23,7 @@ from frontend.batch_fields import (
     bootstraps,
     rows,
 )
-from frontend.body import Body, CacheSalt, Priority, refuse, validate
+from frontend.body import Body, CacheSalt, Priority, validate
 from frontend.edge import part_id
 from frontend.generation import Generation, Prompt, Wishes, generations_of
 from frontend.grammars import native_grammar
@@ -31,19 +31,11 @@ from frontend.logprobs import MAX_TOP_LOGPROBS
 from frontend.prompts import MAX_GENERATIONS, Prompts, id_prompts, prompt_ids, text_prompts
 from frontend.sampling import MAX_STOP_PATTERNS, NativeSampling, require_tokens
 from frontend.session import session_of
+from frontend.unsupported import refuse_unsupported
 from wire.errors import InvalidRequest
 from wire.generation import LogprobsWanted
 from wire.ids import RequestId, new_request_id
 
-_NOT_YET = (
-    "token_ids_logprob",
-    "image_data",
-    "video_data",
-    "audio_data",
-    "input_embeds",
-    "lora_path",
-)
-_SAMPLING_NOT_YET = ("structural_tag",)
 _MAX_ID_CHARS = 256
 
 T = TypeVar("T")
@@ -125,7 +117,7 @@ async def read_call(model: ServedModel, data: dict[str, Any]) -> NativeCall:
     Raises:
         InvalidRequest: Something in it cannot be; the sentence names it.
     """
-    refuse(data, _NOT_YET)
+    refuse_unsupported(data)
     body = validate(GenerateBody, data)
     prompts = body.prompts()
     fields, prefix = _sampling_fields(data, body, len(prompts))
@@ -172,10 +164,9 @@ def _sampling_fields(
         raise InvalidRequest(
             f"sampling_params: must be an object, or a list with one for each of {count} prompts"
         )
-    fields = [data | part for part in parts]
-    for part in fields:
-        refuse(part, _SAMPLING_NOT_YET)
-    return fields, "sampling_params" if given else ""
+    for part in parts:
+        refuse_unsupported(part, "sampling_params.")
+    return [data | part for part in parts], "sampling_params" if given else ""
 
 
 def _each(parts: list[T], count: int) -> list[T]:

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from frontend.backend import Bootstrap, ServedModel
 from frontend.batch_fields import BootstrappedBody, bootstraps
-from frontend.body import Body, CacheSalt, Many, Priority, refuse, validate
+from frontend.body import Body, CacheSalt, Many, Priority, validate
 from frontend.edge import part_id
 from frontend.generation import Generation, Prompt, Wishes, generations_of
 from frontend.grammars import openai_grammar
@@ -24,13 +24,13 @@ from frontend.prompts import (
     any_prompts,
     prompt_ids,
     require_tokenizer,
-    tokenize,
 )
 from frontend.reply import Reply
 from frontend.reply_parser import NO_FORMATS, ReplyFormats
 from frontend.sampling import CompletionSampling, OpenAISampling, require_tokens
 from frontend.session import session_of
 from frontend.tool_calls import ToolChoice, read_choice
+from frontend.unsupported import ONLY_CHAT, refuse_unsupported
 from wire.errors import InvalidRequest, ModelNotFound
 from wire.generation import LogprobsWanted
 from wire.ids import new_request_id
@@ -39,13 +39,6 @@ from wire.ids import new_request_id
 MAX_MESSAGES = 8192
 # What people who serve one model call it, whatever it is.
 ANY_MODEL = "default"
-_NOT_YET = (
-    "prompt_logprobs",
-    "suffix",
-    "structural_tag",
-    "functions",
-    "continue_final_message",
-)
 
 
 class StreamOptions(Body):
@@ -81,6 +74,7 @@ class CompletionBody(OpenAIBody):
     """`/v1/completions`."""
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)] = None
+    add_special_tokens: bool = True
     echo: bool = False
     logprobs: Annotated[NumTop | None, BeforeValidator(_off)] = None
 
@@ -150,6 +144,8 @@ class ChatBody(OpenAIBody):
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
+    # Beside those that the template wrote.
+    add_special_tokens: bool = False
     logprobs: bool = False
     top_logprobs: NumTop = 0
 
@@ -203,7 +199,8 @@ async def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICal
         InvalidRequest: Something in it cannot be; the sentence names it.
         ModelNotFound: It asks for another model.
     """
-    _check(data)
+    refuse_unsupported(data)
+    _check_best_of(data)
     body = validate(CompletionBody, data)
     _check_model(model, body.model)
     if body.prompt is None:
@@ -213,7 +210,7 @@ async def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICal
     wishes = Wishes(
         body.priority, body.cache_salt, body.wanted(), openai_grammar(data), session_of(data)
     )
-    ids = await prompt_ids(model, prompts)
+    ids = await prompt_ids(model, prompts, body.add_special_tokens)
     if not body.echo:
         require_tokens(sampling, "max_tokens")
     echoes = _texts(model, prompts) if body.echo else [""] * len(ids)
@@ -234,7 +231,8 @@ async def read_chat(
         InvalidRequest: Something in it cannot be; the sentence names it.
         ModelNotFound: It asks for another model.
     """
-    _check(data)
+    refuse_unsupported(data, also=ONLY_CHAT)
+    _check_best_of(data)
     body = validate(ChatBody, data)
     _check_model(model, body.model)
     sampling = validate(OpenAISampling, data)
@@ -253,9 +251,8 @@ async def read_chat(
     if make_reply is not None:
         # In many formats marks are special tokens.
         sampling = sampling.model_copy(update={"skip_special_tokens": False})
-    # The template has written the special tokens.
-    tokenized = await tokenize(model, [text], add_special_tokens=False)
-    ids = await prompt_ids(model, Prompts(is_batch=False, ids=tokenized))
+    prompt = Prompts(is_batch=False, texts=[text])
+    ids = await prompt_ids(model, prompt, body.add_special_tokens)
     wishes = Wishes(
         body.priority, body.cache_salt, body.wanted(), asked or choice.grammar, session_of(data)
     )
@@ -273,9 +270,7 @@ def _make_reply(
     return formats.reply(prompt, choice.tools, ids, is_split=body.separate_reasoning)
 
 
-def _check(data: dict[str, Any]) -> None:
-    """Refuse what is not there yet."""
-    refuse(data, _NOT_YET)
+def _check_best_of(data: dict[str, Any]) -> None:
     n = data.get("n")
     if data.get("best_of") not in (None, 1 if n is None else n):
         raise InvalidRequest("best_of: not supported unless it equals n")

@@ -416,10 +416,10 @@ BAD_BODIES = {
     "start behind": ({"return_logprob": True, "logprob_start_len": 2}, "behind the prompt of 1"),
     "top": ({"return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num: must be at most"),
     "one logprob list": ({"return_logprob": [True]}, "return_logprob: must have one entry"),
-    "chosen ids": ({"token_ids_logprob": [5]}, "token_ids_logprob: not supported yet"),
+    "chosen ids": ({"token_ids_logprob": [5]}, "token_ids_logprob: not supported here"),
     "schema": ({"sampling_params": {"json_schema": "{"}}, "json_schema: is not valid JSON"),
     "two grammars": ({"regex": "a+", "ebnf": "b"}, "regex and ebnf: only one of these"),
-    "tag": ({"structural_tag": {"format": 1}}, "structural_tag: not supported yet"),
+    "tag": ({"structural_tag": {"format": 1}}, "structural_tag: not supported here"),
     "stop regex": ({"stop_regex": "("}, "stop_regex: '(' is no regular expression"),
     "stop regexes": ({"stop_regex": ["a"] * 17}, "stop_regex: must have at most 16 entries"),
     "stop regexes of two": (
