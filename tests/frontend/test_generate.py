@@ -66,7 +66,8 @@ async def test_sampling_parameters_may_stand_at_the_top_or_apart_and_unknown_fie
         "ignore_eos": True,
         "logit_bias": {"5": -1},
         "sampling_seed": 9,
-        "unheard_of": 1,
+        "spaces_between_special_tokens": False,
+        "unheard_of": None,
     }
     for body in (params, {"sampling_params": params}):
         status, _ = await post(client, "/generate", body | {"text": "hi", "novel": [1]})
@@ -398,6 +399,26 @@ BAD_BODIES = {
         "sampling_params: must be an object",
     ),
     "named params": ({"sampling_params": {"top_p": 2}}, "sampling_params.top_p: must be at most 1"),
+    "misspelt": (
+        {"sampling_params": {"temprature": 0}},
+        "sampling_params.temprature: is no sampling parameter; did you mean temperature?",
+    ),
+    "vLLM's name": ({"sampling_params": {"max_tokens": 5}}, "did you mean max_new_tokens?"),
+    "another name": ({"sampling_params": {"top_q": 1}}, "did you mean top_p?"),
+    "misspelt grammar": ({"sampling_params": {"json_shema": "{}"}}, "did you mean json_schema?"),
+    "misspelt once": (
+        {"text": ["a", "b"], "sampling_params": [{}, {"topp": 1}]},
+        "sampling_params.topp: is no sampling parameter; did you mean top_p?",
+    ),
+    "unlike any": (
+        {"sampling_params": {"qqq": 1}},
+        "sampling_params.qqq: is no sampling parameter",
+    ),
+    "a field of the body": (
+        {"sampling_params": {"return_logprob": True}},
+        "is no sampling parameter",
+    ),
+    "a long name": ({"sampling_params": {"temperature" * 1000: 1}}, "is no sampling parameter"),
     "stream": ({"stream": "yes"}, "stream: must be true or false"),
     "salt": ({"cache_salt": 5}, "cache_salt: must be a string"),
     "long salt": ({"cache_salt": "a" * 257}, "cache_salt: must have at most 256 characters"),
@@ -439,6 +460,7 @@ async def test_a_bad_body_is_answered_with_400_and_a_sentence(client, backend, n
     status, answer = await post(client, "/generate", body)
     assert status == 400
     assert sentence in answer["error"]["message"]
+    assert len(answer["error"]["message"]) < 300
     assert answer["error"]["type"] == "invalid_request_error"
     assert backend.requests == []
 
