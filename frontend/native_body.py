@@ -30,7 +30,7 @@ from frontend.generation import Generation, Prompt, Wishes, generations_of
 from frontend.grammars import NATIVE_NAMES, native_grammar
 from frontend.logprobs import MAX_TOP_LOGPROBS
 from frontend.prompts import MAX_GENERATIONS, Prompts, id_prompts, prompt_ids, text_prompts
-from frontend.sampling import MAX_STOP_PATTERNS, NativeSampling, require_tokens
+from frontend.sampling import MAX_STOP_PATTERNS, NativeSampling, read_sampling, require_tokens
 from frontend.session import session_of
 from frontend.unsupported import UNSUPPORTED, refuse_unsupported
 from wire.errors import InvalidRequest
@@ -128,7 +128,9 @@ async def read_call(model: ServedModel, data: dict[str, Any]) -> NativeCall:
     body = validate(GenerateBody, data)
     prompts = body.prompts()
     fields, prefix = _sampling_fields(data, body, len(prompts))
-    samplings = _each([validate(NativeSampling, part, prefix) for part in fields], len(prompts))
+    samplings = _each(
+        [read_sampling(NativeSampling, part, model, prefix) for part in fields], len(prompts)
+    )
     grammars = _each([native_grammar(part) for part in fields], len(prompts))
     logprobs = rows(LogprobBody, body, len(prompts), is_batch=prompts.is_batch)
     n = samplings[0].n

@@ -27,7 +27,7 @@ from frontend.prompts import (
 )
 from frontend.reply import Reply
 from frontend.reply_parser import NO_FORMATS, ReplyFormats
-from frontend.sampling import CompletionSampling, OpenAISampling, require_tokens
+from frontend.sampling import CompletionSampling, OpenAISampling, read_sampling, require_tokens
 from frontend.session import session_of
 from frontend.tool_calls import ToolChoice, read_choice
 from frontend.unsupported import ONLY_CHAT, refuse_unsupported
@@ -206,7 +206,7 @@ async def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICal
     if body.prompt is None:
         raise InvalidRequest("prompt: is missing")
     prompts = any_prompts(body.prompt, "prompt")
-    sampling = validate(CompletionSampling, data)
+    sampling = read_sampling(CompletionSampling, data, model)
     wishes = Wishes(
         body.priority, body.cache_salt, body.wanted(), openai_grammar(data), session_of(data)
     )
@@ -235,7 +235,7 @@ async def read_chat(
     _check_best_of(data)
     body = validate(ChatBody, data)
     _check_model(model, body.model)
-    sampling = validate(OpenAISampling, data)
+    sampling = read_sampling(OpenAISampling, data, model)
     choice = read_choice(body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls)
     text = require_tokenizer(model).render_chat(
         [message.for_template() for message in body.messages],
