@@ -267,7 +267,13 @@ def _make_reply(
     ids = formats.call_ids(sum(len(message.tool_calls) for message in body.messages))
     if choice.grammar is not None:
         return partial(choice.reply, ids)
-    return formats.reply(prompt, choice.tools, ids, is_split=body.separate_reasoning)
+    return formats.reply(
+        prompt,
+        choice.tools,
+        ids,
+        is_split=body.separate_reasoning,
+        is_parallel=body.parallel_tool_calls,
+    )
 
 
 def _check_best_of(data: dict[str, Any]) -> None:

@@ -88,6 +88,18 @@ async def test_a_required_call_is_of_any_tool(backend):
     assert (said, calls, reason) == ({}, [("weather", ARGUMENTS)], "tool_calls")
 
 
+async def test_calls_that_are_not_parallel_are_the_first_one(backend):
+    call = SAID.partition("I look.\n")[2]
+    other = call.replace("Rome", "Oslo")
+    speak(backend, f"I look.\n{call}\n{other}")
+    async with client_of(backend, FORMATS) as sdk:
+        said, calls, reason = await ask(sdk, tools=TOOLS, parallel_tool_calls=False)
+        _, both, _ = await ask(sdk, tools=TOOLS)
+    assert (said, reason) == ({"content": "I look."}, "tool_calls")
+    assert calls == [("weather", ARGUMENTS)] == both[:1]
+    assert len(both) == 2
+
+
 KIMI_CALL = "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
 FORCED = f'{{"name": "weather", "parameters": {ARGUMENTS}}}'
 # What a model is made to write, by the choice of tools, and how many calls that is.
