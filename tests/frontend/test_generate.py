@@ -11,7 +11,7 @@ from tests.frontend.fakes import length, say, stop
 from tests.frontend.helpers import each, events, post, post_large, stream
 from tests.patience import PATIENCE_S
 from wire.errors import EngineFailed, NoNodeAvailable, Overloaded
-from wire.generation import Grammar
+from wire.generation import Grammar, SamplingDefaults
 
 EOS = 2
 
@@ -341,7 +341,9 @@ async def test_an_id_that_is_running_is_refused(client, backend):
 
 
 async def test_a_model_without_tokenizer_takes_and_gives_ids(backend):
-    backend.served = type(backend.served)("smol", 100, 99, 100, frozenset({2}), None)
+    backend.served = type(backend.served)(
+        "smol", 100, 99, 100, frozenset({2}), None, SamplingDefaults()
+    )
     async with serve(backend) as client:
         status, answer = await post(client, "/generate", {"input_ids": [5], "max_new_tokens": 2})
         assert (status, answer["text"], answer["output_ids"]) == (200, "", [5, 5])
