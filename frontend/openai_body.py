@@ -30,7 +30,7 @@ from frontend.reply_parser import NO_FORMATS, ReplyFormats
 from frontend.sampling import CompletionSampling, OpenAISampling, read_sampling, require_tokens
 from frontend.session import session_of
 from frontend.tool_calls import ToolChoice, read_choice
-from frontend.unsupported import ONLY_CHAT, refuse_unsupported
+from frontend.unsupported import UNSUPPORTED_IN_CHATS, refuse_unsupported
 from wire.errors import InvalidRequest, ModelNotFound
 from wire.generation import LogprobsWanted
 from wire.ids import new_request_id
@@ -231,7 +231,7 @@ async def read_chat(
         InvalidRequest: Something in it cannot be; the sentence names it.
         ModelNotFound: It asks for another model.
     """
-    refuse_unsupported(data, also=ONLY_CHAT)
+    refuse_unsupported(data, also=UNSUPPORTED_IN_CHATS)
     _check_best_of(data)
     body = validate(ChatBody, data)
     _check_model(model, body.model)

@@ -8,18 +8,21 @@ from collections.abc import Mapping
 
 from wire.errors import InvalidRequest
 
+# What the model is asked, and which model.
 _PROMPT = (
     *("audio_data", "image_data", "video_data", "input_embeds", "positional_embed_overrides"),
     *("prompt_embeds", "multi_item_delimiter_indices", "truncate_prompt_tokens", "suffix"),
     *("chat_template", "continue_final_message", "documents", "functions", "session_params"),
     *("reasoning", "task", "web_search_options", "lora_id", "lora_path"),
 )
+# How tokens are chosen, and where an answer ends.
 _CHOICE = (
     *("allowed_token_ids", "bad_words", "custom_logit_processor", "custom_params"),
     *("logits_processors", "watermarking", "vllm_xargs", "structural_tag"),
     *("guided_whitespace_pattern", "moderation", "use_beam_search", "max_thinking_tokens"),
     "repetition_detection",
 )
+# What is told beside the text.
 _TOLD = (
     *("audio", "logprob_token_ids", "prompt_logprobs", "token_ids_logprob", "return_entropy"),
     *("return_flat_raw_top_logprobs", "return_hidden_states", "return_indexer_topk"),
@@ -34,7 +37,7 @@ UNSUPPORTED: Mapping[str, object] = dict.fromkeys((*_PROMPT, *_CHOICE, *_TOLD)) 
     "thinking_token_budget": -1,
 }
 # Supported on other routes.
-ONLY_CHAT = frozenset({"echo", "input_ids"})
+UNSUPPORTED_IN_CHATS = frozenset({"echo", "input_ids"})
 
 
 def refuse_unsupported(

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from frontend.app import FrontendOptions, route_table
 from frontend.openapi import document
-from frontend.unsupported import ONLY_CHAT, UNSUPPORTED
+from frontend.unsupported import UNSUPPORTED, UNSUPPORTED_IN_CHATS
 from node.flags import MEANINGLESS
 from router.arguments import IGNORED_FLAGS
 from scripts.error_remedies import NOT_OVER_HTTP, OTHER_ERRORS, REMEDIES
@@ -123,7 +123,7 @@ def http_api() -> str:
 
 def _refused_fields() -> str:
     names = ", ".join(f"`{name}`" for name in sorted(UNSUPPORTED))
-    in_chats = " and ".join(f"`{name}`" for name in sorted(ONLY_CHAT))
+    in_chats = " and ".join(f"`{name}`" for name in sorted(UNSUPPORTED_IN_CHATS))
     return (
         "\n## Fields that are refused\n\nSGLang, vLLM or OpenAI have these fields, and they would change the answer. They are "
         "not supported here, and a request that sets one of them gets a 400 that names it. Null, false and what is empty "

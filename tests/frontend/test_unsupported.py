@@ -10,7 +10,7 @@ from frontend.grammars import GUIDED_NAMES, NATIVE_NAMES
 from frontend.native_body import GenerateBody
 from frontend.openai_body import ChatBody, CompletionBody
 from frontend.sampling import CompletionSampling, NativeSampling, OpenAISampling
-from frontend.unsupported import ONLY_CHAT, UNSUPPORTED
+from frontend.unsupported import UNSUPPORTED, UNSUPPORTED_IN_CHATS
 from tests.frontend.fakes import length, say
 from tests.frontend.helpers import post
 
@@ -106,7 +106,7 @@ TAKEN = {
 
 @pytest.mark.parametrize("place", THEIRS)
 def test_every_field_of_others_is_taken_refused_or_without_effect(place):
-    refused = UNSUPPORTED.keys() | (ONLY_CHAT if "chat" in place else set())
+    refused = UNSUPPORTED.keys() | (UNSUPPORTED_IN_CHATS if "chat" in place else set())
     assert set(THEIRS[place].split()) - TAKEN[place] - refused - IGNORED == set()
     assert not refused & IGNORED
     assert not TAKEN[place] & refused
@@ -132,7 +132,7 @@ async def test_what_asks_for_nothing_is_passed_over(client, backend, path):
     assert (await post(client, path, BODIES[path] | UNSUPPORTED))[0] == 200
 
 
-@pytest.mark.parametrize("name", ONLY_CHAT)
+@pytest.mark.parametrize("name", UNSUPPORTED_IN_CHATS)
 async def test_what_is_no_part_of_a_chat_is_refused_in_one(client, name):
     body = BODIES["/v1/chat/completions"] | {name: [5]}
     status, answer = await post(client, "/v1/chat/completions", body)
