@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from frontend.tokenizer import Tokenizer
-from wire.generation import GenerateRequest
+from wire.generation import GenerateRequest, SamplingDefaults
 from wire.messages import TokenDelta
 
 
@@ -41,6 +41,7 @@ class ServedModel:
 
     Attributes:
         tokenizer: None when the model has none: then only ids go in and come out.
+        default_sampling: What stands for parameters that a request leaves out.
         context_length: Prompt plus generated tokens, at most.
         max_prompt_tokens: At most `context_length - 1`; smaller when the pool is.
     """
@@ -51,6 +52,7 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: frozenset[int]
     tokenizer: Tokenizer | None
+    default_sampling: SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)

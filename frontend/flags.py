@@ -73,6 +73,17 @@ def add_http_flags(group: argparse._ActionsContainer, also_of_keys: str = "") ->
     _add_tls_flags(group)
 
 
+def add_generation_config_flag(group: argparse._ActionsContainer) -> None:
+    """Add where the sampling defaults come from."""
+    group.add_argument(
+        "--generation-config",
+        choices=["auto", "none"],
+        default="auto",
+        help="where sampling parameters come from that a request leaves out: the model's generation_config.json "
+        "(auto), or the API alone (none) (default: auto)",
+    )
+
+
 def _add_tls_flags(group: argparse._ActionsContainer) -> None:
     add = group.add_argument
     add("--ssl-certfile", default="", metavar="FILE", help="serve HTTPS with this certificate")

@@ -89,15 +89,20 @@ def _not_empty(value: object, field: str) -> list[Any]:
     return value
 
 
-async def prompt_ids(model: ServedModel, prompts: Prompts) -> list[list[int]]:
+async def prompt_ids(
+    model: ServedModel, prompts: Prompts, add_special_tokens: bool = True
+) -> list[list[int]]:
     """Return the token ids of each prompt, checked against the model.
+
+    Args:
+        add_special_tokens: Whether texts get those that the model's tokenizer puts around them.
 
     Raises:
         InvalidRequest: A prompt is empty, too long, or has ids outside the vocabulary; or it is
             text and the model has no tokenizer.
     """
     if prompts.texts is not None:
-        ids = await tokenize(model, prompts.texts)
+        ids = await tokenize(model, prompts.texts, add_special_tokens)
     else:
         ids = prompts.ids or []
     for prompt in ids:

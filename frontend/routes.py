@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import Annotated, Any
 
+import msgspec
 from aiohttp import web
 from pydantic import Field
 
@@ -124,6 +125,7 @@ async def model_info(request: web.Request) -> web.Response:
             "max_prompt_tokens": model.max_prompt_tokens,
             "vocab_size": model.vocab_size,
             "eos_token_ids": sorted(model.eos_token_ids),
+            "default_sampling_params": msgspec.structs.asdict(model.default_sampling),
         }
     )
 

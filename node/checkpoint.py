@@ -14,8 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
+from engine.shape import GENERATION_CONFIG, generation_config
 from telemetry.log import get_logger
 from wire.errors import ConfigInvalid
+from wire.generation import SamplingDefaults
 
 log = get_logger(__name__)
 
@@ -54,6 +58,26 @@ def resolve_model(model: str | None, cache_dir: Path) -> Path:
     if path.suffix != ".gguf":
         raise ConfigInvalid(f"{path} is neither a directory nor a .gguf file", topic=NO_MODEL)
     return _convert_once(path, cache_dir)
+
+
+def sampling_defaults(model_dir: Path) -> SamplingDefaults:
+    """Return the sampling parameters that a model's generation_config.json names.
+
+    Those that both SGLang and vLLM take: not `max_new_tokens`, nor `do_sample`.
+
+    Raises:
+        ConfigInvalid: A value cannot be; the sentence says what to do.
+    """
+    given = generation_config(model_dir)
+    names = SamplingDefaults.__struct_fields__
+    values = {name: given[name] for name in names if given.get(name) is not None}
+    try:
+        return msgspec.convert(values, SamplingDefaults)
+    except msgspec.ValidationError as error:
+        raise ConfigInvalid(
+            f"{model_dir / GENERATION_CONFIG} gives no sampling defaults: {error}. Correct the file, or give "
+            "--generation-config none"
+        ) from error
 
 
 def model_name(model: str | None) -> str:

@@ -10,6 +10,7 @@ from kvtier.spec import parse_tiers
 from kvtransfer.checksum import Verify
 from kvtransfer.transports.registry import names_of
 from wire.errors import ConfigInvalid
+from wire.generation import SamplingDefaults
 from wire.heartbeat import Heartbeat, heartbeat_of
 from wire.keys import is_loopback
 
@@ -78,6 +79,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
         zone: Where it stands: any name that nodes near each other share.
         tool_call_parser: Name of the format of the model's calls of tools; empty leaves them text.
         reasoning_parser: Name of that of its thoughts, likewise.
+        default_sampling: What stands for parameters that a request leaves out.
         heartbeat_interval_ms: See `Heartbeat`; the same on every node and router.
         drain_timeout_s: How long requests may take to finish when the node is told to end, before the
             rest is handed over.
@@ -98,6 +100,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     is_incremental_output: bool = False
     tool_call_parser: str = ""
     reasoning_parser: str = ""
+    default_sampling: SamplingDefaults = SamplingDefaults()
     log_level: str = "info"
     log_format: Literal["auto", "console", "json"] = "auto"
     is_insecure: bool = False

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 from typing_extensions import override
 
-from frontend.flags import add_http_flags, read_http
+from frontend.flags import add_generation_config_flag, add_http_flags, read_http
 from frontend.reply_flags import add_reply_flags
 from frontend.reply_parser import reply_formats
 from node.checkpoint import model_name
@@ -147,6 +147,7 @@ def _add_server_flags(group: argparse._ArgumentGroup, default_port: int) -> None
         help="/generate streams what is new instead of all so far",
     )
     add_reply_flags(group)
+    add_generation_config_flag(group)
     add(
         "--insecure",
         action="store_true",

@@ -76,6 +76,7 @@ class LocalBackend:
             vocab_size=self._ready.vocab_size,
             eos_token_ids=frozenset(self._ready.eos_token_ids),
             tokenizer=self._tokenizer,
+            default_sampling=self._config.default_sampling,
         )
 
     async def generate(
@@ -162,6 +163,7 @@ class LocalBackend:
                 vocab_size=model.vocab_size,
                 eos_token_ids=ready.eos_token_ids,
                 tokenizer_hash=self._tokenizer_hash,
+                default_sampling=model.default_sampling,
             ),
         )
         built: dict[str, object] = msgspec.to_builtins(info)

@@ -36,6 +36,7 @@ from router.tiers import KnownPrefixes
 from router.waiters import Waiters
 from telemetry.log import get_logger
 from wire.errors import NoNodeAvailable
+from wire.generation import SamplingDefaults
 
 log = get_logger(__name__)
 
@@ -83,6 +84,7 @@ class Cluster:
         keys = config.http.api_keys
         self._headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
         self._name = config.served_model_name
+        self._has_defaults = config.generation_config == "auto"
         self._fingerprint = ""
         self._outlook = _Outlook(-1, None, Health(is_serving=False, detail=""))
         self.last_model: ServedModel | None = None
@@ -279,4 +281,5 @@ class Cluster:
             vocab_size=model.vocab_size,
             eos_token_ids=frozenset(model.eos_token_ids),
             tokenizer=self._watcher.tokenizer(model.tokenizer_hash),
+            default_sampling=model.default_sampling if self._has_defaults else SamplingDefaults(),
         )

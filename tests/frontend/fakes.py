@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from frontend.backend import Bootstrap, Health, ServedModel, Tap
 from frontend.tokenizer import Tokenizer
 from wire.errors import TandemError
-from wire.generation import Finish, GenerateRequest, TokenLogprobs
+from wire.generation import Finish, GenerateRequest, SamplingDefaults, TokenLogprobs
 from wire.messages import TokenDelta
 
 
@@ -63,6 +63,7 @@ class FakeBackend:
             vocab_size=49152,
             eos_token_ids=frozenset({2}),
             tokenizer=tokenizer,
+            default_sampling=SamplingDefaults(),
         )
         self.script: Script = repeat_prompt
         self.requests: list[GenerateRequest] = []

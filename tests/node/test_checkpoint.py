@@ -1,7 +1,8 @@
 import pytest
 
-from node.checkpoint import EMBEDDED_NAME, model_name, resolve_model
+from node.checkpoint import EMBEDDED_NAME, model_name, resolve_model, sampling_defaults
 from wire.errors import ConfigInvalid
+from wire.generation import SamplingDefaults
 
 
 def test_a_transformers_directory_is_taken_as_it_is(tmp_path):
@@ -44,3 +45,38 @@ def test_a_model_is_named_after_its_path(tmp_path):
     assert model_name(None) == EMBEDDED_NAME
     assert model_name("/models/tiny-llama/") == "tiny-llama"
     assert model_name("/models/Some.Q4.gguf") == "Some.Q4"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            '{"temperature": 0.6, "top_k": 20, "top_p": 0.95}',
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        ),
+        ('{"min_p": 0.1, "repetition_penalty": 1.05}', {"min_p": 0.1, "repetition_penalty": 1.05}),
+        ('{"temperature": 1, "top_p": null}', {"temperature": 1.0}),
+        # As SGLang and vLLM: it is the temperature that says whether an answer is greedy.
+        ('{"do_sample": false}', {}),
+        ('{"do_sample": false, "temperature": 0.0}', {"temperature": 0.0}),
+        # vLLM takes it for a default and a limit, SGLang does not.
+        ('{"max_new_tokens": 5, "eos_token_id": 2}', {}),
+    ],
+)
+def test_a_generation_config_gives_the_sampling_defaults(tmp_path, text, expected):
+    (tmp_path / "generation_config.json").write_text(text)
+    assert sampling_defaults(tmp_path) == SamplingDefaults(**expected)
+
+
+def test_a_model_without_a_generation_config_has_the_defaults_of_the_api(tmp_path):
+    assert sampling_defaults(tmp_path) == SamplingDefaults()
+
+
+@pytest.mark.parametrize(
+    "value",
+    ['"0.7"', "true", "[0.7]", "-1", "NaN", "Infinity", '{"a": 1}', "1" + "0" * 400],
+)
+def test_a_sampling_default_that_cannot_be_is_named_with_what_to_do(tmp_path, value):
+    (tmp_path / "generation_config.json").write_text(f'{{"temperature": {value}}}')
+    with pytest.raises(ConfigInvalid, match=r"temperature.*--generation-config none"):
+        sampling_defaults(tmp_path)

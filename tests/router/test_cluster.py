@@ -18,6 +18,7 @@ from tests.certificates import make_certificates
 from tests.router.fake_node import FakeNode, request, until
 from tests.router.test_backend import cluster, reading, watched
 from wire.errors import ConfigInvalid
+from wire.generation import SamplingDefaults
 from wire.node_info import ModelInfo
 
 
@@ -154,6 +155,17 @@ async def test_a_tokenizer_is_fetched_once_for_all_nodes_that_have_it():
     async with cluster(prefills=prefills, decodes=decodes) as setup:
         assert setup.backend.model().tokenizer.encode("b") == [1]
         assert sum(node.num_tokenizer_fetches for node in prefills + decodes) == 1
+
+
+@pytest.mark.parametrize("taken", ["auto", "none"])
+async def test_sampling_defaults_are_those_of_the_nodes_unless_the_router_takes_none(taken):
+    told = SamplingDefaults(temperature=0.25, top_k=7)
+    nodes = [
+        FakeNode(role, model=model_info(default_sampling=told)) for role in ("prefill", "decode")
+    ]
+    async with cluster(prefills=nodes[:1], decodes=nodes[1:], generation_config=taken) as setup:
+        expected = told if taken == "auto" else SamplingDefaults()
+        assert setup.backend.model().default_sampling == expected
 
 
 @pytest.mark.parametrize(
