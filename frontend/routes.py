@@ -15,6 +15,7 @@ from frontend.docs_page import POLICY, page
 from frontend.edge import EDGE
 from frontend.leaving import LEAVING
 from frontend.middleware import json_response
+from frontend.operators import operators_only, require_operator
 from frontend.tokenizer_files import tokenizer_hash
 from wire.errors import InvalidRequest, ModelNotFound, NoNodeAvailable
 from wire.generation import GenerateRequest, SamplingParams
@@ -155,6 +156,7 @@ async def docs(request: web.Request) -> web.Response:
     return web.Response(text=text, content_type="text/html", charset="utf-8", headers=headers)
 
 
+@operators_only
 async def flush_cache(request: web.Request) -> web.Response:
     """Drop every cached page that nobody reads."""
     await request.app[EDGE].backend.flush_cache()
@@ -162,13 +164,29 @@ async def flush_cache(request: web.Request) -> web.Response:
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    """End a request by the id its client gave; an unknown one is no error.
+    """End a request by the id its client gave; an unknown one is no error. Operators may end all.
 
     Raises:
         InvalidRequest: No id was given.
+        Unauthorized, Forbidden: All are to be ended, and no operator asks.
     """
+    body = await _abort_body(request)
+    if body.abort_all:
+        require_operator(request)
+    return await _abort(request, body)
+
+
+async def abort_for_sibling(request: web.Request) -> web.Response:
+    """Do what another edge worker of this router was asked for, and allowed."""
+    return await _abort(request, await _abort_body(request))
+
+
+async def _abort_body(request: web.Request) -> AbortBody:
+    return validate(AbortBody, read_json(await request.read()))
+
+
+async def _abort(request: web.Request, body: AbortBody) -> web.Response:
     edge = request.app[EDGE]
-    body = validate(AbortBody, read_json(await request.read()))
     if body.abort_all:
         return json_response({"aborted": await edge.abort_all()})
     if not body.rid:

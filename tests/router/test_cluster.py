@@ -1,3 +1,4 @@
+import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -5,19 +6,20 @@ import pytest
 import structlog
 import tokenizers
 
-from frontend.options import TlsFiles
+from frontend.options import HttpOptions, TlsFiles
 from frontend.tls import server_context
 from frontend.tokenizer_files import tokenizer_hash
 from router.cluster import Cluster
 from router.config import PrefillTarget, RouterConfig
 from router.membership import Said
-from router.membership_files import MemberFiles
+from router.membership_files import MemberFiles, new_member_files
 from router.node_http import INFO_TIMEOUT_S
 from router.node_watch import FIRST_ANSWER_TIMEOUT_S, LAST_RETRY_S
 from tests.certificates import make_certificates
 from tests.router.fake_node import FakeNode, request, until
 from tests.router.test_backend import cluster, reading, watched
 from wire.errors import ConfigInvalid
+from wire.keys import operator_key, reader_key
 from wire.node_info import ModelInfo
 
 
@@ -247,3 +249,23 @@ async def test_a_node_of_another_rhythm_is_named_and_used():
             assert [(e["url"], e["node_ms"], e["router_ms"]) for e in named] == [
                 (decodes[1].url, 5000.0, 500.0)
             ]
+
+
+@pytest.mark.parametrize("secret", ["", "of the cluster"])
+async def test_a_node_is_shown_no_key_of_a_client_and_not_the_operators(secret):
+    config = RouterConfig(
+        prefills=(),
+        decodes=(),
+        takes_announced=True,
+        http=HttpOptions(api_keys=("client",)),
+        cluster_secret=secret,
+    )
+    with new_member_files() as files:
+        made = Cluster(config, files)
+        async with FakeNode("decode").serving() as node, asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(made.run())
+            made.say(Said(url=node.url, role="decode"))
+            await until(lambda: node.keys_shown)
+            running.cancel()
+    operator = operator_key(secret)
+    assert node.keys_shown == {f"Bearer {reader_key(operator)}" if secret else ""}
