@@ -14,7 +14,7 @@ from frontend.metrics import FrontendMetrics
 from frontend.options import FrontendOptions
 from frontend.sse import Outbox
 from frontend.timings import Outcome, TimingsSink
-from frontend.transcript import Outlet, Piece
+from frontend.transcript import Outlet, Piece, Transcript
 from wire.errors import InvalidRequest
 from wire.ids import RequestId
 
@@ -54,16 +54,18 @@ class Edge:
             InvalidRequest: A generation with this id is running.
             TandemError: As the backend raises it.
         """
-        timings = generation.timings
-        with self._entered(generation):
-            transcript = transcript_of(generation, outlet, self.metrics.token_gaps())
+        timings, is_begun = generation.timings, False
+        transcript = transcript_of(generation, outlet, self.metrics.token_gaps())
+        with self._entered(generation, transcript):
             async with aclosing(run(self.backend, generation, transcript)) as pieces:
                 async for piece in pieces:
+                    if not is_begun and _follows_a_prompt(piece):
+                        is_begun = True
+                        self.metrics.prompt_tokens.inc(len(generation.request.prompt_ids))
                     if piece.token_ids and (ttft_s := timings.token_read()) is not None:
                         self.metrics.time_to_first_token.observe(ttft_s)
                     if piece.ending is not None:
                         timings.num_output_tokens = transcript.num_tokens
-                        self.metrics.output_tokens.inc(transcript.num_tokens)
                         self.metrics.duration.observe(timings.ended())
                     yield piece
 
@@ -97,13 +99,12 @@ class Edge:
         return any([await self.backend.abort(id_) for id_ in tuple(self._running)])
 
     @contextmanager
-    def _entered(self, generation: Generation) -> Iterator[None]:
+    def _entered(self, generation: Generation, transcript: Transcript) -> Iterator[None]:
         request_id = generation.request.request_id
         if request_id in self._running:
             raise InvalidRequest(f"rid: a request with id {request_id!r} is running")
         self._running.add(request_id)
         self.metrics.running.inc()
-        self.metrics.prompt_tokens.inc(len(generation.request.prompt_ids))
         outcome: Outcome = "failed"
         try:
             yield
@@ -113,6 +114,8 @@ class Edge:
             raise
         finally:
             generation.timings.outcome = outcome
+            generation.timings.num_output_tokens = transcript.num_tokens
+            self.metrics.output_tokens.inc(transcript.num_tokens)
             self.metrics.running.dec()
             self._running.discard(request_id)
             self._tell(generation)
@@ -136,6 +139,11 @@ EDGE = web.AppKey("edge", Edge)
 def part_id(request_id: str, index: int) -> RequestId:
     """Return the id of one generation of a request that has several."""
     return RequestId(f"{request_id}_{index}")
+
+
+def _follows_a_prompt(piece: Piece) -> bool:
+    # A request that is aborted while it is queued ends without a token.
+    return bool(piece.token_ids) or (piece.ending is not None and piece.ending.error is None)
 
 
 def _is_part(part: str, request_id: str) -> bool:

@@ -74,11 +74,15 @@ def error_response(error: ErrorInfo, headers: dict[str, str] | None = None) -> w
 @web.middleware
 async def count_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Count the answer by route and status. Unknown paths share one label."""
-    response = await handler(request)
-    resource = request.match_info.route.resource
-    route = resource.canonical if resource is not None else "unknown"
-    request.app[EDGE].metrics.requests.labels(route, str(response.status)).inc()
-    return response
+    status = _CLIENT_GONE  # unless there is an answer: nothing else cancels a handler
+    try:
+        response = await handler(request)
+        status = response.status
+        return response
+    finally:
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource is not None else "unknown"
+        request.app[EDGE].metrics.requests.labels(route, str(status)).inc()
 
 
 @web.middleware

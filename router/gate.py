@@ -191,6 +191,9 @@ class Gate:
             is_done = True
         except TimeoutError:
             raise self._admission.too_late(waiting, self._clock()) from None
+        except asyncio.CancelledError:
+            self._metrics.cancelled_in_queue()
+            raise
         finally:
             del self._entries[waiting]
             if self._by_id.get(request_id) is entry:

@@ -135,6 +135,7 @@ async def test_a_client_that_goes_away_leaves_the_line_at_once():
         gone.cancel()
         await settled()
         assert rig.counted("tandem_router_queued_requests ") == 1
+        assert rig.counted('tandem_router_requests_total{outcome="cancelled"}') == 1
         await rig.leave("a")
         assert rig.inside == ["c"]
 
