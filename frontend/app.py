@@ -34,6 +34,7 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
         options: The defaults, when left out.
     """
     options = options or FrontendOptions()
+    options.reply_formats.load()
     endpoint = options.http.traces_endpoint
     tracing = tracing_to(endpoint, options.service) if endpoint else None
     app = web.Application(

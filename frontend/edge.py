@@ -1,14 +1,15 @@
 """What the routes of one app share: the backend, the options, the metrics, who is running."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 from typing_extensions import override
 
 from frontend.backend import Backend
+from frontend.body import read_json
 from frontend.generation import Answer, Generation, run, transcript_of
 from frontend.metrics import FrontendMetrics
 from frontend.options import FrontendOptions
@@ -19,6 +20,12 @@ from wire.errors import InvalidRequest
 from wire.ids import RequestId
 
 T = TypeVar("T")
+
+# Reading so many bytes, tokenizing included, holds up the loop for 2 ms at most; more goes to a thread.
+INLINE_BYTES = 4096
+# Parsing 32 MiB holds the interpreter's lock for 0.2 s: together they must not silence the links to engines,
+# which are lost after 2 s.
+MAX_READERS = 2
 
 
 class Edge:
@@ -37,10 +44,23 @@ class Edge:
         self.timings_sinks: list[TimingsSink] = []
         self.is_leaving = False
         self._running: set[RequestId] = set()
+        self._readers = asyncio.Semaphore(MAX_READERS)
 
     @override
     def __repr__(self) -> str:
         return f"Edge({len(self._running)} running)"
+
+    async def read(self, body: bytes, reader: Callable[[dict[str, Any]], T]) -> T:
+        """Return what `reader` makes of a JSON body: of a large one in a thread, while the loop goes on.
+
+        Raises:
+            InvalidRequest: It is no JSON object, or one of too many parts.
+            TandemError: As `reader` raises it.
+        """
+        if len(body) <= INLINE_BYTES:
+            return reader(read_json(body))
+        async with self._readers:
+            return await asyncio.to_thread(lambda: reader(read_json(body)))
 
     async def run(
         self, generation: Generation, outlet: Outlet | None = None

@@ -190,7 +190,7 @@ class OpenAICall:
     make_reply: Callable[[], Reply] | None = None
 
 
-async def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
+def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
     """Check a body of `/v1/completions`.
 
     Raises:
@@ -207,7 +207,7 @@ async def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICal
     wishes = Wishes(
         body.priority, body.cache_salt, body.wanted(), openai_grammar(data), session_of(data)
     )
-    ids = await prompt_ids(model, prompts)
+    ids = prompt_ids(model, prompts)
     if not body.echo:
         require_tokens(sampling, "max_tokens")
     echoes = _texts(model, prompts) if body.echo else [""] * len(ids)
@@ -216,7 +216,7 @@ async def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICal
     return _call("cmpl", model, body, sampling, made, wishes=wishes)
 
 
-async def read_chat(
+def read_chat(
     model: ServedModel, data: dict[str, Any], formats: ReplyFormats = NO_FORMATS
 ) -> OpenAICall:
     """Check a body of `/v1/chat/completions`.
@@ -248,8 +248,8 @@ async def read_chat(
         # In many formats marks are special tokens.
         sampling = sampling.model_copy(update={"skip_special_tokens": False})
     # The template has written the special tokens.
-    tokenized = await tokenize(model, [text], add_special_tokens=False)
-    ids = await prompt_ids(model, Prompts(is_batch=False, ids=tokenized))
+    tokenized = tokenize(model, [text], add_special_tokens=False)
+    ids = prompt_ids(model, Prompts(is_batch=False, ids=tokenized))
     wishes = Wishes(
         body.priority, body.cache_salt, body.wanted(), asked or choice.grammar, session_of(data)
     )

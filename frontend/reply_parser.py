@@ -37,6 +37,11 @@ class ReplyFormats:
     tools: Format | None = None
     thoughts: Format | None = None
 
+    def load(self) -> None:
+        """Import what reads these formats: later it would hold up whatever else the loop has to do."""
+        if self != NO_FORMATS:
+            import transformers.utils.chat_parsing  # noqa: F401
+
     def reply(
         self, prompt: str, tools: Sequence[Mapping[str, Any]], *, is_split: bool = True
     ) -> Callable[[], Reply] | None:

@@ -10,7 +10,7 @@ from aiohttp import web
 from pydantic import Field
 
 from frontend.backend import Health, ServedModel
-from frontend.body import Body, read_json, validate
+from frontend.body import Body, validate
 from frontend.docs_page import POLICY, page
 from frontend.edge import EDGE
 from frontend.leaving import LEAVING
@@ -182,7 +182,8 @@ async def abort_for_sibling(request: web.Request) -> web.Response:
 
 
 async def _abort_body(request: web.Request) -> AbortBody:
-    return validate(AbortBody, read_json(await request.read()))
+    edge = request.app[EDGE]
+    return await edge.read(await request.read(), lambda data: validate(AbortBody, data))
 
 
 async def _abort(request: web.Request, body: AbortBody) -> web.Response:

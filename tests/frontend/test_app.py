@@ -195,8 +195,9 @@ async def test_an_internal_error_tells_nothing_of_the_inside(client, backend, ca
     assert "secret" not in json.dumps(answer)
 
 
-async def test_a_bug_is_answered_with_500_and_the_server_lives(client, backend, capsys):
+async def test_a_bug_is_answered_with_500_and_the_server_lives(client, backend, logs):
     backend.script = say("no step at all")
     status, answer = await post(client, "/generate", {"text": "a"})
+    assert [entry["event"] for entry in logs] == ["request.crashed"]
     assert (status, answer["error"]["code"]) == (500, "internal_error")
     assert (await get(client, "/health"))[0] == 200
