@@ -190,6 +190,12 @@ class FakeNode:
         """Say this of itself from here on."""
         self._extra |= fields
 
+    def now_has(self, tokenizer_files, model) -> None:
+        """Serve another model, in another life."""
+        self._tokenizer_files = tokenizer_files
+        self.restart_engine()
+        self.now_says(model=model)
+
     def restart_engine(self) -> None:
         self.engine.close()
         self.engine = FakeEngine()

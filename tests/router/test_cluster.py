@@ -1,4 +1,6 @@
 import asyncio
+import gc
+import weakref
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -23,8 +25,9 @@ from wire.keys import operator_key, reader_key
 from wire.node_info import ModelInfo
 
 
-def tokenizer_files() -> dict[str, str]:
-    model = tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
+def tokenizer_files(*words: str) -> dict[str, str]:
+    vocabulary = {word: number for number, word in enumerate(words or ("a", "b"))}
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="a")
     return {"tokenizer.json": tokenizers.Tokenizer(model).to_str()}
 
 
@@ -146,6 +149,26 @@ async def test_a_node_whose_lease_ran_out_while_it_was_away_is_forgotten(tmp_pat
         assert len(setup.backend._cluster.decodes) == 2
         await until(lambda: len(setup.backend._cluster.decodes) == 1)
         assert files.read() == {}
+
+
+async def test_tokenizers_of_models_that_no_node_has_any_more_are_let_go():
+    files = [tokenizer_files("a", "b"), tokenizer_files("b", "a")]
+    models = [
+        model_info(fingerprint=f"model-{number}", tokenizer_hash=tokenizer_hash(each))
+        for number, each in enumerate(files)
+    ]
+    prefill, decode = (
+        FakeNode(role, tokenizer_files=files[0], model=models[0]) for role in ("prefill", "decode")
+    )
+    async with prefill.serving(), decode.serving(), watched([prefill], [decode]) as backend:
+        await until(lambda: backend.health().is_serving)
+        held = weakref.ref(backend.model().tokenizer)
+        for each in (prefill, decode):
+            each.now_has(files[1], models[1])
+        await until(lambda: backend.health().is_serving and backend.model().tokenizer is not held())
+        assert backend.model().tokenizer.encode("b") == [0]
+        gc.collect()
+        assert held() is None
 
 
 async def test_a_tokenizer_is_fetched_once_for_all_nodes_that_have_it():
