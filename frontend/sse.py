@@ -86,13 +86,13 @@ class Outbox:
         """Write, and never raise: other clients' writes wait behind this one."""
         try:
             transport.write(data)
-            return
-        except (
-            RuntimeError
-        ):  # so uvloop tells that the connection is gone: its handler hears of it soon
+        except RuntimeError:
+            # So says uvloop of a connection that is gone. Its handler is about to hear of it.
             log.debug("client.gone")
         except Exception:
             log.exception("client.write_failed")
+        else:
+            return
         with contextlib.suppress(Exception):
             transport.abort()  # rather than to go on without a part
 
