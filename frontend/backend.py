@@ -35,6 +35,10 @@ class Bootstrap:
     room: int
 
 
+ALONE = Bootstrap(host="", port=None, room=0)
+"""No other half: a node with one role computes a request of one token by itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """What the frontend needs to know of the model.
@@ -106,6 +110,10 @@ class Backend(Protocol):
 
     def health(self) -> Health:
         """Tell whether a request sent now can be served."""
+        ...
+
+    def num_tokens_told(self) -> int:
+        """Return the tokens that engines read and made, as they last told: it grows while they work."""
         ...
 
     def server_info(self) -> Mapping[str, object]:

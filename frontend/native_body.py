@@ -118,7 +118,7 @@ class NativeCall:
     has_text_in_logprobs: bool = False
 
 
-async def read_call(model: ServedModel, data: dict[str, Any]) -> NativeCall:
+def read_call(model: ServedModel, data: dict[str, Any]) -> NativeCall:
     """Check a body and make its generations: n for each prompt, in order.
 
     Raises:
@@ -139,7 +139,7 @@ async def read_call(model: ServedModel, data: dict[str, Any]) -> NativeCall:
     _check_patterns(samplings)
     generations: list[Generation] = []
     rids = _request_ids(body.rid, len(prompts), n)
-    for index, ids in enumerate(await prompt_ids(model, prompts)):
+    for index, ids in enumerate(prompt_ids(model, prompts)):
         if not logprobs[index].return_logprob:
             require_tokens(samplings[index], "max_new_tokens")
         wishes = Wishes(

@@ -192,7 +192,7 @@ class OpenAICall:
     make_reply: Callable[[], Reply] | None = None
 
 
-async def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
+def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
     """Check a body of `/v1/completions`.
 
     Raises:
@@ -210,7 +210,7 @@ async def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICal
     wishes = Wishes(
         body.priority, body.cache_salt, body.wanted(), openai_grammar(data), session_of(data)
     )
-    ids = await prompt_ids(model, prompts, body.add_special_tokens)
+    ids = prompt_ids(model, prompts, body.add_special_tokens)
     if not body.echo:
         require_tokens(sampling, "max_tokens")
     echoes = _texts(model, prompts) if body.echo else [""] * len(ids)
@@ -219,7 +219,7 @@ async def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICal
     return _call("cmpl", model, body, sampling, made, wishes=wishes)
 
 
-async def read_chat(
+def read_chat(
     model: ServedModel, data: dict[str, Any], formats: ReplyFormats = NO_FORMATS
 ) -> OpenAICall:
     """Check a body of `/v1/chat/completions`.
@@ -252,7 +252,7 @@ async def read_chat(
         # In many formats marks are special tokens.
         sampling = sampling.model_copy(update={"skip_special_tokens": False})
     prompt = Prompts(is_batch=False, texts=[text])
-    ids = await prompt_ids(model, prompt, body.add_special_tokens)
+    ids = prompt_ids(model, prompt, body.add_special_tokens)
     wishes = Wishes(
         body.priority, body.cache_salt, body.wanted(), asked or choice.grammar, session_of(data)
     )

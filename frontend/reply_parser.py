@@ -48,6 +48,11 @@ class ReplyFormats:
         is_numbered = self.tools is not None and self.tools.has_numbered_calls
         return numbered_ids(num_earlier) if is_numbered else random_ids
 
+    def load(self) -> None:
+        """Import what reads these formats: later it would hold up whatever else the loop has to do."""
+        if self != NO_FORMATS:
+            import transformers.utils.chat_parsing  # noqa: F401
+
     def reply(
         self,
         prompt: str,

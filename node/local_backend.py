@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Mapping
 
 import msgspec
 
-from frontend.backend import Bootstrap, Health, ServedModel, Tap
+from frontend.backend import ALONE, Bootstrap, Health, ServedModel, Tap
 from frontend.engine_client import EngineClient
 from frontend.tokenizer import Tokenizer
 from kvtransfer.transports.registry import names_of
@@ -99,7 +99,7 @@ class LocalBackend:
     ) -> StartPrefill | StartDecode | StartColocated:
         role = self._config.role
         request = msgspec.structs.replace(request, client="")
-        if role == "colocated":
+        if role == "colocated" or bootstrap is ALONE:
             return StartColocated(request=request)
         if bootstrap is None:
             raise InvalidRequest(
@@ -132,6 +132,11 @@ class LocalBackend:
             return Health(is_serving=False, detail="the engine does not answer")
         is_serving = self._life.state is State.SERVING
         return Health(is_serving=is_serving, detail=self._life.describe(self.num_left))
+
+    def num_tokens_told(self) -> int:
+        """See `Backend.num_tokens_told`."""
+        load = self._load()
+        return load.prompt_tokens + load.generated_tokens
 
     def server_info(self) -> Mapping[str, object]:
         """Return a `NodeInfo` as JSON-like values.

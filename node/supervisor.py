@@ -64,8 +64,7 @@ class Supervisor:
         self.backend = LocalBackend(config, package_version(), self._life)
         shown = f"[{config.host}]" if ":" in config.host else config.host
         self._url = f"{config.http.scheme}://{shown}:{port}"
-        bearer = operator_key or next(iter(config.http.api_keys), "")
-        self._announcer = Announcer(config, port, lambda: self._life.role, bearer)
+        self._announcer = Announcer(config, port, lambda: self._life.role, operator_key)
         self._engine = self._new_engine(config)
         self._changed = asyncio.Event()
         self._deadline_s = 0.0

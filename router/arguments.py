@@ -219,7 +219,7 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         "(default: 30)",
     )
     add_heartbeat_flag(group)
-    add_http_flags(group, "; the first is also what this router sends to nodes")
+    add_http_flags(group)
     add_level_flag(group)
     add_format_flag(group)
 

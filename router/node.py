@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from frontend.engine_client import EngineClient
 from frontend.token_stream import Start, TokenStream
+from frontend.tokenizer import Tokenizer
 from router.config import host_of
 from router.membership import Member
 from router.node_http import NodeUnusable
@@ -109,6 +110,7 @@ class Node:
         is_admitted: Its last answer was that of a healthy node that takes requests.
         leaving: Set while it is to be forgotten.
         idle: Set while nothing of this process runs on it.
+        tokenizer: Of its model; None before it was fetched, or where the model has none.
         prefixes: What this life of it has cached, and behind that; None before it was met.
     """
 
@@ -123,6 +125,7 @@ class Node:
         self.url, self.role = url, role
         self.info: NodeInfo | None = None
         self.client: EngineClient | None = None
+        self.tokenizer: Tokenizer | None = None
         self.reason = "not reached yet"
         self.is_admitted = False
         self.in_flight_requests = 0

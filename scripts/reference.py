@@ -142,6 +142,11 @@ def _operators_routes() -> str:
         ),
         ("`GET /drain`, `POST /drain`", "node", "[operations](../operations.md#draining)"),
         ("`POST /role`", "node", "[operations](../operations.md#changing-the-role)"),
+        (
+            "`POST /flush_cache`, `POST /abort_request` with `abort_all`",
+            "both",
+            "[threat model](../threat-model.md#what-is-for-operators)",
+        ),
     ]
     return "\n## Routes of operators\n" + _table(("route", "of", "told in"), rows)
 

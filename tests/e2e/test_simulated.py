@@ -163,3 +163,17 @@ def test_a_node_that_serves_alone_tells_where_the_time_went(described_model):
         assert "timings" not in generate(url, input_ids=[5, 6], max_new_tokens=2)
     names = [phase["name"] for phase in timings["phases"]]
     assert names == ["tokenize", "prefill_queue", "prefill", "link", "detokenize", "stream"]
+
+
+@pytest.mark.slow
+def test_the_router_and_each_node_show_that_they_can_generate(described_model):
+    flags = ("--model", str(described_model), *FLAGS, *QUIET)
+    with running_cluster(*flags) as cluster:
+        before = {url: load_now(url)["prompt_tokens"] for url in cluster.prefill_urls}
+        for url in (cluster.url, *cluster.prefill_urls, *cluster.decode_urls):
+            assert get_json(f"{url}/health_generate") == (
+                200,
+                {"status": "ok", "detail": "tokens come"},
+            )
+        for url, num_tokens in before.items():
+            assert eventually(lambda: load_now(url)["prompt_tokens"] > num_tokens)  # noqa: B023

@@ -13,6 +13,8 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.simulated import answer_key, tokens_at
 from engine.simulated_model import read_model
+from tests.faults.rig import SECRET
+from wire.keys import operator_key
 
 # A client that has waited so long waits for ever: no cell of the matrix has a reason to.
 HUNG_AFTER_S = 60.0
@@ -145,9 +147,10 @@ class Measured:
         answers = [Answer(ask) for ask in asks]
         await asyncio.gather(*(send(session, answer) for answer in answers))
         assert not any(answer.error for answer in answers), answers
+        headers = {"Authorization": f"Bearer {operator_key(SECRET)}"}
         for url in {ask.url for ask in asks}:
-            async with session.post(f"{url}/flush_cache"):
-                pass
+            async with session.post(f"{url}/flush_cache", headers=headers) as answer:
+                assert answer.ok, await answer.text()
         return [replace(a.ask, expected=tuple(a.token_ids)) for a in answers]
 
 

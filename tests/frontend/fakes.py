@@ -72,7 +72,7 @@ class FakeBackend:
         self.num_yielded = 0
         self.cancelled: list[str] = []
         self._changed = asyncio.Event()
-        self.num_flushes = 0
+        self.num_flushes = self.num_told = 0
         self.is_serving = True
         self.no_model: TandemError | None = None
 
@@ -155,6 +155,9 @@ class FakeBackend:
 
     def health(self) -> Health:
         return Health(self.is_serving, "serving" if self.is_serving else "no node")
+
+    def num_tokens_told(self) -> int:
+        return self.num_told
 
     def server_info(self):
         return {"role": "fake"}

@@ -139,12 +139,12 @@ async def test_reasoning_effort_reaches_the_template(client, backend, tokenizer,
     assert backend.requests[0].prompt_ids == tokenizer.encode("high")
 
 
-async def test_an_answer_that_follows_a_grammar_is_not_read_for_calls(tokenizer):
+def test_an_answer_that_follows_a_grammar_is_not_read_for_calls(tokenizer):
     model = FakeBackend(tokenizer).served
     formats = reply_formats("llama3", "think")
     tools = [{"type": "function", "function": {"name": "f"}}]
-    plain = await read_chat(model, CHAT | {"tools": tools}, formats)
-    bound = await read_chat(
+    plain = read_chat(model, CHAT | {"tools": tools}, formats)
+    bound = read_chat(
         model, CHAT | {"tools": tools, "response_format": {"type": "json_object"}}, formats
     )
     assert (plain.make_reply is None, bound.make_reply is None) == (False, True)
