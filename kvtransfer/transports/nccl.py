@@ -24,6 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ class GroupLane:
         # Slicing an array costs a fifth of slicing a tensor.
         self._memory = memory.numpy() if is_cpu else memory
         self._staging = self._slots.numpy() if is_cpu else self._slots
-        make = GlooGroup if is_cpu else NcclGroup
+        make = GlooGroup if is_cpu else partial(NcclGroup, device=memory.device)
         try:
             with lanes.handshake(stream):
                 self._group = make(StreamStore(stream), rank, stream)
@@ -233,8 +234,11 @@ class GlooGroup:
 class NcclGroup(GlooGroup):
     """The same of NCCL's, over whatever it finds. Needs a GPU for each end."""
 
-    def __init__(self, store: Store, rank: int, stream: socket.socket) -> None:
+    def __init__(
+        self, store: Store, rank: int, stream: socket.socket, device: torch.device
+    ) -> None:
         del stream
+        self._device = device
         group: Any = torch.distributed.ProcessGroupNCCL
         options = group.Options()
         options._timeout = TIMEOUT
@@ -249,7 +253,8 @@ class NcclGroup(GlooGroup):
 
     @override
     def settle(self) -> None:
-        torch.cuda.current_stream().synchronize()
+        # Named: this thread's current device is the first, whatever the engine's is.
+        torch.cuda.current_stream(self._device).synchronize()
 
     @override
     def abort(self) -> None:
