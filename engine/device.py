@@ -1,10 +1,17 @@
-"""The device that an engine computes on: chosen here and nowhere else, before anything is put on it."""
+"""The device that an engine computes on: chosen here, before anything is put on it, and given up here.
 
+After most errors of CUDA a process has to end: whatever it asks of the device fails from then on. Others,
+such as too little memory, are errors of what was asked.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 
 from engine.config import EngineConfig
+from engine.errors import DeviceLost
 from wire.errors import ConfigInvalid
 
 
@@ -39,3 +46,33 @@ def use_device(config: EngineConfig, gpus: Gpus = torch.cuda) -> None:
         found = f"cuda:0 to cuda:{num_gpus - 1}" if num_gpus else "no GPU"
         raise ConfigInvalid(f"--device {config.device}: torch sees {found} here")
     gpus.set_device(index)
+
+
+@contextmanager
+def device_errors(
+    device: torch.device, wait: Callable[[torch.device], None] = torch.cuda.synchronize
+) -> Iterator[None]:
+    """Use the device inside.
+
+    Args:
+        wait: Raises a RuntimeError if the device failed.
+
+    Raises:
+        DeviceLost: An error came out after which the device cannot be used.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.AcceleratorError) or _is_lost(device, wait):
+            raise DeviceLost(f"{device}: {error}") from error
+        raise
+
+
+def _is_lost(device: torch.device, wait: Callable[[torch.device], None]) -> bool:
+    if device.type == "cpu":
+        return False
+    try:
+        wait(device)
+    except RuntimeError:
+        return True
+    return False

@@ -104,6 +104,7 @@ class EngineLoop:
         measures: What this process counts for operators.
         on_drained: Given the number of a drain when nothing is left and all answers were read.
         wait_s: Returns how long a loop without work may wait, given how long it would.
+        turned: Called at the begin of each pass of `run`.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class EngineLoop:
         measures: Measures | None = None,
         on_drained: Callable[[int], None] = lambda _number: None,
         wait_s: Callable[[float], float] = lambda at_most_s: at_most_s,
+        turned: Callable[[], None] = lambda: None,
     ) -> None:
         self._role = role
         self._inbox = inbox
@@ -133,7 +135,7 @@ class EngineLoop:
         self._is_stopping = False
         self._orders: deque[Order] = deque()
         self._drain = Drain()
-        self._on_drained, self._wait_s = on_drained, wait_s
+        self._on_drained, self._wait_s, self._turned = on_drained, wait_s, turned
 
     def stop(self) -> None:
         """End `run` after the pass under way. Any thread may call it."""
@@ -146,8 +148,13 @@ class EngineLoop:
         self._waker.wake()
 
     def run(self) -> None:
-        """Loop until `stop`."""
+        """Loop until `stop`.
+
+        Raises:
+            DeviceLost: No step can succeed any more; requests are left as they are.
+        """
         while not self._is_stopping:
+            self._turned()
             self.run_once(0.0 if self._role.has_work else self._wait_s(IDLE_WAIT_S))
 
     def run_once(self, timeout_s: float) -> None:

@@ -1,9 +1,13 @@
-"""Which device an engine takes, on machines with any number of GPUs."""
+"""Which device an engine takes, on machines with any number of GPUs, and when it gives it up."""
 
 import pytest
+import torch
 
 from engine.config import EngineConfig, config_of_rank
-from engine.device import use_device
+from engine.device import device_errors, use_device
+from engine.errors import DeviceLost
+from tests.engine.test_core import ask
+from tests.engine.toy_runner import ToyRunner, toy_engine
 from wire.errors import ConfigInvalid
 
 
@@ -58,3 +62,57 @@ def test_more_ranks_than_gpus_are_refused():
 
 def test_a_cpu_needs_no_gpu():
     use_device(EngineConfig(model_dir="", device="cpu"), Machine(0))
+
+
+GPU = torch.device("cuda:1")
+
+
+def failed(_device) -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def works(_device) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "wait"),
+    [
+        (torch.AcceleratorError("CUDA error: unspecified launch failure"), works),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), failed),
+        (torch.OutOfMemoryError("CUDA out of memory"), failed),
+    ],
+)
+def test_an_error_after_which_the_device_cannot_be_used_loses_it(error, wait):
+    with pytest.raises(DeviceLost, match="cuda:1: "), device_errors(GPU, wait):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("device", "error"),
+    [
+        (GPU, torch.OutOfMemoryError("CUDA out of memory")),
+        (GPU, RuntimeError("The size of tensor a (3) must match the size of tensor b (4)")),
+        (GPU, ZeroDivisionError()),
+        (torch.device("cpu"), RuntimeError("mat1 and mat2 shapes cannot be multiplied")),
+    ],
+)
+def test_an_error_of_what_was_asked_of_the_device_does_not_lose_it(device, error):
+    wait = works if device == GPU else failed
+    with pytest.raises(type(error)) as raised, device_errors(device, wait):
+        raise error
+    assert raised.value is error
+
+
+class BrokenRunner(ToyRunner):
+    """A device that fails in every forward."""
+
+    def forward(self, inputs, sampled=None, wrote=None):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+def test_an_engine_whose_device_fails_in_a_forward_has_lost_it():
+    engine, _ = toy_engine(8, make_runner=BrokenRunner)
+    engine.submit(ask([3, 4, 5]))
+    with pytest.raises(DeviceLost, match="illegal memory access"):
+        engine.step()

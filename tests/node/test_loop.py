@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from engine.errors import DeviceLost
 from node.answers import Answers, Ticket
 from node.engine_report import Drain, Resume
 from node.loop import IDLE_WAIT_S, PROBE_INTERVAL_S, EngineLoop
@@ -111,6 +112,7 @@ class Rig:
         self.tiers = {"host": PrefixJournal(), "disk": PrefixJournal()}
         answers = Answers(self.inbox, EPOCH, self.journal, self.tiers)
         self.waits: list[float] = []
+        self.turns = 0
         self.measures = Measures()
         self.role = RecordingRole(answers)
         self.drained: list[int] = []
@@ -123,8 +125,13 @@ class Rig:
             measures=self.measures,
             on_drained=self.drained.append,
             wait_s=self._wait_s,
+            turned=self._turned,
         )
         self.link: Link[FromEngine] = Link(self.inbox.address, FromEngine)
+
+    def _turned(self) -> None:
+        self.turns += 1
+        self.loop.stop()
 
     def _wait_s(self, at_most_s: float) -> float:
         self.waits.append(at_most_s)
@@ -410,6 +417,24 @@ def test_a_bug_in_a_step_fails_its_requests_and_not_the_loop(rig):
     rig.send(start("a"))
     rig.pass_until(lambda: rig.role.started)
     assert isinstance(rig.answer(), TokenBatch)
+
+
+def test_a_lost_device_ends_the_loop_and_fails_no_request(rig):
+    """Its edge workers find the process gone, and begin the requests elsewhere."""
+    rig.send(start("a"))
+    rig.pass_until(lambda: rig.role.started)
+    rig.role.bug = DeviceLost("cuda:0: CUDA error")
+    with pytest.raises(DeviceLost):
+        rig.loop.run_once(0)
+    assert rig.role.failures == []
+
+
+def test_a_loop_tells_of_each_pass_before_it():
+    rig = Rig()
+    rig.loop.order(Resume())
+    rig.loop.run()
+    rig.close()
+    assert rig.turns == 1
 
 
 def test_a_bug_in_a_pass_outside_of_the_step_fails_its_requests_and_not_the_loop(rig):
