@@ -125,7 +125,7 @@ def _convert(gguf: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / "model"
         done = subprocess.run(  # noqa: S603 - our own module, arguments as a list
-            [sys.executable, "-m", "node.convert_gguf", str(gguf), str(made)],
+            [sys.executable, "-P", "-m", "node.convert_gguf", str(gguf), str(made)],
             check=False,
             capture_output=True,
             text=True,

@@ -28,7 +28,7 @@ class NodeCommand:
     """What differs between `prefill`, `decode` and `serve`.
 
     Attributes:
-        engine_modules: Run as `python -m MODULE`; by role, of which the node may take on any.
+        engine_modules: Run as `python -P -m MODULE`; by role, of which the node may take on any.
     """
 
     role: NodeRole

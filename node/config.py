@@ -18,6 +18,9 @@ NodeRole = Literal["prefill", "decode", "colocated"]
 
 # What a pod is given to end by default; one that drains should be given some seconds more.
 DRAIN_TIMEOUT_S = 30.0
+# Longer than any forward, and than what compiles at the first use of a size later on.
+STEP_TIMEOUT_S = 300.0
+MAX_STEP_S = 86_400.0
 # A day: longer than any answer takes, so that more is a mistake.
 MAX_DRAIN_S = 86_400.0
 
@@ -83,6 +86,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
         heartbeat_interval_ms: See `Heartbeat`; the same on every node and router.
         drain_timeout_s: How long requests may take to finish when the node is told to end, before the
             rest is handed over.
+        step_timeout_s: How long one step of the engine may take before its process is ended.
         routers: URLs of routers that this node announces itself to.
         advertise_url: By which they reach it; empty for that of `host` and the port.
     """
@@ -105,6 +109,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_format: Literal["auto", "console", "json"] = "auto"
     is_insecure: bool = False
     drain_timeout_s: float = DRAIN_TIMEOUT_S
+    step_timeout_s: float = STEP_TIMEOUT_S
     routers: tuple[str, ...] = ()
     advertise_url: str = ""
     heartbeat_interval_ms: float = 500.0
@@ -143,6 +148,10 @@ def check(config: NodeConfig) -> NodeConfig:
         raise ConfigInvalid(
             f"--drain-timeout-s is {config.drain_timeout_s:g}: give 0, which hands over at once, up to "
             f"{MAX_DRAIN_S:g}"
+        )
+    if not 1 <= config.step_timeout_s <= MAX_STEP_S:
+        raise ConfigInvalid(
+            f"--step-timeout-s is {config.step_timeout_s:g}: give 1 to {MAX_STEP_S:g}"
         )
     if max(config.port, config.transfer.bootstrap_port, config.engine_port) > 65535:
         raise ConfigInvalid("ports are at most 65535")

@@ -23,6 +23,10 @@ from wire.ids import Room
 from wire.messages import NodeLoad, StartColocated, StartDecode, StartPrefill, TokenDelta
 from wire.node_info import ModelInfo, NodeInfo
 
+# After so long without a word of its loop an engine counts as hung: three times the longest chunk of a large
+# model on a CPU. It answers every half second while it is well.
+LOOP_SILENCE_S = 30.0
+
 
 class LocalBackend:
     """Serves one node's engines, from before the first is ready until the last ends."""
@@ -130,6 +134,14 @@ class LocalBackend:
             return Health(is_serving=False, detail=self._life.describe())
         if not self._client.is_up:
             return Health(is_serving=False, detail="the engine does not answer")
+        limit_s = min(LOOP_SILENCE_S, self._config.step_timeout_s)
+        if (silent_s := self._client.silent_s) > limit_s:
+            # The link is up: its heartbeats need no loop.
+            return Health(
+                is_serving=False,
+                detail=f"the engine's loop has not turned for {silent_s:.0f} s; the node ends when a step "
+                f"takes {self._config.step_timeout_s:g} s",
+            )
         is_serving = self._life.state is State.SERVING
         return Health(is_serving=is_serving, detail=self._life.describe(self.num_left))
 

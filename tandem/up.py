@@ -196,6 +196,7 @@ class Cluster:
         # A session of its own: Ctrl-C reaches this process alone, which then stops them in order.
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",
             "-m",
             "tandem",
             *member.argv,

@@ -20,6 +20,8 @@ from tests.e2e.cluster import (
 )
 from tests.patience import PATIENCE_S
 
+PACKAGES = ("decode", "engine", "frontend", "kvtier", "kvtransfer", "node", "prefill", "router")
+PACKAGES += ("tandem", "telemetry", "wire")
 POOL = ("--max-total-tokens", "2048", "--num-threads", "1")
 # For what the processes say and do whatever computes in them: it starts without torch.
 SIMULATED = ("--engine", "simulated", "--sim-kv", "real", *POOL)
@@ -59,6 +61,20 @@ def test_one_command_starts_a_cluster_that_answers_and_ctrl_c_ends_it(tiny_model
     up.log.close()
     assert "curl" in said
     assert "Traceback" not in said
+
+
+def test_a_cluster_starts_in_a_directory_with_files_named_like_our_packages(tiny_model, tmp_path):
+    for package in PACKAGES:
+        (tmp_path / f"{package}.py").write_text(f"raise SystemExit('{package}.py of the user ran')")
+    port = free_ports(1)[0]
+    flags = ("--port", str(port), "--model", str(tiny_model("llama")), *SIMULATED)
+    up = Process("up", *flags, cwd=tmp_path)
+    try:
+        wait_healthy(f"http://127.0.0.1:{port}", up)
+        answer = post(f"http://127.0.0.1:{port}/generate", input_ids=[5, 6], max_new_tokens=3)
+        assert len(answer["output_ids"]) == 3
+    finally:
+        up.stop()
 
 
 @pytest.mark.slow

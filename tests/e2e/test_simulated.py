@@ -1,12 +1,14 @@
 """A cluster that only takes time: the tokens that arithmetic says, through every real process."""
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
 import signal
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -16,7 +18,16 @@ from engine.config import EngineConfig
 from engine.simulated import answer_key, tokens_at
 from engine.simulated_model import read_model
 from frontend.tokenizer import Tokenizer
-from tests.e2e.cluster import eventually, get_json, load_now, running_cluster, running_serve
+from tandem.up import free_ports
+from tests.e2e.cluster import (
+    Process,
+    eventually,
+    get_json,
+    load_now,
+    running_cluster,
+    running_serve,
+    wait_healthy,
+)
 from tests.e2e.test_deaths import NUM_NEW, PROMPTS, stream_all, unaccounted
 from tests.patience import PATIENCE_S
 
@@ -60,6 +71,25 @@ def generate(url: str, **body) -> dict:
     except urllib.error.HTTPError as error:
         with error:
             return json.loads(error.read())
+
+
+def test_a_step_that_hangs_ends_the_node(tiny_model, tmp_path):
+    profile = tmp_path / "profile.json"
+    profile.write_text('{"prefill": {"per_pair_ms": 10}}')  # 30 ms for 2 tokens, 13 minutes for 400
+    port = free_ports(1)[0]
+    url = f"http://127.0.0.1:{port}"
+    flags = ("--sim-profile", str(profile), "--step-timeout-s", "1", *FLAGS)
+    node = Process("serve", "--port", str(port), "--model", str(tiny_model("llama")), *flags)
+    wait_healthy(url, node)
+    assert len(generate(url, input_ids=[5, 6], max_new_tokens=40)["output_ids"]) == 40
+    with ThreadPoolExecutor(1) as pool, contextlib.suppress(OSError):
+        asked = pool.submit(generate, url, input_ids=[5, 6] * 200)
+        assert node.wait() == 1
+        asked.result()
+    said = node.output()
+    node.log.close()
+    assert "Timeout" in said  # where every thread stood
+    assert "engine.died" in said
 
 
 def check_answers(url: str, model) -> None:

@@ -21,9 +21,7 @@ HUNG_AFTER_S = 60.0
 # Events of a stream's beginning: after the first token, the KV is waited for.
 NUM_EARLY = 8
 
-# Without a nucleus a draw may end at a token of hardly any weight, where the order of a sum decides, and a
-# replay sums in another one.
-SEEDED = {"temperature": 0.8, "top_p": 0.9}
+SEEDED = {"temperature": 0.8}
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,13 @@ def test_greedy_tokens_are_the_cpus(tiny_model, kind, backend):
     assert generate(on_gpu) == generate(make_engine(tiny_model(kind)))
 
 
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}], ids=str)
+def test_seeded_tokens_are_the_cpus(tiny_model, cut):
+    sampling = {"temperature": 0.8, "seed": 2**63 - 5, **cut}
+    on_cpu = generate(make_engine(tiny_model("llama")), **sampling)
+    assert generate(gpu_engine(tiny_model("llama")), **sampling) == on_cpu
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
 def test_graphs_change_no_token(tiny_model, kv_cache_dtype):
     path = tiny_model("llama")
