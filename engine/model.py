@@ -1,32 +1,18 @@
-"""Loading a model through transformers, and what the rest needs to know of it."""
+"""A model as the engine runs it, and what the rest needs to know of it."""
 
-import hashlib
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 from typing import Any
 
-import msgspec
 import torch
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
-from transformers.utils import logging as hf_logging
 
-from engine import attention
+from engine.checkpoint import fingerprint, load_checkpoint, outline
 from engine.config import EngineConfig
 from engine.fusion import fuse
 from engine.shape import KV_DTYPES, ModelShape, context_length, eos_token_ids, head_dim, kv_heads
 from wire.errors import ConfigInvalid
-
-# Bytes at each end of each tensor that enter the fingerprint: enough to tell two fine-tunes apart, whichever
-# tensors were trained, without reading hundreds of gigabytes at start (a 70B model has 723 tensors: 12 MiB).
-_SAMPLE_BYTES = 8 << 10
-_DIRECTORY_BYTES = 1 << 20
 
 # Whose output is keys, under the names that transformers' tensor parallel plans have for it.
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
@@ -48,11 +34,7 @@ def load_model(config: EngineConfig) -> tuple[torch.nn.Module, ModelShape]:
     Raises:
         ConfigInvalid: The directory holds no model we can serve; the sentence says why.
     """
-    hf_logging.disable_progress_bar()  # a bar among log lines is noise; `engine.loaded` says it
-    with _readable(config.model_dir) as path:
-        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-        model = _build(config, hf_config)
-    model = model.to(config.device).eval().requires_grad_(requires_grad=False)
+    model, hf_config = load_checkpoint(config)
     shape = _shape(config, model, hf_config)
     if config.is_compiled and not config.is_eager:
         compile_layers(model, config.device)  # which cannot look into packed weights
@@ -62,61 +44,14 @@ def load_model(config: EngineConfig) -> tuple[torch.nn.Module, ModelShape]:
 
 
 def model_needs(config: EngineConfig) -> ModelNeeds:
-    """Return what a model takes, from its configuration alone: no weight is read or made.
+    """Return what a model takes: of its files the headers are read, and no weight is made.
 
     Raises:
         ConfigInvalid: The directory holds no model we can serve; the sentence says why.
     """
-    with _readable(config.model_dir) as path:
-        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-        unsharded = msgspec.structs.replace(config, load_format="dummy", tp_size=1)
-        with torch.device("meta"):
-            model = _build(unsharded, hf_config)
-        shape = _shape(config, model, hf_config)
-    if getattr(hf_config, "quantization_config", None) is not None:
-        sizes = [file.stat().st_size for file in path.glob("*.safetensors")]
-    else:
-        sizes = [each.numel() * each.itemsize for each in model.parameters()]
-    return ModelNeeds(shape, sum(sizes))
-
-
-@contextmanager
-def _readable(model_dir: str) -> Iterator[Path]:
-    """Give the directory; what transformers says about it becomes one kind of error."""
-    path = Path(model_dir)
-    if not (path / "config.json").is_file():
-        raise ConfigInvalid(
-            f"{path} has no config.json: give a transformers directory or a GGUF file"
-        )
-    try:
-        yield path
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConfigInvalid(f"cannot load the model in {path}: {error}") from error
-
-
-def _build(config: EngineConfig, hf_config: object) -> torch.nn.Module:
-    implementation = attention.register(is_compiled=config.is_compiled)
-    dtype = _dtype(config, hf_config)
-    sharding = DistributedConfig(tp_size=config.tp_size) if config.tp_size > 1 else None
-    if config.load_format == "dummy":
-        torch.manual_seed(config.random_seed)
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(
-            hf_config,
-            dtype=dtype,
-            attn_implementation=implementation,
-            trust_remote_code=config.trust_remote_code,
-        )
-        return model if sharding is None else _sharded(model, sharding)
-    loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-        config.model_dir,
-        config=hf_config,
-        dtype=dtype,
-        attn_implementation=implementation,
-        trust_remote_code=config.trust_remote_code,
-        local_files_only=True,
-        distributed_config=sharding,
-    )
-    return loaded
+    outlined = outline(config)
+    shape = _shape(config, outlined.model, outlined.hf_config)
+    return ModelNeeds(shape, outlined.weight_bytes)
 
 
 def compile_layers(model: torch.nn.Module, device: str) -> None:
@@ -144,20 +79,6 @@ def compile_layers(model: torch.nn.Module, device: str) -> None:
         layer.compile(dynamic=True)
 
 
-def _sharded(model: Any, sharding: DistributedConfig) -> torch.nn.Module:
-    """Cut a whole model down to this rank's shard: every rank made the same one from the seed."""
-    _, _, meshes = model.prepare_distribute_model(sharding)
-    sharded: torch.nn.Module = model.maybe_distribute_model(model, sharding, meshes)
-    return sharded
-
-
-def _dtype(config: EngineConfig, hf_config: object) -> torch.dtype:
-    if config.dtype != "auto":
-        return getattr(torch, config.dtype)  # type: ignore[no-any-return]
-    own = getattr(hf_config, "dtype", None)
-    return own if isinstance(own, torch.dtype) else torch.float32
-
-
 def _shape(config: EngineConfig, model: torch.nn.Module, hf_config: object) -> ModelShape:
     text = hf_config.get_text_config()  # type: ignore[attr-defined]
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -172,7 +93,7 @@ def _shape(config: EngineConfig, model: torch.nn.Module, hf_config: object) -> M
         eos_token_ids=eos_token_ids(Path(config.model_dir), text),
         dtype=dtype,
         kv_dtype=kv_dtype,
-        fingerprint=_fingerprint(config, text, dtype, kv_dtype),
+        fingerprint=fingerprint(config, text, dtype, kv_dtype),
     )
 
 
@@ -191,41 +112,3 @@ def _own_kv_heads(config: EngineConfig, model: Any, text_config: Any) -> int:
             "heads evenly: give a number that divides both"
         )
     return num_kv_heads // config.tp_size
-
-
-def _fingerprint(config: EngineConfig, text_config: object, dtype: str, kv_dtype: str) -> str:
-    path = Path(config.model_dir)
-    facts = json.loads((path / "config.json").read_text())
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    digest.update(f"torch.{kv_dtype}".encode())
-    if config.load_format == "dummy":
-        digest.update(f"dummy {config.random_seed}".encode())
-    else:
-        # As transformers chooses: others where there are no safetensors.
-        for file in sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin")):
-            digest.update(f"{file.name} {file.stat().st_size}".encode())
-            for sample in _samples_of(file):
-                digest.update(sample)
-    kind = type(text_config).__name__.removesuffix("Config")
-    layers = text_config.num_hidden_layers  # type: ignore[attr-defined]
-    return f"{kind}-{layers}layers-{dtype}-{digest.hexdigest()[:16]}"
-
-
-def _samples_of(file: Path) -> Iterator[bytes]:
-    """Yield a file's header, which names its tensors and where they are, and both ends of each of them."""
-    with file.open("rb") as opened:
-        if file.suffix == ".bin":  # an archive: its end has a checksum of each tensor
-            opened.seek(max(0, file.stat().st_size - _DIRECTORY_BYTES))
-            yield opened.read()
-            return
-        length = int.from_bytes(opened.read(8), "little")
-        # No more than there is: what is no such file may begin with any number.
-        header = opened.read(min(length, file.stat().st_size))
-        yield header
-        tensors = json.loads(header)
-        tensors.pop("__metadata__", None)
-        for begin, end in sorted(tensor["data_offsets"] for tensor in tensors.values()):
-            size = min(end - begin, _SAMPLE_BYTES)
-            for first in (begin, end - size):
-                opened.seek(8 + length + first)
-                yield opened.read(size)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import msgspec
 import torch
-from transformers.utils import logging as hf_logging
 
 from engine.config import EngineConfig
 from engine.model import model_needs
@@ -21,7 +20,6 @@ def model_facts(settings: EngineConfig, cache_dir: Path) -> Model:
         settings: `model_dir` is a directory or a GGUF file, which is converted once, as a node would.
     """
     name = model_name(settings.model_dir)
-    hf_logging.disable_progress_bar()
     try:
         directory = resolve_model(settings.model_dir, cache_dir)
         settings = msgspec.structs.replace(settings, model_dir=str(directory))

@@ -41,14 +41,14 @@ def test_ranks_share_the_pool(tiny_model, tmp_path):
     assert "--tp 3 cannot share" in odd.problem
 
 
-def test_the_weights_of_a_quantised_model_are_as_large_as_its_files(tiny_model, tmp_path):
-    directory = tiny_model("llama")
+def test_weights_that_stay_quantised_are_as_large_as_their_files(tiny_model, tmp_path):
+    directory = shutil.copytree(tiny_model("llama"), tmp_path / "model")
     config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    settings = EngineConfig(model_dir=str(tmp_path), load_format="dummy")
-    assert model_needs(settings).weight_bytes == 1000
+    config["quantization_config"] = {"quant_method": "bitnet"}
+    (directory / "config.json").write_text(json.dumps(config))
+    size = (directory / "model.safetensors").stat().st_size
+    (directory / "other.safetensors").write_bytes(bytes(1000))
+    assert model_needs(EngineConfig(model_dir=str(directory))).weight_bytes == size
 
 
 def test_what_cannot_be_served_is_told_and_not_raised(tmp_path):
