@@ -1,7 +1,8 @@
 """From what a user calls a model to a directory that transformers can load.
 
-A directory is taken as it is. A GGUF file is converted once to safetensors and kept in a cache, so
-that only the first start is slow. Nothing at all means the embedded model.
+A directory is taken as it is, after a look at its files: what is wrong with them is told before a process is
+started that imports torch. A GGUF file is converted once to safetensors and kept in a cache, so that only the
+first start is slow. Nothing at all means the embedded model.
 """
 
 import fcntl
@@ -14,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from engine.config import EngineConfig
+from engine.weight_files import check_no_pointers, check_weights, read_object
 from telemetry.log import get_logger
 from wire.errors import ConfigInvalid
 
@@ -27,23 +30,23 @@ NO_MODEL = "troubleshooting#no-such-model"  # of the documentation
 # Bumped when a conversion writes something else, so that an older cache is not taken.
 _CONVERSION = 1
 
+_WHOLE = EngineConfig(model_dir="")
 
-def resolve_model(model: str | None, cache_dir: Path) -> Path:
+
+def resolve_model(model: str | None, cache_dir: Path, settings: EngineConfig = _WHOLE) -> Path:
     """Return the transformers directory of `model`, converting a GGUF file when needed.
 
     Args:
         model: A directory, a GGUF file, or None for the embedded model.
         cache_dir: Where conversions are kept.
+        settings: Of the engine that is to load it.
 
     Raises:
-        ConfigInvalid: There is no such model; the sentence says what to give.
+        ConfigInvalid: There is no such model, or not all of it; the sentence says what to do.
     """
     path = _embedded_gguf() if model is None else Path(model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigInvalid(
-                f"{path} has no config.json: it is not a transformers directory", topic=NO_MODEL
-            )
+        check_directory(path, settings)
         return path
     if not path.is_file():
         raise ConfigInvalid(
@@ -53,7 +56,32 @@ def resolve_model(model: str | None, cache_dir: Path) -> Path:
         )
     if path.suffix != ".gguf":
         raise ConfigInvalid(f"{path} is neither a directory nor a .gguf file", topic=NO_MODEL)
+    check_no_pointers([path])
     return _convert_once(path, cache_dir)
+
+
+def check_directory(path: Path, settings: EngineConfig) -> None:
+    """Look at the files of a model: all are there, and none is cut short or something else.
+
+    Whether they are those of one model only transformers knows.
+
+    Raises:
+        ConfigInvalid: They are not; the sentence says what to do.
+    """
+    if (path / "adapter_config.json").is_file():
+        raise ConfigInvalid(
+            f"{path} is a LoRA adapter (it has adapter_config.json), not a model: merge it into its base model "
+            "(merge_and_unload of peft), save that, and give its directory"
+        )
+    if not (path / "config.json").is_file():
+        raise ConfigInvalid(
+            f"{path} has no config.json: it is not a transformers directory", topic=NO_MODEL
+        )
+    read_object(path / "config.json")
+    if (path / "generation_config.json").is_file():
+        read_object(path / "generation_config.json")
+    if settings.load_format == "auto" and settings.simulation is None:
+        check_weights(path)
 
 
 def model_name(model: str | None) -> str:
