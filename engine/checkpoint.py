@@ -59,7 +59,8 @@ def load_checkpoint(config: EngineConfig) -> tuple[torch.nn.Module, Any]:
     Raises:
         ConfigInvalid: The directory does not hold a model, or not all of it, or not for this device.
     """
-    with _in_one_sentence(config.model_dir) as path:
+    path = Path(config.model_dir)
+    with in_one_sentence(f"cannot load the model in {path}"):
         hf_config = _read_config(config, path)
         sharding = DistributedConfig(tp_size=config.tp_size) if config.tp_size > 1 else None
         if config.load_format == "dummy":
@@ -84,7 +85,8 @@ def outline(config: EngineConfig) -> Outline:
     Raises:
         ConfigInvalid: As `load_checkpoint`.
     """
-    with _in_one_sentence(config.model_dir) as path:
+    path = Path(config.model_dir)
+    with in_one_sentence(f"cannot load the model in {path}"):
         hf_config = _read_config(config, path)
         files = weight_files(path) if config.load_format == "auto" else []
         if files:
@@ -119,21 +121,20 @@ def fingerprint(config: EngineConfig, text_config: Any, dtype: str, kv_dtype: st
 
 
 @contextmanager
-def _in_one_sentence(model_dir: str) -> Iterator[Path]:
-    """Give the directory; whatever transformers raises about it becomes one kind of error."""
-    path = Path(model_dir)
-    if not (path / "config.json").is_file():
-        raise ConfigInvalid(
-            f"{path} has no config.json: give a transformers directory or a GGUF file"
-        )
+def in_one_sentence(what_fails: str) -> Iterator[None]:
+    """Make one kind of error, in one line, of whatever transformers raises inside.
+
+    Raises:
+        ConfigInvalid: Something was raised.
+    """
     try:
-        yield path
+        yield
     except TandemError:
         raise
     except Exception as error:
         # What a wrong file makes transformers, torch and a model's code raise is of every kind.
         log.debug("checkpoint.refused", exc_info=True)
-        raise ConfigInvalid(f"cannot load the model in {path}: {_reason(error)}") from error
+        raise ConfigInvalid(f"{what_fails}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -143,6 +144,10 @@ def _reason(error: Exception) -> str:
 
 
 def _read_config(config: EngineConfig, path: Path) -> Any:
+    if not (path / "config.json").is_file():
+        raise ConfigInvalid(
+            f"{path} has no config.json: give a transformers directory or a GGUF file"
+        )
     facts = read_object(path / "config.json")
     kind = facts.get("model_type")
     if isinstance(kind, str) and kind not in CONFIG_MAPPING and not config.trust_remote_code:

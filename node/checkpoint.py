@@ -28,7 +28,7 @@ EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 NO_MODEL = "troubleshooting#no-such-model"  # of the documentation
 
 # Bumped when a conversion writes something else, so that an older cache is not taken.
-_CONVERSION = 1
+_CONVERSION = 2
 
 _WHOLE = EngineConfig(model_dir="")
 
@@ -57,7 +57,12 @@ def resolve_model(model: str | None, cache_dir: Path, settings: EngineConfig = _
     if path.suffix != ".gguf":
         raise ConfigInvalid(f"{path} is neither a directory nor a .gguf file", topic=NO_MODEL)
     check_no_pointers([path])
-    return _convert_once(path, cache_dir)
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ConfigInvalid(f"{path} is not a GGUF file, which begins with GGUF: copy it again")
+    # Rounded to the type that is computed in, and to none before: bfloat16 unless it was asked for another.
+    dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
+    return _convert_once(path, cache_dir, dtype)
 
 
 def check_directory(path: Path, settings: EngineConfig) -> None:
@@ -100,18 +105,23 @@ def _embedded_gguf() -> Path:
     return Path(next(iter(spec.submodule_search_locations))) / EMBEDDED_FILE
 
 
-def _convert_once(gguf: Path, cache_dir: Path) -> Path:
+def _convert_once(gguf: Path, cache_dir: Path, dtype: str) -> Path:
     stat = gguf.stat()
-    facts = f"{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns} {_CONVERSION}"
+    facts = f"{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns} {dtype} {_CONVERSION}"
     digest = hashlib.sha256(facts.encode()).hexdigest()[:12]
     target = cache_dir / f"{gguf.stem}-{digest}"
     if target.is_dir():
         return target
     cache_dir.mkdir(parents=True, exist_ok=True)
-    log.info("checkpoint.needed", source=gguf.name, note="the first start converts it: about 20 s")
+    log.info(
+        "checkpoint.needed",
+        source=gguf.name,
+        dtype=dtype,
+        note="the first start converts it: about 20 s",
+    )
     with _locked(cache_dir / f"{target.name}.lock"):
         if not target.is_dir():  # another node may have done it while we waited
-            _convert(gguf, target)
+            _convert(gguf, target, dtype)
             log.info("checkpoint.ready", path=str(target))
     return target
 
@@ -124,16 +134,17 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _convert(gguf: Path, target: Path) -> None:
+def _convert(gguf: Path, target: Path, dtype: str) -> None:
     """Convert in a process of its own, so that this one never loads torch; all or nothing."""
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / "model"
         done = subprocess.run(  # noqa: S603 - our own module, arguments as a list
-            [sys.executable, "-m", "node.convert_gguf", str(gguf), str(made)],
+            [sys.executable, "-m", "node.convert_gguf", str(gguf), str(made), dtype],
             check=False,
             capture_output=True,
             text=True,
         )
         if done.returncode:
-            raise ConfigInvalid(f"cannot convert {gguf}: {done.stderr.strip()[-2000:]}")
+            ended = f"cannot convert {gguf}: the conversion ended with status {done.returncode}"
+            raise ConfigInvalid((done.stderr.strip().splitlines() or [ended])[-1])
         made.rename(target)

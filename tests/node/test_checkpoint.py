@@ -1,11 +1,15 @@
 import json
 import shutil
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from engine.config import EngineConfig
 from engine.profile import Profile, Simulation
 from node.checkpoint import EMBEDDED_NAME, model_name, resolve_model
+from tests.tiny_gguf import tensors, write_gguf
 from wire.errors import ConfigInvalid
 
 POINTER = """version https://git-lfs.github.com/spec/v1
@@ -135,12 +139,42 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path):
         resolve_model(str(tmp_path / "model.bin"), tmp_path)
 
 
+@pytest.mark.parametrize("data", [b"", b"GG", b"not a model", POINTER.encode()])
+def test_what_is_no_gguf_in_spite_of_its_name_is_refused_at_once(tmp_path, data):
+    (tmp_path / "broken.gguf").write_bytes(data)
+    assert "broken.gguf" in refusal(tmp_path / "broken.gguf")
+    assert not (tmp_path / "cache").exists()
+
+
 def test_a_broken_gguf_leaves_nothing_behind_that_would_be_taken_for_a_model(tmp_path):
-    (tmp_path / "broken.gguf").write_bytes(b"GGUF but not really")
-    cache = tmp_path / "cache"
-    with pytest.raises(ConfigInvalid, match="cannot convert"):
-        resolve_model(str(tmp_path / "broken.gguf"), cache)
-    assert [path for path in cache.iterdir() if path.is_dir()] == []
+    whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
+    for data in (b"GGUF but not really", whole[: len(whole) // 2]):
+        (tmp_path / "broken.gguf").write_bytes(data)
+        assert "may not have been copied whole" in refusal(tmp_path / "broken.gguf")
+    assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == []
+
+
+def test_a_gguf_that_lacks_a_tensor_is_refused_by_its_name(tmp_path):
+    lacking = write_gguf(tmp_path / "lacking.gguf", without="blk.1.ffn_down.weight")
+    assert "model.layers.1.mlp.down_proj.weight" in refusal(lacking)
+    assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == []
+
+
+def test_weights_of_a_gguf_are_rounded_to_no_smaller_type_than_was_asked_for(tmp_path):
+    path = write_gguf(tmp_path / "model.gguf")
+    exact = torch.from_numpy(tensors()["token_embd.weight"])
+
+    def converted(dtype) -> tuple[Path, torch.Tensor]:
+        settings = EngineConfig(model_dir="", dtype=dtype)
+        directory = resolve_model(str(path), tmp_path / "cache", settings)
+        return directory, load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
+
+    found = {dtype: converted(dtype) for dtype in ("auto", "bfloat16", "float16", "float32")}
+    assert found["auto"][0] == found["bfloat16"][0]
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        weight = found[str(dtype).removeprefix("torch.")][1]
+        assert weight.dtype == dtype
+        assert torch.equal(weight, exact.to(dtype))
 
 
 def test_a_conversion_is_done_once(embedded_model, tmp_path):
