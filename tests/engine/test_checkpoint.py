@@ -134,6 +134,17 @@ def test_weights_that_are_too_large_for_the_type_asked_for_are_refused(model_dir
     assert "infinite" in refusal(model_dir, dtype="float16")
 
 
+@pytest.mark.parametrize("size", [0, 10, 1000, -1])
+def test_an_archive_of_weights_that_was_not_copied_whole_is_refused(model_dir, size):
+    weights = load_file(model_dir / "model.safetensors")
+    (model_dir / "model.safetensors").unlink()
+    archive = model_dir / "pytorch_model.bin"
+    torch.save(weights, archive)
+    load_checkpoint(settings(model_dir))
+    archive.write_bytes(archive.read_bytes()[:size])
+    assert str(model_dir) in refused_by_both(model_dir)
+
+
 # ── config.json ──────────────────────────────────────────────────────────────────────────────────
 
 
