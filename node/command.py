@@ -85,7 +85,7 @@ def default_cache_dir() -> Path:
 
 
 def _with_model(config: NodeConfig, model: str | None, cache_dir: Path) -> NodeConfig:
-    directory = resolve_model(model, cache_dir / "models")
+    directory = resolve_model(model, cache_dir / "models", config.engine)
     engine = msgspec.structs.replace(config.engine, model_dir=str(directory))
     return msgspec.structs.replace(config, engine=engine)
 

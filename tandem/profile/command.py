@@ -64,6 +64,7 @@ def _measure(config: ProfileConfig) -> Measured:
     model = resolve_model(
         config.node.engine.model_dir or None,
         (config.cache_dir or default_cache_dir()) / "models",
+        config.node.engine,
     )
     node = msgspec.structs.replace(
         config.node, engine=msgspec.structs.replace(config.node.engine, model_dir=str(model))

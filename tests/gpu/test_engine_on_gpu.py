@@ -9,9 +9,9 @@ from engine.attention_backends import choose_backend
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.cuda_graphs import GraphRunner, is_recording, make_runner
+from engine.kv_pool import make_pool
 from engine.launcher import ModelLauncher
 from engine.model import load_model
-from engine.kv_pool import make_pool
 from tests.engine.test_core import PAGE, ask, make_engine, prompts, run
 from tests.tiny_models import CONFIGS
 
