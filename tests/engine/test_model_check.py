@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from structlog.testing import capture_logs
+from transformers import AutoModelForCausalLM
 
 from engine import model as loading
 from engine.attention import AttentionNotServed
@@ -69,7 +70,7 @@ def test_the_check_can_be_left_out_with_a_warning(tiny_model):
 def test_logits_that_differ_refuse_the_model_with_the_figure(tiny_model, change):
     model, shape = load_model(config(tiny_model("llama")))
     sequences = Sequences.of(shape.vocab_size, 16, None, None)
-    module = loading.AutoModelForCausalLM.from_pretrained(tiny_model("llama")).eval()
+    module = AutoModelForCausalLM.from_pretrained(tiny_model("llama")).eval()
     expected = plain_logits(module, sequences).clone()
     check_weights(model, shape, TorchAttention(), sequences, expected)
     expected[1, 20] += change
