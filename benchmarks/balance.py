@@ -132,7 +132,7 @@ async def router(num_workers: int, *nodes: HoldingNode) -> AsyncIterator[tuple[s
     """Run a router of so many workers; yield its address when all of them have met the nodes."""
     flags = [part for node in nodes for part in (f"--{node.role}", node.url)]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "router", *flags, "--port", "0", "--log-format", "json"),
+        *(sys.executable, "-P", "-m", "router", *flags, "--port", "0", "--log-format", "json"),
         *("--detokenizers", str(num_workers)),
         stderr=asyncio.subprocess.PIPE,
     )

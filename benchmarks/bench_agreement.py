@@ -60,7 +60,7 @@ def ours(args: argparse.Namespace, target: Target, seed: int, directory: Path) -
     """Run `tandem bench`."""
     out = directory / f"ours-{seed}.json"
     run(
-        *(sys.executable, "-m", "tandem", "bench", "--url", target.url),
+        *(sys.executable, "-P", "-m", "tandem", "bench", "--url", target.url),
         *("--concurrency", str(args.concurrency), "--num-prompts", str(args.num_prompts)),
         *("--input-len", str(args.input_len), "--output-len", str(args.output_len)),
         *("--seed", str(1000 + seed), "--output-file", str(out)),

@@ -58,7 +58,7 @@ def tandem(name: str, argv: Sequence[str], core: str = "") -> Iterator[Target]:
     """Run `tandem` with these arguments and a free port; yield it when it serves; stop it."""
     port = free_port()
     pin = ["taskset", "-c", core] if core else []
-    command = [*pin, sys.executable, "-m", "tandem", *argv, "--port", str(port)]
+    command = [*pin, sys.executable, "-P", "-m", "tandem", *argv, "--port", str(port)]
     with running(name, command, port, dict(os.environ)) as target:
         yield target
 

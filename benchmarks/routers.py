@@ -116,7 +116,7 @@ def _lb(name: str, cores: Cores, ports: Sequence[int], bootstrap_port: int) -> I
     port = free_port()
     prefill, decode = (f"http://127.0.0.1:{each}" for each in ports)
     nodes = ["--prefill", prefill, str(bootstrap_port), "--decode", decode]
-    command = [sys.executable, "-m", "tandem", "lb", *nodes, "--port", str(port)]
+    command = [sys.executable, "-P", "-m", "tandem", "lb", *nodes, "--port", str(port)]
     with started(name, command, port, cores.router) as pid:
         infos = [
             msgspec.json.decode(get(f"{url}/server_info"), type=NodeInfo)
@@ -146,7 +146,17 @@ def tandem_lb_simulated(cores: Cores) -> Iterator[Router]:
         ports = []
         for role, more in (("prefill", ["--bootstrap-port", str(bootstrap)]), ("decode", [])):
             ports.append(port := free_port())
-            command = [sys.executable, "-m", "tandem", role, *flags, *more, "--port", str(port)]
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "tandem",
+                role,
+                *flags,
+                *more,
+                "--port",
+                str(port),
+            ]
             stack.enter_context(started(role, command, port, cores.others))
         router = stack.enter_context(_lb("tandem lb, nodes", cores, ports, bootstrap))
         yield replace(router, is_paced=False)

@@ -14,7 +14,8 @@ arguments on; a backend writes the layer's K and V into the pool and attends ove
 | `flashinfer` | GPUs, 16-bit types; FlashInfer's kernels, where it is installed | `attention_flashinfer.py` |
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -52,6 +53,25 @@ def not_served(model_type: str, reason: str) -> ConfigInvalid:
     return ConfigInvalid(
         f"models of type {model_type!r} are not served: {reason}", topic="models#refused"
     )
+
+
+@contextmanager
+def refusing(hf_config: Any) -> Iterator[None]:
+    """Have what refuses a model's attention in the block name the type of the model.
+
+    Raises:
+        ConfigInvalid: The model is not served.
+    """
+    try:
+        yield
+    except KeyError as error:
+        if NAME not in str(error):
+            raise
+        # A model that has classes of its own for each way to attend, and none for ours.
+        reason = "its attention does not go through transformers' attention interface"
+        raise not_served(hf_config.model_type, reason) from error
+    except AttentionNotServed as error:
+        raise not_served(hf_config.model_type, error.message) from error
 
 
 def text_config_of(hf_config: Any) -> Any:

@@ -12,3 +12,10 @@ class GrammarViolated(EngineFailed):
     def __init__(self, token_id: int, index: int) -> None:
         super().__init__(f"token {token_id} at index {index} is not allowed by the grammar")
         self.token_id, self.index = token_id, index
+
+
+class DeviceLost(BaseException):
+    """The device computes nothing any more for this process: only another process may use it.
+
+    No `Exception`: whoever catches those to fail one request and go on must not catch this.
+    """

@@ -70,6 +70,11 @@ class _Job:
         self.is_late = False
         self.size_bytes = 0
 
+    def settle(self) -> Future[CompiledGrammar]:
+        """Return the future that the caller alone has to resolve; needs the lock."""
+        self.is_settled = True
+        return self.future
+
 
 class GrammarCompiler:
     """Compiles each grammar once, keeps the last ones, and lets nobody wait for long.
@@ -136,9 +141,14 @@ class GrammarCompiler:
             self._num_workers < _NUM_WORKERS
             and self._num_workers + self._num_late < _NUM_WORKERS + _MAX_LATE
         ):
-            self._num_workers += 1
             # A daemon: a runaway compilation must not hold up the end of the process.
-            threading.Thread(target=self._work, name="grammar-compiler", daemon=True).start()
+            thread = threading.Thread(target=self._work, name="grammar-compiler", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the machine allows this process no further thread
+                log.warning("grammar.no_thread", reason=str(error), num_workers=self._num_workers)
+                return
+            self._num_workers += 1
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -150,7 +160,8 @@ class GrammarCompiler:
         try:
             library = self._ready_library()
             self._start_clock(job)
-            return self._compile_with(library, job.grammar)
+            compiled = self._compile_with(library, job.grammar)
+            job.size_bytes = compiled.memory_size_bytes
         except TandemError as error:
             return error
         except Exception as error:
@@ -158,6 +169,8 @@ class GrammarCompiler:
             # that waits fails, and the next one is compiled.
             log.exception("grammar.failed", kind=job.grammar.kind)
             return EngineFailed(f"compiling the grammar failed: {type(error).__name__}")
+        else:
+            return compiled
 
     def _ready_library(self) -> xgrammar.GrammarCompiler:
         with self._library_lock:
@@ -180,13 +193,10 @@ class GrammarCompiler:
         with self._lock:
             if job.is_settled:  # too late for those who waited, not for who asks again
                 job.future = _new_future()
-            job.is_settled = True
-            if not isinstance(outcome, TandemError):
-                job.size_bytes = outcome.memory_size_bytes
-            elif not isinstance(outcome, InvalidRequest):
+            future = job.settle()
+            if isinstance(outcome, TandemError) and not isinstance(outcome, InvalidRequest):
                 self._forget(job)
             self._evict()
-            future = job.future
         # Outside of the lock: who waits may call back into `compile`.
         if isinstance(outcome, TandemError):
             future.set_exception(outcome)
@@ -199,16 +209,17 @@ class GrammarCompiler:
         with self._lock:
             if job.is_settled:
                 return
-            job.is_settled = job.is_late = True
+            job.is_late = True
+            future = job.settle()
             self._num_workers -= 1
             self._num_late += 1
             self._fill_pool()
             if self._num_workers == 0:
                 stranded = self._empty_queue()
         log.warning("grammar.too_complex", kind=job.grammar.kind, num_late=self._num_late)
-        job.future.set_exception(_too_complex())
+        future.set_exception(_too_complex())
         for other in stranded:
-            other.future.set_exception(_overloaded())
+            other.settle().set_exception(_overloaded())
 
     def _empty_queue(self) -> list[_Job]:
         """Take out what no worker is left for; needs the lock."""

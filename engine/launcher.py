@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.device import device_errors
 from engine.forward import ForwardInputs, Wrote
 from engine.grammar import GrammarMasks, apply_masks
 from engine.inputs import forward_inputs, prompt_rows
@@ -58,6 +59,12 @@ class ModelLauncher:
         self, batch: Batch, slots: Slots, pages: list[CompletePages], wrote: Wrote | None
     ) -> Launched:
         """See `Launcher.launch`."""
+        with device_errors(self._runner.device):
+            return self._launch(batch, slots, pages, wrote)
+
+    def _launch(
+        self, batch: Batch, slots: Slots, pages: list[CompletePages], wrote: Wrote | None
+    ) -> Launched:
         sampled = sampled_of(batch)
         pending = self._masks.begin([request.grammar for request in sampled])
         inputs = forward_inputs(batch, slots, self._page_size)

@@ -1,7 +1,8 @@
 """Tells when a layer's K and V are in the pool, where the host runs ahead of the device.
 
 A forward on a GPU is only queued when attention returns. So an event is queued behind each layer,
-and a thread of its own waits for one after another.
+and a thread of its own waits for one after another. A forward of which a layer could not be told is not told
+of any further: what `wrote` did not hear of is pushed when the forward is collected.
 """
 
 import queue
@@ -12,6 +13,9 @@ from typing import Protocol
 import torch
 
 from engine.forward import Wrote
+from telemetry.log import get_logger
+
+log = get_logger(__name__)
 
 
 class DeviceEvent(Protocol):
@@ -50,7 +54,16 @@ class LayerEvents:
         return queued
 
     def _run(self) -> None:
+        failed: Wrote | None = None
         while True:
             event, layer, wrote = self._queued.get()
-            event.synchronize()
-            wrote(layer)
+            if wrote is failed:
+                continue
+            try:
+                event.synchronize()
+                wrote(layer)
+            except Exception:
+                # The top of the thread's loop: the next forward has layers to tell of, too. If the device
+                # failed, the engine's own thread finds that out when it reads the forward.
+                log.exception("layers.not_told", layer=layer, effect="the rest is pushed later")
+                failed = wrote

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.device import device_errors
 from engine.forward import Ints
 from engine.launched import ForwardTimes
 from engine.logprobs import LogprobTensors
@@ -17,6 +18,7 @@ class OnHost:
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         self._copies = tensors
+        self._device = tensors[0].device if tensors else torch.device("cpu")
         if tensors and tensors[0].is_cuda:
             # Into pinned memory, or the copy would wait for the device here and now.
             self._copies = tuple(
@@ -29,7 +31,8 @@ class OnHost:
     def read(self) -> tuple[torch.Tensor, ...]:
         """Wait until they have arrived, and return them."""
         if self._event is not None:
-            self._event.synchronize()
+            with device_errors(self._device):
+                self._event.synchronize()
         return self._copies
 
 

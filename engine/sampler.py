@@ -12,10 +12,13 @@ import numpy.typing as npt
 import torch
 
 from engine.grammar import leaves_only
+from engine.noise import noisiest
 from engine.penalties import NEG_INF, Adjustments
-from engine.philox import uniforms
 from engine.request import ActiveRequest
 from engine.slots import Rows, Slots
+
+# Hotter than this every token is as likely as any other; noise multiplied by it is still finite.
+_HOTTEST = np.float32(1e30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,39 +119,38 @@ def adjustments(
 
 
 def _draw(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
-    """Draw one token for each row by inverting the distribution's sum at `uniforms(seed, index)`.
+    """Draw one token for each row. Logits: shape (n, vocab_size); tokens: shape (n,)."""
+    logits = logits.float()
+    vocab_size = logits.shape[1]
+    has_top = (columns.top_k < vocab_size).any() or (columns.top_p < 1).any()
+    if has_top or (columns.min_p > 0).any():
+        logits = logits.masked_fill(_cut_off(logits, columns, has_top=bool(has_top)), NEG_INF)
+    temperatures = np.minimum(columns.temperature, _HOTTEST)
+    return noisiest(logits, temperatures, columns.seeds, columns.indexes)
 
-    Args:
-        logits: Shape (n, vocab_size).
 
-    Returns:
-        Token ids, shape (n,).
-    """
+def _cut_off(logits: torch.Tensor, columns: SamplingColumns, *, has_top: bool) -> torch.Tensor:
+    """Tell which tokens top-k, top-p and min-p leave out. Shape (n, vocab_size), boolean."""
 
     def column(values: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(values).to(logits.device, non_blocking=True).unsqueeze(1)
 
-    logits = logits.float() / column(columns.temperature)
-    vocab_size = logits.shape[1]
-    if (columns.top_k < vocab_size).any() or (columns.top_p < 1).any():
-        top_k = column(np.minimum(columns.top_k, vocab_size))
-        logits = _keep_top(logits, top_k, column(columns.top_p))
-    probs = logits.softmax(dim=-1)
-    if (columns.min_p > 0).any():
-        floor = column(columns.min_p) * probs.max(dim=-1, keepdim=True).values
-        probs = probs.where(probs >= floor, 0.0)
-    # Summed in float64 and vocabulary order: equal draws whatever else is in the batch.
-    sums = probs.double().cumsum(dim=-1)
-    numbers = uniforms(columns.seeds, columns.indexes.astype(np.uint64))
-    target = column(numbers) * sums[:, -1:]
-    return torch.searchsorted(sums, target, right=True).squeeze(1).clamp_(max=vocab_size - 1)
+    # Of the largest it is 0 at any temperature, where quotients of the logits themselves would overflow.
+    coldest = np.finfo(np.float32).tiny
+    temperature = column(np.maximum(columns.temperature, coldest))
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+    cut = scaled < column(columns.min_p).log()
+    if has_top:
+        top_k = column(np.minimum(columns.top_k, logits.shape[1]))
+        cut |= scaled < _least_kept(scaled, top_k, column(columns.top_p))
+    return cut
 
 
-def _keep_top(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Mask all but the `top_k` largest, then all past a mass of `top_p`. Columns (n, 1).
+def _least_kept(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Return the least of the `top_k` largest logits within a mass of `top_p`. Columns (n, 1).
 
-    What is kept is what reaches the least logit kept, so that equal ones are kept or masked together,
-    whatever order the device finds them in.
+    What reaches it is kept, so that equal logits are kept or cut off together, whatever order the device
+    finds them in.
     """
     vocab_size = logits.shape[1]
     probs = logits.softmax(dim=-1)
@@ -160,8 +162,7 @@ def _keep_top(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) ->
     whole = torch.where(has_top_k, mass.sum(dim=-1, keepdim=True), 1.0)
     mass_before = mass.cumsum(dim=-1) - mass
     is_kept = (mass_before < top_p * whole) & (rank < top_k) | (rank == 0)
-    least = top.values.gather(1, is_kept.sum(dim=-1, keepdim=True) - 1)
-    return logits.masked_fill(logits < least, NEG_INF)
+    return top.values.gather(1, is_kept.sum(dim=-1, keepdim=True) - 1)
 
 
 def _num_candidates(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> int:

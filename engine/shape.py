@@ -15,6 +15,8 @@ AttentionFeature = Literal["sinks", "chunks", "latents", "unequal"]
 # `--kv-cache-dtype` beside `auto`.
 KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn"}
 
+GENERATION_CONFIG = "generation_config.json"
+
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -145,12 +147,37 @@ def _original_length(text_config: Any) -> int | None:
     return min((length for length in lengths if isinstance(length, int)), default=None)
 
 
+def generation_config(model_dir: Path) -> dict[str, Any]:
+    """Return what a model's generation_config.json says; nothing where there is none.
+
+    Raises:
+        ConfigInvalid: It is no JSON object.
+    """
+    path = model_dir / GENERATION_CONFIG
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigInvalid(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigInvalid(f"{path} is not a JSON object")
+    return found
+
+
 def eos_token_ids(model_dir: Path, text_config: Any) -> frozenset[int]:
-    """Return the ids that end an answer: of generation_config.json, or else of the model's config."""
-    found = getattr(text_config, "eos_token_id", None)
-    path = model_dir / "generation_config.json"
-    if path.is_file():
-        found = json.loads(path.read_text()).get("eos_token_id") or found
+    """Return the ids that end an answer: of generation_config.json, or else of the model's config.
+
+    Raises:
+        ConfigInvalid: They are no ids.
+    """
+    of_config = getattr(text_config, "eos_token_id", None)
+    found = generation_config(model_dir).get("eos_token_id") or of_config
     if found is None:
         return frozenset()
-    return frozenset([found] if isinstance(found, int) else found)
+    ids = found if isinstance(found, list | tuple) else [found]
+    if not all(type(token_id) is int for token_id in ids):
+        raise ConfigInvalid(
+            f"eos_token_id of the model in {model_dir} is {found!r}: it must be a token id or a list of them"
+        )
+    return frozenset(ids)

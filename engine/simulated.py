@@ -26,7 +26,6 @@ import xxhash
 from engine.batcher import Chunk
 from engine.forward import Ints, Wrote
 from engine.launched import ChunkEnd, ForwardTimes, Launched, sampled_of
-from engine.philox import uniforms
 from engine.profile import Profile, attended_pairs
 from engine.results import CompletePages
 from engine.scheduler import Batch
@@ -211,8 +210,12 @@ def answer_key(prompt_ids: list[int], seed: int) -> int:
 
 def tokens_at(keys: npt.NDArray[np.uint64], indexes: Ints, ordinary_ids: Ints) -> Ints:
     """Return the tokens with these indexes of the answers with these keys. Shape (n,) all."""
-    numbers = uniforms(keys, indexes.astype(np.uint64))
-    ids: Ints = ordinary_ids[(numbers * len(ordinary_ids)).astype(np.int64)]
+    # SplitMix64 (Steele et al. 2014): the numbers of a key are those of a generator with that seed.
+    bits = keys + (indexes.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    bits ^= bits >> np.uint64(31)
+    ids: Ints = ordinary_ids[(bits % np.uint64(len(ordinary_ids))).astype(np.int64)]
     return ids
 
 

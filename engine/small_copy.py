@@ -109,6 +109,7 @@ def _reduced(text: Any, layers: tuple[int, ...], changes: dict[str, int]) -> Any
         facts["num_kv_shared_layers"] = sum(index >= count - shared for index in layers)
     if dense := facts.get("first_k_dense_replace"):
         facts["first_k_dense_replace"] = sum(index < dense for index in layers)
+    facts.pop("quantization_config", None)  # the copy's numbers are plain
     if "intermediate_size" in changes:
         _reduce_experts(facts, names)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
@@ -131,6 +132,7 @@ def _composed(hf_config: Any, text: Any, small: Any) -> Any:
         return small
     facts = hf_config.to_dict()
     facts["text_config"] = small.to_dict()
+    facts.pop("quantization_config", None)
     return type(hf_config).from_dict(facts)
 
 

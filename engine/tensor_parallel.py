@@ -23,7 +23,6 @@ import torch.distributed as dist
 from engine.config import EngineConfig
 from engine.forward import ForwardInputs, Wrote
 from engine.runner import Runner
-from wire.errors import ConfigInvalid
 
 
 class Followers(Protocol):
@@ -88,23 +87,14 @@ def follow(
 
 
 def join(config: EngineConfig, store: Path) -> None:
-    """Meet the other ranks; returns when all are there.
+    """Meet the other ranks; returns when all are there. Each has taken its device before.
 
     Args:
         store: A file in a directory of this node's own, which does not exist before.
-
-    Raises:
-        ConfigInvalid: There is no GPU for every rank.
     """
-    is_gpu = config.device.startswith("cuda")
-    if is_gpu:
-        num_gpus = torch.cuda.device_count()
-        if num_gpus < config.tp_size:
-            raise ConfigInvalid(f"--tp {config.tp_size} needs as many GPUs; there are {num_gpus}")
-        torch.cuda.set_device(config.device)
     os.environ["LOCAL_RANK"] = str(config.tp_rank)  # where transformers looks for it
     dist.init_process_group(
-        "nccl" if is_gpu else "gloo",
+        "nccl" if config.device.startswith("cuda") else "gloo",
         init_method=f"file://{store}",
         rank=config.tp_rank,
         world_size=config.tp_size,

@@ -46,7 +46,15 @@ def load_vocabulary(
         )
     try:
         done = subprocess.run(  # noqa: S603 - our own module, arguments as a list
-            [sys.executable, "-m", "engine.vocabulary", str(model_dir), str(vocab_size), *ends],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "engine.vocabulary",
+                str(model_dir),
+                str(vocab_size),
+                *ends,
+            ],
             check=False,
             stdin=subprocess.DEVNULL,
             capture_output=True,

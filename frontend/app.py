@@ -19,6 +19,7 @@ from frontend.openapi import document
 from frontend.options import FrontendOptions
 from frontend.pulse import pulse
 from frontend.tracing import Tracing, tracing_to
+from wire.keys import reader_key
 
 __all__ = ["FrontendOptions", "create_app"]
 
@@ -33,6 +34,7 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
         options: The defaults, when left out.
     """
     options = options or FrontendOptions()
+    options.reply_formats.load()
     endpoint = options.http.traces_endpoint
     tracing = tracing_to(endpoint, options.service) if endpoint else None
     app = web.Application(
@@ -60,9 +62,10 @@ def _middlewares(options: FrontendOptions, tracing: Tracing | None) -> list[Midd
     """Return what stands around every route, outermost first."""
     http = options.http
     preflight = [answer_preflight(http.cors_origins)] if http.cors_origins else []
-    # The operator's key is above those of clients.
+    # The operator key is above those of clients.
     accepted = [*http.api_keys, *filter(None, [options.operator_key])]
-    keys = [check_key(accepted, options.open_paths)] if http.api_keys else []
+    reader = reader_key(options.operator_key)
+    keys = [check_key(accepted, options.open_paths, reader)] if http.api_keys else []
     timeout = [end_in_time] if http.request_timeout_s else []
     traced = [tracing.around] if tracing is not None else []
     inner = [answer_errors, *keys, *timeout, note_caller, read_body]

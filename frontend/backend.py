@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from frontend.tokenizer import Tokenizer
-from wire.generation import GenerateRequest
+from wire.generation import GenerateRequest, SamplingDefaults
 from wire.messages import TokenDelta
 
 
@@ -35,12 +35,17 @@ class Bootstrap:
     room: int
 
 
+ALONE = Bootstrap(host="", port=None, room=0)
+"""No other half: a node with one role computes a request of one token by itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """What the frontend needs to know of the model.
 
     Attributes:
         tokenizer: None when the model has none: then only ids go in and come out.
+        default_sampling: What stands for parameters that a request leaves out.
         context_length: Prompt plus generated tokens, at most.
         max_prompt_tokens: At most `context_length - 1`; smaller when the pool is.
     """
@@ -51,6 +56,7 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: frozenset[int]
     tokenizer: Tokenizer | None
+    default_sampling: SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +110,10 @@ class Backend(Protocol):
 
     def health(self) -> Health:
         """Tell whether a request sent now can be served."""
+        ...
+
+    def num_tokens_told(self) -> int:
+        """Return the tokens that engines read and made, as they last told: it grows while they work."""
         ...
 
     def server_info(self) -> Mapping[str, object]:

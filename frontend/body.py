@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from wire.errors import InvalidRequest
 
@@ -66,6 +74,18 @@ class Body(BaseModel):
             return data
         return {name: value for name, value in data.items() if value is not None}
 
+    @classmethod
+    def names(cls) -> frozenset[str]:
+        """Return the names by which clients may send its fields."""
+        found: set[str] = set()
+        for name, field in cls.model_fields.items():
+            match field.validation_alias:
+                case AliasChoices(choices=choices):
+                    found.update(map(str, choices))
+                case alias:
+                    found.add(name if alias is None else str(alias))
+        return frozenset(found)
+
 
 def read_json(data: bytes) -> dict[str, Any]:
     """Return the JSON object in `data`. NaN and infinities are read, to be refused by name.
@@ -110,14 +130,3 @@ def _sentence(error: ValidationError, prefix: str) -> str:
     template = _SENTENCES.get(first["type"])
     said = template.format(**first.get("ctx", {})) if template else first["msg"]
     return f"{field}: {said.removeprefix('Value error, ')}" if field else said
-
-
-def refuse(data: Mapping[str, object], names: tuple[str, ...]) -> None:
-    """Refuse fields that ask for what is not there yet; false, zero and empty ask for nothing.
-
-    Raises:
-        InvalidRequest: One of `names` is set.
-    """
-    for name in names:
-        if data.get(name):
-            raise InvalidRequest(f"{name}: not supported yet")

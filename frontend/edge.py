@@ -1,24 +1,31 @@
 """What the routes of one app share: the backend, the options, the metrics, who is running."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 from typing_extensions import override
 
 from frontend.backend import Backend
+from frontend.body import read_json
 from frontend.generation import Answer, Generation, run, transcript_of
 from frontend.metrics import FrontendMetrics
 from frontend.options import FrontendOptions
 from frontend.sse import Outbox
 from frontend.timings import Outcome, TimingsSink
-from frontend.transcript import Outlet, Piece
+from frontend.transcript import Outlet, Piece, Transcript
 from wire.errors import InvalidRequest
 from wire.ids import RequestId
 
 T = TypeVar("T")
+
+# Reading so many bytes, tokenizing included, holds up the loop for 2 ms at most; more goes to a thread.
+INLINE_BYTES = 4096
+# Parsing 32 MiB holds the interpreter's lock for 0.2 s: together they must not silence the links to engines,
+# which are lost after 2 s.
+MAX_READERS = 2
 
 
 class Edge:
@@ -37,10 +44,23 @@ class Edge:
         self.timings_sinks: list[TimingsSink] = []
         self.is_leaving = False
         self._running: set[RequestId] = set()
+        self._readers = asyncio.Semaphore(MAX_READERS)
 
     @override
     def __repr__(self) -> str:
         return f"Edge({len(self._running)} running)"
+
+    async def read(self, body: bytes, reader: Callable[[dict[str, Any]], T]) -> T:
+        """Return what `reader` makes of a JSON body: of a large one in a thread, while the loop goes on.
+
+        Raises:
+            InvalidRequest: It is no JSON object, or one of too many parts.
+            TandemError: As `reader` raises it.
+        """
+        if len(body) <= INLINE_BYTES:
+            return reader(read_json(body))
+        async with self._readers:
+            return await asyncio.to_thread(lambda: reader(read_json(body)))
 
     async def run(
         self, generation: Generation, outlet: Outlet | None = None
@@ -54,16 +74,18 @@ class Edge:
             InvalidRequest: A generation with this id is running.
             TandemError: As the backend raises it.
         """
-        timings = generation.timings
-        with self._entered(generation):
-            transcript = transcript_of(generation, outlet, self.metrics.token_gaps())
+        timings, is_begun = generation.timings, False
+        transcript = transcript_of(generation, outlet, self.metrics.token_gaps())
+        with self._entered(generation, transcript):
             async with aclosing(run(self.backend, generation, transcript)) as pieces:
                 async for piece in pieces:
+                    if not is_begun and _follows_a_prompt(piece):
+                        is_begun = True
+                        self.metrics.prompt_tokens.inc(len(generation.request.prompt_ids))
                     if piece.token_ids and (ttft_s := timings.token_read()) is not None:
                         self.metrics.time_to_first_token.observe(ttft_s)
                     if piece.ending is not None:
                         timings.num_output_tokens = transcript.num_tokens
-                        self.metrics.output_tokens.inc(transcript.num_tokens)
                         self.metrics.duration.observe(timings.ended())
                     yield piece
 
@@ -97,13 +119,12 @@ class Edge:
         return any([await self.backend.abort(id_) for id_ in tuple(self._running)])
 
     @contextmanager
-    def _entered(self, generation: Generation) -> Iterator[None]:
+    def _entered(self, generation: Generation, transcript: Transcript) -> Iterator[None]:
         request_id = generation.request.request_id
         if request_id in self._running:
             raise InvalidRequest(f"rid: a request with id {request_id!r} is running")
         self._running.add(request_id)
         self.metrics.running.inc()
-        self.metrics.prompt_tokens.inc(len(generation.request.prompt_ids))
         outcome: Outcome = "failed"
         try:
             yield
@@ -113,6 +134,8 @@ class Edge:
             raise
         finally:
             generation.timings.outcome = outcome
+            generation.timings.num_output_tokens = transcript.num_tokens
+            self.metrics.output_tokens.inc(transcript.num_tokens)
             self.metrics.running.dec()
             self._running.discard(request_id)
             self._tell(generation)
@@ -136,6 +159,11 @@ EDGE = web.AppKey("edge", Edge)
 def part_id(request_id: str, index: int) -> RequestId:
     """Return the id of one generation of a request that has several."""
     return RequestId(f"{request_id}_{index}")
+
+
+def _follows_a_prompt(piece: Piece) -> bool:
+    # A request that is aborted while it is queued ends without a token.
+    return bool(piece.token_ids) or (piece.ending is not None and piece.ending.error is None)
 
 
 def _is_part(part: str, request_id: str) -> bool:

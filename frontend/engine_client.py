@@ -130,6 +130,11 @@ class EngineClient:
         return self.answered.is_set() and not self.lost.is_set()
 
     @property
+    def silent_s(self) -> float:
+        """Seconds since the engine last spoke; infinitely many before it has."""
+        return asyncio.get_running_loop().time() - self._heard_at
+
+    @property
     def num_streams(self) -> int:
         """Attempts that have neither ended nor been closed."""
         return len(self._streams)

@@ -17,19 +17,15 @@ log = get_logger(__name__)
 _DEFAULTS = HttpOptions()
 
 
-def add_http_flags(group: argparse._ActionsContainer, also_of_keys: str = "") -> None:
-    """Add the flags to a parser's group.
-
-    Args:
-        also_of_keys: What else to say of `--api-key`.
-    """
+def add_http_flags(group: argparse._ActionsContainer) -> None:
+    """Add the flags to a parser's group."""
     add = group.add_argument
     add(
         "--api-key",
         action="append",
         default=[],
         metavar="KEY",
-        help=f"clients must send one of these as a bearer token; may be repeated{also_of_keys}",
+        help="clients must send one of these as a bearer token; may be repeated",
     )
     add(
         "--api-key-file",
@@ -71,6 +67,17 @@ def add_http_flags(group: argparse._ActionsContainer, also_of_keys: str = "") ->
         "http://127.0.0.1:4318 (docs/tracing.md)",
     )
     _add_tls_flags(group)
+
+
+def add_generation_config_flag(group: argparse._ActionsContainer) -> None:
+    """Add where the sampling defaults come from."""
+    group.add_argument(
+        "--generation-config",
+        choices=["auto", "none"],
+        default="auto",
+        help="where sampling parameters come from that a request leaves out: the model's generation_config.json "
+        "(auto), or the API alone (none) (default: auto)",
+    )
 
 
 def _add_tls_flags(group: argparse._ActionsContainer) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from aiohttp import web
 
-from frontend.body import read_json
 from frontend.caller import asked_by
 from frontend.edge import EDGE, Edge, side_by_side
 from frontend.generation import Answer, Generation
@@ -33,8 +32,9 @@ async def generate(request: web.Request) -> web.StreamResponse:
     """
     started = time.perf_counter()
     edge = request.app[EDGE]
-    call = await read_call(
-        edge.backend.model(), with_session(request.headers, read_json(await request.read()))
+    model, headers = edge.backend.model(), request.headers
+    call = await edge.read(
+        await request.read(), lambda data: read_call(model, with_session(headers, data))
     )
     call = replace(call, generations=asked_by(request, call.generations))
     if call.is_stream:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pydantic_core
 
+from frontend.unsupported import asks
 from wire.errors import InvalidRequest
 from wire.generation import Grammar
 
@@ -74,8 +75,9 @@ def _structured_outputs(data: Mapping[str, object]) -> Iterator[Found]:
         return
     if not isinstance(value, dict):
         raise InvalidRequest(f"{name}: must be an object")
-    if value.get("structural_tag"):
-        raise InvalidRequest(f"{name}.structural_tag: not supported yet")
+    for part, inner in value.items():
+        if part in _UNSUPPORTED_PARTS and asks(inner):
+            raise InvalidRequest(f"{name}.{part}: not supported here; leave it out")
     parts = {f"{name}.{part}": inner for part, inner in value.items()}
     yield from _fields(parts, {f"{name}.{part}": read for part, read in _STRUCTURED.items()})
     is_any_object = value.get("json_object")
@@ -191,4 +193,10 @@ _GUIDED = {
     "guided_grammar": _ebnf,
     "guided_choice": _choice,
 }
+# Names in a body that ask for a grammar.
+NATIVE_NAMES, GUIDED_NAMES = frozenset(_NATIVE), frozenset(_GUIDED)
 _STRUCTURED = {"json": _schema, "regex": _regex, "grammar": _ebnf, "choice": _choice}
+_UNSUPPORTED_PARTS = (
+    *("disable_additional_properties", "disable_any_whitespace", "structural_tag"),
+    "whitespace_pattern",
+)

@@ -80,10 +80,14 @@ class FrontendMetrics:
             multiprocess_mode="livesum",
         )
         self.prompt_tokens = Counter(
-            "tandem_edge_prompt_tokens", "Prompt tokens taken in.", registry=self._registry
+            "tandem_edge_prompt_tokens",
+            "Prompt tokens of generations that began; those of refused requests are not counted.",
+            registry=self._registry,
         )
         self.output_tokens = Counter(
-            "tandem_edge_output_tokens", "Tokens given out.", registry=self._registry
+            "tandem_edge_output_tokens",
+            "Tokens of generations that ended, those included whose client left.",
+            registry=self._registry,
         )
         self.time_to_first_token = PrometheusHistogram(
             "tandem_edge_time_to_first_token_seconds",

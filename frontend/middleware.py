@@ -74,11 +74,15 @@ def error_response(error: ErrorInfo, headers: dict[str, str] | None = None) -> w
 @web.middleware
 async def count_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Count the answer by route and status. Unknown paths share one label."""
-    response = await handler(request)
-    resource = request.match_info.route.resource
-    route = resource.canonical if resource is not None else "unknown"
-    request.app[EDGE].metrics.requests.labels(route, str(response.status)).inc()
-    return response
+    status = _CLIENT_GONE  # unless there is an answer: nothing else cancels a handler
+    try:
+        response = await handler(request)
+        status = response.status
+        return response
+    finally:
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource is not None else "unknown"
+        request.app[EDGE].metrics.requests.labels(route, str(status)).inc()
 
 
 @web.middleware
@@ -129,14 +133,22 @@ def _routes(app: web.Application) -> list[str]:
     return sorted(resource.canonical for resource in app.router.resources())
 
 
-def check_key(api_keys: Iterable[str], open_paths: Set[str] = frozenset()) -> Middleware:
-    """Return a middleware that lets in who bears one of `api_keys`, and everybody to `open_paths`."""
+def check_key(
+    api_keys: Iterable[str], open_paths: Set[str] = frozenset(), reader_key: str = ""
+) -> Middleware:
+    """Return a middleware that lets in who bears one of `api_keys`, and everybody to `open_paths`.
+
+    Args:
+        reader_key: Opens routes that only read; empty: nothing.
+    """
     accepted = [_digest(key.encode()) for key in api_keys]
+    readers = [*accepted, _digest(reader_key.encode())] if reader_key else accepted
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         is_open = request.path in OPEN_ROUTES or request.path in open_paths
-        if not is_open and not _is_one_of(key_of(request), accepted):
+        keys = readers if request.method == "GET" else accepted
+        if not is_open and not _is_one_of(key_of(request), keys):
             raise Unauthorized("send the API key as 'Authorization: Bearer KEY'")
         return await handler(request)
 

@@ -7,6 +7,7 @@
 Leaves out answering, which is in `frontend/generate.py`.
 """
 
+import difflib
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -23,28 +24,26 @@ from frontend.batch_fields import (
     bootstraps,
     rows,
 )
-from frontend.body import Body, CacheSalt, Priority, refuse, validate
+from frontend.body import Body, CacheSalt, Priority, validate
 from frontend.edge import part_id
 from frontend.generation import Generation, Prompt, Wishes, generations_of
-from frontend.grammars import native_grammar
+from frontend.grammars import NATIVE_NAMES, native_grammar
 from frontend.logprobs import MAX_TOP_LOGPROBS
 from frontend.prompts import MAX_GENERATIONS, Prompts, id_prompts, prompt_ids, text_prompts
-from frontend.sampling import MAX_STOP_PATTERNS, NativeSampling, require_tokens
+from frontend.sampling import MAX_STOP_PATTERNS, NativeSampling, read_sampling, require_tokens
 from frontend.session import session_of
+from frontend.unsupported import UNSUPPORTED, refuse_unsupported
 from wire.errors import InvalidRequest
 from wire.generation import LogprobsWanted
 from wire.ids import RequestId, new_request_id
 
-_NOT_YET = (
-    "token_ids_logprob",
-    "image_data",
-    "video_data",
-    "audio_data",
-    "input_embeds",
-    "lora_path",
-)
-_SAMPLING_NOT_YET = ("structural_tag",)
 _MAX_ID_CHARS = 256
+
+_PARAMETERS = NativeSampling.names() | NATIVE_NAMES
+# SGLang has it for tokenizers that are not those of the `tokenizers` library.
+_WITHOUT_EFFECT = frozenset({"spaces_between_special_tokens"})
+# Of a name that a client made up, in an error.
+_MAX_NAME_CHARS = 64
 
 T = TypeVar("T")
 
@@ -119,17 +118,19 @@ class NativeCall:
     has_text_in_logprobs: bool = False
 
 
-async def read_call(model: ServedModel, data: dict[str, Any]) -> NativeCall:
+def read_call(model: ServedModel, data: dict[str, Any]) -> NativeCall:
     """Check a body and make its generations: n for each prompt, in order.
 
     Raises:
         InvalidRequest: Something in it cannot be; the sentence names it.
     """
-    refuse(data, _NOT_YET)
+    refuse_unsupported(data)
     body = validate(GenerateBody, data)
     prompts = body.prompts()
     fields, prefix = _sampling_fields(data, body, len(prompts))
-    samplings = _each([validate(NativeSampling, part, prefix) for part in fields], len(prompts))
+    samplings = _each(
+        [read_sampling(NativeSampling, part, model, prefix) for part in fields], len(prompts)
+    )
     grammars = _each([native_grammar(part) for part in fields], len(prompts))
     logprobs = rows(LogprobBody, body, len(prompts), is_batch=prompts.is_batch)
     n = samplings[0].n
@@ -138,7 +139,7 @@ async def read_call(model: ServedModel, data: dict[str, Any]) -> NativeCall:
     _check_patterns(samplings)
     generations: list[Generation] = []
     rids = _request_ids(body.rid, len(prompts), n)
-    for index, ids in enumerate(await prompt_ids(model, prompts)):
+    for index, ids in enumerate(prompt_ids(model, prompts)):
         if not logprobs[index].return_logprob:
             require_tokens(samplings[index], "max_new_tokens")
         wishes = Wishes(
@@ -172,10 +173,21 @@ def _sampling_fields(
         raise InvalidRequest(
             f"sampling_params: must be an object, or a list with one for each of {count} prompts"
         )
-    fields = [data | part for part in parts]
-    for part in fields:
-        refuse(part, _SAMPLING_NOT_YET)
-    return fields, "sampling_params" if given else ""
+    for part in parts:
+        refuse_unsupported(part, "sampling_params.")
+        _check_names(part)
+    return [data | part for part in parts], "sampling_params" if given else ""
+
+
+def _check_names(params: dict[str, Any]) -> None:
+    """Refuse a name that is no sampling parameter, as SGLang does: most are misspelt."""
+    for name, value in params.items():
+        if value is None or name in _PARAMETERS or name in _WITHOUT_EFFECT or name in UNSUPPORTED:
+            continue
+        shown = name[:_MAX_NAME_CHARS]
+        near = difflib.get_close_matches(shown, _PARAMETERS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise InvalidRequest(f"sampling_params.{shown}: is no sampling parameter{hint}")
 
 
 def _each(parts: list[T], count: int) -> list[T]:

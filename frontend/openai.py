@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from frontend.body import read_json
 from frontend.caller import asked_by
 from frontend.edge import EDGE, Edge, side_by_side
 from frontend.generation import Answer, Generation
@@ -36,8 +35,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
         TandemError: Nothing was sent yet.
     """
     edge = request.app[EDGE]
-    call = await read_completion(
-        edge.backend.model(), with_session(request.headers, read_json(await request.read()))
+    model, headers = edge.backend.model(), request.headers
+    call = await edge.read(
+        await request.read(), lambda data: read_completion(model, with_session(headers, data))
     )
     return await _answer(request, edge, call, Completion())
 
@@ -49,8 +49,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         TandemError: Nothing was sent yet.
     """
     edge = request.app[EDGE]
-    data = with_session(request.headers, read_json(await request.read()))
-    call = await read_chat(edge.backend.model(), data, edge.options.reply_formats)
+    model, headers, formats = edge.backend.model(), request.headers, edge.options.reply_formats
+    call = await edge.read(
+        await request.read(), lambda data: read_chat(model, with_session(headers, data), formats)
+    )
     return await _answer(request, edge, call, Chat())
 
 

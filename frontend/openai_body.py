@@ -5,6 +5,7 @@ Leaves out answering, which is in `frontend/openai.py`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 import pydantic_core
@@ -12,7 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from frontend.backend import Bootstrap, ServedModel
 from frontend.batch_fields import BootstrappedBody, bootstraps
-from frontend.body import Body, CacheSalt, Many, Priority, refuse, validate
+from frontend.body import Body, CacheSalt, Many, Priority, validate
 from frontend.edge import part_id
 from frontend.generation import Generation, Prompt, Wishes, generations_of
 from frontend.grammars import openai_grammar
@@ -23,13 +24,13 @@ from frontend.prompts import (
     any_prompts,
     prompt_ids,
     require_tokenizer,
-    tokenize,
 )
 from frontend.reply import Reply
 from frontend.reply_parser import NO_FORMATS, ReplyFormats
-from frontend.sampling import CompletionSampling, OpenAISampling, require_tokens
+from frontend.sampling import CompletionSampling, OpenAISampling, read_sampling, require_tokens
 from frontend.session import session_of
 from frontend.tool_calls import ToolChoice, read_choice
+from frontend.unsupported import UNSUPPORTED_IN_CHATS, refuse_unsupported
 from wire.errors import InvalidRequest, ModelNotFound
 from wire.generation import LogprobsWanted
 from wire.ids import new_request_id
@@ -38,13 +39,6 @@ from wire.ids import new_request_id
 MAX_MESSAGES = 8192
 # What people who serve one model call it, whatever it is.
 ANY_MODEL = "default"
-_NOT_YET = (
-    "prompt_logprobs",
-    "suffix",
-    "structural_tag",
-    "functions",
-    "continue_final_message",
-)
 
 
 class StreamOptions(Body):
@@ -80,6 +74,7 @@ class CompletionBody(OpenAIBody):
     """`/v1/completions`."""
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)] = None
+    add_special_tokens: bool = True
     echo: bool = False
     logprobs: Annotated[NumTop | None, BeforeValidator(_off)] = None
 
@@ -121,15 +116,20 @@ class Message(Body):
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI sends a call's arguments as JSON text; templates write them out themselves."""
+    """Return the call with its arguments parsed: clients send JSON text, templates write objects.
+
+    Nothing, as clients send for a call without arguments, is an empty object.
+    """
     function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict):
         return call
-    try:
-        # Unlike json, it refuses what is nested without end as it refuses other bad JSON.
-        arguments = pydantic_core.from_json(function["arguments"])
-    except ValueError as error:
-        raise InvalidRequest(f"tool_calls: arguments are not JSON: {error}") from error
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            # Unlike json, it refuses what is nested without end as it refuses other bad JSON.
+            arguments = pydantic_core.from_json(arguments.strip() or "{}")
+        except ValueError as error:
+            raise InvalidRequest(f"tool_calls: arguments are not JSON: {error}") from error
     return call | {"function": function | {"arguments": arguments}}
 
 
@@ -144,6 +144,8 @@ class ChatBody(OpenAIBody):
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
+    # Beside those that the template wrote.
+    add_special_tokens: bool = False
     logprobs: bool = False
     top_logprobs: NumTop = 0
 
@@ -190,24 +192,25 @@ class OpenAICall:
     make_reply: Callable[[], Reply] | None = None
 
 
-async def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
+def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
     """Check a body of `/v1/completions`.
 
     Raises:
         InvalidRequest: Something in it cannot be; the sentence names it.
         ModelNotFound: It asks for another model.
     """
-    _check(data)
+    refuse_unsupported(data)
+    _check_best_of(data)
     body = validate(CompletionBody, data)
     _check_model(model, body.model)
     if body.prompt is None:
         raise InvalidRequest("prompt: is missing")
     prompts = any_prompts(body.prompt, "prompt")
-    sampling = validate(CompletionSampling, data)
+    sampling = read_sampling(CompletionSampling, data, model)
     wishes = Wishes(
         body.priority, body.cache_salt, body.wanted(), openai_grammar(data), session_of(data)
     )
-    ids = await prompt_ids(model, prompts)
+    ids = prompt_ids(model, prompts, body.add_special_tokens)
     if not body.echo:
         require_tokens(sampling, "max_tokens")
     echoes = _texts(model, prompts) if body.echo else [""] * len(ids)
@@ -216,7 +219,7 @@ async def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICal
     return _call("cmpl", model, body, sampling, made, wishes=wishes)
 
 
-async def read_chat(
+def read_chat(
     model: ServedModel, data: dict[str, Any], formats: ReplyFormats = NO_FORMATS
 ) -> OpenAICall:
     """Check a body of `/v1/chat/completions`.
@@ -228,10 +231,11 @@ async def read_chat(
         InvalidRequest: Something in it cannot be; the sentence names it.
         ModelNotFound: It asks for another model.
     """
-    _check(data)
+    refuse_unsupported(data, also=UNSUPPORTED_IN_CHATS)
+    _check_best_of(data)
     body = validate(ChatBody, data)
     _check_model(model, body.model)
-    sampling = validate(OpenAISampling, data)
+    sampling = read_sampling(OpenAISampling, data, model)
     choice = read_choice(body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls)
     text = require_tokenizer(model).render_chat(
         [message.for_template() for message in body.messages],
@@ -247,9 +251,8 @@ async def read_chat(
     if make_reply is not None:
         # In many formats marks are special tokens.
         sampling = sampling.model_copy(update={"skip_special_tokens": False})
-    # The template has written the special tokens.
-    tokenized = await tokenize(model, [text], add_special_tokens=False)
-    ids = await prompt_ids(model, Prompts(is_batch=False, ids=tokenized))
+    prompt = Prompts(is_batch=False, texts=[text])
+    ids = prompt_ids(model, prompt, body.add_special_tokens)
     wishes = Wishes(
         body.priority, body.cache_salt, body.wanted(), asked or choice.grammar, session_of(data)
     )
@@ -261,14 +264,19 @@ async def read_chat(
 def _make_reply(
     body: ChatBody, choice: ToolChoice, formats: ReplyFormats, prompt: str
 ) -> Callable[[], Reply] | None:
+    ids = formats.call_ids(sum(len(message.tool_calls) for message in body.messages))
     if choice.grammar is not None:
-        return choice.reply
-    return formats.reply(prompt, choice.tools, is_split=body.separate_reasoning)
+        return partial(choice.reply, ids)
+    return formats.reply(
+        prompt,
+        choice.tools,
+        ids,
+        is_split=body.separate_reasoning,
+        is_parallel=body.parallel_tool_calls,
+    )
 
 
-def _check(data: dict[str, Any]) -> None:
-    """Refuse what is not there yet."""
-    refuse(data, _NOT_YET)
+def _check_best_of(data: dict[str, Any]) -> None:
     n = data.get("n")
     if data.get("best_of") not in (None, 1 if n is None else n):
         raise InvalidRequest("best_of: not supported unless it equals n")

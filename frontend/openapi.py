@@ -130,8 +130,8 @@ def document(table: Iterable[web.RouteDef], *, has_keys: bool) -> dict[str, Any]
         "info": {
             "title": "Tandem",
             "version": package_version(),
-            "description": "OpenAI's API and SGLang's. Unknown fields are ignored, and null is the "
-            "same as absent.",
+            "description": "OpenAI's API and SGLang's. Unknown fields are ignored, but for some that "
+            "would change the answer; null is the same as absent.",
         },
         "paths": paths,
         "components": components,

@@ -102,6 +102,7 @@ ANSWERS: dict[str, Schema] = {
             "max_prompt_tokens": _INTEGER,
             "vocab_size": _INTEGER,
             "eos_token_ids": _list(_INTEGER),
+            "default_sampling_params": {"type": "object"},
         },
         {"tokenizer_path": {"type": ["string", "null"]}},
     ),

@@ -1,9 +1,9 @@
-"""Who may change the cluster: add, remove, drain or turn a node.
+"""Who may do what concerns other clients: change the cluster, flush caches, end all requests.
 
 ```
  the cluster has a secret      who bears the key derived from it (`wire.keys.operator_key`)
- it has none, but API keys     whose key was checked, as for every route
- it has neither                who asks from this machine, but no web page
+ it has none, but API keys     nobody: clients have API keys
+ it has neither                who asks from this machine, but through no proxy and from no web page
 ```
 """
 
@@ -17,41 +17,57 @@ from frontend.middleware import bears
 from wire.errors import TandemError, Unauthorized
 from wire.keys import is_loopback
 
+# What proxies add to a request of somebody else; a browser adds the page that it asks for.
+_OF_OTHERS = frozenset({"origin", "forwarded", "via", "x-real-ip"})
+
 
 class Forbidden(TandemError):
-    """Who asks may not change the cluster."""
+    """The request is for operators, and its sender is not known to be one."""
 
     code = "forbidden"
     status = 403
 
 
-def operators_only(handler: Handler) -> Handler:
-    """Return the handler of a route that changes the cluster, for those who may.
+def require_operator(request: web.Request) -> None:
+    """Return if an operator sent this request.
 
     Raises:
-        Unauthorized: The operator's key is missing or wrong.
-        Forbidden: There is no key, and the request comes from another machine.
+        Unauthorized: The operator key is missing or wrong.
+        Forbidden: There is no operator key, and the request may come from somebody else.
     """
+    options = request.app[EDGE].options
+    if options.operator_key:
+        if not bears(request, options.operator_key):
+            raise Unauthorized(
+                "this is for operators: send the operator key, which `tandem operator-key` prints "
+                "where TANDEM_CLUSTER_KEY is set, as 'Authorization: Bearer KEY'"
+            )
+    elif options.http.api_keys:
+        raise Forbidden(
+            "this is for operators, and API keys are for clients: set TANDEM_CLUSTER_KEY and send the "
+            "key that `tandem operator-key` prints"
+        )
+    elif not _is_of_this_machine(request):
+        raise Forbidden(
+            "this is for operators, and the cluster has no secret: ask from its own machine, not through "
+            "a proxy or from a web page, or set TANDEM_CLUSTER_KEY"
+        )
+
+
+def operators_only(handler: Handler) -> Handler:
+    """Return the handler of a route for operators; see `require_operator`."""
 
     @wraps(handler)
     async def check(request: web.Request) -> web.StreamResponse:
-        options = request.app[EDGE].options
-        if options.operator_key:
-            if not bears(request, options.operator_key):
-                raise Unauthorized(
-                    "this changes the cluster: send its operator key, which `tandem operator-key` "
-                    "prints where TANDEM_CLUSTER_KEY is set, as 'Authorization: Bearer KEY'"
-                )
-        elif not options.http.api_keys and not _is_of_this_machine(request):
-            raise Forbidden(
-                "this changes the cluster, which has no secret: ask from its own machine and not from "
-                "a web page, or set TANDEM_CLUSTER_KEY"
-            )
+        require_operator(request)
         return await handler(request)
 
     return check
 
 
 def _is_of_this_machine(request: web.Request) -> bool:
-    # A browser on this machine asks for whatever page it shows, and says so.
-    return is_loopback(request.remote or "") and "Origin" not in request.headers
+    names = {name.lower() for name in request.headers}
+    is_of_others = not names.isdisjoint(_OF_OTHERS) or any(
+        name.startswith("x-forwarded-") for name in names
+    )
+    return is_loopback(request.remote or "") and not is_of_others

@@ -26,7 +26,7 @@ class HttpOptions:
     """What the flags of `frontend/flags.py` say: the same for a router and for a node.
 
     Attributes:
-        api_keys: Any of them opens every route; with none everyone may come in.
+        api_keys: Any of them opens every route of clients; with none everyone may come in.
         key_files: Where some of the keys were read from.
         max_body_bytes: Larger bodies are refused with 413. 32 MiB holds a million token ids
             of context four times over.
@@ -67,7 +67,7 @@ class FrontendOptions:
             where there is no such route.
         reply_formats: In which the model writes its thoughts and its calls of tools.
         service: How this server is called in traces.
-        operator_key: Opens every route, and alone those that change the cluster; empty: see
+        operator_key: Opens every route, and alone those of operators; empty: see
             `frontend/operators.py`.
         open_paths: Besides those that need no key anywhere.
     """

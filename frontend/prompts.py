@@ -1,10 +1,8 @@
 """Prompts as clients send them, to checked token ids within the model's limits.
 
-Holds the four forms of a prompt (text, ids, lists of either) and tokenizing that does not stall
-the event loop.
+Holds the four forms of a prompt: text, ids, lists of either.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +13,8 @@ from wire.errors import InvalidRequest
 
 # Prompts times n of one HTTP request: what one client may start at once.
 MAX_GENERATIONS = 1024
-# Tokenizing so many characters takes about 1.5 ms; more goes to a thread.
-INLINE_CHARS = 4096
+# Tokenizing so many characters takes about 1.5 ms; more lets go of the interpreter's lock.
+LOCKED_CHARS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +87,20 @@ def _not_empty(value: object, field: str) -> list[Any]:
     return value
 
 
-async def prompt_ids(model: ServedModel, prompts: Prompts) -> list[list[int]]:
+def prompt_ids(
+    model: ServedModel, prompts: Prompts, add_special_tokens: bool = True
+) -> list[list[int]]:
     """Return the token ids of each prompt, checked against the model.
+
+    Args:
+        add_special_tokens: Whether texts get those that the model's tokenizer puts around them.
 
     Raises:
         InvalidRequest: A prompt is empty, too long, or has ids outside the vocabulary; or it is
             text and the model has no tokenizer.
     """
     if prompts.texts is not None:
-        ids = await tokenize(model, prompts.texts)
+        ids = tokenize(model, prompts.texts, add_special_tokens)
     else:
         ids = prompts.ids or []
     for prompt in ids:
@@ -105,10 +108,10 @@ async def prompt_ids(model: ServedModel, prompts: Prompts) -> list[list[int]]:
     return ids
 
 
-async def tokenize(
+def tokenize(
     model: ServedModel, texts: Sequence[str], add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Return the ids of each text, without stalling the loop when they are long.
+    """Return the ids of each text.
 
     Raises:
         InvalidRequest: The model has no tokenizer, or a text is sure to be too long.
@@ -118,9 +121,9 @@ async def tokenize(
         least = tokenizer.least_tokens(text)
         if least > model.max_prompt_tokens:
             raise _too_long(model, f"at least {least}")
-    if sum(map(len, texts)) <= INLINE_CHARS:
+    if sum(map(len, texts)) <= LOCKED_CHARS:
         return [tokenizer.encode(text, add_special_tokens) for text in texts]
-    return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens)
+    return tokenizer.encode_batch(texts, add_special_tokens)
 
 
 def require_tokenizer(model: ServedModel) -> Tokenizer:

@@ -9,9 +9,12 @@ Holds the parts and how OpenAI's API writes them. Who makes them of text: `Force
 """
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
+
+# Returns the id of a call, from its index in the reply and the name of its tool.
+CallIds = Callable[[int, str], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +61,23 @@ class Reply(Protocol):
         ...
 
 
-def new_call(index: int, name: str, arguments: str) -> Part:
+def random_ids(_index: int, _name: str) -> str:
+    """Return an id as OpenAI makes them."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def numbered_ids(num_earlier: int) -> CallIds:
+    """Return what makes ids in which calls are numbered over their conversation.
+
+    Args:
+        num_earlier: Calls that stand in the conversation before the reply.
+    """
+    return lambda index, name: f"functions.{name}:{num_earlier + index}"
+
+
+def new_call(index: int, name: str, arguments: str, ids: CallIds) -> Part:
     """Return a call, or its beginning, with an id of its own."""
-    return Part("tool_call", arguments, index, f"call_{secrets.token_hex(12)}", name)
+    return Part("tool_call", arguments, index, ids(index, name), name)
 
 
 def message(parts: Iterable[Part]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ Formats that write tags in the JSON of other formats, or Python, are left out.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Fields = Mapping[str, Mapping[str, Any]]
@@ -30,11 +30,14 @@ class Format:
         fields: Of a response template, beside or instead of `content`, which is all other text.
         opening: The text that puts a model into its thoughts, and that a prompt may end with.
         lost: The part of what opens a call that belongs to it.
+        has_numbered_calls: Whether the model's template takes ids of calls for `functions.NAME:NUMBER`,
+            with calls numbered over the conversation; else an id may be anything.
     """
 
     fields: Fields = field(default_factory=dict)
     opening: str = ""
     lost: str = ""
+    has_numbered_calls: bool = False
 
 
 def _tools(**region: Any) -> Format:
@@ -67,6 +70,9 @@ _HARMONY_CONTENT = {
     "close_pattern": r"<\|(?:end|return)\|>",
     "repeats": True,
 }
+# A call's recipient stands in the header of its role or behind its channel: models write either.
+_RECIPIENT = r"to=functions\.(?P<name>[^\s<]{1,256})"
+_CHANNEL = r"<\|channel\|>(?:commentary|analysis)"
 
 TOOL_FORMATS: Mapping[str, Format] = {
     "hermes": _tools(open="<tool_call>", close="</tool_call>"),
@@ -102,11 +108,14 @@ TOOL_FORMATS: Mapping[str, Format] = {
         open_pattern=rf"(?:{_FIRST}\s*)?{_BEGIN}(?P<name>[^<]{{1,256}}){_SEP}",
         close=_END,
     ),
-    "kimi_k2": _listed(
-        "<|tool_calls_section_end|>",
-        open_pattern=r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
-        r"(?:functions\.)?(?P<name>[^:<\s]{1,256})(?::\d+)?\s*<\|tool_call_argument_begin\|>",
-        close="<|tool_call_end|>",
+    "kimi_k2": replace(
+        _listed(
+            "<|tool_calls_section_end|>",
+            open_pattern=r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
+            r"(?:functions\.)?(?P<name>[^:<\s]{1,256})(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+            close="<|tool_call_end|>",
+        ),
+        has_numbered_calls=True,
     ),
     "gpt_oss": Format(
         {
@@ -114,7 +123,7 @@ TOOL_FORMATS: Mapping[str, Format] = {
             "tool_calls": {
                 "repeats": True,
                 "content": "text",
-                "open_pattern": r"<\|channel\|>commentary to=functions\.(?P<name>[^\s<]{1,256})"
+                "open_pattern": rf"(?:{_RECIPIENT}{_CHANNEL}|{_CHANNEL} {_RECIPIENT})"
                 r"[^<]*(?:<\|constrain\|>\w+)?<\|message\|>",
                 "close": "<|call|>",
                 "transform": _NAMED,

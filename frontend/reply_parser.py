@@ -2,18 +2,20 @@
 
 transformers' `ResponseParser` finds the regions of a format of `frontend/reply_formats.py` as text comes;
 here they become parts of a reply, and the JSON in them is read. What cannot be read is told as content:
-nothing that a model wrote is lost, but for the marks around it and blanks beside them.
+nothing that a model wrote is lost, but for the marks around it and blanks beside them. Where a client allows one
+call, those behind the first are dropped.
 
 transformers is imported only where a format was asked for: it costs 0.6 s and 45 MB, without torch.
 """
 
 import functools
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from frontend.reply import Part, Reply, new_call
+from frontend.reply import CallIds, Part, Reply, new_call, numbered_ids, random_ids
 from frontend.reply_formats import (
     REASONING_ALIASES,
     REASONING_FORMATS,
@@ -37,15 +39,37 @@ class ReplyFormats:
     tools: Format | None = None
     thoughts: Format | None = None
 
+    def call_ids(self, num_earlier: int) -> CallIds:
+        """Return what makes the ids of a reply's calls.
+
+        Args:
+            num_earlier: Calls that stand in the conversation before the reply.
+        """
+        is_numbered = self.tools is not None and self.tools.has_numbered_calls
+        return numbered_ids(num_earlier) if is_numbered else random_ids
+
+    def load(self) -> None:
+        """Import what reads these formats: later it would hold up whatever else the loop has to do."""
+        if self != NO_FORMATS:
+            import transformers.utils.chat_parsing  # noqa: F401
+
     def reply(
-        self, prompt: str, tools: Sequence[Mapping[str, Any]], *, is_split: bool = True
+        self,
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]],
+        ids: CallIds = random_ids,
+        *,
+        is_split: bool = True,
+        is_parallel: bool = True,
     ) -> Callable[[], Reply] | None:
         """Return what makes the reader of one choice, or None where its text is all content.
 
         Args:
             prompt: Its end may have put the model into its thoughts.
             tools: That the model was told of; with none, no calls are looked for.
+            ids: Of the calls that are found.
             is_split: Whether thoughts are told apart.
+            is_parallel: Whether there may be several calls; else those behind the first are dropped.
         """
         formats = [
             part
@@ -56,7 +80,7 @@ class ReplyFormats:
             return None
         openings = [part.opening for part in formats if part.opening]
         prefix = next((text for text in openings if prompt.rstrip().endswith(text)), "")
-        return functools.partial(ParsedReply, formats, prefix, tools)
+        return functools.partial(ParsedReply, formats, prefix, tools, ids, is_parallel=is_parallel)
 
 
 NO_FORMATS = ReplyFormats()
@@ -93,16 +117,25 @@ class ParsedReply:
     Args:
         prefix: What the prompt ended with that opens a region, or nothing.
         tools: Whose schemas say of what type an argument in tags is.
+        ids: Of its calls.
+        is_parallel: Whether there may be several calls; else those behind the first are dropped.
     """
 
     def __init__(
-        self, formats: Sequence[Format], prefix: str, tools: Sequence[Mapping[str, Any]]
+        self,
+        formats: Sequence[Format],
+        prefix: str,
+        tools: Sequence[Mapping[str, Any]],
+        ids: CallIds,
+        *,
+        is_parallel: bool,
     ) -> None:
         from transformers.utils.chat_parsing import ResponseParser
 
         self._lost = "".join(part.lost for part in formats)
         self._parser: Any = ResponseParser(_template(formats), prefix=prefix, tools=list(tools))
-        self._num_calls = 0
+        self._ids, self._num_calls = ids, 0
+        self._max_calls = math.inf if is_parallel else 1
         self._field = ""  # that was opened last
         self._raw = ""  # of the call that is being written
         self._blanks = ""  # at the end of an open text, told once something follows
@@ -173,8 +206,10 @@ class ParsedReply:
             self._parts.append(Part("content", self._lost + self._raw))
             return
         for name, arguments in calls:
+            if self._num_calls >= self._max_calls:
+                return
             text = arguments if isinstance(arguments, str) else _dumps(arguments)
-            self._parts.append(new_call(self._num_calls, name, text))
+            self._parts.append(new_call(self._num_calls, name, text, self._ids))
             self._num_calls += 1
 
 

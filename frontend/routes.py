@@ -2,24 +2,28 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Annotated, Any
 
+import msgspec
 from aiohttp import web
 from pydantic import Field
 
-from frontend.backend import Health, ServedModel
-from frontend.body import Body, read_json, validate
+from frontend.backend import ALONE, Backend, Health, ServedModel
+from frontend.body import Body, validate
 from frontend.docs_page import POLICY, page
 from frontend.edge import EDGE
 from frontend.leaving import LEAVING
 from frontend.middleware import json_response
+from frontend.operators import operators_only, require_operator
 from frontend.tokenizer_files import tokenizer_hash
-from wire.errors import InvalidRequest, ModelNotFound, NoNodeAvailable
+from wire.errors import InvalidRequest, ModelNotFound, NoNodeAvailable, Overloaded, TandemError
 from wire.generation import GenerateRequest, SamplingParams
 from wire.ids import new_request_id
 
+# How often `/health_generate` looks whether engines made progress: they tell twice a second.
+_LOOK_INTERVAL_S = 0.1
 # Returns the app's OpenAPI document.
 DOCUMENT: web.AppKey[Callable[[], dict[str, Any]]] = web.AppKey("document")
 
@@ -49,27 +53,54 @@ async def live(_request: web.Request) -> web.Response:
 
 
 async def health_generate(request: web.Request) -> web.Response:
-    """Generate one token; 200 only if it came.
+    """Generate one token; 200 if it came, or if engines that are busy with others made progress.
 
     Raises:
         NoNodeAvailable: No token came in time.
         TandemError: As the backend raises it.
     """
     edge = request.app[EDGE]
+    timeout_s = edge.options.health_timeout_s
+    async with asyncio.TaskGroup() as tasks:
+        progress = tasks.create_task(_progress(edge.backend))
+        probe = tasks.create_task(_one_token(edge.backend, progress))
+        done, late = await asyncio.wait(
+            {progress, probe}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in late:
+            task.cancel()
+    if not done:
+        raise NoNodeAvailable(f"no token came within {timeout_s:g} s")
+    if progress not in done and (error := probe.result()) is not None:
+        raise error
+    return _health_response(Health(is_serving=True, detail="tokens come"))
+
+
+async def _progress(backend: Backend) -> None:
+    """Return once engines read or made tokens."""
+    before = backend.num_tokens_told()
+    while backend.num_tokens_told() == before:  # noqa: ASYNC110 - engines tell over their own links
+        await asyncio.sleep(_LOOK_INTERVAL_S)
+
+
+async def _one_token(backend: Backend, progress: Awaitable[None]) -> TandemError | None:
+    """Return once one token was generated; where there is no room for it, after `progress`."""
     probe = GenerateRequest(
         request_id=new_request_id(),
         prompt_ids=[0],
         sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True, seed=0),
     )
-    timeout_s = edge.options.health_timeout_s
     try:
-        async with asyncio.timeout(timeout_s), aclosing(edge.backend.generate(probe)) as deltas:
+        async with aclosing(backend.generate(probe, ALONE)) as deltas:
             async for delta in deltas:
                 if delta.token_ids:
-                    return _health_response(Health(is_serving=True, detail="one token came"))
-    except TimeoutError:
-        raise NoNodeAvailable(f"no token came within {timeout_s:g} s") from None
-    raise NoNodeAvailable("the generation ended without a token")
+                    return None
+    except Overloaded:
+        await progress
+        return None
+    except TandemError as error:
+        return error
+    return NoNodeAvailable("the generation ended without a token")
 
 
 async def models(request: web.Request) -> web.Response:
@@ -124,6 +155,7 @@ async def model_info(request: web.Request) -> web.Response:
             "max_prompt_tokens": model.max_prompt_tokens,
             "vocab_size": model.vocab_size,
             "eos_token_ids": sorted(model.eos_token_ids),
+            "default_sampling_params": msgspec.structs.asdict(model.default_sampling),
         }
     )
 
@@ -155,6 +187,7 @@ async def docs(request: web.Request) -> web.Response:
     return web.Response(text=text, content_type="text/html", charset="utf-8", headers=headers)
 
 
+@operators_only
 async def flush_cache(request: web.Request) -> web.Response:
     """Drop every cached page that nobody reads."""
     await request.app[EDGE].backend.flush_cache()
@@ -162,13 +195,30 @@ async def flush_cache(request: web.Request) -> web.Response:
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    """End a request by the id its client gave; an unknown one is no error.
+    """End a request by the id its client gave; an unknown one is no error. Operators may end all.
 
     Raises:
         InvalidRequest: No id was given.
+        Unauthorized, Forbidden: All are to be ended, and no operator asks.
     """
+    body = await _abort_body(request)
+    if body.abort_all:
+        require_operator(request)
+    return await _abort(request, body)
+
+
+async def abort_for_sibling(request: web.Request) -> web.Response:
+    """Do what another edge worker of this router was asked for, and allowed."""
+    return await _abort(request, await _abort_body(request))
+
+
+async def _abort_body(request: web.Request) -> AbortBody:
     edge = request.app[EDGE]
-    body = validate(AbortBody, read_json(await request.read()))
+    return await edge.read(await request.read(), lambda data: validate(AbortBody, data))
+
+
+async def _abort(request: web.Request, body: AbortBody) -> web.Response:
+    edge = request.app[EDGE]
     if body.abort_all:
         return json_response({"aborted": await edge.abort_all()})
     if not body.rid:

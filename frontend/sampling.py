@@ -1,18 +1,20 @@
 """Sampling parameters as clients send them, with their ranges, and what they become.
 
 `SamplingBody` holds what both APIs share; `NativeSampling` and `OpenAISampling` add the names
-they do not. `engine_params` makes the part for the engine, `TextRules` the part for the edge.
+they do not. `read_sampling` reads them of a body, `engine_params` makes the part for the engine, `TextRules` the part for the edge.
 """
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
 from frontend.backend import ServedModel
-from frontend.body import Body, Many
+from frontend.body import Body, Many, validate
 from frontend.stop_patterns import MAX_PATTERN_CHARS, StopPattern, any_of, compile_pattern
 from wire.errors import InvalidRequest
 from wire.generation import SamplingParams
@@ -153,6 +155,9 @@ class SamplingBody(Body):
         return (*patterns, any_of(stops)) if patterns and stops else tuple(patterns)
 
 
+SamplingT = TypeVar("SamplingT", bound=SamplingBody)
+
+
 class NativeSampling(SamplingBody):
     """`sampling_params` of /generate, with SGLang's names and defaults."""
 
@@ -181,6 +186,21 @@ class CompletionSampling(OpenAISampling):
     """Sampling parameters of /v1/completions, with OpenAI's default length."""
 
     max_new_tokens: Annotated[int | None, Field(ge=0, validation_alias=_MAX_TOKENS)] = 16
+
+
+def read_sampling(
+    body_class: type[SamplingT], data: Mapping[str, object], model: ServedModel, prefix: str = ""
+) -> SamplingT:
+    """Return the sampling parameters in `data`; what it leaves out is as the model has it, and then the API.
+
+    Args:
+        prefix: See `validate`.
+
+    Raises:
+        InvalidRequest: A field is wrong; the sentence names it.
+    """
+    given = {name: value for name, value in data.items() if value is not None}
+    return validate(body_class, msgspec.structs.asdict(model.default_sampling) | given, prefix)
 
 
 def engine_params(body: SamplingBody, model: ServedModel, num_prompt_tokens: int) -> SamplingParams:

@@ -5,6 +5,7 @@ read, so that a stalled client costs one write buffer and its token ids.
 """
 
 import asyncio
+import contextlib
 from collections import deque
 from types import TracebackType
 from typing import Self
@@ -82,11 +83,18 @@ class Outbox:
             self.round += 1
 
     def _write(self, transport: asyncio.WriteTransport, data: bytes) -> None:
+        """Write, and never raise: other clients' writes wait behind this one."""
         try:
             transport.write(data)
         except RuntimeError:
             # So says uvloop of a connection that is gone. Its handler is about to hear of it.
             log.debug("client.gone")
+        except Exception:
+            log.exception("client.write_failed")
+        else:
+            return
+        with contextlib.suppress(Exception):
+            transport.abort()  # rather than to go on without a part
 
 
 class EventStream:

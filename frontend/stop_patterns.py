@@ -27,9 +27,9 @@ MAX_PATTERN_CHARS = 512
 MAX_MATCH_CHARS = 4096
 # Looked at by lookbehinds and word borders, never matched again.
 _CONTEXT_CHARS = 512
-# CPU time that a generation's patterns may take: at first, and for each character more. A pattern
-# that backtracks exponentially passes it within one character.
-_FIRST_BUDGET_S = 0.25
+# CPU time of the loop that a generation's patterns may take: so much at once, where each character adds
+# a little. A pattern that backtracks exponentially passes it within one character.
+_MAX_BUDGET_S = 0.05
 _BUDGET_S_PER_CHAR = 100e-6
 # These change how a pattern reads, or which way.
 _REFUSED_FLAGS = {regex.REVERSE: "(?r)", regex.V1: "(?V1)", regex.WORD: "(?w)"}
@@ -67,7 +67,7 @@ def compile_pattern(pattern: str) -> StopPattern:
         regex.compile(pattern, cache_pattern=False)  # so that an error speaks of what was sent
         spelt_out = [_SPELT_OUT.get(part, part) for part in _PARTS.findall(pattern)]
         compiled = regex.compile("".join(spelt_out), cache_pattern=False)
-        matches_nothing = compiled.search("", timeout=_FIRST_BUDGET_S) is not None
+        matches_nothing = compiled.search("", timeout=_MAX_BUDGET_S) is not None
     except (regex.error, ValueError, OverflowError, RecursionError, KeyError, IndexError) as error:
         raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
     except TimeoutError:
@@ -105,7 +105,7 @@ class StopPatterns:
         self._keep_match = keep_match
         self._text = ""  # some context, which was shown, and what is held
         self._shown = 0  # how much of `_text` was shown
-        self._budget_s = _FIRST_BUDGET_S
+        self._budget_s = _MAX_BUDGET_S
         self.matched: str | None = None
 
     @override
@@ -122,7 +122,7 @@ class StopPatterns:
         if self.matched is not None:
             return ""
         started = time.thread_time()
-        self._budget_s += _BUDGET_S_PER_CHAR * len(text)
+        self._budget_s = min(_MAX_BUDGET_S, self._budget_s) + _BUDGET_S_PER_CHAR * len(text)
         shown = ""
         for character in text:
             self._text += character

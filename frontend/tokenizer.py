@@ -69,16 +69,20 @@ class Tokenizer:
         """Make a tokenizer of file texts by name, as `tokenizer_files` returns them.
 
         Raises:
-            ConfigInvalid: A file is not what its name says.
+            ConfigInvalid: A file is not what its name says, or they do not belong together.
         """
         config = _read_config(files)
         try:
             backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
+            backend.no_padding()
+            backend.no_truncation()
+            return cls(backend, config)
+        except ConfigInvalid:
+            raise
         except Exception as error:  # tokenizers raises bare Exception
-            raise ConfigInvalid(f"tokenizer.json cannot be used: {error}") from error
-        backend.no_padding()
-        backend.no_truncation()
-        return cls(backend, config)
+            raise ConfigInvalid(
+                f"tokenizer.json cannot be used with tokenizer_config.json: {error}; copy both again from one model"
+            ) from error
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`, with the model's own beginning of sequence if it has one.

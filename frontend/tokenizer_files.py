@@ -20,6 +20,8 @@ TOKENIZER_FILE_NAMES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+# Begins what git checks out in place of a file that it did not fetch.
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # Gemma 3's tokenizer.json, among the largest published, is 33 MB.
 MAX_FILE_BYTES = 64 * 1024 * 1024
 
@@ -40,6 +42,10 @@ def _read(path: Path) -> str:
     try:
         data = path.read_bytes()
         _check_size(path.name, len(data))
+        if data.startswith(_LFS_POINTER):
+            raise ConfigInvalid(
+                f"in {path.parent} git has put a Git LFS pointer in place of {path.name}: run `git lfs pull` there"
+            )
         return data.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigInvalid(f"{path} cannot be read as text: {error}") from error

@@ -19,7 +19,7 @@ from typing import Any
 import pydantic_core
 
 from frontend.grammars import native_grammar
-from frontend.reply import Part, Reply, new_call
+from frontend.reply import CallIds, Part, Reply, new_call
 from wire.errors import InvalidRequest
 from wire.generation import Grammar
 
@@ -32,15 +32,15 @@ class ForcedCall:
     # As OpenAI: the end of a call that the client named is an ordinary one.
     finish_reason = "stop"
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, ids: CallIds) -> None:
+        self._name, self._ids = name, ids
 
     def push(self, text: str) -> list[Part]:
         """See `Reply`."""
         if not text:
             return []
         name, self._name = self._name, ""
-        return [new_call(0, name, text) if name else Part("tool_call", text)]
+        return [new_call(0, name, text, self._ids) if name else Part("tool_call", text)]
 
     def finish(self) -> list[Part]:
         """See `Reply`."""
@@ -52,8 +52,8 @@ class ForcedCalls:
 
     finish_reason = "tool_calls"
 
-    def __init__(self) -> None:
-        self._text = ""
+    def __init__(self, ids: CallIds) -> None:
+        self._ids, self._text = ids, ""
 
     def push(self, text: str) -> list[Part]:
         """See `Reply`."""
@@ -67,7 +67,9 @@ class ForcedCalls:
         except ValueError:
             return [Part("content", self._text)] if self._text else []
         return [
-            new_call(index, call["name"], json.dumps(call["parameters"], ensure_ascii=False))
+            new_call(
+                index, call["name"], json.dumps(call["parameters"], ensure_ascii=False), self._ids
+            )
             for index, call in enumerate(calls)
         ]
 
@@ -86,9 +88,9 @@ class ToolChoice:
     grammar: Grammar | None = None
     name: str = ""
 
-    def reply(self) -> Reply:
-        """Return what reads an answer that follows the grammar."""
-        return ForcedCall(self.name) if self.name else ForcedCalls()
+    def reply(self, ids: CallIds) -> Reply:
+        """Return what reads an answer that follows the grammar, and gives its calls these ids."""
+        return ForcedCall(self.name, ids) if self.name else ForcedCalls(ids)
 
 
 def read_choice(tools: Sequence[Tool], choice: object, *, is_parallel: bool) -> ToolChoice:

@@ -16,7 +16,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import random
 
@@ -280,7 +280,8 @@ class DiskTier:
         """Write a page; return False if the disk has no room, also after some was made."""
         with self._lock:
             num_bytes = self._index.num_bytes
-        self._evict(top, num_bytes + self._file_bytes - self._limit_bytes)
+        if not self._evict(top, num_bytes + self._file_bytes - self._limit_bytes):
+            return self._pause("no other file can be removed")
         try:
             self._write_once(top, key, page)
         except OSError as error:
@@ -292,43 +293,49 @@ class DiskTier:
             except OSError as still:
                 if still.errno not in _FULL_ERRORS:
                     raise
-                self._full_until_s = self._clock() + FULL_S
-                log.warning("kv_tier.full", tier=self.name, reason=still.strerror, pause_s=FULL_S)
-                return False
+                return self._pause(still.strerror)
         with self._lock:
             self._index.met_key(key, self._file_bytes, self._clock())
         return True
+
+    def _pause(self, reason: str) -> bool:
+        """Write nothing for a while; return False, since nothing was written."""
+        self._full_until_s = self._clock() + FULL_S
+        log.warning("kv_tier.full", tier=self.name, reason=reason, pause_s=FULL_S)
+        return False
 
     def _write_once(self, top: int, key: PageKey, page: memoryview) -> None:
         name = key.digest.hex()
         with self._directory.folder(top, name, make=True) as folder:
             write_entry(folder, name, key.digest, page)
 
-    def _evict(self, top: int, num_bytes: int) -> None:
-        """Remove what was used longest ago, as much as that, as far as it is known."""
+    def _evict(self, top: int, num_bytes: int) -> bool:
+        """Remove what was used longest ago, as far as it is known; return whether as much as that is free.
+
+        Raises:
+            OSError: A file cannot be removed. It counts on, and the next call goes on with others.
+        """
         while num_bytes > 0:
             with self._lock:
-                digest = self._index.oldest()
+                digest = self._index.take_oldest()
                 used_s = 0.0 if digest is None else self._index.used_s(digest)
             if digest is None:
-                return
+                return False
             num_bytes -= self._evict_one(top, digest, used_s)
+        return True
 
     def _evict_one(self, top: int, digest: bytes, used_s: float) -> int:
         """Remove a file, unless another node used it lately; return the bytes that are free by that."""
         name = digest.hex()
-        try:
-            with self._directory.folder(top, name) as folder:
-                status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                if status.st_mtime > used_s:
-                    with self._lock:
-                        self._index.met(digest, status.st_size, status.st_mtime)
-                    return 0
-                is_removed = remove(folder, name)
-        except FileNotFoundError:
-            is_removed, size_bytes = False, self._file_bytes
-        else:
-            size_bytes = status.st_size
+        size_bytes, is_removed = self._file_bytes, False
+        with suppress(FileNotFoundError), self._directory.folder(top, name) as folder:
+            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if status.st_mtime > used_s:
+                with self._lock:
+                    self._index.met(digest, status.st_size, status.st_mtime)
+                return 0
+            os.unlink(name, dir_fd=folder)
+            size_bytes, is_removed = status.st_size, True
         with self._lock:
             self._num_evicted += is_removed
             self._index.forget(digest)

@@ -56,6 +56,7 @@ class DiskIndex:
         """Forget what the scan did not meet: others removed it."""
         for digest in [d for d, known in self._known.items() if known.scan != self._scan]:
             self.forget(digest)
+        self._sort_ages()
 
     def met(self, digest: bytes, size_bytes: int, used_s: float) -> None:
         """Note that a file is there."""
@@ -95,21 +96,23 @@ class DiskIndex:
         for digest in list(self._known):
             self.forget(digest)
 
-    def oldest(self) -> bytes | None:
-        """Return what was used longest ago, until it is forgotten or met again."""
+    def take_oldest(self) -> bytes | None:
+        """Return what was used longest ago, once: not again before it is used or a scan has ended."""
         while self._ages:
-            used_s, digest = self._ages[0]
+            used_s, digest = heapq.heappop(self._ages)
             known = self._known.get(digest)
             if known is not None and known.used_s == used_s:
                 return digest
-            heapq.heappop(self._ages)
         return None
 
     def _note_age(self, digest: bytes, used_s: float) -> None:
         heapq.heappush(self._ages, (used_s, digest))
         if len(self._ages) > 2 * len(self._known) + 1024:
-            self._ages = [(known.used_s, d) for d, known in self._known.items()]
-            heapq.heapify(self._ages)
+            self._sort_ages()
+
+    def _sort_ages(self) -> None:
+        self._ages = [(known.used_s, digest) for digest, known in self._known.items()]
+        heapq.heapify(self._ages)
 
 
 def num_leading(is_here: Callable[[int], bool], num: int) -> int:

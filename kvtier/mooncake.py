@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from mooncake.store import MooncakeDistributedStore
 from typing_extensions import override
@@ -36,9 +37,13 @@ PIECE_BYTES = 16 << 20
 # For copies that the library makes by itself; we give it memory of ours.
 LIBRARY_BUFFER_BYTES = 16 << 20
 FULL_PAUSE_S = 10.0
+# Pieces that the library may still read or write stay registered, and are nobody's. More than this is not lost.
+MAX_ASIDE_BYTES = 1 << 30
 # What the library answers in place of a length or 0.
 NO_SPACE, NOT_FOUND, TRANSFER_FAILED = -200, -704, -800
 MASTER_AWAY = frozenset({-900, -901})
+# With these no transfer is under way: none began, or it ended before the master was told.
+AT_REST = MASTER_AWAY | {NO_SPACE, NOT_FOUND}
 
 
 class MooncakeTier:
@@ -81,6 +86,7 @@ class MooncakeTier:
         self._counts = Counter[str]()
         self._store = ""
         self._full_until = 0.0
+        self._aside_bytes = 0
 
     @override
     def __repr__(self) -> str:
@@ -126,6 +132,9 @@ class MooncakeTier:
         except TierFailed:
             if not pieces:
                 raise
+        except BaseException:
+            self._memory.give_back(pieces)
+            raise
         self._known.met(keys[: len(pieces)])
         self._count(got_bytes=len(pieces) * self._page_bytes)
         return MemoryLoan(self._memory, pieces, [piece[HEADER_BYTES:] for piece in pieces])
@@ -183,6 +192,10 @@ class MooncakeTier:
                 since = min(self._began.values(), default=now)
                 if now - since > self._timeout_s:
                     raise self._failed(f"a call has been waiting for {now - since:.0f} s")
+                if self._aside_bytes >= MAX_ASIDE_BYTES:
+                    raise self._failed(
+                        f"transfers that were given up hold {self._aside_bytes >> 20} MiB; restart this node"
+                    )
                 self._began[me] = now
             try:
                 yield self._joined()
@@ -249,27 +262,21 @@ class MooncakeTier:
         pieces: list[memoryview],
     ) -> int:
         """Append the leading entries that are here and right; return how many."""
-        memory = [self._memory.take() for _ in keys]
-        addresses = [_address_of(piece) for piece in memory]
-        begin_s = self._clock()
-        lengths = client.batch_get_into(
-            [_name(key) for key in keys], addresses, [self._entry_bytes] * len(keys)
-        )
-        num_right = 0
-        for key, length, piece in zip(keys, lengths, memory, strict=True):
-            if length != self._entry_bytes or not is_entry_of(key, piece):
-                self._known.missed(key)
-                if length not in {NOT_FOUND, TRANSFER_FAILED} and length not in MASTER_AWAY:
-                    self._count(num_corrupted=1)
-                    client.remove(_name(key), True)
-                break
-            num_right += 1
-        pieces += memory[:num_right]
-        rest = list(zip(lengths, memory, strict=True))[num_right:]
-        # The library gives up on a lender that hangs, and on its transfer not: what comes late is written to
-        # that memory, whoever has it then. So nobody gets it again.
-        gave_up = self._clock() - begin_s >= self._timeout_s
-        self._memory.give_back([p for n, p in rest if not (gave_up and n == TRANSFER_FAILED)])
+        names = [_name(key) for key in keys]
+        with self._lent(len(keys)) as lent:
+            memory = list(lent)
+            lengths = self._moved(lent, partial(client.batch_get_into, names))
+            num_right = 0
+            for key, length, piece in zip(keys, lengths, memory, strict=True):
+                if length != self._entry_bytes or not is_entry_of(key, piece):
+                    self._known.missed(key)
+                    if length not in {NOT_FOUND, TRANSFER_FAILED} and length not in MASTER_AWAY:
+                        self._count(num_corrupted=1)
+                        client.remove(_name(key), True)
+                    break
+                num_right += 1
+            pieces += lent[:num_right]
+            del lent[:num_right]
         if not num_right:
             self._refuse_errors(lengths[:1])
         return num_right
@@ -278,15 +285,11 @@ class MooncakeTier:
         self, client: MooncakeDistributedStore, entries: Sequence[tuple[PageKey, memoryview]]
     ) -> int:
         """Write entries; return how many the store took."""
-        memory = [self._memory.take() for _ in entries]
-        for piece, (key, page) in zip(memory, entries, strict=True):
-            piece[:HEADER_BYTES], piece[HEADER_BYTES:] = entry_header(key, page), page
-        codes = client.batch_put_from(
-            [_name(key) for key, _ in entries],
-            [_address_of(piece) for piece in memory],
-            [self._entry_bytes] * len(entries),
-        )
-        self._memory.give_back(memory)
+        names = [_name(key) for key, _ in entries]
+        with self._lent(len(entries)) as lent:
+            for piece, (key, page) in zip(lent, entries, strict=True):
+                piece[:HEADER_BYTES], piece[HEADER_BYTES:] = entry_header(key, page), page
+            codes = self._moved(lent, partial(client.batch_put_from, names))
         self._refuse_errors(codes)
         if NO_SPACE in codes:
             self._full_until = self._clock() + FULL_PAUSE_S
@@ -294,6 +297,43 @@ class MooncakeTier:
         taken = [key for (key, _), code in zip(entries, codes, strict=True) if not code]
         self._known.met(taken)
         return len(taken)
+
+    @contextlib.contextmanager
+    def _lent(self, num_pieces: int) -> Iterator[list[memoryview]]:
+        """Lend pieces; what is left of the list afterwards is given back."""
+        lent: list[memoryview] = []
+        try:
+            while len(lent) < num_pieces:
+                lent.append(self._memory.take())
+            yield lent
+        finally:
+            self._memory.give_back(lent)
+
+    def _moved(
+        self, lent: list[memoryview], transfer: Callable[[list[int], list[int]], list[int]]
+    ) -> list[int]:
+        """Have the library read or write pieces; return what it answers for each.
+
+        It gives up on a lender that hangs, and on its transfer not: that goes on in the memory, whoever has it
+        then. Such pieces, and all of a call that raises, are taken from `lent`: nobody gets them again.
+        """
+        memory, begin_s = list(lent), self._clock()
+        lent.clear()
+        gave_up, codes = True, [TRANSFER_FAILED] * len(memory)
+        try:
+            codes = transfer(
+                [_address_of(piece) for piece in memory], [self._entry_bytes] * len(memory)
+            )
+            gave_up = self._clock() - begin_s >= self._timeout_s
+        finally:
+            lent += [
+                piece
+                for piece, code in zip(memory, codes, strict=True)
+                if not (gave_up and code < 0 and code not in AT_REST)
+            ]
+            with self._lock:
+                self._aside_bytes += (len(memory) - len(lent)) * self._entry_bytes
+        return codes
 
     def _refuse_errors(self, codes: Sequence[int]) -> None:
         for code in codes:

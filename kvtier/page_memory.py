@@ -39,7 +39,8 @@ class PageMemory:
         """Take pieces back that nobody reads any more."""
         with self._lock:
             self._free.extend(pieces)
-            del self._free[self._max_kept :]
+            if self._max_kept is not None:
+                del self._free[self._max_kept :]
 
     def clear(self) -> None:
         """Let go of what is kept."""

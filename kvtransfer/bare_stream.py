@@ -70,8 +70,6 @@ class BareStreamTransport:
 class BareListener:
     """Takes one stream at a time from whoever knows the secret."""
 
-    num_violations = 0
-
     def __init__(self, pool: Pool, host: str) -> None:
         self._pool, self._host = pool, host
         self._secret = secrets.token_bytes(SECRET_BYTES)

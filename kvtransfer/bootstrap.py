@@ -70,6 +70,7 @@ class DecodeLink:
         num_parts: How many of them there are.
         heads: Those that we push to it.
         more_ports: Of the other ranks of our node that push to it, where this one knows them.
+        failure: Why a message could not be sent, once one could not.
     """
 
     peer: Peer
@@ -81,6 +82,7 @@ class DecodeLink:
     num_parts: int
     heads: HeadRange
     more_ports: list[int]
+    failure: PeerLost | None = None
 
 
 class BootstrapPort:
@@ -132,10 +134,15 @@ class BootstrapPort:
         self._keep_alive(self._clock())
 
     def send(self, link: DecodeLink, message: Message) -> None:
-        """Send; a link that cannot be sent to is found out by the next ping."""
-        if self._links.get(link.peer) is link:
-            with contextlib.suppress(PeerLost):
-                self._inbox.send(link.peer, message)
+        """Send; a link that does not take the message is lost, since nobody sends it again."""
+        if self._links.get(link.peer) is not link:
+            return
+        try:
+            self._inbox.send(link.peer, message)
+        except PeerLost as error:
+            link.failure = (
+                error  # lost in the next turn, when the room that speaks has come to rest
+            )
 
     def drop(self, link: DecodeLink, error: TandemError) -> None:
         """Lose a link; no-op when it is lost already."""
@@ -275,16 +282,15 @@ class BootstrapPort:
 
     def _keep_alive(self, now_s: float) -> None:
         for link in list(self._links.values()):
-            if now_s - link.last_heard_s > self._heartbeat.silence_s:
+            if link.failure is not None:
+                self.drop(link, link.failure)
+            elif now_s - link.last_heard_s > self._heartbeat.silence_s:
                 self.drop(link, PeerLost(f"decode was silent for {self._heartbeat.silence_s:g} s"))
         if now_s < self._next_ping_s:
             return
         self._next_ping_s = now_s + self._heartbeat.interval_s
         for link in list(self._links.values()):
-            try:
-                self._inbox.send(link.peer, LinkPing(epoch=self._end.epoch))
-            except PeerLost as error:
-                self.drop(link, error)
+            self.send(link, LinkPing(epoch=self._end.epoch))
 
 
 def _shard_of(hello: Hello) -> Shard:

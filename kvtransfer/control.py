@@ -3,16 +3,34 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from telemetry.log import get_logger
 from wire.channel import Waker
+from wire.errors import TandemError, TransferFailed
 from wire.ids import Room
 
 log = get_logger("kvtransfer.control")
 
 # Deadlines are looked at this often; an idle agent costs 0.1 % of a core.
 TURN_S = 0.05
+
+
+@contextmanager
+def transport_errors() -> Iterator[None]:
+    """Raise `TransferFailed` for whatever a transport's library raises in the block. It may be anything.
+
+    Raises:
+        TandemError: What was raised in the block, if it was one, or `TransferFailed`.
+    """
+    try:
+        yield
+    except TandemError:
+        raise
+    except BaseException as error:  # a panic of a library in Rust is no Exception
+        log.exception("kv_transport.failed")
+        raise TransferFailed(f"the transport failed: {error!r}") from error
 
 
 class RoomEvent(Protocol):

@@ -14,25 +14,28 @@ Knows nothing of rooms. Everything else runs in the agent's control thread.
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvtransfer.control import TURN_S, ControlThread
+from kvtransfer.control import TURN_S, ControlThread, transport_errors
 from kvtransfer.layout import KVLayout
 from kvtransfer.sharding import Shard
-from kvtransfer.transports.base import Admission, Listener
+from kvtransfer.transports.base import Admission, Listener, PeerKey
 from telemetry.log import get_logger
 from wire.channel import Link, Waker, tcp_address, wait
 from wire.errors import PeerLost, TandemError, TransferRefused, error_from_info
 from wire.hand_off import FromPrefill, Hello, Landed, LinkPing, Redirect, Refused, Released, Welcome
 from wire.heartbeat import Heartbeat
-from wire.ids import Epoch
+from wire.ids import Epoch, Room
 from wire.keys import ChannelKey
 from wire.messages import Message
 
 log = get_logger("kvtransfer.links")
 
+# A fence that fails is tried again, since nothing else makes its pages safe.
+FENCE_RETRY_S = 1.0
 # Looked at this often while a connection is being made: it takes a millisecond on one host.
 CONNECTING_TURN_S = 0.002
 
@@ -120,13 +123,15 @@ class PrefillLinks:
         self._connect_timeout_s, self._heartbeat = connect_timeout_s, heartbeat
         self._up, self._heard, self._lost, self._fenced = up, heard, lost, fenced
         self._links: dict[str, PrefillLink] = {}
+        self._unfenced: deque[Callable[[], None]] = deque()  # fences that have no thread yet
+        self._closing = threading.Event()
         self._next_ping_s = clock()
         self.num_refused = 0
 
     @property
     def num_violations(self) -> int:
-        """Writes that our listeners refused."""
-        return sum(listener.num_violations for listener in self._end.listeners.values())
+        """Writes that our listeners refused, as far as they see and count them."""
+        return sum(getattr(each, "num_violations", 0) for each in self._end.listeners.values())
 
     @property
     def num_links(self) -> int:
@@ -144,14 +149,19 @@ class PrefillLinks:
             link = self._links[address] = self._make(host, address)
         return link
 
-    def listener(self, link: PrefillLink) -> tuple[Listener, Admission]:
-        """Return what prefill writes through. Only once the link is up."""
-        return self._end.listeners[link.transport], link.admissions[link.transport]
+    def permit(self, link: PrefillLink, room: Room, page_ids: Sequence[int]) -> None:
+        """Let prefill write a room into these pages; if that fails, the link is lost. Only once it is up."""
+        listener, admission = self._listener(link)
+        self._call(link, lambda: listener.permit(admission.peer, room, page_ids))
+
+    def revoke(self, link: PrefillLink, room: Room) -> None:
+        """End what `permit` began; if that fails, the link is lost."""
+        listener, admission = self._listener(link)
+        self._call(link, lambda: listener.revoke(admission.peer, room))
 
     def send(self, link: PrefillLink, message: Message) -> None:
-        """Send; a link that cannot be sent to is found out by the next ping."""
-        with contextlib.suppress(PeerLost):
-            link.socket.send(message)
+        """Send; a link that does not take the message is lost, since nobody sends it again."""
+        self._call(link, lambda: link.socket.send(message))
 
     def turn(self, waker: Waker) -> None:
         """Wait a moment, hear all that came, ping, and drop the silent."""
@@ -162,7 +172,11 @@ class PrefillLinks:
         for link in links:
             while self._is_kept(link) and (message := link.socket.receive()) is not None:
                 link.last_heard_s = self._clock()
-                self._hear(link, message)
+                try:
+                    with transport_errors():
+                        self._hear(link, message)
+                except TandemError as error:
+                    self.drop(link, error)  # the rooms of the link then end behind a fence
         self._keep_alive(self._clock())
 
     def drop(self, link: PrefillLink, error: TandemError) -> None:
@@ -172,23 +186,39 @@ class PrefillLinks:
         log.warning("kv_link.lost", address=link.socket.address, reason=str(error))
         del self._links[link.address]
         link.socket.close()
-        self._lost(link, error)
-        self._fence(link, tuple(link.admissions), partial(self._fenced, link))
+        try:
+            self._lost(link, error)
+        finally:
+            self._fence(link, tuple(link.admissions), partial(self._fenced, link))
 
     def close(self) -> None:
         """Close the sockets and, with them, all listeners."""
+        self._closing.set()
         for link in self._links.values():
             link.socket.close()
         for listener in self._end.listeners.values():
             listener.close()
+
+    def _listener(self, link: PrefillLink) -> tuple[Listener, Admission]:
+        """Return what prefill writes through."""
+        return self._end.listeners[link.transport], link.admissions[link.transport]
+
+    def _call(self, link: PrefillLink, call: Callable[[], None]) -> None:
+        try:
+            with transport_errors():
+                call()
+        except TandemError as error:
+            # Posted: the room whose call this is has to come to rest before the link is lost to it.
+            self._control.post(partial(self.drop, link, error))
 
     def _make(self, host: str, address: str) -> PrefillLink:
         now_s, socket = self._clock(), self._socket(address)
         admissions, reasons = {}, []
         for name, listener in self._end.listeners.items():
             try:
-                admissions[name] = listener.admit(host)
-            except TransferRefused as error:  # the others are offered all the same
+                with transport_errors():
+                    admissions[name] = listener.admit(host)
+            except TandemError as error:  # the others are offered all the same
                 log.warning("kv_transport.not_offered", transport=name, reason=str(error))
                 reasons.append(str(error))
         if not admissions:
@@ -259,13 +289,23 @@ class PrefillLinks:
         admissions = [(self._end.listeners[name], link.admissions.pop(name).peer) for name in names]
 
         def cut_off() -> None:
-            for listener, peer in admissions:
-                listener.fence(peer)
+            left = admissions
+            while left := [each for each in left if not _is_fenced(*each)]:
+                if self._closing.wait(FENCE_RETRY_S):
+                    return
             self._control.post(fenced)
 
-        threading.Thread(target=cut_off, name="kv-fence", daemon=True).start()
+        self._unfenced.append(cut_off)
+        self._begin_fences()
+
+    def _begin_fences(self) -> None:
+        with contextlib.suppress(RuntimeError):  # there is no thread to be had: perhaps next turn
+            while self._unfenced:
+                threading.Thread(target=self._unfenced[0], name="kv-fence", daemon=True).start()
+                self._unfenced.popleft()
 
     def _keep_alive(self, now_s: float) -> None:
+        self._begin_fences()
         is_ping_due = now_s >= self._next_ping_s
         if is_ping_due:
             self._next_ping_s = now_s + self._heartbeat.interval_s
@@ -299,3 +339,14 @@ class PrefillLinks:
             link.socket.send(LinkPing(epoch=self._end.epoch))
         except PeerLost as error:
             self.drop(link, error)
+
+
+def _is_fenced(listener: Listener, peer: PeerKey) -> bool:
+    """Fence a peer; return whether that worked."""
+    try:
+        with transport_errors():
+            listener.fence(peer)
+    except TandemError as error:
+        log.warning("kv_fence.failed", peer=peer, reason=str(error), retry_s=FENCE_RETRY_S)
+        return False
+    return True

@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from kvtransfer.control import transport_errors
 from kvtransfer.transports.base import Connection
-from telemetry.log import get_logger
-from wire.errors import TandemError, TransferFailed
+from wire.errors import TandemError
 from wire.ids import Room
-
-log = get_logger("kvtransfer.push")
 
 Done = Callable[[TandemError | None], None]
 
@@ -101,22 +99,19 @@ class PushWorker:
             return task
 
     def _settle(self, task: _Task, error: TandemError | None) -> None:
+        # The outcome first: a stop that came before it would be answered as if nothing had gone wrong.
+        task.done(error)
         with self._changed:
             self._running = None
             stops, self._stops = self._stops, []
-        task.done(error)
         for _, stopped in stops:
             stopped()
 
 
 def _attempt(job: Callable[[], None]) -> TandemError | None:
     try:
-        job()
+        with transport_errors():
+            job()
     except TandemError as error:
         return error
-    except Exception as error:
-        # A transport's library raises what it likes: the link or the room fails, and may be tried again;
-        # the thread lives.
-        log.exception("kv_push.failed")
-        return TransferFailed(f"the transport failed: {error!r}")
     return None

@@ -23,7 +23,7 @@ import msgspec
 from typing_extensions import override
 
 from kvtransfer.checksum import Verify
-from kvtransfer.control import ControlThread, Outbox
+from kvtransfer.control import ControlThread, Outbox, transport_errors
 from kvtransfer.events import Failed, Landed, Lost, ReceiverEvent, Safe
 from kvtransfer.fan_in import GroupAction
 from kvtransfer.grant_room import GrantParts, GrantRoom
@@ -42,7 +42,6 @@ from kvtransfer.session import (
     ReceiverState,
     ReleasedArrived,
     TimedOut,
-    UnexpectedEvent,
     WithdrawAsked,
 )
 from kvtransfer.sharding import Shard
@@ -181,7 +180,7 @@ class DecodeAgent:
         """Grant pages to the prefill at this address, as soon as the link to it is up.
 
         Args:
-            room: Not in use.
+            room: Used for no other attempt: a late answer to that one would end this.
             bootstrap_host: An IPv6 host may be bracketed.
             bootstrap_port: Of the prefill.
             page_ids: For the prompt's tokens `have_tokens` and on, in order.
@@ -248,7 +247,8 @@ class DecodeAgent:
         self, room: Room, host: str, port: int, page_ids: Sequence[int], have_tokens: int
     ) -> None:
         try:
-            link = self._links.want(host, port)
+            with transport_errors():
+                link = self._links.want(host, port)
         except TandemError as error:
             return self._outbox.put(Failed(room, error))
         self._parts[Part(room, 0)] = first = GrantRoom(link, page_ids, have_tokens)
@@ -268,7 +268,8 @@ class DecodeAgent:
         first, links = entry.first, [entry.first.link]
         try:
             for port in first.link.more_ports:
-                link = self._links.want(first.link.host, port)
+                with transport_errors():
+                    link = self._links.want(first.link.host, port)
                 links += [] if link in links else [link]
         except TandemError as error:
             entry.spread(1)
@@ -307,15 +308,12 @@ class DecodeAgent:
         part = self._part_of(link, message.room)
         if part is None:
             return  # the last word came twice, or for a room of somebody else
-        try:
-            match message:
-                case hand_off.Released(error=info):
-                    error = None if info is None else error_of_far_side(info)
-                    self._apply(part, ReleasedArrived(error))
-                case hand_off.Landed():
-                    self._apply(part, self._verify(self._parts[part], message))
-        except UnexpectedEvent as error:
-            self._links.drop(link, error)
+        match message:
+            case hand_off.Released(error=info):
+                error = None if info is None else error_of_far_side(info)
+                self._apply(part, ReleasedArrived(error))
+            case hand_off.Landed():
+                self._apply(part, self._verify(self._parts[part], message))
 
     def _verify(self, entry: GrantRoom, landed: hand_off.Landed) -> Event:
         entry.landed = landed
@@ -349,8 +347,7 @@ class DecodeAgent:
         room, fan_in = part.room, self._rooms[part.room].fan_in
         match action:
             case Action.PERMIT:
-                listener, admission = self._links.listener(entry.link)
-                listener.permit(admission.peer, room, entry.page_ids)
+                self._links.permit(entry.link, room, entry.page_ids)
             case Action.SEND_GRANT:
                 now_s, parts = self._clock(), self._rooms[room]
                 entry.deadline_s = now_s + self._timeouts.landed_s
@@ -361,8 +358,7 @@ class DecodeAgent:
                 withdraw = hand_off.Withdraw(epoch=self._epoch, room=room, error=error.info())
                 self._links.send(entry.link, withdraw)
             case Action.REVOKE:
-                listener, admission = self._links.listener(entry.link)
-                listener.revoke(admission.peer, room)
+                self._links.revoke(entry.link, room)
             case Action.FENCE:
                 pass  # the whole link is: `PrefillLinks.drop` fences it when all its rooms know
             case Action.TELL_LANDED:

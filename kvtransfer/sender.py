@@ -255,11 +255,13 @@ class PrefillAgent:
         if isinstance(message, hand_off.Grant):
             return self._take_grant(link, message, part)
         entry = self._rooms.part(part)
-        if entry is not None and entry.link is link:
-            told = message.error
-            why = Aborted("decode withdrew its grant") if told is None else error_of_far_side(told)
-            self._apply(part, WithdrawArrived(why))
-        return None
+        if entry is None or entry.link is not link:
+            # Over, and forgotten, or never granted over this link: no write of it is under way here.
+            word = hand_off.Released(epoch=self._end.epoch, room=message.room)
+            return self._bootstrap.send(link, word)
+        told = message.error
+        why = Aborted("decode withdrew its grant") if told is None else error_of_far_side(told)
+        return self._apply(part, WithdrawArrived(why))
 
     def _lose(self, link: DecodeLink, error: TandemError) -> None:
         self.times.num_lost_links += 1
@@ -327,7 +329,7 @@ class PrefillAgent:
             if entry.sums is not None:
                 entry.sums.add(own, layers)
 
-        return entry.worker.submit(part.room, write, partial(self._report, part, None))
+        return self._submit(part, entry, write, None)
 
     def _finish_room(self, room: Room, landed: hand_off.Landed, now_s: float) -> None:
         if (entry := self._rooms.room(room)) is not None:
@@ -352,22 +354,25 @@ class PrefillAgent:
         def sum_up(_connection: Connection) -> None:
             entry.sum_up(self._end.layout)
 
-        return entry.worker.submit(part.room, sum_up, partial(self._report, part, WritesDone()))
+        return self._submit(part, entry, sum_up, WritesDone())
 
-    def _report(self, part: Part, success: Event | None, error: TandemError | None) -> None:
+    def _submit(
+        self, part: Part, entry: PushRoom, job: Callable[[Connection], None], success: Event | None
+    ) -> None:
+        assert entry.link is not None
+        entry.worker.submit(part.room, job, partial(self._report, part, entry.link, success))
+
+    def _report(
+        self, part: Part, link: DecodeLink, success: Event | None, error: TandemError | None
+    ) -> None:
         """A worker is done with a job; called from its thread."""
-        if isinstance(error, PeerLost):
-            self._control.post(partial(self._break_link, part, error))
-        elif error is not None:
+        if isinstance(error, TransferRefused):
             self._control.post(partial(self._apply, part, WriteFailed(error)))
+        elif error is not None:
+            # Bytes may still be under way: only decode's fence ends them, so no Released may be sent.
+            self._control.post(partial(self._bootstrap.drop, link, error))
         elif success is not None:
             self._control.post(partial(self._apply, part, success))
-
-    def _break_link(self, part: Part, error: PeerLost) -> None:
-        """No later write of this link can succeed either."""
-        entry = self._rooms.part(part)
-        if entry is not None and entry.link is not None:
-            self._bootstrap.drop(entry.link, error)
 
     def _apply(self, part: Part, event: Event) -> None:
         entry = self._rooms.part(part)

@@ -56,7 +56,7 @@ class WritesDone(Event):
 
 
 class WriteFailed(Event):
-    """Prefill: a write could not be done."""
+    """Prefill: a write was refused, and none of its bytes is under way."""
 
 
 class WritesStopped(Event):

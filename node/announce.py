@@ -37,7 +37,7 @@ WILDCARDS = ("0.0.0.0", "::")
 
 # What an operator can do about an answer; of any other the router's own sentence says it.
 ACTIONS = {
-    401: "give this node the router's TANDEM_CLUSTER_KEY or, if it has none, one of its API keys",
+    401: "give this node the router's TANDEM_CLUSTER_KEY",
     403: "set TANDEM_CLUSTER_KEY to one secret on this node and the router",
     404: "list the node with --prefill or --decode there: this router takes no announcements",
 }

@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 
 from node.measures import Measures
 from wire.channel import Inbox, Peer
-from wire.errors import Aborted, PeerBehind, PeerLost, TandemError
+from wire.errors import (
+    Aborted,
+    InvalidRequest,
+    MessageTooLarge,
+    PeerBehind,
+    PeerLost,
+    TandemError,
+)
 from wire.generation import Finish, Phase, TokenLogprobs
 from wire.ids import Epoch, RequestId
 from wire.messages import (
@@ -187,21 +194,41 @@ class Answers:
         """Tell what this process counted and timed."""
         self._send(peer, measures.report(self._epoch))
 
-    def flush(self) -> None:
-        """Send what was queued."""
+    def flush(self) -> list[Ticket]:
+        """Send what was queued; return requests that failed because their part of it is too large."""
         self._send_owed()
-        for peer, out in self._outgoing.items():
-            self._send(
-                peer,
-                TokenBatch(
-                    epoch=self._epoch,
-                    deltas=out.deltas,
-                    streams=out.streams,
-                    indexes=out.indexes,
-                    token_ids=out.token_ids,
-                ),
-            )
-        self._outgoing.clear()
+        too_large: list[Ticket] = []
+        while self._outgoing:
+            peer, out = self._outgoing.popitem()
+            try:
+                self._send(peer, self._batch(out, out.deltas))
+            except MessageTooLarge:
+                too_large += self._send_singly(peer, out)
+        return too_large
+
+    def _batch(self, out: _Outgoing, deltas: list[TokenDelta]) -> TokenBatch:
+        return TokenBatch(
+            epoch=self._epoch,
+            deltas=deltas,
+            streams=out.streams,
+            indexes=out.indexes,
+            token_ids=out.token_ids,
+        )
+
+    def _send_singly(self, peer: Peer, out: _Outgoing) -> list[Ticket]:
+        """Send what is too large for one message: columns, then each delta; return whose are too large."""
+        if out.streams:
+            self._send(peer, self._batch(out, []))
+        too_large: dict[Ticket, None] = {}
+        for delta in out.deltas:
+            ticket = Ticket(peer, delta.request_id, delta.attempt)
+            try:
+                if ticket not in too_large:
+                    self._send(peer, self._batch(_Outgoing(), [delta]))
+            except MessageTooLarge as error:
+                too_large[ticket] = None
+                self.fail(ticket, _too_much(error))
+        return list(too_large)
 
     def _queue(self, ticket: Ticket, delta: TokenDelta) -> None:
         out = self._outgoing[ticket.peer]
@@ -245,3 +272,10 @@ class Answers:
         for peer, failures in owed.items():
             for failure in failures:
                 self._send(peer, failure)
+
+
+def _too_much(error: MessageTooLarge) -> InvalidRequest:
+    return InvalidRequest(
+        f"the log-probabilities of one step of this request take {error.size_bytes} bytes and a message has "
+        f"{error.limit_bytes}: ask for fewer of the likeliest tokens"
+    )

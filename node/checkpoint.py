@@ -1,7 +1,8 @@
 """From what a user calls a model to a directory that transformers can load.
 
-A directory is taken as it is. A GGUF file is converted once to safetensors and kept in a cache, so
-that only the first start is slow. Nothing at all means the embedded model.
+A directory is taken as it is, after a look at its files: what is wrong with them is told before a process is
+started that imports torch. A GGUF file is converted once to safetensors and kept in a cache, so that only the
+first start is slow. Nothing at all means the embedded model.
 """
 
 import fcntl
@@ -14,8 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
+from engine.config import EngineConfig
+from engine.shape import GENERATION_CONFIG, generation_config
+from engine.weight_files import check_no_pointers, check_weights, read_object
 from telemetry.log import get_logger
 from wire.errors import ConfigInvalid
+from wire.generation import SamplingDefaults
 
 log = get_logger(__name__)
 
@@ -25,25 +32,25 @@ EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 NO_MODEL = "troubleshooting#no-such-model"  # of the documentation
 
 # Bumped when a conversion writes something else, so that an older cache is not taken.
-_CONVERSION = 1
+_CONVERSION = 2
+
+_WHOLE = EngineConfig(model_dir="")
 
 
-def resolve_model(model: str | None, cache_dir: Path) -> Path:
+def resolve_model(model: str | None, cache_dir: Path, settings: EngineConfig = _WHOLE) -> Path:
     """Return the transformers directory of `model`, converting a GGUF file when needed.
 
     Args:
         model: A directory, a GGUF file, or None for the embedded model.
         cache_dir: Where conversions are kept.
+        settings: Of the engine that is to load it.
 
     Raises:
-        ConfigInvalid: There is no such model; the sentence says what to give.
+        ConfigInvalid: There is no such model, or not all of it; the sentence says what to do.
     """
     path = _embedded_gguf() if model is None else Path(model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigInvalid(
-                f"{path} has no config.json: it is not a transformers directory", topic=NO_MODEL
-            )
+        check_directory(path, settings)
         return path
     if not path.is_file():
         raise ConfigInvalid(
@@ -53,7 +60,57 @@ def resolve_model(model: str | None, cache_dir: Path) -> Path:
         )
     if path.suffix != ".gguf":
         raise ConfigInvalid(f"{path} is neither a directory nor a .gguf file", topic=NO_MODEL)
-    return _convert_once(path, cache_dir)
+    check_no_pointers([path])
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ConfigInvalid(f"{path} is not a GGUF file, which begins with GGUF: copy it again")
+    # Rounded to the type that is computed in, and to none before: bfloat16 unless it was asked for another.
+    dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
+    return _convert_once(path, cache_dir, dtype)
+
+
+def check_directory(path: Path, settings: EngineConfig) -> None:
+    """Look at the files of a model: all are there, and none is cut short or something else.
+
+    Whether they are those of one model only transformers knows.
+
+    Raises:
+        ConfigInvalid: They are not; the sentence says what to do.
+    """
+    if (path / "adapter_config.json").is_file():
+        raise ConfigInvalid(
+            f"{path} is a LoRA adapter (it has adapter_config.json), not a model: merge it into its base model "
+            "(merge_and_unload of peft), save that, and give its directory"
+        )
+    if not (path / "config.json").is_file():
+        raise ConfigInvalid(
+            f"{path} has no config.json: it is not a transformers directory", topic=NO_MODEL
+        )
+    read_object(path / "config.json")
+    if (path / "generation_config.json").is_file():
+        read_object(path / "generation_config.json")
+    if settings.load_format == "auto" and settings.simulation is None:
+        check_weights(path)
+
+
+def sampling_defaults(model_dir: Path) -> SamplingDefaults:
+    """Return the sampling parameters that a model's generation_config.json names.
+
+    Those that both SGLang and vLLM take: not `max_new_tokens`, nor `do_sample`.
+
+    Raises:
+        ConfigInvalid: A value cannot be; the sentence says what to do.
+    """
+    given = generation_config(model_dir)
+    names = SamplingDefaults.__struct_fields__
+    values = {name: given[name] for name in names if given.get(name) is not None}
+    try:
+        return msgspec.convert(values, SamplingDefaults)
+    except msgspec.ValidationError as error:
+        raise ConfigInvalid(
+            f"{model_dir / GENERATION_CONFIG} gives no sampling defaults: {error}. Correct the file, or give "
+            "--generation-config none"
+        ) from error
 
 
 def model_name(model: str | None) -> str:
@@ -72,18 +129,23 @@ def _embedded_gguf() -> Path:
     return Path(next(iter(spec.submodule_search_locations))) / EMBEDDED_FILE
 
 
-def _convert_once(gguf: Path, cache_dir: Path) -> Path:
+def _convert_once(gguf: Path, cache_dir: Path, dtype: str) -> Path:
     stat = gguf.stat()
-    facts = f"{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns} {_CONVERSION}"
+    facts = f"{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns} {dtype} {_CONVERSION}"
     digest = hashlib.sha256(facts.encode()).hexdigest()[:12]
     target = cache_dir / f"{gguf.stem}-{digest}"
     if target.is_dir():
         return target
     cache_dir.mkdir(parents=True, exist_ok=True)
-    log.info("checkpoint.needed", source=gguf.name, note="the first start converts it: about 20 s")
+    log.info(
+        "checkpoint.needed",
+        source=gguf.name,
+        dtype=dtype,
+        note="the first start converts it: about 20 s",
+    )
     with _locked(cache_dir / f"{target.name}.lock"):
         if not target.is_dir():  # another node may have done it while we waited
-            _convert(gguf, target)
+            _convert(gguf, target, dtype)
             log.info("checkpoint.ready", path=str(target))
     return target
 
@@ -96,16 +158,17 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _convert(gguf: Path, target: Path) -> None:
+def _convert(gguf: Path, target: Path, dtype: str) -> None:
     """Convert in a process of its own, so that this one never loads torch; all or nothing."""
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / "model"
         done = subprocess.run(  # noqa: S603 - our own module, arguments as a list
-            [sys.executable, "-m", "node.convert_gguf", str(gguf), str(made)],
+            [sys.executable, "-P", "-m", "node.convert_gguf", str(gguf), str(made), dtype],
             check=False,
             capture_output=True,
             text=True,
         )
         if done.returncode:
-            raise ConfigInvalid(f"cannot convert {gguf}: {done.stderr.strip()[-2000:]}")
+            ended = f"cannot convert {gguf}: the conversion ended with status {done.returncode}"
+            raise ConfigInvalid((done.stderr.strip().splitlines() or [ended])[-1])
         made.rename(target)

@@ -12,7 +12,7 @@ import msgspec
 import uvloop
 
 from frontend.flags import warn_of_exposed_keys
-from node.checkpoint import resolve_model
+from node.checkpoint import resolve_model, sampling_defaults
 from node.config import NodeConfig, NodeRole
 from node.flags import MEANINGLESS, build_parser, read_config
 from node.server import serve
@@ -28,7 +28,7 @@ class NodeCommand:
     """What differs between `prefill`, `decode` and `serve`.
 
     Attributes:
-        engine_modules: Run as `python -m MODULE`; by role, of which the node may take on any.
+        engine_modules: Run as `python -P -m MODULE`; by role, of which the node may take on any.
     """
 
     role: NodeRole
@@ -66,6 +66,8 @@ def run(command: NodeCommand, argv: Sequence[str]) -> int:
             )
         key = cluster_key(config.host, is_insecure=config.is_insecure)
         config = _with_model(config, args.model, args.cache_dir or default_cache_dir())
+        if args.generation_config == "auto":
+            config = _with_sampling_defaults(config)
         operator = operator_key(os.environ.get("TANDEM_CLUSTER_KEY", ""))
         status: int = uvloop.run(serve(config, command.engine_modules, key, operator))
     except TandemError as error:
@@ -83,6 +85,17 @@ def default_cache_dir() -> Path:
 
 
 def _with_model(config: NodeConfig, model: str | None, cache_dir: Path) -> NodeConfig:
-    directory = resolve_model(model, cache_dir / "models")
+    directory = resolve_model(model, cache_dir / "models", config.engine)
     engine = msgspec.structs.replace(config.engine, model_dir=str(directory))
     return msgspec.structs.replace(config, engine=engine)
+
+
+def _with_sampling_defaults(config: NodeConfig) -> NodeConfig:
+    found = sampling_defaults(Path(config.engine.model_dir))
+    if found != config.default_sampling:
+        log.info(
+            "sampling_defaults.of_model",
+            **msgspec.structs.asdict(found),
+            see="tandem docs features#sampling-defaults",
+        )
+    return msgspec.structs.replace(config, default_sampling=found)

@@ -10,6 +10,7 @@ from kvtier.spec import parse_tiers
 from kvtransfer.checksum import Verify
 from kvtransfer.transports.registry import names_of
 from wire.errors import ConfigInvalid
+from wire.generation import SamplingDefaults
 from wire.heartbeat import Heartbeat, heartbeat_of
 from wire.keys import is_loopback
 
@@ -17,6 +18,9 @@ NodeRole = Literal["prefill", "decode", "colocated"]
 
 # What a pod is given to end by default; one that drains should be given some seconds more.
 DRAIN_TIMEOUT_S = 30.0
+# Longer than any forward, and than what compiles at the first use of a size later on.
+STEP_TIMEOUT_S = 300.0
+MAX_STEP_S = 86_400.0
 # A day: longer than any answer takes, so that more is a mistake.
 MAX_DRAIN_S = 86_400.0
 
@@ -78,9 +82,11 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
         zone: Where it stands: any name that nodes near each other share.
         tool_call_parser: Name of the format of the model's calls of tools; empty leaves them text.
         reasoning_parser: Name of that of its thoughts, likewise.
+        default_sampling: What stands for parameters that a request leaves out.
         heartbeat_interval_ms: See `Heartbeat`; the same on every node and router.
         drain_timeout_s: How long requests may take to finish when the node is told to end, before the
             rest is handed over.
+        step_timeout_s: How long one step of the engine may take before its process is ended.
         routers: URLs of routers that this node announces itself to.
         advertise_url: By which they reach it; empty for that of `host` and the port.
     """
@@ -98,10 +104,12 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     is_incremental_output: bool = False
     tool_call_parser: str = ""
     reasoning_parser: str = ""
+    default_sampling: SamplingDefaults = SamplingDefaults()
     log_level: str = "info"
     log_format: Literal["auto", "console", "json"] = "auto"
     is_insecure: bool = False
     drain_timeout_s: float = DRAIN_TIMEOUT_S
+    step_timeout_s: float = STEP_TIMEOUT_S
     routers: tuple[str, ...] = ()
     advertise_url: str = ""
     heartbeat_interval_ms: float = 500.0
@@ -140,6 +148,10 @@ def check(config: NodeConfig) -> NodeConfig:
         raise ConfigInvalid(
             f"--drain-timeout-s is {config.drain_timeout_s:g}: give 0, which hands over at once, up to "
             f"{MAX_DRAIN_S:g}"
+        )
+    if not 1 <= config.step_timeout_s <= MAX_STEP_S:
+        raise ConfigInvalid(
+            f"--step-timeout-s is {config.step_timeout_s:g}: give 1 to {MAX_STEP_S:g}"
         )
     if max(config.port, config.transfer.bootstrap_port, config.engine_port) > 65535:
         raise ConfigInvalid("ports are at most 65535")

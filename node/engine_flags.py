@@ -99,6 +99,11 @@ def _add_compute_flags(group: argparse._ArgumentGroup) -> None:
     )
     add("--num-threads", type=int, default=0, help="of torch on the CPU; 0: torch's choice")
     add(
+        "--skip-model-check",
+        action="store_true",
+        help="do not compare the model with plain transformers at the start",
+    )
+    add(
         "--disable-prefix-cache",
         "--disable-radix-cache",
         action="store_true",
@@ -208,6 +213,7 @@ def read_engine(args: argparse.Namespace) -> EngineConfig:
         # Not a flag of `serve`, whose prompts all are its own.
         local_prefill_tokens=getattr(args, "local_prefill_tokens", 0),
         num_threads=args.num_threads,
+        skips_model_check=args.skip_model_check,
         is_prefix_cache_enabled=not args.disable_prefix_cache,
         simulation=_simulation(args),
     )

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from engine.core import Engine
+from engine.errors import DeviceLost
 from kvtransfer.region import MemoryRegion
 from node.answers import Answers
 from node.config import NodeConfig
@@ -32,6 +33,7 @@ from node.pool_plan import PoolPlan
 from node.quick_process import uncollected
 from node.rank_pipe import claim_stdout, end_process_after
 from node.ranks import RankProcess, Ranks
+from node.step_watch import StepWatch
 from node.tiering import Tiering
 from node.tiers import make_tiering, open_tiers
 from telemetry import log as logs
@@ -45,6 +47,8 @@ log = logs.get_logger(__name__)
 
 # Time for the loop's last answers after a rank died. On CPUs a forward under way fails at once.
 RANK_LOST_GRACE_S = 2.0
+# For what is given back at the end: some of it may wait for the device.
+DEVICE_LOST_GRACE_S = 2.0
 # How long a thread in the interpreter makes another wait. The pushing thread waits for the loop's after the
 # last layer, when every tenth of a millisecond is in the time to the second token; Python's own is 5 ms.
 SWITCH_S = 0.0005
@@ -161,6 +165,7 @@ class _EngineProcess:
         measures.tier_seconds = tiering.seconds
         parts = Parts(config, epoch, engine, answers, self._waker, key, measures, tiering, others)
         role = host.role(parts)
+        watch = StepWatch(config.step_timeout_s, engine.steps)
         loop = self._loop = EngineLoop(
             role,
             inbox,
@@ -170,6 +175,7 @@ class _EngineProcess:
             measures=measures,
             on_drained=self._tell_drained,
             wait_s=tiering.wait_s,
+            turned=watch.turned,
         )
         threading.Thread(
             target=_take_orders, args=(loop,), name="parent-watch", daemon=True
@@ -189,7 +195,12 @@ class _EngineProcess:
         )
         try:
             loop.run()
+        except DeviceLost as lost:
+            log.exception("device.lost", reason=str(lost), effect="the node ends")
+            end_process_after(DEVICE_LOST_GRACE_S)
+            return 1
         finally:
+            watch.stop()
             inbox.close()
             if stack is not None:
                 stack.close()  # while the pool's memory is there

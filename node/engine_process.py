@@ -33,7 +33,7 @@ class EngineProcess:
     """One engine process.
 
     Args:
-        module: Run as `python -m module`; such as `prefill.engine`.
+        module: Run as `python -P -m module`; such as `prefill.engine`.
         on_drained: Called when nothing is left since the last `drain`.
     """
 
@@ -48,6 +48,7 @@ class EngineProcess:
         """Start the process and wait until it serves, or until it said why it cannot."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",
             "-m",
             self._module,
             stdin=asyncio.subprocess.PIPE,

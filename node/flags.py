@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import msgspec
 from typing_extensions import override
 
-from frontend.flags import add_http_flags, read_http
+from frontend.flags import add_generation_config_flag, add_http_flags, read_http
 from frontend.reply_flags import add_reply_flags
 from frontend.reply_parser import reply_formats
 from node.checkpoint import model_name
-from node.config import DRAIN_TIMEOUT_S, NodeConfig, NodeRole, TransferConfig, check
+from node.config import DRAIN_TIMEOUT_S, STEP_TIMEOUT_S, NodeConfig, NodeRole, TransferConfig, check
 from node.engine_flags import (
     add_engine_flags,
     add_model_flags,
@@ -138,6 +138,14 @@ def _add_server_flags(group: argparse._ArgumentGroup, default_port: int) -> None
         help="how long running requests may take to finish after SIGTERM or POST /drain, before they are "
         "handed over to other nodes; 0 hands over at once",
     )
+    add(
+        "--step-timeout-s",
+        type=float,
+        default=STEP_TIMEOUT_S,
+        metavar="SECONDS",
+        help="how long one step of the engine may take; a longer one hangs and ends the node. The first steps, "
+        "which may compile, are not limited",
+    )
     add_http_flags(group)
     add_level_flag(group)
     add_format_flag(group)
@@ -147,6 +155,7 @@ def _add_server_flags(group: argparse._ArgumentGroup, default_port: int) -> None
         help="/generate streams what is new instead of all so far",
     )
     add_reply_flags(group)
+    add_generation_config_flag(group)
     add(
         "--insecure",
         action="store_true",
@@ -287,6 +296,7 @@ def read_config(
         log_format=args.log_format,
         is_insecure=args.insecure,
         drain_timeout_s=args.drain_timeout_s,
+        step_timeout_s=args.step_timeout_s,
         routers=tuple(checked_url("--router", url) for url in getattr(args, "router", [])),
         advertise_url=_advertise_url(args),
     )

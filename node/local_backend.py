@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Mapping
 
 import msgspec
 
-from frontend.backend import Bootstrap, Health, ServedModel, Tap
+from frontend.backend import ALONE, Bootstrap, Health, ServedModel, Tap
 from frontend.engine_client import EngineClient
 from frontend.tokenizer import Tokenizer
 from kvtransfer.transports.registry import names_of
@@ -22,6 +22,10 @@ from wire.generation import GenerateRequest
 from wire.ids import Room
 from wire.messages import NodeLoad, StartColocated, StartDecode, StartPrefill, TokenDelta
 from wire.node_info import ModelInfo, NodeInfo
+
+# After so long without a word of its loop an engine counts as hung: three times the longest chunk of a large
+# model on a CPU. It answers every half second while it is well.
+LOOP_SILENCE_S = 30.0
 
 
 class LocalBackend:
@@ -76,6 +80,7 @@ class LocalBackend:
             vocab_size=self._ready.vocab_size,
             eos_token_ids=frozenset(self._ready.eos_token_ids),
             tokenizer=self._tokenizer,
+            default_sampling=self._config.default_sampling,
         )
 
     async def generate(
@@ -98,7 +103,7 @@ class LocalBackend:
     ) -> StartPrefill | StartDecode | StartColocated:
         role = self._config.role
         request = msgspec.structs.replace(request, client="")
-        if role == "colocated":
+        if role == "colocated" or bootstrap is ALONE:
             return StartColocated(request=request)
         if bootstrap is None:
             raise InvalidRequest(
@@ -129,8 +134,21 @@ class LocalBackend:
             return Health(is_serving=False, detail=self._life.describe())
         if not self._client.is_up:
             return Health(is_serving=False, detail="the engine does not answer")
+        limit_s = min(LOOP_SILENCE_S, self._config.step_timeout_s)
+        if (silent_s := self._client.silent_s) > limit_s:
+            # The link is up: its heartbeats need no loop.
+            return Health(
+                is_serving=False,
+                detail=f"the engine's loop has not turned for {silent_s:.0f} s; the node ends when a step "
+                f"takes {self._config.step_timeout_s:g} s",
+            )
         is_serving = self._life.state is State.SERVING
         return Health(is_serving=is_serving, detail=self._life.describe(self.num_left))
+
+    def num_tokens_told(self) -> int:
+        """See `Backend.num_tokens_told`."""
+        load = self._load()
+        return load.prompt_tokens + load.generated_tokens
 
     def server_info(self) -> Mapping[str, object]:
         """Return a `NodeInfo` as JSON-like values.
@@ -162,6 +180,7 @@ class LocalBackend:
                 vocab_size=model.vocab_size,
                 eos_token_ids=ready.eos_token_ids,
                 tokenizer_hash=self._tokenizer_hash,
+                default_sampling=model.default_sampling,
             ),
         )
         built: dict[str, object] = msgspec.to_builtins(info)

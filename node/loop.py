@@ -104,6 +104,7 @@ class EngineLoop:
         measures: What this process counts for operators.
         on_drained: Given the number of a drain when nothing is left and all answers were read.
         wait_s: Returns how long a loop without work may wait, given how long it would.
+        turned: Called at the begin of each pass of `run`.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class EngineLoop:
         measures: Measures | None = None,
         on_drained: Callable[[int], None] = lambda _number: None,
         wait_s: Callable[[float], float] = lambda at_most_s: at_most_s,
+        turned: Callable[[], None] = lambda: None,
     ) -> None:
         self._role = role
         self._inbox = inbox
@@ -133,7 +135,7 @@ class EngineLoop:
         self._is_stopping = False
         self._orders: deque[Order] = deque()
         self._drain = Drain()
-        self._on_drained, self._wait_s = on_drained, wait_s
+        self._on_drained, self._wait_s, self._turned = on_drained, wait_s, turned
 
     def stop(self) -> None:
         """End `run` after the pass under way. Any thread may call it."""
@@ -146,31 +148,45 @@ class EngineLoop:
         self._waker.wake()
 
     def run(self) -> None:
-        """Loop until `stop`."""
+        """Loop until `stop`.
+
+        Raises:
+            DeviceLost: No step can succeed any more; requests are left as they are.
+        """
         while not self._is_stopping:
+            self._turned()
             self.run_once(0.0 if self._role.has_work else self._wait_s(IDLE_WAIT_S))
 
     def run_once(self, timeout_s: float) -> None:
         """Make one pass, waiting at most `timeout_s` for something to do."""
         wait([self._inbox], timeout_s, self._waker)
+        for part in (self._listen, self._work, self._answer):
+            try:
+                part()
+            except Exception:
+                # The top of the loop: nobody knows whose request broke it, so all fail, and the node goes on.
+                log.exception("engine.step_failed")
+                self._role.fail_all(EngineFailed("the engine failed while it ran this request"))
+
+    def _listen(self) -> None:
         self._take_orders()
         while (envelope := self._inbox.receive()) is not None:
             self._last_heard[envelope.peer] = self._clock()
             self._hear(envelope.peer, envelope.message)
         self._drop_lost_edges()
-        try:
-            # What the pass before produced has gone out: nothing of it is computed twice.
-            if self._drain.take_hand_over(self._clock()):
-                self._role.hand_over(hand_over())
-            self._role.poll()
-            if self._role.has_work:
-                with self._measures.step():
-                    self._role.step()
-        except Exception:
-            # The top of the loop: nobody knows whose request broke the step, so all fail, and the node goes on.
-            log.exception("engine.step_failed")
-            self._role.fail_all(EngineFailed("the engine failed while it ran this request"))
-        self._answers.flush()
+
+    def _work(self) -> None:
+        # What the pass before produced has gone out: nothing of it is computed twice.
+        if self._drain.take_hand_over(self._clock()):
+            self._role.hand_over(hand_over())
+        self._role.poll()
+        if self._role.has_work:
+            with self._measures.step():
+                self._role.step()
+
+    def _answer(self) -> None:
+        for ticket in self._answers.flush():
+            self._role.cancel(ticket)
         self._tell_drained()
         self._log()
 
@@ -237,8 +253,9 @@ class EngineLoop:
         limit = self._clock() - self._heartbeat.silence_s
         silent = {peer for peer, heard in self._last_heard.items() if heard < limit}
         for peer in silent | self._answers.take_unreachable():
-            self._last_heard.pop(peer, None)
-            self._measures.num_lost_edges += 1
+            # One that was found lost before may still have to be told of failures: each try finds it lost anew.
+            if self._last_heard.pop(peer, None) is not None:
+                self._measures.num_lost_edges += 1
             tickets = [ticket for ticket in self._role.tickets() if ticket.peer == peer]
             if tickets:
                 log.info("edge.lost", peer=peer.hex(), num_requests=len(tickets))

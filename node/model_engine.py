@@ -10,6 +10,7 @@ from engine.attention_backends import choose_backend
 from engine.config import config_of_rank
 from engine.core import Engine
 from engine.cuda_graphs import is_recording, make_runner
+from engine.device import use_device
 from engine.grammar_compiler import GrammarCompiler
 from engine.kv_pool import make_pool, pool_pages
 from engine.launcher import ModelLauncher
@@ -38,11 +39,13 @@ def build_model(config: NodeConfig, memory: MemoryOf, waker: Waker, ranks: Ranks
     Returns once the other ranks have done so too.
 
     Raises:
-        ConfigInvalid: The model cannot be loaded, or no page fits.
+        ConfigInvalid: The device is not there, the model cannot be loaded, or no page fits.
     """
     runner: Runner
     if ranks is not None:
         config = msgspec.structs.replace(config, engine=config_of_rank(config.engine, 0))
+    use_device(config.engine)
+    if ranks is not None:
         join(config.engine, ranks.store)
     own, plan = build_shard(config, memory)
     if ranks is None:
@@ -59,7 +62,7 @@ def build_model(config: NodeConfig, memory: MemoryOf, waker: Waker, ranks: Ranks
 
 
 def build_shard(config: NodeConfig, memory: MemoryOf) -> tuple[Runner, PoolPlan]:
-    """Load this rank's shard of the model and make its pool.
+    """Load this rank's shard of the model and make its pool, on the device that was taken.
 
     Raises:
         ConfigInvalid: The model cannot be loaded, or no page fits.

@@ -32,6 +32,7 @@ from wire.channel import Waker, wait
 from wire.errors import TandemError
 
 with uncollected():
+    from engine.device import use_device
     from engine.runner import Runner
     from engine.tensor_parallel import follow, join
     from node.model_engine import build_shard
@@ -80,6 +81,7 @@ class _Rank:
         self._told: deque[ToRank] = deque()
         self._is_over = False
         threading.Thread(target=self._read, name="rank-0", daemon=True).start()
+        use_device(start.config.engine)
         join(start.config.engine, Path(start.store))
         self._runner, self._agent, self._tiers = self._load(start, stack)
 

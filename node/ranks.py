@@ -69,7 +69,7 @@ class RankProcess:
         self._heard, self._ended = heard, ended
         self._is_closing = False
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "node.rank"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-P", "-m", "node.rank"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -15,7 +15,8 @@ from frontend.app import create_app
 from frontend.options import FrontendOptions
 from frontend.reply_parser import reply_formats
 from frontend.server import listen, serving
-from frontend.tokenizer_files import tokenizer_files
+from frontend.tokenizer import Tokenizer
+from frontend.tokenizer_files import tokenizer_files, tokenizer_hash
 from node.config import NodeConfig, NodeRole
 from node.operations import add_routes
 from node.supervisor import Supervisor
@@ -42,17 +43,24 @@ async def serve(
         0 after a signal, 1 when the engine ended by itself or a second signal forced the end.
 
     Raises:
-        TandemError: The port is in use, or the engine could not start.
+        TandemError: The tokenizer is broken, the port is in use, or the engine could not start.
     """
     files = tokenizer_files(Path(config.engine.model_dir))
     if not files:
         log.warning(
             "tokenizer.missing", effect="only input_ids can be served, and no text comes out"
         )
+    tokenizer = Tokenizer.from_files(files) if files else None
     with listen(config.host, config.port) as sock:
         port = sock.getsockname()[1]
         node = Supervisor(
-            config, engine_modules, key, files=files, port=port, operator_key=operator_key
+            config,
+            engine_modules,
+            key,
+            tokenizer=tokenizer,
+            tokenizer_hash=tokenizer_hash(files),
+            port=port,
+            operator_key=operator_key,
         )
         app = create_app(node.backend, _options(config, files, operator_key))
         add_routes(app, node)

@@ -13,7 +13,6 @@ import msgspec
 
 from frontend.engine_client import EngineClient
 from frontend.tokenizer import Tokenizer
-from frontend.tokenizer_files import tokenizer_hash
 from node.announce import LEAVE_TIMEOUT_S, Announcer, warn_of_loopback
 from node.config import NodeConfig, NodeRole
 from node.engine_link import keep_linked
@@ -41,7 +40,7 @@ class Supervisor:
 
     Args:
         engine_modules: Of each role that the node may have.
-        files: Of the tokenizer; empty when the model has none.
+        tokenizer: None when the model has none; `tokenizer_hash` is then empty.
         port: Where its HTTP listens.
         operator_key: With which it announces itself to routers.
 
@@ -55,17 +54,18 @@ class Supervisor:
         engine_modules: Mapping[NodeRole, str],
         key: ChannelKey | None,
         *,
-        files: Mapping[str, str],
+        tokenizer: Tokenizer | None,
+        tokenizer_hash: str,
         port: int,
         operator_key: str,
     ) -> None:
-        self._config, self._modules, self._key, self._files = config, engine_modules, key, files
+        self._config, self._modules, self._key = config, engine_modules, key
+        self._tokenizer, self._tokenizer_hash = tokenizer, tokenizer_hash
         self._life = Life(config.role)
         self.backend = LocalBackend(config, package_version(), self._life)
         shown = f"[{config.host}]" if ":" in config.host else config.host
         self._url = f"{config.http.scheme}://{shown}:{port}"
-        bearer = operator_key or next(iter(config.http.api_keys), "")
-        self._announcer = Announcer(config, port, lambda: self._life.role, bearer)
+        self._announcer = Announcer(config, port, lambda: self._life.role, operator_key)
         self._engine = self._new_engine(config)
         self._changed = asyncio.Event()
         self._deadline_s = 0.0
@@ -207,11 +207,9 @@ class Supervisor:
             wants_measures=True,
         )
         client = make_client()
-        files = self._files
-        tokenizer = await asyncio.to_thread(Tokenizer.from_files, files) if files else None
         async with asyncio.TaskGroup() as tasks:
             linked = tasks.create_task(keep_linked(client, make_client, self.backend.relink))
-            self.backend.attach(config, ready, client, tokenizer, tokenizer_hash(files))
+            self.backend.attach(config, ready, client, self._tokenizer, self._tokenizer_hash)
             self._apply(Event.LOADED)
             log.info("node.serving", url=self._url)
             died = tasks.create_task(self._engine.wait())

@@ -6,6 +6,8 @@
  landing ──PushDone──▶ handed off; the pages go back
  any stage: cancel, or Released by the transfer ──▶ the pages go back once no push reads them
 ```
+
+A whole request of one token is computed without a grant: it shows that the node can do its work.
 """
 
 import time
@@ -28,7 +30,7 @@ from telemetry.log import get_logger
 from wire.errors import InvalidRequest, Overloaded, TandemError
 from wire.generation import Finish, GenerateRequest
 from wire.ids import Room
-from wire.messages import NodeLoad, StartPrefill
+from wire.messages import NodeLoad, StartColocated, StartPrefill
 
 log = get_logger(__name__)
 
@@ -86,6 +88,7 @@ class PrefillRole:
         self._by_room: dict[Room, _Half] = {}
         self._by_ticket: dict[Ticket, _Half] = {}
         self._by_active: dict[ActiveRequest, _Half] = {}
+        self._alone: dict[ActiveRequest, Ticket] = {}  # whole requests of one token
         self._num_aborted = 0
         self._logged = NodeLoad()
         if pushes_layers:
@@ -98,10 +101,13 @@ class PrefillRole:
 
     def tickets(self) -> list[Ticket]:
         """See `Role.tickets`."""
-        return list(self._by_ticket)
+        return [*self._by_ticket, *self._alone.values()]
 
     def start(self, ticket: Ticket, message: Start) -> None:
         """See `Role.start`."""
+        if isinstance(message, StartColocated):
+            self._start_alone(ticket, message.request)
+            return
         if not isinstance(message, StartPrefill):
             raise InvalidRequest("this is a prefill node: it takes the prompt's half of a request")
         if message.room in self._by_room:
@@ -117,8 +123,16 @@ class PrefillRole:
         prefix = checked.token_ids[: checked.num_matchable]
         self._tiering.begin(half, prefix, message.request.cache_salt)
 
+    def _start_alone(self, ticket: Ticket, request: GenerateRequest) -> None:
+        if request.sampling.max_new_tokens != 1 or request.logprobs is not None:
+            raise InvalidRequest("this is a prefill node: a whole request may have one token here")
+        self._alone[self._engine.submit(request)] = ticket
+
     def cancel(self, ticket: Ticket) -> None:
         """See `Role.cancel`."""
+        for active in [active for active, owner in self._alone.items() if owner == ticket]:
+            del self._alone[active]
+            self._engine.cancel(active)
         half = self._by_ticket.get(ticket)
         if half is not None:
             self._part(half)
@@ -147,8 +161,12 @@ class PrefillRole:
         began = self._clock()
         result = self._engine.step()
         for chunk in result.chunks:
-            self._by_active[chunk.request].timeline.computed(began)
+            if (computed := self._by_active.get(chunk.request)) is not None:
+                computed.timeline.computed(began)
         for failure in result.failures:
+            if (ticket := self._alone.pop(failure.request, None)) is not None:
+                self._answers.fail(ticket, failure.error)
+                continue
             half = self._by_active[failure.request]
             self._fail(half, failure.error)
             self._abandon(half, failure.error)
@@ -159,19 +177,30 @@ class PrefillRole:
             index = run.request.request.num_prior_tokens  # before its first token
             self._answers.prompt_logprobs(half.ticket, run.first_position, run.entries, index)
         for token in result.tokens:
-            self._first_token(token)
+            if (ticket := self._alone.pop(token.request, None)) is not None:
+                self._answers.token(ticket, token.index, [token.token], token.finish)
+            else:
+                self._first_token(token)
 
     def fail_all(self, error: TandemError) -> None:
         """See `Role.fail_all`."""
+        self._fail_alone(error)
         for half in list(self._by_active.values()):
             self._fail(half, error)
             self._abandon(half, error)
 
     def hand_over(self, error: TandemError) -> None:
         """See `Role.hand_over`."""
+        self._fail_alone(error)
         for half in list(self._by_ticket.values()):
             self._fail(half, error)
             self._abandon(half, error)
+
+    def _fail_alone(self, error: TandemError) -> None:
+        while self._alone:
+            active, ticket = self._alone.popitem()
+            self._engine.cancel(active)
+            self._answers.fail(ticket, error)
 
     def flush_cache(self) -> None:
         """See `Role.flush_cache`."""
@@ -186,6 +215,7 @@ class PrefillRole:
             num_waiting=len(pending),
             queued_tokens=sum(len(half.request.prompt_ids) for half in pending),
             num_transferring=len(self._by_active)
+            + len(self._alone)
             - self._engine.num_running
             - self._engine.num_waiting,
             pushed_bytes=moved.pushed_bytes,

@@ -39,7 +39,7 @@ def add_admission_flags(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=_DEFAULTS.max_wait_s,
         metavar="SECONDS",
-        help="a request that would wait longer is refused with 429 (default: %(default)g)",
+        help="a request that waited this long is rejected with 429 (default: %(default)g)",
     )
     add(
         "--key-limits",

@@ -10,7 +10,7 @@ from typing import get_args
 
 from typing_extensions import override
 
-from frontend.flags import add_http_flags, read_http
+from frontend.flags import add_generation_config_flag, add_http_flags, read_http
 from frontend.reply_flags import add_reply_flags
 from router.admission_flags import add_admission_flags, read_admission
 from router.config import LOCAL_PREFILL_THRESHOLD, PolicyName, PrefillTarget, RouterConfig, node_url
@@ -219,7 +219,7 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         "(default: 30)",
     )
     add_heartbeat_flag(group)
-    add_http_flags(group, "; the first is also what this router sends to nodes")
+    add_http_flags(group)
     add_level_flag(group)
     add_format_flag(group)
 
@@ -241,6 +241,7 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         help="directory with the tokenizer (default: asked from the nodes)",
     )
     add_reply_flags(group)
+    add_generation_config_flag(group)
 
 
 def parse(argv: Sequence[str], prog: str = "tandem lb") -> RouterConfig:
@@ -277,6 +278,7 @@ def parse(argv: Sequence[str], prog: str = "tandem lb") -> RouterConfig:
         served_model_name=args.served_model_name,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
+        generation_config=args.generation_config,
         log_level=args.log_level,
         log_format=args.log_format,
         ignored_flags=tuple(dict.fromkeys(args.ignored)),

@@ -213,6 +213,11 @@ class ClusterBackend:
         """Tell whether a pair can serve now, and what is missing."""
         return self._cluster.health()
 
+    def num_tokens_told(self) -> int:
+        """See `Backend.num_tokens_told`."""
+        loads = [node.client.load for node in self._cluster.roster if node.client is not None]
+        return sum(load.prompt_tokens + load.generated_tokens for load in loads)
+
     def server_info(self) -> Mapping[str, object]:
         """Return the nodes with their loads, as JSON-like values."""
         health, snapshot = self.health(), self._cluster.snapshot()

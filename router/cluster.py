@@ -36,6 +36,8 @@ from router.tiers import KnownPrefixes
 from router.waiters import Waiters
 from telemetry.log import get_logger
 from wire.errors import NoNodeAvailable
+from wire.generation import SamplingDefaults
+from wire.keys import operator_key, reader_key
 
 log = get_logger(__name__)
 
@@ -79,10 +81,11 @@ class Cluster:
         self._tls = config.node_tls()
         self.waiters = Waiters()
         self._watcher = Watcher.of_config(config, came_up=self.waiters.tell)
-        # Nodes that ask for a key are given the one that clients have.
-        keys = config.http.api_keys
-        self._headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+        # No key of a client leaves this router: whoever is listening at a node's address would have it.
+        key = reader_key(operator_key(config.cluster_secret))
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._name = config.served_model_name
+        self._has_defaults = config.generation_config == "auto"
         self._fingerprint = ""
         self._outlook = _Outlook(-1, None, Health(is_serving=False, detail=""))
         self.last_model: ServedModel | None = None
@@ -279,4 +282,5 @@ class Cluster:
             vocab_size=model.vocab_size,
             eos_token_ids=frozenset(model.eos_token_ids),
             tokenizer=self._watcher.tokenizer(model.tokenizer_hash),
+            default_sampling=model.default_sampling if self._has_defaults else SamplingDefaults(),
         )

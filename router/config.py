@@ -151,6 +151,7 @@ class RouterConfig:
         served_model_name: As clients name the model; empty takes the nodes' name.
         tool_call_parser: Name of the format of the model's calls of tools; empty leaves them text.
         reasoning_parser: Name of that of its thoughts, likewise.
+        generation_config: Whether sampling defaults that nodes tell are taken (`auto`), or none.
         cluster_secret: Of `TANDEM_CLUSTER_KEY`; empty leaves links to nodes plain.
         ignored_flags: Accepted because people type them, and without meaning here; said once.
     """
@@ -179,6 +180,7 @@ class RouterConfig:
     served_model_name: str = ""
     tool_call_parser: str = ""
     reasoning_parser: str = ""
+    generation_config: Literal["auto", "none"] = "auto"
     log_level: str = "info"
     log_format: LogFormat = "auto"
     cluster_secret: str = field(default="", repr=False)

@@ -92,20 +92,24 @@ class Door:
     async def _adopt(
         self, http: Listening, stall_timeout_s: float, connection: socket.socket
     ) -> None:
-        counted = _Counted(http.protocol(), self._closed)
-        connection.setblocking(False)
+        counted: _Counted | None = None
         try:
+            counted = protocol = _Counted(http.protocol(), self._closed)
+            connection.setblocking(False)
             cut_off_who_does_not_read(connection, stall_timeout_s)
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: counted,
+                lambda: protocol,
                 connection,
                 ssl=http.tls,
                 ssl_handshake_timeout=http.handshake_timeout_s,
             )
-        except OSError as error:  # the client left on the way, or speaks no TLS
-            log.debug("client.gone", reason=error.strerror)
+        except Exception as error:  # the top of a connection: it fails, the worker goes on
+            if isinstance(error, OSError):  # the client left on the way, or speaks no TLS
+                log.debug("client.gone", reason=error.strerror)
+            else:
+                log.exception("edge_worker.connection_failed")
             connection.close()
-            counted.end()
+            (self._closed if counted is None else counted.end)()
 
     def _closed(self) -> None:
         self._num_closed += 1

@@ -38,8 +38,8 @@ COUNT_S_PER_NODE = 0.000_05
 class _Entry:
     """One in line, and the task that waits with it. The future is true when it was let in."""
 
-    def __init__(self, waiting: Waiting, arrived: float) -> None:
-        self.waiting, self.arrived = waiting, arrived
+    def __init__(self, waiting: Waiting) -> None:
+        self.waiting = waiting
         self.future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     @property
@@ -113,7 +113,7 @@ class Gate:
         entry = self._by_id.get(request_id)
         if entry is None or entry.future.done():
             return False
-        self._admission.leave(entry.waiting, self._clock())
+        self._admission.leave(entry.waiting)
         entry.future.set_result(False)
         return True
 
@@ -171,16 +171,17 @@ class Gate:
                 request.client,
                 request.priority,
                 len(request.prompt_ids),
+                now,
                 expires,
                 has_deadline=expires == deadline,
             )
             return await self._wait(request.request_id, waiting, now)
 
     async def _wait(self, request_id: str, waiting: Waiting, now: float) -> bool:
-        sent_away = self._admission.join(waiting, now)
-        if sent_away is not None:
-            self._refuse(sent_away, self._admission.no_place(sent_away))
-        entry = self._entries[waiting] = self._by_id[request_id] = _Entry(waiting, now)
+        rejected = self._admission.join(waiting, now)
+        if rejected is not None:
+            self._refuse(rejected, self._admission.no_place(now))
+        entry = self._entries[waiting] = self._by_id[request_id] = _Entry(waiting)
         self._metrics.queued(len(self._admission))
         self._pump()
         is_done = False
@@ -189,12 +190,15 @@ class Gate:
                 is_let_in = await entry.future
             is_done = True
         except TimeoutError:
-            raise self._admission.too_late(waiting) from None
+            raise self._admission.too_late(waiting, self._clock()) from None
+        except asyncio.CancelledError:
+            self._metrics.cancelled_in_queue()
+            raise
         finally:
             del self._entries[waiting]
             if self._by_id.get(request_id) is entry:
                 del self._by_id[request_id]
-            self._admission.leave(waiting, self._clock())
+            self._admission.leave(waiting)
             if not is_done and entry.is_let_in:  # as it gave up
                 self._left()
         return is_let_in
@@ -214,14 +218,14 @@ class Gate:
         """Let in who waits while there are places; look again soon while somebody waits."""
         now = self._clock()
         num_free = self._free(now)
-        while num_free > 0 and (waiting := self._admission.take(now)) is not None:
+        while num_free > 0 and (waiting := self._admission.take()) is not None:
             if self._admission.is_too_late(waiting, now):
-                self._refuse(waiting, self._admission.too_late(waiting))
+                self._refuse(waiting, self._admission.too_late(waiting, now))
                 continue
             entry = self._entries[waiting]
             if entry.future.done():  # cancelled, and its task has not run since
                 continue
-            self._let_in(entry.arrived, now)
+            self._let_in(waiting.arrived, now)
             entry.future.set_result(True)
             num_free = self._free(now)
         if len(self._admission) and self._timer is None:

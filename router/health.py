@@ -22,7 +22,7 @@ def explain(snapshot: ClusterSnapshot, fingerprint: str | None) -> Health:
     unused = [
         f"{node.role} {node.url} {_why_unused(node)}"
         for node in (*snapshot.prefills, *snapshot.decodes)
-        if not _is_used(node, fingerprint)
+        if node.is_aside or not _is_used(node, fingerprint)
     ]
     return Health(is_serving=True, detail="; ".join([f"{' and '.join(counts)} serve", *unused]))
 
@@ -34,6 +34,8 @@ def _is_used(node: NodeSnapshot, fingerprint: str) -> bool:
 def _why_unused(node: NodeSnapshot) -> str:
     if not node.is_up:
         return node.reason
+    if node.is_aside:
+        return "is put aside: it failed several requests in a row"
     return f"serves another model: {node.fingerprint}"
 
 

@@ -159,7 +159,7 @@ class Launcher:
         """Run one life of one worker; return its exit status."""
         sock_fd = self._doorman.worker_end(index) if self._doorman else self._socket.fileno()
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "router.worker"),
+            *(sys.executable, "-P", "-m", "router.worker"),
             stdin=asyncio.subprocess.PIPE,
             env=os.environ | (self._pool.environment if self._pool else {}),
             pass_fds=[sock_fd],

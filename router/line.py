@@ -18,13 +18,15 @@ class Waiting:
     Attributes:
         client: Whose it is; requests of nobody known are one client's.
         num_tokens: Of its prompt: what it holds of this process's memory.
-        expires: When it is not worth waiting any more, by the caller's clock.
+        arrived: When it came, by the caller's clock.
+        expires: When it is not worth waiting any more, by the same clock.
         has_deadline: Whether that is its client's own wish.
     """
 
     client: str
     priority: int
     num_tokens: int
+    arrived: float
     expires: float
     has_deadline: bool = False
 
@@ -60,12 +62,6 @@ class _Turns:
             self.clients[client] = queue  # behind those who have not had their turn
         self.num_requests -= 1
         return waiting
-
-    def num_before(self, client: str) -> int:
-        """Return how many go before a further request of this client."""
-        own = len(self.clients.get(client, ()))
-        others = (len(queue) for name, queue in self.clients.items() if name != client)
-        return own + sum(min(number, own + 1) for number in others)
 
     def longest(self) -> dict[Waiting, None]:
         return max(self.clients.values(), key=len)
@@ -120,12 +116,6 @@ class Line:
         waiting = self._turns[self._priorities[-1]].take()
         self._count(waiting, -1)
         return waiting
-
-    def num_before(self, priority: int, client: str) -> int:
-        """Return how many would go before a request that came now, if none came after it."""
-        higher = sum(self._turns[p].num_requests for p in self._priorities if p > priority)
-        turns = self._turns.get(priority)
-        return higher + (turns.num_before(client) if turns else 0)
 
     def least(self) -> Waiting | None:
         """Return whom to send away for another: the last of who has most in the lowest priority."""

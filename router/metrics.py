@@ -149,6 +149,10 @@ class RouterMetrics:
         """Count a request that is not started."""
         self._refused.labels(error.code).inc()
 
+    def cancelled_in_queue(self) -> None:
+        """Count a request whose client left before it started."""
+        self._requests.labels("cancelled").inc()
+
     @contextmanager
     def request(self) -> Iterator[Outcome]:
         """Count one request and how it ends: cancelled when left before it said `finished`."""

@@ -16,15 +16,17 @@ from typing_extensions import override
 
 from frontend.engine_client import EngineClient
 from frontend.token_stream import Start, TokenStream
+from frontend.tokenizer import Tokenizer
 from router.config import host_of
 from router.membership import Member
 from router.node_http import NodeUnusable
 from router.policy import NodeSnapshot
 from router.prefixes import NOTHING_CACHED
+from router.standing import Standing
 from router.tiers import KnownPrefixes, NodePrefixes
 from telemetry.log import get_logger
 from wire.channel import tcp_address
-from wire.errors import NodeDraining, PeerLost
+from wire.errors import NodeDraining, PeerLost, TandemError
 from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from wire.ids import Epoch
 from wire.keys import ChannelKey
@@ -56,6 +58,7 @@ class Work:
         self.stream = stream
         self._node, self._num_tokens, self._num_to_compute = node, num_tokens, num_to_compute
         self.is_counted, self.is_done = True, False
+        self._num_failed_before = node.standing.num_failed
         node.count(1, num_tokens)
         node.count_own(num_to_compute)
 
@@ -68,6 +71,7 @@ class Work:
         """Give the share back: its part is done. What is still said of it wakes nobody. Safe to call twice."""
         if not self.is_done:
             self.is_done = True
+            self._node.fared(self.stream.failure, self._num_failed_before)
             self.stream.mute()
             self._give_back()
 
@@ -75,6 +79,8 @@ class Work:
         """Give the share back. Cancels at the engine unless it `is_done`. Safe to call twice."""
         if self.is_done:
             self.stream.forget()
+        elif self.is_counted and not self.stream.is_open:  # else another ended it
+            self._node.fared(self.stream.failure, self._num_failed_before)
         self.stream.close()
         self._give_back()
 
@@ -109,7 +115,9 @@ class Node:
         is_admitted: Its last answer was that of a healthy node that takes requests.
         leaving: Set while it is to be forgotten.
         idle: Set while nothing of this process runs on it.
+        tokenizer: Of its model; None before it was fetched, or where the model has none.
         prefixes: What this life of it has cached, and behind that; None before it was met.
+        standing: Whether this life of it fails what it is given.
     """
 
     def __init__(
@@ -123,6 +131,7 @@ class Node:
         self.url, self.role = url, role
         self.info: NodeInfo | None = None
         self.client: EngineClient | None = None
+        self.tokenizer: Tokenizer | None = None
         self.reason = "not reached yet"
         self.is_admitted = False
         self.in_flight_requests = 0
@@ -132,6 +141,7 @@ class Node:
         self._member = Member(url, role, bootstrap_port)
         self._on_change = on_change
         self.prefixes: NodePrefixes | None = None
+        self.standing = Standing()
         self._known = KnownPrefixes() if known is None else known
         self._fresh_tokens = 0
         # The load that these were started after.
@@ -188,6 +198,31 @@ class Node:
         else:
             self.idle.set()
         self.changed()
+
+    def fared(self, failure: TandemError | None, num_failed_before: int) -> None:
+        """Note how a request ended that this node had a part in.
+
+        Args:
+            num_failed_before: See `Standing.failed`.
+        """
+        if failure is None:
+            self.standing.served()
+        elif self.standing.failed(failure, num_failed_before, asyncio.get_running_loop().time()):
+            log.warning(
+                "node.put_aside",
+                role=self.role,
+                url=self.url,
+                num_in_a_row=self.standing.num_in_a_row,
+                error=failure.code,
+                pause_s=self.standing.pause_s,
+            )
+        self.changed()
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether it failed several requests in a row, the last one a moment ago."""
+        failing = self.standing.num_in_a_row
+        return bool(failing) and self.standing.is_aside(asyncio.get_running_loop().time())
 
     def changed(self) -> None:
         """Say that a snapshot made before is out of date."""
@@ -266,6 +301,7 @@ class Node:
                 return None
             self.client.stop()
         _warn_of_rhythm(self.url, info.heartbeat_interval_ms, 1000 * heartbeat.interval_s)
+        self.standing = Standing()
         address = tcp_address(self.host, info.engine_port)
         self.forget_prefixes()
         self.prefixes = self._known.new_life()
@@ -330,6 +366,7 @@ class Node:
             url=self.url,
             role=self.role,
             is_up=self.is_up,
+            is_aside=self.is_aside,
             fingerprint=self.info.model.fingerprint if self.info else "",
             reason=self.shown_reason,
             load=self.client.load if self.client else NodeLoad(),

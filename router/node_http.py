@@ -72,6 +72,10 @@ async def _get(
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with session.get(url, timeout=timeout) as response:
+            if response.status == 401:
+                raise NodeUnusable(
+                    "it asks for a key: start it and this router with the same TANDEM_CLUSTER_KEY"
+                )
             if response.status != 200:
                 raise NodeUnusable(_refusal(response.status, await _read(response, limit_bytes)))
             return await _read(response, limit_bytes)

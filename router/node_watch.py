@@ -7,6 +7,7 @@ sooner: when the last question to its old life has just been asked, and stays un
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import aiohttp
 
@@ -49,7 +50,8 @@ class Watcher:
     ) -> None:
         self._key, self._given_tokenizer = key, tokenizer
         self._heartbeat, self._came_up = heartbeat, came_up
-        self._tokenizers: dict[str, Tokenizer] = {}
+        # By their hash. Nodes hold them: one that no node has any more is let go.
+        self._tokenizers = WeakValueDictionary[str, Tokenizer]()
         self._fetching = asyncio.Lock()
 
     @classmethod
@@ -123,8 +125,11 @@ class Watcher:
     ) -> None:
         name = info.model.tokenizer_hash
         async with self._fetching:  # all nodes of a model have the same one: fetch it once
-            if self._given_tokenizer is None and name and name not in self._tokenizers:
-                self._tokenizers[name] = await fetch_tokenizer(session, node.url, name)
+            tokenizer = self.tokenizer(name)
+            if tokenizer is None and name:
+                tokenizer = await fetch_tokenizer(session, node.url, name)
+                self._tokenizers[name] = tokenizer
+            node.tokenizer = tokenizer
 
 
 async def _wait_answered(client: EngineClient) -> None:

@@ -43,7 +43,9 @@ class Pairing:
 
     def _serves(self, pair: Pair, fingerprint: str) -> bool:
         nodes = [self._cluster.node(url).snapshot() for url in pair.urls]
-        return all(node.is_up and node.fingerprint == fingerprint for node in nodes)
+        return all(
+            node.is_up and not node.is_aside and node.fingerprint == fingerprint for node in nodes
+        )
 
     def _choose(
         self,

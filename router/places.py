@@ -68,6 +68,9 @@ class Places:
         self, prefills: Iterable[NodeSnapshot], decodes: Iterable[NodeSnapshot], now: float
     ) -> int:
         """Return how many more requests may start now: none where a role has no node."""
+        prefills = list(prefills)
+        urls = {node.url for node in prefills}
+        self._paces = {url: pace for url, pace in self._paces.items() if url in urls}
         at_prefills = sum(
             # A decode that stands in is no line of prompts: it tells the tokens that it ends.
             max(0, self.at_decode(node) if node.role == "decode" else self.at_prefill(node, now))

@@ -29,6 +29,7 @@ class NodeSnapshot:
     """One node at one moment.
 
     Attributes:
+        is_aside: It fails what it is given: taken only where there is no other.
         fingerprint: Of its model; empty while it was never reached.
         reason: Why it is not up, for people.
         load: What it last said of itself, up to half a second old.
@@ -48,6 +49,7 @@ class NodeSnapshot:
     url: str
     role: str
     is_up: bool
+    is_aside: bool = False
     fingerprint: str = ""
     reason: str = ""
     load: NodeLoad = field(default_factory=NodeLoad)
@@ -274,6 +276,7 @@ def _usable(
     usable = [node for node in nodes if node.is_up and node.fingerprint == fingerprint]
     if not usable:
         raise NoNodeAvailable("no pair of nodes can serve this model now; send it again later")
+    usable = [node for node in usable if not node.is_aside] or usable
     if not avoid:
         return usable
     return [node for node in usable if node.url not in avoid] or usable

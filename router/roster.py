@@ -18,7 +18,7 @@ class Roster:
     """Nodes by URL, in the order they came.
 
     Attributes:
-        version: Higher whenever more than load has changed: who is there, who is up and why not,
+        version: Higher whenever more than load has changed: who is there, who is up or put aside and why not,
             and what they serve. Current after `snapshot`.
         on_change: Called at every change of any node.
     """
@@ -94,4 +94,4 @@ def _outline(node: Node | None) -> Outline:
     if node is None:
         return ()
     model, limit = (node.info.model, node.info.max_prompt_tokens) if node.info else (None, 0)
-    return (node.role, node.is_up, node.shown_reason, model, limit)
+    return (node.role, node.is_up, node.is_aside, node.shown_reason, model, limit)

@@ -72,7 +72,7 @@ class Siblings:
         """Answer siblings for all of these, and have links to them, inside the block."""
         app = web.Application(middlewares=[answer_errors])
         app[EDGE] = edge
-        app.router.add_post(ABORT_ROUTE, routes.abort_request)
+        app.router.add_post(ABORT_ROUTE, routes.abort_for_sibling)
         app.router.add_get(min(INFO_ROUTES), routes.server_info)
         if nodes is not None:
             app.router.add_get(NODES_ROUTE, nodes.show)

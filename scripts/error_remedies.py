@@ -6,10 +6,10 @@ REMEDIES = {
     "body_timeout": "Send the whole body within 60 s. Behind a proxy, have the proxy read the body before it connects.",
     "unsupported_encoding": "Send the body as plain JSON, without `Content-Encoding`.",
     "expectation_failed": "Send no `Expect`, or `Expect: 100-continue`.",
-    "unauthorized": "Send one of the server's keys (`--api-key`, `--api-key-file`) as `Authorization: Bearer KEY`. Routes that change the "
-    "cluster take the operator's key: `tandem operator-key` prints it.",
-    "forbidden": "Ask from the machine of the router or node itself, or give the cluster a secret (`TANDEM_CLUSTER_KEY`) and send the "
-    "operator's key.",
+    "unauthorized": "Send one of the server's keys (`--api-key`, `--api-key-file`) as `Authorization: Bearer KEY`. Routes of "
+    "operators take the operator key: `tandem operator-key` prints it.",
+    "forbidden": "Give the cluster a secret (`TANDEM_CLUSTER_KEY`) and send the operator key, which `tandem operator-key` prints. Where there are "
+    "neither a secret nor API keys, ask from the machine of the router or node itself, without a proxy.",
     "model_not_found": "Ask for a model that `GET /v1/models` lists, or give nodes or router the name with `--served-model-name`.",
     "node_unknown": "`GET /nodes` lists the nodes with their ids; the URL is taken as well.",
     "body_too_large": "Send less, or raise `--max-body-bytes`.",

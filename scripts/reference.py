@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from frontend.app import FrontendOptions, route_table
 from frontend.openapi import document
+from frontend.unsupported import UNSUPPORTED, UNSUPPORTED_IN_CHATS
 from node.flags import MEANINGLESS
 from router.arguments import IGNORED_FLAGS
 from scripts.error_remedies import NOT_OVER_HTTP, OTHER_ERRORS, REMEDIES
@@ -101,7 +102,8 @@ def http_api() -> str:
     schemas = described["components"]["schemas"]
     text = (
         f"{MADE}# HTTP API\n\nThe routes of the router, and of every node. The same for programs is at `/openapi.json` of a "
-        "running server, and for people at its `/docs`. Unknown fields are ignored, and null is the same as absent. "
+        "running server, and for people at its `/docs`. Unknown fields are ignored, but for [some](#fields-that-are-refused) "
+        "that would change the answer; null is the same as absent. "
         "Errors are [a page of their own](errors.md); keys, TLS and limits are [another](../http.md).\n"
     )
     for path, methods in described["paths"].items():
@@ -111,10 +113,24 @@ def http_api() -> str:
             also = " (or PUT)" if "put" in methods else ""
             text += f"\n## {method.upper()} {path}\n\n{operation['summary']}{also}\n"
             text += _body(operation, schemas) + _answers(operation)
-    text += _operators_routes() + "\n## Schemas\n\nWhat the routes above name.\n"
+    text += (
+        _refused_fields() + _operators_routes() + "\n## Schemas\n\nWhat the routes above name.\n"
+    )
     for name in _named(text, schemas):
         text += f"\n### {name}\n{_fields(schemas[name], schemas)}"
     return text
+
+
+def _refused_fields() -> str:
+    names = ", ".join(f"`{name}`" for name in sorted(UNSUPPORTED))
+    in_chats = " and ".join(f"`{name}`" for name in sorted(UNSUPPORTED_IN_CHATS))
+    return (
+        "\n## Fields that are refused\n\nSGLang, vLLM or OpenAI have these fields, and they would change the answer. They are "
+        "not supported here, and a request that sets one of them gets a 400 that names it. Null, false and what is empty "
+        f"set nothing.\n\n{names}; in a chat {in_chats}; `best_of` other than `n`; in `structured_outputs` `structural_tag`, "
+        "`whitespace_pattern`, `disable_any_whitespace` and `disable_additional_properties`.\n\nFields of theirs that cannot change the answer, such as `user`, `metadata` "
+        "and `store`, are ignored.\n"
+    )
 
 
 def _operators_routes() -> str:
@@ -126,6 +142,11 @@ def _operators_routes() -> str:
         ),
         ("`GET /drain`, `POST /drain`", "node", "[operations](../operations.md#draining)"),
         ("`POST /role`", "node", "[operations](../operations.md#changing-the-role)"),
+        (
+            "`POST /flush_cache`, `POST /abort_request` with `abort_all`",
+            "both",
+            "[threat model](../threat-model.md#what-is-for-operators)",
+        ),
     ]
     return "\n## Routes of operators\n" + _table(("route", "of", "told in"), rows)
 

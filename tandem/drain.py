@@ -76,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--api-key",
         default="",
         metavar="KEY",
-        help="of the node, where the cluster has no secret; with TANDEM_CLUSTER_KEY set none is needed",
+        help="the operator key, as `tandem operator-key` prints it (default: derived from TANDEM_CLUSTER_KEY)",
     )
     return parser
 
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(error.message)
     if args.timeout is not None and args.timeout < 0:
         parser.error("--timeout: give 0, which hands over at once, or more")
-    key = operator_key(os.environ.get("TANDEM_CLUSTER_KEY", "")) or args.api_key
+    key = args.api_key or operator_key(os.environ.get("TANDEM_CLUSTER_KEY", ""))
     try:
         asyncio.run(_run(url, key, args.timeout, is_cancel=args.cancel))
     except DrainFailed as error:

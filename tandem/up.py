@@ -159,12 +159,13 @@ class Cluster:
         self._console = console
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._stopping = asyncio.Event()
+        self._status = 0
 
     async def run(self, host: str, port: int, scheme: str) -> int:
         """Start all, say when the cluster serves, wait for a signal or an end, stop all.
 
         Returns:
-            0 after a signal; 1 when a process ended by itself.
+            0 after a signal; when a process ended by itself its status, 1 at least.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -177,13 +178,11 @@ class Cluster:
                 ]
                 ready = tasks.create_task(self._announce(host, port, scheme))
                 stopped = tasks.create_task(self._stopping.wait())
-                done, _ = await asyncio.wait(
-                    [*watchers, stopped], return_when=asyncio.FIRST_COMPLETED
-                )
+                await asyncio.wait([*watchers, stopped], return_when=asyncio.FIRST_COMPLETED)
                 ready.cancel()
                 stopped.cancel()
                 await self._stop()
-            return 0 if stopped in done else 1
+            return self._status
         finally:
             self._kill()
 
@@ -196,6 +195,7 @@ class Cluster:
         # A session of its own: Ctrl-C reaches this process alone, which then stops them in order.
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",
             "-m",
             "tandem",
             *member.argv,
@@ -206,17 +206,18 @@ class Cluster:
         self._processes[member.name] = process
         assert process.stdout is not None
         width = max(len(m.name) for m in self._members)
+        refusal, says = "", f"tandem {member.argv[0]}: error: "
         async for line in process.stdout:
             said = Text.from_ansi(line.decode(errors="replace").rstrip())
+            refusal = said.plain.removeprefix(says) if said.plain.startswith(says) else refusal
             prefix = (f"{member.name:<{width}} │ ", colour)
             self._console.print(Text.assemble(prefix, said), soft_wrap=True)
         status = await process.wait()
         if not self._stopping.is_set():
-            self._console.print(
-                Text(
-                    f"{member.name} ended with status {status}: stopping the rest", style="bold red"
-                )
-            )
+            self._stopping.set()  # the first to end tells why
+            self._status = max(status, 1)  # a signal's is below 0
+            reason = refusal or f"ended with status {status}"
+            sys.stderr.write(f"tandem up: error: {member.name}: {reason}; stopping the rest\n")
 
     async def _announce(self, host: str, port: int, scheme: str) -> None:
         shown = "localhost" if host in ("127.0.0.1", "0.0.0.0", "::", "::1") else host

@@ -8,9 +8,9 @@ from decode.role import DecodeRole
 from engine.attention_backends import choose_backend
 from engine.config import EngineConfig
 from engine.core import Engine
+from engine.kv_pool import make_pool
 from engine.launcher import ModelLauncher
 from engine.model import load_model
-from engine.kv_pool import make_pool
 from engine.runner import ModelRunner
 from kvtransfer.bootstrap import SenderEnd
 from kvtransfer.receiver import DecodeAgent, ReceiverTimeouts

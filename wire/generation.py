@@ -3,7 +3,8 @@
 No message of its own: `messages` carries these. The rules of change are the same there and here.
 """
 
-from typing import Literal
+import sys
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -54,6 +55,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] = {}
     seed: int | None = None
     grammar: Grammar | None = None
+
+
+_MAX = sys.float_info.max  # infinity is no number that a client could send
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands for the parameters that a request leaves out; what a model leaves out is as the APIs have it."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=_MAX)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] = -1
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=_MAX)] = 1.0
 
 
 class LogprobsWanted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -138,7 +138,7 @@ class Grant(Message, frozen=True, kw_only=True):
 
 
 class Withdraw(Message, frozen=True, kw_only=True):
-    """Decode wants its pages back; answered by `Released` once no write can follow.
+    """Decode wants its pages back; answered by `Released` once no write can follow, known room or not.
 
     Attributes:
         error: Why, where it is more than that its client is gone.

@@ -54,6 +54,16 @@ def operator_key(secret: str) -> str:
     return _derived(secret, b"tandem-operator", 24).hex()
 
 
+def reader_key(operator: str) -> str:
+    """Return what a router shows to nodes, derived from the operator key; empty without one.
+
+    It opens routes that only read, so a node that is sent it cannot change the cluster with it.
+    """
+    if not operator:
+        return ""
+    return hashlib.blake2b(operator.encode(), digest_size=24, person=b"tandem-reader").hexdigest()
+
+
 def warn_of_weak_secret(secret: str) -> None:
     """Log a warning for a cluster's secret that is short enough to be guessed; empty is none."""
     if 0 < len(secret) < SHORTEST_SECRET:

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import msgspec
 
+from wire.generation import SamplingDefaults
 from wire.messages import NodeLoad
 
 # What cannot be connected to is refused as it is read.
@@ -21,6 +22,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         context_length: Prompt plus generated tokens, at most.
         vocab_size: Ids are below this.
         tokenizer_hash: Of the files at `GET /tokenizer`; empty when the model has no tokenizer.
+        default_sampling: Of its generation_config.json.
     """
 
     name: str
@@ -29,6 +31,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: list[int]
     tokenizer_hash: str = ""
+    default_sampling: SamplingDefaults = SamplingDefaults()
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):

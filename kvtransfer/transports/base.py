@@ -75,12 +75,9 @@ def need_cpu_memory(name: str, pool: Pool) -> None:
 class Listener(Protocol):
     """The receiving end: owns who may write where. Every method may be called from any thread.
 
-    Attributes:
-        num_violations: What was refused because no grant, or no admitted peer, stood behind it. Stays 0
-            where the writer itself looks at the grants, since the listener then sees no write.
+    A listener that sees the writes may have an attribute `num_violations`: how many it refused because no
+    grant, or no admitted peer, stood behind them.
     """
-
-    num_violations: int
 
     def admit(self, toward_host: str) -> Admission:
         """Let one more peer connect. Ends with `fence`.
@@ -107,6 +104,7 @@ class Listener(Protocol):
 
         Blocks for as long as that takes (a writer stopped in the middle of a copy holds it up
         until it goes on or dies), unless the listener is closed. Fencing the unknown does nothing.
+        After an error the peer's pages stay in quarantine, and it is called again until it returns.
         """
         ...
 
@@ -122,8 +120,11 @@ class Connection(Protocol):
         """Copy from the own region into the peer's pool; return when all of it is there.
 
         Raises:
-            PeerLost: The peer is gone, has fenced us, or `close` was called meanwhile.
-            TransferRefused: The pages are not granted to this room.
+            TransferRefused: The pages are not granted to this room, and no byte of the write is under
+                way any more.
+            PeerLost: The peer is gone, has fenced us, or `close` was called meanwhile. Bytes may still
+                be under way. Any other exception is taken for this one: the link is given up, and the
+                listener fences us.
         """
         ...
 

@@ -16,7 +16,7 @@ from wire.errors import PeerLost, TransferRefused
 from wire.hand_off import TransportOffer
 from wire.ids import Room
 
-FaultKind = Literal["fail", "hang", "corrupt", "duplicate", "late"]
+FaultKind = Literal["fail", "break", "hang", "corrupt", "duplicate", "late"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Fault:
     """What goes wrong with one write.
 
     Attributes:
-        kind: `fail` raises PeerLost before anything is copied. `hang` copies, and waits for
-            `release` before it returns. `corrupt` flips a bit of the first byte. `duplicate` copies
+        kind: `fail` raises PeerLost before anything is copied. `break` raises what no contract names, as
+            a transport's library may. `hang` copies, and waits for `release` before it returns. `corrupt` flips a bit of the first byte. `duplicate` copies
             twice. `late` returns at once and copies only at `release`, as a careless one-sided
             transport may: a fence or a revocation must still hold.
         at_write: Which write, counted from 0 over all connections.
@@ -165,6 +165,8 @@ class LoopbackConnection:
         match self._transport.next_fault():
             case "fail":
                 raise PeerLost("scripted: the peer is gone")
+            case "break":
+                raise RuntimeError("scripted: the library broke")
             case "late":
                 return self._transport.postpone(self, room, plan)
             case "hang":

@@ -49,7 +49,9 @@ TIMEOUT = timedelta(seconds=120)
 LISTENER, SENDER = 0, 1
 DATA_TAG, ABORT_TAG = 0, 1
 NONCE_BYTES = 16
+# torch reads it as a group is made, and has no option in its place. One thread a time changes it.
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_making = threading.Lock()
 
 
 class NcclTransport:
@@ -107,10 +109,14 @@ class GroupLane:
         # Slicing an array costs a fifth of slicing a tensor.
         self._memory = memory.numpy() if is_cpu else memory
         self._staging = self._slots.numpy() if is_cpu else self._slots
-        make = GlooGroup if is_cpu else NcclGroup
         try:
             with lanes.handshake(stream):
-                self._group = make(StreamStore(stream), rank, stream)
+                store = StreamStore(stream)
+                self._group = (
+                    GlooGroup(store, rank, stream)
+                    if is_cpu
+                    else NcclGroup(store, rank, memory.device)
+                )
                 self._meet(rank)
         except RuntimeError as error:
             raise PeerLost(f"no group with the peer: {error}") from error
@@ -231,14 +237,17 @@ class GlooGroup:
 
 
 class NcclGroup(GlooGroup):
-    """The same of NCCL's, over whatever it finds. Needs a GPU for each end."""
+    """The same of NCCL's, over whatever it finds. Needs a GPU for each end.
 
-    def __init__(self, store: Store, rank: int, stream: socket.socket) -> None:
-        del stream
+    Args:
+        device: The GPU that the pool is on. The threads that send and receive have chosen none.
+    """
+
+    def __init__(self, store: Store, rank: int, device: torch.device) -> None:
         group: Any = torch.distributed.ProcessGroupNCCL
         options = group.Options()
         options._timeout = TIMEOUT
-        self._peer = 1 - rank
+        self._peer, self._device = 1 - rank, device
         with _no_watchdog():
             self._group = group(store, rank, 2, options)
 
@@ -249,7 +258,7 @@ class NcclGroup(GlooGroup):
 
     @override
     def settle(self) -> None:
-        torch.cuda.current_stream().synchronize()
+        torch.cuda.current_stream(self._device).synchronize()
 
     @override
     def abort(self) -> None:
@@ -259,12 +268,15 @@ class NcclGroup(GlooGroup):
 @contextlib.contextmanager
 def _no_watchdog() -> Iterator[None]:
     """Groups made in this block do not end the process when their peer dies, as NCCL's else do."""
-    before = os.environ.get(ASYNC_ERRORS)
-    os.environ[ASYNC_ERRORS] = "0"
-    yield
-    del os.environ[ASYNC_ERRORS]
-    if before is not None:
-        os.environ[ASYNC_ERRORS] = before
+    with _making:
+        before = os.environ.get(ASYNC_ERRORS)
+        os.environ[ASYNC_ERRORS] = "0"
+        try:
+            yield
+        finally:
+            del os.environ[ASYNC_ERRORS]
+            if before is not None:
+                os.environ[ASYNC_ERRORS] = before
 
 
 class StreamStore(Store):

@@ -236,10 +236,10 @@ class _SendingEnd:
             yield self._post("WRITE", batch, self._gpu, self._pool_gpu)
 
     def _post(self, what: str, plan: CopyPlan, gpu: int, peer_gpu: int) -> int:
-        here = descriptors(self._agent, plan.source_offset, plan.size_bytes, gpu)
-        there = descriptors(self._agent, plan.destination_offset, plan.size_bytes, peer_gpu)
         number = next(self._numbers)
         try:
+            here = descriptors(self._agent, plan.source_offset, plan.size_bytes, gpu)
+            there = descriptors(self._agent, plan.destination_offset, plan.size_bytes, peer_gpu)
             handle = self._agent.initialize_xfer(what, here, there, self._peer)
             self._under_way[number] = handle
             self._agent.transfer(handle)

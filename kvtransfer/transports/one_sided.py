@@ -133,12 +133,7 @@ class OneSidedListener:
         pool: Where peers write.
         name: Of the transport, for offers.
         open_end: Makes the end for the peer at this host, around the pool and this table.
-
-    Attributes:
-        num_violations: Always 0: the sending end looks at the table.
     """
-
-    num_violations = 0
 
     def __init__(
         self, pool: Pool, name: str, open_end: Callable[[str, Int64s], ReceivingEnd]

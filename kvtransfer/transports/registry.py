@@ -35,7 +35,7 @@ BUILT_IN = {
 }
 # What `auto` means, best first: offers are made, and tried, in this order.
 AUTO = ("shm", "tcp")
-AUTO_ON_GPUS = ("cuda_ipc", "nixl", "nccl")
+AUTO_ON_GPUS = ("cuda_ipc", "nixl")
 # Those that only reach pools in the CPU's memory.
 CPU_ONLY = frozenset({"shm", "tcp", "file", "ucx", "mooncake"})
 # What `auto` looks for before it takes a transport that stands on it.
@@ -67,9 +67,10 @@ def names_of(name: str, device: str = "cpu") -> list[str]:
         return list(AUTO) if device == "cpu" else [n for n in AUTO_ON_GPUS if _may_be_loaded(n)]
     names = name.split(",")
     if device != "cpu" and (beside := [each for each in names if each in CPU_ONLY]):
+        *some, last = [each for each in BUILT_IN if each not in CPU_ONLY]
         raise ConfigInvalid(
             f"--transfer-backend {beside[0]} does not reach the memory of --device {device}: give auto, "
-            f"{' or '.join(AUTO_ON_GPUS)}",
+            f"{', '.join(some)} or {last}",
             topic=CHOOSING,
         )
     return names

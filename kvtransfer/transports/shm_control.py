@@ -182,12 +182,7 @@ class ControlListener:
         name: Of the transport.
         facts: What its descriptors have beside those of `ControlOffer`.
         closing: Called at the end of `close`.
-
-    Attributes:
-        num_violations: Always 0: the writer looks at the rooms.
     """
-
-    num_violations = 0
 
     def __init__(
         self,

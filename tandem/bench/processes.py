@@ -21,7 +21,7 @@ from tandem.bench.records import (
     Sample,
 )
 
-COMMAND = (sys.executable, "-m", "tandem.bench.client")
+COMMAND = (sys.executable, "-P", "-m", "tandem.bench.client")
 # From the last client's Ready to the first request: time for all to hear of it.
 LEAD_S = 0.1
 _decoder: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)

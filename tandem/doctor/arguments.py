@@ -29,7 +29,8 @@ before serving:
 while serving:
   tandem doctor --node http://10.0.0.5:7000 --node http://10.0.0.6:7001
 
-exit status: 0 all that is needed works; 1 something does not; 2 wrong usage; 130 stopped by Ctrl-C.
+exit status: 0 all that is needed works; 1 something does not; 2 wrong usage, or a --model that no node
+would serve; 130 stopped by Ctrl-C.
 Needed is what was named with a flag. Without --transfer-backend at least one transport has to work.
 A status of `missing` is no fault: nothing that was asked for needs it.
 

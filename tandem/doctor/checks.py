@@ -204,15 +204,6 @@ def _port(port: Port) -> Finding:
 
 
 def _model(model: Model, facts: Facts) -> Iterator[Finding]:
-    if model.problem:
-        yield Finding(
-            area="model",
-            name=model.name,
-            status="failed",
-            found=model.problem,
-            advice="see --model",
-        )
-        return
     is_gpu = model.device != "cpu"
     has = model.device_memory_bytes if is_gpu else _usable_memory(facts)
     needs = model.weight_bytes + model.pool_bytes + OVERHEAD_BYTES

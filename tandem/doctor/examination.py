@@ -121,7 +121,6 @@ def _ask_nodes(urls: Sequence[str]) -> list[Finding]:
 def _facts(config: DoctorConfig) -> Facts:
     wanted_python, packages = gather.packages()
     model = _model(config)
-    has_pool = model is not None and not model.problem
     return Facts(
         python=gather.python(),
         wanted_python=wanted_python,
@@ -133,7 +132,7 @@ def _facts(config: DoctorConfig) -> Facts:
         gpus=gather.gpus(),
         network=gather.network(),
         ports=gather.ports(config.host, config.ports),
-        pool_bytes=model.pool_bytes if model is not None and has_pool else config.engine.kv_bytes,
+        pool_bytes=config.engine.kv_bytes if model is None else model.pool_bytes,
         # As `node.transfer` decides it; a pool in GPU memory is nowhere else.
         needs_shm=config.engine.device == "cpu"
         and (not config.backends or "shm" in config.backends),

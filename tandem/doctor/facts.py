@@ -123,19 +123,17 @@ class Model:
         weight_bytes: Of all ranks of one node together.
         pool_bytes: Of all ranks together; `num_tokens` of KV.
         device: Where both would be.
-        problem: Why it cannot be loaded; the rest is then 0.
     """
 
     name: str
-    dtype: str = ""
-    weight_bytes: int = 0
-    kv_bytes_per_token: int = 0
-    num_tokens: int = 0
-    pool_bytes: int = 0
-    context_length: int = 0
+    dtype: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+    num_tokens: int
+    pool_bytes: int
+    context_length: int
     device: str = "cpu"
     device_memory_bytes: int = 0
-    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)

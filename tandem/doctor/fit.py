@@ -4,30 +4,34 @@ from pathlib import Path
 
 import msgspec
 import torch
-from transformers.utils import logging as hf_logging
 
 from engine.config import EngineConfig
 from engine.kv_pool import pool_pages
 from engine.model import model_needs
+from engine.weight_files import weight_files
+from frontend.tokenizer import Tokenizer
+from frontend.tokenizer_files import tokenizer_files
 from node.checkpoint import model_name, resolve_model
 from tandem.doctor.facts import Model
-from wire.errors import ConfigInvalid
 
 
 def model_facts(settings: EngineConfig, cache_dir: Path) -> Model:
-    """Return the facts of a model; one that cannot be served is a fact, too.
+    """Return the facts of a model. A directory may still be without weights: its config.json tells what they take.
 
     Args:
         settings: `model_dir` is a directory or a GGUF file, which is converted once, as a node would.
+
+    Raises:
+        ConfigInvalid: No node could serve it.
     """
-    name = model_name(settings.model_dir)
-    hf_logging.disable_progress_bar()
-    try:
-        directory = resolve_model(settings.model_dir, cache_dir)
-        settings = msgspec.structs.replace(settings, model_dir=str(directory))
-        needs = model_needs(settings)
-    except ConfigInvalid as error:
-        return Model(name, problem=error.message)
+    name, given = model_name(settings.model_dir), Path(settings.model_dir)
+    if (given / "config.json").is_file() and not weight_files(given):
+        settings = msgspec.structs.replace(settings, load_format="dummy")
+    directory = resolve_model(settings.model_dir, cache_dir, settings)
+    if files := tokenizer_files(directory):
+        Tokenizer.from_files(files)
+    settings = msgspec.structs.replace(settings, model_dir=str(directory))
+    needs = model_needs(settings)
     shape, is_gpu = needs.shape, settings.device != "cpu"
     device_bytes = _device_bytes(settings.device) if is_gpu else 0
     room_bytes = (

@@ -27,7 +27,7 @@ class Probe:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
         # A session of its own: Ctrl-C reaches its parent alone, which then ends it.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tandem.doctor.probe"],
+            [sys.executable, "-P", "-m", "tandem.doctor.probe"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

@@ -171,15 +171,16 @@ class Dispatch:
         if not len(self._admission) and self._free() > 0:
             self._begin(journey)
             return
-        waiting = Waiting("", 0, journey.request.num_prompt, self._admission.expiry(now, None))
+        expires = self._admission.expiry(now, None)
+        waiting = Waiting("", 0, journey.request.num_prompt, now, expires)
         try:
-            sent_away = self._admission.join(waiting, now)
+            rejected = self._admission.join(waiting, now)
         except TandemError as error:
             self._refuse(journey, error)
             return
         self._in_line[waiting] = journey
-        if sent_away is not None:
-            self._refuse(self._in_line.pop(sent_away), self._admission.no_place(sent_away))
+        if rejected is not None:
+            self._refuse(self._in_line.pop(rejected), self._admission.no_place(now))
         self._look_soon()
 
     def handed_off(self, journey: Journey, at_s: float) -> None:
@@ -229,11 +230,11 @@ class Dispatch:
         """Start those in line that have room."""
         now = self._agenda.now
         while len(self._admission) and self._free() > 0:
-            waiting = self._admission.take(now)
+            waiting = self._admission.take()
             assert waiting is not None
             journey = self._in_line.pop(waiting)
             if waiting.expires <= now:
-                self._refuse(journey, self._admission.too_late(waiting))
+                self._refuse(journey, self._admission.too_late(waiting, now))
             else:
                 self._begin(journey)
 

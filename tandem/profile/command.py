@@ -52,7 +52,7 @@ def _with_settings_of_nodes(argv: Sequence[str]) -> None:
     The C library reads it once at its start, and it makes a tenth of a step on a CPU.
     """
     if not MALLOC_SETTINGS.keys() <= os.environ.keys():
-        command = [sys.executable, "-m", "tandem", "profile", *argv]
+        command = [sys.executable, "-P", "-m", "tandem", "profile", *argv]
         os.execve(sys.executable, command, MALLOC_SETTINGS | os.environ)  # noqa: S606 - this program
 
 
@@ -64,6 +64,7 @@ def _measure(config: ProfileConfig) -> Measured:
     model = resolve_model(
         config.node.engine.model_dir or None,
         (config.cache_dir or default_cache_dir()) / "models",
+        config.node.engine,
     )
     node = msgspec.structs.replace(
         config.node, engine=msgspec.structs.replace(config.node.engine, model_dir=str(model))

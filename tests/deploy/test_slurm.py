@@ -115,7 +115,7 @@ def test_a_job_serves_until_it_is_told_to_end_and_loses_no_stream(
     router_port, node_port = free_ports(2)
     flags = f"--model {embedded_model} --engine simulated --sim-profile {profile} --max-total-tokens 8192"
     settings = {
-        "TANDEM": f"{sys.executable} -m tandem",
+        "TANDEM": f"{sys.executable} -P -m tandem",
         "TANDEM_NODE_FLAGS": flags,
         "TANDEM_PREFILL_FLAGS": "--bootstrap-port 0",
         "TANDEM_ROUTER_FLAGS": "--local-prefill-threshold 0",

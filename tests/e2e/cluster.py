@@ -33,15 +33,15 @@ ROOT = Path(__file__).resolve().parents[2]
 class Process:
     """One `tandem` process with its own log."""
 
-    def __init__(self, *argv: str, env: dict[str, str] | None = None) -> None:
+    def __init__(self, *argv: str, env: dict[str, str] | None = None, cwd: Path = ROOT) -> None:
         self.argv = argv
         self._is_interrupted = False
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in stop
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "tandem", *argv],
+            [sys.executable, "-P", "-m", "tandem", *argv],
             stdout=self.log,
             stderr=subprocess.STDOUT,
-            cwd=ROOT,
+            cwd=cwd,
             env={**os.environ, **(env or {})},
         )
 

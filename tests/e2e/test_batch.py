@@ -83,7 +83,7 @@ async def run_killed(files, counting: Counting, url: str, num_until_kill: int) -
     """Run the command until it ends or so many answers were given to it; return its status."""
     argv = [str(files["in"]), "-o", str(files["out"]), "--url", url]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tandem", "batch", *argv), cwd=ROOT
+        *(sys.executable, "-P", "-m", "tandem", "batch", *argv), cwd=ROOT
     )
     counting.num_until_kill = num_until_kill
     counting.kill = lambda: os.kill(process.pid, signal.SIGKILL)

@@ -1,12 +1,15 @@
 """The commands as people type them, right and wrong."""
 
 import json
+import shutil
 import signal
 import socket
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tandem.up import free_ports
 from tests.e2e.cluster import (
@@ -20,6 +23,8 @@ from tests.e2e.cluster import (
 )
 from tests.patience import PATIENCE_S
 
+PACKAGES = ("decode", "engine", "frontend", "kvtier", "kvtransfer", "node", "prefill", "router")
+PACKAGES += ("tandem", "telemetry", "wire")
 POOL = ("--max-total-tokens", "2048", "--num-threads", "1")
 # For what the processes say and do whatever computes in them: it starts without torch.
 SIMULATED = ("--engine", "simulated", "--sim-kv", "real", *POOL)
@@ -39,7 +44,7 @@ def refused(*argv: str, env=None) -> str:
     status = process.wait(START_TIMEOUT_S)
     said = process.output()
     process.log.close()
-    assert status != 0, said
+    assert status == 2, said
     assert "Traceback" not in said, said
     return said
 
@@ -59,6 +64,20 @@ def test_one_command_starts_a_cluster_that_answers_and_ctrl_c_ends_it(tiny_model
     up.log.close()
     assert "curl" in said
     assert "Traceback" not in said
+
+
+def test_a_cluster_starts_in_a_directory_with_files_named_like_our_packages(tiny_model, tmp_path):
+    for package in PACKAGES:
+        (tmp_path / f"{package}.py").write_text(f"raise SystemExit('{package}.py of the user ran')")
+    port = free_ports(1)[0]
+    flags = ("--port", str(port), "--model", str(tiny_model("llama")), *SIMULATED)
+    up = Process("up", *flags, cwd=tmp_path)
+    try:
+        wait_healthy(f"http://127.0.0.1:{port}", up)
+        answer = post(f"http://127.0.0.1:{port}/generate", input_ids=[5, 6], max_new_tokens=3)
+        assert len(answer["output_ids"]) == 3
+    finally:
+        up.stop()
 
 
 @pytest.mark.slow
@@ -184,13 +203,52 @@ def test_a_model_that_is_not_there_is_refused_with_what_to_give(command):
     assert "models are not downloaded" in refused(command, "--model", "/no/such/model")
 
 
+def broken(path: Path, fault: str) -> str:
+    """Break a model; return what is to be said of it."""
+    weights = path / "model.safetensors"
+    match fault:
+        case "weights that are none":
+            weights.write_bytes(b"not safetensors")
+            return "is not a safetensors file"
+        case "a tensor that is missing":
+            tensors = load_file(weights)
+            del tensors["model.norm.weight"]
+            save_file(tensors, weights, {"format": "pt"})
+            return "model.norm.weight"
+        case "a wrong type":
+            config = json.loads((path / "config.json").read_text()) | {"num_hidden_layers": "3"}
+            (path / "config.json").write_text(json.dumps(config))
+            return "num_hidden_layers"
+        case "a broken tokenizer":
+            (path / "tokenizer.json").write_text("{}")
+            return "tokenizer.json cannot be used"
+    raise AssertionError(fault)
+
+
 @pytest.mark.slow
-def test_a_directory_with_broken_weights_is_refused(tiny_model, tmp_path):
-    for file in tiny_model("llama").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
-    port = str(free_ports(1)[0])
-    assert "cannot load the model" in refused("serve", "--port", port, "--model", str(tmp_path))
+@pytest.mark.parametrize(
+    ("command", "fault"),
+    [
+        ("prefill", "a broken tokenizer"),
+        ("decode", "weights that are none"),
+        ("serve", "a wrong type"),
+        ("serve", "a broken tokenizer"),
+        ("up", "a tensor that is missing"),
+        ("doctor", "a tensor that is missing"),
+    ],
+)
+def test_a_broken_model_is_refused_in_one_sentence(tiny_model, tmp_path, command, fault):
+    path = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    sentence = broken(path, fault)
+    ports = [str(port) for port in free_ports(2)]
+    places = {
+        "doctor": ["--no-measure"],
+        "prefill": ["--port", ports[0], "--bootstrap-port", ports[1]],
+    }
+    said = refused(command, "--model", str(path), *places.get(command, ["--port", ports[0]]))
+    lines = [line for line in said.splitlines() if line.startswith(f"tandem {command}: error: ")]
+    assert len(lines) == 1, said
+    assert sentence in lines[0]
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def post(url: str, **body) -> tuple[int, dict]:
 
 
 def drain(*argv: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "tandem", "drain", *argv]
+    command = [sys.executable, "-P", "-m", "tandem", "drain", *argv]
     return subprocess.run(
         command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=60
     )

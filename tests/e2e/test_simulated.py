@@ -1,12 +1,14 @@
 """A cluster that only takes time: the tokens that arithmetic says, through every real process."""
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
 import signal
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -16,7 +18,16 @@ from engine.config import EngineConfig
 from engine.simulated import answer_key, tokens_at
 from engine.simulated_model import read_model
 from frontend.tokenizer import Tokenizer
-from tests.e2e.cluster import eventually, get_json, load_now, running_cluster, running_serve
+from tandem.up import free_ports
+from tests.e2e.cluster import (
+    Process,
+    eventually,
+    get_json,
+    load_now,
+    running_cluster,
+    running_serve,
+    wait_healthy,
+)
 from tests.e2e.test_deaths import NUM_NEW, PROMPTS, stream_all, unaccounted
 from tests.patience import PATIENCE_S
 
@@ -60,6 +71,25 @@ def generate(url: str, **body) -> dict:
     except urllib.error.HTTPError as error:
         with error:
             return json.loads(error.read())
+
+
+def test_a_step_that_hangs_ends_the_node(tiny_model, tmp_path):
+    profile = tmp_path / "profile.json"
+    profile.write_text('{"prefill": {"per_pair_ms": 10}}')  # 30 ms for 2 tokens, 13 minutes for 400
+    port = free_ports(1)[0]
+    url = f"http://127.0.0.1:{port}"
+    flags = ("--sim-profile", str(profile), "--step-timeout-s", "1", *FLAGS)
+    node = Process("serve", "--port", str(port), "--model", str(tiny_model("llama")), *flags)
+    wait_healthy(url, node)
+    assert len(generate(url, input_ids=[5, 6], max_new_tokens=40)["output_ids"]) == 40
+    with ThreadPoolExecutor(1) as pool, contextlib.suppress(OSError):
+        asked = pool.submit(generate, url, input_ids=[5, 6] * 200)
+        assert node.wait() == 1
+        asked.result()
+    said = node.output()
+    node.log.close()
+    assert "Timeout" in said  # where every thread stood
+    assert "engine.died" in said
 
 
 def check_answers(url: str, model) -> None:
@@ -163,3 +193,17 @@ def test_a_node_that_serves_alone_tells_where_the_time_went(described_model):
         assert "timings" not in generate(url, input_ids=[5, 6], max_new_tokens=2)
     names = [phase["name"] for phase in timings["phases"]]
     assert names == ["tokenize", "prefill_queue", "prefill", "link", "detokenize", "stream"]
+
+
+@pytest.mark.slow
+def test_the_router_and_each_node_show_that_they_can_generate(described_model):
+    flags = ("--model", str(described_model), *FLAGS, *QUIET)
+    with running_cluster(*flags) as cluster:
+        before = {url: load_now(url)["prompt_tokens"] for url in cluster.prefill_urls}
+        for url in (cluster.url, *cluster.prefill_urls, *cluster.decode_urls):
+            assert get_json(f"{url}/health_generate") == (
+                200,
+                {"status": "ok", "detail": "tokens come"},
+            )
+        for url, num_tokens in before.items():
+            assert eventually(lambda: load_now(url)["prompt_tokens"] > num_tokens)  # noqa: B023

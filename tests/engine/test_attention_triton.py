@@ -1,5 +1,6 @@
 """The Triton kernels: their answers, in Triton's interpreter, and that they compile for GPUs."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -10,9 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from engine.attention_torch import TorchAttention
 from engine.attention_triton import TritonAttention, prompt_tiles
+from engine.triton_noise import add_noise
 from tests.attention_cases import CASES, PROMPTS, Case, make, tolerance
 from tests.engine.triton_compiled import Geometry, compile_kernel
 from tests.engine.triton_interpreted import KV_DTYPES, generate
@@ -41,6 +46,10 @@ def test_the_kernels_answer_as_the_reference_does(interpreted, name):
     assert interpreted["errors"][name] <= tolerance(CASES[name])
 
 
+def test_the_noise_of_draws_is_that_of_a_cpu(interpreted):
+    assert interpreted["noise_error"] < 1e-5
+
+
 @pytest.mark.parametrize("kv_cache_dtype", KV_DTYPES)
 def test_an_engine_generates_the_references_tokens(interpreted, tiny_model, kv_cache_dtype):
     expected = generate(str(tiny_model("llama")), kv_cache_dtype, TorchAttention())
@@ -65,6 +74,16 @@ def test_the_kernels_compile_and_fit_into_shared_memory(geometry, capability):
     for name in KERNELS:
         # 99 KiB: what a block may have on GPUs of 2020's consumer line and later; others have more.
         assert compile_kernel(name, geometry, capability).metadata.shared <= 99 << 10, name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernel_of_noise_compiles(capability):
+    types = ("*fp32", "*fp32", "*fp32", "*i64", "*i64", "i32", "constexpr")
+    names = inspect.signature(add_noise.fn).parameters
+    source = ASTSource(add_noise, dict(zip(names, types, strict=True)), {"num_blocks": 128})
+    triton.compile(source, target=GPUTarget("cuda", capability, 32))
 
 
 def test_tiles_cover_every_row_of_every_prompt_once_and_the_longest_come_first():

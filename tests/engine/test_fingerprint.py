@@ -1,5 +1,6 @@
 """Pages outlive a node by their keys: no two models' weights may pass for one another's."""
 
+import json
 import shutil
 
 import pytest
@@ -41,17 +42,53 @@ def in_an_archive(path, change=None):
     torch.save({**weights, "zz.behind": filler()}, archive)
 
 
+def in_shards(path, change=None):
+    (file, *_) = path.glob("*.safetensors")
+    weights = {}
+    for file in path.glob("*.safetensors"):
+        weights |= load_file(file)
+        file.unlink()
+    if change:
+        weights[change] *= 1.01
+    names = sorted(weights)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for shard, own in shards.items():
+        save_file({name: weights[name] for name in own}, path / shard, {"format": "pt"})
+    where = {name: shard for shard, own in shards.items() for name in own}
+    index = {"metadata": {}, "weight_map": where}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def beside_others(path, change=None):
+    """Weights that are loaded, and a file that is not."""
+    in_an_archive(path, change)
+    save_file({"other": filler()}, path / "adapter.safetensors")
+
+
 def filler() -> torch.Tensor:
     return torch.zeros(1 << 19)
 
 
-@pytest.mark.parametrize("write", [in_safetensors, in_an_archive])
+@pytest.mark.parametrize("write", [in_safetensors, in_an_archive, in_shards, beside_others])
 def test_one_tensor_that_was_trained_makes_another_model(model_dir, write):
     write(model_dir)
     before = fingerprint_of(model_dir)
     write(model_dir)
     assert fingerprint_of(model_dir) == before
     write(model_dir, "model.layers.0.mlp.down_proj.weight")
+    assert fingerprint_of(model_dir) != before
+
+
+def test_one_tensor_of_an_old_pickle_without_checksums_makes_another_model(model_dir):
+    in_an_archive(model_dir)
+    archive = model_dir / "pytorch_model.bin"
+    weights = torch.load(archive)
+    torch.save(weights, archive, _use_new_zipfile_serialization=False)
+    before = fingerprint_of(model_dir)
+    trained = weights["model.layers.0.mlp.down_proj.weight"]
+    old, new = (each.numpy().tobytes() for each in (trained, trained * 1.01))
+    assert archive.read_bytes().count(old) == 1
+    archive.write_bytes(archive.read_bytes().replace(old, new))
     assert fingerprint_of(model_dir) != before
 
 

@@ -1,3 +1,4 @@
+import io
 import json
 import random
 import re
@@ -5,12 +6,14 @@ import threading
 
 import numpy as np
 import pytest
+import structlog
 import torch
 import xgrammar
 
 from engine.errors import GrammarViolated
 from engine.grammar import GrammarMasks, GrammarState, apply_masks, leaves_only
 from engine.grammar_compiler import GrammarCompiler, compile_text
+from telemetry import log as logs
 from tests.patience import PATIENCE_S, patiently
 from wire.errors import EngineFailed, InvalidRequest, Overloaded
 from wire.generation import Grammar
@@ -450,6 +453,61 @@ def test_a_failure_of_ours_is_told_and_not_remembered(gated, monkeypatch):
         compiler.compile(regex("a")).result()
     gate.calls = []
     assert compiler.compile(regex("a")).result()
+
+
+class Interposed(io.StringIO):
+    """A log whose first line waits for what a test does meanwhile."""
+
+    def __init__(self, meanwhile):
+        super().__init__()
+        self._meanwhile = [meanwhile]
+
+    def write(self, text):
+        if self._meanwhile:
+            self._meanwhile.pop()()
+        return super().write(text)
+
+
+def test_who_waits_is_answered_when_a_grammar_compiles_just_as_it_is_given_up(gated):
+    gate, compiler = gated(time_limit_s=0.05)
+    first = compiler.compile(regex("slow"))
+
+    def compile_after_all():
+        gate.is_open.set()
+        for _ in patiently():
+            if compiler.compile(regex("slow")) is not first:
+                return
+
+    logs.configure(stream=Interposed(compile_after_all))
+    try:
+        with pytest.raises(InvalidRequest, match="too complex"):
+            first.result(PATIENCE_S)
+    finally:
+        structlog.reset_defaults()
+    assert compiler.compile(regex("slow")).result(PATIENCE_S)
+
+
+def test_what_is_no_compiled_grammar_is_our_failure(embedded_model):
+    compiler = GrammarCompiler(
+        embedded_model, VOCAB_SIZE, frozenset({EOS}), compile_with=lambda _library, _grammar: None
+    )
+    for _ in range(4):  # more than there are workers
+        with pytest.raises(EngineFailed, match="AttributeError"):
+            compiler.compile(regex("a")).result(PATIENCE_S)
+    compiler.close()
+
+
+def test_a_machine_without_threads_refuses_grammars_until_it_has_some(gated, monkeypatch):
+    _, compiler = gated()
+
+    def no_thread(_thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(Overloaded):
+            compiler.compile(regex("a")).result(PATIENCE_S)
+    assert compiler.compile(regex("a")).result(PATIENCE_S)
 
 
 def test_structured_output_needs_a_tokenizer(tmp_path):

@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+import structlog
 import torch
 
 from engine.layer_events import LayerEvents
@@ -44,6 +45,41 @@ def test_a_layer_is_told_of_when_the_device_has_come_to_it():
     assert told == [0, 1]
     made[2].passed.set()
     assert has_told.acquire(timeout=PATIENCE_S)
+
+
+class PassedEvent(FakeEvent):
+    """A device that is never behind."""
+
+    def synchronize(self) -> None:
+        assert self.is_recorded
+
+
+class BrokenEvent(PassedEvent):
+    """A device that cannot be waited for."""
+
+    def synchronize(self) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def bug(_layer: int) -> None:
+    raise ZeroDivisionError("a bug")
+
+
+@pytest.mark.parametrize(("event", "wrote"), [(PassedEvent, bug), (BrokenEvent, print)])
+def test_a_forward_whose_layers_cannot_be_told_of_is_logged_once_and_the_next_one_is_told_of(
+    event, wrote
+):
+    kinds, told, has_told = iter([event] * 3), [], threading.Event()
+    events = LayerEvents(lambda: next(kinds, PassedEvent)())  # noqa: PLW0108 - of another kind each time
+    with structlog.testing.capture_logs() as logged:
+        failing, next_forward = events.after(wrote), events.after(told.append)
+        for layer in range(3):
+            failing(layer)
+        next_forward(0)
+        events.after(lambda _layer: has_told.set())(0)
+        assert has_told.wait(PATIENCE_S)
+    assert told == [0]
+    assert [(line["event"], line["layer"]) for line in logged] == [("layers.not_told", 0)]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])

@@ -53,17 +53,54 @@ def test_temperature_zero_takes_the_largest():
     assert sample(LOGITS[None], [active(temperature=0)], NO_EOS) == [1]
 
 
-def test_a_draw_does_not_depend_on_the_rest_of_the_batch():
-    requests = [active(seed=seed, temperature=0.9, top_p=0.9) for seed in range(20)]
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.01}], ids=str)
+def test_a_draw_does_not_depend_on_the_rest_of_the_batch(cut):
+    requests = [active(seed=seed, temperature=0.9, **cut) for seed in range(20)]
     logits = torch.randn(20, 50, generator=torch.Generator().manual_seed(1))
     together = sample(logits.clone(), requests, NO_EOS)
     alone = [sample(logits[i : i + 1].clone(), [r], NO_EOS)[0] for i, r in enumerate(requests)]
     assert together == alone
 
 
-def test_draws_follow_the_distribution():
-    counts = torch.bincount(torch.tensor(draws(4000)), minlength=5) / 4000
-    assert torch.allclose(counts, LOGITS.softmax(0), atol=0.03)
+def test_logits_that_differ_in_their_last_bits_draw_the_same_token():
+    """So does the same prompt in another batch: products and sums are taken in another order there."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(500, 49152, generator=generator) * 3
+    other = logits * (1 + 1e-6 * torch.randn(logits.shape, generator=generator))
+    alone, in_a_batch = (
+        [active(seed=seed, num_prior=seed % 3) for seed in range(500)] for _ in "12"
+    )
+    assert sample(logits, alone) == sample(other, in_a_batch)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_draws_follow_the_distribution(temperature):
+    num, generator = 20_000, torch.Generator().manual_seed(4)
+    logits = torch.cat([LOGITS, torch.randn(35, generator=generator)])
+    expected = (logits / temperature).softmax(0).double() * num
+    found = torch.bincount(torch.tensor(draws(num, logits, temperature=temperature)), minlength=40)
+    statistic = ((found - expected) ** 2 / expected).sum()
+    assert statistic < 72  # of 39 degrees of freedom, passed once in a thousand
+
+
+def test_draws_of_one_seed_follow_the_distribution_over_its_tokens():
+    requests = [active(prompt=(1,) * 5000, seed=9, num_prior=index) for index in range(5000)]
+    found = torch.bincount(torch.tensor(sample(LOGITS.repeat(5000, 1), requests)), minlength=5)
+    expected = LOGITS.softmax(0).double() * 5000
+    assert ((found - expected) ** 2 / expected).sum() < 18  # of 4 degrees of freedom
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("temperature", [1e-30, 1e-37, 1e-38, 1e-45, 5e-324])
+def test_a_temperature_of_next_to_nothing_takes_the_largest(temperature, cut):
+    logits = 30 * LOGITS
+    assert set(draws(50, logits, temperature=temperature, **cut)) == {1}
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}, {"top_k": 4}, {"min_p": 0.1}], ids=str)
+def test_the_largest_temperature_makes_all_tokens_alike_but_no_banned_one(cut):
+    found = draws(300, temperature=3.4e38, min_new_tokens=1, stop_token_ids=[1], **cut)
+    assert set(found) == {0, 2, 3, 4}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,9 @@ A process of its own: triton decides at import whether it interprets.
 import json
 import sys
 
+import numpy as np
+import torch
+
 from engine.attention import AttentionBackend
 from engine.attention_triton import TritonAttention
 from engine.config import EngineConfig
@@ -15,6 +18,7 @@ from engine.core import Engine
 from engine.kv_pool import make_pool
 from engine.launcher import ModelLauncher
 from engine.model import load_model
+from engine.noise import gumbels, with_noise
 from engine.runner import ModelRunner
 from tests.attention_cases import CASES, error
 from tests.engine.test_core import PAGE, ask, prompts, run
@@ -39,11 +43,24 @@ def generate(path: str, kv_cache_dtype: str, backend: AttentionBackend) -> dict[
     return run(engine)
 
 
+def noise_error() -> float:
+    """Return how far the kernel's noise is from numpy's, over more tokens than one program makes."""
+    seeds = np.array([3, 2**64 - 1], np.uint64)
+    indexes, temperatures = np.array([0, 2**40]), np.array([1.0, 0.5], np.float32)
+    logits = torch.randn(2, 1500, generator=torch.Generator().manual_seed(0))
+    expected = np.stack(
+        [gumbels(int(s), int(i), 1500) for s, i in zip(seeds, indexes, strict=True)]
+    )
+    made = (with_noise(logits, temperatures, seeds, indexes) - logits).numpy()
+    return float(np.abs(made / temperatures[:, None] - expected).max())
+
+
 def main() -> None:
     """Run all cases and generations."""
     backend = TritonAttention(NUM_PROCESSORS)
     found = {
         "errors": {name: error(case, backend) for name, case in CASES.items()},
+        "noise_error": noise_error(),
         "tokens": {name: generate(sys.argv[1], name, backend) for name in KV_DTYPES},
     }
     sys.stdout.write(json.dumps(found))

@@ -73,7 +73,7 @@ class Member:
         prefix: Sequence[str] = (),
     ) -> None:
         self.name, self.role, self.url, self.disk = name, role, url, disk
-        self._command = [*prefix, sys.executable, "-m", "tandem", *argv]
+        self._command = [*prefix, sys.executable, "-P", "-m", "tandem", *argv]
         self._env = {**os.environ, **env, "TMPDIR": str(disk.path)}
         self._popen: subprocess.Popen | None = None
         self._log = disk.path / "log"

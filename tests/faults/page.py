@@ -24,7 +24,7 @@ What clients and operators see when a process of a cluster is hurt while request
 Written by `python -m tests.faults.matrix --write docs/fault-matrix.md` from real processes: two prefill and
 two decode nodes (simulated engines, real KV bytes over TCP, checked), a router with two edge workers and
 a second router, each on a network and a disk of its own. Six requests run in each cell, sixteen in those
-of *waiting*: greedy, sampled with a seed (top_p 0.9), and ended by a stop id; every token is compared with the one that is right.
+of *waiting*: greedy, sampled with a seed, and ended by a stop id; every token is compared with the one that is right.
 The rows of *TP rank* run a tiny model with two ranks a decode node, on loopback.
 
 `make faults` runs all of it and writes this page: as root, for the networks and the disks; a run that was cut off goes on

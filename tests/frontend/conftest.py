@@ -4,12 +4,16 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from structlog.testing import capture_logs
 
 from frontend.app import create_app
 from frontend.options import FrontendOptions
 from frontend.server import listen, serving
 from frontend.tokenizer import Tokenizer
 from tests.frontend.fakes import FakeBackend
+from tests.loop_watch import no_callback_holds_up_the_loop
+
+__all__ = ["no_callback_holds_up_the_loop"]
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +46,13 @@ async def serve_app(app: web.Application):
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     async with serving(app, sock), aiohttp.ClientSession(url) as client:
         yield client
+
+
+@pytest.fixture
+def logs():
+    """What is logged, as events, instead of lines."""
+    with capture_logs() as entries:
+        yield entries
 
 
 @pytest.fixture

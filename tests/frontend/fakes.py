@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from frontend.backend import Bootstrap, Health, ServedModel, Tap
 from frontend.tokenizer import Tokenizer
 from wire.errors import TandemError
-from wire.generation import Finish, GenerateRequest, TokenLogprobs
+from wire.generation import Finish, GenerateRequest, SamplingDefaults, TokenLogprobs
 from wire.messages import TokenDelta
 
 
@@ -63,6 +63,7 @@ class FakeBackend:
             vocab_size=49152,
             eos_token_ids=frozenset({2}),
             tokenizer=tokenizer,
+            default_sampling=SamplingDefaults(),
         )
         self.script: Script = repeat_prompt
         self.requests: list[GenerateRequest] = []
@@ -71,7 +72,7 @@ class FakeBackend:
         self.num_yielded = 0
         self.cancelled: list[str] = []
         self._changed = asyncio.Event()
-        self.num_flushes = 0
+        self.num_flushes = self.num_told = 0
         self.is_serving = True
         self.no_model: TandemError | None = None
 
@@ -154,6 +155,9 @@ class FakeBackend:
 
     def health(self) -> Health:
         return Health(self.is_serving, "serving" if self.is_serving else "no node")
+
+    def num_tokens_told(self) -> int:
+        return self.num_told
 
     def server_info(self):
         return {"role": "fake"}

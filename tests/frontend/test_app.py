@@ -1,14 +1,16 @@
+import asyncio
 import dataclasses
 import json
 
 import pytest
 
+from frontend.backend import ALONE
 from frontend.options import FrontendOptions, HttpOptions
 from frontend.tokenizer_files import tokenizer_files, tokenizer_hash
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say
 from tests.frontend.helpers import post, post_large
-from wire.errors import MessageInvalid, NoNodeAvailable
+from wire.errors import MessageInvalid, NoNodeAvailable, Overloaded
 
 MIB = 1024 * 1024
 
@@ -57,6 +59,29 @@ async def test_health_generate_makes_one_token(client, backend):
     assert (await get(client, "/health_generate"))[0] == 503
     backend.script = say(length())
     assert (await get(client, "/health_generate"))[0] == 503
+
+
+async def test_health_generate_asks_for_no_other_half(client, backend):
+    assert (await get(client, "/health_generate"))[0] == 200
+    assert backend.bootstraps == [ALONE]
+
+
+@pytest.mark.parametrize("step", [Overloaded("the queue is full"), asyncio.Event()])
+async def test_a_saturated_server_is_healthy_as_long_as_tokens_come(client, backend, step):
+    backend.script = say(step)
+    asking = asyncio.ensure_future(get(client, "/health_generate"))
+    await backend.until(lambda: backend.requests)
+    backend.num_told += 1  # by requests of others
+    assert (await asking)[0] == 200
+
+
+@pytest.mark.parametrize("step", [Overloaded("the queue is full"), asyncio.Event()])
+async def test_a_saturated_server_without_progress_is_not_healthy(backend, step):
+    backend.script = say(step)
+    async with serve(backend, FrontendOptions(health_timeout_s=0.05)) as client:
+        status, answer = await get(client, "/health_generate")
+    assert (status, answer["error"]["code"]) == (503, "no_node_available")
+    assert "no token came within" in answer["error"]["message"]
 
 
 async def test_the_model_is_described(client):
@@ -195,8 +220,9 @@ async def test_an_internal_error_tells_nothing_of_the_inside(client, backend, ca
     assert "secret" not in json.dumps(answer)
 
 
-async def test_a_bug_is_answered_with_500_and_the_server_lives(client, backend, capsys):
+async def test_a_bug_is_answered_with_500_and_the_server_lives(client, backend, logs):
     backend.script = say("no step at all")
     status, answer = await post(client, "/generate", {"text": "a"})
+    assert [entry["event"] for entry in logs] == ["request.crashed"]
     assert (status, answer["error"]["code"]) == (500, "internal_error")
     assert (await get(client, "/health"))[0] == 200

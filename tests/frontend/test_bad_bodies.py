@@ -190,3 +190,26 @@ async def test_a_body_of_too_many_parts_is_not_even_parsed(client, part):
     async with client.post("/generate", data=io.BytesIO(data)) as response:
         assert response.status == 400
         assert "more than 500000" in (await response.json())["error"]["message"]
+
+
+def _conversation(num_calls: int) -> dict:
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    calls = [{"id": f"c{i}", "type": "function", "function": function} for i in range(num_calls)]
+    return {"messages": [*MESSAGE, {"role": "assistant", "tool_calls": calls}, *MESSAGE]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", _conversation(40_000)),
+        ("/v1/chat/completions", {"messages": MESSAGE * 8000}),
+        ("/v1/completions", {"prompt": [7] * 10 * MILLION}),
+        ("/generate", {"input_ids": [7] * 10 * MILLION}),
+        ("/generate", {"text": "so it goes on " * (2 * MILLION)}),
+        ("/abort_request", {"rid": "a", "beside": [7] * 10 * MILLION}),
+    ],
+    ids=["calls", "messages", "prompt", "ids", "text", "abort"],
+)
+async def test_a_body_of_megabytes_is_read_beside_the_loop(client, path, body):
+    # That nothing else waits for it, `tests/loop_watch.py` sees.
+    assert (await post_large(client, path, body))[0] in {200, 400}

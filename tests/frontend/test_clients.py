@@ -101,7 +101,8 @@ async def test_a_client_that_reads_again_gets_everything(backend):
     assert seen.count(b'"output_ids":[5]') == count
 
 
-async def test_a_bug_in_a_stream_cuts_the_connection(client, backend, capsys):
+@pytest.mark.usefixtures("logs")
+async def test_a_bug_in_a_stream_cuts_the_connection(client, backend):
     backend.script = say([81], "no step at all")
     async with (
         asyncio.timeout(PATIENCE_S),

@@ -11,7 +11,7 @@ from tests.frontend.fakes import length, say, stop
 from tests.frontend.helpers import each, events, post, post_large, stream
 from tests.patience import PATIENCE_S
 from wire.errors import EngineFailed, NoNodeAvailable, Overloaded
-from wire.generation import Grammar
+from wire.generation import Grammar, SamplingDefaults
 
 EOS = 2
 
@@ -66,7 +66,8 @@ async def test_sampling_parameters_may_stand_at_the_top_or_apart_and_unknown_fie
         "ignore_eos": True,
         "logit_bias": {"5": -1},
         "sampling_seed": 9,
-        "unheard_of": 1,
+        "spaces_between_special_tokens": False,
+        "unheard_of": None,
     }
     for body in (params, {"sampling_params": params}):
         status, _ = await post(client, "/generate", body | {"text": "hi", "novel": [1]})
@@ -340,7 +341,9 @@ async def test_an_id_that_is_running_is_refused(client, backend):
 
 
 async def test_a_model_without_tokenizer_takes_and_gives_ids(backend):
-    backend.served = type(backend.served)("smol", 100, 99, 100, frozenset({2}), None)
+    backend.served = type(backend.served)(
+        "smol", 100, 99, 100, frozenset({2}), None, SamplingDefaults()
+    )
     async with serve(backend) as client:
         status, answer = await post(client, "/generate", {"input_ids": [5], "max_new_tokens": 2})
         assert (status, answer["text"], answer["output_ids"]) == (200, "", [5, 5])
@@ -398,6 +401,26 @@ BAD_BODIES = {
         "sampling_params: must be an object",
     ),
     "named params": ({"sampling_params": {"top_p": 2}}, "sampling_params.top_p: must be at most 1"),
+    "misspelt": (
+        {"sampling_params": {"temprature": 0}},
+        "sampling_params.temprature: is no sampling parameter; did you mean temperature?",
+    ),
+    "vLLM's name": ({"sampling_params": {"max_tokens": 5}}, "did you mean max_new_tokens?"),
+    "another name": ({"sampling_params": {"top_q": 1}}, "did you mean top_p?"),
+    "misspelt grammar": ({"sampling_params": {"json_shema": "{}"}}, "did you mean json_schema?"),
+    "misspelt once": (
+        {"text": ["a", "b"], "sampling_params": [{}, {"topp": 1}]},
+        "sampling_params.topp: is no sampling parameter; did you mean top_p?",
+    ),
+    "unlike any": (
+        {"sampling_params": {"qqq": 1}},
+        "sampling_params.qqq: is no sampling parameter",
+    ),
+    "a field of the body": (
+        {"sampling_params": {"return_logprob": True}},
+        "is no sampling parameter",
+    ),
+    "a long name": ({"sampling_params": {"temperature" * 1000: 1}}, "is no sampling parameter"),
     "stream": ({"stream": "yes"}, "stream: must be true or false"),
     "salt": ({"cache_salt": 5}, "cache_salt: must be a string"),
     "long salt": ({"cache_salt": "a" * 257}, "cache_salt: must have at most 256 characters"),
@@ -416,10 +439,10 @@ BAD_BODIES = {
     "start behind": ({"return_logprob": True, "logprob_start_len": 2}, "behind the prompt of 1"),
     "top": ({"return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num: must be at most"),
     "one logprob list": ({"return_logprob": [True]}, "return_logprob: must have one entry"),
-    "chosen ids": ({"token_ids_logprob": [5]}, "token_ids_logprob: not supported yet"),
+    "chosen ids": ({"token_ids_logprob": [5]}, "token_ids_logprob: not supported here"),
     "schema": ({"sampling_params": {"json_schema": "{"}}, "json_schema: is not valid JSON"),
     "two grammars": ({"regex": "a+", "ebnf": "b"}, "regex and ebnf: only one of these"),
-    "tag": ({"structural_tag": {"format": 1}}, "structural_tag: not supported yet"),
+    "tag": ({"structural_tag": {"format": 1}}, "structural_tag: not supported here"),
     "stop regex": ({"stop_regex": "("}, "stop_regex: '(' is no regular expression"),
     "stop regexes": ({"stop_regex": ["a"] * 17}, "stop_regex: must have at most 16 entries"),
     "stop regexes of two": (
@@ -439,6 +462,7 @@ async def test_a_bad_body_is_answered_with_400_and_a_sentence(client, backend, n
     status, answer = await post(client, "/generate", body)
     assert status == 400
     assert sentence in answer["error"]["message"]
+    assert len(answer["error"]["message"]) < 300
     assert answer["error"]["type"] == "invalid_request_error"
     assert backend.requests == []
 

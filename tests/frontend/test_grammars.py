@@ -95,7 +95,15 @@ LONG = "a" * (MAX_GRAMMAR_BYTES + 1)
         ({"structured_outputs": {"regex": "a", "json": {}}}, "only one of these"),
         ({"structured_outputs": "a"}, "structured_outputs: must be an object"),
         ({"structured_outputs": {"json_object": [1]}}, "json_object: must be true or false"),
-        ({"structured_outputs": {"structural_tag": "a"}}, "structural_tag: not supported yet"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structural_tag: not supported here"),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
+            "whitespace_pattern: not",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace: not supported here",
+        ),
         ({"guided_choice": []}, "guided_choice: must not be empty"),
         ({"guided_choice": "a"}, "guided_choice: must be a list of strings"),
         ({"guided_choice": ["a", 5]}, "guided_choice: must be a list of strings"),

@@ -1,11 +1,17 @@
 """What the edge counts of tokens, and how Prometheus is told."""
 
+import asyncio
 from types import SimpleNamespace
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from frontend import metrics as metrics_module
 from frontend.metrics import FrontendMetrics
+from tests.frontend.fakes import say
+from tests.frontend.helpers import post
+from tests.patience import PATIENCE_S
+from wire.errors import Overloaded
 
 
 def gaps(metrics) -> dict[str, float]:
@@ -50,3 +56,53 @@ def test_prometheus_is_told_of_each_gap_once():
     assert gaps(metrics)["_count"] == 4
     buckets = [value for le, value in gaps(metrics).items() if le[0].isdigit()]
     assert buckets == sorted(buckets), "cumulative"
+
+
+async def told(client) -> dict[str, float]:
+    """Return what the edge counted of a single route, by name, and of its answers by status."""
+    async with client.get("/metrics") as response:
+        families = text_string_to_metric_families(await response.text())
+        samples = [sample for family in families for sample in family.samples]
+    return {
+        sample.labels.get("status", sample.name): sample.value
+        for sample in samples
+        if sample.labels.get("route", "/generate") == "/generate"
+    }
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_client_that_leaves_is_counted_with_the_tokens_it_was_given(
+    client, backend, is_stream
+):
+    backend.script = say([5], [6, 7], asyncio.Event())
+    body = {"input_ids": [1, 2, 3], "stream": is_stream}
+    asking = asyncio.ensure_future(client.post("/generate", json=body))
+    async with asyncio.timeout(PATIENCE_S):
+        await backend.until(lambda: backend.num_yielded == 2)
+        if is_stream:
+            (await asking).close()
+        asking.cancel()
+        await backend.until(lambda: backend.cancelled)
+        while "499" not in (counted := await told(client)):  # noqa: ASYNC110 - over HTTP
+            await asyncio.sleep(0)
+    assert counted["499"] == 1
+    assert counted["tandem_edge_prompt_tokens_total"] == 3
+    assert counted["tandem_edge_output_tokens_total"] == 3
+    assert counted["tandem_edge_generations_running"] == 0
+
+
+async def test_the_prompt_of_a_refused_request_is_not_taken_in(client, backend):
+    backend.script = say(Overloaded("the queue is full"))
+    assert (await post(client, "/generate", {"input_ids": [1, 2, 3]}))[0] == 429
+    assert (await told(client))["tandem_edge_prompt_tokens_total"] == 0
+    backend.script = say([5], Overloaded("lost"))
+    await post(client, "/generate", {"input_ids": [1, 2, 3]})
+    counted = await told(client)
+    assert counted["tandem_edge_prompt_tokens_total"] == 3
+    assert counted["tandem_edge_output_tokens_total"] == 1
+
+
+async def test_a_prompt_without_an_answer_is_taken_in(client):
+    body = {"prompt": [1, 2, 3], "max_tokens": 0, "echo": True, "logprobs": 1}
+    assert (await post(client, "/v1/completions", body))[0] == 200
+    assert (await told(client))["tandem_edge_prompt_tokens_total"] == 3

@@ -263,7 +263,7 @@ BAD_COMPLETIONS = {
     "logprobs": ({"prompt": "a", "logprobs": 21}, "logprobs: must be at most 20"),
     "true logprobs": ({"prompt": "a", "logprobs": True}, "logprobs: must be an integer"),
     "prompt logprobs": ({"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs: not supported"),
-    "suffix": ({"prompt": "a", "suffix": "b"}, "suffix: not supported yet"),
+    "suffix": ({"prompt": "a", "suffix": "b"}, "suffix: not supported here"),
     "best_of list": ({"prompt": "a", "best_of": [1]}, "best_of: not supported"),
     "n list": ({"prompt": "a", "n": [1]}, "n: must be an integer"),
     "best_of": ({"prompt": "a", "best_of": 3}, "best_of: not supported"),

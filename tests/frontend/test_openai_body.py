@@ -1,11 +1,16 @@
 """What may stand in OpenAI's bodies beside what OpenAI documents, and what is passed over."""
 
+import json
+
 import pytest
 
 from frontend.backend import Bootstrap
 from frontend.chat_template import ChatTemplate
 from frontend.openai_body import read_chat
 from frontend.reply_parser import reply_formats
+from frontend.tokenizer import Tokenizer
+from frontend.tokenizer_files import tokenizer_files
+from tests.frontend.conftest import serve
 from tests.frontend.fakes import FakeBackend, length, say
 from tests.frontend.helpers import post
 
@@ -26,7 +31,6 @@ PASSED_OVER = {
     "suffix": None,
     "best_of": None,
     "response_format": {"type": "text"},
-    "add_special_tokens": True,
     "stream_interval": 3,
     "rid": "r",
 }
@@ -111,6 +115,22 @@ def test_a_developer_is_one_to_templates_that_know_it():
 
 
 @pytest.mark.usefixtures("said")
+@pytest.mark.parametrize(
+    "function", [{"arguments": text} for text in ("", " \n", None, "{}")] + [{}]
+)
+async def test_a_call_in_the_history_may_be_without_arguments(
+    client, backend, tokenizer, monkeypatch, function
+):
+    template = ChatTemplate({"default": "{{ messages[1].tool_calls[0].function | tojson }}"}, {})
+    monkeypatch.setattr(tokenizer, "_template", template)
+    call = {"id": "1", "type": "function", "function": {"name": "f"} | function}
+    messages = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    status, answer = await post(client, "/v1/chat/completions", {"messages": messages})
+    assert status == 200, answer
+    assert backend.requests[0].prompt_ids == tokenizer.encode('{"name": "f", "arguments": {}}')
+
+
+@pytest.mark.usefixtures("said")
 async def test_reasoning_effort_reaches_the_template(client, backend, tokenizer, monkeypatch):
     template = ChatTemplate({"default": "{{ reasoning_effort }}"}, {})
     monkeypatch.setattr(tokenizer, "_template", template)
@@ -119,12 +139,12 @@ async def test_reasoning_effort_reaches_the_template(client, backend, tokenizer,
     assert backend.requests[0].prompt_ids == tokenizer.encode("high")
 
 
-async def test_an_answer_that_follows_a_grammar_is_not_read_for_calls(tokenizer):
+def test_an_answer_that_follows_a_grammar_is_not_read_for_calls(tokenizer):
     model = FakeBackend(tokenizer).served
     formats = reply_formats("llama3", "think")
     tools = [{"type": "function", "function": {"name": "f"}}]
-    plain = await read_chat(model, CHAT | {"tools": tools}, formats)
-    bound = await read_chat(
+    plain = read_chat(model, CHAT | {"tools": tools}, formats)
+    bound = read_chat(
         model, CHAT | {"tools": tools, "response_format": {"type": "json_object"}}, formats
     )
     assert (plain.make_reply is None, bound.make_reply is None) == (False, True)
@@ -133,6 +153,23 @@ async def test_an_answer_that_follows_a_grammar_is_not_read_for_calls(tokenizer)
         False,
         True,
     ]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_special_tokens_are_added_where_the_client_wants_them(tokenizer_dir, path):
+    files = tokenizer_files(tokenizer_dir)
+    config = json.loads(files["tokenizer_config.json"])
+    config |= {"add_bos_token": True, "bos_token": "<|im_start|>", "chat_template": "a"}
+    files.pop("chat_template.jinja", None)
+    tokenizer = Tokenizer.from_files(files | {"tokenizer_config.json": json.dumps(config)})
+    backend = FakeBackend(tokenizer)
+    backend.script = say(length(5))
+    async with serve(backend) as client:
+        for asked in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+            assert (await post(client, path, ROUTES[path] | asked))[0] == 200
+    without = tokenizer.encode("a", add_special_tokens=False)
+    expected = [without if "chat" in path else [1, *without], [1, *without], without]
+    assert [request.prompt_ids for request in backend.requests] == expected
 
 
 @pytest.mark.usefixtures("said")

@@ -88,6 +88,65 @@ async def test_a_required_call_is_of_any_tool(backend):
     assert (said, calls, reason) == ({}, [("weather", ARGUMENTS)], "tool_calls")
 
 
+async def test_calls_that_are_not_parallel_are_the_first_one(backend):
+    call = SAID.partition("I look.\n")[2]
+    other = call.replace("Rome", "Oslo")
+    speak(backend, f"I look.\n{call}\n{other}")
+    async with client_of(backend, FORMATS) as sdk:
+        said, calls, reason = await ask(sdk, tools=TOOLS, parallel_tool_calls=False)
+        _, both, _ = await ask(sdk, tools=TOOLS)
+    assert (said, reason) == ({"content": "I look."}, "tool_calls")
+    assert calls == [("weather", ARGUMENTS)] == both[:1]
+    assert len(both) == 2
+
+
+KIMI_CALL = "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+FORCED = f'{{"name": "weather", "parameters": {ARGUMENTS}}}'
+# What a model is made to write, by the choice of tools, and how many calls that is.
+KIMI = {
+    "auto": (None, f"<|tool_calls_section_begin|>{KIMI_CALL * 2}<|tool_calls_section_end|>", 2),
+    "required": ("required", f"[{FORCED}, {FORCED}]", 2),
+    "named": ({"type": "function", "function": {"name": "weather"}}, ARGUMENTS, 1),
+}
+
+
+def asked_before(*numbers: int) -> list[dict]:
+    """A conversation with so many calls in each of its turns."""
+    turns = []
+    for number in numbers:
+        calls = [{"id": f"c{i}", "function": {"name": "f", "arguments": ""}} for i in range(number)]
+        results = [{"role": "tool", "tool_call_id": f"c{i}", "content": ""} for i in range(number)]
+        turns += [*CHAT, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    return [*turns, *CHAT]
+
+
+async def call_ids(sdk, messages, **fields) -> list[str]:
+    """Return the ids of the calls of an answer, which a stream has as well."""
+    fields |= {"model": "smol", "messages": messages, "tools": TOOLS}
+    whole = await sdk.chat.completions.create(**fields)
+    async with sdk.chat.completions.stream(**fields) as stream:
+        streamed = await stream.get_final_completion()
+    told, streamed_ids = [
+        [call.id for call in answer.choices[0].message.tool_calls] for answer in (whole, streamed)
+    ]
+    assert told == streamed_ids
+    return told
+
+
+@pytest.mark.parametrize("name", KIMI)
+async def test_calls_of_kimi_k2_are_numbered_over_the_conversation(backend, name):
+    choice, text, count = KIMI[name]
+    fields = {} if choice is None else {"tool_choice": choice}
+    speak(backend, text)
+    async with client_of(
+        backend, FrontendOptions(reply_formats=reply_formats("kimi_k2", ""))
+    ) as sdk:
+        for before in ([], [1], [2, 1]):
+            first = sum(before)
+            expected = [f"functions.weather:{first + i}" for i in range(count)]
+            assert await call_ids(sdk, asked_before(*before), **fields) == expected
+
+
 async def test_log_probabilities_stay_beside_a_call(backend):
     speak(backend, SAID)
     async with client_of(backend, FORMATS) as sdk:

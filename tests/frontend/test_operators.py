@@ -3,12 +3,13 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
+from multidict import CIMultiDict
 
 from frontend.app import create_app
 from frontend.operators import Forbidden, operators_only
 from frontend.options import FrontendOptions, HttpOptions
 from tests.frontend.fakes import FakeBackend
-from wire.keys import operator_key
+from wire.keys import operator_key, reader_key
 
 
 async def change(request: web.Request) -> web.Response:
@@ -35,23 +36,70 @@ async def test_only_the_key_of_the_clusters_secret_changes_a_cluster_that_has_on
     assert await status(options, operator_key("secret"), "/other") == 200
 
 
-async def test_without_a_secret_an_api_key_will_do_and_without_any_this_machine():
-    assert await status(FrontendOptions(http=HttpOptions(api_keys=("client",))), "client") == 200
-    assert await status(FrontendOptions(http=HttpOptions(api_keys=("client",))), "") == 401
+async def test_an_api_key_is_never_an_operators():
+    options = FrontendOptions(http=HttpOptions(api_keys=("client",)))
+    for path in ("/change", "/flush_cache"):
+        assert await status(options, "client", path) == 403
+        assert await status(options, "", path) == 401
+
+
+async def test_without_any_key_the_servers_own_machine_is_the_operators():
     assert await status(FrontendOptions(), "") == 200
+    assert await status(FrontendOptions(), "", "/flush_cache") == 200
 
 
-async def test_without_any_key_neither_another_machine_nor_a_web_page_changes_anything():
+@pytest.mark.parametrize(
+    ("remote", "headers"),
+    [
+        ("10.0.0.7", {}),
+        ("127.0.0.1", {"Origin": "https://example.com"}),
+        ("127.0.0.1", {"Forwarded": "for=10.0.0.7"}),
+        ("127.0.0.1", {"X-Forwarded-For": "10.0.0.7"}),
+        ("127.0.0.1", {"x-forwarded-proto": "https"}),
+        ("::1", {"X-Real-IP": "10.0.0.7"}),
+        ("127.0.0.1", {"Via": "1.1 proxy"}),
+    ],
+)
+async def test_without_any_key_no_other_machine_no_proxy_and_no_web_page_is(remote, headers):
     app = create_app(FakeBackend(None), FrontendOptions())
-    strangers = [
-        SimpleNamespace(app=app, remote="10.0.0.7", headers={}),
-        SimpleNamespace(app=app, remote="127.0.0.1", headers={"Origin": "https://example.com"}),
-    ]
-    for request in strangers:
-        with pytest.raises(Forbidden, match="TANDEM_CLUSTER_KEY"):
-            await operators_only(change)(request)
+    request = SimpleNamespace(app=app, remote=remote, headers=CIMultiDict(headers))
+    with pytest.raises(Forbidden, match="TANDEM_CLUSTER_KEY"):
+        await operators_only(change)(request)
 
 
-def test_the_operators_key_tells_nothing_of_the_secret_and_there_is_none_without():
-    assert "secret" not in operator_key("secret")
-    assert operator_key("") == ""
+async def test_only_operators_end_what_others_asked_for():
+    options = FrontendOptions(
+        http=HttpOptions(api_keys=("client",)), operator_key=operator_key("secret")
+    )
+    app = create_app(FakeBackend(None), options)
+    async with TestClient(TestServer(app)) as client:
+
+        async def abort(key, body) -> int:
+            headers = {"Authorization": f"Bearer {key}"}
+            async with client.post("/abort_request", json=body, headers=headers) as answer:
+                return answer.status
+
+        assert await abort("client", {"abort_all": True}) == 401
+        assert await abort("client", {"abort_all": True, "rid": "a"}) == 401
+        assert await abort("client", {"rid": "a"}) == 200
+        assert await abort(operator_key("secret"), {"abort_all": True}) == 200
+
+
+async def test_the_key_that_nodes_are_shown_opens_only_what_reads():
+    key = operator_key("secret")
+    options = FrontendOptions(http=HttpOptions(api_keys=("client",)), operator_key=key)
+    app = create_app(FakeBackend(None), options)
+    headers = {"Authorization": f"Bearer {reader_key(key)}"}
+    async with TestClient(TestServer(app)) as client:
+        async with client.get("/server_info", headers=headers) as answer:
+            assert answer.status == 200
+        for path in ("/generate", "/flush_cache", "/abort_request"):
+            async with client.post(path, headers=headers, json={}) as answer:
+                assert answer.status == 401
+
+
+def test_derived_keys_tell_nothing_of_the_secret_and_there_is_none_without():
+    key = operator_key("secret")
+    assert len({"secret", key, reader_key(key)}) == 3
+    assert "secret" not in key
+    assert operator_key("") == reader_key("") == ""

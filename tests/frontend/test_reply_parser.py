@@ -224,6 +224,25 @@ def test_messages_on_channels_are_told_apart():
     assert said["tool_calls"] == [call_of()]
 
 
+BEFORE = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+PREAMBLE = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize("before", ["", BEFORE, PREAMBLE, BEFORE + PREAMBLE])
+@pytest.mark.parametrize("channel", ["commentary", "analysis"])
+@pytest.mark.parametrize("kind", ["", " json", " <|constrain|>json", "<|constrain|>json"])
+def test_a_recipient_may_stand_in_the_role_or_on_the_channel(before, channel, kind):
+    end = f"{kind}<|message|>{JSON}<|call|>"
+    by_role = f"{before} to=functions.get_weather<|channel|>{channel}{end}"
+    by_channel = f"{before}<|channel|>{channel} to=functions.get_weather{end}"
+    for text in (by_role, by_channel):
+        said = read(text, range(len(text)), tools="gpt-oss", thoughts="gpt-oss")
+        assert said["tool_calls"] == [call_of()]
+        assert said.get("reasoning_content", "") == ("Hm." if BEFORE in before else "")
+        assert (said["content"] or "") == ("I look." if PREAMBLE in before else "")
+        assert read(text, tools="gpt-oss", thoughts="gpt-oss") == said
+
+
 def test_nothing_is_looked_for_where_nothing_was_asked_for():
     assert reply_formats("", "").reply("", TOOLS) is None
     assert reply_formats("hermes", "").reply("", []) is None

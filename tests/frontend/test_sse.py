@@ -2,11 +2,13 @@
 
 import asyncio
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from frontend import sse
 from frontend.sse import Outbox
+from tests.patience import PATIENCE_S
 
 
 class Transport:
@@ -17,17 +19,27 @@ class Transport:
         self.written.append(data)
 
 
-class Gone:
+class Broken:
+    def __init__(self, error, abort_error) -> None:
+        self._error, self._abort_error = error, abort_error
+        self.is_aborted = False
+
     def write(self, data) -> None:
-        raise RuntimeError("the handler is closed")
+        raise self._error("the handler is closed")
+
+    def abort(self) -> None:
+        self.is_aborted = True
+        if self._abort_error is not None:
+            raise self._abort_error
 
 
 async def until_empty(outbox: Outbox) -> int:
     """Return after how many turns of the loop nothing waits any more."""
     turns, first = 0, outbox.round
-    while outbox.round == first:
-        turns += 1
-        await asyncio.sleep(0)
+    async with asyncio.timeout(PATIENCE_S):
+        while outbox.round == first:
+            turns += 1
+            await asyncio.sleep(0)
     return turns
 
 
@@ -47,12 +59,21 @@ async def test_others_have_their_turn_between_many_writes():
     assert await until_empty(outbox) >= 3
 
 
-async def test_a_client_that_is_gone_holds_up_nobody():
-    outbox, transport = Outbox(), Transport()
-    outbox.put(Gone(), b"a")
-    outbox.put(transport, b"b")
+@pytest.mark.parametrize("error", [RuntimeError, OSError, TypeError, AttributeError, MemoryError])
+@pytest.mark.parametrize("abort_error", [None, RuntimeError])
+@pytest.mark.usefixtures("logs")
+async def test_a_write_that_fails_ends_its_own_stream_and_holds_up_no_other(error, abort_error):
+    outbox, transport, broken = Outbox(), Transport(), Broken(error, abort_error)
+    outbox.put(broken, b"a")
+    for _ in range(2 * sse.WRITES_AT_ONCE):
+        outbox.put(transport, b"b")
     await until_empty(outbox)
-    assert transport.written == [b"b"]
+    assert broken.is_aborted
+    assert len(transport.written) == 2 * sse.WRITES_AT_ONCE
+    outbox.put(broken, b"a")
+    outbox.put(transport, b"c")
+    outbox.flush()
+    assert transport.written[-1] == b"c"
 
 
 async def test_what_waits_is_bounded():

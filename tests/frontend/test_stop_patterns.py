@@ -1,4 +1,5 @@
 import itertools
+import time
 
 import pytest
 import regex
@@ -146,6 +147,16 @@ def test_a_pattern_that_backtracks_without_end_is_refused(pattern):
     with pytest.raises(InvalidRequest, match="takes too long"):
         for _ in itertools.repeat(None, 3000):
             watch.push("a")
+
+
+def test_a_pattern_saves_no_time_for_later():
+    watch = watching(["(a+)+b"])
+    watch.push("c" * 20_000)  # each of which takes less than it may
+    started_s = time.thread_time()
+    with pytest.raises(InvalidRequest, match="takes too long"):
+        for _ in itertools.repeat(None, 3000):
+            watch.push("a")
+    assert time.thread_time() - started_s < 0.5  # 2 s had been saved
 
 
 @pytest.mark.parametrize(

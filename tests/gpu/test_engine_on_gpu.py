@@ -9,9 +9,9 @@ from engine.attention_backends import choose_backend
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.cuda_graphs import GraphRunner, is_recording, make_runner
+from engine.kv_pool import make_pool
 from engine.launcher import ModelLauncher
 from engine.model import load_model
-from engine.kv_pool import make_pool
 from tests.engine.test_core import PAGE, ask, make_engine, prompts, run
 from tests.tiny_models import CONFIGS
 
@@ -53,6 +53,13 @@ def _exact_products():
 def test_greedy_tokens_are_the_cpus(tiny_model, kind, backend):
     on_gpu = gpu_engine(tiny_model(kind), attention_backend=backend)
     assert generate(on_gpu) == generate(make_engine(tiny_model(kind)))
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}], ids=str)
+def test_seeded_tokens_are_the_cpus(tiny_model, cut):
+    sampling = {"temperature": 0.8, "seed": 2**63 - 5, **cut}
+    on_cpu = generate(make_engine(tiny_model("llama")), **sampling)
+    assert generate(gpu_engine(tiny_model("llama")), **sampling) == on_cpu
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])

@@ -32,7 +32,7 @@ IMAGE_ENV = {
     "LD_LIBRARY_PATH": "/opt/python/lib",  # of a Python that has itself as a library
     "PYTHONPATH": "/opt/tandem:/opt/packages",
 }
-TANDEM = '#!/bin/sh\nexec /opt/python/bin/python3 -m tandem "$@"\n'
+TANDEM = '#!/bin/sh\nexec /opt/python/bin/python3 -P -m tandem "$@"\n'
 
 # Makes the root of a container and becomes its first process. Its arguments: scratch directory, user, group,
 # whether the root may be written, then source and target of each mount, `--`, the command.

@@ -325,6 +325,54 @@ def test_each_rank_has_a_directory_and_a_share_of_the_limit(tmp_path):
     assert len(files(tmp_path)) == 8
 
 
+def stuck(monkeypatch, of) -> list[str]:
+    """Have no file of these keys removed any more; return their names, which a test may change."""
+    names = [key.digest.hex() for key in of]
+    real = os.unlink
+
+    def unlink(path, **options):
+        if path in names:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        real(path, **options)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    return names
+
+
+def test_what_cannot_be_removed_is_not_counted_as_free(open_tier, tmp_path, monkeypatch):
+    tier, of = open_tier(num_pages=3), [keys(1, first_token=i)[0] for i in range(5)]
+    for number, key in enumerate(of[:3]):
+        put(tier, [key])
+        age(path_of(tmp_path, key), 1000 - number)
+    tier.scan()
+    names = stuck(monkeypatch, of[:1])
+    with pytest.raises(TierFailed, match="Permission denied"):
+        put(tier, of[3:4])
+    assert (tier.load().num_bytes, tier.load().num_evicted) == (3 * FILE_BYTES, 0)
+    assert put(tier, of[3:4]) == 1  # in the place of the next
+    assert {p.name for p in files(tmp_path)} == {of[i].digest.hex() for i in (0, 2, 3)}
+    assert tier.load().num_bytes == 3 * FILE_BYTES
+    tier.scan()
+    names.clear()
+    assert put(tier, of[4:]) == 1
+    assert not path_of(tmp_path, of[0]).exists()
+
+
+def test_a_directory_from_which_nothing_can_be_removed_does_not_grow(
+    open_tier, tmp_path, monkeypatch
+):
+    tier, of, new = open_tier(num_pages=3), keys(3), keys(4, first_token=9)
+    put(tier, of)
+    stuck(monkeypatch, of)
+    for key in new[:3]:
+        with pytest.raises(TierFailed, match="Permission denied"):
+            put(tier, [key])
+    assert put(tier, new[3:]) == 0
+    assert tier.load().state == "full"
+    assert len(files(tmp_path)) == 3
+    assert got(tier, of) == contents(of)
+
+
 def test_what_another_node_used_lately_is_not_evicted(open_tier, tmp_path):
     one, other, of = open_tier(num_pages=2), open_tier(num_pages=2), keys(1) + keys(2, 9)
     for number, key in enumerate(of[:2]):

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from kvtier import mooncake
 from kvtier.entry import HEADER_BYTES, entry_header
 from kvtier.mooncake import TIMEOUT_S, TRANSFER_FAILED, MooncakeTier, parse_mooncake_url
 from kvtier.mooncake_url import MooncakeAddress
@@ -160,19 +161,32 @@ def test_while_a_call_hangs_no_other_is_made(master, tier_at):
     assert tier.has(keys) == 0
 
 
-class GivesUp:
-    """The library, in which a lender hangs until the limit of its own; what was asked for may still come."""
+class Library:
+    """The library, in which each transfer takes so long and ends like this."""
 
-    def __init__(self, clock):
-        self.clock, self.addresses = clock, []
+    def __init__(self, clock, takes_s=50.0, code=TRANSFER_FAILED):
+        self.clock, self.takes_s, self.code = clock, takes_s, code
+        self.addresses = []
+        self.num_registered, self.is_full = 0, False
 
     def register_buffer(self, address, num_bytes):
-        return 0
+        self.num_registered += not self.is_full
+        return -1 if self.is_full else 0
+
+    def batch_is_exist(self, names):
+        return [0] * len(names)
 
     def batch_get_into(self, names, addresses, lengths):
-        self.clock.now_s += 50.0
+        self.clock.now_s += self.takes_s
         self.addresses.append(set(addresses))
-        return [TRANSFER_FAILED] * len(names)
+        if isinstance(self.code, Exception):
+            raise self.code
+        return [self.code] * len(names)
+
+    batch_put_from = batch_get_into
+
+    def remove(self, name, is_forced):
+        return 0
 
     def unregister_buffer(self, address):
         return 0
@@ -181,13 +195,81 @@ class GivesUp:
         return 0
 
 
-def test_memory_that_may_still_be_written_to_is_given_to_nobody(tier_at):
-    clock = Clock()
-    tier = tier_at("mooncake://nowhere", clock)
-    tier._client = library = GivesUp(clock)
+@pytest.fixture
+def tier_of(tier_at):
+    """Return a function that makes a tier with a scripted library."""
+
+    def make(**script):
+        clock = Clock()
+        tier = tier_at("mooncake://nowhere", clock)
+        tier._client = Library(clock, **script)
+        return tier, tier._client
+
+    return make
+
+
+def got_nothing(tier):
+    assert got(tier, some_keys(4)) == []
+
+
+def put_nothing(tier):
+    assert tier.put(some_keys(4), some_pages(4)) == 0
+
+
+@pytest.mark.parametrize("code", [TRANSFER_FAILED, -1])
+@pytest.mark.parametrize("call", [got_nothing, put_nothing])
+def test_memory_that_may_still_be_moved_is_given_to_nobody(tier_of, call, code):
+    tier, library = tier_of(code=code)
     for _ in range(2):
-        assert got(tier, some_keys(4)) == []
+        call(tier)
     assert not library.addresses[0] & library.addresses[1]
+
+
+@pytest.mark.parametrize("call", [got_nothing, put_nothing])
+def test_memory_of_a_transfer_that_failed_in_time_is_used_again(tier_of, call):
+    tier, library = tier_of(takes_s=0.0)
+    for _ in range(2):
+        call(tier)
+    assert library.addresses[0] == library.addresses[1]
+
+
+@pytest.mark.parametrize("call", [got_nothing, put_nothing])
+def test_memory_of_a_call_that_raised_may_still_be_moved(tier_of, call):
+    tier, library = tier_of(takes_s=0.0, code=RuntimeError("no such name"))
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            call(tier)
+    assert not library.addresses[0] & library.addresses[1]
+
+
+def test_a_tier_that_set_too_much_memory_aside_fails_and_takes_no_more(tier_of, monkeypatch):
+    monkeypatch.setattr(mooncake, "MAX_ASIDE_BYTES", 8 * ENTRY_BYTES)
+    tier, library = tier_of()
+    for _ in range(2):
+        put_nothing(tier)
+    for call in (got_nothing, put_nothing):
+        with pytest.raises(TierFailed, match="restart this node"):
+            call(tier)
+    assert len(library.addresses) == 2
+
+
+def test_pieces_of_a_put_that_could_not_be_prepared_are_used_again(tier_of):
+    tier, library = tier_of(takes_s=0.0)
+    for _ in range(2 * tier._num_at_once):
+        with pytest.raises(ValueError, match="different structures"):
+            tier.put(some_keys(1), [memoryview(b"no page")])
+    assert library.num_registered == 1
+
+
+def test_pieces_are_used_again_if_there_is_no_memory_for_the_last_of_them(tier_of):
+    tier, library = tier_of(takes_s=0.0)
+    held = [tier._memory.take() for _ in range(2)]
+    library.is_full = True
+    with pytest.raises(TierFailed, match="could not be registered"):
+        tier.put(some_keys(tier._num_at_once), some_pages(tier._num_at_once))
+    tier._memory.give_back(held)
+    put_nothing(tier)
+    assert library.num_registered == 1
 
 
 @pytest.mark.parametrize(

@@ -170,11 +170,39 @@ def test_a_room_granted_twice_costs_the_link_since_writes_of_the_first_go_on(lia
 
 
 @pytest.mark.parametrize("room", [Room(5), Room(-HUGE)])
-def test_a_withdraw_of_a_room_of_nobody_is_passed_over(liar, room):
+def test_a_withdraw_of_a_room_of_nobody_is_answered_and_the_link_stays(liar, room):
     liar.hello()
     liar.say(hand_off.Withdraw(epoch=Epoch(2), room=room))
-    liar.say(hand_off.Grant(epoch=Epoch(2), room=room, page_ids=[HUGE]))
+    answer = liar.hear()
+    assert (type(answer), answer.room) == (hand_off.Released, room)
+    assert liar.prefill.agent.statistics().num_links == 1
+
+
+def test_a_withdraw_of_a_room_that_is_over_is_answered_again(liar):
+    liar.hello()
+    liar.say(hand_off.Grant(epoch=Epoch(2), room=ROOM, page_ids=[], have_tokens=16))
+    liar.prefill.agent.expect(ROOM)
+    rig.push_all(liar.prefill)
+    assert isinstance(liar.hear(), hand_off.Landed)
+    liar.say(hand_off.Withdraw(epoch=Epoch(2), room=ROOM))
     assert isinstance(liar.hear(), hand_off.Released)
+    assert isinstance(liar.prefill.next(), Granted)
+    assert isinstance(liar.prefill.next(), PushDone)
+
+
+def test_a_withdraw_over_another_link_than_the_grant_is_answered_and_stops_nothing(liar, cluster):
+    decode = cluster.decode(epoch=9)
+    rig.request(decode, liar.prefill)
+    liar.prefill.wait_until(lambda now: now.num_early_grants == 1)
+    liar.hello()
+    liar.say(hand_off.Withdraw(epoch=Epoch(2), room=ROOM))
+    assert isinstance(liar.hear(), hand_off.Released)
+    liar.prefill.agent.expect(ROOM)
+    rig.push_all(liar.prefill)
+    decode.next(Landed)
+    assert isinstance(liar.prefill.next(), Granted)
+    assert isinstance(liar.prefill.next(), PushDone)
+    decode.close()
 
 
 # ── a prefill that lies to decode ────────────────────────────────────────────────────────────────
@@ -195,9 +223,9 @@ class LyingPrefill:
     def say(self, message):
         self.inbox.send(self.peer, message)
 
-    def welcome(self):
+    def welcome(self, transport="loopback"):
         """Be an honest prefill as far as the grant."""
-        self.say(hand_off.Welcome(epoch=Epoch(5), transport="loopback"))
+        self.say(hand_off.Welcome(epoch=Epoch(5), transport=transport))
         while not isinstance(rig.receive(self.inbox).message, hand_off.Grant):
             pass
 

@@ -46,6 +46,11 @@ def test_a_protocol_that_is_wrong_in_one_place_is_caught(name):
             explore_all(Plan(faults=faults), MUTANTS[name])
 
 
+def test_decode_needs_no_answer_to_a_withdraw_that_crossed_the_last_word():
+    silent = Rules(habits=frozenset({"pass over the Withdraw of an unknown room"}))
+    assert explore_all(Plan(faults=2, only=frozenset({"withdraw", "abort", "early"})), silent)
+
+
 def test_random_schedules_catch_a_late_write_and_are_printed_short_enough_to_read():
     rules = MUTANTS["decode frees on its own Withdraw"]
     with pytest.raises(Failure, match="landed in page") as caught:

@@ -48,3 +48,18 @@ def test_a_library_that_raises_in_one_job_does_not_end_the_next(told):
     assert told.get(timeout=PATIENCE_S) is None
     worker.close()
     worker.join()
+
+
+def test_a_room_is_stopped_only_after_the_outcome_of_its_job_is_told(told):
+    worker = PushWorker(Silent, told.put)
+    assert told.get(timeout=PATIENCE_S) is None
+    words = queue.SimpleQueue[str]()
+
+    def done(_error):
+        worker.stop(Room(1), lambda: words.put("stopped"))
+        words.put("done")
+
+    worker.submit(Room(1), lambda _connection: refuse(), done)
+    assert [words.get(timeout=PATIENCE_S) for _ in range(2)] == ["done", "stopped"]
+    worker.close()
+    worker.join()

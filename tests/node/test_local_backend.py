@@ -1,5 +1,8 @@
 """What a node's own backend tells Prometheus over the lives of its link and its engine."""
 
+import asyncio
+
+import msgspec
 import pytest
 
 from engine.config import EngineConfig
@@ -9,8 +12,10 @@ from node.engine_report import Ready
 from node.life import Event, Life
 from node.local_backend import LocalBackend
 from node.measures import Measures
+from tests.patience import patiently
+from wire.channel import Inbox
 from wire.ids import Epoch
-from wire.messages import NodeLoad
+from wire.messages import NodeLoad, Pong, ToEngine
 
 CONFIG = NodeConfig(role="decode", served_model_name="m", engine=EngineConfig(model_dir="m"))
 READY = Ready(
@@ -64,3 +69,36 @@ def test_a_node_without_an_engine_still_says_what_state_it_is_in(backend, life):
     assert 'tandem_node_state{role="decode",state="serving"} 0.0' in text
     assert 'process="http"' in text
     assert 'process="engine"' not in text
+
+
+async def test_a_node_whose_loop_does_not_turn_is_unhealthy_though_its_link_stands(life):
+    config = msgspec.structs.replace(CONFIG, step_timeout_s=1.0)
+    backend = LocalBackend(config, "0", life)
+    inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
+    linked = EngineClient(inbox.address)
+    backend.attach(config, READY, linked, None, "")
+    life.apply(Event.LOADED)
+    running = asyncio.create_task(linked.run())
+
+    def turn() -> None:
+        while (envelope := inbox.receive()) is not None:
+            inbox.send(envelope.peer, Pong(epoch=Epoch(1), load=NodeLoad()))
+
+    async def until_health_is(is_serving: bool, meanwhile=lambda: None) -> None:
+        for _ in patiently():
+            meanwhile()
+            if backend.health().is_serving is is_serving:
+                return
+            await asyncio.sleep(0.01)  # another thread of the link's: nothing here to wait on
+        raise AssertionError(backend.health())
+
+    try:
+        await until_health_is(True, turn)
+        await until_health_is(False)
+        assert "loop has not turned for 1 s" in backend.health().detail
+        assert linked.is_up
+        await until_health_is(True, turn)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        inbox.close()

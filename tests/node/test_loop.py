@@ -4,13 +4,15 @@ import os
 
 import pytest
 
+from engine.errors import DeviceLost
 from node.answers import Answers, Ticket
 from node.engine_report import Drain, Resume
 from node.loop import IDLE_WAIT_S, PROBE_INTERVAL_S, EngineLoop
+from node.measures import Measures
 from tests.patience import PATIENCE_S, patiently
 from wire.channel import Inbox, Link, Peer, Waker, wait
-from wire.errors import EngineFailed, Overloaded, PeerBehind, PeerLost
-from wire.generation import Finish, GenerateRequest, SamplingParams
+from wire.errors import EngineFailed, InvalidRequest, Overloaded, PeerBehind, PeerLost
+from wire.generation import Finish, GenerateRequest, SamplingParams, TokenLogprobs
 from wire.heartbeat import DEFAULT_HEARTBEAT
 from wire.ids import Epoch, RequestId
 from wire.messages import (
@@ -30,6 +32,10 @@ from wire.prefix_blocks import pack_names
 from wire.prefix_journal import PrefixJournal
 
 EPOCH = Epoch(9)
+
+
+def bug(*_):
+    raise ZeroDivisionError("a bug")
 
 
 class RecordingRole:
@@ -84,17 +90,30 @@ class RecordingRole:
         return None
 
 
+class SlowInbox(Inbox[ToEngine]):
+    """An inbox whose peers read only when a test says so."""
+
+    is_read = True
+
+    def send(self, peer, message) -> None:
+        if not self.is_read:
+            raise PeerBehind("it does not read")
+        super().send(peer, message)
+
+
 class Rig:
     """A loop, one edge worker's link and a clock that a test moves."""
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
+        self.inbox = SlowInbox("tcp://127.0.0.1:0", ToEngine)
         self.waker = Waker()
         self.journal = PrefixJournal()
         self.tiers = {"host": PrefixJournal(), "disk": PrefixJournal()}
         answers = Answers(self.inbox, EPOCH, self.journal, self.tiers)
         self.waits: list[float] = []
+        self.turns = 0
+        self.measures = Measures()
         self.role = RecordingRole(answers)
         self.drained: list[int] = []
         self.loop = EngineLoop(
@@ -103,10 +122,16 @@ class Rig:
             answers,
             self.waker,
             clock=lambda: self.now,
+            measures=self.measures,
             on_drained=self.drained.append,
             wait_s=self._wait_s,
+            turned=self._turned,
         )
         self.link: Link[FromEngine] = Link(self.inbox.address, FromEngine)
+
+    def _turned(self) -> None:
+        self.turns += 1
+        self.loop.stop()
 
     def _wait_s(self, at_most_s: float) -> float:
         self.waits.append(at_most_s)
@@ -320,6 +345,29 @@ def test_requests_with_tokens_for_an_edge_that_is_gone_are_cancelled_at_the_next
     assert [ticket.request_id for ticket in rig.role.cancelled] == ["a"]
 
 
+def test_an_edge_that_is_gone_is_counted_once(rig):
+    rig.send(start("a"))
+    rig.pass_until(lambda: rig.role.started)
+    rig.lose_edge()
+    for _ in range(10):
+        rig.now += PROBE_INTERVAL_S
+        rig.loop.run_once(0)
+    assert rig.role.cancelled
+    assert rig.measures.num_lost_edges == 1
+
+
+def test_an_edge_that_stops_reading_is_counted_once_and_hears_of_its_failure_later(rig):
+    rig.send(start("a"))
+    rig.pass_until(lambda: rig.role.started)
+    rig.inbox.is_read = False
+    for _ in range(10):
+        rig.loop.run_once(0)
+    assert rig.role.cancelled
+    assert rig.measures.num_lost_edges == 1
+    rig.inbox.is_read = True
+    assert failure(rig).error.code == PeerLost.code
+
+
 def test_requests_without_a_token_yet_are_cancelled_soon_after_their_edge_is_gone(rig):
     rig.role.is_talking = False
     rig.send(start("a"))
@@ -369,6 +417,54 @@ def test_a_bug_in_a_step_fails_its_requests_and_not_the_loop(rig):
     rig.send(start("a"))
     rig.pass_until(lambda: rig.role.started)
     assert isinstance(rig.answer(), TokenBatch)
+
+
+def test_a_lost_device_ends_the_loop_and_fails_no_request(rig):
+    """Its edge workers find the process gone, and begin the requests elsewhere."""
+    rig.send(start("a"))
+    rig.pass_until(lambda: rig.role.started)
+    rig.role.bug = DeviceLost("cuda:0: CUDA error")
+    with pytest.raises(DeviceLost):
+        rig.loop.run_once(0)
+    assert rig.role.failures == []
+
+
+def test_a_loop_tells_of_each_pass_before_it():
+    rig = Rig()
+    rig.loop.order(Resume())
+    rig.loop.run()
+    rig.close()
+    assert rig.turns == 1
+
+
+def test_a_bug_in_a_pass_outside_of_the_step_fails_its_requests_and_not_the_loop(rig):
+    rig.send(start("a"))
+    rig.pass_until(lambda: rig.role.started)
+    rig.role.load = bug
+    rig.now += PROBE_INTERVAL_S
+    rig.loop.run_once(0)
+    assert isinstance(rig.role.failures[0], EngineFailed)
+    del rig.role.load
+    rig.send(start("b"))
+    rig.pass_until(lambda: [ticket.request_id for ticket in rig.role.started] == ["a", "b"])
+
+
+def test_an_answer_that_is_too_large_for_a_message_ends_its_own_request_alone(rig):
+    rig.role.is_talking = False
+    rig.send(start("a"))
+    rig.send(start("b"))
+    rig.pass_until(lambda: len(rig.role.started) == 2)
+    large, small = rig.role.started
+    entries = [TokenLogprobs(logprob=-1.0, top=[(7, -1.0)] * 1000)] * 2000
+    rig.role.answers.prompt_logprobs(large, 1, entries, 0)
+    rig.role.answers.token(small, 0, [5], Finish(reason="length"))
+    rig.loop.run_once(0)
+    assert [ticket.request_id for ticket in rig.role.cancelled] == ["a"]
+    answers = rig.answers(2)
+    told = {type(answer): answer for answer in answers}
+    assert told[RequestFailed].request_id == "a"
+    assert told[RequestFailed].error.code == InvalidRequest.code
+    assert [delta.request_id for delta in told[TokenBatch].deltas] == ["b"]
 
 
 def test_a_stop_from_another_thread_ends_the_loop(rig):

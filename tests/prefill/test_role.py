@@ -3,7 +3,10 @@
 import pytest
 
 from tests.hand_off_rig import Pair, prompt_of
-from wire.errors import EngineFailed
+from wire.errors import EngineFailed, InvalidRequest
+from wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
+from wire.ids import RequestId
+from wire.messages import StartColocated
 
 
 @pytest.fixture
@@ -46,3 +49,44 @@ def test_a_failure_is_told_once_however_often_the_engine_fails(pair):
         pair.prefill.fail_all(EngineFailed("as the loop does"))
     assert told == ["a"]
     pair.run_until(pair.all_pages_are_back)
+
+
+def alone(name: str, num_new=1, **fields) -> StartColocated:
+    return StartColocated(
+        request=GenerateRequest(
+            request_id=RequestId(name),
+            prompt_ids=prompt_of(30),
+            sampling=SamplingParams(max_new_tokens=num_new, ignore_eos=True, seed=0),
+            **fields,
+        )
+    )
+
+
+def test_a_whole_request_of_one_token_needs_no_decode_node(pair):
+    pair.prefill.start(pair.ticket("probe"), alone("probe"))
+    pair.start("beside", prompt_of(50), max_new_tokens=4)
+    pair.run_until(lambda: pair.prefill_answers.finishes["probe"] == ["length"])
+    assert len(pair.prefill_answers.tokens["probe"]) == 1
+    pair.run_until(lambda: pair.decode_answers.finishes["beside"])
+    pair.run_until(pair.all_pages_are_back)
+    assert pair.prefill.tickets() == []
+    assert pair.prefill.load().num_transferring == 0
+
+
+@pytest.mark.parametrize("end", ["cancel", "fail"])
+def test_a_whole_request_of_one_token_can_be_ended(pair, end):
+    pair.prefill.start(pair.ticket("probe"), alone("probe"))
+    assert pair.prefill.tickets() == [pair.ticket("probe")]
+    if end == "cancel":
+        pair.prefill.cancel(pair.ticket("probe"))
+    else:
+        pair.prefill.fail_all(EngineFailed("as the loop does"))
+        assert pair.prefill_answers.errors["probe"]
+    assert pair.prefill.tickets() == []
+    pair.run_until(pair.all_pages_are_back)
+
+
+@pytest.mark.parametrize("fields", [{"num_new": 2}, {"logprobs": LogprobsWanted(num_top=1)}])
+def test_no_other_whole_request_is_taken(pair, fields):
+    with pytest.raises(InvalidRequest, match="may have one token here"):
+        pair.prefill.start(pair.ticket("a"), alone("a", **fields))

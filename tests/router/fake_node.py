@@ -165,6 +165,7 @@ class FakeNode:
         self.role, self.fingerprint, self._extra = role, fingerprint, info
         self._tokenizer_files = tokenizer_files or {}
         self.num_tokenizer_fetches = 0
+        self.keys_shown: set[str] = set()
         self.engine = FakeEngine()
         self.url = ""
 
@@ -189,11 +190,18 @@ class FakeNode:
         """Say this of itself from here on."""
         self._extra |= fields
 
+    def now_has(self, tokenizer_files, model) -> None:
+        """Serve another model, in another life."""
+        self._tokenizer_files = tokenizer_files
+        self.restart_engine()
+        self.now_says(model=model)
+
     def restart_engine(self) -> None:
         self.engine.close()
         self.engine = FakeEngine()
 
-    async def _server_info(self, _request) -> web.Response:
+    async def _server_info(self, request) -> web.Response:
+        self.keys_shown.add(request.headers.get("Authorization", ""))
         if self.raw_info:
             return web.Response(body=self.raw_info)
         if self.refusal:

@@ -22,6 +22,7 @@ from wire.errors import (
     Overloaded,
     PeerDraining,
     PeerLost,
+    TandemError,
 )
 from wire.generation import LogprobsWanted, Phase
 from wire.messages import Cancel, FlushCache, NodeLoad, Pong, StartDecode, StartPrefill
@@ -184,6 +185,57 @@ async def test_a_prefill_that_fails_is_replayed_on_another():
         decode.engine.say(start_decode, 0, [10, 11], "stop")
         assert await reader.result() == ([10, 11], "stop")
         assert 'replays_total{error="engine_failed"} 1.0' in setup.backend.metrics()
+
+
+async def serve(setup, reader, attempt=0):
+    prefill, start_prefill, decode, start_decode = await setup.pair_of(attempt)
+    prefill.engine.say(start_prefill, 0, [10], "handed_off")
+    decode.engine.say(start_decode, 0, [10, 11], "stop")
+    assert await reader.result() == ([10, 11], "stop")
+    return prefill
+
+
+async def test_a_node_that_fails_requests_in_a_row_is_chosen_no_more_while_another_serves():
+    """It fails them at once, and so has less to do than any other."""
+    async with cluster(num_prefills=2) as setup:
+        broken, served_by = setup.prefills[0], []
+        failing = next(node for node in setup.backend._cluster.prefills if node.url == broken.url)
+        while not failing.is_aside:
+            async with reading(setup) as reader:
+                await until(lambda: any(not n.engine.is_idle() for n in setup.prefills))
+                if broken.engine.is_idle():
+                    await serve(setup, reader)
+                    continue
+                _, start_prefill, decode, _ = await setup.pair_of()
+                broken.engine.fail(start_prefill, EngineFailed("bad luck"))
+                await decode.engine.next(Cancel)
+                await serve(setup, reader, attempt=1)
+        assert failing.standing.num_failed == 3
+        for _ in range(6):
+            async with reading(setup) as reader:
+                served_by.append(await serve(setup, reader))
+        assert broken not in served_by
+        assert f"prefill {broken.url} is put aside" in setup.backend.health().detail
+
+
+async def test_the_last_node_that_fails_is_still_asked_and_its_error_is_told():
+    async with cluster(max_attempts=1) as setup:
+        for _ in range(5):
+            async with asyncio.TaskGroup() as tasks:
+                asked = tasks.create_task(raised(setup.backend))
+                prefill, start_prefill, decode, _ = await setup.pair_of()
+                prefill.engine.fail(start_prefill, EngineFailed("bad luck"))
+                await decode.engine.next(Cancel)
+            assert "bad luck" in asked.result().message
+        async with reading(setup) as reader:
+            await serve(setup, reader)  # well again
+        assert not setup.backend._cluster.prefills[0].is_aside
+
+
+async def raised(backend) -> TandemError:
+    with pytest.raises(TandemError) as raised:
+        await read(backend)
+    return raised.value
 
 
 @pytest.mark.parametrize("num_decodes", [1, 2])

@@ -1,3 +1,6 @@
+import asyncio
+import gc
+import weakref
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -5,24 +8,27 @@ import pytest
 import structlog
 import tokenizers
 
-from frontend.options import TlsFiles
+from frontend.options import HttpOptions, TlsFiles
 from frontend.tls import server_context
 from frontend.tokenizer_files import tokenizer_hash
 from router.cluster import Cluster
 from router.config import PrefillTarget, RouterConfig
 from router.membership import Said
-from router.membership_files import MemberFiles
+from router.membership_files import MemberFiles, new_member_files
 from router.node_http import INFO_TIMEOUT_S
 from router.node_watch import FIRST_ANSWER_TIMEOUT_S, LAST_RETRY_S
 from tests.certificates import make_certificates
 from tests.router.fake_node import FakeNode, request, until
 from tests.router.test_backend import cluster, reading, watched
 from wire.errors import ConfigInvalid
+from wire.generation import SamplingDefaults
+from wire.keys import operator_key, reader_key
 from wire.node_info import ModelInfo
 
 
-def tokenizer_files() -> dict[str, str]:
-    model = tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
+def tokenizer_files(*words: str) -> dict[str, str]:
+    vocabulary = {word: number for number, word in enumerate(words or ("a", "b"))}
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="a")
     return {"tokenizer.json": tokenizers.Tokenizer(model).to_str()}
 
 
@@ -146,6 +152,26 @@ async def test_a_node_whose_lease_ran_out_while_it_was_away_is_forgotten(tmp_pat
         assert files.read() == {}
 
 
+async def test_tokenizers_of_models_that_no_node_has_any_more_are_let_go():
+    files = [tokenizer_files("a", "b"), tokenizer_files("b", "a")]
+    models = [
+        model_info(fingerprint=f"model-{number}", tokenizer_hash=tokenizer_hash(each))
+        for number, each in enumerate(files)
+    ]
+    prefill, decode = (
+        FakeNode(role, tokenizer_files=files[0], model=models[0]) for role in ("prefill", "decode")
+    )
+    async with prefill.serving(), decode.serving(), watched([prefill], [decode]) as backend:
+        await until(lambda: backend.health().is_serving)
+        held = weakref.ref(backend.model().tokenizer)
+        for each in (prefill, decode):
+            each.now_has(files[1], models[1])
+        await until(lambda: backend.health().is_serving and backend.model().tokenizer is not held())
+        assert backend.model().tokenizer.encode("b") == [0]
+        gc.collect()
+        assert held() is None
+
+
 async def test_a_tokenizer_is_fetched_once_for_all_nodes_that_have_it():
     files = tokenizer_files()
     model = model_info(tokenizer_hash=tokenizer_hash(files))
@@ -154,6 +180,17 @@ async def test_a_tokenizer_is_fetched_once_for_all_nodes_that_have_it():
     async with cluster(prefills=prefills, decodes=decodes) as setup:
         assert setup.backend.model().tokenizer.encode("b") == [1]
         assert sum(node.num_tokenizer_fetches for node in prefills + decodes) == 1
+
+
+@pytest.mark.parametrize("taken", ["auto", "none"])
+async def test_sampling_defaults_are_those_of_the_nodes_unless_the_router_takes_none(taken):
+    told = SamplingDefaults(temperature=0.25, top_k=7)
+    nodes = [
+        FakeNode(role, model=model_info(default_sampling=told)) for role in ("prefill", "decode")
+    ]
+    async with cluster(prefills=nodes[:1], decodes=nodes[1:], generation_config=taken) as setup:
+        expected = told if taken == "auto" else SamplingDefaults()
+        assert setup.backend.model().default_sampling == expected
 
 
 @pytest.mark.parametrize(
@@ -247,3 +284,23 @@ async def test_a_node_of_another_rhythm_is_named_and_used():
             assert [(e["url"], e["node_ms"], e["router_ms"]) for e in named] == [
                 (decodes[1].url, 5000.0, 500.0)
             ]
+
+
+@pytest.mark.parametrize("secret", ["", "of the cluster"])
+async def test_a_node_is_shown_no_key_of_a_client_and_not_the_operators(secret):
+    config = RouterConfig(
+        prefills=(),
+        decodes=(),
+        takes_announced=True,
+        http=HttpOptions(api_keys=("client",)),
+        cluster_secret=secret,
+    )
+    with new_member_files() as files:
+        made = Cluster(config, files)
+        async with FakeNode("decode").serving() as node, asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(made.run())
+            made.say(Said(url=node.url, role="decode"))
+            await until(lambda: node.keys_shown)
+            running.cancel()
+    operator = operator_key(secret)
+    assert node.keys_shown == {f"Bearer {reader_key(operator)}" if secret else ""}

@@ -1,10 +1,12 @@
 """Who is given a connection, with doors and clients of one process."""
 
 import asyncio
+import math
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from aiohttp import web
+from structlog.testing import capture_logs
 
 from frontend import server
 from frontend.app import create_app
@@ -67,6 +69,7 @@ class Workers:
         self.pool, self._address = pool, sock.getsockname()
         self.now = 0.0
         self.tls: TlsFiles | None = None
+        self.stall_timeout_s = 60.0
         self.doorman = Doorman(sock, pool, clock=lambda: self.now)
         self._writers = []
 
@@ -86,7 +89,9 @@ class Workers:
         async def answer(_request: web.Request) -> web.Response:
             return web.Response(text=str(index))
 
-        app = create_app(FakeBackend(None), FrontendOptions(http=HttpOptions(tls=self.tls)))
+        http = HttpOptions(tls=self.tls)
+        options = FrontendOptions(http=http, stall_timeout_s=self.stall_timeout_s)
+        app = create_app(FakeBackend(None), options)
         app.router.add_get("/", answer)
         return app
 
@@ -194,3 +199,15 @@ async def test_a_client_that_never_says_hello_does_not_hold_up_the_end(
             reader, _ = await workers.connect()
             await until(lambda: workers.pool.row(0).num_connections == 1)
         assert await reader.read() == b""
+
+
+async def test_a_connection_that_cannot_be_served_is_closed_and_its_worker_goes_on(workers):
+    workers.stall_timeout_s = math.nan  # which no socket takes, and which is no OSError
+    with capture_logs() as logs:
+        async with asyncio.timeout(PATIENCE_S), workers.working(0):
+            for number in (1, 2):
+                reader, _ = await workers.connect()
+                assert await reader.read() == b""
+                await until(lambda: workers.pool.row(0).num_closed == number)  # noqa: B023
+            assert workers.pool.row(0).is_open
+    assert [log["event"] for log in logs] == ["edge_worker.connection_failed"] * 2

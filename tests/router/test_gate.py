@@ -135,6 +135,7 @@ async def test_a_client_that_goes_away_leaves_the_line_at_once():
         gone.cancel()
         await settled()
         assert rig.counted("tandem_router_queued_requests ") == 1
+        assert rig.counted('tandem_router_requests_total{outcome="cancelled"}') == 1
         await rig.leave("a")
         assert rig.inside == ["c"]
 
@@ -178,7 +179,7 @@ async def test_a_full_line_refuses_with_when_to_come_back():
         rig.now += 3
         with pytest.raises(Overloaded) as refused:
             await rig.visit("c")
-        assert refused.value.retry_after_s == 6
+        assert refused.value.retry_after_s == 3
         assert rig.counted('tandem_router_refused_total{reason="overloaded"}') == 1
 
 
@@ -216,6 +217,23 @@ async def test_a_wait_has_an_end_for_clients_that_name_none():
         await send(rig, "a")
         with pytest.raises(Overloaded):
             await rig.visit("b")
+
+
+async def test_a_lone_request_that_waited_in_vain_does_not_keep_others_out():
+    rig = Rig(limits=Limits(max_wait_s=0.01))
+    async with visitors() as send:
+        await send(rig, "a")
+        waits = asyncio.ensure_future(rig.visit("b"))
+        await settled()
+        rig.now += 60.0
+        with pytest.raises(Overloaded):
+            await waits
+        later = asyncio.ensure_future(rig.visit("c"))
+        await settled()
+        await rig.leave("a")
+        assert rig.inside == ["c"]
+        await rig.leave("c")
+        await later
 
 
 async def test_a_request_that_waits_is_ended_by_its_id():

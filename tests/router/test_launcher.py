@@ -23,7 +23,10 @@ NOWHERE = ("--prefill", "http://127.0.0.1:1", "8998", "--decode", "http://127.0.
 
 async def start(*flags: str, env=None) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "router", *flags), cwd=ROOT, stderr=asyncio.subprocess.PIPE, env=env
+        *(sys.executable, "-P", "-m", "router", *flags),
+        cwd=ROOT,
+        stderr=asyncio.subprocess.PIPE,
+        env=env,
     )
 
 

@@ -10,7 +10,7 @@ STEPS = st.lists(st.one_of(KINDS, st.integers(0, 50), st.none()), max_size=60)
 
 
 def waiting(client="a", priority=0, num_tokens=1) -> Waiting:
-    return Waiting(client, priority, num_tokens, expires=100.0)
+    return Waiting(client, priority, num_tokens, arrived=0.0, expires=100.0)
 
 
 def line_of(*clients) -> Line:
@@ -61,19 +61,6 @@ def test_the_highest_priority_goes_first_and_a_clients_own_keep_their_order(step
         assert len(line) == len(inside)
         assert set(line) == set(inside)
         assert line.num_tokens == sum(each.num_tokens for each in inside)
-
-
-@given(st.lists(KINDS, max_size=30), KINDS)
-def test_how_many_go_before_a_newcomer_is_known_to_a_turn(there, newcomer):
-    line = Line()
-    for kind in there:
-        line.add(waiting(*kind))
-    client, priority = newcomer
-    told = line.num_before(priority, client)
-    last = waiting(client, priority)
-    line.add(last)
-    order = list(iter(line.take, None))
-    assert told - len(CLIENTS) < order.index(last) <= told
 
 
 @given(st.lists(KINDS, min_size=1, max_size=30), KINDS)

@@ -116,6 +116,15 @@ async def test_only_who_bears_the_operators_key_changes_a_cluster_that_has_a_sec
                 assert response.status == expected
 
 
+async def test_who_has_an_api_key_cannot_have_a_node_of_its_own_used():
+    async with serving(api_keys=("client",)) as client:
+        headers = {"Authorization": "Bearer client"}
+        async with client.post("/nodes", json={"url": URL}, headers=headers) as response:
+            assert response.status == 403
+        async with client.get("/nodes", headers=headers) as response:
+            assert (await response.json())["nodes"] == []
+
+
 async def test_how_many_may_be_announced_is_bounded(monkeypatch):
     monkeypatch.setattr("router.nodes_api.MAX_SAID", 2)
     async with serving() as client:

@@ -1,3 +1,4 @@
+import dataclasses
 import random
 from collections import deque
 
@@ -80,6 +81,14 @@ def test_an_idle_while_does_not_make_a_prefill_slow():
     for step in range(10, 60):
         pace.observe(1000, float(step), is_busy=False)
     assert pace.per_s == 100
+
+
+def test_prefills_that_are_gone_are_forgotten():
+    places = Places()
+    for number in range(100):
+        prefill = dataclasses.replace(node("prefill"), url=f"http://10.0.0.{number}:1")
+        places.count([prefill], [node()], float(number))
+    assert len(places._paces) == 1
 
 
 def test_a_prefill_of_another_life_counts_anew():

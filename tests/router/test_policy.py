@@ -45,6 +45,7 @@ def nodes(draw, role):
             fingerprint=draw(st.sampled_from(["a", "b"])),
             load=draw(loads),
             fresh_tokens=draw(st.integers(0, 1000)),
+            is_aside=draw(st.booleans()),
             zone=draw(st.sampled_from(["", "east", "west"])),
         )
         for i in range(draw(st.integers(1, 5)))
@@ -92,7 +93,8 @@ def chosen(name, prefills, decodes, asked=TEN_TOKENS, turn=0, seed=0, **kwargs) 
 
 
 def candidates(nodes_of_role, fingerprint):
-    return [n for n in nodes_of_role if n.is_up and n.fingerprint == fingerprint]
+    usable = [n for n in nodes_of_role if n.is_up and n.fingerprint == fingerprint]
+    return [n for n in usable if not n.is_aside] or usable
 
 
 @given(
@@ -102,7 +104,7 @@ def candidates(nodes_of_role, fingerprint):
     st.integers(0, 1000),
     st.sets(st.sampled_from(["http://prefill-0", "http://decode-1"])),
 )
-def test_a_choice_is_up_of_the_model_and_not_avoided_where_there_is_another(
+def test_a_choice_is_up_of_the_model_and_neither_aside_nor_avoided_where_there_is_another(
     snapshot, policy, asked, turn, avoid
 ):
     rng = random.Random(turn)

@@ -78,6 +78,18 @@ async def test_a_request_is_aborted_whichever_worker_is_asked(workers):
         assert (await response.json())["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+async def test_an_operator_ends_all_requests_whichever_worker_is_asked(workers):
+    _, (asked, running) = workers
+    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 100}}
+    running.backend.script = lambda _: [[7], asyncio.Event()]
+    generating = asyncio.ensure_future(running.client.post("/generate", json=body))
+    await until(lambda: "1 running" in repr(running.app[EDGE]))
+    async with asked.client.post("/abort_request", json={"abort_all": True}) as response:
+        assert await response.json() == {"aborted": True, "silent_workers": [2, 3]}
+    async with await generating as response:
+        assert response.status == 200
+
+
 async def test_workers_that_are_dead_or_stopped_are_named_and_hold_nothing_up(workers, monkeypatch):
     pool, (asked, _) = workers
     # Worker 2 listens and never answers, as one that was stopped does; worker 3 is not there.

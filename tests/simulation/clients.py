@@ -211,7 +211,4 @@ class Client:
 
     def _is_crowded(self, waited_s: float) -> bool:
         gate, limits = self.router.backend._gate, self.router.world.plan.admission.limits
-        is_full = len(gate._admission) >= limits.max_requests
-        # With a deadline, the time to the first token counts too.
-        expected_s = gate._admission.wait_s(0, "") + (self.request.deadline_s or 0.0)
-        return is_full or waited_s >= limits.max_wait_s or expected_s > 0
+        return len(gate._admission) >= limits.max_requests or waited_s >= limits.max_wait_s

@@ -1,5 +1,7 @@
 """Protocols that are wrong, each in one place: what the explorers must catch."""
 
+from dataclasses import replace
+
 from kvtransfer.session import (
     RECEIVER,
     SENDER,
@@ -8,6 +10,7 @@ from kvtransfer.session import (
     LandedArrived,
     LinkLost,
     ReceiverState,
+    ReleasedArrived,
     SenderState,
     Step,
     TimedOut,
@@ -46,8 +49,14 @@ MUTANTS = {
     "decode does not fence a link lost after Withdraw": receiver(
         _R.WITHDRAWN, LinkLost, _R.CLOSED, _A.REVOKE, _A.TELL_SAFE
     ),
-    "decode waits for ever after a Landed that crossed": receiver(
-        _R.WITHDRAWN, LandedArrived, _R.WITHDRAWN
+    # The first is wrong beside a prefill that passes over the Withdraw of a room that is over: as of now a
+    # second last word ends such a room.
+    "decode waits for ever after a Landed that crossed": replace(
+        receiver(_R.WITHDRAWN, LandedArrived, _R.WITHDRAWN),
+        habits=frozenset({"pass over the Withdraw of an unknown room"}),
+    ),
+    "decode waits for ever after a Released that crossed": receiver(
+        _R.WITHDRAWN, ReleasedArrived, _R.WITHDRAWN
     ),
     "prefill answers a Withdraw under its own writes": sender(
         _S.PUSHING, WithdrawArrived, _S.RELEASED, _A.SEND_RELEASED, _A.TELL_RELEASED
@@ -68,6 +77,7 @@ MUTANTS = {
         "say Landed before the writes are done"
     ),
     "prefill says it stopped while a write goes on": habit("stop without waiting for the write"),
+    "prefill releases after a write that broke": habit("release after a write that broke"),
     "prefill answers a second grant with Released": habit("release a second grant"),
     "a fence is called done when it begins": habit("call a fence done when it begins"),
 }

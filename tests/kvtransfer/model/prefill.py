@@ -114,6 +114,8 @@ class Prefill(Record):
             self._take_grant(world, number, message)
         elif (entry := self.rooms.get(message[1])) is not None and entry.link == number:
             self.apply(world, message[1], WithdrawArrived)
+        elif "pass over the Withdraw of an unknown room" not in world.rules.habits:
+            world.say_to_decode(number, ("released", message[1]))
 
     def _take_grant(self, world, number, message):
         _, room, pages = message
@@ -239,8 +241,11 @@ class Prefill(Record):
         """The write under way fails: it was hung up on, or refused (then none of it is under way)."""
         worker = self.workers[number]
         room, _ = worker.running
+        is_refused = event is WriteFailed
+        if "release after a write that broke" in world.rules.habits:
+            event = WriteFailed
         self.posts.append(("break", number, None) if event is None else ("apply", room, event))
-        if event is WriteFailed or not world.plan.is_one_sided:
+        if is_refused or not world.plan.is_one_sided:
             world.flying = [piece for piece in world.flying if piece[:2] != (number, room)]
         self._settle(worker)
 

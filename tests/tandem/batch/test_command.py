@@ -25,7 +25,7 @@ async def line_with(process: asyncio.subprocess.Process, words: bytes) -> bytes:
 
 async def start(*argv: str, limit: str = "") -> asyncio.subprocess.Process:
     pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
-    command = [sys.executable, "-m", "tandem", "batch", *argv]
+    command = [sys.executable, "-P", "-m", "tandem", "batch", *argv]
     if limit:
         command = ["bash", "-c", f'ulimit -f {limit}; exec "$@"', "bash", *command]
     return await asyncio.create_subprocess_exec(*command, cwd=ROOT, **pipes)

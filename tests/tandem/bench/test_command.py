@@ -29,7 +29,7 @@ GUARD_S = 600  # against one that hangs; what is well takes seconds
 
 async def start(*argv: str, env: dict[str, str] | None = None) -> asyncio.subprocess.Process:
     pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
-    command = (sys.executable, "-m", "tandem", "bench", *argv)
+    command = (sys.executable, "-P", "-m", "tandem", "bench", *argv)
     return await asyncio.create_subprocess_exec(
         *command, cwd=ROOT, env=os.environ | (env or {}), **pipes
     )

@@ -152,11 +152,6 @@ def test_a_pool_below_the_context_is_warned_of():
     assert "--max-total-tokens 8192" in found(facts, "context").advice
 
 
-def test_a_model_that_cannot_be_loaded_fails_with_the_loaders_sentence():
-    finding = found(replace(GOOD, model=Model("m", problem="no model at /m")), "m")
-    assert (finding.status, finding.found) == ("failed", "no model at /m")
-
-
 def test_locked_memory_matters_where_rdma_has_to_lock_the_pool():
     short = replace(GOOD, limits=Limits(locked_bytes=8 << 20, open_files=None))
     assert found(short, "locked memory").status == "warning"

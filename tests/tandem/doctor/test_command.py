@@ -57,7 +57,7 @@ lying = tandem_strangers:Lying
 
 def start(*argv: str, **env: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "tandem", "doctor", *argv],
+        [sys.executable, "-P", "-m", "tandem", "doctor", *argv],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -3,11 +3,13 @@
 import json
 import shutil
 
+import pytest
 from safetensors.torch import load_file
 
 from engine.config import EngineConfig
 from engine.model import load_model, model_needs
 from tandem.doctor.fit import model_facts
+from wire.errors import ConfigInvalid
 
 # 3 layers of 2 KV heads of 16 elements of float32, K and V.
 TOKEN_BYTES = 3 * 2 * 16 * 4 * 2
@@ -21,7 +23,7 @@ def test_the_numbers_are_those_of_the_loaded_model(tiny_model, tmp_path):
     stored = load_file(directory / "model.safetensors").values()
     assert needs.weight_bytes == sum(each.numel() * each.itemsize for each in stored)
     facts = model_facts(settings, tmp_path)
-    assert (facts.problem, facts.name, facts.dtype) == ("", directory.name, "float32")
+    assert (facts.name, facts.dtype) == (directory.name, "float32")
     assert (facts.kv_bytes_per_token, facts.num_tokens) == (TOKEN_BYTES, 4096)
     assert facts.pool_bytes == 4096 * TOKEN_BYTES
 
@@ -37,25 +39,34 @@ def test_ranks_share_the_pool(tiny_model, tmp_path):
     settings = EngineConfig(model_dir=str(tiny_model("llama")), tp_size=2, max_total_tokens=160)
     facts = model_facts(settings, tmp_path)
     assert (facts.pool_bytes, facts.kv_bytes_per_token) == (160 * TOKEN_BYTES, TOKEN_BYTES)
-    odd = model_facts(EngineConfig(model_dir=str(tiny_model("llama")), tp_size=3), tmp_path)
-    assert "--tp 3 cannot share" in odd.problem
+    with pytest.raises(ConfigInvalid, match="--tp 3 cannot share"):
+        model_facts(EngineConfig(model_dir=str(tiny_model("llama")), tp_size=3), tmp_path)
 
 
-def test_the_weights_of_a_quantised_model_are_as_large_as_its_files(tiny_model, tmp_path):
-    directory = tiny_model("llama")
+def test_weights_that_stay_quantised_are_as_large_as_their_files(tiny_model, tmp_path):
+    directory = shutil.copytree(tiny_model("llama"), tmp_path / "model")
     config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    settings = EngineConfig(model_dir=str(tmp_path), load_format="dummy")
-    assert model_needs(settings).weight_bytes == 1000
+    config["quantization_config"] = {"quant_method": "bitnet"}
+    (directory / "config.json").write_text(json.dumps(config))
+    size = (directory / "model.safetensors").stat().st_size
+    (directory / "other.safetensors").write_bytes(bytes(1000))
+    assert model_needs(EngineConfig(model_dir=str(directory))).weight_bytes == size
 
 
-def test_what_cannot_be_served_is_told_and_not_raised(tmp_path):
-    absent = model_facts(EngineConfig(model_dir=str(tmp_path / "absent")), tmp_path)
-    assert "models are not downloaded" in absent.problem
-    (tmp_path / "config.json").write_text("{}")
-    assert (
-        "cannot load the model"
-        in model_facts(EngineConfig(model_dir=str(tmp_path)), tmp_path).problem
-    )
+def test_a_model_that_no_node_could_serve_is_refused_as_a_node_would(tiny_model, tmp_path):
+    def refusal(path) -> str:
+        with pytest.raises(ConfigInvalid) as raised:
+            model_facts(EngineConfig(model_dir=str(path)), tmp_path)
+        return raised.value.message
+
+    assert "models are not downloaded" in refusal(tmp_path / "absent")
+    directory = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    (directory / "tokenizer.json").write_text("{}")
+    assert "tokenizer.json cannot be used" in refusal(directory)
+    (directory / "tokenizer.json").unlink()
+    with (directory / "model.safetensors").open("r+b") as file:
+        file.truncate(file.seek(0, 2) - 1)
+    assert "not copied whole" in refusal(directory)
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").unlink()
+    assert "cannot load the model" in refusal(directory)

@@ -39,7 +39,7 @@ def test_a_topic_like_no_other_is_answered_with_how_to_list_them(capsys):
 
 def test_on_a_terminal_a_topic_is_set_and_given_to_the_pager():
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "tandem", "docs", "membership#dns"]
+    command = [sys.executable, "-P", "-m", "tandem", "docs", "membership#dns"]
     env = os.environ | {"PAGER": "sed s/^/paged:/", "TERM": "xterm", "COLUMNS": "70"}
     with subprocess.Popen(command, stdout=theirs, stdin=theirs, env=env) as process:
         os.close(theirs)
@@ -65,7 +65,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-m", "tandem", "docs", "cli"],
+        [sys.executable, "-P", "-m", "tandem", "docs", "cli"],
         stdout=write,
         stderr=subprocess.PIPE,
         check=False,
@@ -85,7 +85,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
 def test_a_node_that_refuses_to_start_ends_with_where_to_read_on(argv, topic):
     env = {name: value for name, value in os.environ.items() if name != "TANDEM_CLUSTER_KEY"}
     done = subprocess.run(
-        [sys.executable, "-m", "tandem", *argv],
+        [sys.executable, "-P", "-m", "tandem", *argv],
         capture_output=True,
         check=False,
         text=True,

@@ -18,7 +18,7 @@ from wire.errors import ConfigInvalid
 
 
 def profile(*flags):
-    command = [sys.executable, "-m", "tandem", "profile", *map(str, flags)]
+    command = [sys.executable, "-P", "-m", "tandem", "profile", *map(str, flags)]
     return subprocess.run(command, check=False, capture_output=True, text=True)
 
 

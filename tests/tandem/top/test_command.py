@@ -17,7 +17,7 @@ NUM_TRIES = 5
 
 def top(*argv: str) -> subprocess.CompletedProcess:
     """Run it, again where the machine stood still for longer than it waits for an answer."""
-    command = [sys.executable, "-m", "tandem", "top", *argv]
+    command = [sys.executable, "-P", "-m", "tandem", "top", *argv]
     for _ in range(NUM_TRIES):
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
@@ -48,7 +48,7 @@ def test_a_router_that_is_not_there_is_an_error_at_once_and_waited_for_otherwise
     away = top(stage.url, "--once")
     assert away.returncode == 1
     assert "cannot be reached (Connection refused): is it the router's URL" in away.stderr
-    command = [sys.executable, "-u", "-m", "tandem", "top", stage.url, "--interval", "0.1"]
+    command = [sys.executable, "-u", "-P", "-m", "tandem", "top", stage.url, "--interval", "0.1"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "COLUMNS": "200"},

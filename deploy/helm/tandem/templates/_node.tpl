@@ -38,7 +38,7 @@
 {{- if $values.auth.insecure }}
 - --insecure
 {{- end }}
-{{- if include "tandem.apiKeysEntry" $root }}
+{{- if and (include "tandem.apiKeysEntry" $root) (not $values.auth.insecure) }}
 - --api-key-file=/etc/tandem/keys/api-keys
 {{- end }}
 {{- range concat $values.nodes.args $node.args }}

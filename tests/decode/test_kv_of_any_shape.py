@@ -1,0 +1,65 @@
+"""Models whose layers keep more than equal K and V: what a pair generates is what one engine does."""
+
+import pytest
+
+from engine.core import Engine
+from tests.architectures import cases, make_model
+from tests.hand_off_rig import Pair, prompt_of
+from wire.generation import GenerateRequest
+
+# Sinks with windows; latents; heads of two sizes and layers that read another's K and V; chunks with
+# positions of their own; V smaller than K, and other numbers of heads by layer.
+KINDS = (
+    "gpt_oss",
+    "deepseek_v3",
+    "gemma4_text, shared KV",
+    "llama4_text, temperature tuning",
+    "mimo_v2_flash",
+)
+LENGTHS = (5, 37, 70)
+
+
+@pytest.fixture(scope="module")
+def directory_of(tmp_path_factory):
+    """Return a function that makes (once) the directory of a tiny model of a kind."""
+    made = {}
+
+    def get(kind: str):
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp("model")
+            (case,) = (case for case in cases() if case.name == kind)
+            make_model(case, made[kind])
+        return made[kind]
+
+    return get
+
+
+def expected(engine: Engine, requests: list[GenerateRequest]) -> dict[str, list[int]]:
+    for request in requests:
+        engine.submit(request)
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    while engine.has_work:
+        for token in engine.step().tokens:
+            tokens[token.request.request.request_id].append(token.token)
+    return tokens
+
+
+@pytest.mark.parametrize("decode_page", [8, 4])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pair_generates_what_one_engine_does(directory_of, kind, transport, decode_page):
+    pair = Pair(directory_of(kind), transport, decode_page)
+    try:
+        for turn in ("first", "from the cache"):
+            names = [f"{turn} {length}" for length in LENGTHS]
+            requests = [
+                pair.start(name, prompt_of(length), max_new_tokens=8)
+                for name, length in zip(names, LENGTHS, strict=True)
+            ]
+            pair.run_until(lambda: all(pair.decode_answers.finishes[name] for name in names))  # noqa: B023
+            pair.run_until(pair.all_pages_are_back)
+            answers = {name: pair.decode_answers.tokens[name] for name in names}
+            assert answers == expected(pair.colocated, requests)
+        assert not pair.receiver.statistics().num_corrupted
+    finally:
+        pair.close()

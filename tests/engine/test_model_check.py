@@ -1,0 +1,100 @@
+"""A model that computes anything else than transformers is refused at its start."""
+
+import json
+import shutil
+
+import pytest
+from structlog.testing import capture_logs
+from transformers import AutoModelForCausalLM
+
+from engine import model as loading
+from engine.attention import AttentionNotServed
+from engine.attention_torch import TorchAttention
+from engine.config import EngineConfig
+from engine.model import load_model, model_needs
+from engine.model_check import Sequences, check_weights, plain_logits
+from wire.errors import ConfigInvalid
+
+
+def config(path, **settings) -> EngineConfig:
+    return EngineConfig(model_dir=str(path), dtype="float32", **settings)
+
+
+def checks(path, **settings) -> list[str]:
+    """Load a model; return what it was checked with."""
+    with capture_logs() as lines:
+        load_model(config(path, **settings))
+    return [line["what"] for line in lines if line["event"] == "engine.model_checked"]
+
+
+def test_a_small_model_is_checked_with_its_own_weights(tiny_model):
+    assert checks(tiny_model("llama")) == ["its own weights"]
+
+
+def test_the_figure_and_its_cost_are_logged(tiny_model):
+    with capture_logs() as lines:
+        load_model(config(tiny_model("llama")))
+    (line,) = (line for line in lines if line["event"] == "engine.model_checked")
+    assert line["difference"] < line["tolerance"]
+    assert line["duration_s"] >= 0
+
+
+def test_a_window_that_is_longer_than_the_prompt_is_checked_with_a_copy(tiny_model, tmp_path):
+    path = tmp_path / "model"
+    shutil.copytree(tiny_model("mistral"), path)
+    facts = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(facts | {"sliding_window": 200}))
+    assert checks(path) == ["its own weights", "a small copy"]
+
+
+def test_sixteen_bits_are_checked_with_a_float32_copy_too(tiny_model):
+    with capture_logs() as lines:
+        load_model(EngineConfig(model_dir=str(tiny_model("llama")), dtype="bfloat16"))
+    assert "a small copy" in [line.get("what") for line in lines]
+
+
+def test_a_large_model_is_checked_before_its_weights_are_read(tiny_model, monkeypatch):
+    monkeypatch.setattr(loading, "_LARGE_BYTES", 0)
+    monkeypatch.setattr("engine.model_check._AFFORDABLE", {"cpu": 0, "16-bit cpu": 0})
+    assert checks(tiny_model("qwen3")) == ["a small copy"]
+
+
+def test_the_check_can_be_left_out_with_a_warning(tiny_model):
+    with capture_logs() as lines:
+        load_model(config(tiny_model("llama"), skips_model_check=True))
+    assert [line["log_level"] for line in lines if "unchecked" in line["event"]] == ["warning"]
+    assert not [line for line in lines if line["event"] == "engine.model_checked"]
+
+
+@pytest.mark.parametrize("change", [0.5, float("nan")])
+def test_logits_that_differ_refuse_the_model_with_the_figure(tiny_model, change):
+    model, shape = load_model(config(tiny_model("llama")))
+    sequences = Sequences.of(shape.vocab_size, 16, None, None)
+    module = AutoModelForCausalLM.from_pretrained(tiny_model("llama")).eval()
+    expected = plain_logits(module, sequences).clone()
+    check_weights(model, shape, TorchAttention(), sequences, expected)
+    expected[1, 20] += change
+    with pytest.raises(AttentionNotServed, match="standard deviation"):
+        check_weights(model, shape, TorchAttention(), sequences, expected)
+
+
+def test_one_weight_that_fusing_gets_wrong_refuses_the_model(tiny_model, monkeypatch):
+    def spoil(module, _called):
+        module.get_decoder().layers[1].self_attn.o_proj.weight[0] += 1
+
+    monkeypatch.setattr(loading, "fuse", spoil)
+    with pytest.raises(ConfigInvalid, match="'llama' are not served: with its own weights"):
+        load_model(config(tiny_model("llama")))
+
+
+def test_what_a_model_takes_is_known_without_weights_and_refused_as_at_the_start(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "codegen"}))
+    with pytest.raises(ConfigInvalid, match="attention interface"):
+        model_needs(config(tmp_path))
+
+
+def test_sequences_are_longer_than_a_page_and_a_short_window():
+    assert Sequences.of(320, 16, None, None).num_tokens == 25
+    assert Sequences.of(320, 16, 24, None).leave(24)
+    assert not Sequences.of(320, 16, 4096, None).leave(4096)
+    assert Sequences.of(320, 16, 24, 20).num_tokens == 20

@@ -1,0 +1,115 @@
+"""What a model asks of attention: understood, or refused by name before anything is served."""
+
+import pytest
+import torch
+from torch import nn
+
+from engine.attention import NAME, AttentionNotServed, PagedPast, paged_attention, register
+from engine.observation import observe
+from engine.paged_model import PagedModel
+from tests.architectures import cases
+from wire.hand_off import LayerKV
+
+
+def observed(name: str):
+    from transformers import AutoModelForCausalLM
+
+    register()
+    (case,) = (case for case in cases() if case.name == name)
+    config = case.config()
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=NAME)
+    return observe(module.eval(), config.get_text_config())
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("codegen", "does not go through transformers' attention interface"),
+        ("diffllama", "attends twice"),
+        ("doge", "attention mask of its own"),
+        ("roberta", "looks at later tokens"),
+        ("deepseek_v32", "layers of kind 'indexed_attention'"),
+        ("qwen3_next", "layers of kind 'linear_attention'"),
+    ],
+)
+def test_a_model_that_asks_for_more_than_pages_hold_is_refused_with_the_reason(name, reason):
+    with pytest.raises(AttentionNotServed, match=reason):
+        observed(name)
+
+
+def test_layers_that_are_alike_keep_their_heads():
+    found = observed("llama")
+    assert set(found.layers) == {LayerKV(2, 32, 32)}
+    assert not found.features
+    assert not found.sources
+
+
+def test_latent_attention_keeps_one_row_for_all_heads():
+    found = observed("deepseek_v3")
+    assert set(found.layers) == {LayerKV(1, 16 + 8, 0)}
+    assert found.features == {"latents"}
+
+
+def test_layers_of_two_sizes_and_layers_that_read_others_are_told_apart():
+    found = observed("gemma4_text, shared KV")
+    assert found.layers[:2] == (LayerKV(2, 32, 32), LayerKV(2, 48, 48))
+    assert found.layers[2:] == (LayerKV(0, 0, 0),) * 2
+    assert found.sources == ((2, 0), (3, 1))
+
+
+def test_sinks_and_chunks_are_noted_for_who_chooses_kernels():
+    assert observed("gpt_oss").features == {"sinks"}
+    assert observed("llama4_text").features == {"chunks"}
+
+
+class Attention(nn.Module):
+    """An attention layer that brings one argument more."""
+
+    layer_idx = 0
+
+    def __init__(self, **brings) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self._brings = brings
+
+    def forward(self, **_inputs):
+        rows = torch.ones(1, 2, 3, 8)
+        return paged_attention(self, rows, rows, rows, None, **self._brings)
+
+
+@pytest.mark.parametrize(
+    "brings",
+    [{"position_bias": torch.ones(1)}, {"indices": torch.ones(1)}, {"is_causal": False}],
+    ids=str,
+)
+def test_an_argument_that_is_not_understood_is_never_ignored(brings):
+    attention = Attention(**brings)
+    PagedModel(attention)
+    with pytest.raises(AttentionNotServed):
+        attention()
+
+
+def test_an_argument_that_is_off_is_no_reason_to_refuse():
+    attention = Attention(position_bias=None, output_attentions=False, dropout=0.0)
+    PagedModel(attention).module.attending.attend = lambda layer: layer.value
+    attention.attending.past = PagedPast(torch.arange(3))
+    attended, weights = attention()
+    assert attended.shape == (1, 3, 2, 8)
+    assert weights is None
+
+
+def test_a_cache_answers_row_by_row_and_has_nothing_but_k_and_v():
+    past = PagedPast(torch.tensor([7, 0, 1, 2, 9]))
+    assert (torch.arange(5) + past.get_seq_length()).tolist() == [7, 0, 1, 2, 9]
+    with pytest.raises(AttributeError, match="not K and V"):
+        past.update_conv_state(torch.ones(1))
+    assert not hasattr(past, "is_compileable")
+
+
+def test_modules_whose_weights_are_read_are_not_among_the_called():
+    found = observed("hunyuan_v1_moe")
+    routers = [each for name, each in found.model.module.named_modules() if name.endswith(".wg")]
+    assert routers
+    assert not found.called & set(routers)
+    assert type(routers[0]) is nn.Linear

@@ -1,0 +1,190 @@
+"""What becomes of a room at decode when a transport fails in a way that no contract names."""
+
+import threading
+from contextlib import ExitStack
+
+import pytest
+
+from kvtransfer import prefill_links
+from kvtransfer.events import Failed, Granted, Landed, Lost, Safe
+from kvtransfer.transports.loopback import LoopbackListener, LoopbackTransport
+from tests.calm import CALM
+from tests.kvtransfer import test_agents as rig
+from tests.kvtransfer.test_agents import ROOM
+from tests.patience import patiently
+from wire.channel import Inbox, wait
+from wire.errors import TransferFailed
+from wire.hand_off import Grant, ToPrefill, Welcome
+from wire.ids import Epoch, Room
+
+
+class Gone:
+    """What was there, and cannot be used any more."""
+
+    def __getattr__(self, name):
+        raise OSError(f"there is no {name} any more")
+
+
+class Failing(LoopbackTransport):
+    """Has a listener whose calls fail as often as a test says."""
+
+    def listen(self, pool):
+        self.listener = FailingListener(pool, self._listeners)
+        return self.listener
+
+
+class FailingListener(LoopbackListener):
+    def __init__(self, pool, listeners):
+        super().__init__(pool, listeners)
+        self.failures = []
+        self.is_fenced = False
+
+    def admit(self, toward_host):
+        self._may_fail("admit")
+        return super().admit(toward_host)
+
+    def permit(self, peer, room, page_ids):
+        self._may_fail("permit")
+        super().permit(peer, room, page_ids)
+
+    def revoke(self, peer, room):
+        self._may_fail("revoke")
+        super().revoke(peer, room)
+
+    def fence(self, peer):
+        self._may_fail("fence")
+        super().fence(peer)
+        self.is_fenced = True
+
+    def _may_fail(self, call):
+        if call in self.failures:
+            self.failures.remove(call)
+            raise OSError(f"{call} failed")
+
+
+@pytest.fixture
+def cluster():
+    with ExitStack() as stack:
+        made = rig.Cluster(stack)
+        made.use(Failing())
+        yield made
+
+
+@pytest.fixture
+def ends(cluster):
+    """Both ends, which must do the next hand-off whatever a test did to them."""
+    prefill, decode = cluster.prefill(), cluster.decode()
+    yield prefill, decode
+    room = Room(777)
+    prefill.agent.expect(room)
+    rig.request(decode, prefill, room=room)
+    rig.push_all(prefill, room=room)
+    assert decode.next(Landed).room == room
+    now = decode.agent.statistics()
+    assert (now.num_reserving, now.num_granted, now.num_withdrawn, now.num_fencing) == (0,) * 4
+
+
+def test_a_request_for_which_no_link_can_be_made_fails(cluster, ends):
+    prefill, decode = ends
+    cluster.transport.listener.failures = ["admit"]
+    rig.request(decode, prefill)
+    assert "admit failed" in decode.next(Failed).error.message
+
+
+def test_a_transport_that_cannot_admit_is_not_offered_and_the_others_are(cluster):
+    failing, healthy = Failing(), LoopbackTransport()
+    failing.name = "failing"
+    cluster.use(failing, healthy)
+    prefill, decode = cluster.prefill(), cluster.decode()
+    failing.listener.failures = ["admit"]
+    prefill.agent.expect(ROOM)
+    rig.request(decode, prefill)
+    rig.push_all(prefill)
+    decode.next(Landed)
+
+
+def test_a_request_that_trips_over_a_bug_fails(cluster):
+    decode = cluster.decode()
+    decode.agent.request(ROOM, None, 1, [1])  # a host is a string
+    assert isinstance(decode.next(Failed).error, TransferFailed)
+
+
+def test_a_room_that_cannot_be_permitted_is_lost_and_its_pages_are_safe_once_fenced(cluster, ends):
+    prefill, decode = ends
+    cluster.transport.listener.failures = ["permit"]
+    rig.request(decode, prefill)
+    assert isinstance(decode.next(Lost).error, TransferFailed)
+    assert decode.next() == Safe(ROOM)
+    assert cluster.transport.listener.is_fenced
+
+
+def test_a_room_that_cannot_be_revoked_has_landed_and_its_writer_is_fenced(cluster, ends):
+    prefill, decode = ends
+    cluster.transport.listener.failures = ["revoke"]
+    prefill.agent.expect(ROOM)
+    rig.request(decode, prefill)
+    rig.push_all(prefill)
+    decode.next(Landed)
+    decode.wait_until(lambda now: now.num_links == 0)
+    rig.until(lambda: cluster.transport.listener.is_fenced)
+
+
+def test_a_room_that_cannot_be_verified_is_lost(cluster, ends):
+    prefill, decode = ends
+    region, decode.agent._region = decode.agent._region, Gone()
+    prefill.agent.expect(ROOM)
+    rig.request(decode, prefill)
+    prefill.next(Granted)
+    rig.push_all(prefill)
+    assert isinstance(decode.next(Lost).error, TransferFailed)
+    assert decode.next() == Safe(ROOM)
+    decode.agent._region = region
+
+
+def test_a_fence_that_fails_is_tried_again_and_pages_are_safe_only_then(cluster, ends, monkeypatch):
+    monkeypatch.setattr(prefill_links, "FENCE_RETRY_S", 0)
+    prefill, decode = ends
+    listener = cluster.transport.listener
+    listener.failures = ["permit", "fence", "fence"]
+    rig.request(decode, prefill)
+    decode.next(Lost)
+    assert decode.next() == Safe(ROOM)
+    assert listener.is_fenced
+    assert not listener.failures
+
+
+def test_a_fence_for_which_there_is_no_thread_is_begun_when_there_is_one(
+    cluster, ends, monkeypatch
+):
+    prefill, decode = ends
+    cluster.transport.listener.failures = ["permit"]
+    failures = [RuntimeError("can't start new thread")] * 2
+    real = threading.Thread.start
+
+    def start(thread):
+        while thread.name == "kv-fence" and failures:
+            raise failures.pop()
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    rig.request(decode, prefill)
+    decode.next(Lost)
+    assert decode.next() == Safe(ROOM)
+    assert not failures
+
+
+def test_a_grant_that_cannot_be_sent_costs_the_link(cluster):
+    decode = cluster.decode(clock=cluster.clock)  # no ping finds the link broken
+    with Inbox("tcp://127.0.0.1:0", ToPrefill, heartbeat=CALM) as inbox:
+        decode.agent.request(ROOM, "127.0.0.1", inbox.port, [1])
+        inbox.send(rig.receive(inbox).peer, Welcome(epoch=Epoch(5), transport="loopback"))
+        while not isinstance(rig.receive(inbox).message, Grant):
+            pass
+        port = inbox.port
+    for number, _ in enumerate(patiently()):
+        if events := list(decode.agent.events()):
+            break
+        decode.agent.request(Room(100 + number), "127.0.0.1", port, [2])
+        wait([], 0.005, decode.waker)
+    assert events[0].room == ROOM
+    assert isinstance(events[0], Lost)

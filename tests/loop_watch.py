@@ -1,0 +1,59 @@
+"""Fails a test in which one callback of an event loop computed for long: nothing else ran meanwhile.
+
+What counts is the processor time of the loop's thread, without that of the garbage collector: a crowded
+machine decides nothing. Tasks of tests themselves may compute as they like.
+"""
+
+import asyncio
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# A tenth of the silence after which an engine takes its edge worker for lost.
+MAX_CALLBACK_S = 0.2
+TESTS = str(Path(__file__).parent)
+
+
+class _Collector:
+    """The time that this thread spent in the garbage collector."""
+
+    def __init__(self) -> None:
+        self.seconds = self._started = 0.0
+
+    def __call__(self, phase: str, _info: dict) -> None:
+        if phase == "start":
+            self._started = time.thread_time()
+        else:
+            self.seconds += time.thread_time() - self._started
+
+
+def _is_of_a_test(handle: asyncio.Handle) -> bool:
+    task = getattr(handle._callback, "__self__", None)
+    if not isinstance(task, asyncio.Task):
+        return False
+    code = getattr(task.get_coro(), "cr_code", None)
+    return code is not None and code.co_filename.startswith(TESTS)
+
+
+@pytest.fixture(autouse=True)
+def no_callback_holds_up_the_loop(monkeypatch) -> Iterator[list[str]]:
+    """Fail at the end of a test if a callback took too long; yields what did."""
+    collector, slow = _Collector(), list[str]()
+    run = asyncio.Handle._run
+
+    def timed(handle: asyncio.Handle) -> None:
+        collected_s, started_s = collector.seconds, time.thread_time()
+        callback, is_of_a_test = handle._callback, _is_of_a_test(handle)
+        run(handle)
+        took_s = time.thread_time() - started_s - (collector.seconds - collected_s)
+        if took_s > MAX_CALLBACK_S and not is_of_a_test:
+            slow.append(f"{took_s:.2f} s: {callback!r}")
+
+    monkeypatch.setattr(asyncio.Handle, "_run", timed)
+    gc.callbacks.append(collector)
+    yield slow
+    gc.callbacks.remove(collector)
+    assert not slow, f"the loop was held up: {slow}"

@@ -1,0 +1,79 @@
+"""A loop that hangs ends its process, whatever it hangs in; one that turns does not."""
+
+import faulthandler
+import subprocess
+import sys
+
+import pytest
+
+from engine.step_counts import StepCounts
+from node.step_watch import FIRST_FORWARDS, StepWatch
+from tests.patience import PATIENCE_S
+
+HANGS = """
+import ctypes, threading
+from engine.step_counts import StepCounts
+from node.step_watch import FIRST_FORWARDS, StepWatch
+
+def step():
+    {hang}
+
+steps = StepCounts()
+steps.num_collected = FIRST_FORWARDS
+StepWatch(0.1, steps).turned()
+step()
+"""
+
+
+@pytest.mark.parametrize(
+    "hang",
+    ["threading.Event().wait()", "ctypes.PyDLL(None).sleep(1000)"],
+    ids=["waits", "keeps the interpreter's lock"],
+)
+def test_a_step_that_hangs_ends_the_process_and_tells_where(hang):
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS.format(hang=hang)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+    assert "in step" in done.stderr
+
+
+@pytest.fixture
+def armed(monkeypatch):
+    """The limits that the watchdog was wound up with."""
+    limits = []
+    monkeypatch.setattr(
+        faulthandler, "dump_traceback_later", lambda timeout, **_: limits.append(timeout)
+    )
+    return limits
+
+
+def test_the_first_forwards_are_not_limited(armed):
+    steps = StepCounts()
+    watch = StepWatch(300.0, steps)
+    steps.num_collected = FIRST_FORWARDS - 1
+    watch.turned()
+    assert armed == []
+    steps.num_collected = FIRST_FORWARDS
+    watch.turned()
+    assert len(armed) == 1
+
+
+def test_a_pass_has_its_whole_limit_though_the_watchdog_is_wound_up_once_a_second(armed):
+    now = 0.0
+    steps = StepCounts()
+    steps.num_collected = FIRST_FORWARDS
+    watch, ends = StepWatch(300.0, steps, lambda: now), 0.0
+    for _ in range(100):
+        num_before = len(armed)
+        watch.turned()
+        if len(armed) > num_before:
+            ends = now + armed[-1]
+        assert ends - now >= 300
+        now += 0.15
+    assert len(armed) <= 16

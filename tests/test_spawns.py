@@ -1,0 +1,23 @@
+"""How our programs start other processes of ours."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMAND = re.compile(r'sys\.executable,\s*(?P<flags>(?:"[^"]*",\s*)*)"-m",\s*(?P<module>[\w".]+)')
+# Modules of a checkout, which nothing installs, are found in the directory that they are run from.
+OTHERS = ('"tests.', '"benchmarks.', "INTERPRETED", '"sglang_router.')
+
+
+def test_no_module_of_ours_is_started_with_the_working_directory_on_its_path():
+    """Python would import a user's `router.py` from there instead of our package."""
+    commands = [
+        (path.relative_to(ROOT), command)
+        for path in sorted(ROOT.glob("*/**/*.py"))
+        for command in COMMAND.finditer(path.read_text())
+        if not command["module"].startswith(OTHERS)
+    ]
+    modules = {command["module"] for _, command in commands}
+    assert {'"node.rank"', '"router.worker"', '"tandem"', "self._module"} <= modules
+    unsafe = [f"{path}: {command[0]}" for path, command in commands if '"-P"' not in command[0]]
+    assert unsafe == []
