@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "inkling_text",
         "zaya, windows",
     ),
-    "The set of layer types producing a cache is different than the set of layer type": (
+    "The set of layer types producing a cache is different than the set of layer types using them": (
         "gemma4_assistant",
         "gemma4_unified_assistant",
     ),
@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "qwen4_exp",
         "qwen4_exp_text",
     ),
-    "its forward needs more than tokens and their positions: 'NoneType' object has no attribute 'to'": (
+    "its forward needs more than tokens and their positions": (
         "mpt",
         "mpt, no ALiBi",
     ),
@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "diffllama",
         "hrm_text",
     ),
-    "TODO failed: ImportError: TimmWrapperModel re": ("gemma3n",),
+    "TimmWrapperModel requires the timm library": ("gemma3n",),
     "it has layers of kind 'compressed_sparse_attention', 'heavily_compressed_attention'": (
         "deepseek_v4",
     ),
@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "not all of its layers attend through transformers' attention interface, such as layer 1": (
         "mllama",
     ),
-    "with its own weights, the logits of this engine are off transformers' by": ("moshi",),
+    "with its own weights, the logits of this engine are off transformers'": ("moshi",),
 }
 
 WHY = {name: why for why, names in REFUSED.items() for name in names}
