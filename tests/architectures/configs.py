@@ -151,7 +151,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "o_groups": 2,
         "o_lora_rank": 16,
     },
-    "dots1": {"n_shared_experts": 1},
+    "dots1": {"n_shared_experts": 1, "layer_types": _WINDOWS},
     "dots3_note_text": _INDEXER
     | {
         "swa_num_attention_heads": 4,
@@ -198,10 +198,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "mamba_d_state": 8,
     },
     "kimi_linear": _KDA,
+    "laguna": {"layer_types": _WINDOWS},
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": _CONVOLUTIONS | {"num_dense_layers": 1},
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 2, "head_dim": 8},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16},
+    "mellum": {"layer_types": _WINDOWS},
     "minimax_m3_vl_text": _INDEXER
     | {
         "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
@@ -344,6 +346,12 @@ VARIANTS = (
         "attention only",
         {"layer_types": ["attention"] * 4, "position_embedding_type": "rope"},
     ),
+    Case("laguna", "heads by layer", {"num_attention_heads_per_layer": [4, 8, 4, 8]}),
+    Case(
+        "llama",
+        "biases",
+        {"attention_bias": True, "mlp_bias": True},
+    ),
     Case("llama", "linear RoPE scaling", _scaled_rope("linear")),
     Case("llama", "dynamic RoPE", _scaled_rope("dynamic")),
     Case("llama", "YaRN", _scaled_rope("yarn", **_ORIGINALLY)),
@@ -366,6 +374,9 @@ VARIANTS = (
     Case("phi3", "no window", {"sliding_window": None}),
     Case("phi3", "partial RoPE", {"partial_rotary_factor": 0.5}),
     Case("qwen2", "windows in later layers", {"use_sliding_window": True, "layer_types": _WINDOWS}),
+    Case("qwen2_moe", "windows", {"use_sliding_window": True, "layer_types": _WINDOWS}),
+    Case("qwen3", "windows", {"use_sliding_window": True, "layer_types": _WINDOWS}),
+    Case("smollm3", "windows", {"use_sliding_window": True, "layer_types": _WINDOWS}),
     Case("smollm3", "layers without RoPE", {"no_rope_layers": [1, 0, 1, 0]}),
     Case("zaya", "windows", {"layer_types": ["hybrid", "hybrid_sliding"] * 2}),
     Case(
