@@ -160,7 +160,7 @@ class Latents:
             query: Shape (1, num_heads, num_rows, nope_dim + rope_dim).
         """
         _, nope_dim, rank = self.to_key.shape
-        nope, rope = query[0].split([nope_dim, query.shape[-1] - nope_dim], dim=-1)
+        nope, rope = query[0][..., :nope_dim], query[0][..., nope_dim:]
         absorbed = torch.cat([nope @ self.to_key, rope], dim=-1)  # (heads, rows, rank + rope)
         row = torch.cat([part[0].transpose(0, 1) for part in kept], dim=-1)  # (rows, 1, ...)
         return LayerInputs(index, absorbed.transpose(0, 1), row, row[..., :rank], scoring)
@@ -336,8 +336,8 @@ class Attending:
             layer = latents.inputs(index, tensors[0], self.past.kept[index], scoring)
             attended = latents.outputs(self.attend(layer))
         else:
-            rows = (part[0].transpose(0, 1) for part in tensors)
-            attended = self.attend(LayerInputs(index, *rows, scoring, sinks))
+            query, key, value = (part[0].transpose(0, 1) for part in tensors)
+            attended = self.attend(LayerInputs(index, query, key, value, scoring, sinks))
         if self.wrote is not None:
             self.wrote(index)
         return attended

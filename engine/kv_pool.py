@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from engine.shape import ModelShape
 from wire.hand_off import LayerKV
@@ -91,6 +92,7 @@ class KVPool:
             self._rows[size] = found = flat.as_strided(shape, (step, 1), flat.storage_offset())
         return found
 
+    @override
     def __repr__(self) -> str:
         return f"KVPool({len(self)} pages x {self.page_elements} {self.dtype})"
 

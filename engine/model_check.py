@@ -70,7 +70,7 @@ class Sequences:
     @property
     def num_tokens(self) -> int:
         """Of each sequence."""
-        return self.ids.shape[1]
+        return len(self.ids[0])
 
     def leave(self, window: int | None) -> bool:
         """Tell whether they are longer than a window; there need not be one."""

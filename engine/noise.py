@@ -35,7 +35,8 @@ def gumbels_of(words: npt.NDArray[np.uint32]) -> Floats:
     noise = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2**-32)
     np.negative(np.minimum(noise, _BELOW_ONE, out=noise), out=noise)
     np.negative(np.log1p(noise, out=noise), out=noise)
-    return np.negative(np.log(noise, out=noise), out=noise)
+    gumbel: Floats = np.negative(np.log(noise, out=noise), out=noise)
+    return gumbel
 
 
 def noisiest(

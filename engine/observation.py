@@ -69,17 +69,20 @@ def observe(module: nn.Module, text_config: Any) -> Observed:
         ConfigInvalid: The model is not served; the sentence says why.
     """
     kinds = _layer_kinds(text_config)
-    spans = {"chunks": _chunks(kinds, text_config), "windows": _windows(kinds, text_config)}
-    # Some models count on their cache as no cache of ours can be counted on, and do without one as well.
-    for has_past in (True, False):
-        observer = _Observer()
-        try:
-            called = _forward(PagedModel(module, **spans, has_past=has_past), observer, text_config)
-        except _ForwardFailed:
-            if not has_past:
-                raise
-        else:
-            break
+    chunks, windows = _chunks(kinds, text_config), _windows(kinds, text_config)
+
+    def model(latents: Mapping[int, Latents], *, has_past: bool) -> PagedModel:
+        return PagedModel(
+            module, latents=latents, chunks=chunks, windows=windows, has_past=has_past
+        )
+
+    has_past = True
+    try:
+        observer = _forward(model({}, has_past=True), text_config)
+    except _ForwardFailed:
+        # Some models count on their cache as ours cannot be counted on, and do without one as well.
+        has_past = False
+        observer = _forward(model({}, has_past=False), text_config)
     observer.check_complete(text_config)
     observer.check_windows(kinds)
     latents = {} if _is_sharded(module) else _latents(module, observer)
@@ -87,17 +90,18 @@ def observe(module: nn.Module, text_config: Any) -> Observed:
     features: set[AttentionFeature] = set()
     if any(layer.sinks is not None for layer in observer.inputs.values()):
         features.add("sinks")
-    if spans["chunks"]:
+    if chunks:
         features.add("chunks")
     if latents:
         features.add("latents")
     if any(each.value_dim not in (0, each.key_dim) for each in layers):
         features.add("unequal")
     has_past = has_past and (observer.has_asked or bool(latents))
-    model = PagedModel(module, latents=latents, **spans, has_past=has_past)
     # Latents read the weights that expand them.
     read = {getattr(each, "kv_b_proj", None) for each in module.modules()}
-    return Observed(layers, sources, frozenset(features), model, called - read)
+    called = frozenset(observer.called - read)
+    paged = model(latents, has_past=has_past)
+    return Observed(layers, sources, frozenset(features), paged, called)
 
 
 @dataclass(slots=True)
@@ -108,11 +112,13 @@ class _Observer:
         inputs: By layer.
         kept: What the model gave its cache, by layer.
         has_asked: Whether the model asked its cache where the rows stand.
+        called: Modules that were called, but for those whose weights were read beside that.
     """
 
     inputs: dict[int, LayerInputs] = field(default_factory=dict)
     kept: Mapping[int, Kept] = field(default_factory=dict)
     has_asked: bool = False
+    called: set[nn.Module] = field(default_factory=set)
 
     def attend(self, layer: LayerInputs) -> torch.Tensor:
         """Note what a layer brings; return something of the right shape that depends on all of it."""
@@ -129,7 +135,9 @@ class _Observer:
         group = layer.query.shape[1] // layer.key.shape[1]
         key, value = (part.repeat_interleave(group, dim=1) for part in (layer.key, layer.value))
         out[:] = nn.functional.scaled_dot_product_attention(
-            *(part.transpose(0, 1) for part in (layer.query, key, value)),
+            layer.query.transpose(0, 1),
+            key.transpose(0, 1),
+            value.transpose(0, 1),
             attn_mask=mask,
             scale=layer.scoring.scale,
         ).transpose(0, 1)
@@ -209,11 +217,11 @@ class _ForwardFailed(AttentionNotServed):
     """A model's forward raised something."""
 
 
-def _forward(model: PagedModel, observer: _Observer, text_config: Any) -> frozenset[nn.Module]:
-    """Run the forward; return the modules that were called."""
-    called: set[nn.Module] = set()
+def _forward(model: PagedModel, text_config: Any) -> _Observer:
+    """Run the forward; return what was observed."""
+    observer = _Observer()
     hooks = [
-        each.register_forward_pre_hook(lambda module, _inputs: called.add(module))
+        each.register_forward_pre_hook(lambda module, _inputs: observer.called.add(module))
         for each in model.module.modules()
     ]
     watched = [each for each in model.module.modules() if type(each) is nn.Linear]
@@ -237,7 +245,8 @@ def _forward(model: PagedModel, observer: _Observer, text_config: Any) -> frozen
             hook.remove()
         for each in watched:
             each.__class__ = nn.Linear
-    return frozenset(called - _WatchedLinear.read_among(watched))
+    observer.called -= _WatchedLinear.read_among(watched)
+    return observer
 
 
 class _WatchedLinear(nn.Linear):
@@ -245,7 +254,9 @@ class _WatchedLinear(nn.Linear):
 
     @override
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(rows, self._parameters["weight"], self._parameters["bias"])
+        weight = self._parameters["weight"]
+        assert weight is not None
+        return nn.functional.linear(rows, weight, self._parameters["bias"])
 
     @override
     def __getattr__(self, name: str) -> Any:

@@ -293,7 +293,7 @@ class DiskTier:
             except OSError as still:
                 if still.errno not in _FULL_ERRORS:
                     raise
-                return self._pause(still.strerror)
+                return self._pause(str(still))
         with self._lock:
             self._index.met_key(key, self._file_bytes, self._clock())
         return True

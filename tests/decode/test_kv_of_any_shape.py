@@ -3,7 +3,7 @@
 import pytest
 
 from engine.core import Engine
-from tests.architectures import cases, make_model
+from tests.architectures.configs import cases, make_model
 from tests.hand_off_rig import Pair, prompt_of
 from wire.generation import GenerateRequest
 

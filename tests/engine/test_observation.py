@@ -7,7 +7,7 @@ from torch import nn
 from engine.attention import NAME, AttentionNotServed, PagedPast, paged_attention, register
 from engine.observation import observe
 from engine.paged_model import PagedModel
-from tests.architectures import cases
+from tests.architectures.configs import cases
 from wire.hand_off import LayerKV
 
 
