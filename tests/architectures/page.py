@@ -20,25 +20,29 @@ def page() -> str:
 
 # Models
 
-Models come from `transformers`, and Tandem computes their attention itself, over pages. So a model is checked against
-transformers at every start, and refused where they differ: a node that starts computes what transformers computes.
+Tandem loads models with `transformers` and computes their attention itself, over pages. At every start a node sends two short
+sequences through its engine and through plain transformers, and compares all logits. A node whose model differs does not start.
+Small models are checked with their own weights; of others, a copy with few layers and random weights is checked.
+`--skip-model-check` leaves the check out.
 
-The tables below are of transformers {version("transformers")}. What `config.json` calls `model_type` is the architecture. A type that is not in
-them, because it is newer or comes with code of its own, is checked at the start like any other.
+The tables below hold for transformers {version("transformers")}. The architecture of a model is the `model_type` in its `config.json`. One that is
+not in the tables, because it is newer or comes with its own code, is checked at the start like all others.
 
 ## Served
 
-A tiny random model of each type generates {NUM_NEW} tokens after prompts of {lengths} tokens, in float32 on a CPU. Tokens and their
-log-probabilities are those of transformers' `generate`, whether a prompt is computed alone, beside others, in chunks or from the
-prefix cache. Windows, chunks and ranks of these models are smaller than the prompts, so that they matter.
+For each architecture, a tiny random model generates {NUM_NEW} tokens after prompts of {lengths} tokens, in float32 on a CPU. The tokens
+and their log-probabilities must be those of transformers' `generate`, with each prompt alone, with all prompts in one batch, in
+chunks, and from the prefix cache. Sliding windows and chunks of attention in these models are shorter than the prompts.
 
 {_table(("model_type", "class", "other configurations tested"), _served())}
+A model with LongRoPE is served up to its `original_max_position_embeddings`: beyond that, its answers would depend on the requests
+that are computed beside it.
+
 ## Refused
 
-A node that is given one of these does not start, and says why: "models of type … are not served", and then one of these
-sentences.
+A node with a model of one of these architectures does not start. The error gives the reason as in this table.
 
-{_table(("why", "model_type"), _refused())}"""
+{_table(("reason", "model_type"), _refused())}"""
 
 
 def _served() -> Iterable[tuple[str, str, str]]:

@@ -3,9 +3,10 @@
 import pytest
 
 from tests.architectures import page
-from tests.architectures.configs import CONFIG_ONLY, SEEDS, cases
-from tests.architectures.runs import differences, refusal
+from tests.architectures.configs import CONFIG_ONLY, SEEDS, cases, make_model
+from tests.architectures.runs import answer_of_transformers, differences, prompts, refusal
 from tests.architectures.table import WHY
+from tests.one_engine import one_thread
 
 # Modelling code and configurations of others warn as they please.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -45,6 +46,17 @@ def test_a_model_generates_what_it_does_in_transformers(case, tmp_path):
 @each(are_served=False)
 def test_a_model_that_is_not_served_is_refused_at_load(case, tmp_path):
     assert WHY[case.name] in refusal(case, tmp_path)
+
+
+def test_a_window_that_is_lost_would_be_seen(tmp_path):
+    """The same weights with a window and without: what is within the window is equal, what is not differs."""
+    named = {case.name: case for case in CASES}
+    with one_thread():
+        models = [
+            make_model(named[name], tmp_path / name) for name in ("mistral", "mistral, no window")
+        ]
+        pairs = [[answer_of_transformers(model, each) for model in models] for each in prompts()]
+    assert [one.differs(other) for one, other in pairs] == [False, True, True]
 
 
 def test_tables_name_only_what_is_there():
