@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
 from engine.attention import NAME, AttentionNotServed, text_config_of
 
 _MOST_LAYERS = 4
 VOCAB_SIZE = 512
+# No multiple of a row: rows of one weight differ.
+_NOISE = (1 << 20) - 3
 
 # What is made smaller where it is larger: windows so that a short sequence leaves them, widths that
 # attention does not depend on so that the copy is made in a moment.
@@ -71,11 +74,11 @@ def make_copy(hf_config: Any, device: str, *, trusts_code: bool) -> SmallCopy:
 def _chosen(text: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the layers that a copy has, and for each layer of the whole its like in the copy."""
     count = int(text.num_hidden_layers)
-    lists = [value for value in text.to_dict().values() if _is_by_layer(value, count)]
+    by_layer = [each for value in text.to_dict().values() if (each := _by_layer(value, count))]
     shared = int(getattr(text, "num_kv_shared_layers", 0) or 0)
     dense = int(getattr(text, "first_k_dense_replace", 0) or 0)
     kinds = [
-        (*(str(value[index]) for value in lists), index >= count - shared, index < dense)
+        (*(str(each.get(index)) for each in by_layer), index >= count - shared, index < dense)
         for index in range(count)
     ]
     first: dict[Any, int] = {}
@@ -89,8 +92,14 @@ def _chosen(text: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(chosen), tuple(of_kind)
 
 
-def _is_by_layer(value: object, count: int) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == count and count > 1
+def _by_layer(value: object, count: int) -> dict[int, Any]:
+    """Return what a value of a config has for each layer; nothing where it is of another kind."""
+    if isinstance(value, list | tuple) and len(value) == count > 1:
+        return dict(enumerate(value))
+    # Settings of some layers, by their numbers; names of labels have numbers too.
+    if not isinstance(value, dict) or not all(isinstance(each, dict) for each in value.values()):
+        return {}
+    return {int(key): each for key, each in value.items() if str(key).isdigit()}
 
 
 def _reduced(text: Any, layers: tuple[int, ...], changes: dict[str, int]) -> Any:
@@ -98,12 +107,15 @@ def _reduced(text: Any, layers: tuple[int, ...], changes: dict[str, int]) -> Any
     facts, count = text.to_dict(), int(text.num_hidden_layers)
     names: dict[str, str] = getattr(text, "attribute_map", {})
     for name, value in facts.items():
-        if _is_by_layer(value, count):
-            facts[name] = [value[index] for index in layers]
+        each = _by_layer(value, count)
+        if each and isinstance(value, dict):
+            facts[name] = {i: each[index] for i, index in enumerate(layers) if index in each}
+        elif each:
+            facts[name] = [each[index] for index in layers]
     for name, value in changes.items():
         key = names.get(name, name)
-        if isinstance(facts.get(key), int) and facts[key] > value:
-            facts[key] = value
+        if key in facts:
+            facts[key] = _at_most(facts[key], value)
     facts[names.get("num_hidden_layers", "num_hidden_layers")] = len(layers)
     if shared := facts.get("num_kv_shared_layers"):
         facts["num_kv_shared_layers"] = sum(index >= count - shared for index in layers)
@@ -116,6 +128,13 @@ def _reduced(text: Any, layers: tuple[int, ...], changes: dict[str, int]) -> Any
         if facts.get(name) is not None:
             facts[name] = 0
     return type(text).from_dict(facts)
+
+
+def _at_most(given: Any, most: int) -> Any:
+    """Return a size, or the sizes of all layers, no larger than `most`; what is no size stays."""
+    if isinstance(given, list):
+        return [_at_most(each, most) for each in given]
+    return min(given, most) if isinstance(given, int) else given
 
 
 def _reduce_experts(facts: dict[str, Any], names: dict[str, str]) -> None:
@@ -137,23 +156,25 @@ def _composed(hf_config: Any, text: Any, small: Any) -> Any:
 
 
 def _build(config: Any, device: str, *, trusts_code: bool) -> torch.nn.Module:
-    with torch.device(device):
+    with torch.device(device), no_init_weights():
         module: torch.nn.Module = AutoModelForCausalLM.from_config(
             config,
             dtype=torch.float32,
             attn_implementation=NAME,
             trust_remote_code=trusts_code,
         )
-    draw = torch.Generator(device).manual_seed(0)
+    # One block of noise for all weights: to draw each costs seconds where layers are wide.
+    noise = torch.randn(_NOISE, generator=torch.Generator().manual_seed(0)).to(device)
     with torch.no_grad():
         for weight in module.parameters():
-            if not weight.is_floating_point():
-                continue
-            noise = torch.empty_like(weight).normal_(generator=draw)
-            # So large that each layer shapes the logits; what begins as all ones or zeros, such as norms
-            # and sinks, is to count too.
-            if weight.dim() > 1:
-                weight.copy_(noise * weight.shape[-1] ** -0.5)
-            else:
-                weight.add_(noise * 0.3)
+            if weight.is_floating_point():
+                _fill(weight, noise)
     return module.eval().requires_grad_(requires_grad=False)
+
+
+def _fill(weight: torch.Tensor, noise: torch.Tensor) -> None:
+    """Draw a weight so that each layer shapes the logits, and what often is all ones or zeros counts too."""
+    for begin, part in enumerate(torch.split(weight.view(-1), len(noise))):
+        torch.mul(noise.roll(begin)[: len(part)], weight.shape[-1] ** -0.5, out=part)
+    if weight.dim() == 1:  # norms, biases, sinks
+        weight.copy_(1 + 0.3 * noise[: len(weight)])
