@@ -49,10 +49,10 @@ def told(known, tiers=(), queued_tokens=0, **has) -> NodeSnapshot:
     for place, num_blocks in has.items():
         prefixes.take(report(NAMES[:num_blocks], "" if place == "device" else place))
     return NodeSnapshot(
-        f"n{id(prefixes)}",
-        "prefill",
-        True,
-        "a",
+        url=f"n{id(prefixes)}",
+        role="prefill",
+        is_up=True,
+        fingerprint="a",
         load=load,
         prefixes=prefixes.cached,
         tiers=prefixes.tiers,
