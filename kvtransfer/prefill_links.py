@@ -27,6 +27,7 @@ from wire.channel import Link, Waker, tcp_address, wait
 from wire.errors import PeerLost, TandemError, TransferRefused, error_from_info
 from wire.hand_off import FromPrefill, Hello, Landed, LinkPing, Redirect, Refused, Released, Welcome
 from wire.heartbeat import Heartbeat
+from wire.hosts import resolve
 from wire.ids import Epoch
 from wire.keys import ChannelKey
 from wire.messages import Message
@@ -141,7 +142,7 @@ class PrefillLinks:
         """
         address = tcp_address(host, port)
         if (link := self._links.get(address)) is None:
-            link = self._links[address] = self._make(host, address)
+            link = self._links[address] = self._make(host, port, address)
         return link
 
     def listener(self, link: PrefillLink) -> tuple[Listener, Admission]:
@@ -182,8 +183,8 @@ class PrefillLinks:
         for listener in self._end.listeners.values():
             listener.close()
 
-    def _make(self, host: str, address: str) -> PrefillLink:
-        now_s, socket = self._clock(), self._socket(address)
+    def _make(self, host: str, port: int, address: str) -> PrefillLink:
+        now_s, socket = self._clock(), self._socket(host, port)
         admissions, reasons = {}, []
         for name, listener in self._end.listeners.items():
             try:
@@ -197,7 +198,8 @@ class PrefillLinks:
         deadline_s = now_s + self._connect_timeout_s
         return PrefillLink(host, address, socket, admissions, deadline_s, last_heard_s=now_s)
 
-    def _socket(self, address: str) -> Link[FromPrefill]:
+    def _socket(self, host: str, port: int) -> Link[FromPrefill]:
+        address = tcp_address(resolve(host), port)
         return Link(address, FromPrefill, self._key, self._heartbeat)
 
     def _is_kept(self, link: PrefillLink) -> bool:
@@ -247,7 +249,7 @@ class PrefillLinks:
             self.num_refused += 1
             return self.drop(link, PeerLost("prefill redirected twice"))
         try:
-            socket = self._socket(tcp_address(link.host, redirect.port))
+            socket = self._socket(link.host, redirect.port)
         except PeerLost as error:
             return self.drop(link, error)
         link.socket.close()
