@@ -1,41 +1,47 @@
 """Decode's links: one to each bootstrap port that is wanted, made on demand.
 
 ```
- want ─▶ CONNECTING  Hello goes out once there is a connection, with an offer of each transport
+ want ─▶ OPENING     the link's worker resolves the host and has each transport make an offer
+      ─▶ CONNECTING  Hello goes out once there is a connection, with the offers
       ─▶ GREETED     Redirect sends a rank to prefill's rank with heads of it: CONNECTING again, once
                      Welcome names the transport prefill took; the other offers are fenced
       ─▶ up          until prefill is silent, refuses, or the connection breaks: then the link is
                      lost, once, and the next `want` makes a new one
 ```
 
-A lost link is fenced in a thread of its own, because that may have to wait for a stopped writer.
-Knows nothing of rooms. Everything else runs in the agent's control thread.
+Every call of a transport is a job of the link's worker, in the order in which they were asked for, and
+messages follow the jobs before them; the last job of a lost link is its fence, which may have to wait for a
+stopped writer. Everything else runs in the agent's control thread. Knows nothing of rooms.
 """
 
 import contextlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
-from kvtransfer.control import TURN_S, ControlThread
+from kvtransfer.control import TURN_S, ControlThread, Worker
 from kvtransfer.layout import KVLayout
 from kvtransfer.sharding import Shard
-from kvtransfer.transports.base import Admission, Listener
+from kvtransfer.transports.base import Admission, Listener, PeerKey
 from telemetry.log import get_logger
 from wire.channel import Link, Waker, tcp_address, wait
 from wire.errors import PeerLost, TandemError, TransferRefused, error_from_info
 from wire.hand_off import FromPrefill, Hello, Landed, LinkPing, Redirect, Refused, Released, Welcome
 from wire.heartbeat import Heartbeat
 from wire.hosts import resolve
-from wire.ids import Epoch
+from wire.ids import Epoch, Room
 from wire.keys import ChannelKey
 from wire.messages import Message
 
 log = get_logger("kvtransfer.links")
 
+T = TypeVar("T")
+
 # Looked at this often while a connection is being made: it takes a millisecond on one host.
 CONNECTING_TURN_S = 0.002
+# From `want` to the offers. Pinning a terabyte for RDMA takes most of it, a resolver that is away 20 s.
+OPEN_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,10 @@ class PrefillLink:
     """A link to one bootstrap port.
 
     Attributes:
+        host: As it was wanted; `ip` is its address, once that is known.
         address: The port that was wanted; the socket's own may be another after a Redirect.
+        admissions: By transport name. The worker's until the link is open.
+        socket: None until the link is open.
         epoch: Prefill's, once it said Welcome.
         transport: The one it took; its admission is the only one left then.
         more_ports: Of other ranks of prefill that hold heads of ours; known once the link is up.
@@ -70,11 +79,14 @@ class PrefillLink:
     """
 
     host: str
+    port: int
     address: str
-    socket: Link[FromPrefill]
-    admissions: dict[str, Admission]
+    worker: Worker
     deadline_s: float
     last_heard_s: float
+    ip: str = ""
+    admissions: dict[str, Admission] = field(default_factory=dict)
+    socket: Link[FromPrefill] | None = None
     is_greeted: bool = False
     is_redirected: bool = False
     epoch: Epoch | None = None
@@ -93,9 +105,9 @@ class PrefillLinks:
 
     Args:
         end: What we are.
-        control: Runs everything here; fences report through it.
+        control: Runs everything here but what workers do.
         key: Proves to prefill nodes that we know the cluster's secret.
-        connect_timeout_s: From `want` to Welcome.
+        connect_timeout_s: From the offers to Welcome.
         heartbeat: Of the links.
         up: Called when a link is up.
         heard: Called with every Landed and Released of a link that is up.
@@ -135,33 +147,55 @@ class PrefillLinks:
         return len(self._links)
 
     def want(self, host: str, port: int) -> PrefillLink:
-        """Return the link to a bootstrap port, a new one if there is none.
-
-        Raises:
-            TandemError: There can be none, and why.
-        """
+        """Return the link to a bootstrap port, a new one if there is none."""
         address = tcp_address(host, port)
         if (link := self._links.get(address)) is None:
-            link = self._links[address] = self._make(host, port, address)
+            now_s, worker = self._clock(), Worker("kv-link", self._control)
+            link = PrefillLink(host, port, address, worker, now_s + OPEN_TIMEOUT_S, now_s)
+            self._links[address] = link
+            worker.submit(
+                partial(self._offer, link), partial(self._connect, link), partial(self.drop, link)
+            )
         return link
 
-    def listener(self, link: PrefillLink) -> tuple[Listener, Admission]:
-        """Return what prefill writes through. Only once the link is up."""
-        return self._end.listeners[link.transport], link.admissions[link.transport]
+    def permit(self, link: PrefillLink, room: Room, page_ids: Sequence[int]) -> None:
+        """Let prefill write into these pages, before the next message is sent. Once the link is up."""
+        listener, peer = self._receiving(link)
+        link.worker.submit(
+            lambda: listener.permit(peer, room, page_ids),
+            lambda _none: None,
+            partial(self.drop, link),
+        )
+
+    def revoke(
+        self,
+        link: PrefillLink,
+        room: Room,
+        look: Callable[[], T],
+        then: Callable[[T], None],
+        failed: Callable[[TandemError], None],
+    ) -> None:
+        """Take pages back, then `look` at them, both in the worker; see `Worker.submit` for the rest."""
+        listener, peer = self._receiving(link)
+
+        def job() -> T:
+            listener.revoke(peer, room)
+            return look()
+
+        link.worker.submit(job, then, failed)
 
     def send(self, link: PrefillLink, message: Message) -> None:
-        """Send; a link that cannot be sent to is found out by the next ping."""
-        with contextlib.suppress(PeerLost):
-            link.socket.send(message)
+        """Send behind what was asked of the link before; one that is broken is found out by the next ping."""
+        link.worker.after(lambda: self._send(link, message))
 
     def turn(self, waker: Waker) -> None:
         """Wait a moment, hear all that came, ping, and drop the silent."""
-        links = list(self._links.values())
-        is_connecting = any(not link.is_greeted for link in links)
-        wait([link.socket for link in links], CONNECTING_TURN_S if is_connecting else TURN_S, waker)
+        links = [(link, link.socket) for link in self._links.values() if link.socket is not None]
+        is_connecting = any(not link.is_greeted for link, _ in links)
+        wait([socket for _, socket in links], CONNECTING_TURN_S if is_connecting else TURN_S, waker)
         # All of it before anybody is judged silent: it may be us who were slow.
-        for link in links:
-            while self._is_kept(link) and (message := link.socket.receive()) is not None:
+        for link, socket in links:
+            while self._is_kept(link) and (message := socket.receive()) is not None:
                 link.last_heard_s = self._clock()
                 self._hear(link, message)
         self._keep_alive(self._clock())
@@ -170,37 +204,56 @@ class PrefillLinks:
         """Lose a link and begin to fence it; no-op when it is lost already."""
         if not self._is_kept(link):
             return
-        log.warning("kv_link.lost", address=link.socket.address, reason=str(error))
+        log.warning("kv_link.lost", address=link.address, reason=str(error))
         del self._links[link.address]
-        link.socket.close()
+        if link.socket is not None:
+            link.socket.close()
         self._lost(link, error)
-        self._fence(link, tuple(link.admissions), partial(self._fenced, link))
+        self._fence(link, link.admissions, lambda: self._fenced(link))
+        link.worker.end()
 
     def close(self) -> None:
         """Close the sockets and, with them, all listeners."""
         for link in self._links.values():
-            link.socket.close()
+            if link.socket is not None:
+                link.socket.close()
+            link.worker.end()
         for listener in self._end.listeners.values():
             listener.close()
 
-    def _make(self, host: str, port: int, address: str) -> PrefillLink:
-        now_s, socket = self._clock(), self._socket(host, port)
-        admissions, reasons = {}, []
+    def _offer(self, link: PrefillLink) -> str:
+        """Return the address of the link's host, and have each transport make an offer. In the worker."""
+        ip, reasons = resolve(link.host), []
         for name, listener in self._end.listeners.items():
             try:
-                admissions[name] = listener.admit(host)
+                link.admissions[name] = listener.admit(ip)
             except TransferRefused as error:  # the others are offered all the same
                 log.warning("kv_transport.not_offered", transport=name, reason=str(error))
                 reasons.append(str(error))
-        if not admissions:
-            socket.close()
+        if not link.admissions:
             raise TransferRefused("; ".join(reasons))
-        deadline_s = now_s + self._connect_timeout_s
-        return PrefillLink(host, address, socket, admissions, deadline_s, last_heard_s=now_s)
+        return ip
 
-    def _socket(self, host: str, port: int) -> Link[FromPrefill]:
-        address = tcp_address(resolve(host), port)
-        return Link(address, FromPrefill, self._key, self._heartbeat)
+    def _connect(self, link: PrefillLink, ip: str) -> None:
+        if not self._is_kept(link):
+            return
+        link.ip, link.deadline_s = ip, self._clock() + self._connect_timeout_s
+        try:
+            link.socket = self._socket(ip, link.port)
+        except PeerLost as error:
+            self.drop(link, error)
+
+    def _socket(self, ip: str, port: int) -> Link[FromPrefill]:
+        return Link(tcp_address(ip, port), FromPrefill, self._key, self._heartbeat)
+
+    def _receiving(self, link: PrefillLink) -> tuple[Listener, PeerKey]:
+        """Return what prefill writes through, and as whom. Only once the link is up."""
+        return self._end.listeners[link.transport], link.admissions[link.transport].peer
+
+    def _send(self, link: PrefillLink, message: Message) -> None:
+        if link.socket is not None:
+            with contextlib.suppress(PeerLost):
+                link.socket.send(message)
 
     def _is_kept(self, link: PrefillLink) -> bool:
         return self._links.get(link.address) is link
@@ -236,36 +289,48 @@ class PrefillLinks:
         link.heads = range(welcome.first_head, welcome.first_head + num_heads)
         log.info(
             "kv_link.up",
-            address=link.socket.address,
+            address=link.address,
             transport=link.transport,
             num_heads=len(link.heads),
         )
-        unused = tuple(name for name in link.admissions if name != link.transport)
-        self._fence(link, unused, lambda: None)
-        return self._up(link)
+        self._up(link)
+        if self._is_kept(link):  # behind the permissions of rooms that waited
+            unused = {
+                name: link.admissions.pop(name) for name in {*link.admissions} - {link.transport}
+            }
+            self._fence(link, unused, lambda: None)
+        return None
 
     def _redirect(self, link: PrefillLink, redirect: Redirect) -> None:
         if link.is_up or link.is_redirected:
             self.num_refused += 1
             return self.drop(link, PeerLost("prefill redirected twice"))
         try:
-            socket = self._socket(link.host, redirect.port)
+            socket = self._socket(link.ip, redirect.port)
         except PeerLost as error:
             return self.drop(link, error)
-        link.socket.close()
+        if link.socket is not None:
+            link.socket.close()
         link.socket, link.is_redirected, link.is_greeted = socket, True, False
         link.more_ports = redirect.more_ports
         return None
 
-    def _fence(self, link: PrefillLink, names: tuple[str, ...], fenced: Callable[[], None]) -> None:
-        admissions = [(self._end.listeners[name], link.admissions.pop(name).peer) for name in names]
-
+    def _fence(
+        self, link: PrefillLink, admissions: Mapping[str, Admission], fenced: Callable[[], None]
+    ) -> None:
         def cut_off() -> None:
-            for listener, peer in admissions:
-                listener.fence(peer)
-            self._control.post(fenced)
+            for name, admission in admissions.items():
+                self._end.listeners[name].fence(admission.peer)
 
-        threading.Thread(target=cut_off, name="kv-fence", daemon=True).start()
+        def failed(error: TandemError) -> None:
+            log.error(
+                "kv_link.not_fenced",
+                address=link.address,
+                reason=str(error),
+                effect="pages it may still write into stay in quarantine",
+            )
+
+        link.worker.submit(cut_off, lambda _none: fenced(), failed)
 
     def _keep_alive(self, now_s: float) -> None:
         is_ping_due = now_s >= self._next_ping_s
@@ -273,16 +338,17 @@ class PrefillLinks:
             self._next_ping_s = now_s + self._heartbeat.interval_s
         for link in list(self._links.values()):
             if not link.is_up and now_s >= link.deadline_s:
-                why = f": {refusal}" if (refusal := link.socket.refusal) else ""
-                self.drop(link, PeerLost(f"no answer from {link.socket.address}{why}"))
+                self.drop(link, _no_answer(link))
+            elif link.socket is None:
+                continue
             elif not link.is_greeted:
-                self._greet(link)
+                self._greet(link, link.socket)
             elif now_s - link.last_heard_s > self._heartbeat.silence_s and link.is_up:
                 self.drop(link, PeerLost(f"prefill was silent for {self._heartbeat.silence_s:g} s"))
             elif is_ping_due:
-                self._ping(link)
+                self._ping(link, link.socket)
 
-    def _greet(self, link: PrefillLink) -> None:
+    def _greet(self, link: PrefillLink, socket: Link[FromPrefill]) -> None:
         hello = Hello(
             epoch=self._end.epoch,
             fingerprint=self._end.fingerprint,
@@ -293,11 +359,18 @@ class PrefillLinks:
             model_kv_heads=self._end.shard.model_kv_heads,
         )
         with contextlib.suppress(PeerLost):  # there is no connection yet
-            link.socket.send(hello)
+            socket.send(hello)
             link.is_greeted = True
 
-    def _ping(self, link: PrefillLink) -> None:
+    def _ping(self, link: PrefillLink, socket: Link[FromPrefill]) -> None:
         try:
-            link.socket.send(LinkPing(epoch=self._end.epoch))
+            socket.send(LinkPing(epoch=self._end.epoch))
         except PeerLost as error:
             self.drop(link, error)
+
+
+def _no_answer(link: PrefillLink) -> PeerLost:
+    if link.socket is None:
+        return PeerLost(f"no offer for {link.address} was ready in {OPEN_TIMEOUT_S:g} s")
+    why = f": {refusal}" if (refusal := link.socket.refusal) else ""
+    return PeerLost(f"no answer from {link.socket.address}{why}")

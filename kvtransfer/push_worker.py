@@ -64,9 +64,12 @@ class PushWorker:
             self._is_closed = True
             self._tasks.clear()
             self._changed.notify()
-            connection = self._connection
+            # Where no job is under way, the thread hangs up by itself.
+            connection = None if self._running is None else self._connection
         if connection is not None:
-            connection.close()
+            # Not here: our caller answers heartbeats, and a library takes its time.
+            hang_up = partial(_attempt, connection.close)
+            threading.Thread(target=hang_up, name="kv-hang-up", daemon=True).start()
 
     @property
     def is_running(self) -> bool:

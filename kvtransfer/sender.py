@@ -315,14 +315,13 @@ class PrefillAgent:
         own, layers = entry.take(push, self._end.layout)
         if not layers:
             return None  # they were pushed while they were computed
-        try:
-            plan = entry.plan(own, layers)
-        except TransferRefused as error:
-            return self._apply(part, WriteFailed(error))
-        if not len(plan):
-            return None  # decode has it all
 
         def write(connection: Connection) -> None:
+            plan = entry.plan(
+                own, layers
+            )  # seconds, for a long prompt between pages of unlike sizes
+            if not len(plan):
+                return  # decode has it all
             connection.write(part.room, plan)
             if entry.sums is not None:
                 entry.sums.add(own, layers)

@@ -47,6 +47,7 @@ REPLACED = {
     wire.async_link.AsyncLink: sockets.SimulatedAsyncLink,
     wire.hosts.resolve: sockets.resolve,
     kvtransfer.control.ControlThread: threads.SimulatedControlThread,
+    kvtransfer.control.Worker: threads.SimulatedWorker,
     kvtransfer.push_worker.PushWorker: threads.SimulatedPushWorker,
     router.node_http.fetch_info: fetch_info,
 }
@@ -82,7 +83,6 @@ def _places():
         *places,
         *_clocks(),
         (router.cluster, "time", time, SimpleNamespace(monotonic=_now)),
-        (kvtransfer.prefill_links, "threading", threading, threads.SimulatedThreading),
         (zmq, "Context", zmq.Context, _refused("socket")),
         (threading.Thread, "start", threading.Thread.start, _refused("thread")),
     ]
