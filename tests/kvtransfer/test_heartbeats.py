@@ -6,6 +6,7 @@ may be called by a control thread in any test of this file, held or not.
 
 import socket
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import pytest
@@ -134,6 +135,20 @@ class HeldRegion(MemoryRegion):
         return super().read(extents)
 
 
+class HeldPages(Sequence):
+    """Page ids whose reader is held."""
+
+    def __init__(self, page_ids, hold):
+        self._page_ids, self._hold = page_ids, hold
+
+    def __len__(self):
+        return len(self._page_ids)
+
+    def __getitem__(self, index):
+        self._hold.pass_by()
+        return self._page_ids[index]
+
+
 class Prefill:
     """A prefill that does what a test says: its bootstrap port and nothing behind it."""
 
@@ -169,8 +184,8 @@ class Prefill:
 
 @pytest.fixture
 def holds():
-    names = ("admit", "permit", "revoke", "fence", "connect", "write", "close", "read", "resolve")
-    made = {name: Hold() for name in names}
+    decodes = ("admit", "permit", "revoke", "fence", "read", "resolve")
+    made = {name: Hold() for name in (*decodes, "connect", "plan", "write", "close")}
     yield made
     assert not [name for name, hold in made.items() if hold.threads & CONTROL_THREADS]
 
@@ -446,6 +461,21 @@ def test_a_slow_connection_to_one_decode_silences_no_other(pushing, holds):
     second.hello()
     assert holds["connect"].reached.wait(PATIENCE_S)
     first.hear_beats()
+
+
+def test_a_long_plan_of_copies_to_one_decode_silences_no_link(pushing, holds):
+    agent, make = pushing
+    first, second = make(21), make(22)
+    for each in (first, second):
+        each.hello()
+        each.next(Welcome)
+    agent.expect(Room(1))
+    second.grant(1)
+    holds["plan"].begin()
+    agent.push(Room(1), HeldPages([1], holds["plan"]), 0, range(1))
+    assert holds["plan"].reached.wait(PATIENCE_S)
+    first.hear_beats()
+    second.hear_beats()
 
 
 @pytest.mark.parametrize("is_writing", [False, True])
