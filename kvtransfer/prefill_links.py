@@ -190,12 +190,13 @@ class PrefillLinks:
 
     def turn(self, waker: Waker) -> None:
         """Wait a moment, hear all that came, ping, and drop the silent."""
-        links = [(link, link.socket) for link in self._links.values() if link.socket is not None]
-        is_connecting = any(not link.is_greeted for link, _ in links)
-        wait([socket for _, socket in links], CONNECTING_TURN_S if is_connecting else TURN_S, waker)
+        links = list(self._links.values())
+        sockets = [link.socket for link in links if link.socket is not None]
+        is_connecting = any(link.socket and not link.is_greeted for link in links)
+        wait(sockets, CONNECTING_TURN_S if is_connecting else TURN_S, waker)
         # All of it before anybody is judged silent: it may be us who were slow.
-        for link, socket in links:
-            while self._is_kept(link) and (message := socket.receive()) is not None:
+        for link in links:
+            while (message := self._next(link)) is not None:
                 link.last_heard_s = self._clock()
                 self._hear(link, message)
         self._keep_alive(self._clock())
@@ -258,6 +259,10 @@ class PrefillLinks:
     def _is_kept(self, link: PrefillLink) -> bool:
         return self._links.get(link.address) is link
 
+    def _next(self, link: PrefillLink) -> FromPrefill | None:
+        """Return the next message. A message may lose the link, or have it go on over another socket."""
+        return link.socket.receive() if link.socket and self._is_kept(link) else None
+
     def _hear(self, link: PrefillLink, message: FromPrefill) -> None:
         match message:
             case Refused(error=info):
@@ -295,9 +300,8 @@ class PrefillLinks:
         )
         self._up(link)
         if self._is_kept(link):  # behind the permissions of rooms that waited
-            unused = {
-                name: link.admissions.pop(name) for name in {*link.admissions} - {link.transport}
-            }
+            names = [name for name in link.admissions if name != link.transport]
+            unused = {name: link.admissions.pop(name) for name in names}
             self._fence(link, unused, lambda: None)
         return None
 
