@@ -45,6 +45,8 @@ log = get_logger(__name__)
 
 # Until the first answer, ask often: a node becomes usable as soon as its engine is.
 FIRST_PING_INTERVAL_S = 0.05
+# A name that is not resolved, or a descriptor that is not free, may be later.
+REOPEN_INTERVAL_S = 1.0
 # Whoever waits for a silent engine looks this often whether it spoke.
 _LOOK_INTERVAL_S = 0.05
 
@@ -118,6 +120,7 @@ class EngineClient:
         self._key = key
         self._prefixes = prefixes
         self._link: AsyncLink[FromEngine] | None = None
+        self._unopened = ""
 
     @override
     def __repr__(self) -> str:
@@ -141,28 +144,40 @@ class EngineClient:
 
     @property
     def refusal(self) -> str:
-        """Why the engine's port would not have us; empty where it did, or was not reached."""
-        return "" if self._link is None else self._link.refusal
+        """Why there is no link, or the engine's port would not have us; empty where it did, or was not reached."""
+        return self._unopened if self._link is None else self._link.refusal
 
     async def run(self) -> None:
         """Hold the link until the engine is lost or `stop` is called, then fail what is open."""
         # Opened here, so that a client whose `run` was never reached leaves no socket behind.
-        self._link = link = AsyncLink[FromEngine](
-            self.address, FromEngine, self._key, self._heartbeat
-        )
         try:
             async with asyncio.TaskGroup() as tasks:
-                serving = [
-                    tasks.create_task(self._receive(link)),
-                    tasks.create_task(self._ping()),
-                    tasks.create_task(self._watch(link)),
-                ]
+                serving = tasks.create_task(self._serve())
                 await self.lost.wait()
-                for task in serving:
-                    task.cancel()
+                serving.cancel()
         finally:
             self._lose("this process is closing the link")
-            link.close()
+            if self._link is not None:
+                self._link.close()
+
+    async def _serve(self) -> None:
+        self._link = link = await self._open()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._receive(link))
+            tasks.create_task(self._ping())
+            tasks.create_task(self._watch(link))
+
+    async def _open(self) -> AsyncLink[FromEngine]:
+        while True:
+            try:
+                return await AsyncLink[FromEngine].open(
+                    self.address, FromEngine, self._key, self._heartbeat
+                )
+            except PeerLost as error:
+                if self._unopened != error.message:
+                    log.warning("engine.no_link", address=self.address, reason=error.message)
+                self._unopened = error.message
+                await asyncio.sleep(REOPEN_INTERVAL_S)
 
     async def is_alive(self) -> bool:
         """Tell whether the engine lives, where it was silent lately: when it speaks, or its link is lost.

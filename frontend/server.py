@@ -6,11 +6,10 @@ The caller chooses the loop (uvloop) and when to stop; signals are its business.
 import asyncio
 import errno
 import logging
-import resource
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -84,13 +83,6 @@ def make_runner(app: web.Application, drain_timeout_s: float = 5.0) -> web.AppRu
     )
 
 
-def allow_many_connections() -> None:
-    """Let this process have as many open files as it may: shells start theirs with 1,024."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError):  # a limit that a kernel tells and does not take
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def cut_off_who_does_not_read(sock: socket.socket, timeout_s: float) -> None:
     """Have the kernel close connections whose client takes nothing for `timeout_s`.
 
@@ -144,7 +136,6 @@ async def listening(app: web.Application, drain_timeout_s: float) -> AsyncIterat
     """
     options = app[EDGE].options
     context = None if options.http.tls is None else server_context(options.http.tls)
-    allow_many_connections()
     runner = make_runner(app, drain_timeout_s)
     await runner.setup()
     assert runner.server is not None

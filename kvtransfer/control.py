@@ -1,9 +1,20 @@
-"""What both agents are made of: a control thread, and an outbox of events for the role's loop."""
+"""What both agents are made of: a control thread, workers, and an outbox of events for the role's loop.
 
+```
+ role ── post ─▶ control thread ── submit ─▶ worker: transports, names, checksums
+                   messages, sessions  ◀── result ──┘
+```
+
+The control thread answers the heartbeats of all links, so it only moves messages and events: whatever may
+take longer is a job of a worker, of which each link has one.
+"""
+
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from telemetry.log import get_logger
@@ -43,6 +54,7 @@ class RoomEvent(Protocol):
 
 
 E = TypeVar("E", bound=RoomEvent)
+T = TypeVar("T")
 
 
 class Outbox(Generic[E]):
@@ -143,3 +155,75 @@ class ControlThread:
             # The top of the loop: what is refused on purpose was answered below it, so this is a bug. It is
             # logged, and every other link and room lives on; the one it hit ends by its time limit.
             log.exception("kv_control.failed")
+
+
+class Worker:
+    """Does one job after another in a thread of its own. The control thread is told what came of each.
+
+    All but the jobs belongs to the control thread.
+
+    Raises:
+        TransferFailed: This process may have no more threads.
+    """
+
+    def __init__(self, name: str, control: ControlThread) -> None:
+        self._control = control
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._num_open = 0
+        try:
+            # Not waited for: a library may hang for good.
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+        except RuntimeError as error:
+            raise TransferFailed(
+                f"{error}: allow this node more (ulimit -u, or TasksMax= in a systemd unit)"
+            ) from error
+
+    def submit(
+        self,
+        job: Callable[[], T],
+        then: Callable[[T], None],
+        failed: Callable[[TandemError], None],
+    ) -> None:
+        """Queue a job; `then` is called with its result, or `failed` with what either of the two raised."""
+        self._num_open += 1
+        self._jobs.put(lambda: self._do(job, then, failed))
+
+    def after(self, call: Callable[[], None]) -> None:
+        """Make a call when the jobs so far are done: at once, if there are none."""
+        if self._num_open:
+            self.submit(lambda: None, lambda _none: call(), lambda _error: None)
+        else:
+            call()
+
+    def end(self) -> None:
+        """End the thread after the jobs so far."""
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def _do(
+        self,
+        job: Callable[[], T],
+        then: Callable[[T], None],
+        failed: Callable[[TandemError], None],
+    ) -> None:
+        try:
+            with transport_errors():
+                outcome = partial(_attempt, partial(then, job()), failed)
+        except TandemError as error:
+            outcome = partial(failed, error)
+        self._control.post(partial(self._tell, outcome))
+
+    def _tell(self, outcome: Callable[[], None]) -> None:
+        self._num_open -= 1
+        outcome()
+
+
+def _attempt(call: Callable[[], None], failed: Callable[[TandemError], None]) -> None:
+    try:
+        with transport_errors():
+            call()
+    except TandemError as error:
+        failed(error)

@@ -23,6 +23,7 @@ class GrantRoom:
         link: To the rank of prefill that pushes it.
         have_tokens: Prompt tokens before those of the granted pages.
         deadline_s: When prefill is given up.
+        has_last_word: Prefill said Landed or Released; the link's worker takes the pages back, and looks at them.
         landed: What prefill said at the end.
     """
 
@@ -31,6 +32,7 @@ class GrantRoom:
     have_tokens: int
     deadline_s: float = float("inf")
     session: Session[ReceiverState] = field(default_factory=receiver_session)
+    has_last_word: bool = False
     landed: hand_off.Landed | None = None
 
     def verify(self, landed: hand_off.Landed, layout: KVLayout, region: MemoryRegion) -> str:

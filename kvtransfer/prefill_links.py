@@ -1,25 +1,27 @@
 """Decode's links: one to each bootstrap port that is wanted, made on demand.
 
 ```
- want ─▶ CONNECTING  Hello goes out once there is a connection, with an offer of each transport
+ want ─▶ OPENING     the link's worker resolves the host and has each transport make an offer
+      ─▶ CONNECTING  Hello goes out once there is a connection, with the offers
       ─▶ GREETED     Redirect sends a rank to prefill's rank with heads of it: CONNECTING again, once
                      Welcome names the transport prefill took; the other offers are fenced
       ─▶ up          until prefill is silent, refuses, or the connection breaks: then the link is
                      lost, once, and the next `want` makes a new one
 ```
 
-A lost link is fenced in a thread of its own, because that may have to wait for a stopped writer.
-Knows nothing of rooms. Everything else runs in the agent's control thread.
+Every call of a transport is a job of the link's worker, in the order in which they were asked for, and
+messages follow the jobs before them; the last job of a lost link is its fence, which may have to wait for a
+stopped writer. Everything else runs in the agent's control thread. Knows nothing of rooms.
 """
 
 import contextlib
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
-from kvtransfer.control import TURN_S, ControlThread, transport_errors
+from kvtransfer.control import TURN_S, ControlThread, Worker, transport_errors
 from kvtransfer.layout import KVLayout
 from kvtransfer.sharding import Shard
 from kvtransfer.transports.base import Admission, Listener, PeerKey
@@ -28,16 +30,21 @@ from wire.channel import Link, Waker, tcp_address, wait
 from wire.errors import PeerLost, TandemError, TransferRefused, error_from_info
 from wire.hand_off import FromPrefill, Hello, Landed, LinkPing, Redirect, Refused, Released, Welcome
 from wire.heartbeat import Heartbeat
+from wire.hosts import resolve
 from wire.ids import Epoch, Room
 from wire.keys import ChannelKey
 from wire.messages import Message
 
 log = get_logger("kvtransfer.links")
 
+T = TypeVar("T")
+
 # A fence that fails is tried again, since nothing else makes its pages safe.
 FENCE_RETRY_S = 1.0
 # Looked at this often while a connection is being made: it takes a millisecond on one host.
 CONNECTING_TURN_S = 0.002
+# From `want` to the offers. Pinning a terabyte for RDMA takes most of it, a resolver that is away 20 s.
+OPEN_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +71,32 @@ class PrefillLink:
     """A link to one bootstrap port.
 
     Attributes:
+        host: As it was wanted; `ip` is its address, once that is known.
         address: The port that was wanted; the socket's own may be another after a Redirect.
+        admissions: By transport name. The worker puts them in before the link is open, and takes out what
+            it has fenced.
+        socket: None until the link is open.
         epoch: Prefill's, once it said Welcome.
-        transport: The one it took; its admission is the only one left then.
+        transport: The one it took; the others are fenced then.
+        is_fence_due: That failed, and is to be tried again.
         more_ports: Of other ranks of prefill that hold heads of ours; known once the link is up.
         heads: Those that come over this link, counted in our pages; known once it is up.
     """
 
     host: str
+    port: int
     address: str
-    socket: Link[FromPrefill]
-    admissions: dict[str, Admission]
+    worker: Worker
     deadline_s: float
     last_heard_s: float
+    ip: str = ""
+    admissions: dict[str, Admission] = field(default_factory=dict)
+    socket: Link[FromPrefill] | None = None
     is_greeted: bool = False
     is_redirected: bool = False
     epoch: Epoch | None = None
     transport: str = ""
+    is_fence_due: bool = False
     more_ports: Sequence[int] = ()
     heads: range = range(0)
 
@@ -95,9 +111,9 @@ class PrefillLinks:
 
     Args:
         end: What we are.
-        control: Runs everything here; fences report through it.
+        control: Runs everything here but what workers do.
         key: Proves to prefill nodes that we know the cluster's secret.
-        connect_timeout_s: From `want` to Welcome.
+        connect_timeout_s: From the offers to Welcome.
         heartbeat: Of the links.
         up: Called when a link is up.
         heard: Called with every Landed and Released of a link that is up.
@@ -123,7 +139,6 @@ class PrefillLinks:
         self._connect_timeout_s, self._heartbeat = connect_timeout_s, heartbeat
         self._up, self._heard, self._lost, self._fenced = up, heard, lost, fenced
         self._links: dict[str, PrefillLink] = {}
-        self._unfenced: deque[Callable[[], None]] = deque()  # fences that have no thread yet
         self._closing = threading.Event()
         self._next_ping_s = clock()
         self.num_refused = 0
@@ -139,38 +154,70 @@ class PrefillLinks:
         return len(self._links)
 
     def want(self, host: str, port: int) -> PrefillLink:
-        """Return the link to a bootstrap port, a new one if there is none.
-
-        Raises:
-            TandemError: There can be none, and why.
-        """
+        """Return the link to a bootstrap port, a new one if there is none."""
         address = tcp_address(host, port)
         if (link := self._links.get(address)) is None:
-            link = self._links[address] = self._make(host, address)
+            now_s, worker = self._clock(), Worker("kv-link", self._control)
+            link = PrefillLink(host, port, address, worker, now_s + OPEN_TIMEOUT_S, now_s)
+            self._links[address] = link
+            worker.submit(
+                partial(self._offer, link), partial(self._connect, link), partial(self.drop, link)
+            )
         return link
 
     def permit(self, link: PrefillLink, room: Room, page_ids: Sequence[int]) -> None:
-        """Let prefill write a room into these pages; if that fails, the link is lost. Only once it is up."""
-        listener, admission = self._listener(link)
-        self._call(link, lambda: listener.permit(admission.peer, room, page_ids))
+        """Let prefill write into these pages, before the next message is sent. Once the link is up.
 
-    def revoke(self, link: PrefillLink, room: Room) -> None:
-        """End what `permit` began; if that fails, the link is lost."""
-        listener, admission = self._listener(link)
-        self._call(link, lambda: listener.revoke(admission.peer, room))
+        If that fails, the link is lost.
+        """
+        listener, peer = self._receiving(link)
+        link.worker.submit(
+            lambda: listener.permit(peer, room, page_ids),
+            lambda _none: None,
+            partial(self.drop, link),
+        )
+
+    def revoke(
+        self,
+        link: PrefillLink,
+        room: Room,
+        look: Callable[[], T],
+        then: Callable[[T], None],
+        failed: Callable[[TandemError], None],
+    ) -> None:
+        """Take pages back, then `look` at them, both in the worker; see `Worker.submit` for the rest.
+
+        What cannot be revoked is fenced, and costs the link.
+        """
+        listener, peer = self._receiving(link)
+
+        def job() -> T:
+            try:
+                with transport_errors():
+                    listener.revoke(peer, room)
+            except TandemError as error:
+                self._control.post(partial(self.drop, link, error))
+                listener.fence(peer)
+            return look()
+
+        link.worker.submit(job, then, failed)
 
     def send(self, link: PrefillLink, message: Message) -> None:
-        """Send; a link that does not take the message is lost, since nobody sends it again."""
-        self._call(link, lambda: link.socket.send(message))
+        """Send behind what was asked of the link before.
+
+        A link that does not take the message is lost, since nobody sends it again.
+        """
+        link.worker.after(partial(self._send, link, message))
 
     def turn(self, waker: Waker) -> None:
         """Wait a moment, hear all that came, ping, and drop the silent."""
         links = list(self._links.values())
-        is_connecting = any(not link.is_greeted for link in links)
-        wait([link.socket for link in links], CONNECTING_TURN_S if is_connecting else TURN_S, waker)
+        sockets = [link.socket for link in links if link.socket is not None]
+        is_connecting = any(link.socket and not link.is_greeted for link in links)
+        wait(sockets, CONNECTING_TURN_S if is_connecting else TURN_S, waker)
         # All of it before anybody is judged silent: it may be us who were slow.
         for link in links:
-            while self._is_kept(link) and (message := link.socket.receive()) is not None:
+            while (message := self._next(link)) is not None:
                 link.last_heard_s = self._clock()
                 try:
                     with transport_errors():
@@ -183,55 +230,72 @@ class PrefillLinks:
         """Lose a link and begin to fence it; no-op when it is lost already."""
         if not self._is_kept(link):
             return
-        log.warning("kv_link.lost", address=link.socket.address, reason=str(error))
+        log.warning("kv_link.lost", address=link.address, reason=str(error))
         del self._links[link.address]
-        link.socket.close()
+        if link.socket is not None:
+            link.socket.close()
         try:
             self._lost(link, error)
         finally:
-            self._fence(link, tuple(link.admissions), partial(self._fenced, link))
+            link.worker.submit(
+                partial(self._cut_off, link),
+                lambda _none: self._fenced(link),
+                lambda _error: None,  # we are closed, and tell nobody
+            )
+            link.worker.end()
 
     def close(self) -> None:
         """Close the sockets and, with them, all listeners."""
         self._closing.set()
         for link in self._links.values():
-            link.socket.close()
+            if link.socket is not None:
+                link.socket.close()
+            link.worker.end()
         for listener in self._end.listeners.values():
             listener.close()
 
-    def _listener(self, link: PrefillLink) -> tuple[Listener, Admission]:
-        """Return what prefill writes through."""
-        return self._end.listeners[link.transport], link.admissions[link.transport]
-
-    def _call(self, link: PrefillLink, call: Callable[[], None]) -> None:
-        try:
-            with transport_errors():
-                call()
-        except TandemError as error:
-            # Posted: the room whose call this is has to come to rest before the link is lost to it.
-            self._control.post(partial(self.drop, link, error))
-
-    def _make(self, host: str, address: str) -> PrefillLink:
-        now_s, socket = self._clock(), self._socket(address)
-        admissions, reasons = {}, []
+    def _offer(self, link: PrefillLink) -> str:
+        """Return the address of the link's host, and have each transport make an offer. In the worker."""
+        ip, reasons = resolve(link.host), []
         for name, listener in self._end.listeners.items():
             try:
                 with transport_errors():
-                    admissions[name] = listener.admit(host)
+                    link.admissions[name] = listener.admit(ip)
             except TandemError as error:  # the others are offered all the same
                 log.warning("kv_transport.not_offered", transport=name, reason=str(error))
                 reasons.append(str(error))
-        if not admissions:
-            socket.close()
+        if not link.admissions:
             raise TransferRefused("; ".join(reasons))
-        deadline_s = now_s + self._connect_timeout_s
-        return PrefillLink(host, address, socket, admissions, deadline_s, last_heard_s=now_s)
+        return ip
 
-    def _socket(self, address: str) -> Link[FromPrefill]:
-        return Link(address, FromPrefill, self._key, self._heartbeat)
+    def _connect(self, link: PrefillLink, ip: str) -> None:
+        if self._is_kept(link):
+            link.ip, link.deadline_s = ip, self._clock() + self._connect_timeout_s
+            link.socket = self._socket(ip, link.port)
+
+    def _socket(self, ip: str, port: int) -> Link[FromPrefill]:
+        return Link(tcp_address(ip, port), FromPrefill, self._key, self._heartbeat)
+
+    def _receiving(self, link: PrefillLink) -> tuple[Listener, PeerKey]:
+        """Return what prefill writes through, and as whom. Only once the link is up."""
+        return self._end.listeners[link.transport], link.admissions[link.transport].peer
+
+    def _send(self, link: PrefillLink, message: Message) -> None:
+        if link.socket is None or not self._is_kept(link):
+            return
+        try:
+            with transport_errors():
+                link.socket.send(message)
+        except TandemError as error:
+            # Posted: the room whose message it is has to come to rest before the link is lost to it.
+            self._control.post(partial(self.drop, link, error))
 
     def _is_kept(self, link: PrefillLink) -> bool:
         return self._links.get(link.address) is link
+
+    def _next(self, link: PrefillLink) -> FromPrefill | None:
+        """Return the next message. A message may lose the link, or have it go on over another socket."""
+        return link.socket.receive() if link.socket and self._is_kept(link) else None
 
     def _hear(self, link: PrefillLink, message: FromPrefill) -> None:
         match message:
@@ -264,63 +328,94 @@ class PrefillLinks:
         link.heads = range(welcome.first_head, welcome.first_head + num_heads)
         log.info(
             "kv_link.up",
-            address=link.socket.address,
+            address=link.address,
             transport=link.transport,
             num_heads=len(link.heads),
         )
-        unused = tuple(name for name in link.admissions if name != link.transport)
-        self._fence(link, unused, lambda: None)
-        return self._up(link)
+        self._up(link)
+        if self._is_kept(link):  # behind the permissions of rooms that waited
+            self._fence_unused(link)
+        return None
 
     def _redirect(self, link: PrefillLink, redirect: Redirect) -> None:
         if link.is_up or link.is_redirected:
             self.num_refused += 1
             return self.drop(link, PeerLost("prefill redirected twice"))
         try:
-            socket = self._socket(tcp_address(link.host, redirect.port))
+            socket = self._socket(link.ip, redirect.port)
         except PeerLost as error:
             return self.drop(link, error)
-        link.socket.close()
+        if link.socket is not None:
+            link.socket.close()
         link.socket, link.is_redirected, link.is_greeted = socket, True, False
         link.more_ports = redirect.more_ports
         return None
 
-    def _fence(self, link: PrefillLink, names: tuple[str, ...], fenced: Callable[[], None]) -> None:
-        admissions = [(self._end.listeners[name], link.admissions.pop(name).peer) for name in names]
+    def _fence_unused(self, link: PrefillLink) -> None:
+        """Fence what prefill was offered and did not take; at the next ping again, if that fails."""
 
-        def cut_off() -> None:
-            left = admissions
-            while left := [each for each in left if not _is_fenced(*each)]:
+        def failed(_error: TandemError) -> None:
+            link.is_fence_due = True
+
+        link.is_fence_due = False
+        link.worker.submit(partial(self._fence, link, link.transport), lambda _none: None, failed)
+
+    def _cut_off(self, link: PrefillLink) -> None:
+        """Fence a lost link, as often as it takes. In the worker.
+
+        Raises:
+            TandemError: It could not be fenced until `close`.
+        """
+        while True:
+            try:
+                return self._fence(link)
+            except TandemError:
                 if self._closing.wait(FENCE_RETRY_S):
-                    return
-            self._control.post(fenced)
+                    raise
 
-        self._unfenced.append(cut_off)
-        self._begin_fences()
+    def _fence(self, link: PrefillLink, kept: str = "") -> None:
+        """Fence what prefill was offered, but for one transport. In the worker.
 
-    def _begin_fences(self) -> None:
-        with contextlib.suppress(RuntimeError):  # there is no thread to be had: perhaps next turn
-            while self._unfenced:
-                threading.Thread(target=self._unfenced[0], name="kv-fence", daemon=True).start()
-                self._unfenced.popleft()
+        Raises:
+            TandemError: Of one that could not be fenced. Those that could are forgotten.
+        """
+        failure = None
+        for name in [each for each in link.admissions if each != kept]:
+            try:
+                with transport_errors():
+                    self._end.listeners[name].fence(link.admissions[name].peer)
+                del link.admissions[name]
+            except TandemError as error:
+                failure = error
+                log.warning(
+                    "kv_fence.failed",
+                    address=link.address,
+                    transport=name,
+                    reason=str(error),
+                    effect="it is tried again; pages it may still write into stay in quarantine",
+                )
+        if failure is not None:
+            raise failure
 
     def _keep_alive(self, now_s: float) -> None:
-        self._begin_fences()
         is_ping_due = now_s >= self._next_ping_s
         if is_ping_due:
             self._next_ping_s = now_s + self._heartbeat.interval_s
         for link in list(self._links.values()):
             if not link.is_up and now_s >= link.deadline_s:
-                why = f": {refusal}" if (refusal := link.socket.refusal) else ""
-                self.drop(link, PeerLost(f"no answer from {link.socket.address}{why}"))
+                self.drop(link, _no_answer(link))
+            elif link.socket is None:
+                continue
             elif not link.is_greeted:
-                self._greet(link)
+                self._greet(link, link.socket)
             elif now_s - link.last_heard_s > self._heartbeat.silence_s and link.is_up:
                 self.drop(link, PeerLost(f"prefill was silent for {self._heartbeat.silence_s:g} s"))
             elif is_ping_due:
-                self._ping(link)
+                self._ping(link, link.socket)
+                if link.is_fence_due:
+                    self._fence_unused(link)
 
-    def _greet(self, link: PrefillLink) -> None:
+    def _greet(self, link: PrefillLink, socket: Link[FromPrefill]) -> None:
         hello = Hello(
             epoch=self._end.epoch,
             fingerprint=self._end.fingerprint,
@@ -331,22 +426,18 @@ class PrefillLinks:
             model_kv_heads=self._end.shard.model_kv_heads,
         )
         with contextlib.suppress(PeerLost):  # there is no connection yet
-            link.socket.send(hello)
+            socket.send(hello)
             link.is_greeted = True
 
-    def _ping(self, link: PrefillLink) -> None:
+    def _ping(self, link: PrefillLink, socket: Link[FromPrefill]) -> None:
         try:
-            link.socket.send(LinkPing(epoch=self._end.epoch))
+            socket.send(LinkPing(epoch=self._end.epoch))
         except PeerLost as error:
             self.drop(link, error)
 
 
-def _is_fenced(listener: Listener, peer: PeerKey) -> bool:
-    """Fence a peer; return whether that worked."""
-    try:
-        with transport_errors():
-            listener.fence(peer)
-    except TandemError as error:
-        log.warning("kv_fence.failed", peer=peer, reason=str(error), retry_s=FENCE_RETRY_S)
-        return False
-    return True
+def _no_answer(link: PrefillLink) -> PeerLost:
+    if link.socket is None:
+        return PeerLost(f"no offer for {link.address} was ready in {OPEN_TIMEOUT_S:g} s")
+    why = f": {refusal}" if (refusal := link.socket.refusal) else ""
+    return PeerLost(f"no answer from {link.socket.address}{why}")

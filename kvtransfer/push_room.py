@@ -69,6 +69,7 @@ class PushRoom:
         num_layers_pushed: Of the run of own pages that begins at this place in the prompt.
         own_pages: By their place in the prompt, own pages of which every layer was pushed.
         sums: Of what is pushed; None where nothing is hashed. Used by the worker alone.
+        refusal: Of one of its jobs; no other is done after that. Used by the worker alone.
     """
 
     deadline_s: float
@@ -80,6 +81,7 @@ class PushRoom:
     num_layers_pushed: dict[int, int] = field(default_factory=dict)
     own_pages: dict[int, int] = field(default_factory=dict)
     sums: PushSums | None = None
+    refusal: TransferRefused | None = None
     pushed_bytes: int = 0
 
     @property

@@ -62,9 +62,15 @@ class PushWorker:
             self._is_closed = True
             self._tasks.clear()
             self._changed.notify()
-            connection = self._connection
+            # Where no job is under way, the thread hangs up by itself.
+            connection = None if self._running is None else self._connection
         if connection is not None:
-            connection.close()
+            # Not here: our caller answers heartbeats, and a library takes its time.
+            hang_up = partial(_attempt, connection.close)
+            try:
+                threading.Thread(target=hang_up, name="kv-hang-up", daemon=True).start()
+            except RuntimeError:  # here after all: this process may have no more threads
+                hang_up()
 
     @property
     def is_running(self) -> bool:
@@ -82,7 +88,7 @@ class PushWorker:
             return
         while (task := self._next()) is not None:
             self._settle(task, _attempt(partial(task.job, connection)))
-        connection.close()
+        _attempt(connection.close)
 
     def _open(self) -> None:
         connection = self._connect()

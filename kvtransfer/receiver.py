@@ -71,7 +71,7 @@ class ReceiverTimeouts:
     """How long decode waits for prefill.
 
     Attributes:
-        connect_s: From the first request to a prefill to its Welcome.
+        connect_s: From the offers to a prefill to its Welcome.
         landed_s: From the grant to Landed: prefill's queue, its forward and the push.
         released_s: From Withdraw to its answer. A prefill that is alive and does not answer in this
             time is cut off, with all its rooms.
@@ -236,7 +236,7 @@ class DecodeAgent:
         self._links.turn(waker)
         now_s = self._clock()
         for part, entry in list(self._parts.items()):
-            if now_s < entry.deadline_s:
+            if entry.has_last_word or now_s < entry.deadline_s:
                 continue
             if entry.session.state is ReceiverState.GRANTED:
                 self._apply(part, TimedOut(TransferTimeout("prefill did not push in time")))
@@ -250,12 +250,12 @@ class DecodeAgent:
             with transport_errors():
                 link = self._links.want(host, port)
         except TandemError as error:
-            return self._outbox.put(Failed(room, error))
+            self._outbox.put(Failed(room, error))
+            return
         self._parts[Part(room, 0)] = first = GrantRoom(link, page_ids, have_tokens)
         self._rooms[room] = GrantParts(room, first)
         if link.is_up:
             self._ready(Part(room, 0))
-        return None
 
     def _ready(self, part: Part) -> None:
         """The link of a part is up. The first one's says over which others the room goes as well."""
@@ -273,12 +273,12 @@ class DecodeAgent:
                 links += [] if link in links else [link]
         except TandemError as error:
             entry.spread(1)
-            return self._tell(room, entry.fan_in.lost(error))
+            self._tell(room, entry.fan_in.lost(error))
+            return
         for part, link in zip(entry.spread(len(links)), links[1:], strict=True):
             self._parts[part] = GrantRoom(link, first.page_ids, first.have_tokens)
             if link.is_up:
                 self._apply(part, LinkReady())
-        return None
 
     def _part_of(self, link: PrefillLink, room: Room) -> Part | None:
         """Return the part of a room that goes over a link, unless it is over."""
@@ -298,42 +298,56 @@ class DecodeAgent:
     def _link_lost(self, link: PrefillLink, error: TandemError) -> None:
         self.times.num_lost_links += 1
         for part in self._parts_of(link):
-            self._apply(part, LinkLost(error))
+            # A last word that has come counts, as soon as it was looked at.
+            if not self._parts[part].has_last_word:
+                self._apply(part, LinkLost(error))
 
     def _link_fenced(self, link: PrefillLink) -> None:
         for part in self._parts_of(link):
             self._apply(part, Fenced())
 
     def _hear(self, link: PrefillLink, message: hand_off.Landed | hand_off.Released) -> None:
+        """Take prefill's last word on a room: it counts once the pages are ours again, and looked at."""
         part = self._part_of(link, message.room)
-        if part is None:
-            return  # the last word came twice, or for a room of somebody else
-        match message:
-            case hand_off.Released(error=info):
-                error = None if info is None else error_of_far_side(info)
-                self._apply(part, ReleasedArrived(error))
-            case hand_off.Landed():
-                self._apply(part, self._verify(self._parts[part], message))
+        if part is None or (entry := self._parts[part]).has_last_word:
+            return  # it came twice, or for a room of somebody else
+        entry.has_last_word = True
+        if isinstance(message, hand_off.Landed):
+            entry.landed = message
+        self._links.revoke(
+            link,
+            message.room,
+            partial(self._look, entry, message),
+            partial(self._apply, part),
+            partial(self._not_taken_back, link, part),
+        )
 
-    def _verify(self, entry: GrantRoom, landed: hand_off.Landed) -> Event:
-        entry.landed = landed
-        if not landed.checksums or not self._is_verified:
+    def _look(self, entry: GrantRoom, word: hand_off.Landed | hand_off.Released) -> Event:
+        """Compare what arrived with what was sent. In the link's worker."""
+        if isinstance(word, hand_off.Released):
+            return ReleasedArrived(None if word.error is None else error_of_far_side(word.error))
+        if not word.checksums or not self._is_verified:
             return LandedArrived()
-        if not (fault := entry.verify(landed, self._layout, self._region)):
+        if not (fault := entry.verify(word, self._layout, self._region)):
             return LandedArrived()
-        self._num_corrupted += 1
         log.warning(
             "kv_push.corrupted",
-            room=landed.room,
+            room=word.room,
             reason=fault,
             see="tandem docs errors#kv_corrupted",
         )
         return CorruptedArrived(KVCorrupted(fault))
 
+    def _not_taken_back(self, link: PrefillLink, part: Part, error: TandemError) -> None:
+        """Only a fence makes these pages safe now."""
+        self._apply(part, LinkLost(error))
+        self._links.drop(link, error)
+
     def _apply(self, part: Part, event: Event) -> None:
         entry = self._parts.get(part)
         if entry is None:
             return  # over, and forgotten: this crossed with the last word
+        self._num_corrupted += isinstance(event, CorruptedArrived)
         for action in entry.session.apply(event):
             self._told[action] += 1
             self._act(part, entry, action)
@@ -358,7 +372,7 @@ class DecodeAgent:
                 withdraw = hand_off.Withdraw(epoch=self._epoch, room=room, error=error.info())
                 self._links.send(entry.link, withdraw)
             case Action.REVOKE:
-                self._links.revoke(entry.link, room)
+                pass  # it is done before the last word is looked at: see `_hear`
             case Action.FENCE:
                 pass  # the whole link is: `PrefillLinks.drop` fences it when all its rooms know
             case Action.TELL_LANDED:

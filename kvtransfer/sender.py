@@ -317,14 +317,12 @@ class PrefillAgent:
         own, layers = entry.take(push, self._end.layout)
         if not layers:
             return None  # they were pushed while they were computed
-        try:
-            plan = entry.plan(own, layers)
-        except TransferRefused as error:
-            return self._apply(part, WriteFailed(error))
-        if not len(plan):
-            return None  # decode has it all
 
         def write(connection: Connection) -> None:
+            # This takes seconds for a long prompt between pages of unlike sizes.
+            plan = entry.plan(own, layers)
+            if not len(plan):
+                return  # decode has it all
             connection.write(part.room, plan)
             if entry.sums is not None:
                 entry.sums.add(own, layers)
@@ -360,7 +358,17 @@ class PrefillAgent:
         self, part: Part, entry: PushRoom, job: Callable[[Connection], None], success: Event | None
     ) -> None:
         assert entry.link is not None
-        entry.worker.submit(part.room, job, partial(self._report, part, entry.link, success))
+
+        def do(connection: Connection) -> None:
+            if entry.refusal is not None:
+                raise entry.refusal  # of a job before this one: the room is about to be stopped
+            try:
+                job(connection)
+            except TransferRefused as error:
+                entry.refusal = error
+                raise
+
+        entry.worker.submit(part.room, do, partial(self._report, part, entry.link, success))
 
     def _report(
         self, part: Part, link: DecodeLink, success: Event | None, error: TandemError | None

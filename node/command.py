@@ -17,6 +17,7 @@ from node.config import NodeConfig, NodeRole
 from node.flags import MEANINGLESS, build_parser, read_config
 from node.server import serve
 from telemetry import log as logs
+from wire.descriptors import PER_LINK, allow_descriptors
 from wire.errors import TandemError
 from wire.keys import cluster_key, operator_key, warn_of_weak_secret
 
@@ -55,6 +56,8 @@ def run(command: NodeCommand, argv: Sequence[str]) -> int:
     try:
         config, args = read_config(parser, command.role, argv)
         logs.configure(config.log_level, config.log_format, role=config.role)
+        num_running = config.engine.max_running_requests
+        allow_descriptors(PER_LINK + num_running, used_for=f"{num_running} requests")
         warn_of_exposed_keys(config.http)
         warn_of_weak_secret(os.environ.get("TANDEM_CLUSTER_KEY", ""))
         for flag in dict.fromkeys(args.meaningless or []):

@@ -38,6 +38,7 @@ from node.tiering import Tiering
 from node.tiers import make_tiering, open_tiers
 from telemetry import log as logs
 from wire.channel import Inbox, Waker, tcp_address
+from wire.descriptors import PER_LINK, allow_descriptors
 from wire.errors import TandemError
 from wire.ids import Epoch, new_epoch
 from wire.keys import ChannelKey, cluster_key
@@ -52,6 +53,8 @@ DEVICE_LOST_GRACE_S = 2.0
 # How long a thread in the interpreter makes another wait. The pushing thread waits for the loop's after the
 # last layer, when every tenth of a millisecond is in the time to the second token; Python's own is 5 ms.
 SWITCH_S = 0.0005
+# How many there will be nobody says. Each has a link, and up to four streams of its transport.
+NUM_PEERS, DESCRIPTORS_PER_PEER = 64, PER_LINK + 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,7 @@ def main(host: RoleHost) -> int:
     sys.setswitchinterval(SWITCH_S)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=NodeConfig)
     logs.configure(config.log_level, config.log_format, role=config.role)
+    allow_peers()
     process = _EngineProcess(config, host, parent)
     try:
         return process.run()
@@ -121,6 +125,11 @@ def main(host: RoleHost) -> int:
     finally:
         host.close()
         process.close()
+
+
+def allow_peers() -> None:
+    """Let this process have as many links as it may; warn when they will be few."""
+    allow_descriptors(NUM_PEERS * DESCRIPTORS_PER_PEER, used_for=f"links to {NUM_PEERS} nodes")
 
 
 class _Parent:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvtier.stack import CLOSE_S
-from node.engine_host import SWITCH_S
+from node.engine_host import SWITCH_S, allow_peers
 from node.quick_process import end_process, uncollected
 from node.rank_agent import RankAgent, rank_agent
 from node.rank_messages import (
@@ -58,6 +58,7 @@ def main() -> int:
     logs.configure(
         config.log_level, config.log_format, role=config.role, rank=config.engine.tp_rank
     )
+    allow_peers()
     try:
         with ExitStack() as stack:
             _Rank(start, pipe, stack).run()

@@ -221,6 +221,11 @@ class RouterConfig:
         reply_formats(self.tool_call_parser, self.reasoning_parser)
 
     @property
+    def num_listed(self) -> int:
+        """Nodes that are given by their URLs."""
+        return len(self.prefills) + len(self.decodes)
+
+    @property
     def heartbeat(self) -> Heartbeat:
         """The rhythm of the links to nodes."""
         return heartbeat_of(self.heartbeat_interval_ms)

@@ -21,13 +21,14 @@ import sys
 import msgspec
 import uvloop
 
-from frontend.server import allow_many_connections, listen
+from frontend.server import listen
 from router.config import RouterConfig
 from router.doorman import Doorman
 from router.membership_files import MemberFiles, new_member_files
 from router.pool import Pool, new_pool
 from router.worker import CONFIG_STATUS, WorkerStart
 from telemetry.log import get_logger
+from wire.descriptors import PER_LINK, allow_descriptors
 
 log = get_logger(__name__)
 
@@ -35,6 +36,8 @@ log = get_logger(__name__)
 STOP_GRACE_S = 2.0
 # A person at a keyboard waits for no stream of half a minute.
 INTERRUPT_DRAIN_S = 3.0
+# Of an edge worker: its link to the engine, and HTTP connections that ask the node what it is.
+DESCRIPTORS_PER_NODE = PER_LINK + 2
 # Long enough that a worker that cannot start does not fill the log.
 RESTART_PAUSE_S = 0.5
 
@@ -45,7 +48,12 @@ def run(config: RouterConfig) -> int:
     Raises:
         ConfigInvalid: The address cannot be listened on.
     """
-    allow_many_connections()
+    num_nodes, num_waiting = config.num_listed, config.admission.limits.max_requests
+    # Edge workers inherit the limit.
+    allow_descriptors(
+        num_nodes * DESCRIPTORS_PER_NODE + num_waiting,
+        used_for=f"{num_nodes} nodes and {num_waiting} waiting requests",
+    )
     with (
         listen(config.host, config.port) as sock,
         _pool_of(config) as pool,

@@ -2,16 +2,18 @@
 
 import asyncio
 import contextlib
-from typing import Any, Generic
+import socket
+from typing import Any, Generic, Self
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from wire.channel import configure
+from wire.channel import check_resolved, configure, new_socket, tcp_address, why
 from wire.codec import Codec, In
 from wire.errors import ChannelClosed, MessageInvalid, PeerLost
-from wire.handshakes import FAILED, reason_of
+from wire.handshakes import FAILED, reason_of, watch
 from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
+from wire.hosts import first_address, is_address, unresolved
 from wire.keys import ChannelKey
 from wire.messages import Message
 
@@ -25,8 +27,14 @@ class AsyncLink(Generic[In]):
     The socket is a plain one whose descriptor the loop watches: a message then costs a third of what
     it does through `zmq.asyncio`, which makes a future for each.
 
+    Args:
+        address: Without a name of a host; see `open`.
+
     Attributes:
         refusal: Why the last handshake failed; empty when none did.
+
+    Raises:
+        PeerLost: The address cannot be one, or this process may open no more.
     """
 
     def __init__(
@@ -36,24 +44,44 @@ class AsyncLink(Generic[In]):
         key: ChannelKey | None = None,
         heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
     ) -> None:
+        check_resolved(address)
         self._codec: Codec[In] = Codec(incoming)
-        self._context = zmq.Context()
         self.address = address
         self._loop = asyncio.get_running_loop()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        configure(self._socket, key, heartbeat, is_server=False)
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | FAILED
-        )
+        try:
+            with contextlib.ExitStack() as undo:
+                self._socket = undo.enter_context(new_socket(zmq.DEALER))
+                configure(self._socket, key, heartbeat, is_server=False)
+                self._monitor = undo.enter_context(
+                    watch(self._socket, zmq.EVENT_DISCONNECTED | FAILED)
+                )
+                self._socket.connect(address)
+                undo.pop_all()
+        except zmq.ZMQError as error:
+            raise PeerLost(f"cannot connect to {address}: {why(error)}") from error
         self._has_key = key is not None
         self.refusal = ""
         self._arrived, self._lost = asyncio.Event(), asyncio.Event()
         self._fd, self._monitor_fd = self._socket.fileno(), self._monitor.fileno()
-        self._socket.connect(address)
         self._loop.add_reader(self._fd, self._look)
         self._loop.add_reader(self._monitor_fd, self._look_at_monitor)
         # A descriptor tells of what comes after somebody found nothing.
         self._look_at_monitor()
+
+    @classmethod
+    async def open(
+        cls,
+        address: str,
+        incoming: Any,
+        key: ChannelKey | None = None,
+        heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
+    ) -> Self:
+        """Return a link to an address that may hold a name, which is resolved first.
+
+        Raises:
+            PeerLost: Also when no address of the name is known.
+        """
+        return cls(await _resolved(address), incoming, key, heartbeat)
 
     async def receive(self) -> list[In]:
         """Return every message that has arrived, at least one. Invalid bytes are passed over.
@@ -130,5 +158,17 @@ class AsyncLink(Generic[In]):
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close(linger=0)
-            self._context.destroy(linger=0)
             self._arrived.set()
+
+
+async def _resolved(address: str) -> str:
+    scheme, _, place = address.partition("://")
+    host, _, port = place.rpartition(":")
+    if scheme != "tcp" or is_address(host):
+        return address
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise unresolved(host, error) from error
+    return tcp_address(first_address(found), port)

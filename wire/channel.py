@@ -8,10 +8,15 @@
 Holds the sockets' options and nothing of what messages mean. Not thread-safe: a socket belongs to
 the thread that made it; `Waker` is how another thread interrupts `wait`.
 
+All links of a process share one I/O thread of libzmq, so nothing may stop it: a link takes an address
+and no name, which libzmq would resolve in that thread.
+
 Liveness is ZMTP's own heartbeat (its I/O thread answers while our loop computes), so a busy peer is
 not a dead one; a dead, stopped or unreachable one is disconnected as `Heartbeat` says.
 """
 
+import contextlib
+import errno
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,15 +25,19 @@ from typing import Any, Generic, Self
 import zmq
 
 from wire.codec import MAX_MESSAGE_BYTES, Codec, In
+from wire.descriptors import REMEDY
 from wire.errors import ConfigInvalid, MessageInvalid, PeerBehind, PeerLost
 from wire.handshakes import Handshakes
 from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
+from wire.hosts import is_address
 from wire.keys import ChannelKey
 from wire.messages import Message
 
 # Messages waiting for one peer. A step is one message: at 100 steps/s this is 80 s of a stalled peer,
 # after which it is treated as lost and its memory is given back.
 HIGH_WATER_MARK = 8192
+# How long the I/O thread may take to close a port. It does nothing that takes longer than a millisecond.
+UNBIND_TIMEOUT_S = 5.0
 
 
 class Peer(bytes):
@@ -41,6 +50,27 @@ class Envelope(Generic[In]):
 
     peer: Peer
     message: In
+
+
+def new_socket(kind: int) -> zmq.Socket[bytes]:
+    """Return a socket of the context that all links of this process share."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    # Looked at when the first socket is made. Its default ends at 341 links.
+    context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
+    return context.socket(kind)
+
+
+def why(error: zmq.ZMQError) -> str:
+    """Return why a socket cannot be made, bound or connected, and what helps."""
+    is_limit = error.errno in (errno.EMFILE, errno.ENFILE)
+    return f"{error.strerror}: {REMEDY}" if is_limit else str(error.strerror)
+
+
+def check_resolved(address: str) -> None:
+    """Raise ValueError for an address that libzmq would have to resolve."""
+    scheme, _, place = address.partition("://")
+    if scheme == "tcp" and not is_address(place.rpartition(":")[0]):
+        raise ValueError(f"resolve the name in {address} before you connect a link to it")
 
 
 def configure(
@@ -103,19 +133,22 @@ class Inbox(Generic[In]):
         heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
     ) -> None:
         self._codec: Codec[In] = Codec(incoming)
-        self._context = zmq.Context()
-        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        configure(self.socket, key, heartbeat, is_server=True)
-        self._handshakes = Handshakes(self.socket, has_key=key is not None)
+        self.num_invalid = 0
         try:
-            self.socket.bind(address)
+            with contextlib.ExitStack() as undo:
+                self.socket = undo.enter_context(new_socket(zmq.ROUTER))
+                configure(self.socket, key, heartbeat, is_server=True)
+                self._handshakes = Handshakes(
+                    self.socket, has_key=key is not None, events=zmq.EVENT_CLOSED
+                )
+                undo.callback(self._handshakes.close)
+                self.socket.bind(address)
+                undo.pop_all()
         except zmq.ZMQError as error:
-            self.close()
             raise ConfigInvalid(
-                f"cannot listen on {address}: {error.strerror}; choose another port or address"
+                f"cannot listen on {address}: {why(error)}; choose another port or address"
             ) from error
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.num_invalid = 0
 
     @property
     def port(self) -> int:
@@ -162,10 +195,14 @@ class Inbox(Generic[In]):
             raise PeerLost(f"link {peer.hex()} is gone: {error.strerror}") from error
 
     def close(self) -> None:
-        """Close the socket and forget unsent messages. Safe to call twice."""
+        """Give the address back and forget unsent messages. Safe to call twice."""
+        if self.socket.closed:
+            return
+        # A socket that is closed is unbound some time later.
+        self.socket.unbind(self.address)
+        self._handshakes.wait_for(zmq.EVENT_CLOSED, UNBIND_TIMEOUT_S)
         self._handshakes.close()
         self.socket.close(linger=0)
-        self._context.destroy(linger=0)
 
     def __enter__(self) -> Self:
         return self
@@ -177,8 +214,12 @@ class Inbox(Generic[In]):
 class Link(Generic[In]):
     """The connecting end, for a plain loop.
 
+    Args:
+        address: Without a name of a host; see `wire.hosts.resolve`.
+
     Raises:
-        PeerLost: The address cannot be one. That nobody answers there shows later.
+        PeerLost: The address cannot be one, or this process may open no more. That nobody answers
+            there shows later.
     """
 
     def __init__(
@@ -188,17 +229,19 @@ class Link(Generic[In]):
         key: ChannelKey | None = None,
         heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
     ) -> None:
+        check_resolved(address)
         self._codec: Codec[In] = Codec(incoming)
-        self._context = zmq.Context()
         self.address = address
-        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        configure(self.socket, key, heartbeat, is_server=False)
-        self._handshakes = Handshakes(self.socket, has_key=key is not None)
         try:
-            self.socket.connect(address)
+            with contextlib.ExitStack() as undo:
+                self.socket = undo.enter_context(new_socket(zmq.DEALER))
+                configure(self.socket, key, heartbeat, is_server=False)
+                self._handshakes = Handshakes(self.socket, has_key=key is not None)
+                undo.callback(self._handshakes.close)
+                self.socket.connect(address)
+                undo.pop_all()
         except zmq.ZMQError as error:
-            self.close()
-            raise PeerLost(f"cannot connect to {address}: {error.strerror}") from error
+            raise PeerLost(f"cannot connect to {address}: {why(error)}") from error
 
     @property
     def refusal(self) -> str:
@@ -233,7 +276,6 @@ class Link(Generic[In]):
         """Close the socket and forget unsent messages. Safe to call twice."""
         self._handshakes.close()
         self.socket.close(linger=0)
-        self._context.destroy(linger=0)
 
 
 class Waker:

@@ -5,6 +5,7 @@ libzmq does not say who it was: the end that connects knows whom it tried, and s
 """
 
 import contextlib
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -50,8 +51,22 @@ def reason_of(event: Mapping[str, Any], *, has_key: bool) -> str:
     return HUNG_UP
 
 
+def watch(sock: zmq.Socket[Any], events: int) -> zmq.Socket[bytes]:
+    """Return a socket that receives the events of `sock`. Close it after `sock.disable_monitor`."""
+    address = f"inproc://{secrets.token_hex(8)}"  # of all sockets of this process
+    sock.monitor(address, events)
+    monitor: zmq.Socket[bytes] = sock.context.socket(zmq.PAIR)
+    # Without a limit: at one, libzmq's I/O thread would wait for us, and with it all links of this process.
+    monitor.setsockopt(zmq.RCVHWM, 0)
+    monitor.connect(address)
+    return monitor
+
+
 class Handshakes:
     """Counts the failed handshakes of one socket. Belongs to the thread that has the socket.
+
+    Args:
+        events: Watched beside `FAILED`, for `wait_for`.
 
     Attributes:
         num_failed: So far.
@@ -63,14 +78,11 @@ class Handshakes:
         sock: zmq.Socket[Any],
         *,
         has_key: bool,
+        events: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._socket, self._has_key, self._clock = sock, has_key, clock
-        sock.monitor("inproc://handshakes", FAILED)
-        self._monitor: zmq.Socket[bytes] = sock.context.socket(zmq.PAIR)
-        # Without a limit: at one, libzmq's I/O thread would wait for us, and with it all our peers.
-        self._monitor.setsockopt(zmq.RCVHWM, 0)
-        self._monitor.connect("inproc://handshakes")
+        self._monitor = watch(sock, FAILED | events)
         self._silent_until_s = float("-inf")
         self._num_logged = 0
         self.num_failed = 0
@@ -80,12 +92,23 @@ class Handshakes:
         """Take in what has failed since the last look."""
         with contextlib.suppress(zmq.Again):
             while True:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-                self.num_failed += 1
-                if (
-                    reason := reason_of(event, has_key=self._has_key)
-                ) != HUNG_UP or not self.reason:
-                    self.reason = reason
+                self._take(parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK)))
+
+    def wait_for(self, event: int, timeout_s: float) -> None:
+        """Return when an event of the socket comes, which is one of those watched, or the time is up."""
+        while self._monitor.poll(int(timeout_s * 1000)):
+            message = parse_monitor_message(self._monitor.recv_multipart())
+            if message["event"] == event:
+                return
+            self._take(message)
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        if not event["event"] & FAILED:
+            return
+        self.num_failed += 1
+        reason = reason_of(event, has_key=self._has_key)
+        if reason != HUNG_UP or not self.reason:
+            self.reason = reason
 
     def log_failures(self, address: str) -> None:
         """Log what has failed at a bound address: at once, then together once a minute."""

@@ -1,9 +1,12 @@
-"""Names of hosts as they are typed, and why one cannot be reached."""
+"""Names of hosts as they are typed, their addresses, and why one cannot be reached."""
 
+import ipaddress
 import os
+import socket
+from typing import Any
 from urllib.parse import urlsplit
 
-from wire.errors import ConfigInvalid
+from wire.errors import ConfigInvalid, PeerLost
 
 
 def bare_host(flag: str, text: str) -> str:
@@ -25,6 +28,40 @@ def bare_host(flag: str, text: str) -> str:
             f"{flag} {text}: give an address, or a name whose parts have 1 to 63 characters"
         ) from error
     return host
+
+
+def is_address(host: str) -> bool:
+    """Whether a host is an IP address, so that no resolver need be asked."""
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def resolve(host: str) -> str:
+    """Return the address of a host. Blocks for as long as the resolver takes: seconds, at worst.
+
+    Raises:
+        PeerLost: No address of this name is known.
+    """
+    bare = host.strip("[]")
+    if is_address(bare):
+        return bare
+    try:
+        return first_address(socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM))
+    except OSError as error:
+        raise unresolved(bare, error) from error
+
+
+def first_address(found: Any) -> str:
+    """Return the best address of what `getaddrinfo` returned: it sorts them."""
+    return str(found[0][4][0])
+
+
+def unresolved(host: str, error: OSError) -> PeerLost:
+    """Return the error for a name without an address."""
+    return PeerLost(f"cannot resolve {host}: {reason_of(error)}")
 
 
 def checked_url(flag: str, text: str) -> str:

@@ -75,6 +75,9 @@ def need_cpu_memory(name: str, pool: Pool) -> None:
 class Listener(Protocol):
     """The receiving end: owns who may write where. Every method may be called from any thread.
 
+    What concerns one peer is called in the order of the protocol, by a worker of its link: other links
+    do not wait for it.
+
     A listener that sees the writes may have an attribute `num_violations`: how many it refused because no
     grant, or no admitted peer, stood behind them.
     """

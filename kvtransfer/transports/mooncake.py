@@ -9,7 +9,8 @@ deregisters the memory, which the adapter obeys. Taking the registration back is
 when a write begins, and one that has begun goes on (120 MB of it, when tried).
 
 The destructor takes up to a second where a peer was connected, and holds the interpreter meanwhile: no
-other thread of this process runs. That is paid once for each peer that is lost.
+other thread of this process runs. That is paid once for each peer that is lost, and for one at a time:
+heartbeats go out between two (`one_sided.Destroyer`).
 """
 
 import contextlib
@@ -23,7 +24,13 @@ from mooncake.engine import TransferEngine
 from kvtransfer.plan import CopyPlan, Int64s
 from kvtransfer.region import MemoryRegion
 from kvtransfer.transports.base import Pool, TransportConfig, need_cpu_memory
-from kvtransfer.transports.one_sided import Memory, OneSidedConnection, OneSidedListener, Places
+from kvtransfer.transports.one_sided import (
+    Destroyer,
+    Memory,
+    OneSidedConnection,
+    OneSidedListener,
+    Places,
+)
 from kvtransfer.transports.tcp_listener import address_toward
 from wire.errors import PeerLost, TransferRefused
 from wire.hand_off import TransportOffer
@@ -45,6 +52,7 @@ class MooncakeTransport:
 
     def __init__(self, config: TransportConfig | None = None) -> None:
         self._config = config or TransportConfig()
+        self._destroyer = Destroyer()
 
     def listen(self, pool: Pool) -> OneSidedListener:
         """Begin to receive.
@@ -59,6 +67,7 @@ class MooncakeTransport:
             lambda host, rooms: _ReceivingEnd(
                 pool, rooms, address_toward(host, self._config.host), self._config.interface
             ),
+            self._destroyer,
         )
 
     def connect(self, offer: TransportOffer, region: MemoryRegion) -> OneSidedConnection:
@@ -76,6 +85,7 @@ class MooncakeTransport:
             region,
             lambda rooms: _SendingEnd(facts, region, rooms, self._config.interface),
             PIECES_UNDER_WAY,
+            self._destroyer,
         )
 
 

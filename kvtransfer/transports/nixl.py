@@ -45,6 +45,7 @@ from kvtransfer.transports.nixl_agent import (
 )
 from kvtransfer.transports.nixl_environment import check_environment
 from kvtransfer.transports.one_sided import (
+    Destroyer,
     Memory,
     OneSidedConnection,
     OneSidedListener,
@@ -72,10 +73,11 @@ class NixlTransport:
     def __init__(self, config: TransportConfig | None = None) -> None:
         check_environment()
         self._interface = (config or TransportConfig()).interface
+        self._destroyer = Destroyer()
 
     def listen(self, pool: Pool) -> "NixlListener":
         """Begin to receive."""
-        return NixlListener(pool, self._interface)
+        return NixlListener(pool, self._interface, self._destroyer)
 
     def connect(self, offer: TransportOffer, region: MemoryRegion) -> OneSidedConnection:
         """Make an agent and connect it to the offer's.
@@ -93,6 +95,7 @@ class NixlTransport:
             region,
             lambda rooms: _SendingEnd(metadata, facts.pool_gpu, region, rooms, self._interface),
             BATCHES_UNDER_WAY,
+            self._destroyer,
         )
 
 
@@ -104,10 +107,13 @@ class _Offer(Places, frozen=True, kw_only=True):
 class NixlListener(OneSidedListener):
     """A listener with one thread that serves all agents."""
 
-    def __init__(self, pool: Pool, interface: str) -> None:
+    def __init__(self, pool: Pool, interface: str, destroyer: Destroyer) -> None:
         self._poller = _Poller()
         super().__init__(
-            pool, "nixl", lambda _, rooms: _ReceivingEnd(pool, rooms, interface, self._poller)
+            pool,
+            "nixl",
+            lambda _, rooms: _ReceivingEnd(pool, rooms, interface, self._poller),
+            destroyer,
         )
 
     @override

@@ -25,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Protocol
 
 import msgspec
@@ -46,6 +46,8 @@ BUSY_S = 10e-6
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 200e-6
 # From the shortest to the longest in 4 ms: a pause inside a stream of bytes must not grow.
 GROWTH = 1.05
+# In which threads that waited for the interpreter have it: each takes half a millisecond at most.
+BREATH_S = 0.01
 # 128 MiB of table, and a terabyte of pool in pages of 64 KiB.
 MAX_PAGES = 1 << 24
 ADDRESS_END = 1 << 57  # of what a process can have on any 64-bit machine
@@ -80,6 +82,23 @@ class Memory:
     def of_table(cls, rooms: Int64s) -> "Memory":
         """Return a table of rooms, or a copy of one."""
         return cls(rooms, rooms.ctypes.data, rooms.nbytes)
+
+
+class Destroyer:
+    """Destroys the ends of one transport, one at a time.
+
+    A library's destructor may hold the interpreter, for a second at worst. Heartbeats go out before it
+    and after it, and two in a row would last longer than a peer waits for one.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+
+    def destroy(self, end: "ReceivingEnd | SendingEnd") -> None:
+        """Destroy an end, or wait until another thread has. Safe to call twice."""
+        with self._turn:
+            end.close()
+            time.sleep(BREATH_S)
 
 
 Address = Annotated[int, msgspec.Meta(ge=1, lt=ADDRESS_END)]
@@ -123,7 +142,6 @@ class ReceivingEnd(Protocol):
 class _Peer:
     rooms: Int64s
     end: ReceivingEnd
-    fencing: threading.Lock = field(default_factory=threading.Lock)
 
 
 class OneSidedListener:
@@ -133,12 +151,18 @@ class OneSidedListener:
         pool: Where peers write.
         name: Of the transport, for offers.
         open_end: Makes the end for the peer at this host, around the pool and this table.
+        destroyer: Of the transport's ends.
     """
 
     def __init__(
-        self, pool: Pool, name: str, open_end: Callable[[str, Int64s], ReceivingEnd]
+        self,
+        pool: Pool,
+        name: str,
+        open_end: Callable[[str, Int64s], ReceivingEnd],
+        destroyer: Destroyer,
     ) -> None:
         self._pool, self._name, self._open_end = pool, name, open_end
+        self._destroyer = destroyer
         self._peers: dict[PeerKey, _Peer] = {}
 
     def admit(self, toward_host: str) -> Admission:
@@ -175,9 +199,8 @@ class OneSidedListener:
     def fence(self, peer: PeerKey) -> None:
         """Destroy the peer's end. Waits for nobody outside this process."""
         if known := self._peers.get(peer):
-            with known.fencing:  # a second fence returns no sooner than the first
-                known.end.close()
-                self._peers.pop(peer, None)
+            self._destroyer.destroy(known.end)  # a second fence returns no sooner than the first
+            self._peers.pop(peer, None)
 
     def close(self) -> None:
         """Fence everybody."""
@@ -229,6 +252,7 @@ class OneSidedConnection:
         region: What is written from.
         open_end: Makes the end, around the region and the array that will hold the table.
         max_under_way: Transfers begun before the first of them is waited for.
+        destroyer: Of the transport's ends.
 
     Raises:
         TransferRefused: Nobody answers.
@@ -240,8 +264,10 @@ class OneSidedConnection:
         region: MemoryRegion,
         open_end: Callable[[Int64s], SendingEnd],
         max_under_way: int,
+        destroyer: Destroyer,
     ) -> None:
         self._places, self._max_under_way = places, max_under_way
+        self._destroyer = destroyer
         self._source = Memory.of_region(region)
         self._mutex = threading.Lock()
         self._is_closed = False
@@ -304,7 +330,7 @@ class OneSidedConnection:
         """End a write under way at its next look, then destroy the end."""
         self._is_closed = True
         with self._mutex:
-            self._end.close()
+            self._destroyer.destroy(self._end)
 
 
 def _bounded(places: Places) -> int:

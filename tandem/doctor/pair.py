@@ -51,6 +51,7 @@ from wire.errors import (
     error_from_info,
 )
 from wire.heartbeat import Heartbeat
+from wire.hosts import resolve
 from wire.keys import ChannelKey
 from wire.messages import Message
 
@@ -191,7 +192,8 @@ class RemoteFarEnd:
 
     def __init__(self, host: str, port: int, key: ChannelKey | None, begin: Begin) -> None:
         self._name = tcp_address(host, port).removeprefix("tcp://")
-        self._link: Link[ToConnecting] = Link(tcp_address(host, port), ToConnecting, key, HEARTBEAT)
+        address = tcp_address(resolve(host), port)
+        self._link: Link[ToConnecting] = Link(address, ToConnecting, key, HEARTBEAT)
         with contextlib.ExitStack() as undo:
             undo.callback(self._link.close)
             self._connect(host, port, begin, has_key=key is not None)

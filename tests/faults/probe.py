@@ -75,7 +75,8 @@ class Probe:
                 if isinstance(message, Pong):
                     self.load = message.load
                     if self._patience is not None:
-                        self._patience.reschedule(asyncio.get_running_loop().time() + SILENT_S)
+                        with contextlib.suppress(RuntimeError):  # it is expiring at this moment
+                            self._patience.reschedule(asyncio.get_running_loop().time() + SILENT_S)
                     self.told.set()
 
     async def _ping(self, link: AsyncLink[FromEngine]) -> None:

@@ -194,6 +194,26 @@ async def test_the_load_is_what_the_engine_last_said(client):
     assert client.load.num_running == 3
 
 
+async def test_an_engine_is_reached_by_the_name_of_its_host(engine):
+    port = engine.address.rpartition(":")[2]
+    client = EngineClient(f"tcp://localhost:{port}")
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(client.run())
+        async with asyncio.timeout(PATIENCE_S):
+            await client.answered.wait()
+        client.stop()
+
+
+async def test_a_name_that_is_not_known_is_told_as_the_reason_and_ends_nothing():
+    client = EngineClient("tcp://nowhere.invalid:1")
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(client.run())
+        await until(lambda: client.refusal)
+        assert "cannot resolve nowhere.invalid" in client.refusal
+        assert not running.done()
+        client.stop()
+
+
 async def test_a_client_without_an_engine_is_not_up_and_starts_nothing():
     client = EngineClient("tcp://127.0.0.1:1")
     with pytest.raises(PeerLost):

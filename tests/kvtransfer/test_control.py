@@ -1,8 +1,14 @@
-"""What the outbox tells a role, and when."""
+"""What the outbox tells a role, and when; and what becomes of a worker's jobs."""
 
-from kvtransfer.control import Outbox
+import queue
+
+import pytest
+
+from kvtransfer.control import ControlThread, Outbox, Worker
 from kvtransfer.events import Failed, Landed, Lost, Safe
-from wire.errors import PeerLost
+from tests.patience import PATIENCE_S
+from wire.channel import wait
+from wire.errors import PeerLost, TransferFailed
 from wire.ids import Room
 
 A, B = Room(1), Room(2)
@@ -33,3 +39,41 @@ def test_a_room_given_up_while_an_earlier_event_is_handled_hears_only_its_end():
     assert next(events) == Failed(A, ERROR)
     assert outbox.cancel(B)
     assert list(events) == [Safe(B)]
+
+
+class Panic(BaseException):
+    """What a library in Rust raises."""
+
+
+def fail(error):
+    raise error
+
+
+@pytest.fixture
+def told():
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def worker():
+    control = ControlThread("kv-test", lambda waker: wait([], 1.0, waker))
+    control.start()
+    made = Worker("kv-link", control)
+    yield made
+    made.end()
+    control.stop()
+
+
+@pytest.mark.parametrize("error", [OSError("broken"), Panic("broken"), PeerLost("broken")])
+def test_a_job_that_raises_whatever_is_answered_and_the_next_is_done(worker, told, error):
+    worker.submit(lambda: fail(error), told.put, told.put)
+    worker.submit(lambda: 7, told.put, told.put)
+    answer = told.get(timeout=PATIENCE_S)
+    assert isinstance(answer, PeerLost if isinstance(error, PeerLost) else TransferFailed)
+    assert "broken" in answer.message
+    assert told.get(timeout=PATIENCE_S) == 7
+
+
+def test_a_result_that_nobody_can_take_is_a_failure(worker, told):
+    worker.submit(lambda: OSError("broken"), fail, told.put)
+    assert isinstance(told.get(timeout=PATIENCE_S), TransferFailed)

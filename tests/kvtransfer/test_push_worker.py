@@ -1,6 +1,7 @@
 """The thread that writes for one link, over links whose library breaks."""
 
 import queue
+import threading
 
 import pytest
 
@@ -61,5 +62,43 @@ def test_a_room_is_stopped_only_after_the_outcome_of_its_job_is_told(told):
 
     worker.submit(Room(1), lambda _connection: refuse(), done)
     assert [words.get(timeout=PATIENCE_S) for _ in range(2)] == ["done", "stopped"]
+    worker.close()
+    worker.join()
+
+
+def test_a_write_is_ended_also_where_there_is_no_thread_to_hang_up(told, monkeypatch):
+    class Waiting(Silent):
+        def __init__(self):
+            self.begun, self.closed = threading.Event(), threading.Event()
+
+        def close(self):
+            self.closed.set()
+
+    def wait(connection):
+        connection.begun.set()
+        assert connection.closed.wait(PATIENCE_S)
+
+    def no_thread(_thread):
+        raise RuntimeError("can't start new thread")
+
+    connection = Waiting()
+    worker = PushWorker(lambda: connection, told.put)
+    assert told.get(timeout=PATIENCE_S) is None
+    worker.submit(Room(1), wait, told.put)
+    assert connection.begun.wait(PATIENCE_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        worker.close()
+    assert told.get(timeout=PATIENCE_S) is None
+    worker.join()
+
+
+def test_a_library_that_raises_while_it_hangs_up_ends_the_thread_all_the_same(told):
+    class Broken(Silent):
+        def close(self):
+            refuse()
+
+    worker = PushWorker(Broken, told.put)
+    assert told.get(timeout=PATIENCE_S) is None
     worker.close()
     worker.join()

@@ -1,7 +1,7 @@
 """What becomes of a room at decode when a transport fails in a way that no contract names."""
 
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -14,7 +14,7 @@ from tests.kvtransfer.test_agents import ROOM
 from tests.patience import patiently
 from wire.channel import Inbox, wait
 from wire.errors import TransferFailed
-from wire.hand_off import Grant, ToPrefill, Welcome
+from wire.hand_off import Grant, Released, ToPrefill, Welcome, Withdraw
 from wire.ids import Epoch, Room
 
 
@@ -23,6 +23,18 @@ class Gone:
 
     def __getattr__(self, name):
         raise OSError(f"there is no {name} any more")
+
+
+@contextmanager
+def no_threads(monkeypatch):
+    """Let no thread start."""
+
+    def start(_thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        yield
 
 
 class Failing(LoopbackTransport):
@@ -129,6 +141,21 @@ def test_a_room_that_cannot_be_revoked_has_landed_and_its_writer_is_fenced(clust
     rig.until(lambda: cluster.transport.listener.is_fenced)
 
 
+def test_a_room_that_can_neither_be_revoked_nor_fenced_at_once_is_lost(cluster, ends, monkeypatch):
+    monkeypatch.setattr(prefill_links, "FENCE_RETRY_S", 0)
+    prefill, decode = ends
+    listener = cluster.transport.listener
+    listener.failures = ["revoke", "fence", "fence"]
+    prefill.agent.expect(ROOM)
+    rig.request(decode, prefill)
+    prefill.next(Granted)
+    rig.push_all(prefill)
+    assert isinstance(decode.next(Lost).error, TransferFailed)
+    assert decode.next() == Safe(ROOM)
+    assert listener.is_fenced
+    assert not listener.failures
+
+
 def test_a_room_that_cannot_be_verified_is_lost(cluster, ends):
     prefill, decode = ends
     region, decode.agent._region = decode.agent._region, Gone()
@@ -153,24 +180,55 @@ def test_a_fence_that_fails_is_tried_again_and_pages_are_safe_only_then(cluster,
     assert not listener.failures
 
 
-def test_a_fence_for_which_there_is_no_thread_is_begun_when_there_is_one(
-    cluster, ends, monkeypatch
-):
+def test_a_fence_needs_no_thread_that_there_may_not_be(cluster, ends, monkeypatch):
     prefill, decode = ends
-    cluster.transport.listener.failures = ["permit"]
-    failures = [RuntimeError("can't start new thread")] * 2
-    real = threading.Thread.start
-
-    def start(thread):
-        while thread.name == "kv-fence" and failures:
-            raise failures.pop()
-        real(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start)
     rig.request(decode, prefill)
-    decode.next(Lost)
-    assert decode.next() == Safe(ROOM)
-    assert not failures
+    prefill.wait_until(lambda now: now.num_early_grants == 1)
+    cluster.transport.listener.failures = ["permit"]
+    with no_threads(monkeypatch):
+        rig.request(decode, prefill, room=Room(43))
+        assert {decode.next(Lost).room, decode.next(Lost).room} == {ROOM, Room(43)}
+        assert {decode.next(Safe).room, decode.next(Safe).room} == {ROOM, Room(43)}
+
+
+def test_a_request_for_whose_link_there_is_no_thread_fails(ends, monkeypatch):
+    prefill, decode = ends
+    with no_threads(monkeypatch):
+        rig.request(decode, prefill)
+        error = decode.next(Failed).error
+    assert isinstance(error, TransferFailed)
+    assert "TasksMax=" in error.message
+
+
+def test_a_room_that_goes_over_two_links_is_lost_if_there_is_a_thread_for_one(cluster, monkeypatch):
+    decode = cluster.decode()
+    with Inbox("tcp://127.0.0.1:0", ToPrefill, heartbeat=CALM) as inbox:
+        decode.agent.request(ROOM, "127.0.0.1", inbox.port, [1])
+        peer = rig.receive(inbox).peer
+        with no_threads(monkeypatch):
+            inbox.send(peer, Welcome(epoch=Epoch(5), transport="loopback", more_ports=[1]))
+            assert isinstance(decode.next(Lost).error, TransferFailed)
+        while not isinstance(rig.receive(inbox).message, Withdraw):
+            pass
+        inbox.send(peer, Released(epoch=Epoch(5), room=ROOM))
+        assert decode.next() == Safe(ROOM)
+
+
+def test_an_offer_that_is_not_taken_and_cannot_be_fenced_holds_no_room_up(cluster):
+    refused, failing, healthy = Failing(), Failing(), LoopbackTransport()
+    refused.name, failing.name = "refused", "failing"
+    cluster.use(refused, failing, healthy)
+    decode = cluster.decode()
+    cluster.use(healthy)
+    prefill = cluster.prefill()
+    refused.listener.failures = ["fence"] * 3
+    prefill.agent.expect(ROOM)
+    rig.request(decode, prefill)
+    rig.push_all(prefill)
+    decode.next(Landed)
+    rig.until(lambda: refused.listener.is_fenced)
+    assert failing.listener.is_fenced
+    assert decode.agent.statistics().num_links == 1
 
 
 def test_a_grant_that_cannot_be_sent_costs_the_link(cluster):

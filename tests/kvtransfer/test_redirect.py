@@ -1,6 +1,7 @@
 """A rank of decode finds its like behind one bootstrap port."""
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvtransfer.events import Failed
 from kvtransfer.layout import KVLayout
@@ -65,6 +66,7 @@ def event_of(decode: DecodeAgent, waker: Waker):
 def test_a_rank_says_hello_again_where_it_is_sent_once(decode):
     agent, waker = decode
     with (
+        capture_logs() as told,
         Inbox("tcp://127.0.0.1:0", ToPrefill, heartbeat=CALM) as first,
         Inbox("tcp://127.0.0.1:0", ToPrefill, heartbeat=CALM) as own,
     ):
@@ -79,3 +81,4 @@ def test_a_rank_says_hello_again_where_it_is_sent_once(decode):
         assert isinstance(event, Failed)
         assert isinstance(event.error, PeerLost)
         assert "redirected twice" in event.error.message
+    assert "kv_control.failed" not in [line["event"] for line in told]

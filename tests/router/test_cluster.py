@@ -40,12 +40,17 @@ def model_info(**fields) -> ModelInfo:
 async def test_an_engine_that_restarts_is_used_again_under_its_new_life():
     async with cluster() as setup:
         node = setup.backend._cluster.decodes[0]
-        before = node.client
+        before, told, seen = node.client, node.client._on_change, []
+
+        def look() -> None:
+            told()
+            seen.append((before.lost.is_set(), setup.backend.health().is_serving))
+
+        before._on_change = look  # the next life may be up before a test looks again
         setup.decodes[0].restart_engine()
         await until(before.lost.is_set)
-        assert not setup.backend.health().is_serving
-        await until(lambda: node.is_up)
-        assert node.client is not before
+        assert (True, False) in seen
+        await until(lambda: node.is_up and node.client is not before)
         assert setup.backend.health().is_serving
 
 

@@ -83,6 +83,20 @@ def workers_of(process) -> list[int]:
     return [int(pid) for pid in children.split()]
 
 
+async def test_a_router_that_may_open_too_few_files_warns_at_its_start():
+    process = await asyncio.create_subprocess_exec(
+        *("prlimit", "--nofile=300:300", sys.executable, "-m", "router", "--port", "0", *NOWHERE),
+        cwd=ROOT,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    told = await next_event(process, "descriptors.too_few")
+    assert told["limit"] == 300
+    assert f"ulimit -n {told['needed']}" in told["action"]
+    await next_event(process, "edge_worker.ready")
+    process.terminate()
+    await process.communicate()
+
+
 def is_gone(pid: int) -> bool:
     try:
         return " Z " in Path(f"/proc/{pid}/stat").read_text()

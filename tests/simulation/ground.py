@@ -24,6 +24,7 @@ import router.cluster
 import router.node_http
 import wire.async_link
 import wire.channel
+import wire.hosts
 from tests.simulation import sockets, threads
 from tests.simulation.processes import CURRENT
 
@@ -44,7 +45,9 @@ REPLACED = {
     wire.channel.Waker: sockets.SimulatedWaker,
     wire.channel.wait: sockets.wait,
     wire.async_link.AsyncLink: sockets.SimulatedAsyncLink,
+    wire.hosts.resolve: sockets.resolve,
     kvtransfer.control.ControlThread: threads.SimulatedControlThread,
+    kvtransfer.control.Worker: threads.SimulatedWorker,
     kvtransfer.push_worker.PushWorker: threads.SimulatedPushWorker,
     router.node_http.fetch_info: fetch_info,
 }
@@ -80,7 +83,6 @@ def _places():
         *places,
         *_clocks(),
         (router.cluster, "time", time, SimpleNamespace(monotonic=_now)),
-        (kvtransfer.prefill_links, "threading", threading, threads.SimulatedThreading),
         (zmq, "Context", zmq.Context, _refused("socket")),
         (threading.Thread, "start", threading.Thread.start, _refused("thread")),
     ]

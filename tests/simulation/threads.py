@@ -1,10 +1,10 @@
 """What stands in for threads: callbacks of the process that made them, at times of their own."""
 
-import threading
 from collections import deque
 from functools import partial
 
 import kvtransfer.control
+from kvtransfer.control import Worker
 from kvtransfer.push_worker import _attempt as attempt
 from telemetry.log import get_logger
 from tests.simulation.processes import CURRENT, Repeated
@@ -150,19 +150,33 @@ class SimulatedPushWorker:
         self._next()
 
 
-class SimulatedThread:
-    """A thread that does one thing and ends, as a fence does."""
+class SimulatedWorker(Worker):
+    """Its jobs take a while. The last job of a link is its fence, which takes longer."""
 
-    def __init__(self, target, **_named) -> None:
-        self._target = target
+    def __init__(self, name, control) -> None:
+        del name
+        self._control, self._process = control, CURRENT.get()
+        self._jobs, self._num_open, self._is_busy, self._is_ended = deque(), 0, False, False
 
-    def start(self) -> None:
-        process = CURRENT.get()
-        process.later(process.world.fence_s(), self._target)
+    def submit(self, job, then, failed) -> None:
+        self._num_open += 1
+        self._jobs.append(partial(self._do, job, then, failed))
+        self._next()
 
+    def end(self) -> None:
+        self._is_ended = True
 
-class SimulatedThreading:
-    """The part of `threading` that is asked of."""
+    def _next(self) -> None:
+        if self._jobs and not self._is_busy:
+            self._is_busy = True
+            self._process.later(self._process.world.latency(), self._begin)
 
-    Thread = SimulatedThread
-    Lock, Event, Condition = threading.Lock, threading.Event, threading.Condition
+    def _begin(self) -> None:
+        is_fence = self._is_ended and len(self._jobs) == 1
+        self._process.later(self._process.world.fence_s() if is_fence else 0.0, self._finish)
+
+    def _finish(self) -> None:
+        job = self._jobs.popleft()
+        self._is_busy = False
+        job()
+        self._next()

@@ -8,10 +8,13 @@ import pytest
 
 from kvtransfer.plan import CopyPlan
 from kvtransfer.region import MemoryRegion
+from kvtransfer.transports.base import Pool
 from kvtransfer.transports.one_sided import (
     LONGEST_PAUSE_S,
     SHORTEST_PAUSE_S,
+    Destroyer,
     OneSidedConnection,
+    OneSidedListener,
     Pace,
     Places,
 )
@@ -76,7 +79,7 @@ def made():
         return libraries[0]
 
     with MemoryRegion.private(PAGE_BYTES * NUM_PAGES) as region:
-        connection = OneSidedConnection(places, region, open_end, max_under_way=3)
+        connection = OneSidedConnection(places, region, open_end, 3, Destroyer())
         yield connection, libraries[0]
         connection.close()
 
@@ -125,3 +128,40 @@ def test_pauses_grow_while_nothing_happens_and_are_short_again_after_work():
     assert idle == sorted(idle)
     assert idle[-1] == LONGEST_PAUSE_S
     assert pace.next_pause_s(1e-3) == SHORTEST_PAUSE_S
+
+
+class SlowEnd:
+    """A receiving end that is destroyed only when the test says so."""
+
+    def __init__(self):
+        self.facts = {}
+        self.is_begun, self.may_end = Event(), Event()
+
+    def expect_writes(self, *, are_expected):
+        pass
+
+    def close(self):
+        self.is_begun.set()
+        assert self.may_end.wait(PATIENCE_S)
+
+
+def test_ends_are_destroyed_one_at_a_time():
+    ends = []
+
+    def open_end(_host, _rooms):
+        ends.append(SlowEnd())
+        return ends[-1]
+
+    with MemoryRegion.private(PAGE_BYTES * NUM_PAGES) as region, ThreadPoolExecutor(2) as threads:
+        pool = Pool(region, PAGE_BYTES, NUM_PAGES)
+        listener = OneSidedListener(pool, "library", open_end, Destroyer())
+        peers = [listener.admit("127.0.0.1").peer for _ in range(2)]
+        fences = [threads.submit(listener.fence, peers[0])]
+        assert ends[0].is_begun.wait(PATIENCE_S)
+        fences.append(threads.submit(listener.fence, peers[1]))
+        ends[1].may_end.set()
+        assert not ends[1].is_begun.wait(0.1)  # although nothing else holds it up
+        ends[0].may_end.set()
+        for fence in fences:
+            fence.result(PATIENCE_S)
+        assert ends[1].is_begun.is_set()
