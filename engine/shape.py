@@ -1,10 +1,10 @@
 """What an engine and its pool need to know of a model. Numbers and names: nothing is loaded for it."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.weight_files import read_object
 from wire.errors import ConfigInvalid
 from wire.hand_off import LayerKV
 from wire.page_keys import PageSpace
@@ -154,15 +154,7 @@ def generation_config(model_dir: Path) -> dict[str, Any]:
         ConfigInvalid: It is no JSON object.
     """
     path = model_dir / GENERATION_CONFIG
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigInvalid(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigInvalid(f"{path} is not a JSON object")
-    return found
+    return read_object(path) if path.is_file() else {}
 
 
 def eos_token_ids(model_dir: Path, text_config: Any) -> frozenset[int]:
