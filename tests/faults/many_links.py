@@ -55,6 +55,8 @@ NUM_CLIENTS = 12
 RESTART_INTERVAL_S = 5.0
 # Of an engine, at most, for a link: its worker and four descriptors, and what the transport needs.
 THREADS_PER_LINK, DESCRIPTORS_PER_LINK = {"tcp": 5, "shm": 1}, {"tcp": 8, "shm": 6}
+# The watch over steps (`node/step_watch.py`) begins after the first of them.
+THREADS_OF_STEPS = 1
 
 
 Model = tuple[ModelShape, Ints]
@@ -283,7 +285,7 @@ async def many_links(
     threads = run.after.threads - run.before.threads
     descriptors = run.after.descriptors - run.before.descriptors
     is_dear = (
-        threads > num_links * THREADS_PER_LINK[backend]
+        threads > num_links * THREADS_PER_LINK[backend] + THREADS_OF_STEPS
         or descriptors > num_links * DESCRIPTORS_PER_LINK[backend]
     )
     problems = [*run.tally.bad]
