@@ -211,4 +211,5 @@ class Client:
 
     def _is_crowded(self, waited_s: float) -> bool:
         gate, limits = self.router.backend._gate, self.router.world.plan.admission.limits
-        return len(gate._admission) >= limits.max_requests or waited_s >= limits.max_wait_s
+        is_full = len(gate._admission) >= limits.max_requests
+        return is_full or waited_s >= limits.max_wait_s - 1e-9
