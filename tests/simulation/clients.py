@@ -190,7 +190,10 @@ class Client:
             # Of nodes none ever is: their own lines are long enough.
             is_right = not num_attempts and self._is_crowded(waited_s)
         elif isinstance(error, NoNodeAvailable):
-            is_right = not world.is_undisturbed and not self.router.cluster.health().is_serving
+            # A loop that stands still delivers it late, when a node may have come up since.
+            is_delayed = waited_s > self.router.backend._node_wait_s + 1e-9
+            is_serving = self.router.cluster.health().is_serving and not is_delayed
+            is_right = not world.is_undisturbed and not is_serving
         else:
             # What is handed over uses up no attempt; a frame late by more than a second may.
             is_used_up = error.is_retryable and num_attempts >= world.plan.max_attempts
