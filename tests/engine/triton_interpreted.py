@@ -20,6 +20,7 @@ from engine.launcher import ModelLauncher
 from engine.model import load_model
 from engine.noise import gumbels, with_noise
 from engine.runner import ModelRunner
+from telemetry import log as logs
 from tests.attention_cases import CASES, error
 from tests.engine.test_core import PAGE, ask, prompts, run
 
@@ -57,6 +58,7 @@ def noise_error() -> float:
 
 def main() -> None:
     """Run all cases and generations."""
+    logs.configure("error")  # what is printed is the result
     backend = TritonAttention(NUM_PROCESSORS)
     found = {
         "errors": {name: error(case, backend) for name, case in CASES.items()},
