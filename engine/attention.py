@@ -14,7 +14,7 @@ arguments on; a backend writes the layer's K and V into the pool and attends ove
 | `flashinfer` | GPUs, 16-bit types; FlashInfer's kernels, where it is installed | `attention_flashinfer.py` |
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -182,10 +182,12 @@ class PagedPast:
 
     Args:
         positions: Of the forward's rows. Shape (num_rows,), int64.
+        layers: Whose `kept` is wanted; None: all of them.
     """
 
-    def __init__(self, positions: torch.Tensor) -> None:
+    def __init__(self, positions: torch.Tensor, layers: Container[int] | None = None) -> None:
         self._positions = positions
+        self._layers = layers
         self.kept: dict[int, Kept] = {}
         self.is_asked = False
 
@@ -193,7 +195,8 @@ class PagedPast:
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> Kept:
         """Note what a layer would have cached; return it alone: attention finds the rest in pages."""
-        self.kept[layer_idx] = key, value
+        if self._layers is None or layer_idx in self._layers:
+            self.kept[layer_idx] = key, value
         return key, value
 
     def get_seq_length(self, _layer_idx: int = 0) -> torch.Tensor:
@@ -333,7 +336,7 @@ class Attending:
         assert self.past is not None
         latents = self.latents.get(index)
         if latents is not None:
-            layer = latents.inputs(index, tensors[0], self.past.kept[index], scoring)
+            layer = latents.inputs(index, tensors[0], self.past.kept.pop(index), scoring)
             attended = latents.outputs(self.attend(layer))
         else:
             query, key, value = (part[0].transpose(0, 1) for part in tensors)

@@ -9,6 +9,9 @@ from torch.nn import functional
 
 from engine.attention import LayerInputs, PagedBatch, Scoring
 
+# Of latents at a time: 256 MiB in float32.
+_MOST_SCORES = 1 << 26
+
 
 class TorchAttention:
     """The reference backend."""
@@ -54,7 +57,8 @@ def _attend_whole(
     """Attend with the rows of one chunk. Shape (1, num_heads, num_rows, dim) in and out."""
     scoring, kv_len = layer.scoring, int(batch.host_kv_lens[sequence])
     num_rows = rows.stop - rows.start
-    is_plain = scoring == Scoring(scoring.scale) and layer.sinks is None
+    is_latent = not batch.pool.layers[layer.index].value.shape[-1]
+    is_plain = scoring == Scoring(scoring.scale) and layer.sinks is None and not is_latent
     if num_rows == kv_len and is_plain and batch.dtype == layer.key.dtype:
         # A whole prompt: its keys are at hand, and need not be read back from the pages.
         return functional.scaled_dot_product_attention(
@@ -68,6 +72,8 @@ def _attend_whole(
     pages = batch.page_table[sequence, : -(-kv_len // batch.page_size)]
     key, value = _gather(batch, sequence, pages, layer)
     mask = _prompt_mask(batch, sequence, num_rows, scoring)
+    if is_latent:
+        return _attend_latents(query, key[None, :, :kv_len], value[None, :, :kv_len], mask, scoring)
     sinks = None if layer.sinks is None else layer.sinks.view(1, -1, 1, 1)
     return _attend(
         query,
@@ -191,6 +197,32 @@ def visible(queries: torch.Tensor, keys: torch.Tensor, scoring: Scoring) -> torc
     if scoring.chunk is not None:
         seen = seen & (keys // scoring.chunk == queries // scoring.chunk)
     return seen
+
+
+def _attend_latents(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Attend with a prompt's rows over the one K and V of all heads, without a copy of them for each.
+
+    Args:
+        query: Shape (1, num_heads, num_rows, key_dim).
+        mask: Shape (num_rows, kv_len).
+    """
+    num_rows, kv_len = mask.shape
+    outs = []
+    for part in torch.split(query, max(1, _MOST_SCORES // (num_rows * kv_len)), dim=1):
+        num_heads = part.shape[1]
+        rows = part.reshape(1, 1, num_heads * num_rows, -1)
+        seen = mask.repeat(num_heads, 1)
+        out = functional.scaled_dot_product_attention(
+            rows, key, value, attn_mask=seen, scale=scoring.scale
+        )
+        outs.append(out.view(1, num_heads, num_rows, -1))
+    return torch.cat(outs, dim=1)
 
 
 def _attend(

@@ -55,8 +55,10 @@ class Blocks:
             rows, keys, num_warps = (32, 32, 4) if row_bytes <= 512 else (16, 16, 4)
         elif row_bytes <= 256:
             rows, keys, num_warps = 128, 32 if is_fp8 else 64, 8
-        else:
+        elif row_bytes <= 512:
             rows, keys, num_warps = 64, 32, 4
+        else:
+            rows, keys, num_warps = 32, 16, 4
         return cls(max(rows, triton.next_power_of_2(group)), keys, dim, num_warps)
 
 
@@ -207,10 +209,11 @@ def _attend_prompts(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) ->
     num_kv_heads, page_size, head_dim = pages.shape[2:]
     group = layer.query.shape[1] // num_kv_heads
     blocks = Blocks.of(head_dim, layer.query.dtype, group, is_fp8=_is_fp8(batch))
-    tiles: torch.Tensor | None = batch.scratch.get("tiles")
+    num_rows = blocks.rows // group  # of a tile: of layers of one size
+    tiles: torch.Tensor | None = batch.scratch.get(("tiles", num_rows))
     if tiles is None:
-        tiles = to_device(prompt_tiles(batch, blocks.rows // group), out.device)
-        batch.scratch["tiles"] = tiles
+        tiles = to_device(prompt_tiles(batch, num_rows), out.device)
+        batch.scratch["tiles", num_rows] = tiles
     scoring = layer.scoring
     triton_kernels.attend_prompts[len(tiles), num_kv_heads](
         layer.query,

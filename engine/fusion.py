@@ -26,31 +26,36 @@ _LINEAR = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
 _HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported  # noqa: SLF001
 
 
-def fuse(model: nn.Module, called: Collection[nn.Module]) -> int:
+def fuse(model: nn.Module, called: Collection[str]) -> int:
     """Replace layers in place; return how many products are left of the linear ones.
 
     Only plain `nn.Linear` layers are touched: quantised ones have kernels of their own.
 
     Args:
-        called: The modules that a forward calls. Of the others some may read the weights, which are
-            opaque afterwards: they are left alone.
+        called: Names of the modules that a forward calls. Of the others some may read the weights, which
+            are opaque afterwards: they are left alone.
     """
     # Tied weights are packed once for all who share them.
     packed: dict[int, _Product] = {}
     num_products = 0
-    for parent in list(model.modules()):
+    # Only parents: a layer's weights go when it is replaced.
+    parents = [each for each in model.named_modules() if type(each[1]) is not nn.Linear]
+    for path, parent in parents:
+        own = {name for name, _ in parent.named_children() if f"{path}.{name}".strip(".") in called}
         for names in SIBLINGS:
-            children = [getattr(parent, name, None) for name in names]
-            linears = [each for each in children if type(each) is nn.Linear and each in called]
+            children = [getattr(parent, name, None) for name in names if name in own]
+            linears = [each for each in children if type(each) is nn.Linear]
             if len(linears) == len(names) and _can_join(linears):
                 product = _Shared(linears)
                 for index, name in enumerate(names):
                     setattr(parent, name, _Part(product, index))
                 num_products += 1
         for name, child in list(parent.named_children()):
-            if type(child).__name__.endswith("RMSNorm") and child in called:
+            if name not in own:
+                continue
+            if type(child).__name__.endswith("RMSNorm"):
                 setattr(parent, name, _fused_norm(child))
-            if type(child) is nn.Linear and child in called:
+            if type(child) is nn.Linear:
                 key = child.weight.data_ptr()
                 if key not in packed:
                     packed[key] = _Product(child.weight, child.bias)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from engine.attention import refusing, text_config_of
-from engine.checkpoint import fingerprint, load_checkpoint, outline, read_config
+from engine.checkpoint import fingerprint, in_one_sentence, load_checkpoint, outline, read_config
 from engine.config import EngineConfig
 from engine.fusion import fuse
 from engine.model_check import ModelCheck
@@ -46,11 +46,11 @@ def load_model(config: EngineConfig) -> tuple[PagedModel, ModelShape]:
     text = text_config_of(hf_config)
     check = ModelCheck(config, hf_config)
     if _stored_bytes(config) > _LARGE_BYTES:
-        with refusing(hf_config):
+        with in_one_sentence(f"cannot check the model in {config.model_dir}"), refusing(hf_config):
             check.copy()  # before minutes of loading
     module = load_checkpoint(config, hf_config)
     _head_shares(config, module, text)
-    with refusing(hf_config):
+    with in_one_sentence(f"cannot check the model in {config.model_dir}"), refusing(hf_config):
         observed = observe(module, text)
         shape = _shape(config, module, text, observed)
         check.before(module)
@@ -59,6 +59,8 @@ def load_model(config: EngineConfig) -> tuple[PagedModel, ModelShape]:
         elif config.tp_size == 1:
             fuse(module, observed.called)
         check.after(observed.model, shape)
+    if config.device != "cpu":
+        torch.cuda.empty_cache()  # of what was replaced: the pool takes what is free
     return observed.model, shape
 
 
@@ -72,7 +74,7 @@ def model_needs(config: EngineConfig) -> ModelNeeds:
     text = text_config_of(hf_config)
     outlined = outline(config, hf_config)
     shares = _head_shares(config, outlined.model, text)
-    with refusing(hf_config):
+    with in_one_sentence(f"cannot check the model in {config.model_dir}"), refusing(hf_config):
         observed = ModelCheck(config, hf_config).copy().cut(shares)
         shape = _shape(config, outlined.model, text, observed)
     return ModelNeeds(shape, outlined.weight_bytes)
@@ -147,7 +149,8 @@ def _head_shares(config: EngineConfig, model: Any, text: Any) -> int:
     """
     if config.tp_size == 1:
         return 1
-    num_heads, num_kv_heads = text.num_attention_heads, kv_heads(text)
+    num_heads = getattr(text, "num_attention_heads", 0)
+    num_kv_heads = kv_heads(text) if num_heads else 0
     is_split = any(
         name.rpartition(".")[2] in _KEY_PROJECTIONS and style == "colwise"
         for name, style in model.tp_plan.items()

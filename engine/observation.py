@@ -18,6 +18,7 @@ from engine.attention import (
     Kept,
     Latents,
     LayerInputs,
+    PagedPast,
 )
 from engine.attention_torch import empty_output, visible
 from engine.paged_model import PagedModel
@@ -37,20 +38,22 @@ class Observed:
         layers: What each keeps of one token.
         sources: For each layer that keeps nothing, the layer whose K and V it reads.
         model: The model, with what its layers need.
-        called: The modules that the forward called, but for those whose weights are read beside that.
+        called: Names of the modules that the forward called, but for those whose weights are read beside
+            that.
     """
 
     layers: tuple[LayerKV, ...]
     sources: tuple[tuple[int, int], ...]
     features: frozenset[AttentionFeature]
     model: PagedModel
-    called: frozenset[nn.Module]
+    called: frozenset[str]
 
     def repeated(self, of_kind: Sequence[int]) -> "Observed":
         """Return what a larger model's layers bring, given a layer of this one for each of them."""
         layers = tuple(self.layers[index] for index in of_kind)
-        keeping = [index for index, layer in enumerate(layers) if layer.num_kv_heads]
-        sources = tuple((i, keeping[-1]) for i, each in enumerate(layers) if not each.num_kv_heads)
+        last = {like: index for index, like in enumerate(of_kind)}
+        read = dict(self.sources)
+        sources = tuple((i, last[read[like]]) for i, like in enumerate(of_kind) if like in read)
         return replace(self, layers=layers, sources=sources)
 
     def cut(self, shares: int) -> "Observed":
@@ -99,7 +102,9 @@ def observe(module: nn.Module, text_config: Any) -> Observed:
     has_past = has_past and (observer.has_asked or bool(latents))
     # Latents read the weights that expand them.
     read = {getattr(each, "kv_b_proj", None) for each in module.modules()}
-    called = frozenset(observer.called - read)
+    called = frozenset(
+        name for name, each in module.named_modules() if each in observer.called - read
+    )
     paged = model(latents, has_past=has_past)
     return Observed(layers, sources, frozenset(features), paged, called)
 
@@ -207,6 +212,8 @@ def _chunks(kinds: list[str], text_config: Any) -> dict[int, int]:
 def _windows(kinds: list[str], text_config: Any) -> dict[int, int]:
     """Return the window of layers that may leave it to their mask."""
     window = getattr(text_config, "sliding_window", None)
+    if window is not None and window < 1:
+        raise AttentionNotServed(f"its config names a sliding_window of {window}")
     slides = [kind == "sliding_attention" for kind in kinds] or [
         True
     ] * text_config.num_hidden_layers
@@ -232,8 +239,9 @@ def _forward(model: PagedModel, text_config: Any) -> _Observer:
     positions = torch.arange(_NUM_ROWS, device=device)
     try:
         with torch.inference_mode():
-            model.logits(ids, positions, positions[-1:], observer.attend)
-            observer.kept, observer.has_asked = model.past.kept, model.past.is_asked
+            past = PagedPast(positions)
+            model.logits(ids, positions, positions[-1:], observer.attend, past=past)
+            observer.kept, observer.has_asked = past.kept, past.is_asked
     except AttentionNotServed:
         raise
     except Exception as error:
@@ -275,7 +283,8 @@ def _latents(module: nn.Module, observer: _Observer) -> dict[int, Latents]:
     found = {}
     for each in module.modules():
         index, expand = getattr(each, "layer_idx", None), getattr(each, "kv_b_proj", None)
-        if index in observer.kept and index in observer.inputs and isinstance(expand, nn.Linear):
+        # Quantised ones are left alone: their weights are not the numbers that they stand for.
+        if index in observer.kept and index in observer.inputs and type(expand) is nn.Linear:
             latents = _expanding(expand, observer.inputs[index], observer.kept[index])
             if latents is not None:
                 found[index] = latents
@@ -290,6 +299,8 @@ def _expanding(expand: nn.Linear, layer: LayerInputs, kept: Kept) -> Latents | N
     if compressed.shape[1] != 1 or rope.shape[1] != 1 or expand.bias is not None or nope_dim < 1:
         return None
     if expand.weight.shape != (num_heads * (nope_dim + value_dim), rank):
+        return None
+    if expand.weight.dtype != compressed.dtype:
         return None
     weight = expand.weight.detach().view(num_heads, nope_dim + value_dim, rank)
     latents = Latents(weight[:, :nope_dim], weight[:, nope_dim:])

@@ -38,7 +38,9 @@ class PagedModel:
         positions: torch.Tensor,
         logit_rows: torch.Tensor,
         attend: Callable[[LayerInputs], torch.Tensor],
+        *,
         wrote: Callable[[int], None] | None = None,
+        past: PagedPast | None = None,
     ) -> torch.Tensor:
         """Run the model over rows of any number of sequences.
 
@@ -46,25 +48,24 @@ class PagedModel:
             token_ids, positions: Shape (num_rows,), int64.
             logit_rows: Shape (num_logits,), int64.
             attend, wrote: See `Attending`.
+            past: Of these positions; None makes one that keeps what latents need.
 
         Returns:
             Shape (num_logits, vocab_size).
         """
         attending = self._attending
-        attending.attend, attending.wrote = attend, wrote
-        attending.past = PagedPast(positions)
-        output = self.module(
-            input_ids=token_ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            past_key_values=attending.past if self.has_past else None,
-            use_cache=False,
-            logits_to_keep=logit_rows,
-        )
+        past = past or PagedPast(positions, attending.latents)
+        attending.attend, attending.wrote, attending.past = attend, wrote, past
+        try:
+            output = self.module(
+                input_ids=token_ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                past_key_values=past if self.has_past else None,
+                use_cache=False,
+                logits_to_keep=logit_rows,
+            )
+        finally:
+            # They hold the pool, and K and V of the last layers.
+            attending.attend = attending.wrote = attending.past = None
         logits: torch.Tensor = output.logits[0]
         return logits
-
-    @property
-    def past(self) -> PagedPast:
-        """What the newest forward gave the model for its cache."""
-        assert self._attending.past is not None, "no forward has been run"
-        return self._attending.past

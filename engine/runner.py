@@ -93,7 +93,7 @@ class ModelRunner:
             positions,
             logit_rows,
             lambda layer: batch.backend.attend(layer, batch),
-            batch.wrote,
+            wrote=batch.wrote,
         )
 
     def _paged(self, inputs: ForwardInputs, wrote: Wrote | None) -> PagedBatch:

@@ -12,7 +12,7 @@ from transformers.initialization import no_init_weights
 
 from engine.attention import NAME, AttentionNotServed, text_config_of
 
-_MOST_LAYERS = 4
+_MOST_LAYERS = 8
 VOCAB_SIZE = 512
 # No multiple of a row: rows of one weight differ.
 _NOISE = (1 << 20) - 3
@@ -56,10 +56,15 @@ def make_copy(hf_config: Any, device: str, *, trusts_code: bool) -> SmallCopy:
     text = text_config_of(hf_config)
     layers, of_kind = _chosen(text)
     refusal: Exception | None = None
-    for changes in ({**_WINDOWS, **_WIDTHS}, {**_WINDOWS, "vocab_size": VOCAB_SIZE}, {}):
+    for changes in ({**_WINDOWS, **_WIDTHS}, {**_WINDOWS, "vocab_size": VOCAB_SIZE}):
         try:
             small = _reduced(text, layers, changes)
             module = _build(_composed(hf_config, text, small), device, trusts_code=trusts_code)
+        except KeyError as error:
+            if NAME in str(error):  # there is no such way to attend: the model says so itself
+                raise
+            refusal = error
+            continue
         except Exception as error:  # noqa: BLE001 - configs raise what they please; less may pass
             refusal = error
             continue
@@ -122,8 +127,7 @@ def _reduced(text: Any, layers: tuple[int, ...], changes: dict[str, int]) -> Any
     if dense := facts.get("first_k_dense_replace"):
         facts["first_k_dense_replace"] = sum(index < dense for index in layers)
     facts.pop("quantization_config", None)  # the copy's numbers are plain
-    if "intermediate_size" in changes:
-        _reduce_experts(facts, names)
+    _reduce_experts(facts, names)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if facts.get(name) is not None:
             facts[name] = 0
@@ -174,7 +178,8 @@ def _build(config: Any, device: str, *, trusts_code: bool) -> torch.nn.Module:
 
 def _fill(weight: torch.Tensor, noise: torch.Tensor) -> None:
     """Draw a weight so that each layer shapes the logits, and what often is all ones or zeros counts too."""
+    if weight.dim() < 2:  # norms, biases, sinks
+        weight.copy_(1 + 0.3 * noise[: weight.numel()].view(weight.shape))
+        return
     for begin, part in enumerate(torch.split(weight.view(-1), len(noise))):
         torch.mul(noise.roll(begin)[: len(part)], weight.shape[-1] ** -0.5, out=part)
-    if weight.dim() == 1:  # norms, biases, sinks
-        weight.copy_(1 + 0.3 * noise[: len(weight)])

@@ -172,6 +172,21 @@ def make(case: Case, backend: AttentionBackend, device: str) -> tuple[LayerInput
     return layer, batch
 
 
+def error_behind(first: Case, case: Case, backend: AttentionBackend) -> float:
+    """Return the error of a layer behind one of other sizes, in one forward."""
+    layer, batch = make(first, backend, "cpu")
+    backend.attend(layer, batch)
+    earlier = batch.scratch
+    layer, batch = make(case, backend, "cpu")
+    batch.scratch = earlier
+    got = backend.attend(layer, batch)
+    layer, reference = make(case, TorchAttention(), "cpu")
+    clear_nan(reference)
+    return float(
+        (got - reference.backend.attend(layer, reference)).abs().nan_to_num(torch.inf).max()
+    )
+
+
 def clear_nan(batch: PagedBatch) -> None:
     """Make zeros of the pool's NaN, in place."""
     pages = batch.pool.pages

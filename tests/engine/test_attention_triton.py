@@ -41,6 +41,10 @@ def interpreted(tiny_model) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+def test_a_layer_may_have_other_sizes_than_the_layer_before_it(interpreted):
+    assert interpreted["behind"] <= tolerance(CASES["one row"])
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels_answer_as_the_reference_does(interpreted, name):
     assert interpreted["errors"][name] <= tolerance(CASES[name])
@@ -67,6 +71,7 @@ def test_an_engine_generates_the_references_tokens(interpreted, tiny_model, kv_c
         Geometry(torch.float32, head_dim=64, group=3, has_window=True, has_softcap=True),
         Geometry(torch.bfloat16, head_dim=64, group=8, has_window=True, has_sinks=True),
         Geometry(torch.bfloat16, head_dim=128, group=5, has_chunk=True),
+        Geometry(torch.bfloat16, head_dim=512, group=8),
     ],
     ids=str,
 )

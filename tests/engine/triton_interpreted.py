@@ -21,7 +21,7 @@ from engine.model import load_model
 from engine.noise import gumbels, with_noise
 from engine.runner import ModelRunner
 from telemetry import log as logs
-from tests.attention_cases import CASES, error
+from tests.attention_cases import CASES, PROMPTS, Case, error, error_behind
 from tests.engine.test_core import PAGE, ask, prompts, run
 
 # So few that short contexts are split too.
@@ -62,6 +62,11 @@ def main() -> None:
     backend = TritonAttention(NUM_PROCESSORS)
     found = {
         "errors": {name: error(case, backend) for name, case in CASES.items()},
+        "behind": error_behind(
+            Case(PROMPTS, num_heads=8, num_kv_heads=4),
+            Case(PROMPTS, num_heads=8, num_kv_heads=1, head_dim=64),
+            backend,
+        ),
         "noise_error": noise_error(),
         "tokens": {name: generate(sys.argv[1], name, backend) for name in KV_DTYPES},
     }

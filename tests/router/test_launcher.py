@@ -85,7 +85,17 @@ def workers_of(process) -> list[int]:
 
 async def test_a_router_that_may_open_too_few_files_warns_at_its_start():
     process = await asyncio.create_subprocess_exec(
-        *("prlimit", "--nofile=300:300", sys.executable, "-m", "router", "--port", "0", *NOWHERE),
+        *(
+            "prlimit",
+            "--nofile=300:300",
+            sys.executable,
+            "-P",
+            "-m",
+            "router",
+            "--port",
+            "0",
+            *NOWHERE,
+        ),
         cwd=ROOT,
         stderr=asyncio.subprocess.PIPE,
     )
