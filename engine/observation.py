@@ -212,12 +212,12 @@ def _chunks(kinds: list[str], text_config: Any) -> dict[int, int]:
 def _windows(kinds: list[str], text_config: Any) -> dict[int, int]:
     """Return the window of layers that may leave it to their mask."""
     window = getattr(text_config, "sliding_window", None)
-    if window is not None and window < 1:
-        raise AttentionNotServed(f"its config names a sliding_window of {window}")
+    if window is None or window < 1:  # some configs name 0 for none
+        return {}
     slides = [kind == "sliding_attention" for kind in kinds] or [
         True
     ] * text_config.num_hidden_layers
-    return {index: window for index, is_sliding in enumerate(slides) if is_sliding and window}
+    return {index: window for index, is_sliding in enumerate(slides) if is_sliding}
 
 
 class _ForwardFailed(AttentionNotServed):
