@@ -462,10 +462,11 @@ async def test_the_only_node_of_a_role_is_waited_for_and_the_stream_goes_on():
 
 async def test_a_new_request_waits_for_a_node_of_a_cluster_that_has_served():
     async with cluster(node_wait_s=60) as setup:
-        setup.decodes[0].restart_engine()  # before anybody asked what is served
+        setup.decodes[0].engine.close()  # before anybody asked what is served
         await until(lambda: not setup.backend.health().is_serving)
         assert setup.backend.model().name == "m"
         async with reading(setup) as reader:
+            setup.decodes[0].restart_engine()
             prefill, start_prefill, *_ = await setup.pair_of()
             prefill.engine.say(start_prefill, 0, [2], "stop")
             assert await reader.result() == ([2], "stop")
