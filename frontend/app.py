@@ -43,7 +43,8 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
     if tracing is not None:
         app.on_response_prepare.append(tracing.tell)
         app.cleanup_ctx.append(tracing.running)
-    app[EDGE] = Edge(backend, options)
+    app[EDGE] = edge = Edge(backend, options)
+    app.on_cleanup.append(edge.close_readers)
     app[INCOMING] = Incoming()
     app.cleanup_ctx.append(pulse)
     app.on_response_prepare.append(send_away)
