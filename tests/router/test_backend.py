@@ -562,6 +562,23 @@ async def test_a_client_that_goes_away_cancels_both_halves():
         assert 'requests_total{outcome="cancelled"} 1.0' in setup.backend.metrics()
 
 
+async def test_tokens_are_told_by_engine_and_only_of_those_that_answered():
+    async with cluster(num_prefills=2) as setup:
+        first, second = setup.prefills
+        nodes = {node.url: node for node in setup.backend._cluster.prefills}
+        load = NodeLoad(prompt_tokens=40, generated_tokens=2)
+        for fake in (first, second):
+            fake.engine.load = load
+        await until(lambda: all(node.client.load == load for node in nodes.values()))
+        before = nodes[first.url].client
+        told = setup.backend.tokens_told()
+        assert (told[before], told[nodes[second.url].client]) == (42, 42)
+        before.stop()
+        told = setup.backend.tokens_told()
+        assert before not in told
+        assert told[nodes[second.url].client] == 42
+
+
 async def test_closing_the_iterator_between_two_tokens_cancels_both_halves():
     async with cluster() as setup:
         tokens = setup.backend.generate(request())
