@@ -43,7 +43,8 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
     if tracing is not None:
         app.on_response_prepare.append(tracing.tell)
         app.cleanup_ctx.append(tracing.running)
-    app[EDGE] = Edge(backend, options)
+    app[EDGE] = edge = Edge(backend, options)
+    app.on_cleanup.append(edge.close_readers)
     app[INCOMING] = Incoming()
     app.cleanup_ctx.append(pulse)
     app.on_response_prepare.append(send_away)
@@ -64,7 +65,9 @@ def _middlewares(options: FrontendOptions, tracing: Tracing | None) -> list[Midd
     preflight = [answer_preflight(http.cors_origins)] if http.cors_origins else []
     # The operator key is above those of clients.
     accepted = [*http.api_keys, *filter(None, [options.operator_key])]
-    reader = reader_key(options.operator_key)
+    # Routers show it to nodes, which serve them the tokenizer. Nobody shows it to a router.
+    is_node = options.tokenizer_files is not None
+    reader = reader_key(options.operator_key) if is_node else ""
     keys = [check_key(accepted, options.open_paths, reader)] if http.api_keys else []
     timeout = [end_in_time] if http.request_timeout_s else []
     traced = [tracing.around] if tracing is not None else []

@@ -112,8 +112,11 @@ class Backend(Protocol):
         """Tell whether a request sent now can be served."""
         ...
 
-    def num_tokens_told(self) -> int:
-        """Return the tokens that engines read and made, as they last told: it grows while they work."""
+    def tokens_told(self) -> Mapping[object, int]:
+        """Return the tokens that each engine read and made, as it last told: they grow while it works.
+
+        An engine that restarted, or that is heard over a new link, has another key.
+        """
         ...
 
     def server_info(self) -> Mapping[str, object]:

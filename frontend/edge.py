@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
@@ -44,7 +45,8 @@ class Edge:
         self.timings_sinks: list[TimingsSink] = []
         self.is_leaving = False
         self._running: set[RequestId] = set()
-        self._readers = asyncio.Semaphore(MAX_READERS)
+        # Threads of its own: a reader goes on after its client is gone, and must not keep others from DNS.
+        self._readers = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="reader")
 
     @override
     def __repr__(self) -> str:
@@ -59,8 +61,12 @@ class Edge:
         """
         if len(body) <= INLINE_BYTES:
             return reader(read_json(body))
-        async with self._readers:
-            return await asyncio.to_thread(lambda: reader(read_json(body)))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._readers, lambda: reader(read_json(body)))
+
+    async def close_readers(self, _app: web.Application) -> None:
+        """Read no more bodies. Called as the app is cleaned up, when no route runs."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
 
     async def run(
         self, generation: Generation, outlet: Outlet | None = None

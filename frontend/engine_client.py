@@ -23,7 +23,7 @@ from frontend.token_runs import Run, Runs
 from frontend.token_stream import Start, StreamKey, TokenStream
 from telemetry.log import get_logger
 from wire.async_link import AsyncLink
-from wire.errors import EngineFailed, InvalidRequest, PeerLost, TandemError, error_from_info
+from wire.errors import InvalidRequest, PeerLost, TandemError, error_from_info
 from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from wire.ids import Epoch, RequestId
 from wire.keys import ChannelKey
@@ -366,6 +366,5 @@ class EngineClient:
 def _fail(stream: TokenStream, error: Exception) -> None:
     """End a stream whose tokens met a bug: the others go on. The top of what a token runs through."""
     stream.close()  # the engine knows nothing of it
-    failure = EngineFailed(f"the edge failed with its tokens: {type(error).__name__}")
-    failure.is_retryable = False  # nobody knows how much of them the client was sent
-    stream.fail(failure)
+    # No fault of the engine. And no retry: nobody knows how much of them the client was sent.
+    stream.fail(TandemError(f"this server failed with its tokens: {type(error).__name__}"))

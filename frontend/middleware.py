@@ -20,6 +20,8 @@ log = get_logger(__name__)
 # A balancer probes the first, a supervisor the second and a scraper reads the third, often without a
 # key. The last two tell what every copy of this server tells, to browsers that have no key to send.
 OPEN_ROUTES = frozenset({"/health", "/live", "/metrics", "/openapi.json", "/docs"})
+# What a router asks of a node.
+READER_ROUTES = frozenset({"/server_info", "/tokenizer"})
 # OpenAI's names; what is not listed is the server's fault.
 _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 # Where nobody knows when it helps.
@@ -139,7 +141,7 @@ def check_key(
     """Return a middleware that lets in who bears one of `api_keys`, and everybody to `open_paths`.
 
     Args:
-        reader_key: Opens routes that only read; empty: nothing.
+        reader_key: Opens `READER_ROUTES`; empty: nothing.
     """
     accepted = [_digest(key.encode()) for key in api_keys]
     readers = [*accepted, _digest(reader_key.encode())] if reader_key else accepted
@@ -147,7 +149,7 @@ def check_key(
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         is_open = request.path in OPEN_ROUTES or request.path in open_paths
-        keys = readers if request.method == "GET" else accepted
+        keys = readers if request.path in READER_ROUTES else accepted
         if not is_open and not _is_one_of(key_of(request), keys):
             raise Unauthorized("send the API key as 'Authorization: Bearer KEY'")
         return await handler(request)

@@ -77,9 +77,12 @@ async def health_generate(request: web.Request) -> web.Response:
 
 
 async def _progress(backend: Backend) -> None:
-    """Return once engines read or made tokens."""
-    before = backend.num_tokens_told()
-    while backend.num_tokens_told() == before:  # noqa: ASYNC110 - engines tell over their own links
+    """Return once an engine read or made tokens. One that comes brings those of before: they are none."""
+    first_told: dict[object, int] = {}
+    while not any(  # noqa: ASYNC110 - engines tell over their own links
+        count > first_told.setdefault(engine, count)
+        for engine, count in backend.tokens_told().items()
+    ):
         await asyncio.sleep(_LOOK_INTERVAL_S)
 
 

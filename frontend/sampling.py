@@ -1,7 +1,8 @@
 """Sampling parameters as clients send them, with their ranges, and what they become.
 
-`SamplingBody` holds what both APIs share; `NativeSampling` and `OpenAISampling` add the names
-they do not. `read_sampling` reads them of a body, `engine_params` makes the part for the engine, `TextRules` the part for the edge.
+`SamplingBody` holds what both APIs share; `NativeSampling` and `OpenAISampling` add the names they do
+not. `read_sampling` reads them of a body, `engine_params` makes the part for the engine, `TextRules` the
+part for the edge.
 """
 
 import secrets

@@ -145,10 +145,12 @@ class LocalBackend:
         is_serving = self._life.state is State.SERVING
         return Health(is_serving=is_serving, detail=self._life.describe(self.num_left))
 
-    def num_tokens_told(self) -> int:
-        """See `Backend.num_tokens_told`."""
-        load = self._load()
-        return load.prompt_tokens + load.generated_tokens
+    def tokens_told(self) -> Mapping[object, int]:
+        """See `Backend.tokens_told`."""
+        client = self._client
+        if client is None or not client.is_up:
+            return {}
+        return {client: client.load.prompt_tokens + client.load.generated_tokens}
 
     def server_info(self) -> Mapping[str, object]:
         """Return a `NodeInfo` as JSON-like values.

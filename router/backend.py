@@ -213,10 +213,14 @@ class ClusterBackend:
         """Tell whether a pair can serve now, and what is missing."""
         return self._cluster.health()
 
-    def num_tokens_told(self) -> int:
-        """See `Backend.num_tokens_told`."""
-        loads = [node.client.load for node in self._cluster.roster if node.client is not None]
-        return sum(load.prompt_tokens + load.generated_tokens for load in loads)
+    def tokens_told(self) -> Mapping[object, int]:
+        """See `Backend.tokens_told`."""
+        clients = [node.client for node in self._cluster.roster]
+        return {
+            client: client.load.prompt_tokens + client.load.generated_tokens
+            for client in clients
+            if client is not None and client.is_up
+        }
 
     def server_info(self) -> Mapping[str, object]:
         """Return the nodes with their loads, as JSON-like values."""

@@ -24,7 +24,7 @@ from router.key_limits import KeyUsage, Usage
 from router.line import Waiting
 from router.metrics import RouterMetrics
 from router.places import Places
-from router.policy import ClusterSnapshot, usable_fingerprint
+from router.policy import ClusterSnapshot, in_use, usable_fingerprint
 from router.visit import Visit, for_nodes
 from wire.errors import DeadlinePassed, TandemError
 from wire.generation import GenerateRequest
@@ -272,10 +272,7 @@ class Gate:
         self._fresh_s = COUNT_S_PER_NODE * (len(nodes.prefills) + len(nodes.decodes))
         served = usable_fingerprint(nodes, preferred=self._preferred) or ""
         self._fingerprint, self._preferred = served, served or self._preferred
-        prefills, decodes = (
-            [node for node in those if node.is_up and node.fingerprint == served]
-            for those in (nodes.prefills, nodes.decodes)
-        )
+        prefills, decodes = in_use(nodes.prefills, served), in_use(nodes.decodes, served)
         # Let in, and not yet, or just not, on a node.
         num_between = self._num_inside - sum(node.in_flight_requests for node in nodes.decodes)
         self._num_free = self._places.count(prefills, decodes, now) - max(0, num_between)

@@ -12,7 +12,7 @@ ties, so that equal nodes are used in rotation.
 """
 
 import random
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from router.prefixes import NOTHING_CACHED, CachedPrefixes, CachedTier, PromptBlocks
@@ -228,6 +228,12 @@ def usable_fingerprint(snapshot: ClusterSnapshot, preferred: str = "") -> str | 
     return served[0] if served else None
 
 
+def in_use(nodes: Iterable[NodeSnapshot], fingerprint: str) -> list[NodeSnapshot]:
+    """Return the nodes of one role that take requests on a model: those put aside only where no other is up."""
+    up = [node for node in nodes if node.is_up and node.fingerprint == fingerprint]
+    return [node for node in up if not node.is_aside] or up
+
+
 def choose(
     snapshot: ClusterSnapshot,
     fingerprint: str,
@@ -273,10 +279,9 @@ def choose(
 def _usable(
     nodes: Sequence[NodeSnapshot], fingerprint: str, avoid: Set[str]
 ) -> Sequence[NodeSnapshot]:
-    usable = [node for node in nodes if node.is_up and node.fingerprint == fingerprint]
+    usable = in_use(nodes, fingerprint)
     if not usable:
         raise NoNodeAvailable("no pair of nodes can serve this model now; send it again later")
-    usable = [node for node in usable if not node.is_aside] or usable
     if not avoid:
         return usable
     return [node for node in usable if node.url not in avoid] or usable

@@ -65,7 +65,7 @@ OTHER_ERRORS = {
         500,
         False,
         "Something raised that nothing expected: a bug.",
-        "Look for `request.crashed` in the log of the server that answered: it has the traceback.",
+        "Look for `request.crashed` or `stream.failed` in the log of the server that answered: it has the traceback.",
     ),
     "not_found": (
         404,

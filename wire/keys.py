@@ -57,7 +57,7 @@ def operator_key(secret: str) -> str:
 def reader_key(operator: str) -> str:
     """Return what a router shows to nodes, derived from the operator key; empty without one.
 
-    It opens routes that only read, so a node that is sent it cannot change the cluster with it.
+    It opens only what a router asks of nodes, so a node that is sent it cannot change the cluster with it.
     """
     if not operator:
         return ""

@@ -72,7 +72,8 @@ class FakeBackend:
         self.num_yielded = 0
         self.cancelled: list[str] = []
         self._changed = asyncio.Event()
-        self.num_flushes = self.num_told = 0
+        self.num_flushes = 0
+        self.told = {"life of an engine": 1000}
         self.is_serving = True
         self.no_model: TandemError | None = None
 
@@ -156,8 +157,8 @@ class FakeBackend:
     def health(self) -> Health:
         return Health(self.is_serving, "serving" if self.is_serving else "no node")
 
-    def num_tokens_told(self) -> int:
-        return self.num_told
+    def tokens_told(self):
+        return self.told
 
     def server_info(self):
         return {"role": "fake"}

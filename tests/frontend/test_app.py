@@ -71,7 +71,7 @@ async def test_a_saturated_server_is_healthy_as_long_as_tokens_come(client, back
     backend.script = say(step)
     asking = asyncio.ensure_future(get(client, "/health_generate"))
     await backend.until(lambda: backend.requests)
-    backend.num_told += 1  # by requests of others
+    backend.told = {"life of an engine": 1001}  # by requests of others
     assert (await asking)[0] == 200
 
 
@@ -82,6 +82,37 @@ async def test_a_saturated_server_without_progress_is_not_healthy(backend, step)
         status, answer = await get(client, "/health_generate")
     assert (status, answer["error"]["code"]) == (503, "no_node_available")
     assert "no token came within" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "told", [{}, {"life of an engine": 1000, "another": 7}, {"its next life": 3000}]
+)
+async def test_an_engine_that_comes_or_goes_is_no_progress(backend, told):
+    backend.script = say(asyncio.Event())
+    async with serve(backend, FrontendOptions(health_timeout_s=0.5)) as client:
+        asking = asyncio.ensure_future(get(client, "/health_generate"))
+        await backend.until(lambda: backend.requests)
+        backend.told = told
+        status, answer = await asking
+    assert (status, answer["error"]["code"]) == (503, "no_node_available")
+
+
+async def test_progress_of_an_engine_that_came_meanwhile_is_progress(client, backend):
+    backend.script = say(asyncio.Event())
+    asking = asyncio.ensure_future(get(client, "/health_generate"))
+    await backend.until(lambda: backend.requests)
+    backend.told = Growing()
+    assert (await asking)[0] == 200
+
+
+class Growing(dict):
+    """What an engine tells that works: more each time."""
+
+    num_tokens = 500
+
+    def items(self):
+        self.num_tokens += 1
+        return [("another", self.num_tokens)]
 
 
 async def test_the_model_is_described(client):

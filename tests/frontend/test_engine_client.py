@@ -7,7 +7,7 @@ import pytest
 from frontend.engine_client import EngineClient
 from tests.patience import PATIENCE_S
 from tests.router.fake_node import FakeEngine, delta, request, until
-from wire.errors import EngineFailed, InvalidRequest, PeerLost
+from wire.errors import EngineFailed, InvalidRequest, PeerLost, TandemError
 from wire.heartbeat import Heartbeat
 from wire.ids import Epoch
 from wire.messages import Cancel, FlushCache, NodeLoad, Pong, StartColocated, TokenBatch
@@ -100,8 +100,9 @@ async def test_a_stream_whose_tokens_meet_a_bug_is_cancelled_and_the_others_go_o
     engine.send(
         TokenBatch(epoch=engine.epoch, deltas=[], streams=numbers, indexes=[0, 0], token_ids=[1, 2])
     )
-    with pytest.raises(EngineFailed, match="KeyError"):
+    with pytest.raises(TandemError, match="KeyError") as failed:
         await read(broken)
+    assert (failed.value.code, failed.value.is_retryable) == ("internal_error", False)
     engine.say(other, 1, [3], "stop")
     assert ids_of(await read(whole)) == [2, 3]
     assert await engine.next(Cancel) == Cancel(request_id="r1")
@@ -284,8 +285,9 @@ async def test_a_stream_whose_tokens_meet_a_bug_fails_alone(client, engine):
     broken.tap = object()
     client._take([step(engine, s1=(1, 11), s2=(1, 21))])
     assert tap.taken == [(1, [21])]
-    with pytest.raises(EngineFailed, match="AttributeError"):
+    with pytest.raises(TandemError, match="AttributeError") as failed:
         await read(broken)
+    assert (failed.value.code, failed.value.is_retryable) == ("internal_error", False)
 
 
 async def test_an_engine_that_was_silent_is_alive_when_it_speaks_and_not_when_its_link_is_lost(

@@ -6,6 +6,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from multidict import CIMultiDict
 
 from frontend.app import create_app
+from frontend.middleware import OPEN_ROUTES
 from frontend.operators import Forbidden, operators_only
 from frontend.options import FrontendOptions, HttpOptions
 from tests.frontend.fakes import FakeBackend
@@ -85,17 +86,30 @@ async def test_only_operators_end_what_others_asked_for():
         assert await abort(operator_key("secret"), {"abort_all": True}) == 200
 
 
-async def test_the_key_that_nodes_are_shown_opens_only_what_reads():
+@pytest.mark.parametrize("is_node", [True, False])
+async def test_the_key_that_nodes_are_shown_opens_only_what_routers_ask_of_a_node(is_node):
     key = operator_key("secret")
-    options = FrontendOptions(http=HttpOptions(api_keys=("client",)), operator_key=key)
+    options = FrontendOptions(
+        http=HttpOptions(api_keys=("client",)),
+        operator_key=key,
+        tokenizer_files=(lambda: {"tokenizer.json": "{}"}) if is_node else None,
+    )
     app = create_app(FakeBackend(None), options)
+    routes = {
+        (route.method, route.resource.canonical.replace("{name}", "smol"))
+        for route in app.router.routes()
+    }
     headers = {"Authorization": f"Bearer {reader_key(key)}"}
+    opened = set()
     async with TestClient(TestServer(app)) as client:
-        async with client.get("/server_info", headers=headers) as answer:
-            assert answer.status == 200
-        for path in ("/generate", "/flush_cache", "/abort_request"):
-            async with client.post(path, headers=headers, json={}) as answer:
-                assert answer.status == 401
+        for method, path in routes:
+            async with client.request(method, path, headers=headers) as answer:
+                if answer.status != 401 and path not in OPEN_ROUTES:
+                    opened.add((method, path))
+    asked = {
+        (method, path) for method in ("GET", "HEAD") for path in ("/server_info", "/tokenizer")
+    }
+    assert opened == (asked if is_node else set())
 
 
 def test_derived_keys_tell_nothing_of_the_secret_and_there_is_none_without():

@@ -25,7 +25,7 @@ from wire.errors import (
     TandemError,
 )
 from wire.generation import LogprobsWanted, Phase
-from wire.messages import Cancel, FlushCache, NodeLoad, Pong, StartDecode, StartPrefill
+from wire.messages import Cancel, FlushCache, NodeLoad, Pong, StartDecode, StartPrefill, TokenBatch
 from wire.prefix_blocks import block_names
 
 
@@ -230,6 +230,36 @@ async def test_the_last_node_that_fails_is_still_asked_and_its_error_is_told():
         async with reading(setup) as reader:
             await serve(setup, reader)  # well again
         assert not setup.backend._cluster.prefills[0].is_aside
+
+
+class BrokenTap:
+    def take_ordinary_at(self, index, token_ids):
+        raise KeyError(index)
+
+
+async def test_a_bug_of_the_router_with_the_tokens_of_a_node_puts_no_node_aside():
+    async with cluster() as setup:
+        nodes = setup.backend._cluster.prefills + setup.backend._cluster.decodes
+        for _ in range(4):
+            async with asyncio.TaskGroup() as tasks:
+                asked = tasks.create_task(raised(setup.backend))
+                prefill, _, decode, start_decode = await setup.pair_of()
+                (stream,) = decode_streams(setup)
+                stream.tap = BrokenTap()
+                decode.engine.send(
+                    TokenBatch(
+                        epoch=decode.engine.epoch,
+                        deltas=[],
+                        streams=[start_decode.stream],
+                        indexes=[0],
+                        token_ids=[10],
+                    ),
+                    start_decode,
+                )
+                await prefill.engine.next(Cancel)
+                await decode.engine.next(Cancel)
+            assert asked.result().code == "internal_error"
+        assert [node.standing.num_failed for node in nodes] == [0, 0]
 
 
 async def raised(backend) -> TandemError:
@@ -561,6 +591,23 @@ async def test_a_client_that_goes_away_cancels_both_halves():
         await decode.engine.next(Cancel)
         assert in_flight(setup) == [(0, 0), (0, 0)]
         assert 'requests_total{outcome="cancelled"} 1.0' in setup.backend.metrics()
+
+
+async def test_tokens_are_told_by_engine_and_only_of_those_that_answered():
+    async with cluster(num_prefills=2) as setup:
+        first, second = setup.prefills
+        nodes = {node.url: node for node in setup.backend._cluster.prefills}
+        load = NodeLoad(prompt_tokens=40, generated_tokens=2)
+        for fake in (first, second):
+            fake.engine.load = load
+        await until(lambda: all(node.client.load == load for node in nodes.values()))
+        before = nodes[first.url].client
+        told = setup.backend.tokens_told()
+        assert (told[before], told[nodes[second.url].client]) == (42, 42)
+        before.stop()
+        told = setup.backend.tokens_told()
+        assert before not in told
+        assert told[nodes[second.url].client] == 42
 
 
 async def test_closing_the_iterator_between_two_tokens_cancels_both_halves():

@@ -106,6 +106,32 @@ async def test_who_finds_room_does_not_wait_and_the_rest_come_in_as_it_becomes_f
         assert rig.counted("tandem_router_queue_wait_seconds_count") == 4
 
 
+@pytest.mark.parametrize(("role", "other"), [("prefill", "decode"), ("decode", "prefill")])
+def test_a_node_put_aside_gives_places_only_while_no_other_of_its_role_is_up(role, other):
+    def node(url, role, *, is_up=True, is_aside=False):
+        load = NodeLoad(max_running=2 if url == "d" else 1000)
+        return NodeSnapshot(url, role, is_up, is_aside, fingerprint="m", load=load)
+
+    def num_places(*nodes):
+        partners = tuple(node(f"partner {i}", other) for i in range(20))
+        prefills, decodes = (nodes, partners) if role == "prefill" else (partners, nodes)
+        gate = Gate(
+            lambda: ClusterSnapshot(prefills, decodes),
+            AdmissionConfig(),
+            RouterMetrics(),
+            lambda: 0.0,
+        )
+        return gate._free(0.0)
+
+    aside, well, down = (
+        node("d", role, is_aside=True),
+        node("d", role),
+        node("d", role, is_up=False),
+    )
+    assert num_places(aside, well) == num_places(well) > 0
+    assert num_places(aside, down) == num_places(aside) > 0
+
+
 async def test_a_higher_priority_overtakes_those_that_wait():
     rig = Rig()
     async with visitors() as send:
