@@ -72,7 +72,8 @@ class ReceiverTimeouts:
 
     Attributes:
         connect_s: From the offers to a prefill to its Welcome.
-        landed_s: From the grant to Landed: prefill's queue, its forward and the push.
+        landed_s: From the grant to pages that are ours again: prefill's queue, its forward, the push,
+            and the check of what arrived.
         released_s: From Withdraw to its answer. A prefill that is alive and does not answer in this
             time is cut off, with all its rooms.
         heartbeat: Of the links.
@@ -236,11 +237,11 @@ class DecodeAgent:
         self._links.turn(waker)
         now_s = self._clock()
         for part, entry in list(self._parts.items()):
-            if entry.has_last_word or now_s < entry.deadline_s:
+            if now_s < entry.deadline_s:
                 continue
             if entry.session.state is ReceiverState.GRANTED:
-                self._apply(part, TimedOut(TransferTimeout("prefill did not push in time")))
-            elif entry.session.state is ReceiverState.WITHDRAWN:
+                self._apply(part, TimedOut(_too_late(entry)))
+            elif entry.session.state is ReceiverState.WITHDRAWN and not entry.has_last_word:
                 self._links.drop(entry.link, PeerLost("prefill does not answer a Withdraw"))
 
     def _request(
@@ -298,7 +299,7 @@ class DecodeAgent:
     def _link_lost(self, link: PrefillLink, error: TandemError) -> None:
         self.times.num_lost_links += 1
         for part in self._parts_of(link):
-            # A last word that has come counts, as soon as it was looked at.
+            # A last word that has come counts, if it is looked at before the room's deadline.
             if not self._parts[part].has_last_word:
                 self._apply(part, LinkLost(error))
 
@@ -433,3 +434,9 @@ class DecodeAgent:
                 room, landed.first_token, landed.seed, landed.cached_tokens, landed.first_logprobs
             )
         )
+
+
+def _too_late(entry: GrantRoom) -> TransferTimeout:
+    if entry.has_last_word:
+        return TransferTimeout("the transport did not take the pages back in time")
+    return TransferTimeout("prefill did not push in time")
