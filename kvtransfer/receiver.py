@@ -74,7 +74,7 @@ class ReceiverTimeouts:
         connect_s: From the offers to a prefill to its Welcome.
         landed_s: From the grant to pages that are ours again: prefill's queue, its forward, the push,
             and the check of what arrived.
-        released_s: From Withdraw to its answer. A prefill that is alive and does not answer in this
+        released_s: From a Withdraw that is sent to its answer. A prefill that is alive and does not answer in this
             time is cut off, with all its rooms.
         heartbeat: Of the links.
     """
@@ -369,9 +369,7 @@ class DecodeAgent:
                 parts.granted_s = now_s if parts.granted_s is None else parts.granted_s
                 self._send_grant(room, entry)
             case Action.SEND_WITHDRAW:
-                entry.deadline_s = self._clock() + self._timeouts.released_s
-                withdraw = hand_off.Withdraw(epoch=self._epoch, room=room, error=error.info())
-                self._links.send(entry.link, withdraw)
+                self._send_withdraw(room, entry, error)
             case Action.REVOKE:
                 pass  # it is done before the last word is looked at: see `_hear`
             case Action.FENCE:
@@ -423,6 +421,17 @@ class DecodeAgent:
             have_tokens=entry.have_tokens,
         )
         self._links.send(entry.link, grant)
+
+    def _send_withdraw(self, room: Room, entry: GrantRoom, error: TandemError) -> None:
+        # It waits for the link's jobs. A link whose jobs take longer than this hangs, and is dropped.
+        entry.deadline_s = self._clock() + self._timeouts.landed_s
+        withdraw = hand_off.Withdraw(epoch=self._epoch, room=room, error=error.info())
+        self._links.send(entry.link, withdraw)
+
+        def sent() -> None:
+            entry.deadline_s = self._clock() + self._timeouts.released_s
+
+        entry.link.worker.after(sent)
 
     def _tell_landed(self, room: Room, entry: GrantRoom) -> None:
         landed = entry.landed

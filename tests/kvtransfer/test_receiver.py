@@ -197,6 +197,27 @@ def test_a_room_whose_pages_the_transport_does_not_take_back_is_lost_in_time(clu
     assert decode.next() == Safe(ROOM)
 
 
+def test_a_withdraw_that_waits_for_the_transport_costs_the_link_no_sooner_than_it_hangs(cluster):
+    prefill = cluster.prefill()
+    limits = calm_receiver(landed_s=100, released_s=10)
+    decode = cluster.decode(timeouts=limits, clock=cluster.clock)
+    with hanging_revoke(cluster, prefill, decode):
+        rig.request(decode, prefill, room=Room(43))
+        decode.wait_until(lambda now: now.num_granted == 2)
+        decode.agent.withdraw(Room(43))
+        decode.wait_until(lambda now: now.num_withdrawn == 1)
+        cluster.clock.now_s += 50
+        for _ in range(2):  # a whole turn at this time
+            is_done = threading.Event()
+            decode.agent._control.post(is_done.set)
+            assert is_done.wait(PATIENCE_S)
+        assert decode.agent.statistics().num_links == 1
+        cluster.clock.now_s += 51
+        decode.wait_until(lambda now: now.num_links == 0)
+        assert decode.next(Lost).room == ROOM
+    assert {decode.next(Safe).room, decode.next(Safe).room} == {ROOM, Room(43)}
+
+
 def test_a_room_that_cannot_be_verified_is_lost(cluster, ends):
     prefill, decode = ends
     region, decode.agent._region = decode.agent._region, Gone()
