@@ -23,7 +23,8 @@ class GrantRoom:
         link: To the rank of prefill that pushes it.
         have_tokens: Prompt tokens before those of the granted pages.
         deadline_s: When prefill is given up.
-        has_last_word: Prefill said Landed or Released; the link's worker takes the pages back, and looks at them.
+        has_last_word: Prefill said Landed or Released; the link's worker takes the pages back, and
+            looks at them.
         landed: What prefill said at the end.
     """
 

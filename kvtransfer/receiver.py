@@ -72,8 +72,9 @@ class ReceiverTimeouts:
 
     Attributes:
         connect_s: From the offers to a prefill to its Welcome.
-        landed_s: From the grant to Landed: prefill's queue, its forward and the push.
-        released_s: From Withdraw to its answer. A prefill that is alive and does not answer in this
+        landed_s: From the grant to pages that are ours again: prefill's queue, its forward, the push,
+            and the check of what arrived.
+        released_s: From a Withdraw that is sent to its answer. A prefill that is alive and does not answer in this
             time is cut off, with all its rooms.
         heartbeat: Of the links.
     """
@@ -236,11 +237,11 @@ class DecodeAgent:
         self._links.turn(waker)
         now_s = self._clock()
         for part, entry in list(self._parts.items()):
-            if entry.has_last_word or now_s < entry.deadline_s:
+            if now_s < entry.deadline_s:
                 continue
             if entry.session.state is ReceiverState.GRANTED:
-                self._apply(part, TimedOut(TransferTimeout("prefill did not push in time")))
-            elif entry.session.state is ReceiverState.WITHDRAWN:
+                self._apply(part, TimedOut(_too_late(entry)))
+            elif entry.session.state is ReceiverState.WITHDRAWN and not entry.has_last_word:
                 self._links.drop(entry.link, PeerLost("prefill does not answer a Withdraw"))
 
     def _request(
@@ -298,7 +299,7 @@ class DecodeAgent:
     def _link_lost(self, link: PrefillLink, error: TandemError) -> None:
         self.times.num_lost_links += 1
         for part in self._parts_of(link):
-            # A last word that has come counts, as soon as it was looked at.
+            # A last word that has come counts, if it is looked at before the room's deadline.
             if not self._parts[part].has_last_word:
                 self._apply(part, LinkLost(error))
 
@@ -368,9 +369,7 @@ class DecodeAgent:
                 parts.granted_s = now_s if parts.granted_s is None else parts.granted_s
                 self._send_grant(room, entry)
             case Action.SEND_WITHDRAW:
-                entry.deadline_s = self._clock() + self._timeouts.released_s
-                withdraw = hand_off.Withdraw(epoch=self._epoch, room=room, error=error.info())
-                self._links.send(entry.link, withdraw)
+                self._send_withdraw(room, entry, error)
             case Action.REVOKE:
                 pass  # it is done before the last word is looked at: see `_hear`
             case Action.FENCE:
@@ -423,6 +422,17 @@ class DecodeAgent:
         )
         self._links.send(entry.link, grant)
 
+    def _send_withdraw(self, room: Room, entry: GrantRoom, error: TandemError) -> None:
+        # It waits for the link's jobs. A link whose jobs take longer than this hangs, and is dropped.
+        entry.deadline_s = self._clock() + self._timeouts.landed_s
+        withdraw = hand_off.Withdraw(epoch=self._epoch, room=room, error=error.info())
+        self._links.send(entry.link, withdraw)
+
+        def sent() -> None:
+            entry.deadline_s = self._clock() + self._timeouts.released_s
+
+        entry.link.worker.after(sent)
+
     def _tell_landed(self, room: Room, entry: GrantRoom) -> None:
         landed = entry.landed
         assert landed is not None
@@ -433,3 +443,9 @@ class DecodeAgent:
                 room, landed.first_token, landed.seed, landed.cached_tokens, landed.first_logprobs
             )
         )
+
+
+def _too_late(entry: GrantRoom) -> TransferTimeout:
+    if entry.has_last_word:
+        return TransferTimeout("the transport did not take the pages back in time")
+    return TransferTimeout("prefill did not push in time")

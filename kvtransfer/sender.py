@@ -13,6 +13,7 @@ holds for each part of the room, that is for each rank of decode that our heads 
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -44,6 +45,7 @@ from kvtransfer.session import (
 )
 from kvtransfer.transfer_times import SenderTimes
 from kvtransfer.transports.base import Connection
+from telemetry.log import get_logger
 from wire import hand_off, messages
 from wire.channel import Inbox, Waker
 from wire.errors import (
@@ -58,6 +60,8 @@ from wire.generation import TokenLogprobs
 from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from wire.ids import Room
 from wire.keys import ChannelKey
+
+log = get_logger("kvtransfer.sender")
 
 # States in which the other half of the room is awaited, so that time counts.
 WAITS = (SenderState.WAITING, SenderState.GRANTED_EARLY, SenderState.REFUSING)
@@ -96,6 +100,19 @@ class SenderStatistics(msgspec.Struct, frozen=True, kw_only=True):
     pushed_bytes: int
     saved_bytes: int
     num_strangers: int = 0
+
+
+@contextmanager
+def _no_byte_under_way() -> Iterator[None]:
+    """Raise `TransferRefused` for any error of our checksums: every write before has returned.
+
+    It fails this room, where another error would cost the link.
+    """
+    try:
+        yield
+    except Exception as error:
+        log.exception("kv_checksum.failed")
+        raise TransferRefused(f"prefill cannot compute checksums: {error!r}") from error
 
 
 class PrefillAgent:
@@ -325,7 +342,8 @@ class PrefillAgent:
                 return  # decode has it all
             connection.write(part.room, plan)
             if entry.sums is not None:
-                entry.sums.add(own, layers)
+                with _no_byte_under_way():
+                    entry.sums.add(own, layers)
 
         return self._submit(part, entry, write, None)
 
@@ -350,7 +368,8 @@ class PrefillAgent:
             return self._apply(part, WriteFailed(error))
 
         def sum_up(_connection: Connection) -> None:
-            entry.sum_up(self._end.layout)
+            with _no_byte_under_way():
+                entry.sum_up(self._end.layout)
 
         return self._submit(part, entry, sum_up, WritesDone())
 

@@ -169,6 +169,6 @@ async def _resolved(address: str) -> str:
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise unresolved(host, error) from error
     return tcp_address(first_address(found), port)

@@ -50,7 +50,7 @@ def resolve(host: str) -> str:
         return bare
     try:
         return first_address(socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM))
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise unresolved(bare, error) from error
 
 
@@ -59,8 +59,10 @@ def first_address(found: Any) -> str:
     return str(found[0][4][0])
 
 
-def unresolved(host: str, error: OSError) -> PeerLost:
-    """Return the error for a name without an address."""
+def unresolved(host: str, error: OSError | UnicodeError) -> PeerLost:
+    """Return the error for a name without an address, or for one that no resolver can be asked for."""
+    if isinstance(error, UnicodeError):
+        return PeerLost(f"cannot resolve {host}: each part of a name has 1 to 63 characters")
     return PeerLost(f"cannot resolve {host}: {reason_of(error)}")
 
 

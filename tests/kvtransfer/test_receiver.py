@@ -8,12 +8,12 @@ import pytest
 from kvtransfer import prefill_links
 from kvtransfer.events import Failed, Granted, Landed, Lost, Safe
 from kvtransfer.transports.loopback import LoopbackListener, LoopbackTransport
-from tests.calm import CALM
+from tests.calm import CALM, calm_receiver
 from tests.kvtransfer import test_agents as rig
 from tests.kvtransfer.test_agents import ROOM
-from tests.patience import patiently
+from tests.patience import PATIENCE_S, patiently
 from wire.channel import Inbox, wait
-from wire.errors import TransferFailed
+from wire.errors import TransferFailed, TransferTimeout
 from wire.hand_off import Grant, Released, ToPrefill, Welcome, Withdraw
 from wire.ids import Epoch, Room
 
@@ -50,6 +50,8 @@ class FailingListener(LoopbackListener):
         super().__init__(pool, listeners)
         self.failures = []
         self.is_fenced = False
+        self.is_revoking, self.may_revoke = threading.Event(), threading.Event()
+        self.may_revoke.set()
 
     def admit(self, toward_host):
         self._may_fail("admit")
@@ -61,6 +63,8 @@ class FailingListener(LoopbackListener):
 
     def revoke(self, peer, room):
         self._may_fail("revoke")
+        self.is_revoking.set()
+        self.may_revoke.wait()
         super().revoke(peer, room)
 
     def fence(self, peer):
@@ -154,6 +158,64 @@ def test_a_room_that_can_neither_be_revoked_nor_fenced_at_once_is_lost(cluster, 
     assert decode.next() == Safe(ROOM)
     assert listener.is_fenced
     assert not listener.failures
+
+
+@contextmanager
+def hanging_revoke(cluster, prefill, decode):
+    """Do a hand-off of which decode's listener does not take the pages back while the block runs."""
+    listener = cluster.transport.listener
+    listener.may_revoke.clear()
+    try:
+        prefill.agent.expect(ROOM)
+        rig.request(decode, prefill)
+        rig.push_all(prefill)
+        assert listener.is_revoking.wait(PATIENCE_S)
+        yield
+    finally:
+        listener.may_revoke.set()
+
+
+@pytest.mark.parametrize("is_link_lost", [False, True])
+def test_a_room_whose_pages_the_transport_does_not_take_back_is_lost_in_time(cluster, is_link_lost):
+    prefill = cluster.prefill()
+    decode = cluster.decode(timeouts=calm_receiver(landed_s=1e6), clock=cluster.clock)
+
+    def is_unlinked(now):
+        cluster.clock.now_s += 1  # a ping finds the link broken
+        return now.num_links == 0
+
+    with hanging_revoke(cluster, prefill, decode):
+        if is_link_lost:
+            prefill.close()
+            decode.wait_until(is_unlinked)
+        assert not list(decode.agent.events())
+        cluster.clock.now_s += 1e6
+        error = decode.next(Lost).error
+        assert isinstance(error, TransferTimeout)
+        assert "the transport did not take the pages back" in error.message
+        assert decode.agent.statistics().num_withdrawn == 1  # the pages are in quarantine
+    assert decode.next() == Safe(ROOM)
+
+
+def test_a_withdraw_that_waits_for_the_transport_costs_the_link_no_sooner_than_it_hangs(cluster):
+    prefill = cluster.prefill()
+    limits = calm_receiver(landed_s=100, released_s=10)
+    decode = cluster.decode(timeouts=limits, clock=cluster.clock)
+    with hanging_revoke(cluster, prefill, decode):
+        rig.request(decode, prefill, room=Room(43))
+        decode.wait_until(lambda now: now.num_granted == 2)
+        decode.agent.withdraw(Room(43))
+        decode.wait_until(lambda now: now.num_withdrawn == 1)
+        cluster.clock.now_s += 50
+        for _ in range(2):  # a whole turn at this time
+            is_done = threading.Event()
+            decode.agent._control.post(is_done.set)
+            assert is_done.wait(PATIENCE_S)
+        assert decode.agent.statistics().num_links == 1
+        cluster.clock.now_s += 51
+        decode.wait_until(lambda now: now.num_links == 0)
+        assert decode.next(Lost).room == ROOM
+    assert {decode.next(Safe).room, decode.next(Safe).room} == {ROOM, Room(43)}
 
 
 def test_a_room_that_cannot_be_verified_is_lost(cluster, ends):

@@ -4,7 +4,8 @@ from contextlib import ExitStack, closing, suppress
 
 import pytest
 
-from kvtransfer.events import Granted, Landed, Lost, Released, Safe
+from kvtransfer.checksum import PushSums
+from kvtransfer.events import Failed, Granted, Landed, Lost, Released, Safe
 from kvtransfer.region import MemoryRegion
 from kvtransfer.transports.base import Pool
 from kvtransfer.transports.loopback import Fault, LoopbackConnection, LoopbackTransport
@@ -13,7 +14,7 @@ from tests.kvtransfer import test_agents as rig
 from tests.kvtransfer.test_agents import DECODE_PAGES, PROMPT_PAGES, ROOM
 from tests.patience import patiently
 from wire import channel, hand_off
-from wire.errors import Aborted, ConfigInvalid, PeerLost, TransferFailed
+from wire.errors import Aborted, ConfigInvalid, PeerLost, TransferFailed, TransferRefused
 from wire.ids import Epoch, Room
 
 
@@ -93,6 +94,25 @@ def test_only_a_refusal_says_that_no_write_is_under_way(cluster, error):
     assert decode.next() == Safe(ROOM)
     prefill.next(Released)
     serve_the_next(prefill, decode)
+
+
+@pytest.mark.parametrize("call", ["add", "finish"])
+def test_an_error_of_our_checksums_costs_the_room_and_not_the_link(cluster, monkeypatch, call):
+    prefill, decode = cluster.prefill(), cluster.decode()
+
+    def fail(*_args):
+        raise MemoryError
+
+    prefill.agent.expect(ROOM)
+    with monkeypatch.context() as patch:
+        patch.setattr(PushSums, call, fail)
+        rig.request(decode, prefill)
+        prefill.next(Granted)
+        rig.push_all(prefill)
+        assert isinstance(prefill.next(Released).error, TransferRefused)
+        assert isinstance(decode.next(Failed).error, TransferRefused)
+    serve_the_next(prefill, decode)
+    assert prefill.agent.times.num_lost_links == decode.agent.times.num_lost_links == 0
 
 
 def test_a_last_word_that_a_full_queue_does_not_take_costs_the_link(cluster, monkeypatch):
