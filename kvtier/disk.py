@@ -310,7 +310,7 @@ class DiskTier:
             write_entry(folder, name, key.digest, page)
 
     def _evict(self, top: int, num_bytes: int) -> bool:
-        """Remove what was used longest ago, as far as it is known; return whether as much as that is free.
+        """Remove what was used longest ago, as far as it is known; return whether so much was freed.
 
         Raises:
             OSError: A file cannot be removed. It counts on, and the next call goes on with others.

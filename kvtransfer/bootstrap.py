@@ -27,7 +27,7 @@ from kvtransfer.transports.base import Connection, Transport
 from kvtransfer.transports.registry import choose
 from telemetry.log import get_logger
 from wire.channel import Inbox, Peer, Waker, wait
-from wire.errors import LayoutMismatch, PeerLost, TandemError, TransferRefused
+from wire.errors import LayoutMismatch, PeerLost, TandemError, TransferFailed, TransferRefused
 from wire.hand_off import Grant, Hello, LinkPing, Redirect, Refused, ToPrefill, Welcome, Withdraw
 from wire.heartbeat import Heartbeat
 from wire.ids import Epoch
@@ -180,11 +180,7 @@ class BootstrapPort:
             layout = self._check(hello)
             sources, targets = self._links_of(hello, layout)
         except (LayoutMismatch, TransferRefused) as error:
-            log.warning(
-                "kv_link.refused", reason=str(error), see=f"tandem docs errors#{error.code}"
-            )
-            self.num_refused += 1
-            return self._refuse(peer, error)
+            return self._turn_away(peer, error)
         ports = self._ports_of(sources)
         if hello.tp_rank not in targets:
             return self._redirect(peer, ports)
@@ -203,7 +199,10 @@ class BootstrapPort:
         def connected(error: TandemError | None) -> None:
             control.post(lambda: self._welcome(link, "".join(chosen), error))
 
-        worker = PushWorker(connect, connected)
+        try:
+            worker = PushWorker(connect, connected)
+        except TransferFailed as error:
+            return self._turn_away(peer, error)
         self._links[peer] = link = DecodeLink(
             peer,
             hello.epoch,
@@ -216,6 +215,11 @@ class BootstrapPort:
             ports,
         )
         return None
+
+    def _turn_away(self, peer: Peer, error: TandemError) -> None:
+        log.warning("kv_link.refused", reason=str(error), see=f"tandem docs errors#{error.code}")
+        self.num_refused += 1
+        self._refuse(peer, error)
 
     def _check(self, hello: Hello) -> KVLayout:
         if len(hello.offers) > MAX_OFFERS:

@@ -157,6 +157,22 @@ class ControlThread:
             log.exception("kv_control.failed")
 
 
+def start_thread(name: str, run: Callable[[], None]) -> threading.Thread:
+    """Return a thread that runs `run`. The process may end before it does.
+
+    Raises:
+        TransferFailed: This process may have no more threads.
+    """
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise TransferFailed(
+            f"{error}: allow this node more (ulimit -u, or TasksMax= in a systemd unit)"
+        ) from error
+    return thread
+
+
 class Worker:
     """Does one job after another in a thread of its own. The control thread is told what came of each.
 
@@ -170,13 +186,7 @@ class Worker:
         self._control = control
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._num_open = 0
-        try:
-            # Not waited for: a library may hang for good.
-            threading.Thread(target=self._run, name=name, daemon=True).start()
-        except RuntimeError as error:
-            raise TransferFailed(
-                f"{error}: allow this node more (ulimit -u, or TasksMax= in a systemd unit)"
-            ) from error
+        start_thread(name, self._run)  # not waited for: a library may hang for good
 
     def submit(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from kvtransfer.control import transport_errors
+from kvtransfer.control import start_thread, transport_errors
 from kvtransfer.transports.base import Connection
 from wire.errors import TandemError
 from wire.ids import Room
@@ -27,6 +27,9 @@ class PushWorker:
     Args:
         connect: Returns the connection; may block, may raise.
         connected: Called from the thread when that is done, with the error if it failed.
+
+    Raises:
+        TransferFailed: This process may have no more threads.
     """
 
     def __init__(self, connect: Callable[[], Connection], connected: Done) -> None:
@@ -37,8 +40,7 @@ class PushWorker:
         self._stops: list[tuple[Room, Callable[[], None]]] = []
         self._is_closed = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="kv-push", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("kv-push", self._run)
 
     def submit(self, room: Room, job: Callable[[Connection], None], done: Done) -> None:
         """Queue a job; `done` is called from the thread. After `close` it is forgotten."""

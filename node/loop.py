@@ -104,7 +104,7 @@ class EngineLoop:
         measures: What this process counts for operators.
         on_drained: Given the number of a drain when nothing is left and all answers were read.
         wait_s: Returns how long a loop without work may wait, given how long it would.
-        turned: Called at the begin of each pass of `run`.
+        turned: Called at the beginning of each pass of `run`.
     """
 
     def __init__(

@@ -25,9 +25,10 @@ class Fault:
 
     Attributes:
         kind: `fail` raises PeerLost before anything is copied. `break` raises what no contract names, as
-            a transport's library may. `hang` copies, and waits for `release` before it returns. `corrupt` flips a bit of the first byte. `duplicate` copies
-            twice. `late` returns at once and copies only at `release`, as a careless one-sided
-            transport may: a fence or a revocation must still hold.
+            a transport's library may. `hang` copies, and waits for `release` before it returns.
+            `corrupt` flips a bit of the first byte. `duplicate` copies twice. `late` returns at once
+            and copies only at `release`, as a careless one-sided transport may: a fence or a
+            revocation must still hold.
         at_write: Which write, counted from 0 over all connections.
     """
 

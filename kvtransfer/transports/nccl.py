@@ -49,7 +49,7 @@ TIMEOUT = timedelta(seconds=120)
 LISTENER, SENDER = 0, 1
 DATA_TAG, ABORT_TAG = 0, 1
 NONCE_BYTES = 16
-# torch reads it as a group is made, and has no option in its place. One thread a time changes it.
+# torch reads it as a group is made, and has no option in its place. One thread at a time changes it.
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _making = threading.Lock()
 

@@ -26,11 +26,14 @@ class Gone:
 
 
 @contextmanager
-def no_threads(monkeypatch):
-    """Let no thread start."""
+def no_threads(monkeypatch, name=""):
+    """Let no thread start, or none of a name."""
+    start_one = threading.Thread.start
 
-    def start(_thread):
-        raise RuntimeError("can't start new thread")
+    def start(thread):
+        if not name or thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start_one(thread)
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
@@ -260,6 +263,16 @@ def test_a_request_for_whose_link_there_is_no_thread_fails(ends, monkeypatch):
         error = decode.next(Failed).error
     assert isinstance(error, TransferFailed)
     assert "TasksMax=" in error.message
+
+
+def test_decode_is_told_that_prefill_has_no_thread_for_its_link(ends, monkeypatch):
+    prefill, decode = ends
+    with no_threads(monkeypatch, "kv-push"):
+        rig.request(decode, prefill)
+        error = decode.next(Failed).error
+    assert isinstance(error, TransferFailed)
+    assert "TasksMax=" in error.message
+    assert prefill.agent.statistics().num_refused == 1
 
 
 def test_a_room_that_goes_over_two_links_is_lost_if_there_is_a_thread_for_one(cluster, monkeypatch):
