@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 url=${1:-}
 seconds=${2:-60}
-export PYTHONPATH=$PWD
+export PYTHONPATH=$PWD/src:$PWD
 if [ -z "$url" ]; then
   exec 3< <(exec python -m tests.clients.fake_server)
   server=$!

@@ -74,9 +74,9 @@ def is_ignored(path: str) -> bool:
 
 
 def test_a_build_is_sent_what_it_copies_and_every_package():
-    packages = {
-        name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
-    }
+    (source,) = PROJECT["tool"]["setuptools"]["packages"]["find"]["where"]
+    rooms = [path.name for path in (ROOT / source / "tandem").iterdir() if path.is_symlink()]
+    packages = {source, *rooms}
     files = {PROJECT["project"]["readme"], *PROJECT["project"]["license-files"], "pyproject.toml"}
     copied = {
         source.replace("${TARGET}", target)

@@ -30,7 +30,7 @@ IMAGE_ENV = {
     "XDG_CACHE_HOME": "/var/cache/tandem",
     "PATH": "/opt/python/bin:/usr/local/bin:/usr/bin:/bin",
     "LD_LIBRARY_PATH": "/opt/python/lib",  # of a Python that has itself as a library
-    "PYTHONPATH": "/opt/tandem:/opt/packages",
+    "PYTHONPATH": "/opt/tandem/src:/opt/packages",
 }
 TANDEM = '#!/bin/sh\nexec /opt/python/bin/python3 -P -m tandem "$@"\n'
 

@@ -5,16 +5,16 @@ import sys
 
 import pytest
 
-from kvtransfer.region import MemoryRegion, sweep_stale
-from kvtransfer.transports.base import Pool, TransportConfig
-from kvtransfer.transports.registry import transports
-from wire.errors import ConfigInvalid, TransferRefused
+from tandem.kvtransfer.region import MemoryRegion, sweep_stale
+from tandem.kvtransfer.transports.base import Pool, TransportConfig
+from tandem.kvtransfer.transports.registry import transports
+from tandem.wire.errors import ConfigInvalid, TransferRefused
 
 
 @pytest.fixture
 def own_directory(tmp_path, monkeypatch):
     """A directory for shared memory that nobody else makes files in, nor sweeps."""
-    monkeypatch.setattr("kvtransfer.region.SHM_DIR", tmp_path)
+    monkeypatch.setattr("tandem.kvtransfer.region.SHM_DIR", tmp_path)
     return tmp_path
 
 

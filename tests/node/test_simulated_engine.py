@@ -3,12 +3,12 @@ import sys
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.profile import Simulation
-from kvtransfer.region import MemoryRegion
-from node.config import NodeConfig
-from node.simulated_engine import build_simulated
-from wire.errors import ConfigInvalid
+from tandem.engine.config import EngineConfig
+from tandem.engine.profile import Simulation
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.node.config import NodeConfig
+from tandem.node.simulated_engine import build_simulated
+from tandem.wire.errors import ConfigInvalid
 
 HEAVY = {"torch", "transformers", "xgrammar", "numba", "triton"}
 

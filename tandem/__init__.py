@@ -1,1 +1,0 @@
-"""The `tandem` command and the launchers behind it."""
