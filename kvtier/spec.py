@@ -135,7 +135,7 @@ def make_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> Tier:
         ConfigInvalid: It cannot be had so: its package is missing, or its directory, or the limit is too small.
     """
     try:
-        module = cast(StoreModule, import_module(f"kvtier.{spec.kind}"))
+        module = cast(StoreModule, import_module(f"tandem.kvtier.{spec.kind}"))
         return module.open_tier(spec, pages, space)
     except ImportError as error:
         raise ConfigInvalid(

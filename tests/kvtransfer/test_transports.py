@@ -436,7 +436,7 @@ def test_no_transport_in_common_says_why():
 
 @pytest.mark.parametrize(("name", "library"), OPTIONAL.items())
 def test_a_transport_without_its_library_says_what_to_install(monkeypatch, name, library):
-    ours = f"kvtransfer.transports.{name}"
+    ours = f"tandem.kvtransfer.transports.{name}"
     for each in [each for each in sys.modules if each.startswith((ours, f"{library}."))]:
         monkeypatch.delitem(sys.modules, each)
     monkeypatch.setitem(sys.modules, library, None)
