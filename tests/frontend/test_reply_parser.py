@@ -258,7 +258,7 @@ def test_an_unknown_format_is_named():
 
 def test_looking_for_calls_brings_no_torch():
     code = (
-        "import sys; from frontend.reply_parser import reply_formats\n"
+        "import sys; from tandem.frontend.reply_parser import reply_formats\n"
         "assert 'transformers' not in sys.modules\n"
         "reply_formats('hermes', 'think').reply('', [{}])().push('a')\n"
         "assert 'torch' not in sys.modules"

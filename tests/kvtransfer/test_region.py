@@ -56,7 +56,7 @@ def test_what_belongs_to_a_pool_that_is_gone_is_swept(own_directory):
 
 def test_a_dead_owners_files_are_swept_and_a_living_owners_are_not(own_directory):
     code = (
-        "import sys; from pathlib import Path; from kvtransfer import region; "
+        "import sys; from pathlib import Path; from tandem.kvtransfer import region; "
         "region.SHM_DIR = Path(sys.argv[1]); "
         "r = region.MemoryRegion.shared(4096, 'doomed'); print(r.path, flush=True); sys.stdin.read()"
     )

@@ -28,7 +28,8 @@ import tandem.wire.hosts
 from tests.simulation import sockets, threads
 from tests.simulation.processes import CURRENT
 
-PACKAGES = ("router.", "frontend.", "prefill.", "decode.", "node.", "kvtransfer.", "wire.")
+ROOMS = ("router", "frontend", "prefill", "decode", "node", "kvtransfer", "wire")
+PACKAGES = tuple(f"tandem.{room}." for room in ROOMS)
 CHANCE = ("randbits", "token_bytes", "token_hex")
 
 
