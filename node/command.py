@@ -1,6 +1,5 @@
 """From a node's command line to its exit status."""
 
-import argparse
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from tandem.node.config import NodeConfig, NodeRole
 from tandem.node.flags import MEANINGLESS, build_parser, read_config
 from tandem.node.server import serve
 from tandem.telemetry import log as logs
+from tandem.wire.command_line import Parser
 from tandem.wire.descriptors import PER_LINK, allow_descriptors
 from tandem.wire.errors import TandemError
 from tandem.wire.keys import cluster_key, operator_key, warn_of_weak_secret
@@ -38,7 +38,7 @@ class NodeCommand:
     summary: str
     prog: str = ""
 
-    def build_parser(self) -> argparse.ArgumentParser:
+    def build_parser(self) -> Parser:
         """Return the parser."""
         prog = self.prog or f"tandem {self.role}"
         return build_parser(prog, self.role, self.summary, self.default_port)

@@ -1,8 +1,6 @@
 """The flags of a node, with the names that users of SGLang and vLLM know.
 
-argparse, not a library above it: one flag has up to three names, three commands share them all, and
-`--prefill URL PORT` takes several values. Reads arguments and the files they name; the environment is read
-in `command`.
+Three commands share these flags.
 """
 
 import argparse
@@ -31,6 +29,7 @@ from tandem.node.engine_flags import (
 )
 from tandem.node.tier_flags import add_tier_flags, read_tiers
 from tandem.telemetry.flags import add_format_flag, add_heartbeat_flag, add_level_flag
+from tandem.wire.command_line import Parser
 from tandem.wire.hosts import bare_host, checked_url
 
 # Known elsewhere, without meaning here: accepted, said once. Value: why.
@@ -44,6 +43,25 @@ MEANINGLESS = {
     "--stream-interval": "a request asks for it: sampling_params.stream_interval",
 }
 
+
+# What `--help` shows; `--help-all` shows the rest.
+COMMON = (
+    "--model",
+    "--served-model-name",
+    "--context-length",
+    "--dtype",
+    "--host",
+    "--port",
+    "--device",
+    "--tensor-parallel-size",
+    "--mem-fraction-static",
+    "--max-total-tokens",
+    "--max-running-requests",
+    "--kv-tier",
+    "--router",
+    "--transfer-backend",
+    "--bootstrap-port",
+)
 
 # What a router leaves to a decode node by default fits into one step.
 LOCAL_PREFILL_TOKENS = 128
@@ -74,16 +92,14 @@ More: tandem docs tuning; tandem docs http
 }
 
 
-def build_parser(
-    prog: str, role: NodeRole, summary: str, default_port: int
-) -> argparse.ArgumentParser:
+def build_parser(prog: str, role: NodeRole, summary: str, default_port: int) -> Parser:
     """Return the parser of one node command."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
+    parser = Parser(
+        prog,
+        common=COMMON,
         description=summary,
         epilog=EXAMPLES[role],
         formatter_class=HelpFormatter,
-        allow_abbrev=False,
     )
     add_model_flags(parser.add_argument_group("model"))
     _add_server_flags(parser.add_argument_group("server"), default_port)

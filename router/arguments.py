@@ -1,7 +1,6 @@
 """The router's command line, read into a `RouterConfig`.
 
-Takes both forms that people type (see `EXAMPLES`). argparse, since click has no flag that takes
-several values at once. Reads its arguments and the files they name, and no environment.
+Takes both forms that people type (see `EXAMPLES`).
 """
 
 import argparse
@@ -22,6 +21,7 @@ from tandem.router.config import (
 )
 from tandem.router.discovery_flags import add_discovery_flags, read_dns, read_kubernetes
 from tandem.telemetry.flags import add_format_flag, add_heartbeat_flag, add_level_flag
+from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.hosts import bare_host
 
@@ -69,6 +69,24 @@ IGNORED_FLAGS = (
     "--enable-metrics",
     "--insecure",
 )
+# What `--help` shows; `--help-all` shows the rest.
+COMMON = (
+    "--prefill",
+    "--prefill-bootstrap-ports",
+    "--decode",
+    "--policy",
+    "--discover-announced",
+    "--discover-dns",
+    "--discover-kubernetes",
+    "--max-queued-requests",
+    "--host",
+    "--port",
+    "--detokenizers",
+    "--api-key-file",
+    "--ssl-certfile",
+    "--log-level",
+    "--tool-call-parser",
+)
 # Names that other routers have for policies.
 POLICY_ALIASES = {
     "consistent_hash": "session",
@@ -91,21 +109,20 @@ class _Ignored(argparse.Action):
         namespace.ignored = [*namespace.ignored, option_string]
 
 
-def build_parser(prog: str = "tandem lb") -> argparse.ArgumentParser:
+def build_parser(prog: str = "tandem lb") -> Parser:
     """Return the parser, help included."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
+    parser = Parser(
+        prog,
+        common=COMMON,
         description="Serve HTTP for a cluster: pair a prefill with a decode node for each request.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.set_defaults(ignored=[])
-    _add_cluster_flags(parser.add_argument_group("the cluster"))
-    add_discovery_flags(parser.add_argument_group("nodes that come and go"))
-    add_admission_flags(parser.add_argument_group("who may start"))
-    _add_server_flags(parser.add_argument_group("the server"))
-    _add_model_flags(parser.add_argument_group("the model"))
+    _add_cluster_flags(parser.add_argument_group("nodes"))
+    add_discovery_flags(parser.add_argument_group("service discovery"))
+    add_admission_flags(parser.add_argument_group("admission"))
+    _add_server_flags(parser.add_argument_group("server"))
+    _add_model_flags(parser.add_argument_group("model"))
     for flag in IGNORED_FLAGS:
         parser.add_argument(flag, action=_Ignored, nargs="*", help=argparse.SUPPRESS)
     return parser

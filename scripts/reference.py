@@ -14,7 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from scripts.error_remedies import NOT_OVER_HTTP, OTHER_ERRORS, REMEDIES
 from tandem.frontend.app import FrontendOptions, route_table
@@ -34,7 +35,7 @@ for module in (
 ):
     import_module(module)
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
+FOLDER = ROOT / "docs" / "reference"
 MADE = "<!-- Written by scripts/reference.py; do not edit. -->\n\n"
 _DEFAULT = re.compile(r" ?\(default: ([^()]*)\)$")
 

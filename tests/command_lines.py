@@ -7,6 +7,7 @@ its flags are looked up.
 import argparse
 import contextlib
 import io
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -45,6 +46,8 @@ def refusal(line: str) -> str:
         return f"there is no command {name!r}"
     # A number in place of N; a parser that is asked for help ends.
     argv = ["1" if PLACEHOLDER.fullmatch(word) else word for word in argv if word != "--help"]
+    if "--config" in argv:  # the file is the reader's
+        argv[argv.index("--config") + 1] = os.devnull
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         try:

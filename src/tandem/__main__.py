@@ -1,5 +1,6 @@
 """`tandem COMMAND ...`: a person starts here."""
 
+import difflib
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -26,6 +27,7 @@ Serve large language models with prefill and decode on separate nodes.
   profile   measure one node's forwards, for `plan` and for simulated engines
   plan      how many nodes of which kind a load and its latencies take, at the least cost
   operator-key   print the key that requests which change the cluster bear
+  completion   print the script that completes commands and flags in bash, zsh or tcsh
   docs      the documentation: `tandem docs` lists topics, `tandem docs TOPIC` shows one
 
 `tandem COMMAND --help` lists a command's flags. A first try:
@@ -55,6 +57,7 @@ MODULES = {
     "profile": "tandem.profile.command",
     "plan": "tandem.plan.command",
     "operator-key": "tandem.operator_key",
+    "completion": "tandem.completion",
     "docs": "tandem.manual.command",
 }
 
@@ -78,7 +81,9 @@ def main() -> int:
         return 0
     command = _command(name)
     if command is None:
-        sys.stderr.write(f"tandem: error: there is no command {name!r}\n\n{USAGE}")
+        near = difflib.get_close_matches(name, MODULES, n=1)
+        hint = f"did you mean tandem {near[0]}?" if near else "see tandem --help"
+        sys.stderr.write(f"tandem: error: there is no command {name!r}: {hint}\n")
         return 2
     try:
         take_key_file()

@@ -7,6 +7,7 @@ import argparse
 
 import tandem.batch.flags
 import tandem.bench.flags
+import tandem.completion
 import tandem.decode.command
 import tandem.doctor.arguments
 import tandem.drain
@@ -38,6 +39,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         "profile": tandem.profile.flags.build_parser(),
         "plan": tandem.plan.flags.build_parser(),
         "operator-key": tandem.operator_key.build_parser(),
+        "completion": tandem.completion.build_parser(),
         "docs": tandem.manual.command.build_parser(),
     }
 

@@ -108,11 +108,12 @@ def test_what_cannot_work_is_refused_with_what_to_do(line, sentence):
         parse(line.split())
 
 
-def test_an_unknown_flag_ends_with_usage(capsys):
+def test_an_unknown_flag_is_answered_with_the_nearest(capsys):
     with pytest.raises(SystemExit) as ended:
         parse(f"--prefill {P} --decode {D} --polcy random".split())
     assert ended.value.code == 2
-    assert "usage: tandem lb" in capsys.readouterr().err
+    answer = "tandem lb: error: there is no flag --polcy: did you mean --policy?\n"
+    assert capsys.readouterr().err == answer
 
 
 def test_help_shows_both_forms(capsys):

@@ -1,0 +1,252 @@
+"""The command line of every command: flags, over `TANDEM_*` variables, over a `--config` file.
+
+```
+ --config FILE ─▶ words ─┐
+ TANDEM_PAGE_SIZE ─▶ words ─┤ what a higher layer gives replaces the lower one's ─▶ argparse
+ the command line ───────┘
+```
+
+`--page-size` is `page-size` in a file and `TANDEM_PAGE_SIZE` in the environment. A flag that may be repeated takes
+a list in a file, and words as in a shell in the environment.
+"""
+
+import argparse
+import difflib
+import os
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import yaml
+from typing_extensions import override
+
+_FALSE = {"", "0", "false", "no", "off"}
+_TRUE = {"1", "true", "yes", "on"}
+_LAYERS = ("help", "help_all", "config", "version")  # flags that no lower layer may give
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads a command line with the layers below it, and answers a wrong one in one line.
+
+    Args:
+        common: The flags that `--help` shows; `--help-all` shows the others too. Empty: `--help` shows all.
+        environment: Where `TANDEM_*` variables are read from.
+    """
+
+    def __init__(
+        self,
+        prog: str | None = None,
+        *,
+        common: Sequence[str] = (),
+        environment: Mapping[str, str] = os.environ,
+        **options: Any,
+    ) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        if common:
+            options.setdefault("usage", "%(prog)s [FLAGS]")
+        super().__init__(prog, allow_abbrev=False, **options)
+        self._common = frozenset(common)
+        self._environment = environment
+        if common:
+            self.add_argument(
+                "--help-all", action=_HelpAll, nargs=0, help="show every flag and exit"
+            )
+        self.add_argument(
+            "--config",
+            metavar="FILE",
+            default=None,
+            help="read flags from a YAML or TOML file, such as `page-size: 32`; TANDEM_PAGE_SIZE and "
+            "--page-size both override it",
+        )
+
+    @override
+    def parse_known_args(  # type: ignore[override]  # argparse's overloads have no common signature
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        given = list(sys.argv[1:] if args is None else args)
+        self._add_negations()
+        return super().parse_known_args([*self._lower_layers(given), *given], namespace)
+
+    @override
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(self.unknown_flag(unknown[0]))
+        return parsed
+
+    def unknown_flag(self, word: str, *, known: Iterable[str] = ()) -> str:
+        """Return the sentence about a word that no flag takes, with the nearest flag.
+
+        Args:
+            known: More flags that would have been taken.
+        """
+        name = word.partition("=")[0]
+        if not name.startswith("-"):
+            return f"unexpected argument {name!r}"
+        names = {*self._visible_names(), *known}
+        near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"see {self.prog} {self._help_flag}"
+        return f"there is no flag {name}: {hint}"
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+    @override
+    def format_help(self) -> str:
+        if not self._common:
+            return super().format_help()
+        shown = {action for action in self._actions if self._is_shown(action)}
+        helps = [(action, action.help) for action in self._actions if action not in shown]
+        for action, _ in helps:
+            action.help = argparse.SUPPRESS
+        num_more = sum(text is not argparse.SUPPRESS for _, text in helps)
+        epilog = self.epilog
+        self.epilog = f"{num_more} more flags: {self.prog} --help-all\n\n{epilog or ''}".rstrip()
+        try:
+            return super().format_help()
+        finally:
+            self.epilog = epilog
+            for action, text in helps:
+                action.help = text
+
+    def print_all_help(self, file: IO[str] | None = None) -> None:
+        """Print the help of every flag."""
+        self._print_message(super().format_help(), file or sys.stdout)
+
+    @property
+    def _help_flag(self) -> str:
+        return "--help-all" if self._common else "--help"
+
+    def _is_shown(self, action: argparse.Action) -> bool:
+        return (
+            not action.option_strings
+            or action.dest in _LAYERS
+            or not self._common.isdisjoint(action.option_strings)
+        )
+
+    def _visible_names(self) -> Iterator[str]:
+        for action in self._actions:
+            if action.help is not argparse.SUPPRESS:
+                yield from action.option_strings
+
+    def _add_negations(self) -> None:
+        """Let `--no-x` take back an `--x` of a lower layer."""
+        for action in list(self._actions):
+            name = _name_of(action)
+            is_switch = action.nargs == 0 and action.const is True
+            if is_switch and f"--no-{name}" not in self._option_string_actions:
+                self.add_argument(
+                    f"--no-{name}",
+                    dest=action.dest,
+                    action="store_false",
+                    default=argparse.SUPPRESS,
+                    help=argparse.SUPPRESS,
+                )
+
+    def _lower_layers(self, given: Sequence[str]) -> list[str]:
+        """Return the words of environment and file that no higher layer overrides."""
+        taken = self._dests_in(given)
+        words: list[str] = []
+        for action in self._layered_actions():
+            variable = "TANDEM_" + _name_of(action).upper().replace("-", "_")
+            if action.dest not in taken and (text := self._environment.get(variable)) is not None:
+                taken.add(action.dest)
+                words += self._words_of(action, _typed(action, text, variable, self), variable)
+        for name, value in self._config_file(given).items():
+            where = f"{self._config_path(given)}: {name}"
+            flag = "--" + name.replace("_", "-")
+            found = self._option_string_actions.get(flag)
+            if found is None or found.dest in _LAYERS:
+                self.error(f"{where}: {self.unknown_flag(flag)}")
+            if found.dest not in taken and value is not None:
+                words += self._words_of(found, value, where)
+        return words
+
+    def _layered_actions(self) -> Iterator[argparse.Action]:
+        for action in self._actions:
+            is_hidden = action.help is argparse.SUPPRESS
+            if action.option_strings and action.dest not in _LAYERS and not is_hidden:
+                yield action
+
+    def _dests_in(self, words: Sequence[str]) -> set[str]:
+        names = (word.partition("=")[0] for word in words if word.startswith("-"))
+        actions = (self._option_string_actions.get(name) for name in names)
+        return {action.dest for action in actions if action is not None}
+
+    def _config_path(self, given: Sequence[str]) -> str:
+        for i, word in enumerate(given):
+            if word.startswith("--config="):
+                return word.partition("=")[2]
+            if word == "--config" and i + 1 < len(given):
+                return given[i + 1]
+        return self._environment.get("TANDEM_CONFIG", "")
+
+    def _config_file(self, given: Sequence[str]) -> dict[str, Any]:
+        if not (path := self._config_path(given)):
+            return {}
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+            read = tomllib.loads(text) if path.endswith(".toml") else yaml.safe_load(text)
+        except (OSError, UnicodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+            reason = " ".join(str(error).split())
+            self.error(f"--config {path}: {reason}")
+        if read is None:
+            return {}
+        if not isinstance(read, dict) or not all(isinstance(key, str) for key in read):
+            self.error(f"--config {path}: write one flag a line, such as `page-size: 32`")
+        return read
+
+    def _words_of(self, action: argparse.Action, value: Any, where: str) -> list[str]:
+        """Return the words of a command line that give a flag this value."""
+        name = action.option_strings[-1]
+        if action.nargs == 0:
+            if not isinstance(value, bool):
+                self.error(f"{where}: give true or false")
+            if not value:
+                return []
+            return [name]
+        values = value if isinstance(value, list) else [value]
+        if any(isinstance(each, dict) for each in values):
+            self.error(f"{where}: give a value or a list")
+        if action.nargs in ("+", "*"):
+            flat = [str(w) for each in values for w in (each if isinstance(each, list) else [each])]
+            return [name, *flat]
+        return [f"{name}={each}" for each in values]
+
+
+class _HelpAll(argparse.Action):
+    """Prints the help of every flag, and exits."""
+
+    @override
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, Parser)
+        parser.print_all_help()
+        parser.exit()
+
+
+def _name_of(action: argparse.Action) -> str:
+    """Return the longest name of a flag's first two dashes: what files and the environment call it."""
+    long = [name for name in action.option_strings if name.startswith("--")]
+    return long[0].removeprefix("--") if long else ""
+
+
+def _typed(action: argparse.Action, text: str, variable: str, parser: Parser) -> Any:
+    """Return what a variable's text gives a flag."""
+    if action.nargs == 0:
+        if text.lower() not in _TRUE | _FALSE:
+            parser.error(f"{variable} is {text!r}: give 1 or 0")
+        return text.lower() in _TRUE
+    is_repeated = isinstance(action.default, list) or action.nargs in ("+", "*")
+    return shlex.split(text) if is_repeated else text
