@@ -14,8 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.error_remedies import NOT_OVER_HTTP, OTHER_ERRORS, REMEDIES
 from tandem.frontend.app import FrontendOptions, route_table
@@ -35,7 +34,7 @@ for module in (
 ):
     import_module(module)
 
-FOLDER = ROOT / "docs" / "reference"
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 MADE = "<!-- Written by scripts/reference.py; do not edit. -->\n\n"
 _DEFAULT = re.compile(r" ?\(default: ([^()]*)\)$")
 
