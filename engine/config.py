@@ -1,10 +1,11 @@
 """What an engine is told before it starts. Read and checked in `__main__`, passed down whole."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from tandem.engine.profile import Simulation
+from tandem.wire.options import Flag
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "fp8_e4m3"]
@@ -13,66 +14,166 @@ AttentionName = Literal["auto", "torch", "cpu", "triton", "flashinfer"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine.
+    """One engine. Fields without a flag are set by the node.
 
     Attributes:
         model_dir: A transformers directory with config.json and, unless `load_format` is dummy,
             safetensors.
-        dtype: Of weights; `auto` takes what the checkpoint says.
-        kv_cache_dtype: Of K and V in the pool; `auto` is the weights'.
-        attention_backend: `auto` takes the fastest that runs on the device.
-        is_eager: Record no CUDA graphs and compile nothing.
-        is_compiled: Compile the model with torch.compile.
-        tp_size: Processes, and devices, that share the model.
-        tp_rank: Which of them this is; a node sets it for the processes it starts.
-        page_size: Tokens in a page. 16: vLLM's default; a page of an 8B model is then 2 MiB, large
-            enough to move at line rate.
-        max_total_tokens: Tokens the pool holds; 0 sizes it by `kv_bytes` (CPU) or
-            `mem_fraction_static` (GPU).
+        tp_rank: The rank of this process; a node sets it for the processes it starts.
+        page_size: 16: vLLM's default; a page of an 8B model is then 2 MiB, large enough to move at line
+            rate.
         kv_bytes: Size of the pool on the CPU, of all ranks together, when `max_total_tokens` is 0.
             1 GiB: two nodes of the embedded model stay below 4 GiB.
-        mem_fraction_static: Share of the GPU's memory for weights and pool. 0.85: SGLang's default
-            is close, and leaves activations of an 8k chunk.
-        max_running_requests: Requests in one decode batch. 256: vLLM's default.
-        max_waiting_requests: Beyond this a request is refused with 429.
-        chunked_prefill_size: Prompt tokens in one forward. 512 on the CPU, where a chunk of the
-            embedded model is then about half a second; 8192 is usual on GPUs.
-        local_prefill_tokens: Of new prompts' tokens, those in one forward that also has answers in it;
-            0: as many as `chunked_prefill_size`. A decode node's: see docs/conditional.md.
-        context_length: 0 takes the model's own.
+        mem_fraction_static: 0.85: SGLang's default is close, and leaves activations of an 8k chunk.
+        max_running_requests: 256: vLLM's default.
+        chunked_prefill_size: 512 on the CPU, where a chunk of the embedded model is then about half a
+            second; 8192 is usual on GPUs.
+        local_prefill_tokens: See docs/conditional.md. 128: what a router leaves to a decode node by default
+            fits into one step.
         is_overlapped: Whether a forward is prepared while the one before runs; None: on devices that
             compute beside the host.
-        num_threads: Of torch on the CPU; 0 leaves torch's own choice.
-        skips_model_check: Do not compare the model with plain transformers at the start.
         has_tiers: Whether tiers are behind the prefix cache: its pages then have keys of their content.
-        simulation: What stands in for the model; None computes with it.
+        simulation: Replaces the model; None computes with it.
     """
 
-    model_dir: str
-    dtype: DType = "auto"
-    kv_cache_dtype: KVCacheDType = "auto"
-    attention_backend: AttentionName = "auto"
-    is_eager: bool = False
-    is_compiled: bool = False
-    tp_size: int = 1
-    tp_rank: int = 0
-    load_format: LoadFormat = "auto"
-    device: str = "cpu"
-    trust_remote_code: bool = False
-    random_seed: int = 0
-    page_size: int = 16
-    max_total_tokens: int = 0
+    model_dir: str = ""
+    load_format: Annotated[
+        LoadFormat,
+        Flag(
+            "--load-format",
+            group="model",
+            help="dummy: seeded random weights from config.json alone",
+        ),
+    ] = "auto"
+    dtype: Annotated[
+        DType,
+        Flag(
+            "--dtype",
+            help="type of the weights; auto: the checkpoint's",
+            synonyms={"half": "float16"},
+        ),
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        KVCacheDType,
+        Flag("--kv-cache-dtype", help="type of K and V in the pool; auto: the weights'"),
+    ] = "auto"
+    context_length: Annotated[
+        int,
+        Flag(
+            "--context-length",
+            "--max-model-len",
+            metavar="TOKENS",
+            ge=0,
+            help="limit of prompt and answer; 0: the model's own",
+        ),
+    ] = 0
+    random_seed: Annotated[
+        int, Flag("--random-seed", "--seed", metavar="N", help="seed of --load-format dummy")
+    ] = 0
+    trust_remote_code: Annotated[
+        bool, Flag("--trust-remote-code", help="run modelling code from the checkpoint")
+    ] = False
+    device: Annotated[
+        str,
+        Flag("--device", group="engine", metavar="NAME", help="cpu, cuda:N, or cuda with --tp"),
+    ] = "cpu"
+    page_size: Annotated[
+        int, Flag("--page-size", "--block-size", metavar="TOKENS", ge=1, help="tokens in a KV page")
+    ] = 16
+    max_total_tokens: Annotated[
+        int,
+        Flag(
+            "--max-total-tokens",
+            metavar="TOKENS",
+            ge=0,
+            help="tokens in the KV pool; 0: 1 GiB of them on the CPU, else --mem-fraction-static",
+        ),
+    ] = 0
     kv_bytes: int = 1 << 30
-    mem_fraction_static: float = 0.85
-    max_running_requests: int = 256
-    max_waiting_requests: int = 4096
-    chunked_prefill_size: int = 512
-    local_prefill_tokens: int = 0
-    context_length: int = 0
+    mem_fraction_static: Annotated[
+        float,
+        Flag(
+            "--mem-fraction-static",
+            "--gpu-memory-utilization",
+            metavar="FRACTION",
+            help="share of the GPU's memory for weights and KV",
+        ),
+    ] = 0.85
+    max_running_requests: Annotated[
+        int,
+        Flag(
+            "--max-running-requests",
+            "--max-num-seqs",
+            metavar="N",
+            ge=1,
+            help="requests in one batch",
+        ),
+    ] = 256
+    max_waiting_requests: Annotated[
+        int,
+        Flag(
+            "--max-waiting-requests",
+            metavar="N",
+            help="requests in the node's queue; one more is rejected with 429",
+        ),
+    ] = 4096
+    chunked_prefill_size: Annotated[
+        int,
+        Flag("--chunked-prefill-size", metavar="TOKENS", ge=1, help="prompt tokens in one forward"),
+    ] = 512
+    attention_backend: Annotated[
+        AttentionName,
+        Flag("--attention-backend", help="auto: the fastest that runs on the device"),
+    ] = "auto"
+    is_compiled: Annotated[
+        bool, Flag("--enable-torch-compile", help="compile the model; it starts more slowly")
+    ] = False
+    is_eager: Annotated[
+        bool,
+        Flag(
+            "--enforce-eager",
+            "--disable-cuda-graph",
+            help="record no CUDA graphs and compile nothing",
+        ),
+    ] = False
+    num_threads: Annotated[
+        int,
+        Flag("--num-threads", metavar="N", help="threads of torch on the CPU; 0: torch's choice"),
+    ] = 0
+    skips_model_check: Annotated[
+        bool,
+        Flag(
+            "--skip-model-check",
+            help="do not compare the model with plain transformers at the start",
+        ),
+    ] = False
+    is_prefix_cache_enabled: Annotated[
+        bool,
+        Flag("--disable-prefix-cache", "--disable-radix-cache", help="compute every prompt anew"),
+    ] = True
+    tp_size: Annotated[
+        int,
+        Flag(
+            "--tensor-parallel-size",
+            "--tp",
+            "--tp-size",
+            metavar="N",
+            ge=1,
+            help="processes of this host that share the model; the KV heads must divide evenly",
+        ),
+    ] = 1
+    tp_rank: int = 0
+    local_prefill_tokens: Annotated[
+        int,
+        Flag(
+            "--local-prefill-tokens",
+            metavar="TOKENS",
+            ge=0,
+            help="on decode: prompt tokens computed in one step beside answers, of prompts that a router "
+            "leaves to it; 0: as many as --chunked-prefill-size",
+        ),
+    ] = 0
     is_overlapped: bool | None = None
-    num_threads: int = 0
-    skips_model_check: bool = False
-    is_prefix_cache_enabled: bool = True
     has_tiers: bool = False
     simulation: Simulation | None = None
 

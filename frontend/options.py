@@ -1,48 +1,139 @@
-"""How one app of the frontend behaves."""
+"""How one app of the frontend behaves, and the flags of every server's HTTP."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
 
+from tandem.frontend.reply_formats import REASONING_FORMATS, TOOL_FORMATS
 from tandem.frontend.reply_parser import NO_FORMATS, ReplyFormats
+from tandem.frontend.tls import TlsFiles, server_context
+from tandem.frontend.tracing import checked_endpoint
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import ConfigInvalid
+from tandem.wire.options import Flag
+
+log = get_logger(__name__)
+
+TOOL_CALL_PARSER = Flag(
+    "--tool-call-parser",
+    metavar="NAME",
+    help="format in which the model writes tool calls, which chats then return apart: "
+    f"{', '.join(sorted(TOOL_FORMATS))} (default: calls stay text, unless tool_choice forces one)",
+)
+REASONING_PARSER = Flag(
+    "--reasoning-parser",
+    metavar="NAME",
+    help="format in which the model writes its reasoning, returned as reasoning_content: "
+    f"{', '.join(sorted(REASONING_FORMATS))} (default: it stays in the content)",
+)
+GENERATION_CONFIG = Flag(
+    "--generation-config",
+    help="source of sampling parameters that a request leaves out: the model's generation_config.json "
+    "(auto), or the API's defaults (none)",
+)
 
 
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """What a server proves itself with, as paths of PEM files.
+def _checked_keys(keys: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_checked_key("--api-key", key) for key in keys))
 
-    Attributes:
-        certfile: Its certificate, and those between it and the authority.
-        keyfile: The certificate's key; empty where `certfile` holds it too.
-        ca_certs: Clients must show a certificate of one of these authorities; empty asks for none.
-    """
 
-    certfile: str
-    keyfile: str = ""
-    ca_certs: str = ""
+def _checked_key(flag: str, key: str) -> str:
+    # What a header can carry as one word, whatever the client.
+    if not key.isascii() or not key.isprintable() or " " in key or not key:
+        raise ConfigInvalid(f"{flag}: a key is one word of printable ASCII characters")
+    return key
+
+
+def _checked_origins(origins: Sequence[str]) -> tuple[str, ...]:
+    return tuple(map(_checked_origin, origins))
+
+
+def _checked_origin(text: str) -> str:
+    if text == "*":
+        return text
+    try:
+        parts = urlsplit(text)
+        is_origin = parts.scheme in {"http", "https"} and f"{parts.scheme}://{parts.netloc}" == text
+        is_whole = is_origin and bool(parts.hostname) and "@" not in text and (parts.port or 1) > 0
+    except ValueError:  # a port that is no number, an unclosed bracket
+        is_whole = False
+    if not is_whole:
+        raise ConfigInvalid(
+            f"--cors-allow-origin {text}: give https://HOST or https://HOST:PORT, without a path, or *"
+        )
+    return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpOptions:
-    """What the flags of `frontend/flags.py` say: the same for a router and for a node.
+    """The HTTP side of a router or a node.
 
     Attributes:
-        api_keys: Any of them opens every route of clients; with none everyone may come in.
-        key_files: Where some of the keys were read from.
-        max_body_bytes: Larger bodies are refused with 413. 32 MiB holds a million token ids
-            of context four times over.
-        request_timeout_s: What a request may take with all it generates; 0 is without end.
+        api_keys: Any of them opens every route of clients; without one, no request needs a key.
+        max_body_bytes: 32 MiB holds a million token ids of context four times over.
         cors_origins: Pages of these origins may use the server from a browser; `*` is any page.
-        tls: None serves plain HTTP.
-        traces_endpoint: Of a collector of OpenTelemetry's, whole; empty sends no traces.
     """
 
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    key_files: tuple[str, ...] = ()
-    max_body_bytes: int = 32 * 1024 * 1024
-    request_timeout_s: float = 0.0
-    cors_origins: tuple[str, ...] = ()
+    api_keys: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--api-key",
+            metavar="KEY",
+            help="require one of these keys as a bearer token; may be repeated",
+            parse=_checked_keys,
+        ),
+    ] = field(default=(), repr=False)
+    key_files: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--api-key-file",
+            metavar="FILE",
+            help="file of keys, one a line, # begins a comment; may be repeated; `ps` shows no keys",
+        ),
+    ] = ()
+    max_body_bytes: Annotated[
+        int,
+        Flag(
+            "--max-body-bytes",
+            "--max-payload-size",
+            metavar="BYTES",
+            ge=1,
+            help="reject larger bodies with 413",
+        ),
+    ] = 32 * 1024 * 1024
+    request_timeout_s: Annotated[
+        float,
+        Flag(
+            "--request-timeout-s",
+            "--request-timeout-secs",
+            metavar="SECONDS",
+            ge=0,
+            help="limit of a request with all it generates, then 504; 0: none",
+        ),
+    ] = 0.0
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--cors-allow-origin",
+            metavar="ORIGIN",
+            help="allow web pages of https://HOST[:PORT], or * for all; may be repeated",
+            parse=_checked_origins,
+        ),
+    ] = ()
+    traces_endpoint: Annotated[
+        str,
+        Flag(
+            "--otlp-traces-endpoint",
+            metavar="URL",
+            help="send a trace of each request to this OpenTelemetry collector, such as "
+            "http://127.0.0.1:4318",
+            parse=checked_endpoint,
+        ),
+    ] = ""
     tls: TlsFiles | None = None
-    traces_endpoint: str = ""
 
     @property
     def scheme(self) -> str:
@@ -83,3 +174,39 @@ class FrontendOptions:
     service: str = "tandem"
     operator_key: str = field(default="", repr=False)
     open_paths: frozenset[str] = frozenset()
+
+
+def with_files(options: HttpOptions) -> HttpOptions:
+    """Return the options with the keys of their files, after a check of the certificates.
+
+    Raises:
+        ConfigInvalid: A file cannot work; the sentence says what to give.
+    """
+    if (tls := options.tls) is not None:
+        for flag, value in (("--ssl-keyfile", tls.keyfile), ("--ssl-ca-certs", tls.ca_certs)):
+            if value and not tls.certfile:
+                raise ConfigInvalid(f"{flag} needs --ssl-certfile")
+        server_context(tls)
+    keys = [*options.api_keys, *(key for path in options.key_files for key in _keys_in(path))]
+    return replace(options, api_keys=tuple(dict.fromkeys(keys)))
+
+
+def warn_of_exposed_keys(options: HttpOptions) -> None:
+    """Log a warning for each file of keys that every user of the machine can read."""
+    for path in options.key_files:
+        if Path(path).stat().st_mode & stat.S_IROTH:
+            log.warning("api_key_file.readable_by_all", path=path, action=f"chmod o-r {path}")
+
+
+def _keys_in(path: str) -> list[str]:
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not text in UTF-8"
+        raise ConfigInvalid(f"--api-key-file {path}: {reason}") from error
+    stripped = [line.strip() for line in lines]
+    keys = [line for line in stripped if line and not line.startswith("#")]
+    if not keys:
+        # Else a file that was emptied by mistake would open the server to everyone.
+        raise ConfigInvalid(f"--api-key-file {path}: holds no key; write one on a line")
+    return [_checked_key(f"--api-key-file {path}", key) for key in keys]

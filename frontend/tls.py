@@ -1,10 +1,38 @@
 """TLS of the server, from files that a person named."""
 
 import ssl
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from tandem.frontend.options import TlsFiles
 from tandem.wire.errors import ConfigInvalid
+from tandem.wire.options import Flag
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """The paths of a server's PEM files.
+
+    Attributes:
+        certfile: The certificate, and those between it and the authority.
+        keyfile: Empty where `certfile` holds the key too.
+        ca_certs: Empty: clients need no certificate.
+    """
+
+    certfile: Annotated[
+        str, Flag("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate")
+    ] = ""
+    keyfile: Annotated[str, Flag("--ssl-keyfile", metavar="FILE", help="the certificate's key")] = (
+        ""
+    )
+    ca_certs: Annotated[
+        str,
+        Flag(
+            "--ssl-ca-certs",
+            metavar="FILE",
+            help="require client certificates of these authorities",
+        ),
+    ] = ""
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:

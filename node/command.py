@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from tandem.frontend.flags import warn_of_exposed_keys
+from tandem.frontend.options import warn_of_exposed_keys
 from tandem.node.checkpoint import resolve_model, sampling_defaults
 from tandem.node.config import NodeConfig, NodeRole
 from tandem.node.flags import MEANINGLESS, build_parser, read_config
@@ -60,7 +60,7 @@ def run(command: NodeCommand, argv: Sequence[str]) -> int:
         allow_descriptors(PER_LINK + num_running, used_for=f"{num_running} requests")
         warn_of_exposed_keys(config.http)
         warn_of_weak_secret(os.environ.get("TANDEM_CLUSTER_KEY", ""))
-        for flag in dict.fromkeys(args.meaningless or []):
+        for flag in dict.fromkeys(args.meaningless):
             log.warning(
                 "flag.meaningless",
                 flag=flag,
@@ -68,8 +68,8 @@ def run(command: NodeCommand, argv: Sequence[str]) -> int:
                 see="tandem docs migrating-from-sglang",
             )
         key = cluster_key(config.host, is_insecure=config.is_insecure)
-        config = _with_model(config, args.model, args.cache_dir or default_cache_dir())
-        if args.generation_config == "auto":
+        config = _with_model(config)
+        if config.generation_config == "auto":
             config = _with_sampling_defaults(config)
         operator = operator_key(os.environ.get("TANDEM_CLUSTER_KEY", ""))
         status: int = uvloop.run(serve(config, command.engine_modules, key, operator))
@@ -87,8 +87,9 @@ def default_cache_dir() -> Path:
     return Path(base) / "tandem"
 
 
-def _with_model(config: NodeConfig, model: str | None, cache_dir: Path) -> NodeConfig:
-    directory = resolve_model(model, cache_dir / "models", config.engine)
+def _with_model(config: NodeConfig) -> NodeConfig:
+    cache_dir = Path(config.cache_dir) if config.cache_dir else default_cache_dir()
+    directory = resolve_model(config.model, cache_dir / "models", config.engine)
     engine = msgspec.structs.replace(config.engine, model_dir=str(directory))
     return msgspec.structs.replace(config, engine=engine)
 

@@ -1,18 +1,27 @@
 """What a node is told before it starts: checked in `__main__`, frozen, passed down."""
 
-from typing import Literal
+from functools import partial
+from typing import Annotated, Literal
 
 import msgspec
 
 from tandem.engine.config import EngineConfig
-from tandem.frontend.options import HttpOptions
+from tandem.frontend.options import (
+    GENERATION_CONFIG,
+    REASONING_PARSER,
+    TOOL_CALL_PARSER,
+    HttpOptions,
+)
 from tandem.kvtier.spec import parse_tiers
 from tandem.kvtransfer.checksum import Verify
 from tandem.kvtransfer.transports.registry import names_of
+from tandem.telemetry.log import LogFormat
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.generation import SamplingDefaults
 from tandem.wire.heartbeat import Heartbeat, heartbeat_of
+from tandem.wire.hosts import bare_host, checked_url
 from tandem.wire.keys import is_loopback
+from tandem.wire.options import HEARTBEAT, LOG_FORMAT, LOG_LEVEL, Flag
 
 NodeRole = Literal["prefill", "decode", "colocated"]
 
@@ -29,90 +38,264 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How KV moves.
 
     Attributes:
-        backend: A transport's name, or `auto` for the best that both ends offer.
-        directory: What transport `file` shares with the other side; empty for none.
-        interface: Name of the network interface that `tcp` uses; empty for the one of the host.
-        bootstrap_port: Where a prefill listens for grants. 8998: SGLang's default.
-        grant_timeout_s: How long prefill waits for a grant, decode's queue for pages included. A half
-            whose edge worker is gone ends at once; this is for halves that nobody follows. 300 s:
-            SGLang's default.
+        bootstrap_port: 8998: SGLang's default.
+        grant_timeout_s: Decode's queue for pages included. A half whose edge worker is gone ends at once;
+            this is for halves that nobody follows. 300 s: SGLang's default.
         early_grant_timeout_s: How long a grant waits for its request: its pages are idle meanwhile.
         landed_timeout_s: How long decode waits for the pages of a grant, prefill's queue included.
-        push_granularity: Whether layers leave while a forward still runs, or chunks after theirs.
-        verify: How many of the pages are hashed on both sides: `sample` finds a link that corrupts
-            within a few prompts, at a sixteenth of the cost.
+        verify: `sample` finds a link that corrupts within a few prompts, at a sixteenth of the cost.
     """
 
-    backend: str = "auto"
-    directory: str = ""
-    interface: str = ""
-    bootstrap_port: int = 8998
-    grant_timeout_s: float = 300.0
+    backend: Annotated[
+        str,
+        Flag(
+            "--transfer-backend",
+            "--disaggregation-transfer-backend",
+            group="transfer",
+            metavar="NAME",
+            help="how KV moves: auto, shm, tcp, cuda_ipc, nixl, ucx, mooncake, nccl, file; see "
+            "`tandem docs transports`",
+        ),
+    ] = "auto"
+    directory: Annotated[
+        str,
+        Flag(
+            "--transfer-directory",
+            metavar="DIR",
+            help="directory of --transfer-backend file, writable from both sides",
+        ),
+    ] = ""
+    interface: Annotated[
+        str,
+        Flag(
+            "--transfer-interface",
+            metavar="NAME",
+            help="network interface of tcp, by its IPv4 or IPv6 address as in --host",
+        ),
+    ] = ""
+    bootstrap_port: Annotated[
+        int,
+        Flag(
+            "--bootstrap-port",
+            "--disaggregation-bootstrap-port",
+            metavar="PORT",
+            ge=0,
+            le=65535,
+            help="on prefill: port for grants; on decode: the port used when a request names none",
+        ),
+    ] = 8998
+    grant_timeout_s: Annotated[
+        float,
+        Flag(
+            "--grant-timeout",
+            metavar="SECONDS",
+            help="time that prefill waits for decode to grant pages",
+        ),
+    ] = 300.0
     early_grant_timeout_s: float = 30.0
     landed_timeout_s: float = 600.0
-    push_granularity: Literal["layer", "chunk"] = "layer"
-    verify: Verify = "sample"
+    push_granularity: Annotated[
+        Literal["layer", "chunk"],
+        Flag(
+            "--push-granularity",
+            help="on prefill: push KV as layers are computed, or after each chunk of a prompt",
+        ),
+    ] = "layer"
+    verify: Annotated[
+        Verify,
+        Flag(
+            "--verify-kv",
+            help="how much of each page both sides hash; sample: K or V of one layer in 32",
+            aliases={"--no-kv-checksum": "off"},
+        ),
+    ] = "sample"
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What stands behind the prefix cache.
 
     Attributes:
-        specs: As `--kv-tier` gave them, fastest first; see `tandem.kvtier.spec`.
-        timeout_s: How long a request waits for them at most. 0.5: half of what SGLang waits, and more than
-            a healthy store takes for some thousand tokens; what is not there by then is computed.
-        min_tokens: Fewer missing ones are computed without a look. 256: SGLang's default.
-        staging_bytes: Host memory that pages may take on their way. 2 GiB: either direction has room for
-            8k tokens of an 8B model.
+        specs: See `tandem.kvtier.spec`.
+        timeout_s: 0.5: half of what SGLang waits, and more than a healthy store takes for some thousand
+            tokens.
+        min_tokens: 256: SGLang's default.
+        staging_bytes: 2 GiB: either direction has room for 8k tokens of an 8B model.
     """
 
-    specs: tuple[str, ...] = ()
-    timeout_s: float = 0.5
-    min_tokens: int = 256
-    staging_bytes: int = 2 << 30
+    specs: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--kv-tier",
+            group="tiers",
+            metavar="SPEC",
+            help="keep KV beyond the device: host:8GiB, disk:/dir:200GiB or redis://host:6379/0; repeated, "
+            "fastest first; see `tandem docs tiers`",
+            # SGLang's and vLLM's names for the host's memory.
+            aliases={
+                "--hicache-size": lambda size: f"host:{float(size):g}GB",
+                "--kv-offloading-size": lambda size: f"host:{float(size):g}GiB",
+            },
+        ),
+    ] = ()
+    timeout_s: Annotated[
+        float,
+        Flag(
+            "--kv-tier-timeout-ms",
+            metavar="MS",
+            ge=1,
+            scale=0.001,
+            help="time that a request waits for tiers at most; the rest of its prompt is computed",
+        ),
+    ] = 0.5
+    min_tokens: Annotated[
+        int,
+        Flag(
+            "--kv-tier-min-tokens",
+            metavar="TOKENS",
+            ge=0,
+            help="prompts with fewer uncached tokens are computed without asking the tiers",
+        ),
+    ] = 256
+    staging_bytes: Annotated[
+        int,
+        Flag(
+            "--kv-tier-staging-mib",
+            metavar="MIB",
+            ge=1,
+            scale=1 << 20,
+            help="host memory for pages on their way to and from tiers",
+        ),
+    ] = 2 << 30
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One node: an HTTP process and the engine process under it.
 
     Attributes:
-        tiers: Behind its prefix cache.
-        engine_port: Where edge workers reach the engine; 0 takes any free port, which
-            `/server_info` tells them.
-        zone: Where it stands: any name that nodes near each other share.
-        tool_call_parser: Name of the format of the model's calls of tools; empty leaves them text.
-        reasoning_parser: Name of that of its thoughts, likewise.
-        default_sampling: What stands for parameters that a request leaves out.
-        heartbeat_interval_ms: See `Heartbeat`; the same on every node and router.
-        drain_timeout_s: How long requests may take to finish when the node is told to end, before the
-            rest is handed over.
-        step_timeout_s: How long one step of the engine may take before its process is ended.
-        routers: URLs of routers that this node announces itself to.
-        advertise_url: By which they reach it; empty for that of `host` and the port.
+        engine_port: Where edge workers reach the engine; `/server_info` reports it to them.
+        default_sampling: Values of parameters that a request leaves out.
     """
 
     role: NodeRole
-    served_model_name: str
-    engine: EngineConfig
-    transfer: TransferConfig = TransferConfig()
-    tiers: TierConfig = TierConfig()
-    host: str = "127.0.0.1"
-    port: int = 7000
-    engine_port: int = 0
-    zone: str = ""
+    model: Annotated[
+        str | None,
+        Flag(
+            "--model",
+            "--model-path",
+            group="model",
+            metavar="PATH",
+            help="a transformers directory or a GGUF file; without it, the embedded "
+            "SmolLM2-135M-Instruct",
+        ),
+    ] = None
+    served_model_name: Annotated[
+        str, Flag("--served-model-name", metavar="NAME", help="the model's name for clients")
+    ] = ""
+    cache_dir: Annotated[
+        str,
+        Flag(
+            "--cache-dir",
+            metavar="DIR",
+            help="directory of converted models (default: $XDG_CACHE_HOME/tandem)",
+        ),
+    ] = ""
+    host: Annotated[
+        str,
+        Flag(
+            "--host",
+            group="server",
+            metavar="ADDRESS",
+            help="address to listen on",
+            parse=partial(bare_host, "--host"),
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, Flag("--port", metavar="PORT", ge=0, le=65535, help="port of HTTP; 0: any free port")
+    ] = 7000
+    zone: Annotated[
+        str,
+        Flag(
+            "--zone",
+            metavar="NAME",
+            help="the node's zone; routers prefer pairs of nodes in one zone",
+        ),
+    ] = ""
+    engine_port: Annotated[
+        int,
+        Flag(
+            "--engine-port",
+            metavar="PORT",
+            le=65535,
+            help="port of the engine's links to routers; 0: any free port",
+        ),
+    ] = 0
+    heartbeat_interval_ms: Annotated[float, HEARTBEAT] = 500.0
+    drain_timeout_s: Annotated[
+        float,
+        Flag(
+            "--drain-timeout-s",
+            metavar="SECONDS",
+            ge=0,
+            le=MAX_DRAIN_S,
+            help="time that running requests have to finish after SIGTERM or POST /drain, before they "
+            "move to other nodes; 0 moves them at once",
+        ),
+    ] = DRAIN_TIMEOUT_S
+    step_timeout_s: Annotated[
+        float,
+        Flag(
+            "--step-timeout-s",
+            metavar="SECONDS",
+            ge=1,
+            le=MAX_STEP_S,
+            help="limit of one step of the engine; a longer one ends the node. The first steps, which may "
+            "compile, have no limit",
+        ),
+    ] = STEP_TIMEOUT_S
     http: HttpOptions = HttpOptions()
-    is_incremental_output: bool = False
-    tool_call_parser: str = ""
-    reasoning_parser: str = ""
+    log_level: Annotated[str, LOG_LEVEL] = "info"
+    log_format: Annotated[LogFormat, LOG_FORMAT] = "auto"
+    is_incremental_output: Annotated[
+        bool,
+        Flag(
+            "--incremental-streaming-output",
+            help="/generate streams new text instead of all text so far",
+        ),
+    ] = False
+    tool_call_parser: Annotated[str, TOOL_CALL_PARSER] = ""
+    reasoning_parser: Annotated[str, REASONING_PARSER] = ""
+    generation_config: Annotated[Literal["auto", "none"], GENERATION_CONFIG] = "auto"
     default_sampling: SamplingDefaults = SamplingDefaults()
-    log_level: str = "info"
-    log_format: Literal["auto", "console", "json"] = "auto"
-    is_insecure: bool = False
-    drain_timeout_s: float = DRAIN_TIMEOUT_S
-    step_timeout_s: float = STEP_TIMEOUT_S
-    routers: tuple[str, ...] = ()
-    advertise_url: str = ""
-    heartbeat_interval_ms: float = 500.0
+    is_insecure: Annotated[
+        bool,
+        Flag(
+            "--insecure",
+            help="listen beyond loopback without TANDEM_CLUSTER_KEY, trusting the network",
+        ),
+    ] = False
+    engine: EngineConfig = EngineConfig()
+    tiers: TierConfig = TierConfig()
+    routers: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--router",
+            group="routers",
+            metavar="URL",
+            help="announce the node to this router every 3 s; may be repeated",
+            parse=lambda urls: tuple(checked_url("--router", url) for url in urls),
+        ),
+    ] = ()
+    advertise_url: Annotated[
+        str,
+        Flag(
+            "--advertise-url",
+            metavar="URL",
+            help="where routers reach this node (default: --host and --port; if --host is all addresses, "
+            "the address from which this machine reaches the router)",
+            parse=partial(checked_url, "--advertise-url"),
+        ),
+    ] = ""
+    transfer: TransferConfig = TransferConfig()
 
     @property
     def heartbeat(self) -> Heartbeat:
@@ -128,33 +311,6 @@ def check(config: NodeConfig) -> NodeConfig:
     """
     heartbeat_of(config.heartbeat_interval_ms)
     engine = config.engine
-    for flag, value, least in (
-        ("--page-size", engine.page_size, 1),
-        ("--chunked-prefill-size", engine.chunked_prefill_size, 1),
-        ("--local-prefill-tokens", engine.local_prefill_tokens, 0),
-        ("--max-running-requests", engine.max_running_requests, 1),
-        ("--max-total-tokens", engine.max_total_tokens, 0),
-        ("--context-length", engine.context_length, 0),
-        ("--tp", engine.tp_size, 1),
-        ("--port", config.port, 0),
-        ("--bootstrap-port", config.transfer.bootstrap_port, 0),
-        ("--kv-tier-timeout-ms", config.tiers.timeout_s * 1000, 1),
-        ("--kv-tier-min-tokens", config.tiers.min_tokens, 0),
-        ("--kv-tier-staging-mib", config.tiers.staging_bytes >> 20, 1),
-    ):
-        if value < least:
-            raise ConfigInvalid(f"{flag} is {value:g}: give at least {least}")
-    if not 0 <= config.drain_timeout_s <= MAX_DRAIN_S:
-        raise ConfigInvalid(
-            f"--drain-timeout-s is {config.drain_timeout_s:g}: give 0, which hands over at once, up to "
-            f"{MAX_DRAIN_S:g}"
-        )
-    if not 1 <= config.step_timeout_s <= MAX_STEP_S:
-        raise ConfigInvalid(
-            f"--step-timeout-s is {config.step_timeout_s:g}: give 1 to {MAX_STEP_S:g}"
-        )
-    if max(config.port, config.transfer.bootstrap_port, config.engine_port) > 65535:
-        raise ConfigInvalid("ports are at most 65535")
     if "file" in config.transfer.backend.split(",") and not config.transfer.directory:
         raise ConfigInvalid(
             "--transfer-backend file needs --transfer-directory: a directory that both sides share",

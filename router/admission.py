@@ -12,10 +12,10 @@ keep a request out of a queue that has room.
 """
 
 import math
-from dataclasses import dataclass
 
 from typing_extensions import override
 
+from tandem.router.config import Limits
 from tandem.router.line import Line, Waiting
 from tandem.wire.errors import DeadlinePassed, Overloaded
 
@@ -24,24 +24,6 @@ from tandem.wire.errors import DeadlinePassed, Overloaded
 BEGIN_HALF_LIFE_S = 5.0
 # A request that is started a moment too late has its place for nothing, and so has the next: leave a margin.
 BEGIN_MARGIN = 1.25
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of one edge worker's queue.
-
-    Attributes:
-        max_requests: Queued at once; 0: no request waits.
-        max_tokens: Of all their prompts: 36 bytes each of memory.
-        max_wait_s: A request that waited so long is rejected. Clients may ask for less.
-    """
-
-    # What a node's own line has held.
-    max_requests: int = 4096
-    # 300 MB.
-    max_tokens: int = 8 * 1024 * 1024
-    # After which common proxies and balancers give an answer up that has not begun.
-    max_wait_s: float = 60.0
 
 
 class Begin:

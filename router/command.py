@@ -5,9 +5,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tandem.frontend.flags import warn_of_exposed_keys
+from tandem.frontend.options import warn_of_exposed_keys
 from tandem.router.arguments import parse
-from tandem.router.discovery_flags import in_pod
+from tandem.router.config import in_pod
 from tandem.router.launcher import run
 from tandem.telemetry.log import configure, get_logger
 from tandem.wire.errors import ConfigInvalid

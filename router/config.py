@@ -1,24 +1,37 @@
 """The router's configuration: read in `__main__`, checked here, passed down frozen."""
 
-import math
 import ssl
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import partial
+from typing import Annotated, Literal, get_args
 from urllib.parse import urlsplit
 
-from tandem.frontend.options import HttpOptions
+from tandem.frontend.options import (
+    GENERATION_CONFIG,
+    REASONING_PARSER,
+    TOOL_CALL_PARSER,
+    HttpOptions,
+)
 from tandem.frontend.reply_parser import reply_formats
 from tandem.frontend.tls import load_authorities
-from tandem.router.admission import Limits
-from tandem.router.key_limits import KeyLimit
+from tandem.router.key_limits import KeyLimit, read_limits
 from tandem.telemetry.log import LogFormat
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.heartbeat import Heartbeat, heartbeat_of
+from tandem.wire.hosts import bare_host
+from tandem.wire.options import HEARTBEAT, LOG_FORMAT, LOG_LEVEL, Flag
 
 PolicyName = Literal[
     "least_load", "cache_aware", "session", "power_of_two", "round_robin", "random"
 ]
 
+# Names that other routers have for policies.
+POLICY_ALIASES = {
+    "consistent_hash": "session",
+    "consistent_hashing": "session",
+    "manual": "session",
+}
 # With so many tokens in it a step of the embedded model takes as long as four with answers alone, and one of a
 # large model on GPUs less than two: docs/conditional.md has the numbers.
 LOCAL_PREFILL_THRESHOLD = 128
@@ -80,43 +93,200 @@ class DnsTarget:
     role: str = ""
 
 
+def prefill_targets(groups: Iterable[Sequence[str]]) -> tuple[PrefillTarget, ...]:
+    """Read what followed each `--prefill`: URLs, each with a bootstrap port or `none` behind it.
+
+    Raises:
+        ConfigInvalid: A port without a URL before it, or neither a URL nor a port.
+    """
+    targets: list[PrefillTarget] = []
+    for group in groups:
+        url: str | None = None
+        for text in group:
+            if "://" in text or not (text.isdigit() or text.lower() == "none"):
+                url = node_url(text)
+                targets.append(PrefillTarget(url))
+            elif url is None:
+                raise ConfigInvalid(f"--prefill {text}: a bootstrap port follows the URL it is of")
+            else:
+                targets[-1], url = PrefillTarget(url, _bootstrap_port(text)), None
+    return tuple(targets)
+
+
+def _bootstrap_port(text: str) -> int | None:
+    if text.lower() == "none":
+        return None
+    if text.isdigit() and 0 < int(text) < 65536:
+        return int(text)
+    raise ConfigInvalid(f"bootstrap port {text!r} is neither 1 to 65535 nor `none`")
+
+
+def read_bootstrap_ports(groups: Iterable[Sequence[str]]) -> tuple[int | None, ...]:
+    """Read `--prefill-bootstrap-ports`.
+
+    Raises:
+        ConfigInvalid: One is no port.
+    """
+    return tuple(_bootstrap_port(text) for group in groups for text in group)
+
+
+def dns_targets(groups: Iterable[Sequence[str]]) -> tuple[DnsTarget, ...]:
+    """Read `--discover-dns`.
+
+    Raises:
+        ConfigInvalid: One is no name with a port, or has an unknown role.
+    """
+    return tuple(dict.fromkeys(_dns_target(text) for group in groups for text in group))
+
+
+def _dns_target(text: str) -> DnsTarget:
+    role, has_role, name = text.rpartition("=")
+    host, _, port = name.rpartition(":")
+    try:
+        node_url(f"http://{name}")
+        is_whole = role in ("prefill", "decode") if has_role else True
+    except ConfigInvalid:
+        is_whole = False
+    if not is_whole:
+        raise ConfigInvalid(
+            f"--discover-dns {text}: give prefill=HOST:PORT, decode=HOST:PORT, or HOST:PORT to ask "
+            "each node for its role",
+            topic="membership#dns",
+        )
+    return DnsTarget(host, int(port), role)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesTarget:
     """Pods that are nodes.
 
     Attributes:
-        api_url: Of the API server.
-        namespace: Of the pods; empty takes that of the router's own pod.
-        prefill_selector: Label selector of the prefill pods; empty where there are none to find.
-        decode_selector: That of the decode pods.
-        port: Where their HTTP is: a number, or the name of a port of a container.
-        account_dir: With the files that Kubernetes gives to a pod: token, ca.crt, namespace.
+        namespace: Empty: that of the router's own pod.
+        account_dir: Has the files that Kubernetes gives to a pod: token, ca.crt, namespace.
     """
 
-    api_url: str = ""
-    namespace: str = ""
-    prefill_selector: str = ""
-    decode_selector: str = ""
-    port: str = "http"
+    is_on: Annotated[
+        bool,
+        Flag(
+            "--discover-kubernetes",
+            group="service discovery",
+            help="take pods with the labels below as nodes; the router's service account must be allowed to "
+            "list and watch pods",
+        ),
+    ] = False
+    prefill_selector: Annotated[
+        str,
+        Flag(
+            "--kubernetes-prefill-selector",
+            metavar="LABELS",
+            help="labels of prefill pods, such as app=tandem,role=prefill",
+        ),
+    ] = ""
+    decode_selector: Annotated[
+        str,
+        Flag("--kubernetes-decode-selector", metavar="LABELS", help="labels of decode pods"),
+    ] = ""
+    namespace: Annotated[
+        str,
+        Flag(
+            "--kubernetes-namespace",
+            metavar="NAME",
+            help="namespace of the pods (default: that of the router's own pod)",
+        ),
+    ] = ""
+    port: Annotated[
+        str,
+        Flag(
+            "--kubernetes-port",
+            metavar="PORT",
+            help="port of the pods' HTTP: a number, or its name in the pods",
+        ),
+    ] = "http"
+    api_url: Annotated[
+        str,
+        Flag(
+            "--kubernetes-api",
+            metavar="URL",
+            help="URL of the API (default: that of the router's own cluster); `kubectl proxy` gives one to "
+            "a router outside",
+        ),
+    ] = ""
     account_dir: str = "/var/run/secrets/kubernetes.io/serviceaccount"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one edge worker's queue."""
+
+    # What a node's own queue has held.
+    max_requests: Annotated[
+        int,
+        Flag(
+            "--max-queued-requests",
+            metavar="N",
+            ge=0,
+            help="requests that wait in one edge worker; more are rejected with 429",
+        ),
+    ] = 4096
+    # 300 MB.
+    max_tokens: Annotated[
+        int,
+        Flag(
+            "--max-queued-tokens",
+            metavar="TOKENS",
+            ge=0,
+            help="prompt tokens of all waiting requests, 36 bytes of memory each",
+        ),
+    ] = 8 * 1024 * 1024
+    # Common proxies and load balancers give up an answer that has not begun by then.
+    max_wait_s: Annotated[
+        float,
+        Flag(
+            "--max-queue-wait-s",
+            metavar="SECONDS",
+            ge=0,
+            help="reject a request that waited this long with 429",
+        ),
+    ] = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionConfig:
-    """Who may start, and how many at once.
+    """Which requests start, and how many at once.
 
     Attributes:
-        is_on: False starts every request at once and leaves all waiting to the nodes.
-        max_in_flight: Requests of all edge workers at one node; 0: as many as the node says.
-        limits: Of each edge worker's line.
+        is_on: False starts every request at once: requests queue at the nodes only.
         key_limits: Of this router, by key; see `key_limits.py`.
         num_workers: Edge workers that share all this.
     """
 
-    is_on: bool = True
-    max_in_flight: int = 0
+    max_in_flight: Annotated[
+        int,
+        Flag(
+            "--max-in-flight",
+            group="admission",
+            metavar="N",
+            ge=0,
+            help="requests at one node at once; the others wait in the router (0: as many as the node works "
+            "on)",
+        ),
+    ] = 0
     limits: Limits = field(default_factory=Limits)
-    key_limits: dict[str, KeyLimit] = field(default_factory=dict)
+    key_limits: Annotated[
+        dict[str, KeyLimit],
+        Flag(
+            "--key-limits",
+            metavar="FILE",
+            help="TOML file of limits for each API key; see `tandem docs admission`",
+            parse=read_limits,
+        ),
+    ] = field(default_factory=dict)
+    is_on: Annotated[
+        bool,
+        Flag(
+            "--no-admission", help="start every request at once: requests queue at the nodes only"
+        ),
+    ] = True
     num_workers: int = 1
 
     def for_one_of(self, num_workers: int) -> "AdmissionConfig":
@@ -127,62 +297,205 @@ class AdmissionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Everything `python -m tandem.router` can be told.
+    """Everything `tandem lb` can be given.
 
     Attributes:
-        dns: Names to find more nodes by.
-        kubernetes: How to find more nodes as pods; None does not.
-        takes_announced: Nodes that announce themselves may be all there are.
-        num_workers: Edge workers: processes that each serve HTTP, tokenize and detokenize. One
-            carries thousands of tokens per second; more are for more cores.
-        prefill_policy: How prefills are rated where it is not as `policy` says; empty is as it says.
-        decode_policy: Likewise decodes.
-        max_attempts: How often one request is tried before its client sees an error. Two deaths in
-            the life of one request are rare; a request that kills nodes must not kill them all.
-        node_wait_s: How long a request waits when a role has no node, as while its only one restarts.
-        shutdown_delay_s: How long it goes on serving all that comes when it is told to stop, so that
-            balancers hear of it first. None to wait for by default: what stands before it is not known.
-        drain_timeout_s: How long running streams go on when the router is told to stop.
-        heartbeat_interval_ms: See `Heartbeat`; the same on every node and router.
-        local_prefill_threshold: Prompt tokens that a decode node may have to compute by itself at a time;
-            0: none, and a cluster without a prefill node serves nobody. See docs/conditional.md.
-        node_ca_certs: Authorities of nodes that speak HTTPS; empty takes the system's.
-        tokenizer_dir: Read here instead of asked from the nodes.
-        served_model_name: As clients name the model; empty takes the nodes' name.
-        tool_call_parser: Name of the format of the model's calls of tools; empty leaves them text.
-        reasoning_parser: Name of that of its thoughts, likewise.
-        generation_config: Whether sampling defaults that nodes tell are taken (`auto`), or none.
+        bootstrap_ports: Of `prefills`, in their order; `arguments.parse` gives them to these.
+        num_workers: One carries thousands of tokens per second; more are for more cores.
+        max_attempts: Two deaths in the life of one request are rare; a request that kills nodes must not
+            kill them all.
         cluster_secret: Of `TANDEM_CLUSTER_KEY`; empty leaves links to nodes plain.
-        ignored_flags: Accepted because people type them, and without meaning here; said once.
+        ignored_flags: Accepted because people type them, and without meaning here.
     """
 
-    prefills: tuple[PrefillTarget, ...]
-    decodes: tuple[str, ...]
-    dns: tuple[DnsTarget, ...] = ()
+    prefills: Annotated[
+        tuple[PrefillTarget, ...],
+        Flag(
+            "--prefill",
+            group="nodes",
+            metavar="URL|PORT",
+            nargs="+",
+            help="prefill nodes; a bootstrap port or `none` may follow each URL; may be repeated",
+            parse=prefill_targets,
+        ),
+    ] = ()
+    bootstrap_ports: Annotated[
+        tuple[int | None, ...],
+        Flag(
+            "--prefill-bootstrap-ports",
+            metavar="PORT",
+            nargs="+",
+            help="bootstrap ports, in the order of the prefills (default: each node reports its own)",
+            parse=read_bootstrap_ports,
+        ),
+    ] = ()
+    decodes: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--decode",
+            metavar="URL",
+            nargs="+",
+            help="decode nodes; may be repeated",
+            parse=lambda groups: tuple(node_url(text) for group in groups for text in group),
+        ),
+    ] = ()
+    policy: Annotated[
+        PolicyName,
+        Flag(
+            "--policy",
+            metavar="NAME",
+            help=f"how a pair is chosen: {', '.join(get_args(PolicyName))}; cache_aware sends a prompt to "
+            "the node that caches its beginning, session sends each X-Session-Id to one pair",
+            synonyms=POLICY_ALIASES,
+        ),
+    ] = "least_load"
+    prefill_policy: Annotated[
+        PolicyName | Literal[""],
+        Flag(
+            "--prefill-policy",
+            metavar="NAME",
+            help="how a prefill node is chosen (default: as --policy)",
+            synonyms=POLICY_ALIASES,
+        ),
+    ] = ""
+    decode_policy: Annotated[
+        PolicyName | Literal[""],
+        Flag(
+            "--decode-policy",
+            metavar="NAME",
+            help="how a decode node is chosen (default: as --policy)",
+            synonyms=POLICY_ALIASES,
+        ),
+    ] = ""
+    local_prefill_threshold: Annotated[
+        int,
+        Flag(
+            "--local-prefill-threshold",
+            metavar="TOKENS",
+            ge=0,
+            help="a decode node computes a prompt itself while it then has at most this many uncached prompt "
+            "tokens to compute, and any prompt while no prefill node is up; 0: never",
+        ),
+    ] = LOCAL_PREFILL_THRESHOLD
+    max_attempts: Annotated[
+        int,
+        Flag(
+            "--max-attempts",
+            metavar="N",
+            ge=1,
+            help="attempts of one request when nodes die during it",
+        ),
+    ] = 3
+    node_wait_s: Annotated[
+        float,
+        Flag(
+            "--node-wait-s",
+            metavar="SECONDS",
+            ge=0,
+            help="time that requests wait when a role has no node, as while its only one restarts; 0 rejects "
+            "them at once",
+        ),
+    ] = 10.0
+    node_ca_certs: Annotated[
+        str,
+        Flag(
+            "--node-ca-certs",
+            metavar="FILE",
+            help="authorities of the certificates of https:// nodes (default: the system's)",
+        ),
+    ] = ""
+    takes_announced: Annotated[
+        bool,
+        Flag(
+            "--discover-announced",
+            group="service discovery",
+            help="start without nodes, and wait for nodes that announce themselves or are added with POST "
+            "/nodes; both also work without this flag",
+        ),
+    ] = False
+    dns: Annotated[
+        tuple[DnsTarget, ...],
+        Flag(
+            "--discover-dns",
+            metavar="[ROLE=]HOST:PORT",
+            nargs="+",
+            help="take every address of this name as a node, such as prefill=prefill.tandem:7000; without a "
+            "role, each node is asked; may be repeated",
+            parse=dns_targets,
+        ),
+    ] = ()
     kubernetes: KubernetesTarget | None = None
-    takes_announced: bool = False
-    host: str = "127.0.0.1"
-    port: int = 8000
-    num_workers: int = 1
-    policy: PolicyName = "least_load"
-    prefill_policy: PolicyName | Literal[""] = ""
-    decode_policy: PolicyName | Literal[""] = ""
-    max_attempts: int = 3
-    node_wait_s: float = 10.0
-    shutdown_delay_s: float = 0.0
-    drain_timeout_s: float = 30.0
-    heartbeat_interval_ms: float = 500.0
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
-    local_prefill_threshold: int = LOCAL_PREFILL_THRESHOLD
-    node_ca_certs: str = ""
+    host: Annotated[
+        str,
+        Flag(
+            "--host",
+            group="server",
+            metavar="ADDRESS",
+            help="address to listen on",
+            parse=partial(bare_host, "--host"),
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, Flag("--port", metavar="PORT", ge=0, le=65535, help="port of HTTP; 0: any free port")
+    ] = 8000
+    num_workers: Annotated[
+        int,
+        Flag(
+            "--detokenizers",
+            "--detokenizer-worker-num",
+            "--tokenizer-worker-num",
+            metavar="N",
+            ge=1,
+            help="processes for HTTP, tokenizing and detokenizing; give more when one keeps a core busy and "
+            "other cores are idle",
+        ),
+    ] = 1
+    shutdown_delay_s: Annotated[
+        float,
+        Flag(
+            "--shutdown-delay-s",
+            metavar="SECONDS",
+            ge=0,
+            help="on SIGTERM, time that new requests are still served while /health is 503, so that load "
+            "balancers remove this router first",
+        ),
+    ] = 0.0
+    drain_timeout_s: Annotated[
+        float,
+        Flag(
+            "--drain-timeout-s",
+            metavar="SECONDS",
+            ge=0,
+            help="on SIGTERM, time that running streams have to finish; Ctrl-C gives them 3 s",
+        ),
+    ] = 30.0
+    heartbeat_interval_ms: Annotated[float, HEARTBEAT] = 500.0
     http: HttpOptions = field(default_factory=HttpOptions)
-    tokenizer_dir: str = ""
-    served_model_name: str = ""
-    tool_call_parser: str = ""
-    reasoning_parser: str = ""
-    generation_config: Literal["auto", "none"] = "auto"
-    log_level: str = "info"
-    log_format: LogFormat = "auto"
+    log_level: Annotated[str, LOG_LEVEL] = "info"
+    log_format: Annotated[LogFormat, LOG_FORMAT] = "auto"
+    served_model_name: Annotated[
+        str,
+        Flag(
+            "--served-model-name",
+            group="model",
+            metavar="NAME",
+            help="the model's name for clients (default: the one that nodes report)",
+        ),
+    ] = ""
+    tokenizer_dir: Annotated[
+        str,
+        Flag(
+            "--tokenizer",
+            "--tokenizer-path",
+            "--model-path",
+            metavar="DIR",
+            help="directory of the tokenizer (default: the nodes' tokenizer)",
+        ),
+    ] = ""
+    tool_call_parser: Annotated[str, TOOL_CALL_PARSER] = ""
+    reasoning_parser: Annotated[str, REASONING_PARSER] = ""
+    generation_config: Annotated[Literal["auto", "none"], GENERATION_CONFIG] = "auto"
     cluster_secret: str = field(default="", repr=False)
     ignored_flags: tuple[str, ...] = ()
 
@@ -197,24 +510,10 @@ class RouterConfig:
         urls = [target.url for target in self.prefills] + list(self.decodes)
         if len(set(urls)) < len(urls):
             raise ConfigInvalid("each node is given once: two of the URLs are the same")
-        if self.num_workers < 1 or self.max_attempts < 1:
-            raise ConfigInvalid("--detokenizers and --max-attempts are at least 1")
-        if not (math.isfinite(self.node_wait_s) and self.node_wait_s >= 0):
-            raise ConfigInvalid("--node-wait-s is at least 0")
-        if not (math.isfinite(self.drain_timeout_s) and self.drain_timeout_s >= 0):
-            raise ConfigInvalid("--drain-timeout-s is at least 0")
-        if not (math.isfinite(self.shutdown_delay_s) and self.shutdown_delay_s >= 0):
-            raise ConfigInvalid("--shutdown-delay-s is at least 0")
-        if self.local_prefill_threshold < 0:
-            raise ConfigInvalid(
-                f"--local-prefill-threshold is {self.local_prefill_threshold}: give 0, for never, or tokens"
-            )
         if self.admission.key_limits and not self.http.api_keys:
             raise ConfigInvalid(
                 "--key-limits needs keys to limit: give --api-key or --api-key-file"
             )
-        if not 0 <= self.port <= 65535:
-            raise ConfigInvalid(f"--port {self.port} is not between 0 and 65535")
         heartbeat_of(self.heartbeat_interval_ms)
         if self.node_ca_certs:
             self.node_tls()
@@ -241,3 +540,24 @@ class RouterConfig:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         load_authorities(context, "--node-ca-certs", self.node_ca_certs)
         return context
+
+
+def in_pod(
+    target: KubernetesTarget | None, environment: Mapping[str, str]
+) -> KubernetesTarget | None:
+    """Return the target with the API that a pod's environment names, unless one was given.
+
+    Raises:
+        ConfigInvalid: There is none.
+    """
+    if target is None or target.api_url:
+        return target
+    host, port = (environment.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
+    if not host:
+        raise ConfigInvalid(
+            "--discover-kubernetes: this is no pod (KUBERNETES_SERVICE_HOST is not set): give "
+            "--kubernetes-api, such as that of `kubectl proxy`",
+            topic="membership#kubernetes",
+        )
+    host = f"[{host}]" if ":" in host else host
+    return replace(target, api_url=f"https://{host}:{port or 443}")

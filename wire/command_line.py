@@ -220,6 +220,17 @@ class Parser(argparse.ArgumentParser):
         return [f"{name}={each}" for each in values]
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of examples, and shows defaults that are not empty."""
+
+    @override
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_none = action.default is True or action.default in (None, False, [], "")
+        if has_none or "(default:" in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
+
+
 class _HelpAll(argparse.Action):
     """Prints the help of every flag, and exits."""
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.admission import Admission, Limits
+from tandem.router.admission import Admission
+from tandem.router.config import Limits
 from tandem.router.line import Waiting
 from tandem.wire.errors import DeadlinePassed, Overloaded
 

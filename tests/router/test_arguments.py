@@ -95,7 +95,7 @@ def test_familiar_flags_are_taken(flags, field, value):
         (f"--prefill {P} {Q} --prefill-bootstrap-ports 1 --decode {D}", "1 ports for 2 prefill"),
         (f"--prefill {P} --decode {D} {D}", "each node is given once"),
         (f"--prefill {P} --decode {D} --detokenizers 0", "at least 1"),
-        (f"--prefill {P} --decode {D} --port 70000", "--port 70000"),
+        (f"--prefill {P} --decode {D} --port 70000", "--port is 70000"),
         (f"--prefill {P} --decode ftp://d:1", "give http://HOST:PORT or https://HOST:PORT"),
         (
             f"--prefill {P} --decode {D} --tool-call-parser x",

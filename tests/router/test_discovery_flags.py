@@ -1,9 +1,8 @@
 import pytest
 
 from tandem.router.arguments import parse
-from tandem.router.config import DnsTarget, KubernetesTarget, RouterConfig
+from tandem.router.config import DnsTarget, KubernetesTarget, RouterConfig, in_pod
 from tandem.router.discovery import sources_of
-from tandem.router.discovery_flags import in_pod
 from tandem.wire.errors import ConfigInvalid
 
 PODS = "--discover-kubernetes --kubernetes-prefill-selector app=t,role=prefill"
@@ -24,6 +23,7 @@ def test_pods_are_found_by_the_labels_of_each_role(tmp_path):
     line = f"{PODS} --kubernetes-decode-selector role=decode --kubernetes-namespace inference"
     config = parse([*line.split(), "--kubernetes-api", "http://127.0.0.1:8001"])
     assert config.kubernetes == KubernetesTarget(
+        is_on=True,
         api_url="http://127.0.0.1:8001",
         namespace="inference",
         prefill_selector="app=t,role=prefill",

@@ -5,9 +5,8 @@ import contextlib
 
 import pytest
 
-from tandem.router.admission import Limits
 from tandem.router.attempt import Progress
-from tandem.router.config import AdmissionConfig
+from tandem.router.config import AdmissionConfig, Limits
 from tandem.router.gate import Gate
 from tandem.router.key_limits import KeyLimit
 from tandem.router.metrics import RouterMetrics

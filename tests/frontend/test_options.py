@@ -3,15 +3,16 @@ import argparse
 import msgspec
 import pytest
 
-from tandem.frontend.flags import add_http_flags, read_http, warn_of_exposed_keys
-from tandem.frontend.options import HttpOptions, TlsFiles
+from tandem.frontend.options import HttpOptions, warn_of_exposed_keys, with_files
+from tandem.frontend.tls import TlsFiles
 from tandem.wire.errors import ConfigInvalid
+from tandem.wire.options import add_flags, read_flags
 
 
 def read(*argv: str) -> HttpOptions:
     parser = argparse.ArgumentParser()
-    add_http_flags(parser.add_argument_group("http"))
-    return read_http(parser.parse_args(argv))
+    add_flags(parser, HttpOptions)
+    return with_files(read_flags(HttpOptions, parser.parse_args(argv)))
 
 
 def test_without_flags_everyone_may_come_in_by_plain_http():
@@ -41,9 +42,9 @@ def test_limits_and_origins_are_read():
         ("--api-key-file /nowhere/keys", "--api-key-file /nowhere/keys: No such file"),
         ("--api-key-file /", "--api-key-file /: Is a directory"),
         ("--max-body-bytes 0", "give at least 1"),
-        ("--request-timeout-s -1", "give seconds, or 0"),
-        ("--request-timeout-s inf", "give seconds, or 0"),
-        ("--request-timeout-s nan", "give seconds, or 0"),
+        ("--request-timeout-s -1", "give at least 0"),
+        ("--request-timeout-s inf", "give at least 0"),
+        ("--request-timeout-s nan", "give at least 0"),
         ("--cors-allow-origin a.example", "give https://HOST"),
         ("--cors-allow-origin https://a.example/", "without a path"),
         ("--cors-allow-origin https://a.example:port", "give https://HOST"),

@@ -1,0 +1,102 @@
+"""A config's fields as flags."""
+
+import argparse
+from typing import Annotated, Literal
+
+import msgspec
+import pytest
+
+from tandem.wire.errors import ConfigInvalid
+from tandem.wire.options import Flag, add_flags, options_of, read_flags
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    port: Annotated[int, Flag("--link-port", group="link", ge=0, le=65535, help="a port")] = 8998
+    secret: str = "never a flag"
+
+
+class Tls(msgspec.Struct, frozen=True, kw_only=True):
+    cert: Annotated[str, Flag("--cert", help="a file")] = ""
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    role: str
+    page_size: Annotated[
+        int, Flag("--page-size", "--block-size", group="pool", ge=1, help="tokens")
+    ] = 16
+    wait_s: Annotated[float, Flag("--wait-ms", scale=0.001, ge=1, help="ms")] = 0.5
+    staging: Annotated[int, Flag("--staging-mib", scale=1 << 20, ge=1, help="MiB")] = 2 << 20
+    kind: Annotated[Literal["a", "b"], Flag("--kind", help="a or b", synonyms={"beta": "b"})] = "a"
+    is_cached: Annotated[bool, Flag("--no-cache", help="cache nothing")] = True
+    is_fast: Annotated[bool, Flag("--fast", help="hurry")] = False
+    urls: Annotated[
+        tuple[str, ...],
+        Flag("--url", help="a URL", aliases={"--host": lambda name: f"http://{name}"}),
+    ] = ()
+    link: Link = Link()
+    tls: Tls | None = None
+
+
+def read(*argv, **options) -> Config:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Config, **options)
+    return read_flags(Config, parser.parse_args(argv), role="prefill")
+
+
+def test_without_flags_a_config_has_its_defaults():
+    assert read() == Config(role="prefill")
+
+
+def test_each_flag_sets_its_field():
+    argv = [
+        "--block-size",
+        "32",
+        "--wait-ms",
+        "20",
+        "--staging-mib",
+        "3",
+        "--kind",
+        "beta",
+        "--no-cache",
+        "--fast",
+    ]
+    urls = ["--url", "http://a", "--host", "b"]
+    assert read(*argv, *urls, "--link-port", "1", "--cert", "c.pem") == Config(
+        role="prefill",
+        page_size=32,
+        wait_s=0.02,
+        staging=3 << 20,
+        kind="b",
+        is_cached=False,
+        is_fast=True,
+        urls=("http://a", "http://b"),
+        link=Link(port=1),
+        tls=Tls(cert="c.pem"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ("--page-size 0", "--page-size/--block-size is 0: give at least 1"),
+        ("--wait-ms nan", "--wait-ms is nan: give at least 1"),
+        ("--wait-ms inf", "--wait-ms is inf: give at least 1"),
+        ("--link-port 65536", "--link-port is 65536: give 0 to 65535"),
+    ],
+)
+def test_a_value_beyond_its_bounds_is_refused_by_the_flag(argv, sentence):
+    with pytest.raises(ConfigInvalid, match=sentence):
+        read(*argv.split())
+
+
+def test_a_command_may_have_other_defaults_and_fewer_flags():
+    assert read(defaults={"page_size": 64}).page_size == 64
+    with pytest.raises(SystemExit):
+        read("--link-port", "1", without=("link",))
+    with pytest.raises(SystemExit):
+        read("--fast", only={"page_size"})
+
+
+def test_every_option_is_named_once():
+    names = [name for option in options_of(Config) for name in option.flag.names]
+    assert len(names) == len(set(names)) == 10

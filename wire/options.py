@@ -1,0 +1,282 @@
+"""Options: a field of a config carries its flag, and the parser and the config come from it.
+
+```
+ page_size: Annotated[int, Flag("--page-size", help="tokens in a page", ge=1)] = 16
+      │ add_flags(parser, Config)                 │ read_flags(Config, parsed)
+      ▼                                           ▼
+ --page-size, TANDEM_PAGE_SIZE, page-size:      Config(page_size=32), or ConfigInvalid naming the flag
+```
+
+A field's type gives the flag its values: `bool` is a switch that turns the default over, `Literal` gives choices, a
+tuple is a flag that may be repeated. A field that is a config itself brings its own flags; other fields have none.
+"""
+
+import argparse
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from tandem.wire.errors import ConfigInvalid
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, init=False)
+class Flag:
+    """How a field is given on a command line.
+
+    Attributes:
+        names: The first one is how errors, files and the environment call it.
+        help: A noun phrase or an imperative, with its unit.
+        group: The heading in `--help`; empty: that of the field before.
+        metavar: Stands for the value in help.
+        ge: The least value.
+        le: The largest value.
+        scale: The field's unit in the flag's: 0.001 for a flag in ms and a field in s.
+        nargs: `+` for a flag that takes several values at once.
+        parse: Turns the flag's text, or its list of them, into the field's value; raises `ConfigInvalid`.
+        synonyms: More values that are accepted, with what each of them means.
+        aliases: Hidden flags that give this field: either a constant, or a function of their value.
+    """
+
+    names: tuple[str, ...]
+    help: str
+    group: str = ""
+    metavar: str | None = None
+    ge: float = -math.inf
+    le: float = math.inf
+    scale: float = 1
+    nargs: Literal["+"] | None = None
+    parse: Callable[[Any], Any] | None = None
+    synonyms: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, Any] = field(default_factory=dict)
+
+    def __init__(self, *names: str, **options: Any) -> None:
+        for each in dataclasses.fields(self):
+            default = {} if each.name in ("synonyms", "aliases") else each.default
+            object.__setattr__(self, each.name, options.pop(each.name, default))
+        object.__setattr__(self, "names", names)
+        assert not options, f"a flag has no {options}"
+
+
+@dataclass(frozen=True)
+class Option:
+    """A flag, and the field that it gives.
+
+    Attributes:
+        dest: Of the parsed arguments: the field's path through nested configs.
+    """
+
+    dest: str
+    flag: Flag
+    kind: Any
+    default: Any
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the flag takes no value."""
+        return self.kind is bool
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the flag may be given several times."""
+        return typing.get_origin(self.kind) is tuple
+
+
+def options_of(config: type, prefix: str = "") -> Iterator[Option]:
+    """Yield the options of a config and of the configs in it, in the order of their fields."""
+    hints = typing.get_type_hints(config, include_extras=True)
+    for name, default in _fields(config):
+        kind = hints[name]
+        flags: list[Flag] = []
+        if typing.get_origin(kind) is Annotated:
+            flags = [each for each in kind.__metadata__ if isinstance(each, Flag)]
+            kind = kind.__origin__
+        if flags:
+            yield Option(prefix + name, flags[0], _plain(kind), default)
+        elif _is_config(_plain(kind)):
+            yield from options_of(_plain(kind), f"{prefix}{name}.")
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    config: type,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    without: Collection[str] = (),
+    only: Collection[str] | None = None,
+) -> None:
+    """Give a parser the flags of a config.
+
+    Args:
+        defaults: Of some fields, in place of the config's own.
+        without: Fields, by their path, that this command has no flag for.
+        only: The only fields that it has one for.
+    """
+    group = _Groups(parser)
+    for option in options_of(config):
+        heading = group.at(option.flag.group)
+        is_wanted = only is None or option.dest in only
+        if is_wanted and not _is_within(option.dest, without):
+            _add(heading, option, (defaults or {}).get(option.dest, option.default))
+
+
+def read_flags(config: type[T], parsed: argparse.Namespace, *, prefix: str = "", **given: Any) -> T:
+    """Return the config that parsed arguments describe.
+
+    Args:
+        parsed: Of a parser that `add_flags` prepared; a field without an argument keeps its default.
+        given: Fields that no flag gives.
+
+    Raises:
+        ConfigInvalid: Naming the flag, and the values that it takes.
+    """
+    hints = typing.get_type_hints(config, include_extras=True)
+    values: dict[str, Any] = {}
+    own = {
+        option.dest: option for option in options_of(config, prefix) if option.dest in vars(parsed)
+    }
+    for name, _ in _fields(config):
+        option = own.get(prefix + name)
+        if option is not None:
+            values[name] = _value(option, getattr(parsed, option.dest))
+        elif name not in given and any(dest.startswith(f"{prefix}{name}.") for dest in own):
+            kind = _plain(hints[name])
+            read = read_flags(kind, parsed, prefix=f"{prefix}{name}.")
+            is_absent = kind is not hints[name] and read == kind()  # optional, and no flag given
+            values[name] = None if is_absent else read
+    return config(**{**values, **given})
+
+
+def _add(group: Any, option: Option, default: Any) -> None:
+    flag = option.flag
+    settings: dict[str, Any] = {"dest": option.dest, "help": flag.help}
+    if option.is_switch:
+        settings |= {"action": "store_false" if default else "store_true"}
+    elif option.is_repeated:
+        settings |= {"action": "append", "default": [], "metavar": flag.metavar}
+        settings |= {"nargs": flag.nargs} if flag.nargs else {}
+    else:
+        kind = option.kind
+        choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else None
+        shown = default if flag.scale == 1 or default is None else _unscaled(default, flag.scale)
+        settings |= {"default": shown, "metavar": flag.metavar}
+        if choices:
+            names = [choice for choice in choices if choice != ""]
+            settings |= {"choices": [*names, *flag.synonyms]}
+        elif kind in (int, float):
+            settings["type"] = kind
+    group.add_argument(*flag.names, **settings)
+    for name, meaning in flag.aliases.items():
+        shape: dict[str, Any] = {
+            "dest": option.dest,
+            "help": argparse.SUPPRESS,
+            "default": argparse.SUPPRESS,
+        }
+        if callable(meaning):
+            shape |= {"type": meaning, "action": "append" if option.is_repeated else "store"}
+        else:
+            shape |= {"const": meaning, "action": "store_const"}
+        group.add_argument(name, **shape)
+
+
+def _value(option: Option, value: Any) -> Any:
+    flag = option.flag
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not (math.isfinite(value) and flag.ge <= value <= flag.le):
+            raise ConfigInvalid(f"{'/'.join(flag.names)} is {value:g}: give {_bounds(flag)}")
+        if flag.scale != 1:
+            value = value * flag.scale
+    if isinstance(value, str):
+        value = flag.synonyms.get(value, value)
+    if flag.parse is not None and (value or option.is_repeated):
+        value = flag.parse(value)
+    return tuple(value) if option.is_repeated and isinstance(value, list) else value
+
+
+def _bounds(flag: Flag) -> str:
+    if math.isinf(flag.le):
+        return f"at least {flag.ge:g}"
+    return f"{flag.ge:g} to {flag.le:g}"
+
+
+def _unscaled(default: float, scale: float) -> float:
+    value = default / scale
+    return int(value) if value == int(value) and isinstance(default, int) else value
+
+
+class _Groups:
+    """The groups of a parser by their headings."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self._parser, self._now = parser, parser.add_argument_group("options")
+        self._groups: dict[str, Any] = {}
+
+    def at(self, heading: str) -> Any:
+        """Return the group of a heading; without one, the group returned last."""
+        if heading:
+            if heading not in self._groups:
+                self._groups[heading] = self._parser.add_argument_group(heading)
+            self._now = self._groups[heading]
+        return self._now
+
+
+def _is_within(dest: str, paths: Collection[str]) -> bool:
+    return any(dest == path or dest.startswith(f"{path}.") for path in paths)
+
+
+def _is_config(kind: Any) -> bool:
+    return isinstance(kind, type) and (
+        issubclass(kind, msgspec.Struct) or dataclasses.is_dataclass(kind)
+    )
+
+
+def _plain(kind: Any) -> Any:
+    """Return the type of a value that may also be None, or one of other literals."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return next(each for each in typing.get_args(kind) if each is not type(None))
+    return kind
+
+
+def _fields(config: Any) -> list[tuple[str, Any]]:
+    if dataclasses.is_dataclass(config):
+        return [
+            (each.name, _default(each, dataclasses.MISSING)) for each in dataclasses.fields(config)
+        ]
+    return [
+        (each.name, _default(each, msgspec.NODEFAULT)) for each in msgspec.structs.fields(config)
+    ]
+
+
+def _default(each: Any, missing: Any) -> Any:
+    if each.default is not missing:
+        return each.default
+    return None if each.default_factory is missing else each.default_factory()
+
+
+# Flags of several commands.
+LOG_LEVEL = Flag(
+    "--log-level",
+    metavar="LEVEL",
+    help="lowest level of log lines: debug, info, warning or error",
+    parse=lambda level: _one_of("--log-level", level.lower(), "debug", "info", "warning", "error"),
+)
+LOG_FORMAT = Flag("--log-format", help="auto: console on a terminal, else JSON lines")
+HEARTBEAT = Flag(
+    "--heartbeat-interval-ms",
+    metavar="MS",
+    help="time between heartbeats on links between processes, equal on all of them; a lost link is "
+    "noticed within four",
+)
+
+
+def _one_of(flag: str, value: str, *choices: str) -> str:
+    if value not in choices:
+        raise ConfigInvalid(f"{flag} is {value}: give one of {', '.join(choices)}")
+    return value
