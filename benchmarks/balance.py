@@ -24,11 +24,11 @@ import msgspec
 from aiohttp import web
 
 from benchmarks.verdict import result
-from wire.channel import Inbox, Peer, Waker, wait
-from wire.errors import PeerLost
-from wire.generation import Finish
-from wire.ids import new_epoch
-from wire.messages import (
+from tandem.wire.channel import Inbox, Peer, Waker, wait
+from tandem.wire.errors import PeerLost
+from tandem.wire.generation import Finish
+from tandem.wire.ids import new_epoch
+from tandem.wire.messages import (
     Cancel,
     NodeLoad,
     Ping,
@@ -39,7 +39,7 @@ from wire.messages import (
     TokenBatch,
     TokenDelta,
 )
-from wire.node_info import ModelInfo, NodeInfo
+from tandem.wire.node_info import ModelInfo, NodeInfo
 
 GOAL = 1.2
 START_TIMEOUT_S = 60.0
@@ -132,7 +132,17 @@ async def router(num_workers: int, *nodes: HoldingNode) -> AsyncIterator[tuple[s
     """Run a router of so many workers; yield its address when all of them have met the nodes."""
     flags = [part for node in nodes for part in (f"--{node.role}", node.url)]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "router", *flags, "--port", "0", "--log-format", "json"),
+        *(
+            sys.executable,
+            "-P",
+            "-m",
+            "tandem.router",
+            *flags,
+            "--port",
+            "0",
+            "--log-format",
+            "json",
+        ),
         *("--detokenizers", str(num_workers)),
         stderr=asyncio.subprocess.PIPE,
     )

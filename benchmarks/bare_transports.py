@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvtransfer.plan import CopyPlan, Int64s
-from kvtransfer.region import MemoryRegion
-from wire.ids import Room
+from tandem.kvtransfer.plan import CopyPlan, Int64s
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.wire.ids import Room
 
 POLL_S = 50e-6
 

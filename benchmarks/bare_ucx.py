@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvtransfer.plan import CopyPlan
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.ucx import OPTIONS
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.ucx import OPTIONS
 
 # isort: split
 # After the transport, which tells UCX where to log before it is loaded.

@@ -7,7 +7,7 @@
 ```
 
 The choice, the snapshots, the journals and the sets of names are the product's own. What a node does with a
-request is a model: the time of `engine.profile`, an LRU cache of whole blocks. The transfer of KV takes no
+request is a model: the time of `tandem.engine.profile`, an LRU cache of whole blocks. The transfer of KV takes no
 time, and a decode never runs out of pages.
 """
 
@@ -24,14 +24,14 @@ from functools import partial
 from typing_extensions import override
 
 from benchmarks.mooncake import BLOCK_TOKENS, TraceRequest
-from engine.profile import Profile
-from router.policy import Asked, ClusterSnapshot, NodeSnapshot, Policy, choose
-from router.prefixes import PromptBlocks
-from router.tiers import KnownPrefixes
-from wire.ids import Epoch
-from wire.messages import CacheReport, NodeLoad
-from wire.prefix_blocks import pack_names
-from wire.prefix_journal import PrefixJournal
+from tandem.engine.profile import Profile
+from tandem.router.policy import Asked, ClusterSnapshot, NodeSnapshot, Policy, choose
+from tandem.router.prefixes import PromptBlocks
+from tandem.router.tiers import KnownPrefixes
+from tandem.wire.ids import Epoch
+from tandem.wire.messages import CacheReport, NodeLoad
+from tandem.wire.prefix_blocks import pack_names
+from tandem.wire.prefix_journal import PrefixJournal
 
 # As nodes do: `node/loop.py` tells the load, `frontend/engine_client.py` asks for the cache.
 LOAD_INTERVAL_S = 0.2

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.bare_loop import BareLoop
 from benchmarks.engines import ask, make_engine, model_dir
 from benchmarks.verdict import result
-from engine.core import Engine
+from tandem.engine.core import Engine
 
 GOAL_TO_BARE, GOAL_TO_GENERATE = 0.9, 1.5
 

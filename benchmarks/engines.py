@@ -4,17 +4,17 @@ from pathlib import Path
 
 import torch
 
-from engine.attention_backends import choose_backend
-from engine.config import DType, EngineConfig
-from engine.core import Engine
-from engine.kv_pool import make_pool
-from engine.launcher import ModelLauncher
-from engine.model import load_model
-from engine.runner import ModelRunner
-from node.checkpoint import resolve_model
-from node.command import default_cache_dir
-from wire.generation import GenerateRequest, SamplingParams
-from wire.ids import new_request_id
+from tandem.engine.attention_backends import choose_backend
+from tandem.engine.config import DType, EngineConfig
+from tandem.engine.core import Engine
+from tandem.engine.kv_pool import make_pool
+from tandem.engine.launcher import ModelLauncher
+from tandem.engine.model import load_model
+from tandem.engine.runner import ModelRunner
+from tandem.node.checkpoint import resolve_model
+from tandem.node.command import default_cache_dir
+from tandem.wire.generation import GenerateRequest, SamplingParams
+from tandem.wire.ids import new_request_id
 
 
 def model_dir(model: str | None) -> Path:

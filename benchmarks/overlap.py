@@ -27,29 +27,29 @@ import numpy as np
 import torch
 
 from benchmarks.verdict import result
-from engine.config import EngineConfig
-from engine.core import Engine
-from engine.forward import ForwardInputs, Wrote
-from engine.launcher import ModelLauncher
-from engine.shape import ModelShape
-from kvtransfer.bootstrap import SenderEnd
-from kvtransfer.checksum import Verify
-from kvtransfer.events import Granted, Landed, PushDone, SenderEvent
-from kvtransfer.layout import KVLayout
-from kvtransfer.receiver import DecodeAgent
-from kvtransfer.region import MemoryRegion
-from kvtransfer.sender import PrefillAgent
-from kvtransfer.transports.base import TransportConfig
-from kvtransfer.transports.registry import transports
-from node.answers import Ticket
-from node.engine_host import SWITCH_S
-from prefill.role import PrefillRole
-from telemetry import log as logs
-from wire.channel import Peer, Waker, wait
-from wire.errors import TandemError
-from wire.generation import Finish, GenerateRequest, Phase, SamplingParams, TokenLogprobs
-from wire.ids import RequestId, Room, new_epoch, new_room
-from wire.messages import StartPrefill
+from tandem.engine.config import EngineConfig
+from tandem.engine.core import Engine
+from tandem.engine.forward import ForwardInputs, Wrote
+from tandem.engine.launcher import ModelLauncher
+from tandem.engine.shape import ModelShape
+from tandem.kvtransfer.bootstrap import SenderEnd
+from tandem.kvtransfer.checksum import Verify
+from tandem.kvtransfer.events import Granted, Landed, PushDone, SenderEvent
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.receiver import DecodeAgent
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.sender import PrefillAgent
+from tandem.kvtransfer.transports.base import TransportConfig
+from tandem.kvtransfer.transports.registry import transports
+from tandem.node.answers import Ticket
+from tandem.node.engine_host import SWITCH_S
+from tandem.prefill.role import PrefillRole
+from tandem.telemetry import log as logs
+from tandem.wire.channel import Peer, Waker, wait
+from tandem.wire.errors import TandemError
+from tandem.wire.generation import Finish, GenerateRequest, Phase, SamplingParams, TokenLogprobs
+from tandem.wire.ids import RequestId, Room, new_epoch, new_room
+from tandem.wire.messages import StartPrefill
 
 GOAL = 0.125
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, VOCAB_SIZE = 32, 8, 128, 16, 256
@@ -112,10 +112,10 @@ class Answers:
         logprobs: TokenLogprobs | None = None,
         phases: list[Phase] | None = None,
     ) -> None:
-        """See `node.loop.Answers.token`."""
+        """See `tandem.node.loop.Answers.token`."""
 
     def fail(self, ticket: Ticket, error: TandemError) -> None:
-        """See `node.loop.Answers.fail`."""
+        """See `tandem.node.loop.Answers.fail`."""
         raise SystemExit(f"{ticket.request_id}: {error}")
 
 

@@ -33,11 +33,11 @@ import numpy.typing as npt
 from benchmarks.mooncake import made_up
 from benchmarks.processes import Target, get, tandem
 from benchmarks.verdict import result
-from engine.profile import DecodeTimes, PrefillTimes, Profile, read_profile
 from tandem.bench.arrivals import arrival_times
 from tandem.bench.processes import drive
 from tandem.bench.records import ClientPlan, Job, PromptRules, Sample, Server, Turn
 from tandem.bench.statistics import gaps
+from tandem.engine.profile import DecodeTimes, PrefillTimes, Profile, read_profile
 from tandem.plan.seam import BLOCK_TOKENS, Fleet, NodeKind, Outcome, Overheads, PlannedRequest
 from tandem.plan.simulation import simulate
 
@@ -301,7 +301,7 @@ def give_cores(pid: int) -> None:
     cores = sorted(os.sched_getaffinity(0))
     for child in below(pid):
         command = Path(f"/proc/{child}/cmdline").read_bytes()
-        for number, module in enumerate((b"prefill.engine", b"decode.engine")):
+        for number, module in enumerate((b"tandem.prefill.engine", b"tandem.decode.engine")):
             for thread in Path(f"/proc/{child}/task").iterdir() if module in command else ():
                 os.sched_setaffinity(int(thread.name), {cores[number % len(cores)]})
 

@@ -16,16 +16,16 @@ from pathlib import Path
 
 from benchmarks.mooncake import TraceRequest, made_up, read, shared_share
 from benchmarks.verdict import result
-from engine.profile import read_profile
-from router.policies import POLICIES
-from router.policy import Asked, ClusterSnapshot, NodeSnapshot, choose
-from router.prefixes import PromptBlocks
-from router.tiers import KnownPrefixes
+from tandem.engine.profile import read_profile
 from tandem.plan.seam import BLOCK_TOKENS, Fleet, NodeKind, PlannedRequest, Served
 from tandem.plan.simulation import simulate
-from wire.ids import Epoch
-from wire.messages import CacheReport, NodeLoad, TierLoad
-from wire.prefix_blocks import block_names, pack_names
+from tandem.router.policies import POLICIES
+from tandem.router.policy import Asked, ClusterSnapshot, NodeSnapshot, choose
+from tandem.router.prefixes import PromptBlocks
+from tandem.router.tiers import KnownPrefixes
+from tandem.wire.ids import Epoch
+from tandem.wire.messages import CacheReport, NodeLoad, TierLoad
+from tandem.wire.prefix_blocks import block_names, pack_names
 
 ORDER = ("random", "round_robin", "power_of_two", "least_load", "session", "cache_aware")
 # A cluster of more nodes serves more at once, so fewer seconds of it are enough for a p99.

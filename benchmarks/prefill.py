@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.decode import medians
 from benchmarks.engines import ask, make_engine, model_dir
 from benchmarks.verdict import result
-from engine.core import Engine
+from tandem.engine.core import Engine
 
 GOAL_RATIO = 1.0
 

@@ -45,9 +45,9 @@ from benchmarks.routers import (
 )
 from benchmarks.verdict import result
 from benchmarks.wire_load import WirePlan
-from frontend.tokenizer import Tokenizer
-from node.checkpoint import resolve_model
-from node.command import default_cache_dir
+from tandem.frontend.tokenizer import Tokenizer
+from tandem.node.checkpoint import resolve_model
+from tandem.node.command import default_cache_dir
 
 GOAL_ADDED_P99_MS = 1.0
 RUST = ("sglang-router", "vllm-router")

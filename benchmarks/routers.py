@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.processes import Target, free_port, get, stop, wait_serving
-from wire.node_info import NodeInfo
+from tandem.wire.node_info import NodeInfo
 
 Bodies = dict[str, object]
 

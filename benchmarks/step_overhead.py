@@ -14,19 +14,19 @@ import time
 import torch
 
 from benchmarks.verdict import result
-from engine.config import EngineConfig
-from engine.core import Engine
-from engine.forward import ForwardInputs, Wrote
-from engine.launcher import ModelLauncher
-from engine.shape import ModelShape
-from node.answers import Answers
-from node.colocated import ColocatedRole
-from node.loop import EngineLoop
-from wire.channel import Inbox, Link, Waker, wait
-from wire.errors import PeerLost
-from wire.generation import GenerateRequest, SamplingParams
-from wire.ids import Epoch, RequestId
-from wire.messages import FromEngine, Ping, StartColocated, ToEngine
+from tandem.engine.config import EngineConfig
+from tandem.engine.core import Engine
+from tandem.engine.forward import ForwardInputs, Wrote
+from tandem.engine.launcher import ModelLauncher
+from tandem.engine.shape import ModelShape
+from tandem.node.answers import Answers
+from tandem.node.colocated import ColocatedRole
+from tandem.node.loop import EngineLoop
+from tandem.wire.channel import Inbox, Link, Waker, wait
+from tandem.wire.errors import PeerLost
+from tandem.wire.generation import GenerateRequest, SamplingParams
+from tandem.wire.ids import Epoch, RequestId
+from tandem.wire.messages import FromEngine, Ping, StartColocated, ToEngine
 
 VOCAB_SIZE = 128
 PAGE_SIZE = 16

@@ -15,14 +15,14 @@ import msgspec
 import uvloop
 
 from benchmarks.stub_http import StubConnection
-from frontend.tokenizer_files import tokenizer_files, tokenizer_hash
-from node.checkpoint import resolve_model
-from node.command import default_cache_dir
-from wire.channel import Inbox, Peer, wait
-from wire.errors import PeerLost
-from wire.generation import Finish
-from wire.ids import Epoch, new_epoch
-from wire.messages import (
+from tandem.frontend.tokenizer_files import tokenizer_files, tokenizer_hash
+from tandem.node.checkpoint import resolve_model
+from tandem.node.command import default_cache_dir
+from tandem.wire.channel import Inbox, Peer, wait
+from tandem.wire.errors import PeerLost
+from tandem.wire.generation import Finish
+from tandem.wire.ids import Epoch, new_epoch
+from tandem.wire.messages import (
     Cancel,
     NodeLoad,
     Ping,
@@ -33,7 +33,7 @@ from wire.messages import (
     TokenBatch,
     TokenDelta,
 )
-from wire.node_info import ModelInfo, NodeInfo
+from tandem.wire.node_info import ModelInfo, NodeInfo
 
 # Up to here a request is answered as fast as passes go, beyond it one token a beat.
 MOST_UNPACED = 16

@@ -26,10 +26,10 @@ from pathlib import Path
 import redis
 
 from benchmarks.verdict import result
-from kvtier.entry import HEADER_BYTES
-from kvtier.redis import RedisTier, make_redis
-from kvtier.redis_commands import command, entry_key
-from wire.page_keys import PageKey, PageSpace, page_keys
+from tandem.kvtier.entry import HEADER_BYTES
+from tandem.kvtier.redis import RedisTier, make_redis
+from tandem.kvtier.redis_commands import command, entry_key
+from tandem.wire.page_keys import PageKey, PageSpace, page_keys
 
 GOAL = 0.8
 NUM_LATENCIES = 200

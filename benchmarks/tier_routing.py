@@ -26,11 +26,11 @@ from benchmarks.cluster_model import (
 from benchmarks.mooncake import BLOCK_TOKENS, TraceRequest
 from benchmarks.policies import PROFILE, REQUESTS, WARM_SHARE, requests_for
 from benchmarks.verdict import result
-from engine.profile import Profile, read_profile
-from router.policies import POLICIES
-from router.tiers import KnownPrefixes
-from wire.messages import NodeLoad, TierLoad
-from wire.prefix_journal import PrefixJournal
+from tandem.engine.profile import Profile, read_profile
+from tandem.router.policies import POLICIES
+from tandem.router.tiers import KnownPrefixes
+from tandem.wire.messages import NodeLoad, TierLoad
+from tandem.wire.prefix_journal import PrefixJournal
 
 # Host memory over PCIe, a disk, a store over the network, and one that hardly pays.
 COSTS = (0.05, 0.25, 0.5, 0.9)

@@ -26,12 +26,12 @@ import numpy as np
 import xxhash
 
 from benchmarks.verdict import result
-from kvtier import disk_entry
-from kvtier.disk import DiskTier
-from kvtier.disk_entry import HEADER_BYTES
-from kvtier.host import HostTier
-from kvtier.memory import copy_page, views_of
-from wire.page_keys import PageKey, PageSpace, page_keys
+from tandem.kvtier import disk_entry
+from tandem.kvtier.disk import DiskTier
+from tandem.kvtier.disk_entry import HEADER_BYTES
+from tandem.kvtier.host import HostTier
+from tandem.kvtier.memory import copy_page, views_of
+from tandem.wire.page_keys import PageKey, PageSpace, page_keys
 
 PAGE_BYTES, PAGE_SIZE = 2 << 20, 16
 SPACE = PageSpace("benchmark", "bfloat16", PAGE_SIZE)

@@ -33,12 +33,12 @@ import numpy as np
 
 from benchmarks.bare_transports import INSTALLED, BareDriver
 from benchmarks.verdict import result
-from kvtransfer.plan import CopyPlan
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import Connection, Pool, TransportConfig
-from kvtransfer.transports.registry import transports
-from wire.hand_off import TransportOffer
-from wire.ids import Room
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import Connection, Pool, TransportConfig
+from tandem.kvtransfer.transports.registry import transports
+from tandem.wire.hand_off import TransportOffer
+from tandem.wire.ids import Room
 
 if TYPE_CHECKING:
     from benchmarks.bare_ucx import BareUcx

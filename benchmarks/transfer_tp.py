@@ -17,10 +17,10 @@ import numpy as np
 
 from benchmarks.transfer import NAMES, ROOM, FarEnd, copy_here, digest
 from benchmarks.verdict import result
-from kvtransfer.layout import KVLayout
-from kvtransfer.plan import CopyPlan, PagedTokens, plan_copies
-from kvtransfer.region import MemoryRegion
-from kvtransfer.sharding import RankPair, Shard, held_heads, pair_ranks
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.plan import CopyPlan, PagedTokens, plan_copies
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.sharding import RankPair, Shard, held_heads, pair_ranks
 
 NUM_KV_HEADS, PAGE_SIZE = 8, 16
 PAGE_BYTES = 32 * 2 * NUM_KV_HEADS * PAGE_SIZE * 128 * 2  # of all heads

@@ -9,11 +9,11 @@ import time
 
 import msgspec
 
-from wire.channel import Link, wait
-from wire.errors import PeerLost
-from wire.generation import GenerateRequest, SamplingParams
-from wire.ids import RequestId, new_request_id, new_room
-from wire.messages import FromEngine, Ping, StartDecode, StartPrefill, TokenBatch
+from tandem.wire.channel import Link, wait
+from tandem.wire.errors import PeerLost
+from tandem.wire.generation import GenerateRequest, SamplingParams
+from tandem.wire.ids import RequestId, new_request_id, new_room
+from tandem.wire.messages import FromEngine, Ping, StartDecode, StartPrefill, TokenBatch
 
 # Far below the silence after which a node takes its edge for lost.
 PING_EVERY_S = 0.5

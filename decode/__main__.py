@@ -1,8 +1,8 @@
-"""`python -m decode`, the same as `tandem decode`."""
+"""`python -m tandem.decode`, the same as `tandem decode`."""
 
 import sys
 
-from decode.command import main
+from tandem.decode.command import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from node.command import NodeCommand, run
+from tandem.node.command import NodeCommand, run
 
 COMMAND = NodeCommand(
     role="decode",
     # Named, not imported: a node may be turned into the other role.
-    engine_modules={"prefill": "prefill.engine", "decode": "decode.engine"},
+    engine_modules={"prefill": "tandem.prefill.engine", "decode": "tandem.decode.engine"},
     default_port=7001,
     summary="Serve answers: take over prompts whose KV landed here, and generate.",
 )

@@ -1,14 +1,14 @@
-"""`python -m decode.engine`: the engine process of a decode node, started by its HTTP process."""
+"""`python -m tandem.decode.engine`: the engine process of a decode node, started by its HTTP process."""
 
 from typing_extensions import override
 
-from decode.role import DecodeRole
-from kvtransfer.group import DecodeGroup
-from node.engine_host import Parts, main
-from node.quick_process import end_process
-from node.rank_agent import RemoteReceiver
-from node.transfer import make_receiver
-from node.transfer_host import TransferHost
+from tandem.decode.role import DecodeRole
+from tandem.kvtransfer.group import DecodeGroup
+from tandem.node.engine_host import Parts, main
+from tandem.node.quick_process import end_process
+from tandem.node.rank_agent import RemoteReceiver
+from tandem.node.transfer import make_receiver
+from tandem.node.transfer_host import TransferHost
 
 
 class _Host(TransferHost):

@@ -12,22 +12,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.core import Engine
-from engine.request import ActiveRequest, Stage
-from engine.results import Token
-from engine.waiting import Line
-from kvtransfer.agent import Receiver
-from kvtransfer.events import Failed, Landed, Lost
-from node.answers import Answers, Ticket
-from node.deadlines import Deadlines, not_started
-from node.load import engine_load, hit_rate, tier_hits, token_usage
-from node.loop import Start
-from node.tiering import Tiering
-from node.timeline import Timeline
-from wire.errors import EngineFailed, InvalidRequest, KVCorrupted, Overloaded, TandemError
-from wire.generation import Phase
-from wire.ids import Room
-from wire.messages import NodeLoad, StartDecode, StartPrefill
+from tandem.engine.core import Engine
+from tandem.engine.request import ActiveRequest, Stage
+from tandem.engine.results import Token
+from tandem.engine.waiting import Line
+from tandem.kvtransfer.agent import Receiver
+from tandem.kvtransfer.events import Failed, Landed, Lost
+from tandem.node.answers import Answers, Ticket
+from tandem.node.deadlines import Deadlines, not_started
+from tandem.node.load import engine_load, hit_rate, tier_hits, token_usage
+from tandem.node.loop import Start
+from tandem.node.tiering import Tiering
+from tandem.node.timeline import Timeline
+from tandem.wire.errors import EngineFailed, InvalidRequest, KVCorrupted, Overloaded, TandemError
+from tandem.wire.generation import Phase
+from tandem.wire.ids import Room
+from tandem.wire.messages import NodeLoad, StartDecode, StartPrefill
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
-from engine.forward import Ints32
-from engine.kv_pool import KVPool
-from wire.errors import ConfigInvalid
+from tandem.engine.forward import Ints32
+from tandem.engine.kv_pool import KVPool
+from tandem.wire.errors import ConfigInvalid
 
 NAME = "tandem_paged"
 

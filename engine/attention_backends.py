@@ -4,12 +4,12 @@ from importlib.util import find_spec
 
 import torch
 
-from engine.attention import AttentionBackend
-from engine.attention_cpu import CpuAttention
-from engine.attention_torch import TorchAttention
-from engine.config import AttentionName, EngineConfig
-from engine.shape import ModelShape
-from wire.errors import ConfigInvalid
+from tandem.engine.attention import AttentionBackend
+from tandem.engine.attention_cpu import CpuAttention
+from tandem.engine.attention_torch import TorchAttention
+from tandem.engine.config import AttentionName, EngineConfig
+from tandem.engine.shape import ModelShape
+from tandem.wire.errors import ConfigInvalid
 
 
 def choose_backend(config: EngineConfig, shape: ModelShape) -> AttentionBackend:
@@ -39,11 +39,11 @@ def fastest(config: EngineConfig, shape: ModelShape) -> AttentionName:
     if not _is_gpu(config) or find_spec("triton") is None:
         return "torch"
     if find_spec("flashinfer") is not None:
-        from engine.attention_flashinfer import FlashInferAttention
+        from tandem.engine.attention_flashinfer import FlashInferAttention
 
         if FlashInferAttention.supports(shape):
             return "flashinfer"
-    from engine.attention_triton import TritonAttention
+    from tandem.engine.attention_triton import TritonAttention
 
     return "triton" if TritonAttention.supports(shape) else "torch"
 
@@ -60,7 +60,7 @@ def _cpu(config: EngineConfig, shape: ModelShape) -> AttentionBackend:
 def _triton(config: EngineConfig, shape: ModelShape) -> AttentionBackend:
     _check_gpu(config)
     _check_installed("triton", "triton>=3.5")
-    from engine.attention_triton import TritonAttention
+    from tandem.engine.attention_triton import TritonAttention
 
     if not TritonAttention.supports(shape):
         raise ConfigInvalid(
@@ -76,8 +76,8 @@ def _flashinfer(config: EngineConfig, shape: ModelShape) -> AttentionBackend:
     _check_gpu(config)
     _check_installed("flashinfer", "tandem-serve[flashinfer]")
     _check_installed("triton", "triton>=3.5")
-    from engine.attention_flashinfer import FlashInferAttention
-    from engine.attention_triton import write
+    from tandem.engine.attention_flashinfer import FlashInferAttention
+    from tandem.engine.attention_triton import write
 
     if not FlashInferAttention.supports(shape):
         has = ", ".join(sorted({str(layer.key_dim) for layer in shape.kv_layers} | shape.attention))

@@ -8,10 +8,10 @@ arithmetic. So do layers that the kernel does not know: with sinks, chunks, late
 import numpy as np
 import torch
 
-from engine import cpu_threads
-from engine.attention import LayerInputs, PagedBatch
-from engine.attention_torch import TorchAttention, attend_prompts, empty_output
-from engine.cpu_kernel import CALL, Geometry, kernel_for
+from tandem.engine import cpu_threads
+from tandem.engine.attention import LayerInputs, PagedBatch
+from tandem.engine.attention_torch import TorchAttention, attend_prompts, empty_output
+from tandem.engine.cpu_kernel import CALL, Geometry, kernel_for
 
 _NO_WINDOW = 1 << 62
 

@@ -15,9 +15,9 @@ import flashinfer
 import numpy as np
 import torch
 
-from engine.attention import LayerInputs, PagedBatch, Scoring, to_device
-from engine.forward import Ints32
-from engine.shape import ModelShape
+from tandem.engine.attention import LayerInputs, PagedBatch, Scoring, to_device
+from tandem.engine.forward import Ints32
+from tandem.engine.shape import ModelShape
 
 # FlashInfer's own advice, as its examples have it: partial results of split keys.
 _WORKSPACE_BYTES = 128 << 20

@@ -7,7 +7,7 @@ expanded for decoding rows.
 import torch
 from torch.nn import functional
 
-from engine.attention import LayerInputs, PagedBatch, Scoring
+from tandem.engine.attention import LayerInputs, PagedBatch, Scoring
 
 # Of latents at a time: 256 MiB in float32.
 _MOST_SCORES = 1 << 26

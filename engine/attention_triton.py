@@ -12,11 +12,11 @@ import numpy as np
 import torch
 import triton
 
-from engine import triton_kernels, triton_pages
-from engine.attention import LayerInputs, PagedBatch, to_device
-from engine.attention_torch import TorchAttention, empty_output
-from engine.forward import Ints32
-from engine.shape import ModelShape
+from tandem.engine import triton_kernels, triton_pages
+from tandem.engine.attention import LayerInputs, PagedBatch, to_device
+from tandem.engine.attention_torch import TorchAttention, empty_output
+from tandem.engine.forward import Ints32
+from tandem.engine.shape import ModelShape
 
 # A split has work for some microseconds, so that a merge is worth it.
 _MIN_KEYS_PER_SPLIT = 256

@@ -7,7 +7,7 @@ served, so that a long prompt never makes the running requests wait longer than 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from engine.request import ActiveRequest
+from tandem.engine.request import ActiveRequest
 
 # Rows of a prompt whose log-probabilities are wanted each give a row of logits over the vocabulary:
 # of a vocabulary of 128k, 256 such rows are 128 MiB in float32.

@@ -24,11 +24,17 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import logging as hf_logging
 
-from engine import attention
-from engine.config import EngineConfig
-from engine.weight_files import check_weights, read_object, some, weight_files, weight_samples
-from telemetry.log import get_logger
-from wire.errors import ConfigInvalid, TandemError
+from tandem.engine import attention
+from tandem.engine.config import EngineConfig
+from tandem.engine.weight_files import (
+    check_weights,
+    read_object,
+    some,
+    weight_files,
+    weight_samples,
+)
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import ConfigInvalid, TandemError
 
 log = get_logger(__name__)
 

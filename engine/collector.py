@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.errors import GrammarViolated
-from engine.forward import Ints
-from engine.launched import Launched
-from engine.request import ActiveRequest, Stage
-from engine.results import Computed, Failure, PromptLogprobs, StepResult, Token
-from engine.scheduler import Scheduler
-from engine.shape import ModelShape
-from wire.generation import Finish, TokenLogprobs
+from tandem.engine.errors import GrammarViolated
+from tandem.engine.forward import Ints
+from tandem.engine.launched import Launched
+from tandem.engine.request import ActiveRequest, Stage
+from tandem.engine.results import Computed, Failure, PromptLogprobs, StepResult, Token
+from tandem.engine.scheduler import Scheduler
+from tandem.engine.shape import ModelShape
+from tandem.wire.generation import Finish, TokenLogprobs
 
 
 class Collector:

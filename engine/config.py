@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.profile import Simulation
+from tandem.engine.profile import Simulation
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "fp8_e4m3"]

@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from engine.batcher import Chunk
-from engine.collector import Collector
-from engine.config import EngineConfig
-from engine.forward import Wrote
-from engine.intake import Intake
-from engine.kv_cache import KVCache
-from engine.launched import Launched, Launcher
-from engine.pages import PageCounts
-from engine.request import ActiveRequest, Stage
-from engine.results import CompletePages, Failure, StepResult, Token
-from engine.scheduler import Scheduler
-from engine.shape import ModelShape
-from engine.step_counts import StepCounts
-from wire.errors import EngineFailed, Overloaded, TandemError
-from wire.generation import GenerateRequest, TokenLogprobs
+from tandem.engine.batcher import Chunk
+from tandem.engine.collector import Collector
+from tandem.engine.config import EngineConfig
+from tandem.engine.forward import Wrote
+from tandem.engine.intake import Intake
+from tandem.engine.kv_cache import KVCache
+from tandem.engine.launched import Launched, Launcher
+from tandem.engine.pages import PageCounts
+from tandem.engine.request import ActiveRequest, Stage
+from tandem.engine.results import CompletePages, Failure, StepResult, Token
+from tandem.engine.scheduler import Scheduler
+from tandem.engine.shape import ModelShape
+from tandem.engine.step_counts import StepCounts
+from tandem.wire.errors import EngineFailed, Overloaded, TandemError
+from tandem.wire.generation import GenerateRequest, TokenLogprobs
 
 if TYPE_CHECKING:
-    from engine.grammar_compiler import GrammarCompiler
+    from tandem.engine.grammar_compiler import GrammarCompiler
 
 
 class Engine:

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine import cpu_threads
+from tandem.engine import cpu_threads
 
 # Elements of what is only known by its address.
 _MOST = 1 << 62

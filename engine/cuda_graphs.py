@@ -18,15 +18,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.attention import AttentionBackend, GraphBackend, PagedBatch, to_device
-from engine.config import EngineConfig
-from engine.forward import ForwardInputs, Wrote
-from engine.kv_pool import KVPool
-from engine.paged_model import PagedModel
-from engine.runner import ModelRunner, Runner, with_sampled
-from engine.shape import ModelShape
-from telemetry import log as logs
-from wire.errors import ConfigInvalid
+from tandem.engine.attention import AttentionBackend, GraphBackend, PagedBatch, to_device
+from tandem.engine.config import EngineConfig
+from tandem.engine.forward import ForwardInputs, Wrote
+from tandem.engine.kv_pool import KVPool
+from tandem.engine.paged_model import PagedModel
+from tandem.engine.runner import ModelRunner, Runner, with_sampled
+from tandem.engine.shape import ModelShape
+from tandem.telemetry import log as logs
+from tandem.wire.errors import ConfigInvalid
 
 log = logs.get_logger(__name__)
 

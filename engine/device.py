@@ -10,9 +10,9 @@ from typing import Protocol
 
 import torch
 
-from engine.config import EngineConfig
-from engine.errors import DeviceLost
-from wire.errors import ConfigInvalid
+from tandem.engine.config import EngineConfig
+from tandem.engine.errors import DeviceLost
+from tandem.wire.errors import ConfigInvalid
 
 
 class Gpus(Protocol):

@@ -1,6 +1,6 @@
-"""Errors of the engine's own, beside those of `wire.errors`."""
+"""Errors of the engine's own, beside those of `tandem.wire.errors`."""
 
-from wire.errors import EngineFailed
+from tandem.wire.errors import EngineFailed
 
 
 class GrammarViolated(EngineFailed):

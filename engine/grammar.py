@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import xgrammar
 
-from engine.errors import GrammarViolated
+from tandem.engine.errors import GrammarViolated
 
 
 class GrammarState:

@@ -23,10 +23,10 @@ from pathlib import Path
 
 import xgrammar
 
-from engine.vocabulary import load_vocabulary
-from telemetry.log import get_logger
-from wire.errors import EngineFailed, InvalidRequest, Overloaded, TandemError
-from wire.generation import Grammar
+from tandem.engine.vocabulary import load_vocabulary
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import EngineFailed, InvalidRequest, Overloaded, TandemError
+from tandem.wire.generation import Grammar
 
 log = get_logger(__name__)
 

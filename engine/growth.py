@@ -7,7 +7,7 @@ and rises with each retraction.
 
 import numpy as np
 
-from engine.slots import Rows
+from tandem.engine.slots import Rows
 
 # SGLang's schedule starts near here and falls to a tenth over some hundred steps.
 _START, _LEAST = 0.5, 0.1

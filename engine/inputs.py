@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from engine.batcher import Chunk
-from engine.forward import ForwardInputs, Ints
-from engine.scheduler import Batch
-from engine.slots import Slots
+from tandem.engine.batcher import Chunk
+from tandem.engine.forward import ForwardInputs, Ints
+from tandem.engine.scheduler import Batch
+from tandem.engine.slots import Slots
 
 
 def forward_inputs(batch: Batch, slots: Slots, page_size: int) -> ForwardInputs:

@@ -5,17 +5,17 @@ import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from engine.kv_cache import KVCache
-from engine.launched import Launcher
-from engine.limits import absurdity
-from engine.request import ActiveRequest
-from engine.seen import seen_by
-from engine.shape import ModelShape
-from wire.errors import InvalidRequest, OutOfPages
-from wire.generation import GenerateRequest
+from tandem.engine.kv_cache import KVCache
+from tandem.engine.launched import Launcher
+from tandem.engine.limits import absurdity
+from tandem.engine.request import ActiveRequest
+from tandem.engine.seen import seen_by
+from tandem.engine.shape import ModelShape
+from tandem.wire.errors import InvalidRequest, OutOfPages
+from tandem.wire.generation import GenerateRequest
 
 if TYPE_CHECKING:
-    from engine.grammar_compiler import GrammarCompiler
+    from tandem.engine.grammar_compiler import GrammarCompiler
 
 
 class Intake:

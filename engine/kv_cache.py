@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from engine.pages import PageCounts, PagePool, PageState
-from engine.prefix_cache import MissingPages, PrefixCache, PrefixMatch
-from wire.page_keys import PageKey, PageSpace
-from wire.prefix_journal import PrefixJournal
+from tandem.engine.pages import PageCounts, PagePool, PageState
+from tandem.engine.prefix_cache import MissingPages, PrefixCache, PrefixMatch
+from tandem.wire.page_keys import PageKey, PageSpace
+from tandem.wire.prefix_journal import PrefixJournal
 
 
 class KVCache:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from engine.shape import ModelShape
-from wire.hand_off import LayerKV
+from tandem.engine.shape import ModelShape
+from tandem.wire.hand_off import LayerKV
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,13 +9,13 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.batcher import Chunk
-from engine.forward import Ints, Wrote
-from engine.request import ActiveRequest
-from engine.results import CompletePages
-from engine.scheduler import Batch
-from engine.slots import Slots
-from wire.generation import GenerateRequest, TokenLogprobs
+from tandem.engine.batcher import Chunk
+from tandem.engine.forward import Ints, Wrote
+from tandem.engine.request import ActiveRequest
+from tandem.engine.results import CompletePages
+from tandem.engine.scheduler import Batch
+from tandem.engine.slots import Slots
+from tandem.wire.generation import GenerateRequest, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,21 +9,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.device import device_errors
-from engine.forward import ForwardInputs, Wrote
-from engine.grammar import GrammarMasks, apply_masks
-from engine.inputs import forward_inputs, prompt_rows
-from engine.launched import ChunkEnd, Launched, sampled_of
-from engine.logprobs import logprobs
-from engine.outcome import LogprobRows, ModelOutcome, OnHost, Stopwatch
-from engine.request import ActiveRequest
-from engine.results import CompletePages
-from engine.runner import Runner
-from engine.sampler import SamplingColumns, adjustments, sample
-from engine.scheduler import Batch
-from engine.shape import ModelShape
-from engine.slots import Slots
-from wire.generation import GenerateRequest
+from tandem.engine.device import device_errors
+from tandem.engine.forward import ForwardInputs, Wrote
+from tandem.engine.grammar import GrammarMasks, apply_masks
+from tandem.engine.inputs import forward_inputs, prompt_rows
+from tandem.engine.launched import ChunkEnd, Launched, sampled_of
+from tandem.engine.logprobs import logprobs
+from tandem.engine.outcome import LogprobRows, ModelOutcome, OnHost, Stopwatch
+from tandem.engine.request import ActiveRequest
+from tandem.engine.results import CompletePages
+from tandem.engine.runner import Runner
+from tandem.engine.sampler import SamplingColumns, adjustments, sample
+from tandem.engine.scheduler import Batch
+from tandem.engine.shape import ModelShape
+from tandem.engine.slots import Slots
+from tandem.wire.generation import GenerateRequest
 
 
 class ModelLauncher:

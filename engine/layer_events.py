@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from engine.forward import Wrote
-from telemetry.log import get_logger
+from tandem.engine.forward import Wrote
+from tandem.telemetry.log import get_logger
 
 log = get_logger(__name__)
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from wire.generation import GenerateRequest, SamplingParams
+from tandem.wire.generation import GenerateRequest, SamplingParams
 
 INT64 = range(-(2**63), 2**63)
 FLOAT32_MAX = 3.4028234e38

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from wire.generation import TokenLogprobs
+from tandem.wire.generation import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,22 @@ from typing import Any
 
 import torch
 
-from engine.attention import refusing, text_config_of
-from engine.checkpoint import fingerprint, in_one_sentence, load_checkpoint, outline, read_config
-from engine.config import EngineConfig
-from engine.fusion import fuse
-from engine.model_check import ModelCheck
-from engine.observation import Observed, observe
-from engine.paged_model import PagedModel
-from engine.shape import KV_DTYPES, ModelShape, context_length, eos_token_ids, kv_heads
-from engine.weight_files import weight_files
-from wire.errors import ConfigInvalid
+from tandem.engine.attention import refusing, text_config_of
+from tandem.engine.checkpoint import (
+    fingerprint,
+    in_one_sentence,
+    load_checkpoint,
+    outline,
+    read_config,
+)
+from tandem.engine.config import EngineConfig
+from tandem.engine.fusion import fuse
+from tandem.engine.model_check import ModelCheck
+from tandem.engine.observation import Observed, observe
+from tandem.engine.paged_model import PagedModel
+from tandem.engine.shape import KV_DTYPES, ModelShape, context_length, eos_token_ids, kv_heads
+from tandem.engine.weight_files import weight_files
+from tandem.wire.errors import ConfigInvalid
 
 # Weights that take longer to load than a small copy takes to be checked.
 _LARGE_BYTES = 1 << 30

@@ -16,18 +16,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from engine.attention import NAME, AttentionBackend, AttentionNotServed, text_config_of
-from engine.attention_backends import choose_backend
-from engine.attention_torch import TorchAttention
-from engine.config import EngineConfig
-from engine.forward import ForwardInputs, Ints
-from engine.kv_pool import make_pool
-from engine.observation import Observed, observe
-from engine.paged_model import PagedModel
-from engine.runner import ModelRunner
-from engine.shape import ModelShape, longest_context
-from engine.small_copy import make_copy
-from telemetry import log as logs
+from tandem.engine.attention import NAME, AttentionBackend, AttentionNotServed, text_config_of
+from tandem.engine.attention_backends import choose_backend
+from tandem.engine.attention_torch import TorchAttention
+from tandem.engine.config import EngineConfig
+from tandem.engine.forward import ForwardInputs, Ints
+from tandem.engine.kv_pool import make_pool
+from tandem.engine.observation import Observed, observe
+from tandem.engine.paged_model import PagedModel
+from tandem.engine.runner import ModelRunner
+from tandem.engine.shape import ModelShape, longest_context
+from tandem.engine.small_copy import make_copy
+from tandem.telemetry import log as logs
 
 log = logs.get_logger(__name__)
 

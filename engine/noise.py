@@ -75,7 +75,7 @@ def with_noise(
 ) -> torch.Tensor:
     """Return the logits of `noisiest` with their noise, made on their device by Triton."""
     # Where a GPU is, torch brought it.
-    from engine.triton_noise import add_noise
+    from tandem.engine.triton_noise import add_noise
 
     def column(values: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(values).to(logits.device, non_blocking=True)

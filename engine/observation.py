@@ -13,17 +13,17 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from engine.attention import (
+from tandem.engine.attention import (
     AttentionNotServed,
     Kept,
     Latents,
     LayerInputs,
     PagedPast,
 )
-from engine.attention_torch import empty_output, visible
-from engine.paged_model import PagedModel
-from engine.shape import AttentionFeature
-from wire.hand_off import LayerKV
+from tandem.engine.attention_torch import empty_output, visible
+from tandem.engine.paged_model import PagedModel
+from tandem.engine.shape import AttentionFeature
+from tandem.wire.hand_off import LayerKV
 
 # Layer kinds whose attention is computed here; others keep a state, or choose keys in ways of their own.
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.device import device_errors
-from engine.forward import Ints
-from engine.launched import ForwardTimes
-from engine.logprobs import LogprobTensors
-from wire.generation import TokenLogprobs
+from tandem.engine.device import device_errors
+from tandem.engine.forward import Ints
+from tandem.engine.launched import ForwardTimes
+from tandem.engine.logprobs import LogprobTensors
+from tandem.wire.generation import TokenLogprobs
 
 
 class OnHost:

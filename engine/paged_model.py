@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from engine.attention import Attending, Latents, LayerInputs, PagedPast
+from tandem.engine.attention import Attending, Latents, LayerInputs, PagedPast
 
 
 class PagedModel:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.seen import Seen
+from tandem.engine.seen import Seen
 
 NEG_INF = float("-inf")
 

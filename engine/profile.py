@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from wire.errors import ConfigInvalid
+from tandem.wire.errors import ConfigInvalid
 
 PROFILE = "simulation#the-profile"  # of the documentation
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from engine.prefix_cache import Key
-from engine.seen import Seen
-from wire.generation import Finish, GenerateRequest
+from tandem.engine.prefix_cache import Key
+from tandem.engine.seen import Seen
+from tandem.wire.generation import Finish, GenerateRequest
 
 if TYPE_CHECKING:  # a simulated engine starts without the library of grammars, and torch under it
     from xgrammar import CompiledGrammar
 
-    from engine.grammar import GrammarState
+    from tandem.engine.grammar import GrammarState
 
 
 class Stage(Enum):
@@ -134,7 +134,7 @@ class ActiveRequest:
             TandemError: The grammar cannot be compiled; the sentence says why.
         """
         if self.compiling is not None and self.compiling.done():
-            from engine.grammar import GrammarState
+            from tandem.engine.grammar import GrammarState
 
             self.grammar = GrammarState(self.compiling.result(), self.output_ids)
             self.compiling = None

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.request import ActiveRequest
-from wire.errors import TandemError
-from wire.generation import Finish, TokenLogprobs
+from tandem.engine.request import ActiveRequest
+from tandem.wire.errors import TandemError
+from tandem.wire.generation import Finish, TokenLogprobs
 
 
 class Token(msgspec.Struct, frozen=True, gc=False):

@@ -5,11 +5,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from engine.attention import AttentionBackend, PagedBatch, to_device
-from engine.forward import ForwardInputs, Wrote
-from engine.kv_pool import KVPool
-from engine.layer_events import LayerEvents
-from engine.paged_model import PagedModel
+from tandem.engine.attention import AttentionBackend, PagedBatch, to_device
+from tandem.engine.forward import ForwardInputs, Wrote
+from tandem.engine.kv_pool import KVPool
+from tandem.engine.layer_events import LayerEvents
+from tandem.engine.paged_model import PagedModel
 
 
 class Runner(Protocol):

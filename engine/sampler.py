@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.grammar import leaves_only
-from engine.noise import noisiest
-from engine.penalties import NEG_INF, Adjustments
-from engine.request import ActiveRequest
-from engine.slots import Rows, Slots
+from tandem.engine.grammar import leaves_only
+from tandem.engine.noise import noisiest
+from tandem.engine.penalties import NEG_INF, Adjustments
+from tandem.engine.request import ActiveRequest
+from tandem.engine.slots import Rows, Slots
 
 # Hotter than this every token is as likely as any other; noise multiplied by it is still finite.
 _HOTTEST = np.float32(1e30)

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import numpy as np
 from typing_extensions import override
 
-from engine.batcher import Chunk, next_chunks
-from engine.config import EngineConfig
-from engine.growth import ExpectedGrowth
-from engine.kv_cache import KVCache
-from engine.prefix_cache import Key, PrefixMatch
-from engine.request import ActiveRequest, Stage
-from engine.slots import Rows, Slots
-from engine.waiting import Line
+from tandem.engine.batcher import Chunk, next_chunks
+from tandem.engine.config import EngineConfig
+from tandem.engine.growth import ExpectedGrowth
+from tandem.engine.kv_cache import KVCache
+from tandem.engine.prefix_cache import Key, PrefixMatch
+from tandem.engine.request import ActiveRequest, Stage
+from tandem.engine.slots import Rows, Slots
+from tandem.engine.waiting import Line
 
 # Besides each return of pages: expected growth falls with every token, too.
 RETRY_FORWARDS = 32

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from wire.generation import GenerateRequest
+from tandem.wire.generation import GenerateRequest
 
 
 class Seen:

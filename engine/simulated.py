@@ -23,15 +23,15 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from engine.batcher import Chunk
-from engine.forward import Ints, Wrote
-from engine.launched import ChunkEnd, ForwardTimes, Launched, sampled_of
-from engine.profile import Profile, attended_pairs
-from engine.results import CompletePages
-from engine.scheduler import Batch
-from engine.slots import Slots
-from wire.errors import InvalidRequest
-from wire.generation import GenerateRequest, TokenLogprobs
+from tandem.engine.batcher import Chunk
+from tandem.engine.forward import Ints, Wrote
+from tandem.engine.launched import ChunkEnd, ForwardTimes, Launched, sampled_of
+from tandem.engine.profile import Profile, attended_pairs
+from tandem.engine.results import CompletePages
+from tandem.engine.scheduler import Batch
+from tandem.engine.slots import Slots
+from tandem.wire.errors import InvalidRequest
+from tandem.wire.generation import GenerateRequest, TokenLogprobs
 
 # Beginning of each layer's K and of its V that a forward writes: enough to tell one page from another.
 _MARK_BYTES = 8

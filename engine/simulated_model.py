@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.config import EngineConfig
-from engine.forward import Ints
-from engine.profile import SimKV
-from engine.shape import (
+from tandem.engine.config import EngineConfig
+from tandem.engine.forward import Ints
+from tandem.engine.profile import SimKV
+from tandem.engine.shape import (
     ITEM_BYTES,
     KV_DTYPES,
     ModelShape,
@@ -22,7 +22,7 @@ from engine.shape import (
     head_dim,
     kv_heads,
 )
-from wire.errors import ConfigInvalid
+from tandem.wire.errors import ConfigInvalid
 
 # What config.json has to say by itself; where it does not, transformers knows the architecture's defaults.
 _NEEDED = ("num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from engine.request import ActiveRequest
-from wire.generation import SamplingParams
+from tandem.engine.request import ActiveRequest
+from tandem.wire.generation import SamplingParams
 
 Rows = npt.NDArray[np.int64]
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from engine.attention import NAME, AttentionNotServed, text_config_of
+from tandem.engine.attention import NAME, AttentionNotServed, text_config_of
 
 _MOST_LAYERS = 8
 VOCAB_SIZE = 512

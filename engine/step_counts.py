@@ -2,8 +2,8 @@
 
 from typing_extensions import override
 
-from engine.launched import Launched
-from telemetry.histogram import Histogram
+from tandem.engine.launched import Launched
+from tandem.telemetry.histogram import Histogram
 
 # From a small batch on a fast GPU to a long chunk on a CPU.
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10)

@@ -20,9 +20,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from engine.config import EngineConfig
-from engine.forward import ForwardInputs, Wrote
-from engine.runner import Runner
+from tandem.engine.config import EngineConfig
+from tandem.engine.forward import ForwardInputs, Wrote
+from tandem.engine.runner import Runner
 
 
 class Followers(Protocol):

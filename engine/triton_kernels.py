@@ -13,7 +13,7 @@ A sink is one more score in a head's sum, with a value of zero.
 import triton
 from triton import language as tl
 
-from engine.triton_pages import from_e4m3
+from tandem.engine.triton_pages import from_e4m3
 
 # Below any score; finite, so that a row that has seen no key yet yields no NaN.
 _FAR_BELOW = tl.constexpr(-1.0e30)

@@ -1,4 +1,4 @@
-"""Triton kernel of the noise of draws: that of `engine.noise`, made where the logits are."""
+"""Triton kernel of the noise of draws: that of `tandem.engine.noise`, made where the logits are."""
 
 # Arguments have no types: in a kernel's signature triton evaluates what it finds, and takes only its own.
 

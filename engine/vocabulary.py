@@ -13,8 +13,8 @@ from pathlib import Path
 import xgrammar
 from transformers import PreTrainedTokenizerFast
 
-from telemetry.log import get_logger
-from wire.errors import EngineFailed, InvalidRequest
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import EngineFailed, InvalidRequest
 
 log = get_logger(__name__)
 

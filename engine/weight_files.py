@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from wire.errors import ConfigInvalid
+from tandem.wire.errors import ConfigInvalid
 
 # In the order in which transformers looks for them; an index names the files that it loads.
 _NAMES = (

@@ -7,19 +7,19 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from frontend import generate, openai, routes
-from frontend.backend import Backend
-from frontend.caller import note_caller
-from frontend.cors import answer_preflight, tell_origin
-from frontend.edge import EDGE, Edge
-from frontend.leaving import send_away
-from frontend.limits import INCOMING, Incoming, end_in_time, expect, read_body
-from frontend.middleware import answer_errors, check_key, count_requests
-from frontend.openapi import document
-from frontend.options import FrontendOptions
-from frontend.pulse import pulse
-from frontend.tracing import Tracing, tracing_to
-from wire.keys import reader_key
+from tandem.frontend import generate, openai, routes
+from tandem.frontend.backend import Backend
+from tandem.frontend.caller import note_caller
+from tandem.frontend.cors import answer_preflight, tell_origin
+from tandem.frontend.edge import EDGE, Edge
+from tandem.frontend.leaving import send_away
+from tandem.frontend.limits import INCOMING, Incoming, end_in_time, expect, read_body
+from tandem.frontend.middleware import answer_errors, check_key, count_requests
+from tandem.frontend.openapi import document
+from tandem.frontend.options import FrontendOptions
+from tandem.frontend.pulse import pulse
+from tandem.frontend.tracing import Tracing, tracing_to
+from tandem.wire.keys import reader_key
 
 __all__ = ["FrontendOptions", "create_app"]
 
@@ -27,7 +27,7 @@ __all__ = ["FrontendOptions", "create_app"]
 def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.Application:
     """Return the app of one edge worker, or of a node's own HTTP.
 
-    Serve it with `frontend.server`, which sets what makes a disconnect cancel its request.
+    Serve it with `tandem.frontend.server`, which sets what makes a disconnect cancel its request.
 
     Args:
         backend: What generates tokens. It may become ready later than the app.

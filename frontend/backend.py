@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from frontend.tokenizer import Tokenizer
-from wire.generation import GenerateRequest, SamplingDefaults
-from wire.messages import TokenDelta
+from tandem.frontend.tokenizer import Tokenizer
+from tandem.wire.generation import GenerateRequest, SamplingDefaults
+from tandem.wire.messages import TokenDelta
 
 
 class Tap(Protocol):

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
 
-from frontend.backend import Bootstrap
-from frontend.body import Body, BodyT, validate
-from wire.errors import InvalidRequest
+from tandem.frontend.backend import Bootstrap
+from tandem.frontend.body import Body, BodyT, validate
+from tandem.wire.errors import InvalidRequest
 
 
 def _one_or_more(kind: str) -> WithJsonSchema:

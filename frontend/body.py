@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from wire.errors import InvalidRequest
+from tandem.wire.errors import InvalidRequest
 
 BodyT = TypeVar("BodyT", bound="Body")
 T = TypeVar("T")

@@ -20,12 +20,12 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from frontend import timings
-from frontend.edge import EDGE
-from frontend.generation import Generation
-from frontend.middleware import key_of
-from frontend.tracing import TRACE
-from wire.errors import InvalidRequest
+from tandem.frontend import timings
+from tandem.frontend.edge import EDGE
+from tandem.frontend.generation import Generation
+from tandem.frontend.middleware import key_of
+from tandem.frontend.tracing import TRACE
+from tandem.wire.errors import InvalidRequest
 
 # Enough to tell keys apart, and nothing to guess them from: keys are long.
 CLIENT_DIGITS = 8

@@ -15,7 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from typing_extensions import override
 
-from wire.errors import ConfigInvalid, InvalidRequest
+from tandem.wire.errors import ConfigInvalid, InvalidRequest
 
 Messages = Sequence[Mapping[str, object]]
 

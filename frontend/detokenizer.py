@@ -21,7 +21,7 @@ from typing import Protocol
 import tokenizers
 from typing_extensions import override
 
-from frontend.byte_level import token_bytes
+from tandem.frontend.byte_level import token_bytes
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _SENTENCEPIECE_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"

@@ -9,16 +9,16 @@ from typing import Any, TypeVar
 from aiohttp import web
 from typing_extensions import override
 
-from frontend.backend import Backend
-from frontend.body import read_json
-from frontend.generation import Answer, Generation, run, transcript_of
-from frontend.metrics import FrontendMetrics
-from frontend.options import FrontendOptions
-from frontend.sse import Outbox
-from frontend.timings import Outcome, TimingsSink
-from frontend.transcript import Outlet, Piece, Transcript
-from wire.errors import InvalidRequest
-from wire.ids import RequestId
+from tandem.frontend.backend import Backend
+from tandem.frontend.body import read_json
+from tandem.frontend.generation import Answer, Generation, run, transcript_of
+from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.options import FrontendOptions
+from tandem.frontend.sse import Outbox
+from tandem.frontend.timings import Outcome, TimingsSink
+from tandem.frontend.transcript import Outlet, Piece, Transcript
+from tandem.wire.errors import InvalidRequest
+from tandem.wire.ids import RequestId
 
 T = TypeVar("T")
 

@@ -19,15 +19,15 @@ from typing import Protocol
 import msgspec
 from typing_extensions import override
 
-from frontend.token_runs import Run, Runs
-from frontend.token_stream import Start, StreamKey, TokenStream
-from telemetry.log import get_logger
-from wire.async_link import AsyncLink
-from wire.errors import InvalidRequest, PeerLost, TandemError, error_from_info
-from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
-from wire.ids import Epoch, RequestId
-from wire.keys import ChannelKey
-from wire.messages import (
+from tandem.frontend.token_runs import Run, Runs
+from tandem.frontend.token_stream import Start, StreamKey, TokenStream
+from tandem.telemetry.log import get_logger
+from tandem.wire.async_link import AsyncLink
+from tandem.wire.errors import InvalidRequest, PeerLost, TandemError, error_from_info
+from tandem.wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
+from tandem.wire.ids import Epoch, RequestId
+from tandem.wire.keys import ChannelKey
+from tandem.wire.messages import (
     CacheReport,
     Cancel,
     FlushCache,

@@ -6,11 +6,11 @@ import stat
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from frontend.options import HttpOptions, TlsFiles
-from frontend.tls import server_context
-from frontend.tracing import checked_endpoint
-from telemetry.log import get_logger
-from wire.errors import ConfigInvalid
+from tandem.frontend.options import HttpOptions, TlsFiles
+from tandem.frontend.tls import server_context
+from tandem.frontend.tracing import checked_endpoint
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import ConfigInvalid
 
 log = get_logger(__name__)
 

@@ -11,17 +11,17 @@ from typing import Any
 
 from aiohttp import web
 
-from frontend.caller import asked_by
-from frontend.edge import EDGE, Edge, side_by_side
-from frontend.generation import Answer, Generation
-from frontend.limits import within_time
-from frontend.logprobs import NativeLogprobs, native_logprobs
-from frontend.middleware import json_response, public_info
-from frontend.native_body import NativeCall, read_call
-from frontend.session import with_session
-from frontend.sse import EventStream, encode
-from frontend.transcript import Ending, Piece, failed
-from wire.errors import TandemError
+from tandem.frontend.caller import asked_by
+from tandem.frontend.edge import EDGE, Edge, side_by_side
+from tandem.frontend.generation import Answer, Generation
+from tandem.frontend.limits import within_time
+from tandem.frontend.logprobs import NativeLogprobs, native_logprobs
+from tandem.frontend.middleware import json_response, public_info
+from tandem.frontend.native_body import NativeCall, read_call
+from tandem.frontend.session import with_session
+from tandem.frontend.sse import EventStream, encode
+from tandem.frontend.transcript import Ending, Piece, failed
+from tandem.wire.errors import TandemError
 
 
 async def generate(request: web.Request) -> web.StreamResponse:

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from frontend.backend import Backend, Bootstrap, ServedModel
-from frontend.detokenizer import NoText
-from frontend.sampling import SamplingBody, TextRules, engine_params, seeds
-from frontend.timings import Report, Timings, TimingsSink
-from frontend.tokenizer import Tokenizer
-from frontend.transcript import Ending, Gaps, Outlet, Piece, Transcript
-from wire.errors import EngineFailed
-from wire.generation import GenerateRequest, Grammar, LogprobsWanted, TokenLogprobs
-from wire.ids import RequestId, new_request_id
+from tandem.frontend.backend import Backend, Bootstrap, ServedModel
+from tandem.frontend.detokenizer import NoText
+from tandem.frontend.sampling import SamplingBody, TextRules, engine_params, seeds
+from tandem.frontend.timings import Report, Timings, TimingsSink
+from tandem.frontend.tokenizer import Tokenizer
+from tandem.frontend.transcript import Ending, Gaps, Outlet, Piece, Transcript
+from tandem.wire.errors import EngineFailed
+from tandem.wire.generation import GenerateRequest, Grammar, LogprobsWanted, TokenLogprobs
+from tandem.wire.ids import RequestId, new_request_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pydantic_core
 
-from frontend.unsupported import asks
-from wire.errors import InvalidRequest
-from wire.generation import Grammar
+from tandem.frontend.unsupported import asks
+from tandem.wire.errors import InvalidRequest
+from tandem.wire.generation import Grammar
 
 # Of the text that the engine compiles. The largest schemas of JSONSchemaBench are of this order.
 MAX_GRAMMAR_BYTES = 64 * 1024

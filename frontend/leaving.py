@@ -9,8 +9,8 @@ Balancers hear of an end late: until then new connections still come here, and e
 
 from aiohttp import hdrs, web
 
-from frontend.backend import Health
-from frontend.edge import EDGE
+from tandem.frontend.backend import Health
+from tandem.frontend.edge import EDGE
 
 LEAVING = Health(is_serving=False, detail="about to end: send what is new to another")
 

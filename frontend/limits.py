@@ -17,9 +17,9 @@ from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 from typing_extensions import override
 
-from frontend.edge import EDGE
-from frontend.middleware import error_response
-from wire.errors import BodyTooLarge, InvalidRequest, Overloaded, TandemError
+from tandem.frontend.edge import EDGE
+from tandem.frontend.middleware import error_response
+from tandem.wire.errors import BodyTooLarge, InvalidRequest, Overloaded, TandemError
 
 # What bodies that are still coming in may hold of one process, as many as there are of them.
 INCOMING_BYTES = 1024 * 1024 * 1024

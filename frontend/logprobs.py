@@ -11,9 +11,9 @@ import codecs
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from frontend.generation import Generation
-from frontend.tokenizer import Tokenizer
-from wire.generation import LogprobsWanted, TokenLogprobs
+from tandem.frontend.generation import Generation
+from tandem.frontend.tokenizer import Tokenizer
+from tandem.wire.generation import LogprobsWanted, TokenLogprobs
 
 # OpenAI's limit for chats; what a step must sort out for each of its tokens.
 MAX_TOP_LOGPROBS = 20

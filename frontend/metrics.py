@@ -12,7 +12,7 @@ from prometheus_client import (
 from prometheus_client import Histogram as PrometheusHistogram
 from typing_extensions import override
 
-from telemetry.histogram import Histogram
+from tandem.telemetry.histogram import Histogram
 
 # One more series for each counter and histogram, which nobody reads.
 disable_created_metrics()  # type: ignore[no-untyped-call]

@@ -11,9 +11,9 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from frontend.edge import EDGE
-from telemetry.log import get_logger
-from wire.errors import BodyTooLarge, ErrorInfo, NoNodeAvailable, TandemError, Unauthorized
+from tandem.frontend.edge import EDGE
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import BodyTooLarge, ErrorInfo, NoNodeAvailable, TandemError, Unauthorized
 
 log = get_logger(__name__)
 

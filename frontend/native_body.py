@@ -13,8 +13,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
-from frontend.backend import ServedModel
-from frontend.batch_fields import (
+from tandem.frontend.backend import ServedModel
+from tandem.frontend.batch_fields import (
     Booleans,
     BootstrappedBody,
     Ids,
@@ -24,18 +24,23 @@ from frontend.batch_fields import (
     bootstraps,
     rows,
 )
-from frontend.body import Body, CacheSalt, Priority, validate
-from frontend.edge import part_id
-from frontend.generation import Generation, Prompt, Wishes, generations_of
-from frontend.grammars import NATIVE_NAMES, native_grammar
-from frontend.logprobs import MAX_TOP_LOGPROBS
-from frontend.prompts import MAX_GENERATIONS, Prompts, id_prompts, prompt_ids, text_prompts
-from frontend.sampling import MAX_STOP_PATTERNS, NativeSampling, read_sampling, require_tokens
-from frontend.session import session_of
-from frontend.unsupported import UNSUPPORTED, refuse_unsupported
-from wire.errors import InvalidRequest
-from wire.generation import LogprobsWanted
-from wire.ids import RequestId, new_request_id
+from tandem.frontend.body import Body, CacheSalt, Priority, validate
+from tandem.frontend.edge import part_id
+from tandem.frontend.generation import Generation, Prompt, Wishes, generations_of
+from tandem.frontend.grammars import NATIVE_NAMES, native_grammar
+from tandem.frontend.logprobs import MAX_TOP_LOGPROBS
+from tandem.frontend.prompts import MAX_GENERATIONS, Prompts, id_prompts, prompt_ids, text_prompts
+from tandem.frontend.sampling import (
+    MAX_STOP_PATTERNS,
+    NativeSampling,
+    read_sampling,
+    require_tokens,
+)
+from tandem.frontend.session import session_of
+from tandem.frontend.unsupported import UNSUPPORTED, refuse_unsupported
+from tandem.wire.errors import InvalidRequest
+from tandem.wire.generation import LogprobsWanted
+from tandem.wire.ids import RequestId, new_request_id
 
 _MAX_ID_CHARS = 256
 

@@ -13,19 +13,19 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from frontend.caller import asked_by
-from frontend.edge import EDGE, Edge, side_by_side
-from frontend.generation import Answer, Generation
-from frontend.limits import within_time
-from frontend.logprobs import LogprobWriter, Run
-from frontend.middleware import error_body, json_response, public_info
-from frontend.openai_body import OpenAICall, read_chat, read_completion
-from frontend.openai_shapes import Chat, Completion, Logprobs, Shape
-from frontend.reply import Reply, message
-from frontend.session import with_session
-from frontend.sse import EventStream, encode, event
-from frontend.transcript import Outlet, Piece
-from wire.errors import TandemError
+from tandem.frontend.caller import asked_by
+from tandem.frontend.edge import EDGE, Edge, side_by_side
+from tandem.frontend.generation import Answer, Generation
+from tandem.frontend.limits import within_time
+from tandem.frontend.logprobs import LogprobWriter, Run
+from tandem.frontend.middleware import error_body, json_response, public_info
+from tandem.frontend.openai_body import OpenAICall, read_chat, read_completion
+from tandem.frontend.openai_shapes import Chat, Completion, Logprobs, Shape
+from tandem.frontend.reply import Reply, message
+from tandem.frontend.session import with_session
+from tandem.frontend.sse import EventStream, encode, event
+from tandem.frontend.transcript import Outlet, Piece
+from tandem.wire.errors import TandemError
 
 
 async def completions(request: web.Request) -> web.StreamResponse:

@@ -11,29 +11,34 @@ from typing import Annotated, Any
 import pydantic_core
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from frontend.backend import Bootstrap, ServedModel
-from frontend.batch_fields import BootstrappedBody, bootstraps
-from frontend.body import Body, CacheSalt, Many, Priority, validate
-from frontend.edge import part_id
-from frontend.generation import Generation, Prompt, Wishes, generations_of
-from frontend.grammars import openai_grammar
-from frontend.logprobs import MAX_TOP_LOGPROBS
-from frontend.prompts import (
+from tandem.frontend.backend import Bootstrap, ServedModel
+from tandem.frontend.batch_fields import BootstrappedBody, bootstraps
+from tandem.frontend.body import Body, CacheSalt, Many, Priority, validate
+from tandem.frontend.edge import part_id
+from tandem.frontend.generation import Generation, Prompt, Wishes, generations_of
+from tandem.frontend.grammars import openai_grammar
+from tandem.frontend.logprobs import MAX_TOP_LOGPROBS
+from tandem.frontend.prompts import (
     MAX_GENERATIONS,
     Prompts,
     any_prompts,
     prompt_ids,
     require_tokenizer,
 )
-from frontend.reply import Reply
-from frontend.reply_parser import NO_FORMATS, ReplyFormats
-from frontend.sampling import CompletionSampling, OpenAISampling, read_sampling, require_tokens
-from frontend.session import session_of
-from frontend.tool_calls import ToolChoice, read_choice
-from frontend.unsupported import UNSUPPORTED_IN_CHATS, refuse_unsupported
-from wire.errors import InvalidRequest, ModelNotFound
-from wire.generation import LogprobsWanted
-from wire.ids import new_request_id
+from tandem.frontend.reply import Reply
+from tandem.frontend.reply_parser import NO_FORMATS, ReplyFormats
+from tandem.frontend.sampling import (
+    CompletionSampling,
+    OpenAISampling,
+    read_sampling,
+    require_tokens,
+)
+from tandem.frontend.session import session_of
+from tandem.frontend.tool_calls import ToolChoice, read_choice
+from tandem.frontend.unsupported import UNSUPPORTED_IN_CHATS, refuse_unsupported
+from tandem.wire.errors import InvalidRequest, ModelNotFound
+from tandem.wire.generation import LogprobsWanted
+from tandem.wire.ids import new_request_id
 
 # Each is looked at in turn, and the longest conversations have hundreds.
 MAX_MESSAGES = 8192

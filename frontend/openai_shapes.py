@@ -2,8 +2,8 @@
 
 from typing import Any, Protocol
 
-from frontend.logprobs import ChatLogprobs, CompletionLogprobs, LogprobWriter
-from frontend.tokenizer import Tokenizer
+from tandem.frontend.logprobs import ChatLogprobs, CompletionLogprobs, LogprobWriter
+from tandem.frontend.tokenizer import Tokenizer
 
 Logprobs = dict[str, Any] | None
 

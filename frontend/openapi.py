@@ -18,13 +18,13 @@ from aiohttp import web
 from pydantic import AliasChoices, BaseModel
 from pydantic.json_schema import models_json_schema
 
-from frontend import generate, openai, routes
-from frontend.middleware import OPEN_ROUTES
-from frontend.native_body import GenerateBody
-from frontend.openai_body import ChatBody, CompletionBody
-from frontend.openapi_answers import ANSWERS, Schema
-from frontend.sampling import CompletionSampling, NativeSampling, OpenAISampling
-from telemetry.version import package_version
+from tandem.frontend import generate, openai, routes
+from tandem.frontend.middleware import OPEN_ROUTES
+from tandem.frontend.native_body import GenerateBody
+from tandem.frontend.openai_body import ChatBody, CompletionBody
+from tandem.frontend.openapi_answers import ANSWERS, Schema
+from tandem.frontend.sampling import CompletionSampling, NativeSampling, OpenAISampling
+from tandem.telemetry.version import package_version
 
 JSON, EVENTS, TEXT, HTML = "application/json", "text/event-stream", "text/plain", "text/html"
 _REF = "#/components/schemas/"

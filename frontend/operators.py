@@ -1,7 +1,7 @@
 """Who may do what concerns other clients: change the cluster, flush caches, end all requests.
 
 ```
- the cluster has a secret      who bears the key derived from it (`wire.keys.operator_key`)
+ the cluster has a secret      who bears the key derived from it (`tandem.wire.keys.operator_key`)
  it has none, but API keys     nobody: clients have API keys
  it has neither                who asks from this machine, but through no proxy and from no web page
 ```
@@ -12,10 +12,10 @@ from functools import wraps
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from frontend.edge import EDGE
-from frontend.middleware import bears
-from wire.errors import TandemError, Unauthorized
-from wire.keys import is_loopback
+from tandem.frontend.edge import EDGE
+from tandem.frontend.middleware import bears
+from tandem.wire.errors import TandemError, Unauthorized
+from tandem.wire.keys import is_loopback
 
 # What proxies add to a request of somebody else; a browser adds the page that it asks for.
 _OF_OTHERS = frozenset({"origin", "forwarded", "via", "x-real-ip"})

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from frontend.reply_parser import NO_FORMATS, ReplyFormats
+from tandem.frontend.reply_parser import NO_FORMATS, ReplyFormats
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from frontend.backend import ServedModel
-from frontend.tokenizer import Tokenizer
-from wire.errors import InvalidRequest
+from tandem.frontend.backend import ServedModel
+from tandem.frontend.tokenizer import Tokenizer
+from tandem.wire.errors import InvalidRequest
 
 # Prompts times n of one HTTP request: what one client may start at once.
 MAX_GENERATIONS = 1024

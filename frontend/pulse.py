@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from frontend.edge import EDGE
-from frontend.metrics import FrontendMetrics
+from tandem.frontend.edge import EDGE
+from tandem.frontend.metrics import FrontendMetrics
 
 # A worker that is killed takes what it counted since the last with it.
 INTERVAL_S = 0.5

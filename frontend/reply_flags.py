@@ -2,7 +2,7 @@
 
 import argparse
 
-from frontend.reply_formats import REASONING_FORMATS, TOOL_FORMATS
+from tandem.frontend.reply_formats import REASONING_FORMATS, TOOL_FORMATS
 
 
 def add_reply_flags(group: argparse._ActionsContainer) -> None:

@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from frontend.reply import CallIds, Part, Reply, new_call, numbered_ids, random_ids
-from frontend.reply_formats import (
+from tandem.frontend.reply import CallIds, Part, Reply, new_call, numbered_ids, random_ids
+from tandem.frontend.reply_formats import (
     REASONING_ALIASES,
     REASONING_FORMATS,
     TOOL_ALIASES,
     TOOL_FORMATS,
     Format,
 )
-from wire.errors import ConfigInvalid
+from tandem.wire.errors import ConfigInvalid
 
 # Models write line breaks into strings as they are.
 _DECODER = json.JSONDecoder(strict=False)

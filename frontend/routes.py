@@ -10,17 +10,23 @@ import msgspec
 from aiohttp import web
 from pydantic import Field
 
-from frontend.backend import ALONE, Backend, Health, ServedModel
-from frontend.body import Body, validate
-from frontend.docs_page import POLICY, page
-from frontend.edge import EDGE
-from frontend.leaving import LEAVING
-from frontend.middleware import json_response
-from frontend.operators import operators_only, require_operator
-from frontend.tokenizer_files import tokenizer_hash
-from wire.errors import InvalidRequest, ModelNotFound, NoNodeAvailable, Overloaded, TandemError
-from wire.generation import GenerateRequest, SamplingParams
-from wire.ids import new_request_id
+from tandem.frontend.backend import ALONE, Backend, Health, ServedModel
+from tandem.frontend.body import Body, validate
+from tandem.frontend.docs_page import POLICY, page
+from tandem.frontend.edge import EDGE
+from tandem.frontend.leaving import LEAVING
+from tandem.frontend.middleware import json_response
+from tandem.frontend.operators import operators_only, require_operator
+from tandem.frontend.tokenizer_files import tokenizer_hash
+from tandem.wire.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    NoNodeAvailable,
+    Overloaded,
+    TandemError,
+)
+from tandem.wire.generation import GenerateRequest, SamplingParams
+from tandem.wire.ids import new_request_id
 
 # How often `/health_generate` looks whether engines made progress: they tell twice a second.
 _LOOK_INTERVAL_S = 0.1

@@ -14,11 +14,11 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
-from frontend.backend import ServedModel
-from frontend.body import Body, Many, validate
-from frontend.stop_patterns import MAX_PATTERN_CHARS, StopPattern, any_of, compile_pattern
-from wire.errors import InvalidRequest
-from wire.generation import SamplingParams
+from tandem.frontend.backend import ServedModel
+from tandem.frontend.body import Body, Many, validate
+from tandem.frontend.stop_patterns import MAX_PATTERN_CHARS, StopPattern, any_of, compile_pattern
+from tandem.wire.errors import InvalidRequest
+from tandem.wire.generation import SamplingParams
 
 # OpenAI takes 4 stop strings; these leave room and still bound the work for each token.
 MAX_STOPS = 64

@@ -16,11 +16,11 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from typing_extensions import override
 
-from frontend.connection import connections
-from frontend.edge import EDGE
-from frontend.tls import server_context
-from telemetry.log import get_logger
-from wire.errors import ConfigInvalid
+from tandem.frontend.connection import connections
+from tandem.frontend.edge import EDGE
+from tandem.frontend.tls import server_context
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import ConfigInvalid
 
 # Connections the kernel holds while the loop is busy: as many as Linux allows by default, since a client
 # whose connection finds no place tries again only after a second.

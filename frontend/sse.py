@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import HttpVersion11, web
 from typing_extensions import override
 
-from telemetry.log import get_logger
+from tandem.telemetry.log import get_logger
 
 log = get_logger(__name__)
 

@@ -19,7 +19,7 @@ from typing import Any
 import regex
 from typing_extensions import override
 
-from wire.errors import InvalidRequest
+from tandem.wire.errors import InvalidRequest
 
 MAX_PATTERN_CHARS = 512
 # A longer match is not seen: what is held back is neither shown nor forgotten. `<a>.*</a>` over so

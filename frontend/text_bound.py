@@ -10,7 +10,7 @@ from typing import Any
 
 import tokenizers
 
-from frontend.byte_level import BYTE_OF_CHARACTER, token_bytes
+from tandem.frontend.byte_level import BYTE_OF_CHARACTER, token_bytes
 
 # NFC makes text shorter, never below a quarter: a composed character stands for at most four code
 # points, and three bytes for at most nine (Hangul).

@@ -31,8 +31,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from wire.generation import Phase
-from wire.messages import TokenDelta
+from tandem.wire.generation import Phase
+from tandem.wire.messages import TokenDelta
 
 HEADER = "X-Tandem-Timings"
 # In which a request stands at any moment until its first token.

@@ -3,8 +3,8 @@
 import ssl
 from pathlib import Path
 
-from frontend.options import TlsFiles
-from wire.errors import ConfigInvalid
+from tandem.frontend.options import TlsFiles
+from tandem.wire.errors import ConfigInvalid
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:

@@ -16,11 +16,11 @@ from typing import Protocol, Self
 
 import msgspec
 
-from frontend.backend import Tap
-from wire.errors import TandemError
-from wire.generation import Finish
-from wire.ids import RequestId
-from wire.messages import StartColocated, StartDecode, StartPrefill, TokenDelta
+from tandem.frontend.backend import Tap
+from tandem.wire.errors import TandemError
+from tandem.wire.generation import Finish
+from tandem.wire.ids import RequestId
+from tandem.wire.messages import StartColocated, StartDecode, StartPrefill, TokenDelta
 
 Start = StartPrefill | StartDecode | StartColocated
 StreamKey = tuple[RequestId, int]

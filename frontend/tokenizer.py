@@ -12,11 +12,11 @@ import tokenizers
 from tokenizers import processors
 from typing_extensions import override
 
-from frontend.chat_template import ChatTemplate, Messages
-from frontend.detokenizer import Detokenizer, Detokenizers
-from frontend.text_bound import text_bound
-from frontend.tokenizer_files import tokenizer_files
-from wire.errors import ConfigInvalid
+from tandem.frontend.chat_template import ChatTemplate, Messages
+from tandem.frontend.detokenizer import Detokenizer, Detokenizers
+from tandem.frontend.text_bound import text_bound
+from tandem.frontend.tokenizer_files import tokenizer_files
+from tandem.wire.errors import ConfigInvalid
 
 _NAMED_TOKENS = (
     "bos_token",

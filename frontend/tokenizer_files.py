@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from wire.errors import ConfigInvalid
+from tandem.wire.errors import ConfigInvalid
 
 # Only these names are ever read or written: a peer cannot name a path of its own.
 TOKENIZER_FILE_NAMES = (

@@ -18,10 +18,10 @@ from typing import Any
 
 import pydantic_core
 
-from frontend.grammars import native_grammar
-from frontend.reply import CallIds, Part, Reply, new_call
-from wire.errors import InvalidRequest
-from wire.generation import Grammar
+from tandem.frontend.grammars import native_grammar
+from tandem.frontend.reply import CallIds, Part, Reply, new_call
+from tandem.wire.errors import InvalidRequest
+from tandem.wire.generation import Grammar
 
 Tool = Mapping[str, Any]
 

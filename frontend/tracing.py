@@ -3,7 +3,7 @@
 ```
  traceparent in ──▶ POST /generate                 server span; traceparent of it goes out with the answer
                       └─ generation                one for each choice
-                           ├─ queue, pair, reserve, prefill, ...    as `frontend.timings` has them
+                           ├─ queue, pair, reserve, prefill, ...    as `tandem.frontend.timings` has them
                            └─ prefill_chunk, push, landed, ...
 ```
 
@@ -22,9 +22,9 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from frontend.timings import Report
-from telemetry.log import get_logger
-from wire.errors import ConfigInvalid
+from tandem.frontend.timings import Report
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import ConfigInvalid
 
 if TYPE_CHECKING:  # of an extra
     from opentelemetry.sdk.trace import TracerProvider

@@ -12,13 +12,13 @@ from typing import Literal, Protocol
 
 from typing_extensions import override
 
-from frontend.detokenizer import Detokenizer
-from frontend.sampling import TextRules
-from frontend.stop_patterns import StopPatterns
-from frontend.stops import StopStrings
-from wire.errors import Aborted, ErrorInfo
-from wire.generation import Finish, TokenLogprobs
-from wire.messages import TokenDelta
+from tandem.frontend.detokenizer import Detokenizer
+from tandem.frontend.sampling import TextRules
+from tandem.frontend.stop_patterns import StopPatterns
+from tandem.frontend.stops import StopStrings
+from tandem.wire.errors import Aborted, ErrorInfo
+from tandem.wire.generation import Finish, TokenLogprobs
+from tandem.wire.messages import TokenDelta
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ notice. Fields that cannot change the answer, such as `user`, are ignored, as un
 
 from collections.abc import Mapping
 
-from wire.errors import InvalidRequest
+from tandem.wire.errors import InvalidRequest
 
 # What the model is asked, and which model.
 _PROMPT = (

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvtier.events import TierEvent
-from kvtier.tier import Loan
-from wire.page_keys import PageKey
+from tandem.kvtier.events import TierEvent
+from tandem.kvtier.tier import Loan
+from tandem.wire.page_keys import PageKey
 
 
 class CallState(Enum):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvtier.calls import (
+from tandem.kvtier.calls import (
     Call,
     CallState,
     Get,
@@ -21,12 +21,12 @@ from kvtier.calls import (
     TierCall,
     Write,
 )
-from kvtier.cost import Mean, TierCost
-from kvtier.fetches import Fetches
-from kvtier.link import TierLink
-from kvtier.puts import Puts
-from kvtier.tier import Loan
-from wire.messages import TierLoad
+from tandem.kvtier.cost import Mean, TierCost
+from tandem.kvtier.fetches import Fetches
+from tandem.kvtier.link import TierLink
+from tandem.kvtier.puts import Puts
+from tandem.kvtier.tier import Loan
+from tandem.wire.messages import TierLoad
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,18 +22,18 @@ from random import random
 
 from typing_extensions import override
 
-from kvtier.disk_directory import find_directory
-from kvtier.disk_entry import HEADER_BYTES, EntryCorrupted, read_entry, remove, write_entry
-from kvtier.disk_index import DiskIndex, num_leading
-from kvtier.journal import SharedJournal
-from kvtier.memory import PageBuffers, PageLoan
-from kvtier.spec import TierSpec
-from kvtier.tier import PoolPages, TierFailed
-from telemetry.log import get_logger
-from wire.errors import ConfigInvalid
-from wire.messages import TierLoad
-from wire.page_keys import PageKey, PageSpace
-from wire.prefix_journal import PrefixJournal
+from tandem.kvtier.disk_directory import find_directory
+from tandem.kvtier.disk_entry import HEADER_BYTES, EntryCorrupted, read_entry, remove, write_entry
+from tandem.kvtier.disk_index import DiskIndex, num_leading
+from tandem.kvtier.journal import SharedJournal
+from tandem.kvtier.memory import PageBuffers, PageLoan
+from tandem.kvtier.spec import TierSpec
+from tandem.kvtier.tier import PoolPages, TierFailed
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import ConfigInvalid
+from tandem.wire.messages import TierLoad
+from tandem.wire.page_keys import PageKey, PageSpace
+from tandem.wire.prefix_journal import PrefixJournal
 
 log = get_logger("kvtier.disk")
 
@@ -52,7 +52,7 @@ _FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT}
 
 
 def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> "DiskTier":
-    """Return the tier; see `kvtier.spec.make_tier`."""
+    """Return the tier; see `tandem.kvtier.spec.make_tier`."""
     # The limit is the node's, of which each rank has its share.
     limit_bytes = spec.limit_bytes // space.num_shards
     return DiskTier(Path(spec.path), limit_bytes, pages, space, name=spec.name)

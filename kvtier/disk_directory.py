@@ -26,9 +26,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.disk_entry import FORMAT_VERSION, TEMPORARY, remove, write_temporary
-from kvtier.tier import TierFailed
-from wire.errors import ConfigInvalid
+from tandem.kvtier.disk_entry import FORMAT_VERSION, TEMPORARY, remove, write_temporary
+from tandem.kvtier.tier import TierFailed
+from tandem.wire.errors import ConfigInvalid
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _STORE_ID = "store-id"

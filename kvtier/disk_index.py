@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from wire.page_keys import PageKey
-from wire.prefix_journal import PrefixJournal
+from tandem.wire.page_keys import PageKey
+from tandem.wire.prefix_journal import PrefixJournal
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import struct
 
 import xxhash
 
-from wire.page_keys import KEY_BYTES, PageKey
+from tandem.wire.page_keys import KEY_BYTES, PageKey
 
 _HEADER = struct.Struct(f"<4sHxxQQ{KEY_BYTES}s8x")
 # A page that begins at a multiple of 64 bytes is copied at full speed.

@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvtier.calls import CallState, Get, Has, HostRun, MemoryBudget, Outbox, Write
-from kvtier.events import Fetched, Placed
-from kvtier.link import TierLink
-from kvtier.puts import Puts
-from kvtier.tier import Loan
-from wire.page_keys import PageKey
+from tandem.kvtier.calls import CallState, Get, Has, HostRun, MemoryBudget, Outbox, Write
+from tandem.kvtier.events import Fetched, Placed
+from tandem.kvtier.link import TierLink
+from tandem.kvtier.puts import Puts
+from tandem.kvtier.tier import Loan
+from tandem.wire.page_keys import PageKey
 
 
 class FetchState(Enum):

@@ -18,18 +18,18 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from kvtier.journal import SharedJournal
-from kvtier.memory import copy_page, views_of
-from kvtier.spec import TierSpec
-from kvtier.tier import PoolPages
-from wire.errors import ConfigInvalid
-from wire.messages import TierLoad
-from wire.page_keys import PageKey, PageSpace
-from wire.prefix_journal import PrefixJournal
+from tandem.kvtier.journal import SharedJournal
+from tandem.kvtier.memory import copy_page, views_of
+from tandem.kvtier.spec import TierSpec
+from tandem.kvtier.tier import PoolPages
+from tandem.wire.errors import ConfigInvalid
+from tandem.wire.messages import TierLoad
+from tandem.wire.page_keys import PageKey, PageSpace
+from tandem.wire.prefix_journal import PrefixJournal
 
 
 def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> "HostTier":
-    """Return the tier; see `kvtier.spec.make_tier`."""
+    """Return the tier; see `tandem.kvtier.spec.make_tier`."""
     # The limit is the node's, of which each rank has its share.
     return HostTier(pages, spec.limit_bytes // space.num_shards, name=spec.name)
 

@@ -4,7 +4,7 @@ import threading
 
 from typing_extensions import override
 
-from wire.prefix_journal import PrefixChanges, PrefixJournal
+from tandem.wire.prefix_journal import PrefixChanges, PrefixJournal
 
 
 class SharedJournal(PrefixJournal):

@@ -4,9 +4,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from kvtier.journal import SharedJournal
-from wire.page_keys import PageKey
-from wire.prefix_blocks import MAX_BLOCKS
+from tandem.kvtier.journal import SharedJournal
+from tandem.wire.page_keys import PageKey
+from tandem.wire.prefix_blocks import MAX_BLOCKS
 
 
 class KnownPages:

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from kvtier.back_off import BackOff, Health
-from kvtier.calls import CallState, Has, Outbox, Put, TierCall
-from kvtier.cost import CostMeter
-from wire.page_keys import PageKey
+from tandem.kvtier.back_off import BackOff, Health
+from tandem.kvtier.calls import CallState, Has, Outbox, Put, TierCall
+from tandem.kvtier.cost import CostMeter
+from tandem.wire.page_keys import PageKey
 
 # A tier that takes this long to keep `MAX_CALL_BYTES` is slower than computing them again.
 PUT_LIMIT_S = 5.0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from typing_extensions import override
 
-from kvtier.tier import PoolPages
+from tandem.kvtier.tier import PoolPages
 
 
 def copy_page(source: memoryview, into: memoryview) -> None:

@@ -18,16 +18,16 @@ from functools import partial
 from mooncake.store import MooncakeDistributedStore
 from typing_extensions import override
 
-from kvtier.entry import HEADER_BYTES, entry_header, is_entry_of
-from kvtier.known import KnownPages
-from kvtier.mooncake_url import MooncakeAddress, parse_mooncake_url
-from kvtier.page_memory import MemoryLoan, PageMemory
-from kvtier.spec import TierSpec
-from kvtier.tier import PoolPages, TierFailed
-from telemetry.log import get_logger
-from wire.messages import TierLoad
-from wire.page_keys import PageKey, PageSpace
-from wire.prefix_journal import PrefixJournal
+from tandem.kvtier.entry import HEADER_BYTES, entry_header, is_entry_of
+from tandem.kvtier.known import KnownPages
+from tandem.kvtier.mooncake_url import MooncakeAddress, parse_mooncake_url
+from tandem.kvtier.page_memory import MemoryLoan, PageMemory
+from tandem.kvtier.spec import TierSpec
+from tandem.kvtier.tier import PoolPages, TierFailed
+from tandem.telemetry.log import get_logger
+from tandem.wire.messages import TierLoad
+from tandem.wire.page_keys import PageKey, PageSpace
+from tandem.wire.prefix_journal import PrefixJournal
 
 log = get_logger("kvtier.mooncake")
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
-from wire.errors import ConfigInvalid
+from tandem.wire.errors import ConfigInvalid
 
 DEFAULT_PORT = 50051
 

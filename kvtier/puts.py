@@ -9,11 +9,11 @@
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from kvtier.calls import HostRun, MemoryBudget, Outbox, Put, Read
-from kvtier.events import Saved
-from kvtier.link import MAX_CALL_BYTES, TierLink
-from kvtier.tier import Loan
-from wire.page_keys import PageKey
+from tandem.kvtier.calls import HostRun, MemoryBudget, Outbox, Put, Read
+from tandem.kvtier.events import Saved
+from tandem.kvtier.link import MAX_CALL_BYTES, TierLink
+from tandem.kvtier.tier import Loan
+from tandem.wire.page_keys import PageKey
 
 
 @dataclass(slots=True)

@@ -19,18 +19,18 @@ from collections.abc import Callable, Iterator, Sequence
 
 from typing_extensions import override
 
-from kvtier.entry import HEADER_BYTES, is_entry_of
-from kvtier.known import KnownPages
-from kvtier.page_memory import MemoryLoan, PageMemory
-from kvtier.redis_commands import STORE_KEY, EntryCommands, command, entry_key
-from kvtier.redis_link import Link, Links, Refused
-from kvtier.redis_url import RedisAddress, parse_redis_url
-from kvtier.spec import TierSpec
-from kvtier.tier import PoolPages, TierFailed
-from telemetry.log import get_logger
-from wire.messages import TierLoad
-from wire.page_keys import PageKey, PageSpace
-from wire.prefix_journal import PrefixJournal
+from tandem.kvtier.entry import HEADER_BYTES, is_entry_of
+from tandem.kvtier.known import KnownPages
+from tandem.kvtier.page_memory import MemoryLoan, PageMemory
+from tandem.kvtier.redis_commands import STORE_KEY, EntryCommands, command, entry_key
+from tandem.kvtier.redis_link import Link, Links, Refused
+from tandem.kvtier.redis_url import RedisAddress, parse_redis_url
+from tandem.kvtier.spec import TierSpec
+from tandem.kvtier.tier import PoolPages, TierFailed
+from tandem.telemetry.log import get_logger
+from tandem.wire.messages import TierLoad
+from tandem.wire.page_keys import PageKey, PageSpace
+from tandem.wire.prefix_journal import PrefixJournal
 
 log = get_logger("kvtier.redis")
 

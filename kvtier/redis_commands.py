@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from kvtier.entry import HEADER_BYTES, entry_header
-from wire.page_keys import PageKey
+from tandem.kvtier.entry import HEADER_BYTES, entry_header
+from tandem.wire.page_keys import PageKey
 
 KEY_PREFIX = b"tandem:kv:1:"
 STORE_KEY = b"tandem:kv:store"

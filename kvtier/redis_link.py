@@ -24,8 +24,8 @@ from redis.connection import (
 )
 from redis.retry import Retry
 
-from kvtier.redis_url import RedisAddress
-from kvtier.tier import TierFailed
+from tandem.kvtier.redis_url import RedisAddress
+from tandem.kvtier.tier import TierFailed
 
 # Of a reply that is no page: an error's sentence, an id, a number.
 MAX_LINE_BYTES = 4096

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from wire.errors import ConfigInvalid
+from tandem.wire.errors import ConfigInvalid
 
 Way = Literal["tcp", "tls", "unix"]
 SCHEMES: Mapping[str, Way] = {

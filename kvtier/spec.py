@@ -17,11 +17,11 @@ from typing import Protocol, cast
 import msgspec
 from typing_extensions import override
 
-from kvtier.mooncake_url import parse_mooncake_url
-from kvtier.redis_url import SCHEMES, parse_redis_url
-from kvtier.tier import PoolPages, Tier
-from wire.errors import ConfigInvalid
-from wire.page_keys import PageSpace
+from tandem.kvtier.mooncake_url import parse_mooncake_url
+from tandem.kvtier.redis_url import SCHEMES, parse_redis_url
+from tandem.kvtier.tier import PoolPages, Tier
+from tandem.wire.errors import ConfigInvalid
+from tandem.wire.page_keys import PageSpace
 
 _EXAMPLES = (
     "give host:SIZE, disk:PATH:SIZE or the URL of a store, "
@@ -135,7 +135,7 @@ def make_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> Tier:
         ConfigInvalid: It cannot be had so: its package is missing, or its directory, or the limit is too small.
     """
     try:
-        module = cast(StoreModule, import_module(f"kvtier.{spec.kind}"))
+        module = cast(StoreModule, import_module(f"tandem.kvtier.{spec.kind}"))
         return module.open_tier(spec, pages, space)
     except ImportError as error:
         raise ConfigInvalid(

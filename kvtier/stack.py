@@ -16,18 +16,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from kvtier.calls import Call, Get, Has, Put, Read, TierCall, Write
-from kvtier.core import Answer, Lent, StackCore
-from kvtier.cost import TierCost
-from kvtier.events import TierEvent
-from kvtier.memory import PageBuffers
-from kvtier.tier import LendsOwnMemory, Loan, PoolPages, Tier, TierFailed
-from kvtier.workers import Alarm, Workers
-from telemetry.log import get_logger
-from wire.channel import Waker
-from wire.messages import TierLoad
-from wire.page_keys import PageKey
-from wire.prefix_journal import PrefixJournal
+from tandem.kvtier.calls import Call, Get, Has, Put, Read, TierCall, Write
+from tandem.kvtier.core import Answer, Lent, StackCore
+from tandem.kvtier.cost import TierCost
+from tandem.kvtier.events import TierEvent
+from tandem.kvtier.memory import PageBuffers
+from tandem.kvtier.tier import LendsOwnMemory, Loan, PoolPages, Tier, TierFailed
+from tandem.kvtier.workers import Alarm, Workers
+from tandem.telemetry.log import get_logger
+from tandem.wire.channel import Waker
+from tandem.wire.messages import TierLoad
+from tandem.wire.page_keys import PageKey
+from tandem.wire.prefix_journal import PrefixJournal
 
 log = get_logger("kvtier.stack")
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from wire.errors import TandemError
-from wire.messages import TierLoad
-from wire.page_keys import PageKey
-from wire.prefix_journal import PrefixJournal
+from tandem.wire.errors import TandemError
+from tandem.wire.messages import TierLoad
+from tandem.wire.page_keys import PageKey
+from tandem.wire.prefix_journal import PrefixJournal
 
 
 class TierFailed(TandemError):

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvtier.calls import Call
+from tandem.kvtier.calls import Call
 
 
 class Workers:

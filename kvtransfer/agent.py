@@ -5,13 +5,13 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from kvtransfer.events import ReceiverEvent, SenderEvent
-from kvtransfer.layer_push import PageRun, Wrote
-from kvtransfer.receiver import ReceiverStatistics
-from kvtransfer.sender import SenderStatistics
-from wire.errors import TandemError
-from wire.generation import TokenLogprobs
-from wire.ids import Room
+from tandem.kvtransfer.events import ReceiverEvent, SenderEvent
+from tandem.kvtransfer.layer_push import PageRun, Wrote
+from tandem.kvtransfer.receiver import ReceiverStatistics
+from tandem.kvtransfer.sender import SenderStatistics
+from tandem.wire.errors import TandemError
+from tandem.wire.generation import TokenLogprobs
+from tandem.wire.ids import Room
 
 
 class SenderRank(Protocol):

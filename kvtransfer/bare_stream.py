@@ -21,14 +21,25 @@ from typing import Annotated
 
 import msgspec
 
-from kvtransfer.plan import CopyPlan
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import Admission, PeerKey, Pool, TransportConfig, new_peer_key
-from kvtransfer.transports.tcp_frames import receive_exactly, receive_into, send_from, shut_down
-from kvtransfer.transports.tcp_listener import address_toward
-from wire.errors import ConfigInvalid, PeerLost, TransferRefused
-from wire.hand_off import TransportOffer
-from wire.ids import Room
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import (
+    Admission,
+    PeerKey,
+    Pool,
+    TransportConfig,
+    new_peer_key,
+)
+from tandem.kvtransfer.transports.tcp_frames import (
+    receive_exactly,
+    receive_into,
+    send_from,
+    shut_down,
+)
+from tandem.kvtransfer.transports.tcp_listener import address_toward
+from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tandem.wire.hand_off import TransportOffer
+from tandem.wire.ids import Room
 
 SIZE = struct.Struct("<q")
 SECRET_BYTES = 32

@@ -17,21 +17,36 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvtransfer.control import TURN_S, ControlThread
-from kvtransfer.layout import KVLayout
-from kvtransfer.plan import HeadRange
-from kvtransfer.push_worker import PushWorker
-from kvtransfer.region import MemoryRegion
-from kvtransfer.sharding import Links, Shard, held_heads, links_of, pair_ranks
-from kvtransfer.transports.base import Connection, Transport
-from kvtransfer.transports.registry import choose
-from telemetry.log import get_logger
-from wire.channel import Inbox, Peer, Waker, wait
-from wire.errors import LayoutMismatch, PeerLost, TandemError, TransferFailed, TransferRefused
-from wire.hand_off import Grant, Hello, LinkPing, Redirect, Refused, ToPrefill, Welcome, Withdraw
-from wire.heartbeat import Heartbeat
-from wire.ids import Epoch
-from wire.messages import Message
+from tandem.kvtransfer.control import TURN_S, ControlThread
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.plan import HeadRange
+from tandem.kvtransfer.push_worker import PushWorker
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.sharding import Links, Shard, held_heads, links_of, pair_ranks
+from tandem.kvtransfer.transports.base import Connection, Transport
+from tandem.kvtransfer.transports.registry import choose
+from tandem.telemetry.log import get_logger
+from tandem.wire.channel import Inbox, Peer, Waker, wait
+from tandem.wire.errors import (
+    LayoutMismatch,
+    PeerLost,
+    TandemError,
+    TransferFailed,
+    TransferRefused,
+)
+from tandem.wire.hand_off import (
+    Grant,
+    Hello,
+    LinkPing,
+    Redirect,
+    Refused,
+    ToPrefill,
+    Welcome,
+    Withdraw,
+)
+from tandem.wire.heartbeat import Heartbeat
+from tandem.wire.ids import Epoch
+from tandem.wire.messages import Message
 
 log = get_logger("kvtransfer.bootstrap")
 

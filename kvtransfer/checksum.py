@@ -16,10 +16,10 @@ from typing import Literal
 import numpy as np
 import xxhash
 
-from kvtransfer.layout import KVLayout
-from kvtransfer.plan import HeadRange, PagedTokens, plan_copies
-from kvtransfer.region import MemoryRegion
-from wire.ids import Room
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.plan import HeadRange, PagedTokens, plan_copies
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.wire.ids import Room
 
 Verify = Literal["off", "sample", "always"]
 """How much is hashed: nothing, some slabs of each room, all of them."""

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from telemetry.log import get_logger
-from wire.channel import Waker
-from wire.errors import TandemError, TransferFailed
-from wire.ids import Room
+from tandem.telemetry.log import get_logger
+from tandem.wire.channel import Waker
+from tandem.wire.errors import TandemError, TransferFailed
+from tandem.wire.ids import Room
 
 log = get_logger("kvtransfer.control")
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from wire.errors import TandemError
-from wire.generation import TokenLogprobs
-from wire.ids import Room
+from tandem.wire.errors import TandemError
+from tandem.wire.generation import TokenLogprobs
+from tandem.wire.ids import Room
 
 # ── prefill ──────────────────────────────────────────────────────────────────────────────────────
 

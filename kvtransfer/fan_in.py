@@ -18,7 +18,7 @@ from enum import Enum
 
 from typing_extensions import override
 
-from wire.errors import TandemError
+from tandem.wire.errors import TandemError
 
 
 class GroupState(Enum):

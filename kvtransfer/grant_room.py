@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from kvtransfer.checksum import arrived_sums, sampled_slabs
-from kvtransfer.layout import KVLayout
-from kvtransfer.parts import RoomParts
-from kvtransfer.plan import HeadRange, PagedTokens
-from kvtransfer.prefill_links import PrefillLink
-from kvtransfer.region import MemoryRegion
-from kvtransfer.session import ReceiverState, Session, receiver_session
-from wire import hand_off
-from wire.ids import Room
+from tandem.kvtransfer.checksum import arrived_sums, sampled_slabs
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.parts import RoomParts
+from tandem.kvtransfer.plan import HeadRange, PagedTokens
+from tandem.kvtransfer.prefill_links import PrefillLink
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.session import ReceiverState, Session, receiver_session
+from tandem.wire import hand_off
+from tandem.wire.ids import Room
 
 
 @dataclass(slots=True)

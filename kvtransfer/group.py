@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 from typing_extensions import override
 
-from kvtransfer.agent import Receiver, ReceiverRank, Sender, SenderRank
-from kvtransfer.control import Outbox
-from kvtransfer.events import (
+from tandem.kvtransfer.agent import Receiver, ReceiverRank, Sender, SenderRank
+from tandem.kvtransfer.control import Outbox
+from tandem.kvtransfer.events import (
     Failed,
     Granted,
     Landed,
@@ -23,13 +23,13 @@ from kvtransfer.events import (
     Safe,
     SenderEvent,
 )
-from kvtransfer.fan_in import GroupAction, GroupState, RoomFanIn
-from kvtransfer.layer_push import PageRun, Wrote
-from kvtransfer.receiver import ReceiverStatistics
-from kvtransfer.sender import SenderStatistics
-from wire.errors import PeerLost, TandemError
-from wire.generation import TokenLogprobs
-from wire.ids import Room
+from tandem.kvtransfer.fan_in import GroupAction, GroupState, RoomFanIn
+from tandem.kvtransfer.layer_push import PageRun, Wrote
+from tandem.kvtransfer.receiver import ReceiverStatistics
+from tandem.kvtransfer.sender import SenderStatistics
+from tandem.wire.errors import PeerLost, TandemError
+from tandem.wire.generation import TokenLogprobs
+from tandem.wire.ids import Room
 
 
 class PrefillGroup:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtransfer.layout import KVLayout
-from wire.ids import Room
+from tandem.kvtransfer.layout import KVLayout
+from tandem.wire.ids import Room
 
 Wrote = Callable[[int], None]
 """Called with a layer's number once its K and V are in the pool; layers come in order."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from wire.hand_off import LayerKV, LayoutInfo
+from tandem.wire.hand_off import LayerKV, LayoutInfo
 
 # 256 TiB, as much as a process can address. Beyond it no layout is meant, and offsets would not be int64.
 MAX_POOL_BYTES = 1 << 48

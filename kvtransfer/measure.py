@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtransfer.plan import CopyPlan, Int64s
-from kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.plan import CopyPlan, Int64s
+from tandem.kvtransfer.region import MemoryRegion
 
 Write = Callable[[CopyPlan], None]
 Clock = Callable[[], float]

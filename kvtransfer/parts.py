@@ -12,8 +12,8 @@ known there is one part, which stands for all.
 
 from typing import NamedTuple
 
-from kvtransfer.fan_in import GroupState, RoomFanIn
-from wire.ids import Room
+from tandem.kvtransfer.fan_in import GroupState, RoomFanIn
+from tandem.wire.ids import Room
 
 
 class Part(NamedTuple):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.layout import KVLayout
+from tandem.kvtransfer.layout import KVLayout
 
 Int64s = NDArray[np.int64]
 

@@ -21,19 +21,28 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from kvtransfer.control import TURN_S, ControlThread, Worker, transport_errors
-from kvtransfer.layout import KVLayout
-from kvtransfer.sharding import Shard
-from kvtransfer.transports.base import Admission, Listener, PeerKey
-from telemetry.log import get_logger
-from wire.channel import Link, Waker, tcp_address, wait
-from wire.errors import PeerLost, TandemError, TransferRefused, error_from_info
-from wire.hand_off import FromPrefill, Hello, Landed, LinkPing, Redirect, Refused, Released, Welcome
-from wire.heartbeat import Heartbeat
-from wire.hosts import resolve
-from wire.ids import Epoch, Room
-from wire.keys import ChannelKey
-from wire.messages import Message
+from tandem.kvtransfer.control import TURN_S, ControlThread, Worker, transport_errors
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.sharding import Shard
+from tandem.kvtransfer.transports.base import Admission, Listener, PeerKey
+from tandem.telemetry.log import get_logger
+from tandem.wire.channel import Link, Waker, tcp_address, wait
+from tandem.wire.errors import PeerLost, TandemError, TransferRefused, error_from_info
+from tandem.wire.hand_off import (
+    FromPrefill,
+    Hello,
+    Landed,
+    LinkPing,
+    Redirect,
+    Refused,
+    Released,
+    Welcome,
+)
+from tandem.wire.heartbeat import Heartbeat
+from tandem.wire.hosts import resolve
+from tandem.wire.ids import Epoch, Room
+from tandem.wire.keys import ChannelKey
+from tandem.wire.messages import Message
 
 log = get_logger("kvtransfer.links")
 

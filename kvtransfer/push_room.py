@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvtransfer.bootstrap import DecodeLink
-from kvtransfer.checksum import PushSums
-from kvtransfer.layout import KVLayout
-from kvtransfer.parts import RoomParts
-from kvtransfer.plan import CopyPlan, PagedTokens, plan_copies
-from kvtransfer.push_worker import PushWorker
-from kvtransfer.session import SenderState, Session, sender_session
-from kvtransfer.transfer_times import PushTimes
-from wire.errors import TransferRefused
-from wire.hand_off import Grant, Landed
-from wire.ids import Room
+from tandem.kvtransfer.bootstrap import DecodeLink
+from tandem.kvtransfer.checksum import PushSums
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.parts import RoomParts
+from tandem.kvtransfer.plan import CopyPlan, PagedTokens, plan_copies
+from tandem.kvtransfer.push_worker import PushWorker
+from tandem.kvtransfer.session import SenderState, Session, sender_session
+from tandem.kvtransfer.transfer_times import PushTimes
+from tandem.wire.errors import TransferRefused
+from tandem.wire.hand_off import Grant, Landed
+from tandem.wire.ids import Room
 
 
 @dataclass(frozen=True, slots=True)

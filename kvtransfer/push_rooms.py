@@ -2,11 +2,11 @@
 
 from collections import Counter
 
-from kvtransfer.bootstrap import DecodeLink
-from kvtransfer.parts import Part
-from kvtransfer.push_room import PushParts, PushRoom
-from kvtransfer.session import SenderState
-from wire.ids import Room
+from tandem.kvtransfer.bootstrap import DecodeLink
+from tandem.kvtransfer.parts import Part
+from tandem.kvtransfer.push_room import PushParts, PushRoom
+from tandem.kvtransfer.session import SenderState
+from tandem.wire.ids import Room
 
 
 class PushRooms:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from kvtransfer.control import start_thread, transport_errors
-from kvtransfer.transports.base import Connection
-from wire.errors import TandemError
-from wire.ids import Room
+from tandem.kvtransfer.control import start_thread, transport_errors
+from tandem.kvtransfer.transports.base import Connection
+from tandem.wire.errors import TandemError
+from tandem.wire.ids import Room
 
 Done = Callable[[TandemError | None], None]
 

@@ -22,16 +22,16 @@ from functools import partial
 import msgspec
 from typing_extensions import override
 
-from kvtransfer.checksum import Verify
-from kvtransfer.control import ControlThread, Outbox, transport_errors
-from kvtransfer.events import Failed, Landed, Lost, ReceiverEvent, Safe
-from kvtransfer.fan_in import GroupAction
-from kvtransfer.grant_room import GrantParts, GrantRoom
-from kvtransfer.layout import KVLayout
-from kvtransfer.parts import Part
-from kvtransfer.prefill_links import PrefillLink, PrefillLinks, ReceiverEnd
-from kvtransfer.region import MemoryRegion
-from kvtransfer.session import (
+from tandem.kvtransfer.checksum import Verify
+from tandem.kvtransfer.control import ControlThread, Outbox, transport_errors
+from tandem.kvtransfer.events import Failed, Landed, Lost, ReceiverEvent, Safe
+from tandem.kvtransfer.fan_in import GroupAction
+from tandem.kvtransfer.grant_room import GrantParts, GrantRoom
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.parts import Part
+from tandem.kvtransfer.prefill_links import PrefillLink, PrefillLinks, ReceiverEnd
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.session import (
     Action,
     CorruptedArrived,
     Event,
@@ -44,14 +44,14 @@ from kvtransfer.session import (
     TimedOut,
     WithdrawAsked,
 )
-from kvtransfer.sharding import Shard
-from kvtransfer.transfer_times import ReceiverTimes
-from kvtransfer.transports.base import Pool, Transport
-from kvtransfer.transports.registry import listen
-from telemetry.log import get_logger
-from wire import hand_off
-from wire.channel import Waker
-from wire.errors import (
+from tandem.kvtransfer.sharding import Shard
+from tandem.kvtransfer.transfer_times import ReceiverTimes
+from tandem.kvtransfer.transports.base import Pool, Transport
+from tandem.kvtransfer.transports.registry import listen
+from tandem.telemetry.log import get_logger
+from tandem.wire import hand_off
+from tandem.wire.channel import Waker
+from tandem.wire.errors import (
     Aborted,
     KVCorrupted,
     PeerLost,
@@ -59,9 +59,9 @@ from wire.errors import (
     TransferTimeout,
     error_of_far_side,
 )
-from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
-from wire.ids import Epoch, Room
-from wire.keys import ChannelKey
+from tandem.wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
+from tandem.wire.ids import Epoch, Room
+from tandem.wire.keys import ChannelKey
 
 log = get_logger("kvtransfer.receiver")
 

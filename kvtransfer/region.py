@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Buffer, override
 
-from wire.errors import ConfigInvalid, TransferRefused
+from tandem.wire.errors import ConfigInvalid, TransferRefused
 
 SHM_DIR = Path("/dev/shm")  # noqa: S108 - names in it are random and files are ours alone
 POOL_NAME = re.compile(r"tandem-[\w-]{1,64}-[0-9a-f]{16}\.pool")

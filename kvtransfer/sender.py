@@ -20,16 +20,16 @@ from functools import partial
 import msgspec
 from typing_extensions import override
 
-from kvtransfer.bootstrap import BootstrapPort, DecodeLink, SenderEnd
-from kvtransfer.checksum import PushSums, Verify, one_in, sampled_slabs
-from kvtransfer.control import ControlThread, Outbox
-from kvtransfer.events import Granted, PushDone, Released, SenderEvent
-from kvtransfer.fan_in import GroupAction
-from kvtransfer.layer_push import LEAST_BYTES, PageRun, Wrote, push_by_layer
-from kvtransfer.parts import Part
-from kvtransfer.push_room import Push, PushRoom, grant_fault
-from kvtransfer.push_rooms import PushRooms
-from kvtransfer.session import (
+from tandem.kvtransfer.bootstrap import BootstrapPort, DecodeLink, SenderEnd
+from tandem.kvtransfer.checksum import PushSums, Verify, one_in, sampled_slabs
+from tandem.kvtransfer.control import ControlThread, Outbox
+from tandem.kvtransfer.events import Granted, PushDone, Released, SenderEvent
+from tandem.kvtransfer.fan_in import GroupAction
+from tandem.kvtransfer.layer_push import LEAST_BYTES, PageRun, Wrote, push_by_layer
+from tandem.kvtransfer.parts import Part
+from tandem.kvtransfer.push_room import Push, PushRoom, grant_fault
+from tandem.kvtransfer.push_rooms import PushRooms
+from tandem.kvtransfer.session import (
     AbortAsked,
     Action,
     Event,
@@ -43,12 +43,12 @@ from kvtransfer.session import (
     WritesDone,
     WritesStopped,
 )
-from kvtransfer.transfer_times import SenderTimes
-from kvtransfer.transports.base import Connection
-from telemetry.log import get_logger
-from wire import hand_off, messages
-from wire.channel import Inbox, Waker
-from wire.errors import (
+from tandem.kvtransfer.transfer_times import SenderTimes
+from tandem.kvtransfer.transports.base import Connection
+from tandem.telemetry.log import get_logger
+from tandem.wire import hand_off, messages
+from tandem.wire.channel import Inbox, Waker
+from tandem.wire.errors import (
     Aborted,
     PeerLost,
     TandemError,
@@ -56,10 +56,10 @@ from wire.errors import (
     TransferTimeout,
     error_of_far_side,
 )
-from wire.generation import TokenLogprobs
-from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
-from wire.ids import Room
-from wire.keys import ChannelKey
+from tandem.wire.generation import TokenLogprobs
+from tandem.wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
+from tandem.wire.ids import Room
+from tandem.wire.keys import ChannelKey
 
 log = get_logger("kvtransfer.sender")
 

@@ -25,7 +25,7 @@ from typing import Generic, TypeVar
 
 from typing_extensions import override
 
-from wire.errors import TandemError
+from tandem.wire.errors import TandemError
 
 
 @dataclass(frozen=True, slots=True)

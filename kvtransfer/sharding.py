@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtransfer.plan import HeadRange
+from tandem.kvtransfer.plan import HeadRange
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from telemetry.histogram import Histogram
+from tandem.telemetry.histogram import Histogram
 
 # From a page within one machine to a long prompt over a slow network; waiting for pages takes as long as answers.
 _SECONDS = (

@@ -16,10 +16,10 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 import msgspec
 
-from node.config import NodeConfig
-from telemetry.log import get_logger
-from wire.hosts import reason_of
-from wire.keys import is_loopback
+from tandem.node.config import NodeConfig
+from tandem.telemetry.log import get_logger
+from tandem.wire.hosts import reason_of
+from tandem.wire.keys import is_loopback
 
 log = get_logger(__name__)
 

@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from node.measures import Measures
-from wire.channel import Inbox, Peer
-from wire.errors import (
+from tandem.node.measures import Measures
+from tandem.wire.channel import Inbox, Peer
+from tandem.wire.errors import (
     Aborted,
     InvalidRequest,
     MessageTooLarge,
@@ -14,9 +14,9 @@ from wire.errors import (
     PeerLost,
     TandemError,
 )
-from wire.generation import Finish, Phase, TokenLogprobs
-from wire.ids import Epoch, RequestId
-from wire.messages import (
+from tandem.wire.generation import Finish, Phase, TokenLogprobs
+from tandem.wire.ids import Epoch, RequestId
+from tandem.wire.messages import (
     CacheReport,
     Measured,
     NodeLoad,
@@ -26,8 +26,8 @@ from wire.messages import (
     TokenBatch,
     TokenDelta,
 )
-from wire.prefix_blocks import pack_names
-from wire.prefix_journal import PrefixJournal
+from tandem.wire.prefix_blocks import pack_names
+from tandem.wire.prefix_journal import PrefixJournal
 
 # The first may have been on its way while we spoke; before the second the far side has looked at its link.
 PINGS_AFTER = 2

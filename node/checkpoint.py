@@ -17,12 +17,12 @@ from pathlib import Path
 
 import msgspec
 
-from engine.config import EngineConfig
-from engine.shape import GENERATION_CONFIG, generation_config
-from engine.weight_files import check_no_pointers, check_weights, read_object
-from telemetry.log import get_logger
-from wire.errors import ConfigInvalid
-from wire.generation import SamplingDefaults
+from tandem.engine.config import EngineConfig
+from tandem.engine.shape import GENERATION_CONFIG, generation_config
+from tandem.engine.weight_files import check_no_pointers, check_weights, read_object
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import ConfigInvalid
+from tandem.wire.generation import SamplingDefaults
 
 log = get_logger(__name__)
 
@@ -163,7 +163,7 @@ def _convert(gguf: Path, target: Path, dtype: str) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / "model"
         done = subprocess.run(  # noqa: S603 - our own module, arguments as a list
-            [sys.executable, "-P", "-m", "node.convert_gguf", str(gguf), str(made), dtype],
+            [sys.executable, "-P", "-m", "tandem.node.convert_gguf", str(gguf), str(made), dtype],
             check=False,
             capture_output=True,
             text=True,

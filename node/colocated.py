@@ -1,6 +1,6 @@
 """`tandem serve`: both roles in one engine. The colocated baseline, and the oracle of parity tests.
 
-Run as `python -m node.colocated` by the HTTP process.
+Run as `python -m tandem.node.colocated` by the HTTP process.
 """
 
 import time
@@ -8,24 +8,24 @@ from collections.abc import Callable
 
 from typing_extensions import override
 
-from engine.core import Engine
-from engine.request import ActiveRequest
-from engine.results import Token
-from kvtransfer.region import MemoryRegion
-from node.answers import Answers, Ticket
-from node.config import NodeConfig
-from node.deadlines import Deadlines, not_started
-from node.engine_host import Parts, RoleHost, main
-from node.load import engine_load, hit_rate, tier_hits, token_usage
-from node.loop import Start
-from node.pool_memory import make_region
-from node.pool_plan import PoolPlan
-from node.quick_process import end_process
-from node.tiering import Tiering
-from node.timeline import Timeline
-from wire.errors import InvalidRequest, TandemError
-from wire.generation import Phase
-from wire.messages import NodeLoad, StartColocated
+from tandem.engine.core import Engine
+from tandem.engine.request import ActiveRequest
+from tandem.engine.results import Token
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.node.answers import Answers, Ticket
+from tandem.node.config import NodeConfig
+from tandem.node.deadlines import Deadlines, not_started
+from tandem.node.engine_host import Parts, RoleHost, main
+from tandem.node.load import engine_load, hit_rate, tier_hits, token_usage
+from tandem.node.loop import Start
+from tandem.node.pool_memory import make_region
+from tandem.node.pool_plan import PoolPlan
+from tandem.node.quick_process import end_process
+from tandem.node.tiering import Tiering
+from tandem.node.timeline import Timeline
+from tandem.wire.errors import InvalidRequest, TandemError
+from tandem.wire.generation import Phase
+from tandem.wire.messages import NodeLoad, StartColocated
 
 
 class ColocatedRole:

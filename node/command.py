@@ -11,15 +11,15 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from frontend.flags import warn_of_exposed_keys
-from node.checkpoint import resolve_model, sampling_defaults
-from node.config import NodeConfig, NodeRole
-from node.flags import MEANINGLESS, build_parser, read_config
-from node.server import serve
-from telemetry import log as logs
-from wire.descriptors import PER_LINK, allow_descriptors
-from wire.errors import TandemError
-from wire.keys import cluster_key, operator_key, warn_of_weak_secret
+from tandem.frontend.flags import warn_of_exposed_keys
+from tandem.node.checkpoint import resolve_model, sampling_defaults
+from tandem.node.config import NodeConfig, NodeRole
+from tandem.node.flags import MEANINGLESS, build_parser, read_config
+from tandem.node.server import serve
+from tandem.telemetry import log as logs
+from tandem.wire.descriptors import PER_LINK, allow_descriptors
+from tandem.wire.errors import TandemError
+from tandem.wire.keys import cluster_key, operator_key, warn_of_weak_secret
 
 log = logs.get_logger(__name__)
 

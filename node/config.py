@@ -4,15 +4,15 @@ from typing import Literal
 
 import msgspec
 
-from engine.config import EngineConfig
-from frontend.options import HttpOptions
-from kvtier.spec import parse_tiers
-from kvtransfer.checksum import Verify
-from kvtransfer.transports.registry import names_of
-from wire.errors import ConfigInvalid
-from wire.generation import SamplingDefaults
-from wire.heartbeat import Heartbeat, heartbeat_of
-from wire.keys import is_loopback
+from tandem.engine.config import EngineConfig
+from tandem.frontend.options import HttpOptions
+from tandem.kvtier.spec import parse_tiers
+from tandem.kvtransfer.checksum import Verify
+from tandem.kvtransfer.transports.registry import names_of
+from tandem.wire.errors import ConfigInvalid
+from tandem.wire.generation import SamplingDefaults
+from tandem.wire.heartbeat import Heartbeat, heartbeat_of
+from tandem.wire.keys import is_loopback
 
 NodeRole = Literal["prefill", "decode", "colocated"]
 
@@ -58,7 +58,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What stands behind the prefix cache.
 
     Attributes:
-        specs: As `--kv-tier` gave them, fastest first; see `kvtier.spec`.
+        specs: As `--kv-tier` gave them, fastest first; see `tandem.kvtier.spec`.
         timeout_s: How long a request waits for them at most. 0.5: half of what SGLang waits, and more than
             a healthy store takes for some thousand tokens; what is not there by then is computed.
         min_tokens: Fewer missing ones are computed without a look. 256: SGLang's default.

@@ -1,7 +1,7 @@
-"""`python -m node.convert_gguf SOURCE.gguf TARGET DTYPE`: a GGUF file as a transformers directory.
+"""`python -m tandem.node.convert_gguf SOURCE.gguf TARGET DTYPE`: a GGUF file as a transformers directory.
 
 Weights are dequantised and written as safetensors of one type. Run as a process of its own by
-`node.checkpoint`, because reading GGUF takes torch and most of the memory of a node. What it says last, on
+`tandem.node.checkpoint`, because reading GGUF takes torch and most of the memory of a node. What it says last, on
 standard error, is why it failed.
 """
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.checkpoint import check_complete, in_one_sentence
-from wire.errors import TandemError
+from tandem.engine.checkpoint import check_complete, in_one_sentence
+from tandem.wire.errors import TandemError
 
 
 def convert(source: Path, target: Path, dtype: str) -> None:

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from typing_extensions import override
 
-from wire.errors import DeadlinePassed
+from tandem.wire.errors import DeadlinePassed
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ Pure, with the time given. What parent and engine tell each other of it is in `e
 
 from typing_extensions import override
 
-from wire.errors import NodeDraining
-from wire.messages import NodeLoad
+from tandem.wire.errors import NodeDraining
+from tandem.wire.messages import NodeLoad
 
 # An edge worker that stands still may read its last answers later, or never: it starts those requests anew.
 UNREAD_S = 2.0

@@ -6,9 +6,9 @@ Those that also say whether a model fits a machine are functions of their own: `
 import argparse
 from pathlib import Path
 
-from engine.config import EngineConfig
-from engine.profile import Profile, Simulation, read_profile
-from wire.errors import ConfigInvalid
+from tandem.engine.config import EngineConfig
+from tandem.engine.profile import Profile, Simulation, read_profile
+from tandem.wire.errors import ConfigInvalid
 
 
 def add_model_flags(group: argparse._ArgumentGroup) -> None:

@@ -21,28 +21,28 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from engine.core import Engine
-from engine.errors import DeviceLost
-from kvtransfer.region import MemoryRegion
-from node.answers import Answers
-from node.config import NodeConfig
-from node.engine_report import Drained, Failed, Order, Ready, Report
-from node.loop import EngineLoop, Role
-from node.measures import Measures
-from node.pool_plan import PoolPlan
-from node.quick_process import uncollected
-from node.rank_pipe import claim_stdout, end_process_after
-from node.ranks import RankProcess, Ranks
-from node.step_watch import StepWatch
-from node.tiering import Tiering
-from node.tiers import make_tiering, open_tiers
-from telemetry import log as logs
-from wire.channel import Inbox, Waker, tcp_address
-from wire.descriptors import PER_LINK, allow_descriptors
-from wire.errors import TandemError
-from wire.ids import Epoch, new_epoch
-from wire.keys import ChannelKey, cluster_key
-from wire.messages import ToEngine
+from tandem.engine.core import Engine
+from tandem.engine.errors import DeviceLost
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.node.answers import Answers
+from tandem.node.config import NodeConfig
+from tandem.node.engine_report import Drained, Failed, Order, Ready, Report
+from tandem.node.loop import EngineLoop, Role
+from tandem.node.measures import Measures
+from tandem.node.pool_plan import PoolPlan
+from tandem.node.quick_process import uncollected
+from tandem.node.rank_pipe import claim_stdout, end_process_after
+from tandem.node.ranks import RankProcess, Ranks
+from tandem.node.step_watch import StepWatch
+from tandem.node.tiering import Tiering
+from tandem.node.tiers import make_tiering, open_tiers
+from tandem.telemetry import log as logs
+from tandem.wire.channel import Inbox, Waker, tcp_address
+from tandem.wire.descriptors import PER_LINK, allow_descriptors
+from tandem.wire.errors import TandemError
+from tandem.wire.ids import Epoch, new_epoch
+from tandem.wire.keys import ChannelKey, cluster_key
+from tandem.wire.messages import ToEngine
 
 log = logs.get_logger(__name__)
 
@@ -252,11 +252,11 @@ def build_engine(
     # What one needs the other never loads: torch alone is 200 MB and a second.
     simulation = config.engine.simulation
     if simulation is not None:
-        from node.simulated_engine import build_simulated
+        from tandem.node.simulated_engine import build_simulated
 
         return build_simulated(config, simulation, partial(host.memory, config))
     with uncollected():
-        from node.model_engine import build_model
+        from tandem.node.model_engine import build_model
 
     return build_model(config, partial(host.memory, config), waker, ranks)
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from frontend.engine_client import EngineClient
-from telemetry.log import get_logger
+from tandem.frontend.engine_client import EngineClient
+from tandem.telemetry.log import get_logger
 
 log = get_logger(__name__)
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from node.config import NodeConfig
-from node.engine_report import Drain, Drained, Failed, Order, Ready, Resume
-from telemetry.log import get_logger
-from wire.errors import EngineFailed, TandemError, error_from_info
+from tandem.node.config import NodeConfig
+from tandem.node.engine_report import Drain, Drained, Failed, Order, Ready, Resume
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import EngineFailed, TandemError, error_from_info
 
 log = get_logger(__name__)
 
@@ -33,7 +33,7 @@ class EngineProcess:
     """One engine process.
 
     Args:
-        module: Run as `python -P -m module`; such as `prefill.engine`.
+        module: Run as `python -P -m module`; such as `tandem.prefill.engine`.
         on_drained: Called when nothing is left since the last `drain`.
     """
 

@@ -8,7 +8,7 @@
 
 import msgspec
 
-from wire.errors import ErrorInfo
+from tandem.wire.errors import ErrorInfo
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -11,20 +11,27 @@ from collections.abc import Sequence
 import msgspec
 from typing_extensions import override
 
-from frontend.flags import add_generation_config_flag, add_http_flags, read_http
-from frontend.reply_flags import add_reply_flags
-from frontend.reply_parser import reply_formats
-from node.checkpoint import model_name
-from node.config import DRAIN_TIMEOUT_S, STEP_TIMEOUT_S, NodeConfig, NodeRole, TransferConfig, check
-from node.engine_flags import (
+from tandem.frontend.flags import add_generation_config_flag, add_http_flags, read_http
+from tandem.frontend.reply_flags import add_reply_flags
+from tandem.frontend.reply_parser import reply_formats
+from tandem.node.checkpoint import model_name
+from tandem.node.config import (
+    DRAIN_TIMEOUT_S,
+    STEP_TIMEOUT_S,
+    NodeConfig,
+    NodeRole,
+    TransferConfig,
+    check,
+)
+from tandem.node.engine_flags import (
     add_engine_flags,
     add_model_flags,
     add_simulation_flags,
     read_engine,
 )
-from node.tier_flags import add_tier_flags, read_tiers
-from telemetry.flags import add_format_flag, add_heartbeat_flag, add_level_flag
-from wire.hosts import bare_host, checked_url
+from tandem.node.tier_flags import add_tier_flags, read_tiers
+from tandem.telemetry.flags import add_format_flag, add_heartbeat_flag, add_level_flag
+from tandem.wire.hosts import bare_host, checked_url
 
 # Known elsewhere, without meaning here: accepted, said once. Value: why.
 MEANINGLESS = {

@@ -20,8 +20,8 @@ from enum import StrEnum
 
 from typing_extensions import override
 
-from node.config import NodeRole
-from wire.errors import InvalidRequest, TandemError
+from tandem.node.config import NodeRole
+from tandem.wire.errors import InvalidRequest, TandemError
 
 
 class State(StrEnum):

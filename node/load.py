@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from engine.core import Engine
-from wire.messages import NodeLoad, TierLoad
+from tandem.engine.core import Engine
+from tandem.wire.messages import NodeLoad, TierLoad
 
 
 def engine_load(

@@ -8,20 +8,20 @@ from collections.abc import AsyncGenerator, Mapping
 
 import msgspec
 
-from frontend.backend import ALONE, Bootstrap, Health, ServedModel, Tap
-from frontend.engine_client import EngineClient
-from frontend.tokenizer import Tokenizer
-from kvtransfer.transports.registry import names_of
-from node.config import NodeConfig
-from node.drain import num_left, refusal
-from node.engine_report import Ready
-from node.life import Life, State
-from node.metrics import NodeView, node_metrics, render
-from wire.errors import InvalidRequest, NoNodeAvailable
-from wire.generation import GenerateRequest
-from wire.ids import Room
-from wire.messages import NodeLoad, StartColocated, StartDecode, StartPrefill, TokenDelta
-from wire.node_info import ModelInfo, NodeInfo
+from tandem.frontend.backend import ALONE, Bootstrap, Health, ServedModel, Tap
+from tandem.frontend.engine_client import EngineClient
+from tandem.frontend.tokenizer import Tokenizer
+from tandem.kvtransfer.transports.registry import names_of
+from tandem.node.config import NodeConfig
+from tandem.node.drain import num_left, refusal
+from tandem.node.engine_report import Ready
+from tandem.node.life import Life, State
+from tandem.node.metrics import NodeView, node_metrics, render
+from tandem.wire.errors import InvalidRequest, NoNodeAvailable
+from tandem.wire.generation import GenerateRequest
+from tandem.wire.ids import Room
+from tandem.wire.messages import NodeLoad, StartColocated, StartDecode, StartPrefill, TokenDelta
+from tandem.wire.node_info import ModelInfo, NodeInfo
 
 # After so long without a word of its loop an engine counts as hung: three times the longest chunk of a large
 # model on a CPU. It answers every half second while it is well.

@@ -12,16 +12,16 @@ from typing import Protocol
 
 import msgspec
 
-from node.answers import Answers, Ticket
-from node.drain import Drain, hand_over, num_left, refusal
-from node.engine_report import Drain as DrainOrder
-from node.engine_report import Order
-from node.measures import Measures
-from telemetry.log import get_logger
-from wire.channel import Inbox, Peer, Waker, wait
-from wire.errors import EngineFailed, PeerLost, TandemError
-from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
-from wire.messages import (
+from tandem.node.answers import Answers, Ticket
+from tandem.node.drain import Drain, hand_over, num_left, refusal
+from tandem.node.engine_report import Drain as DrainOrder
+from tandem.node.engine_report import Order
+from tandem.node.measures import Measures
+from tandem.telemetry.log import get_logger
+from tandem.wire.channel import Inbox, Peer, Waker, wait
+from tandem.wire.errors import EngineFailed, PeerLost, TandemError
+from tandem.wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
+from tandem.wire.messages import (
     Cancel,
     FlushCache,
     NodeLoad,

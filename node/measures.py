@@ -12,12 +12,12 @@ from contextlib import contextmanager
 
 from typing_extensions import override
 
-from engine.step_counts import StepCounts
-from kvtransfer.transfer_times import ReceiverTimes, SenderTimes
-from telemetry.histogram import Histogram, Spread
-from wire.errors import TandemError
-from wire.ids import Epoch
-from wire.messages import Measured
+from tandem.engine.step_counts import StepCounts
+from tandem.kvtransfer.transfer_times import ReceiverTimes, SenderTimes
+from tandem.telemetry.histogram import Histogram, Spread
+from tandem.wire.errors import TandemError
+from tandem.wire.ids import Epoch
+from tandem.wire.messages import Measured
 
 # From a step of a few requests to one that compiles something.
 _CPU_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.5, 1)

@@ -16,11 +16,11 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
-from node.life import State
-from node.tier_metrics import tier_families
-from telemetry.histogram import Spread
-from telemetry.process_metrics import BuildCollector, ProcessesCollector
-from wire.messages import Measured, NodeLoad
+from tandem.node.life import State
+from tandem.node.tier_metrics import tier_families
+from tandem.telemetry.histogram import Spread
+from tandem.telemetry.process_metrics import BuildCollector, ProcessesCollector
+from tandem.wire.messages import Measured, NodeLoad
 
 PAGE_STATES = ("free", "cached", "held", "granted", "quarantined")
 # As operators call it: by the command that starts it.

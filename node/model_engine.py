@@ -6,26 +6,26 @@ from pathlib import Path
 import msgspec
 import torch
 
-from engine.attention_backends import choose_backend
-from engine.config import config_of_rank
-from engine.core import Engine
-from engine.cuda_graphs import is_recording, make_runner
-from engine.device import use_device
-from engine.grammar_compiler import GrammarCompiler
-from engine.kv_pool import make_pool, pool_pages
-from engine.launcher import ModelLauncher
-from engine.model import load_model
-from engine.runner import Runner
-from engine.shape import ModelShape
-from engine.tensor_parallel import ShardedRunner, join, least
-from kvtransfer.region import MemoryRegion
-from node.config import NodeConfig
-from node.pool_memory import bytes_of
-from node.pool_plan import PoolPlan
-from node.ranks import Ranks
-from telemetry import log as logs
-from wire.channel import Waker
-from wire.errors import ConfigInvalid
+from tandem.engine.attention_backends import choose_backend
+from tandem.engine.config import config_of_rank
+from tandem.engine.core import Engine
+from tandem.engine.cuda_graphs import is_recording, make_runner
+from tandem.engine.device import use_device
+from tandem.engine.grammar_compiler import GrammarCompiler
+from tandem.engine.kv_pool import make_pool, pool_pages
+from tandem.engine.launcher import ModelLauncher
+from tandem.engine.model import load_model
+from tandem.engine.runner import Runner
+from tandem.engine.shape import ModelShape
+from tandem.engine.tensor_parallel import ShardedRunner, join, least
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.node.config import NodeConfig
+from tandem.node.pool_memory import bytes_of
+from tandem.node.pool_plan import PoolPlan
+from tandem.node.ranks import Ranks
+from tandem.telemetry import log as logs
+from tandem.wire.channel import Waker
+from tandem.wire.errors import ConfigInvalid
 
 log = logs.get_logger(__name__)
 

@@ -6,11 +6,11 @@ import msgspec
 from aiohttp import web
 from pydantic import Field
 
-from frontend.body import Body, read_json, validate
-from frontend.limits import expect
-from frontend.middleware import json_response
-from frontend.operators import operators_only
-from node.config import MAX_DRAIN_S
+from tandem.frontend.body import Body, read_json, validate
+from tandem.frontend.limits import expect
+from tandem.frontend.middleware import json_response
+from tandem.frontend.operators import operators_only
+from tandem.node.config import MAX_DRAIN_S
 
 
 class DrainBody(Body):

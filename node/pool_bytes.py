@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier.tier import PoolPages
-from kvtransfer.region import DeviceRegion, MemoryRegion
+from tandem.kvtier.tier import PoolPages
+from tandem.kvtransfer.region import DeviceRegion, MemoryRegion
 
 if TYPE_CHECKING:  # an engine that is simulated has pages, and no tensors
     import torch

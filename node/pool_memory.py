@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from kvtransfer.region import DeviceRegion, MemoryRegion
-from kvtransfer.transports.registry import names_of
-from node.config import NodeConfig
+from tandem.kvtransfer.region import DeviceRegion, MemoryRegion
+from tandem.kvtransfer.transports.registry import names_of
+from tandem.node.config import NodeConfig
 
 if TYPE_CHECKING:  # an engine that is simulated has memory, and no tensors
     import torch

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from engine.shape import ModelShape
-from kvtransfer.layout import KVLayout
+from tandem.engine.shape import ModelShape
+from tandem.kvtransfer.layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`python -m node.rank`: one of the ranks beside rank 0, which starts it and ends it.
+"""`python -m tandem.node.rank`: one of the ranks beside rank 0, which starts it and ends it.
 
 It repeats rank 0's forwards on its own shard, and its transfer agent and its tiers do what rank 0's do. All
 that rank 0 says is done in the order it was said: a page is pushed, or saved, after the forward that wrote it.
@@ -11,11 +11,11 @@ from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvtier.stack import CLOSE_S
-from node.engine_host import SWITCH_S, allow_peers
-from node.quick_process import end_process, uncollected
-from node.rank_agent import RankAgent, rank_agent
-from node.rank_messages import (
+from tandem.kvtier.stack import CLOSE_S
+from tandem.node.engine_host import SWITCH_S, allow_peers
+from tandem.node.quick_process import end_process, uncollected
+from tandem.node.rank_agent import RankAgent, rank_agent
+from tandem.node.rank_messages import (
     Forward,
     RankFailed,
     RankReady,
@@ -24,18 +24,18 @@ from node.rank_messages import (
     ToTiers,
     unpack_inputs,
 )
-from node.rank_pipe import RankPipe, claim_stdout, end_process_after
-from node.rank_tiers import RankTiersThread
-from node.tiers import open_rank_tiers
-from telemetry import log as logs
-from wire.channel import Waker, wait
-from wire.errors import TandemError
+from tandem.node.rank_pipe import RankPipe, claim_stdout, end_process_after
+from tandem.node.rank_tiers import RankTiersThread
+from tandem.node.tiers import open_rank_tiers
+from tandem.telemetry import log as logs
+from tandem.wire.channel import Waker, wait
+from tandem.wire.errors import TandemError
 
 with uncollected():
-    from engine.device import use_device
-    from engine.runner import Runner
-    from engine.tensor_parallel import follow, join
-    from node.model_engine import build_shard
+    from tandem.engine.device import use_device
+    from tandem.engine.runner import Runner
+    from tandem.engine.tensor_parallel import follow, join
+    from tandem.node.model_engine import build_shard
 
 log = logs.get_logger(__name__)
 

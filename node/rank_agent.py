@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 from typing_extensions import override
 
-from kvtransfer.events import ReceiverEvent, SenderEvent
-from kvtransfer.layer_push import PageRun, Wrote
-from kvtransfer.receiver import DecodeAgent
-from kvtransfer.region import MemoryRegion
-from kvtransfer.sender import PrefillAgent
-from node.config import NodeConfig, NodeRole
-from node.pool_memory import make_region
-from node.pool_plan import PoolPlan
-from node.rank_messages import (
+from tandem.kvtransfer.events import ReceiverEvent, SenderEvent
+from tandem.kvtransfer.layer_push import PageRun, Wrote
+from tandem.kvtransfer.receiver import DecodeAgent
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.sender import PrefillAgent
+from tandem.node.config import NodeConfig, NodeRole
+from tandem.node.pool_memory import make_region
+from tandem.node.pool_plan import PoolPlan
+from tandem.node.rank_messages import (
     Abort,
     Expect,
     FinishPush,
@@ -41,12 +41,12 @@ from node.rank_messages import (
     unpack_receiver_event,
     unpack_sender_event,
 )
-from node.ranks import RankProcess
-from node.transfer import RankEnd, make_receiver, make_sender
-from wire.channel import Waker
-from wire.errors import TandemError
-from wire.ids import Room, new_epoch
-from wire.keys import cluster_key
+from tandem.node.ranks import RankProcess
+from tandem.node.transfer import RankEnd, make_receiver, make_sender
+from tandem.wire.channel import Waker
+from tandem.wire.errors import TandemError
+from tandem.wire.ids import Room, new_epoch
+from tandem.wire.keys import cluster_key
 
 
 class RankAgent(ABC):

@@ -10,13 +10,13 @@
 import msgspec
 import numpy as np
 
-from engine.forward import ForwardInputs
-from kvtier.cost import TierCost
-from kvtransfer import events
-from node.config import NodeConfig
-from wire.errors import ErrorInfo, TandemError, error_from_info
-from wire.ids import Room
-from wire.messages import Message, TierLoad
+from tandem.engine.forward import ForwardInputs
+from tandem.kvtier.cost import TierCost
+from tandem.kvtransfer import events
+from tandem.node.config import NodeConfig
+from tandem.wire.errors import ErrorInfo, TandemError, error_from_info
+from tandem.wire.ids import Room
+from tandem.wire.messages import Message, TierLoad
 
 # ── rank 0 → rank ────────────────────────────────────────────────────────────────────────────────
 
@@ -219,7 +219,7 @@ class SafeHere(Message, frozen=True, kw_only=True):
 
 
 class FetchedHere(Message, frozen=True, kw_only=True):
-    """See `kvtier.events.Fetched`."""
+    """See `tandem.kvtier.events.Fetched`."""
 
     number: int
     num_pages: int
@@ -227,14 +227,14 @@ class FetchedHere(Message, frozen=True, kw_only=True):
 
 
 class PlacedHere(Message, frozen=True, kw_only=True):
-    """See `kvtier.events.Placed`."""
+    """See `tandem.kvtier.events.Placed`."""
 
     number: int
     is_whole: bool
 
 
 class SavedHere(Message, frozen=True, kw_only=True):
-    """See `kvtier.events.Saved`."""
+    """See `tandem.kvtier.events.Saved`."""
 
     number: int
 

@@ -8,9 +8,9 @@ import struct
 import threading
 from typing import IO, Any, BinaryIO, Generic
 
-from wire.codec import Codec, In
-from wire.errors import PeerLost
-from wire.messages import Message
+from tandem.wire.codec import Codec, In
+from tandem.wire.errors import PeerLost
+from tandem.wire.messages import Message
 
 _LENGTH = struct.Struct("<I")
 

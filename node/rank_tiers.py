@@ -17,9 +17,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from kvtier.cost import TierCost
-from kvtier.events import Fetched, Placed, Saved, TierEvent
-from node.rank_messages import (
+from tandem.kvtier.cost import TierCost
+from tandem.kvtier.events import Fetched, Placed, Saved, TierEvent
+from tandem.node.rank_messages import (
     AbandonFetch,
     FetchedHere,
     FetchPages,
@@ -31,13 +31,13 @@ from node.rank_messages import (
     TiersHere,
     ToTiers,
 )
-from node.ranks import RankProcess
-from node.tier_group import Tiers
-from telemetry.log import get_logger
-from wire.channel import Waker, wait
-from wire.errors import PeerLost
-from wire.messages import TierLoad
-from wire.page_keys import PageKey, shard_key
+from tandem.node.ranks import RankProcess
+from tandem.node.tier_group import Tiers
+from tandem.telemetry.log import get_logger
+from tandem.wire.channel import Waker, wait
+from tandem.wire.errors import PeerLost
+from tandem.wire.messages import TierLoad
+from tandem.wire.page_keys import PageKey, shard_key
 
 log = get_logger(__name__)
 

@@ -19,10 +19,10 @@ from pathlib import Path
 import msgspec
 from typing_extensions import override
 
-from engine.config import config_of_rank
-from engine.forward import ForwardInputs
-from node.config import NodeConfig
-from node.rank_messages import (
+from tandem.engine.config import config_of_rank
+from tandem.engine.forward import ForwardInputs
+from tandem.node.config import NodeConfig
+from tandem.node.rank_messages import (
     FetchedHere,
     FromAgent,
     FromRank,
@@ -36,10 +36,10 @@ from node.rank_messages import (
     ToRank,
     pack_inputs,
 )
-from node.rank_pipe import RankPipe
-from telemetry.log import get_logger
-from wire.channel import Waker
-from wire.errors import EngineFailed, PeerLost, TandemError, error_from_info
+from tandem.node.rank_pipe import RankPipe
+from tandem.telemetry.log import get_logger
+from tandem.wire.channel import Waker
+from tandem.wire.errors import EngineFailed, PeerLost, TandemError, error_from_info
 
 log = get_logger(__name__)
 
@@ -69,7 +69,9 @@ class RankProcess:
         self._heard, self._ended = heard, ended
         self._is_closing = False
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "node.rank"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-P", "-m", "tandem.node.rank"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -11,18 +11,18 @@ What lies between is in `life.py`.
 from collections.abc import Mapping
 from pathlib import Path
 
-from frontend.app import create_app
-from frontend.options import FrontendOptions
-from frontend.reply_parser import reply_formats
-from frontend.server import listen, serving
-from frontend.tokenizer import Tokenizer
-from frontend.tokenizer_files import tokenizer_files, tokenizer_hash
-from node.config import NodeConfig, NodeRole
-from node.operations import add_routes
-from node.supervisor import Supervisor
-from telemetry.log import get_logger
-from wire.errors import TandemError
-from wire.keys import ChannelKey
+from tandem.frontend.app import create_app
+from tandem.frontend.options import FrontendOptions
+from tandem.frontend.reply_parser import reply_formats
+from tandem.frontend.server import listen, serving
+from tandem.frontend.tokenizer import Tokenizer
+from tandem.frontend.tokenizer_files import tokenizer_files, tokenizer_hash
+from tandem.node.config import NodeConfig, NodeRole
+from tandem.node.operations import add_routes
+from tandem.node.supervisor import Supervisor
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import TandemError
+from tandem.wire.keys import ChannelKey
 
 log = get_logger(__name__)
 

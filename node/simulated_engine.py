@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 
-from engine.core import Engine
-from engine.profile import Simulation
-from engine.simulated import SimulatedLauncher, SimulatedPages
-from engine.simulated_model import read_model
-from kvtransfer.region import MemoryRegion
-from node.config import NodeConfig
-from node.pool_plan import PoolPlan
-from telemetry import log as logs
-from wire.errors import ConfigInvalid
+from tandem.engine.core import Engine
+from tandem.engine.profile import Simulation
+from tandem.engine.simulated import SimulatedLauncher, SimulatedPages
+from tandem.engine.simulated_model import read_model
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.node.config import NodeConfig
+from tandem.node.pool_plan import PoolPlan
+from tandem.telemetry import log as logs
+from tandem.wire.errors import ConfigInvalid
 
 log = logs.get_logger(__name__)
 

@@ -11,22 +11,22 @@ from functools import partial
 
 import msgspec
 
-from frontend.engine_client import EngineClient
-from frontend.tokenizer import Tokenizer
-from node.announce import LEAVE_TIMEOUT_S, Announcer, warn_of_loopback
-from node.config import NodeConfig, NodeRole
-from node.engine_link import keep_linked
-from node.engine_process import EngineProcess
-from node.engine_report import Ready
-from node.life import Event, Life, State
-from node.local_backend import LocalBackend
-from node.operations import NodeStatus
-from telemetry.log import configure, get_logger
-from telemetry.version import package_version
-from wire.channel import tcp_address
-from wire.errors import TandemError
-from wire.ids import Epoch
-from wire.keys import ChannelKey
+from tandem.frontend.engine_client import EngineClient
+from tandem.frontend.tokenizer import Tokenizer
+from tandem.node.announce import LEAVE_TIMEOUT_S, Announcer, warn_of_loopback
+from tandem.node.config import NodeConfig, NodeRole
+from tandem.node.engine_link import keep_linked
+from tandem.node.engine_process import EngineProcess
+from tandem.node.engine_report import Ready
+from tandem.node.life import Event, Life, State
+from tandem.node.local_backend import LocalBackend
+from tandem.node.operations import NodeStatus
+from tandem.telemetry.log import configure, get_logger
+from tandem.telemetry.version import package_version
+from tandem.wire.channel import tcp_address
+from tandem.wire.errors import TandemError
+from tandem.wire.ids import Epoch
+from tandem.wire.keys import ChannelKey
 
 log = get_logger(__name__)
 

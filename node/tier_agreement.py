@@ -13,7 +13,7 @@ that is over comes late, of a fetch that was abandoned, and is passed over.
 
 from typing_extensions import override
 
-from kvtier.events import Fetched, Placed, Saved, TierEvent
+from tandem.kvtier.events import Fetched, Placed, Saved, TierEvent
 
 
 class TierAgreement:

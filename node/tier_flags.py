@@ -2,8 +2,8 @@
 
 import argparse
 
-from node.config import TierConfig
-from wire.errors import ConfigInvalid
+from tandem.node.config import TierConfig
+from tandem.wire.errors import ConfigInvalid
 
 
 def add_tier_flags(group: argparse._ArgumentGroup) -> None:

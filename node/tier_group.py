@@ -13,12 +13,12 @@ from typing import Protocol
 
 import msgspec
 
-from kvtier.cost import TierCost
-from kvtier.events import TierEvent
-from node.tier_agreement import TierAgreement
-from wire.messages import TierLoad
-from wire.page_keys import PageKey
-from wire.prefix_journal import PrefixJournal
+from tandem.kvtier.cost import TierCost
+from tandem.kvtier.events import TierEvent
+from tandem.node.tier_agreement import TierAgreement
+from tandem.wire.messages import TierLoad
+from tandem.wire.page_keys import PageKey
+from tandem.wire.prefix_journal import PrefixJournal
 
 # From what one wishes for to what one looks at first.
 _STATES = ("up", "full", "backing_off")

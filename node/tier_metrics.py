@@ -9,8 +9,8 @@ from prometheus_client.core import (
     Metric,
 )
 
-from telemetry.histogram import Spread
-from wire.messages import TierLoad
+from tandem.telemetry.histogram import Spread
+from tandem.wire.messages import TierLoad
 
 STATES = ("up", "backing_off", "full")
 

@@ -23,13 +23,13 @@ from typing import Generic, TypeVar
 import msgspec
 from typing_extensions import override
 
-from engine.core import Engine
-from engine.prefix_cache import MissingPages
-from kvtier.events import Fetched, Placed, Saved
-from node.tier_group import Tiers
-from telemetry.histogram import Histogram, Spread
-from wire.messages import TierLoad
-from wire.page_keys import PageKey
+from tandem.engine.core import Engine
+from tandem.engine.prefix_cache import MissingPages
+from tandem.kvtier.events import Fetched, Placed, Saved
+from tandem.node.tier_group import Tiers
+from tandem.telemetry.histogram import Histogram, Spread
+from tandem.wire.messages import TierLoad
+from tandem.wire.page_keys import PageKey
 
 T = TypeVar("T")
 

@@ -3,20 +3,20 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.core import Engine
-from engine.shape import ModelShape
-from kvtier.spec import make_tier, parse_tiers
-from kvtier.stack import TierStack
-from kvtransfer.region import MemoryRegion
-from node.config import NodeConfig, TierConfig
-from node.pool_bytes import pool_pages
-from node.rank_messages import FromTiers
-from node.rank_tiers import RankTiers, RankTiersThread, RemoteTiers
-from node.ranks import RankProcess
-from node.tier_group import TierGroup, Tiers
-from node.tiering import LOOKING_SHARE, Tiering
-from telemetry.log import get_logger
-from wire.channel import Waker
+from tandem.engine.core import Engine
+from tandem.engine.shape import ModelShape
+from tandem.kvtier.spec import make_tier, parse_tiers
+from tandem.kvtier.stack import TierStack
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.node.config import NodeConfig, TierConfig
+from tandem.node.pool_bytes import pool_pages
+from tandem.node.rank_messages import FromTiers
+from tandem.node.rank_tiers import RankTiers, RankTiersThread, RemoteTiers
+from tandem.node.ranks import RankProcess
+from tandem.node.tier_group import TierGroup, Tiers
+from tandem.node.tiering import LOOKING_SHARE, Tiering
+from tandem.telemetry.log import get_logger
+from tandem.wire.channel import Waker
 
 log = get_logger(__name__)
 

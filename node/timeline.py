@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from wire.generation import Phase
+from tandem.wire.generation import Phase
 
 # A prompt of more chunks than this tells the rest of them as one.
 MAX_CHUNKS = 64

@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtransfer.bootstrap import SenderEnd
-from kvtransfer.layout import KVLayout
-from kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
-from kvtransfer.region import MemoryRegion
-from kvtransfer.sender import PrefillAgent, SenderTimeouts
-from kvtransfer.sharding import Shard
-from kvtransfer.transports.base import Transport, TransportConfig
-from kvtransfer.transports.registry import transports
-from node.config import NodeConfig
-from wire.channel import Waker, tcp_address
-from wire.ids import Epoch
-from wire.keys import ChannelKey
+from tandem.kvtransfer.bootstrap import SenderEnd
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.sender import PrefillAgent, SenderTimeouts
+from tandem.kvtransfer.sharding import Shard
+from tandem.kvtransfer.transports.base import Transport, TransportConfig
+from tandem.kvtransfer.transports.registry import transports
+from tandem.node.config import NodeConfig
+from tandem.wire.channel import Waker, tcp_address
+from tandem.wire.ids import Epoch
+from tandem.wire.keys import ChannelKey
 
 
 @dataclass(frozen=True, slots=True)

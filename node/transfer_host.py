@@ -4,12 +4,12 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from kvtransfer.region import MemoryRegion
-from node.config import NodeConfig
-from node.engine_host import Parts, RoleHost
-from node.pool_memory import make_region
-from node.pool_plan import PoolPlan
-from node.transfer import RankEnd
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.node.config import NodeConfig
+from tandem.node.engine_host import Parts, RoleHost
+from tandem.node.pool_memory import make_region
+from tandem.node.pool_plan import PoolPlan
+from tandem.node.transfer import RankEnd
 
 
 class Agent(Protocol):

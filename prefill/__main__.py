@@ -1,8 +1,8 @@
-"""`python -m prefill`, the same as `tandem prefill`."""
+"""`python -m tandem.prefill`, the same as `tandem prefill`."""
 
 import sys
 
-from prefill.command import main
+from tandem.prefill.command import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -1,14 +1,14 @@
-"""`python -m prefill.engine`: the engine process of a prefill node, started by its HTTP process."""
+"""`python -m tandem.prefill.engine`: the engine process of a prefill node, started by its HTTP process."""
 
 from typing_extensions import override
 
-from kvtransfer.group import PrefillGroup
-from node.engine_host import Parts, main
-from node.quick_process import end_process
-from node.rank_agent import RemoteSender
-from node.transfer import make_sender
-from node.transfer_host import TransferHost
-from prefill.role import PrefillRole
+from tandem.kvtransfer.group import PrefillGroup
+from tandem.node.engine_host import Parts, main
+from tandem.node.quick_process import end_process
+from tandem.node.rank_agent import RemoteSender
+from tandem.node.transfer import make_sender
+from tandem.node.transfer_host import TransferHost
+from tandem.prefill.role import PrefillRole
 
 
 class _Host(TransferHost):

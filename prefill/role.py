@@ -14,23 +14,23 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from engine.core import Engine
-from engine.request import ActiveRequest
-from engine.results import CompletePages, Token
-from kvtransfer.agent import Sender
-from kvtransfer.events import Granted, PushDone, Released
-from kvtransfer.layer_push import PageRun, Wrote
-from node.answers import Answers, Ticket
-from node.deadlines import Deadlines, not_started
-from node.load import engine_load, hit_rate, tier_hits, token_usage
-from node.loop import Start
-from node.tiering import Tiering
-from node.timeline import Timeline
-from telemetry.log import get_logger
-from wire.errors import InvalidRequest, Overloaded, TandemError
-from wire.generation import Finish, GenerateRequest
-from wire.ids import Room
-from wire.messages import NodeLoad, StartColocated, StartPrefill
+from tandem.engine.core import Engine
+from tandem.engine.request import ActiveRequest
+from tandem.engine.results import CompletePages, Token
+from tandem.kvtransfer.agent import Sender
+from tandem.kvtransfer.events import Granted, PushDone, Released
+from tandem.kvtransfer.layer_push import PageRun, Wrote
+from tandem.node.answers import Answers, Ticket
+from tandem.node.deadlines import Deadlines, not_started
+from tandem.node.load import engine_load, hit_rate, tier_hits, token_usage
+from tandem.node.loop import Start
+from tandem.node.tiering import Tiering
+from tandem.node.timeline import Timeline
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import InvalidRequest, Overloaded, TandemError
+from tandem.wire.generation import Finish, GenerateRequest
+from tandem.wire.ids import Room
+from tandem.wire.messages import NodeLoad, StartColocated, StartPrefill
 
 log = get_logger(__name__)
 

@@ -1,8 +1,8 @@
-"""`python -m router ...` is `tandem lb ...`."""
+"""`python -m tandem.router ...` is `tandem lb ...`."""
 
 import sys
 
-from router.command import main
+from tandem.router.command import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from router.line import Line, Waiting
-from wire.errors import DeadlinePassed, Overloaded
+from tandem.router.line import Line, Waiting
+from tandem.wire.errors import DeadlinePassed, Overloaded
 
 # The measured time to the first token is halved in so many seconds without a first token: while no request
 # begins, none can be seen to begin faster.

@@ -2,10 +2,10 @@
 
 import argparse
 
-from router.admission import Limits
-from router.config import AdmissionConfig
-from router.key_limits import read_limits
-from wire.errors import ConfigInvalid
+from tandem.router.admission import Limits
+from tandem.router.config import AdmissionConfig
+from tandem.router.key_limits import read_limits
+from tandem.wire.errors import ConfigInvalid
 
 _DEFAULTS = Limits()
 

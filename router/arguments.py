@@ -10,14 +10,20 @@ from typing import get_args
 
 from typing_extensions import override
 
-from frontend.flags import add_generation_config_flag, add_http_flags, read_http
-from frontend.reply_flags import add_reply_flags
-from router.admission_flags import add_admission_flags, read_admission
-from router.config import LOCAL_PREFILL_THRESHOLD, PolicyName, PrefillTarget, RouterConfig, node_url
-from router.discovery_flags import add_discovery_flags, read_dns, read_kubernetes
-from telemetry.flags import add_format_flag, add_heartbeat_flag, add_level_flag
-from wire.errors import ConfigInvalid
-from wire.hosts import bare_host
+from tandem.frontend.flags import add_generation_config_flag, add_http_flags, read_http
+from tandem.frontend.reply_flags import add_reply_flags
+from tandem.router.admission_flags import add_admission_flags, read_admission
+from tandem.router.config import (
+    LOCAL_PREFILL_THRESHOLD,
+    PolicyName,
+    PrefillTarget,
+    RouterConfig,
+    node_url,
+)
+from tandem.router.discovery_flags import add_discovery_flags, read_dns, read_kubernetes
+from tandem.telemetry.flags import add_format_flag, add_heartbeat_flag, add_level_flag
+from tandem.wire.errors import ConfigInvalid
+from tandem.wire.hosts import bare_host
 
 EXAMPLES = """\
 examples:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 from typing_extensions import override
 
-from frontend.backend import Tap
-from router.trail import Trail
-from wire.errors import PeerLost
-from wire.generation import Finish, GenerateRequest, Phase, TokenLogprobs
-from wire.ids import RequestId
-from wire.messages import TokenDelta
+from tandem.frontend.backend import Tap
+from tandem.router.trail import Trail
+from tandem.wire.errors import PeerLost
+from tandem.wire.generation import Finish, GenerateRequest, Phase, TokenLogprobs
+from tandem.wire.ids import RequestId
+from tandem.wire.messages import TokenDelta
 
 
 class Progress:

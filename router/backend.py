@@ -18,27 +18,27 @@ from typing import TypeVar
 
 import msgspec
 
-from frontend.backend import Bootstrap, Health, ServedModel, Tap
-from frontend.middleware import public_info
-from router.attempt import Progress
-from router.cluster import Cluster
-from router.config import AdmissionConfig
-from router.events import Events
-from router.gate import Gate
-from router.groups import Group, Groups
-from router.metrics import Counts, RouterMetrics
-from router.pairing import Pairing
-from router.pairs_in_use import PairsInUse
-from router.policy import Pair, Policy
-from router.recent import RecentRequests
-from router.replays import Replays
-from router.running import are_alive, run_on
-from router.trail import Trail
-from router.waiters import WaitAborted, Waiter
-from telemetry.log import get_logger
-from wire.errors import NoNodeAvailable, PeerLost, TandemError
-from wire.generation import GenerateRequest
-from wire.messages import TokenDelta
+from tandem.frontend.backend import Bootstrap, Health, ServedModel, Tap
+from tandem.frontend.middleware import public_info
+from tandem.router.attempt import Progress
+from tandem.router.cluster import Cluster
+from tandem.router.config import AdmissionConfig
+from tandem.router.events import Events
+from tandem.router.gate import Gate
+from tandem.router.groups import Group, Groups
+from tandem.router.metrics import Counts, RouterMetrics
+from tandem.router.pairing import Pairing
+from tandem.router.pairs_in_use import PairsInUse
+from tandem.router.policy import Pair, Policy
+from tandem.router.recent import RecentRequests
+from tandem.router.replays import Replays
+from tandem.router.running import are_alive, run_on
+from tandem.router.trail import Trail
+from tandem.router.waiters import WaitAborted, Waiter
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import NoNodeAvailable, PeerLost, TandemError
+from tandem.wire.generation import GenerateRequest
+from tandem.wire.messages import TokenDelta
 
 log = get_logger(__name__)
 

@@ -20,24 +20,24 @@ import aiohttp
 import msgspec
 from typing_extensions import override
 
-from frontend.backend import Health, ServedModel
-from router.conditional import with_stand_ins
-from router.config import RouterConfig
-from router.discovery import sources_of
-from router.health import explain
-from router.membership import Member, Membership, Said, Source
-from router.membership_files import MemberFiles
-from router.node import Node
-from router.node_watch import Watcher
-from router.policy import ClusterSnapshot, usable_fingerprint
-from router.prefixes import CachedPrefixes
-from router.roster import Roster
-from router.tiers import KnownPrefixes
-from router.waiters import Waiters
-from telemetry.log import get_logger
-from wire.errors import NoNodeAvailable
-from wire.generation import SamplingDefaults
-from wire.keys import operator_key, reader_key
+from tandem.frontend.backend import Health, ServedModel
+from tandem.router.conditional import with_stand_ins
+from tandem.router.config import RouterConfig
+from tandem.router.discovery import sources_of
+from tandem.router.health import explain
+from tandem.router.membership import Member, Membership, Said, Source
+from tandem.router.membership_files import MemberFiles
+from tandem.router.node import Node
+from tandem.router.node_watch import Watcher
+from tandem.router.policy import ClusterSnapshot, usable_fingerprint
+from tandem.router.prefixes import CachedPrefixes
+from tandem.router.roster import Roster
+from tandem.router.tiers import KnownPrefixes
+from tandem.router.waiters import Waiters
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import NoNodeAvailable
+from tandem.wire.generation import SamplingDefaults
+from tandem.wire.keys import operator_key, reader_key
 
 log = get_logger(__name__)
 

@@ -5,13 +5,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from frontend.flags import warn_of_exposed_keys
-from router.arguments import parse
-from router.discovery_flags import in_pod
-from router.launcher import run
-from telemetry.log import configure, get_logger
-from wire.errors import ConfigInvalid
-from wire.keys import warn_of_weak_secret
+from tandem.frontend.flags import warn_of_exposed_keys
+from tandem.router.arguments import parse
+from tandem.router.discovery_flags import in_pod
+from tandem.router.launcher import run
+from tandem.telemetry.log import configure, get_logger
+from tandem.wire.errors import ConfigInvalid
+from tandem.wire.keys import warn_of_weak_secret
 
 log = get_logger(__name__)
 

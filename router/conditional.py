@@ -7,8 +7,8 @@ there is a bound on what waits at a decode node, and beyond it prompts go to pre
 
 from dataclasses import replace
 
-from router.policy import ClusterSnapshot, NodeSnapshot
-from wire.generation import GenerateRequest
+from tandem.router.policy import ClusterSnapshot, NodeSnapshot
+from tandem.wire.generation import GenerateRequest
 
 
 def tokens_to_compute(request: GenerateRequest, num_cached: int = 0) -> int:

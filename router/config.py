@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 from urllib.parse import urlsplit
 
-from frontend.options import HttpOptions
-from frontend.reply_parser import reply_formats
-from frontend.tls import load_authorities
-from router.admission import Limits
-from router.key_limits import KeyLimit
-from telemetry.log import LogFormat
-from wire.errors import ConfigInvalid
-from wire.heartbeat import Heartbeat, heartbeat_of
+from tandem.frontend.options import HttpOptions
+from tandem.frontend.reply_parser import reply_formats
+from tandem.frontend.tls import load_authorities
+from tandem.router.admission import Limits
+from tandem.router.key_limits import KeyLimit
+from tandem.telemetry.log import LogFormat
+from tandem.wire.errors import ConfigInvalid
+from tandem.wire.heartbeat import Heartbeat, heartbeat_of
 
 PolicyName = Literal[
     "least_load", "cache_aware", "session", "power_of_two", "round_robin", "random"
@@ -127,7 +127,7 @@ class AdmissionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Everything `python -m router` can be told.
+    """Everything `python -m tandem.router` can be told.
 
     Attributes:
         dns: Names to find more nodes by.

@@ -1,9 +1,9 @@
 """The sources of nodes that a configuration names."""
 
-from router.config import RouterConfig
-from router.discovery_dns import DnsSource
-from router.discovery_kubernetes import KubernetesSource
-from router.membership import Source
+from tandem.router.config import RouterConfig
+from tandem.router.discovery_dns import DnsSource
+from tandem.router.discovery_kubernetes import KubernetesSource
+from tandem.router.membership import Source
 
 
 def sources_of(config: RouterConfig) -> list[Source]:

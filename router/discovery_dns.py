@@ -10,10 +10,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from typing_extensions import override
 
-from router.config import DnsTarget
-from router.membership import Member
-from telemetry.log import get_logger
-from wire.hosts import reason_of
+from tandem.router.config import DnsTarget
+from tandem.router.membership import Member
+from tandem.telemetry.log import get_logger
+from tandem.wire.hosts import reason_of
 
 log = get_logger(__name__)
 

@@ -4,9 +4,9 @@ import argparse
 import dataclasses
 from collections.abc import Mapping
 
-from router.config import DnsTarget, KubernetesTarget, node_url
-from router.node import ROLES
-from wire.errors import ConfigInvalid
+from tandem.router.config import DnsTarget, KubernetesTarget, node_url
+from tandem.router.node import ROLES
+from tandem.wire.errors import ConfigInvalid
 
 
 def add_discovery_flags(group: argparse._ArgumentGroup) -> None:

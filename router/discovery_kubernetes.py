@@ -18,10 +18,10 @@ import aiohttp
 import msgspec
 from typing_extensions import override
 
-from router.config import KubernetesTarget
-from router.kubernetes_api import ApiGone, ApiRefused, Pod, PodApi
-from router.membership import Member
-from telemetry.log import get_logger
+from tandem.router.config import KubernetesTarget
+from tandem.router.kubernetes_api import ApiGone, ApiRefused, Pod, PodApi
+from tandem.router.membership import Member
+from tandem.telemetry.log import get_logger
 
 log = get_logger(__name__)
 

@@ -15,10 +15,10 @@ from typing import Protocol
 from aiohttp import web
 from typing_extensions import override
 
-from frontend.edge import EDGE
-from frontend.server import Listening, cut_off_who_does_not_read, listening
-from router.pool import Pool, Row
-from telemetry.log import get_logger
+from tandem.frontend.edge import EDGE
+from tandem.frontend.server import Listening, cut_off_who_does_not_read, listening
+from tandem.router.pool import Pool, Row
+from tandem.telemetry.log import get_logger
 
 log = get_logger(__name__)
 

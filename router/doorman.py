@@ -19,9 +19,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from router.door import TURN, taken
-from router.pool import Pool, Row
-from telemetry.log import get_logger
+from tandem.router.door import TURN, taken
+from tandem.router.pool import Pool, Row
+from tandem.telemetry.log import get_logger
 
 log = get_logger(__name__)
 

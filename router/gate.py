@@ -17,17 +17,17 @@ from contextlib import asynccontextmanager, contextmanager
 
 from typing_extensions import override
 
-from frontend.backend import Tap
-from router.admission import Admission
-from router.config import AdmissionConfig
-from router.key_limits import KeyUsage, Usage
-from router.line import Waiting
-from router.metrics import RouterMetrics
-from router.places import Places
-from router.policy import ClusterSnapshot, in_use, usable_fingerprint
-from router.visit import Visit, for_nodes
-from wire.errors import DeadlinePassed, TandemError
-from wire.generation import GenerateRequest
+from tandem.frontend.backend import Tap
+from tandem.router.admission import Admission
+from tandem.router.config import AdmissionConfig
+from tandem.router.key_limits import KeyUsage, Usage
+from tandem.router.line import Waiting
+from tandem.router.metrics import RouterMetrics
+from tandem.router.places import Places
+from tandem.router.policy import ClusterSnapshot, in_use, usable_fingerprint
+from tandem.router.visit import Visit, for_nodes
+from tandem.wire.errors import DeadlinePassed, TandemError
+from tandem.wire.generation import GenerateRequest
 
 # While somebody waits: so long a place may stay free that a prefill's report showed.
 LOOK_S = 0.01

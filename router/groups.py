@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from typing_extensions import override
 
-from router.policy import Pair
+from tandem.router.policy import Pair
 
 
 class Group:

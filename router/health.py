@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from frontend.backend import Health
-from router.policy import ClusterSnapshot, NodeSnapshot
-from wire.errors import LayoutMismatch
+from tandem.frontend.backend import Health
+from tandem.router.policy import ClusterSnapshot, NodeSnapshot
+from tandem.wire.errors import LayoutMismatch
 
 
 def explain(snapshot: ClusterSnapshot, fingerprint: str | None) -> Health:

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 from typing_extensions import override
 
-from wire.errors import ConfigInvalid, RateLimited
+from tandem.wire.errors import ConfigInvalid, RateLimited
 
 MINUTE_S = 60.0
 DEFAULT = "default"

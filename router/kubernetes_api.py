@@ -11,8 +11,8 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from router.config import KubernetesTarget
-from wire.errors import ConfigInvalid
+from tandem.router.config import KubernetesTarget
+from tandem.wire.errors import ConfigInvalid
 
 LIST_TIMEOUT_S = 30.0
 # The server ends a watch after so long; one that is cut off without a word is noticed by then.

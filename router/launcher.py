@@ -21,14 +21,14 @@ import sys
 import msgspec
 import uvloop
 
-from frontend.server import listen
-from router.config import RouterConfig
-from router.doorman import Doorman
-from router.membership_files import MemberFiles, new_member_files
-from router.pool import Pool, new_pool
-from router.worker import CONFIG_STATUS, WorkerStart
-from telemetry.log import get_logger
-from wire.descriptors import PER_LINK, allow_descriptors
+from tandem.frontend.server import listen
+from tandem.router.config import RouterConfig
+from tandem.router.doorman import Doorman
+from tandem.router.membership_files import MemberFiles, new_member_files
+from tandem.router.pool import Pool, new_pool
+from tandem.router.worker import CONFIG_STATUS, WorkerStart
+from tandem.telemetry.log import get_logger
+from tandem.wire.descriptors import PER_LINK, allow_descriptors
 
 log = get_logger(__name__)
 
@@ -167,7 +167,7 @@ class Launcher:
         """Run one life of one worker; return its exit status."""
         sock_fd = self._doorman.worker_end(index) if self._doorman else self._socket.fileno()
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "router.worker"),
+            *(sys.executable, "-P", "-m", "tandem.router.worker"),
             stdin=asyncio.subprocess.PIPE,
             env=os.environ | (self._pool.environment if self._pool else {}),
             pass_fds=[sock_fd],

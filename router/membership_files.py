@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from router.membership import Said
-from wire.errors import TandemError
+from tandem.router.membership import Said
+from tandem.wire.errors import TandemError
 
 
 class MembersUnwritable(TandemError):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from router.policy import ClusterSnapshot
-from telemetry.process_metrics import BuildCollector, ProcessesCollector
-from wire.errors import TandemError
+from tandem.router.policy import ClusterSnapshot
+from tandem.telemetry.process_metrics import BuildCollector, ProcessesCollector
+from tandem.wire.errors import TandemError
 
 # From what a place takes to be found to where common proxies give an answer up.
 WAIT_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -14,24 +14,24 @@ from typing import Self
 
 from typing_extensions import override
 
-from frontend.engine_client import EngineClient
-from frontend.token_stream import Start, TokenStream
-from frontend.tokenizer import Tokenizer
-from router.config import host_of
-from router.membership import Member
-from router.node_http import NodeUnusable
-from router.policy import NodeSnapshot
-from router.prefixes import NOTHING_CACHED
-from router.standing import Standing
-from router.tiers import KnownPrefixes, NodePrefixes
-from telemetry.log import get_logger
-from wire.channel import tcp_address
-from wire.errors import NodeDraining, PeerLost, TandemError
-from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
-from wire.ids import Epoch
-from wire.keys import ChannelKey
-from wire.messages import NodeLoad
-from wire.node_info import NodeInfo
+from tandem.frontend.engine_client import EngineClient
+from tandem.frontend.token_stream import Start, TokenStream
+from tandem.frontend.tokenizer import Tokenizer
+from tandem.router.config import host_of
+from tandem.router.membership import Member
+from tandem.router.node_http import NodeUnusable
+from tandem.router.policy import NodeSnapshot
+from tandem.router.prefixes import NOTHING_CACHED
+from tandem.router.standing import Standing
+from tandem.router.tiers import KnownPrefixes, NodePrefixes
+from tandem.telemetry.log import get_logger
+from tandem.wire.channel import tcp_address
+from tandem.wire.errors import NodeDraining, PeerLost, TandemError
+from tandem.wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
+from tandem.wire.ids import Epoch
+from tandem.wire.keys import ChannelKey
+from tandem.wire.messages import NodeLoad
+from tandem.wire.node_info import NodeInfo
 
 log = get_logger(__name__)
 

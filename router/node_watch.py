@@ -11,15 +11,15 @@ from weakref import WeakValueDictionary
 
 import aiohttp
 
-from frontend.engine_client import EngineClient
-from frontend.tokenizer import Tokenizer
-from router.config import RouterConfig
-from router.node import Node
-from router.node_http import NodeUnusable, fetch_info, fetch_tokenizer
-from telemetry.log import get_logger
-from wire.heartbeat import Heartbeat
-from wire.keys import ChannelKey
-from wire.node_info import NodeInfo
+from tandem.frontend.engine_client import EngineClient
+from tandem.frontend.tokenizer import Tokenizer
+from tandem.router.config import RouterConfig
+from tandem.router.node import Node
+from tandem.router.node_http import NodeUnusable, fetch_info, fetch_tokenizer
+from tandem.telemetry.log import get_logger
+from tandem.wire.heartbeat import Heartbeat
+from tandem.wire.keys import ChannelKey
+from tandem.wire.node_info import NodeInfo
 
 log = get_logger(__name__)
 

@@ -17,16 +17,16 @@ import msgspec
 from aiohttp import web
 from pydantic import Field
 
-from frontend.body import Body, read_json, validate
-from frontend.middleware import json_response
-from frontend.operators import operators_only
-from router.cluster import Cluster
-from router.config import node_id, node_url
-from router.membership import Said
-from router.node import Node
-from telemetry.log import get_logger
-from wire.errors import ConfigInvalid, InvalidRequest, TandemError
-from wire.messages import NodeLoad
+from tandem.frontend.body import Body, read_json, validate
+from tandem.frontend.middleware import json_response
+from tandem.frontend.operators import operators_only
+from tandem.router.cluster import Cluster
+from tandem.router.config import node_id, node_url
+from tandem.router.membership import Said
+from tandem.router.node import Node
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import ConfigInvalid, InvalidRequest, TandemError
+from tandem.wire.messages import NodeLoad
 
 log = get_logger(__name__)
 

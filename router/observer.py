@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import msgspec
 from typing_extensions import override
 
-from frontend.metrics import FrontendMetrics
-from router.backend import ClusterBackend
-from router.cluster import Cluster
-from router.config import node_id
-from router.counters import Counters
-from router.events import TIER_EVENTS, TIER_UP, NodeLook, node_events
-from router.node import Node
-from router.nodes_api import state_of
-from router.overview import (
+from tandem.frontend.metrics import FrontendMetrics
+from tandem.router.backend import ClusterBackend
+from tandem.router.cluster import Cluster
+from tandem.router.config import node_id
+from tandem.router.counters import Counters
+from tandem.router.events import TIER_EVENTS, TIER_UP, NodeLook, node_events
+from tandem.router.node import Node
+from tandem.router.nodes_api import state_of
+from tandem.router.overview import (
     Histograms,
     HistogramView,
     NodeRates,
@@ -32,10 +32,10 @@ from router.overview import (
     histogram,
     shared_pushes,
 )
-from router.policy import Pair
-from telemetry.log import get_logger
-from telemetry.version import package_version
-from wire.messages import NodeLoad
+from tandem.router.policy import Pair
+from tandem.telemetry.log import get_logger
+from tandem.telemetry.version import package_version
+from tandem.wire.messages import NodeLoad
 
 log = get_logger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from router.events import Event
-from wire.messages import NodeLoad
+from tandem.router.events import Event
+from tandem.wire.messages import NodeLoad
 
 # Also of what several workers have kept.
 NUM_SHOWN = 200

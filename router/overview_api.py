@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
-from frontend.middleware import json_response
-from router.observer import KEEP_S, Observer
-from router.overview import Overview, after, merged
-from wire.errors import InvalidRequest
+from tandem.frontend.middleware import json_response
+from tandem.router.observer import KEEP_S, Observer
+from tandem.router.overview import Overview, after, merged
+from tandem.wire.errors import InvalidRequest
 
 OVERVIEW_ROUTE = "/overview"
 

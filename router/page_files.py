@@ -42,7 +42,7 @@ class PageFiles:
     """All files of the page, and the routes they are at."""
 
     def __init__(self) -> None:
-        self._files = list(_read(files("router") / "page"))
+        self._files = list(_read(files("tandem.router") / "page"))
 
     @property
     def paths(self) -> frozenset[str]:

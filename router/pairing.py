@@ -4,13 +4,13 @@ import itertools
 import random
 from collections.abc import Set
 
-from router.cluster import Cluster
-from router.conditional import stays_on_decode
-from router.groups import Group
-from router.metrics import RouterMetrics
-from router.policy import Asked, Pair, Policy, choose
-from wire.errors import NoNodeAvailable, TandemError
-from wire.generation import GenerateRequest
+from tandem.router.cluster import Cluster
+from tandem.router.conditional import stays_on_decode
+from tandem.router.groups import Group
+from tandem.router.metrics import RouterMetrics
+from tandem.router.policy import Asked, Pair, Policy, choose
+from tandem.wire.errors import NoNodeAvailable, TandemError
+from tandem.wire.generation import GenerateRequest
 
 
 class Pairing:

@@ -14,7 +14,7 @@ late gets it as others' requests end, since those start none while they have mor
 import math
 from collections.abc import Iterable
 
-from router.policy import NodeSnapshot
+from tandem.router.policy import NodeSnapshot
 
 # Of a prefill's work, in its hands: more than one forward and the time between two reports, so that it
 # never waits for the router; what is beyond would only wait there, and out of order.

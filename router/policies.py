@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import xxhash
 
-from router.policy import Asked, Draw, NodeSnapshot, Policy, Rating
+from tandem.router.policy import Asked, Draw, NodeSnapshot, Policy, Rating
 
 # More tokens than all nodes of a cluster can hold: 100 times 512 nodes of 20 million.
 _PLACE = 1e12

@@ -15,10 +15,10 @@ import random
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
-from router.prefixes import NOTHING_CACHED, CachedPrefixes, CachedTier, PromptBlocks
-from wire.errors import NoNodeAvailable
-from wire.generation import GenerateRequest
-from wire.messages import NodeLoad
+from tandem.router.prefixes import NOTHING_CACHED, CachedPrefixes, CachedTier, PromptBlocks
+from tandem.wire.errors import NoNodeAvailable
+from tandem.wire.generation import GenerateRequest
+from tandem.wire.messages import NodeLoad
 
 # Of equally many tokens, fewer requests are less work: a thousand count as one token.
 _REQUEST_TOKENS = 0.001

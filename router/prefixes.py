@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from wire.messages import CacheReport
-from wire.prefix_blocks import BLOCK_TOKENS, MAX_BLOCKS, block_names, unpack_names
+from tandem.wire.messages import CacheReport
+from tandem.wire.prefix_blocks import BLOCK_TOKENS, MAX_BLOCKS, block_names, unpack_names
 
 
 class PrefixIndex:

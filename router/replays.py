@@ -8,7 +8,7 @@
 ```
 """
 
-from wire.errors import AttemptsUsedUp, NodeDraining, Overloaded, TandemError
+from tandem.wire.errors import AttemptsUsedUp, NodeDraining, Overloaded, TandemError
 
 # A rolling update of a large cluster hands a long answer over a few times; more is a node that is wrong.
 MAX_HAND_OVERS = 32

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 from typing_extensions import override
 
-from router.node import ROLES, Node
-from router.policy import ClusterSnapshot, NodeSnapshot
+from tandem.router.node import ROLES, Node
+from tandem.router.policy import ClusterSnapshot, NodeSnapshot
 
 Outline = tuple[object, ...]
 

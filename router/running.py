@@ -3,15 +3,15 @@
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 
-from router.attempt import Progress
-from router.cluster import Cluster
-from router.conditional import tokens_to_compute
-from router.node import Node, Work
-from router.policy import Asked, Pair
-from wire.errors import PeerLost
-from wire.generation import GenerateRequest
-from wire.ids import new_room
-from wire.messages import StartColocated, StartDecode, StartPrefill, TokenDelta
+from tandem.router.attempt import Progress
+from tandem.router.cluster import Cluster
+from tandem.router.conditional import tokens_to_compute
+from tandem.router.node import Node, Work
+from tandem.router.policy import Asked, Pair
+from tandem.wire.errors import PeerLost
+from tandem.wire.generation import GenerateRequest
+from tandem.wire.ids import new_room
+from tandem.wire.messages import StartColocated, StartDecode, StartPrefill, TokenDelta
 
 
 def run_on(

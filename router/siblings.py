@@ -27,13 +27,13 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
-from frontend import routes
-from frontend.edge import EDGE, Edge
-from frontend.middleware import answer_errors, json_response
-from router.nodes_api import IS_NEWS, NODES_ROUTE, NodesApi
-from router.overview_api import OVERVIEW_ROUTE, OverviewApi
-from router.pool import Pool, Row
-from telemetry.process_metrics import BuildCollector, ProcessesCollector
+from tandem.frontend import routes
+from tandem.frontend.edge import EDGE, Edge
+from tandem.frontend.middleware import answer_errors, json_response
+from tandem.router.nodes_api import IS_NEWS, NODES_ROUTE, NodesApi
+from tandem.router.overview_api import OVERVIEW_ROUTE, OverviewApi
+from tandem.router.pool import Pool, Row
+from tandem.telemetry.process_metrics import BuildCollector, ProcessesCollector
 
 # A worker that serves answers in milliseconds; a person who asks would rather know of a stuck one.
 TIMEOUT_S = 0.5

@@ -11,7 +11,7 @@ A node that fails at once has nothing to do, and by its load would be given ever
 
 from typing_extensions import override
 
-from wire.errors import EngineFailed, KVCorrupted, TandemError, TransferFailed
+from tandem.wire.errors import EngineFailed, KVCorrupted, TandemError, TransferFailed
 
 # Faults of a node, by their codes: not of a request, of the other node, or of a link that broke.
 _FAULTS = frozenset({EngineFailed.code, TransferFailed.code, KVCorrupted.code})

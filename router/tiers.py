@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 
 from typing_extensions import override
 
-from router.prefixes import CachedPrefixes, CachedTier, PrefixIndex
-from wire.messages import CacheReport, NodeLoad, TierLoad
-from wire.prefix_blocks import MAX_BLOCKS, unpack_names
+from tandem.router.prefixes import CachedPrefixes, CachedTier, PrefixIndex
+from tandem.wire.messages import CacheReport, NodeLoad, TierLoad
+from tandem.wire.prefix_blocks import MAX_BLOCKS, unpack_names
 
 # A node has two or three. What one that lies may have a router hold.
 MAX_TIERS = 8

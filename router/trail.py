@@ -10,11 +10,11 @@
 import time
 from collections.abc import Callable, Iterable
 
-from wire.generation import Phase
+from tandem.wire.generation import Phase
 
 
 class Trail:
-    """The phases of one request since the router took it; see `frontend.timings`.
+    """The phases of one request since the router took it; see `tandem.frontend.timings`.
 
     Args:
         clock: Monotonic, in seconds.

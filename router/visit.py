@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from frontend.backend import Tap
-from wire.generation import GenerateRequest
-from wire.messages import TokenDelta
+from tandem.frontend.backend import Tap
+from tandem.wire.generation import GenerateRequest
+from tandem.wire.messages import TokenDelta
 
 
 class Visit:

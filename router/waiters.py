@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from typing_extensions import override
 
-from wire.ids import RequestId
+from tandem.wire.ids import RequestId
 
 
 class WaitAborted(Exception):

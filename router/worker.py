@@ -1,6 +1,6 @@
 """One edge worker: HTTP, tokenizer and detokenizer for the connections it is given.
 
-Run by the launcher as `python -m router.worker`, with a socket inherited and a `WorkerStart` as one
+Run by the launcher as `python -m tandem.router.worker`, with a socket inherited and a `WorkerStart` as one
 line of JSON on standard input, which stays open as long as the parent lives. Another line says that it
 is about to end (`frontend/leaving.py`), the end of the input that it is to. A router's only worker
 inherits the listening socket; one of several a door, through which the parent hands connections.
@@ -22,27 +22,27 @@ import msgspec
 import uvloop
 from aiohttp import web
 
-from frontend.app import create_app
-from frontend.edge import EDGE
-from frontend.leaving import leave
-from frontend.options import FrontendOptions
-from frontend.reply_parser import reply_formats
-from frontend.server import serving
-from router.backend import ClusterBackend
-from router.cluster import Cluster
-from router.config import RouterConfig
-from router.door import Door
-from router.membership_files import MemberFiles
-from router.nodes_api import NodesApi
-from router.observer import Observer
-from router.overview_api import OverviewApi
-from router.page_files import PageFiles
-from router.policies import policy_of
-from router.pool import Pool
-from router.siblings import Siblings
-from telemetry.log import configure, get_logger
-from wire.errors import ConfigInvalid
-from wire.keys import operator_key
+from tandem.frontend.app import create_app
+from tandem.frontend.edge import EDGE
+from tandem.frontend.leaving import leave
+from tandem.frontend.options import FrontendOptions
+from tandem.frontend.reply_parser import reply_formats
+from tandem.frontend.server import serving
+from tandem.router.backend import ClusterBackend
+from tandem.router.cluster import Cluster
+from tandem.router.config import RouterConfig
+from tandem.router.door import Door
+from tandem.router.membership_files import MemberFiles
+from tandem.router.nodes_api import NodesApi
+from tandem.router.observer import Observer
+from tandem.router.overview_api import OverviewApi
+from tandem.router.page_files import PageFiles
+from tandem.router.policies import policy_of
+from tandem.router.pool import Pool
+from tandem.router.siblings import Siblings
+from tandem.telemetry.log import configure, get_logger
+from tandem.wire.errors import ConfigInvalid
+from tandem.wire.keys import operator_key
 
 log = get_logger("router.worker")
 

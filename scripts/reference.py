@@ -16,17 +16,22 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from frontend.app import FrontendOptions, route_table
-from frontend.openapi import document
-from frontend.unsupported import UNSUPPORTED, UNSUPPORTED_IN_CHATS
-from node.flags import MEANINGLESS
-from router.arguments import IGNORED_FLAGS
 from scripts.error_remedies import NOT_OVER_HTTP, OTHER_ERRORS, REMEDIES
+from tandem.frontend.app import FrontendOptions, route_table
+from tandem.frontend.openapi import document
+from tandem.frontend.unsupported import UNSUPPORTED, UNSUPPORTED_IN_CHATS
+from tandem.node.flags import MEANINGLESS
 from tandem.parsers import parsers
-from wire.errors import TandemError, errors_by_code
+from tandem.router.arguments import IGNORED_FLAGS
+from tandem.wire.errors import TandemError, errors_by_code
 
 # Errors that nothing else here imports: a page must not depend on what a process has imported by chance.
-for module in ("engine.errors", "node.life", "router.membership_files", "router.nodes_api"):
+for module in (
+    "tandem.engine.errors",
+    "tandem.node.life",
+    "tandem.router.membership_files",
+    "tandem.router.nodes_api",
+):
     import_module(module)
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"

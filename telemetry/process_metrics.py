@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
-from telemetry.version import package_version
+from tandem.telemetry.version import package_version
 
 
 class ProcessesCollector(Collector):

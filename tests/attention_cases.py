@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.attention import AttentionBackend, LayerInputs, PagedBatch, Scoring
-from engine.attention_torch import TorchAttention
-from engine.kv_pool import KVPool
-from engine.shape import ModelShape
-from wire.hand_off import LayerKV
+from tandem.engine.attention import AttentionBackend, LayerInputs, PagedBatch, Scoring
+from tandem.engine.attention_torch import TorchAttention
+from tandem.engine.kv_pool import KVPool
+from tandem.engine.shape import ModelShape
+from tandem.wire.hand_off import LayerKV
 
 NUM_LAYERS, LAYER = 2, 1
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from kvtransfer.receiver import ReceiverTimeouts
-from kvtransfer.sender import SenderTimeouts
-from wire.heartbeat import Heartbeat
+from tandem.kvtransfer.receiver import ReceiverTimeouts
+from tandem.kvtransfer.sender import SenderTimeouts
+from tandem.wire.heartbeat import Heartbeat
 
 LONG_S = 1000.0
 """Far more than any test waits."""

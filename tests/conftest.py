@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from node.checkpoint import resolve_model
+from tandem.node.checkpoint import resolve_model
 
 CALM = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
 

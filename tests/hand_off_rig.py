@@ -4,31 +4,31 @@ from collections import defaultdict
 
 import torch
 
-from decode.role import DecodeRole
-from engine.attention_backends import choose_backend
-from engine.config import EngineConfig
-from engine.core import Engine
-from engine.kv_pool import make_pool
-from engine.launcher import ModelLauncher
-from engine.model import load_model
-from engine.runner import ModelRunner
-from kvtransfer.bootstrap import SenderEnd
-from kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
-from kvtransfer.region import MemoryRegion
-from kvtransfer.sender import PrefillAgent
-from kvtransfer.transports.base import TransportConfig
-from kvtransfer.transports.registry import transports
-from node.answers import Ticket
-from node.pool_memory import bytes_of
-from node.pool_plan import PoolPlan
-from node.tiering import Tiering
-from prefill.role import PrefillRole
+from tandem.decode.role import DecodeRole
+from tandem.engine.attention_backends import choose_backend
+from tandem.engine.config import EngineConfig
+from tandem.engine.core import Engine
+from tandem.engine.kv_pool import make_pool
+from tandem.engine.launcher import ModelLauncher
+from tandem.engine.model import load_model
+from tandem.engine.runner import ModelRunner
+from tandem.kvtransfer.bootstrap import SenderEnd
+from tandem.kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.sender import PrefillAgent
+from tandem.kvtransfer.transports.base import TransportConfig
+from tandem.kvtransfer.transports.registry import transports
+from tandem.node.answers import Ticket
+from tandem.node.pool_memory import bytes_of
+from tandem.node.pool_plan import PoolPlan
+from tandem.node.tiering import Tiering
+from tandem.prefill.role import PrefillRole
+from tandem.wire.channel import Peer, Waker, wait
+from tandem.wire.generation import GenerateRequest, SamplingParams
+from tandem.wire.ids import RequestId, new_epoch, new_room
+from tandem.wire.messages import StartDecode, StartPrefill
 from tests.node.tier_rig import ScriptedStack
 from tests.patience import patiently
-from wire.channel import Peer, Waker, wait
-from wire.generation import GenerateRequest, SamplingParams
-from wire.ids import RequestId, new_epoch, new_room
-from wire.messages import StartDecode, StartPrefill
 
 PAGE = 8
 NUM_PAGES = 60

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import torch
 
-from engine.attention_backends import choose_backend
-from engine.config import EngineConfig
-from engine.core import Engine
-from engine.kv_pool import make_pool
-from engine.launcher import ModelLauncher
-from engine.model import load_model
-from engine.paged_model import PagedModel
-from engine.results import Token
-from engine.runner import ModelRunner
-from engine.shape import ModelShape
-from wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
-from wire.ids import RequestId
+from tandem.engine.attention_backends import choose_backend
+from tandem.engine.config import EngineConfig
+from tandem.engine.core import Engine
+from tandem.engine.kv_pool import make_pool
+from tandem.engine.launcher import ModelLauncher
+from tandem.engine.model import load_model
+from tandem.engine.paged_model import PagedModel
+from tandem.engine.results import Token
+from tandem.engine.runner import ModelRunner
+from tandem.engine.shape import ModelShape
+from tandem.wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
+from tandem.wire.ids import RequestId
 
 
 def tokens_of_one_engine(

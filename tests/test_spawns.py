@@ -18,6 +18,6 @@ def test_no_module_of_ours_is_started_with_the_working_directory_on_its_path():
         if not command["module"].startswith(OTHERS)
     ]
     modules = {command["module"] for _, command in commands}
-    assert {'"node.rank"', '"router.worker"', '"tandem"', "self._module"} <= modules
+    assert {'"tandem.node.rank"', '"tandem.router.worker"', '"tandem"', "self._module"} <= modules
     unsafe = [f"{path}: {command[0]}" for path, command in commands if '"-P"' not in command[0]]
     assert unsafe == []

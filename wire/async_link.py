@@ -8,14 +8,14 @@ from typing import Any, Generic, Self
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from wire.channel import check_resolved, configure, new_socket, tcp_address, why
-from wire.codec import Codec, In
-from wire.errors import ChannelClosed, MessageInvalid, PeerLost
-from wire.handshakes import FAILED, reason_of, watch
-from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
-from wire.hosts import first_address, is_address, unresolved
-from wire.keys import ChannelKey
-from wire.messages import Message
+from tandem.wire.channel import check_resolved, configure, new_socket, tcp_address, why
+from tandem.wire.codec import Codec, In
+from tandem.wire.errors import ChannelClosed, MessageInvalid, PeerLost
+from tandem.wire.handshakes import FAILED, reason_of, watch
+from tandem.wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
+from tandem.wire.hosts import first_address, is_address, unresolved
+from tandem.wire.keys import ChannelKey
+from tandem.wire.messages import Message
 
 # Messages taken in one go: steps that wait are merged, and nobody waits long.
 MAX_DRAINED = 64

@@ -24,14 +24,14 @@ from typing import Any, Generic, Self
 
 import zmq
 
-from wire.codec import MAX_MESSAGE_BYTES, Codec, In
-from wire.descriptors import REMEDY
-from wire.errors import ConfigInvalid, MessageInvalid, PeerBehind, PeerLost
-from wire.handshakes import Handshakes
-from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
-from wire.hosts import is_address
-from wire.keys import ChannelKey
-from wire.messages import Message
+from tandem.wire.codec import MAX_MESSAGE_BYTES, Codec, In
+from tandem.wire.descriptors import REMEDY
+from tandem.wire.errors import ConfigInvalid, MessageInvalid, PeerBehind, PeerLost
+from tandem.wire.handshakes import Handshakes
+from tandem.wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
+from tandem.wire.hosts import is_address
+from tandem.wire.keys import ChannelKey
+from tandem.wire.messages import Message
 
 # Messages waiting for one peer. A step is one message: at 100 steps/s this is 80 s of a stalled peer,
 # after which it is treated as lost and its memory is given back.
@@ -215,7 +215,7 @@ class Link(Generic[In]):
     """The connecting end, for a plain loop.
 
     Args:
-        address: Without a name of a host; see `wire.hosts.resolve`.
+        address: Without a name of a host; see `tandem.wire.hosts.resolve`.
 
     Raises:
         PeerLost: The address cannot be one, or this process may open no more. That nobody answers

@@ -4,8 +4,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from wire.errors import MessageInvalid, MessageTooLarge
-from wire.messages import Message
+from tandem.wire.errors import MessageInvalid, MessageTooLarge
+from tandem.wire.messages import Message
 
 # A prompt of 1M ids is 5 MB of msgpack; nothing we send is larger.
 MAX_MESSAGE_BYTES = 16 << 20

@@ -6,7 +6,7 @@ Shells start processes with a limit of 1,024, which they may raise by themselves
 import contextlib
 import resource
 
-from telemetry.log import get_logger
+from tandem.telemetry.log import get_logger
 
 log = get_logger(__name__)
 

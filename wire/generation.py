@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from wire.ids import RequestId
+from tandem.wire.ids import RequestId
 
 # A client-chosen token id never passes 2^31; JSON bodies are checked against the vocabulary later.
 TokenIds = list[int]
@@ -132,7 +132,7 @@ class Phase(msgspec.Struct, frozen=True, array_like=True):
     """A stretch of a request's time. Array-like: fields are only ever added at the end.
 
     Attributes:
-        name: See `frontend.timings`, which has all of them.
+        name: See `tandem.frontend.timings`, which has all of them.
         start_s: Since whoever tells of it took the request, by its own clock.
         node: URL; empty where it is clear who tells, or the router itself.
     """

@@ -12,10 +12,10 @@ from typing import Annotated
 
 import msgspec
 
-from wire.errors import ErrorInfo
-from wire.generation import TokenLogprobs
-from wire.ids import Epoch, Room
-from wire.messages import Message
+from tandem.wire.errors import ErrorInfo
+from tandem.wire.generation import TokenLogprobs
+from tandem.wire.ids import Epoch, Room
+from tandem.wire.messages import Message
 
 
 class TransportOffer(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from telemetry.log import get_logger
+from tandem.telemetry.log import get_logger
 
 log = get_logger(__name__)
 

@@ -7,7 +7,7 @@
 
 from dataclasses import dataclass
 
-from wire.errors import ConfigInvalid
+from tandem.wire.errors import ConfigInvalid
 
 MIN_INTERVAL_S = 0.02
 MAX_INTERVAL_S = 60.0

@@ -6,7 +6,7 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
-from wire.errors import ConfigInvalid, PeerLost
+from tandem.wire.errors import ConfigInvalid, PeerLost
 
 
 def bare_host(flag: str, text: str) -> str:

@@ -8,8 +8,8 @@ from functools import lru_cache
 import zmq
 from zmq.utils import z85
 
-from telemetry.log import get_logger
-from wire.errors import ConfigInvalid
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import ConfigInvalid
 
 log = get_logger(__name__)
 

@@ -15,11 +15,11 @@ from typing import Annotated
 
 import msgspec
 
-from telemetry.histogram import Spread
-from wire.errors import ErrorInfo
-from wire.generation import Finish, GenerateRequest, Phase, TokenIds, TokenLogprobs
-from wire.ids import Epoch, RequestId, Room
-from wire.prefix_blocks import MAX_BLOCKS, NAME_BYTES
+from tandem.telemetry.histogram import Spread
+from tandem.wire.errors import ErrorInfo
+from tandem.wire.generation import Finish, GenerateRequest, Phase, TokenIds, TokenLogprobs
+from tandem.wire.ids import Epoch, RequestId, Room
+from tandem.wire.prefix_blocks import MAX_BLOCKS, NAME_BYTES
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -264,7 +264,7 @@ class Measured(Message, frozen=True, kw_only=True):
     tier_seconds: dict[str, Spread] = {}
 
 
-# Names of blocks, as `wire.prefix_blocks` packs them.
+# Names of blocks, as `tandem.wire.prefix_blocks` packs them.
 BlockNames = Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCKS * NAME_BYTES)]
 
 

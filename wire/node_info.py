@@ -4,8 +4,8 @@ from typing import Annotated
 
 import msgspec
 
-from wire.generation import SamplingDefaults
-from wire.messages import NodeLoad
+from tandem.wire.generation import SamplingDefaults
+from tandem.wire.messages import NodeLoad
 
 # What cannot be connected to is refused as it is read.
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from wire.prefix_blocks import BLOCK_TOKENS, next_name, root_name
+from tandem.wire.prefix_blocks import BLOCK_TOKENS, next_name, root_name
 
 KEY_BYTES = 32
 # Of the bytes of a page: [layer][k, v][head][token][element]. A change of that order is a new version.

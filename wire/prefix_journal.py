@@ -15,7 +15,7 @@ from itertools import islice
 
 from typing_extensions import override
 
-from wire.prefix_blocks import MAX_BLOCKS
+from tandem.wire.prefix_blocks import MAX_BLOCKS
 
 # Behind more, all there is is the shorter answer for most pools. At 100,000 prompt tokens a second this is
 # 10 s of changes; a router asks every 0.5 s.

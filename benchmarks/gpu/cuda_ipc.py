@@ -22,10 +22,10 @@ import torch
 
 from benchmarks.transfer import BLOCK_BYTES, ROOM, make_plans
 from benchmarks.verdict import result
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import Pool
-from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from wire.hand_off import TransportOffer
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import Pool
+from tandem.kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from tandem.wire.hand_off import TransportOffer
 
 GOAL = 0.8
 

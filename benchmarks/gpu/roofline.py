@@ -26,15 +26,15 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Qwen2Config
 
 from benchmarks.gpu.floors import Device, Line, Work, result, table
-from engine import attention
-from engine.attention_backends import choose_backend, fastest
-from engine.config import AttentionName, EngineConfig
-from engine.cuda_graphs import make_runner
-from engine.forward import ForwardInputs
-from engine.kv_pool import KVPool, make_pool
-from engine.paged_model import PagedModel
-from engine.runner import Runner
-from engine.shape import ModelShape
+from tandem.engine import attention
+from tandem.engine.attention_backends import choose_backend, fastest
+from tandem.engine.config import AttentionName, EngineConfig
+from tandem.engine.cuda_graphs import make_runner
+from tandem.engine.forward import ForwardInputs
+from tandem.engine.kv_pool import KVPool, make_pool
+from tandem.engine.paged_model import PagedModel
+from tandem.engine.runner import Runner
+from tandem.engine.shape import ModelShape
 
 PAGE_SIZE = 16
 BATCHES, CONTEXTS = (1, 16, 64, 256), (1024, 8192)

@@ -19,11 +19,11 @@ from typing import NewType, Protocol
 
 import numpy as np
 
-from kvtransfer.plan import CopyPlan, Int64s, touched_pages
-from kvtransfer.region import MemoryRegion
-from wire.errors import ConfigInvalid, TransferRefused
-from wire.hand_off import TransportOffer
-from wire.ids import Room
+from tandem.kvtransfer.plan import CopyPlan, Int64s, touched_pages
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.wire.errors import ConfigInvalid, TransferRefused
+from tandem.wire.hand_off import TransportOffer
+from tandem.wire.ids import Room
 
 PeerKey = NewType("PeerKey", str)
 """Names one admitted peer at its listener. Not a secret."""

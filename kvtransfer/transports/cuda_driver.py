@@ -10,9 +10,9 @@ import struct
 from contextlib import suppress
 from functools import cache
 
-from kvtransfer.plan import CopyPlan
-from kvtransfer.region import MemoryRegion
-from wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
 
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS

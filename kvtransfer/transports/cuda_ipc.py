@@ -17,10 +17,10 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from kvtransfer.plan import CopyPlan
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import Pool, TransportConfig, check_bounds
-from kvtransfer.transports.shm_control import (
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import Pool, TransportConfig, check_bounds
+from tandem.kvtransfer.transports.shm_control import (
     BATCH_BYTES,
     BATCH_COPIES,
     ControlListener,
@@ -28,9 +28,9 @@ from kvtransfer.transports.shm_control import (
     WriterEnd,
     read_offer,
 )
-from wire.errors import PeerLost, TransferRefused
-from wire.hand_off import TransportOffer
-from wire.ids import Room
+from tandem.wire.errors import PeerLost, TransferRefused
+from tandem.wire.hand_off import TransportOffer
+from tandem.wire.ids import Room
 
 
 class RemoteMemory(Protocol):
@@ -91,7 +91,7 @@ class CudaIpcTransport:
     ) -> None:
         del config
         if memory is None:
-            from kvtransfer.transports.cuda_driver import CudaMemory
+            from tandem.kvtransfer.transports.cuda_driver import CudaMemory
 
             memory = CudaMemory()
         self._memory = memory

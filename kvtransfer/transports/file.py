@@ -19,14 +19,20 @@ from pathlib import Path
 
 import msgspec
 
-from kvtransfer.plan import CopyPlan
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import Pool, TransportConfig, check_bounds, need_cpu_memory
-from kvtransfer.transports.file_batches import BATCH_BYTES, MAX_COPIES, Pace, Pulse, write_batch
-from kvtransfer.transports.file_listener import FileListener, FileOffer
-from wire.errors import ConfigInvalid, PeerLost, TransferRefused
-from wire.hand_off import TransportOffer
-from wire.ids import Room
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import Pool, TransportConfig, check_bounds, need_cpu_memory
+from tandem.kvtransfer.transports.file_batches import (
+    BATCH_BYTES,
+    MAX_COPIES,
+    Pace,
+    Pulse,
+    write_batch,
+)
+from tandem.kvtransfer.transports.file_listener import FileListener, FileOffer
+from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tandem.wire.hand_off import TransportOffer
+from tandem.wire.ids import Room
 
 # One batch is written, one is read, one is copied. What a link takes of the disk is three batches.
 MAX_SENT = 3

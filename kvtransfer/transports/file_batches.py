@@ -33,9 +33,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvtransfer.plan import CopyPlan
-from kvtransfer.transports.tcp_frames import COPY_BYTES, HEADER, plan_of, table_of
-from wire.errors import PeerLost, TransferRefused
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.transports.tcp_frames import COPY_BYTES, HEADER, plan_of, table_of
+from tandem.wire.errors import PeerLost, TransferRefused
 
 # With what `remove` adds: whoever removed it may have died meanwhile.
 OWNER_NAME = re.compile(r"tandem-[0-9a-f]{16}(\.gone)*")

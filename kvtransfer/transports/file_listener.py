@@ -16,8 +16,8 @@ from typing import Annotated
 
 import msgspec
 
-from kvtransfer.transports.base import Admission, PeerKey, Permits, Pool, new_peer_key
-from kvtransfer.transports.file_batches import (
+from tandem.kvtransfer.transports.base import Admission, PeerKey, Permits, Pool, new_peer_key
+from tandem.kvtransfer.transports.file_batches import (
     BEAT_S,
     Batch,
     Pace,
@@ -27,10 +27,10 @@ from kvtransfer.transports.file_batches import (
     remove,
     sweep,
 )
-from telemetry.log import get_logger
-from wire.errors import ConfigInvalid, PeerLost, TransferRefused
-from wire.hand_off import TransportOffer
-from wire.ids import Room
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tandem.wire.hand_off import TransportOffer
+from tandem.wire.ids import Room
 
 log = get_logger("kvtransfer.file")
 

@@ -6,7 +6,7 @@ import socket
 import struct
 from pathlib import Path
 
-from wire.errors import ConfigInvalid
+from tandem.wire.errors import ConfigInvalid
 
 SIOCGIFADDR = 0x8915  # netdevice(7)
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")

@@ -21,16 +21,16 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from kvtransfer import plan
-from kvtransfer.plan import CopyPlan
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports import tcp_frames as frames
-from kvtransfer.transports.base import check_bounds
-from kvtransfer.transports.tcp import open_stream
-from kvtransfer.transports.tcp_listener import TcpOffer
-from wire.errors import PeerLost, TransferRefused
-from wire.hand_off import TransportOffer
-from wire.ids import Room
+from tandem.kvtransfer import plan
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports import tcp_frames as frames
+from tandem.kvtransfer.transports.base import check_bounds
+from tandem.kvtransfer.transports.tcp import open_stream
+from tandem.kvtransfer.transports.tcp_listener import TcpOffer
+from tandem.wire.errors import PeerLost, TransferRefused
+from tandem.wire.hand_off import TransportOffer
+from tandem.wire.ids import Room
 
 READY = b"\x03"
 # What a peer may say in a handshake: addresses and names, far below this.

@@ -21,19 +21,19 @@ from typing import Annotated, Literal
 import msgspec
 from mooncake.engine import TransferEngine
 
-from kvtransfer.plan import CopyPlan, Int64s
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import Pool, TransportConfig, need_cpu_memory
-from kvtransfer.transports.one_sided import (
+from tandem.kvtransfer.plan import CopyPlan, Int64s
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import Pool, TransportConfig, need_cpu_memory
+from tandem.kvtransfer.transports.one_sided import (
     Destroyer,
     Memory,
     OneSidedConnection,
     OneSidedListener,
     Places,
 )
-from kvtransfer.transports.tcp_listener import address_toward
-from wire.errors import PeerLost, TransferRefused
-from wire.hand_off import TransportOffer
+from tandem.kvtransfer.transports.tcp_listener import address_toward
+from tandem.wire.errors import PeerLost, TransferRefused
+from tandem.wire.hand_off import TransportOffer
 
 Protocol = Literal["tcp", "rdma"]
 ADAPTERS = Path("/sys/class/infiniband")

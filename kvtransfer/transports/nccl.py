@@ -31,14 +31,14 @@ from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import Store
 from typing_extensions import override
 
-from kvtransfer.plan import CopyPlan
-from kvtransfer.region import DeviceRegion, MemoryRegion
-from kvtransfer.transports import lanes
-from kvtransfer.transports import tcp_frames as frames
-from kvtransfer.transports.base import Pool, TransportConfig
-from kvtransfer.transports.tcp_listener import OpenPages, TcpListener
-from wire.errors import PeerLost
-from wire.hand_off import TransportOffer
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import DeviceRegion, MemoryRegion
+from tandem.kvtransfer.transports import lanes
+from tandem.kvtransfer.transports import tcp_frames as frames
+from tandem.kvtransfer.transports.base import Pool, TransportConfig
+from tandem.kvtransfer.transports.tcp_listener import OpenPages, TcpListener
+from tandem.wire.errors import PeerLost
+from tandem.wire.hand_off import TransportOffer
 
 # A piece is copied while the one before it is under way.
 PIECE_BYTES = 4 << 20

@@ -31,10 +31,10 @@ import msgspec
 import numpy as np
 from typing_extensions import override
 
-from kvtransfer.plan import CopyPlan, Int64s
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import Pool, TransportConfig
-from kvtransfer.transports.nixl_agent import (
+from tandem.kvtransfer.plan import CopyPlan, Int64s
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import Pool, TransportConfig
+from tandem.kvtransfer.transports.nixl_agent import (
     ERRORS,
     NO_GPU,
     Transfer,
@@ -43,8 +43,8 @@ from kvtransfer.transports.nixl_agent import (
     make_agent,
     register,
 )
-from kvtransfer.transports.nixl_environment import check_environment
-from kvtransfer.transports.one_sided import (
+from tandem.kvtransfer.transports.nixl_environment import check_environment
+from tandem.kvtransfer.transports.one_sided import (
     Destroyer,
     Memory,
     OneSidedConnection,
@@ -52,8 +52,8 @@ from kvtransfer.transports.one_sided import (
     Pace,
     Places,
 )
-from wire.errors import PeerLost, TransferRefused
-from wire.hand_off import TransportOffer
+from tandem.wire.errors import PeerLost, TransferRefused
+from tandem.wire.hand_off import TransportOffer
 
 MAX_METADATA_CHARS = 1 << 16
 BATCH_BYTES, BATCH_COPIES = 1 << 30, 8192

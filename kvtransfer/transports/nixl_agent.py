@@ -8,8 +8,8 @@ import secrets
 
 import numpy as np
 
-from kvtransfer.plan import Int64s
-from kvtransfer.transports.one_sided import Memory
+from tandem.kvtransfer.plan import Int64s
+from tandem.kvtransfer.transports.one_sided import Memory
 
 # The host's own libibverbs, where there is one, has to come before the copy in the wheel: else both are
 # entangled at load and the process crashes as it exits.

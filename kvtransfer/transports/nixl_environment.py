@@ -2,7 +2,7 @@
 
 import os
 
-from wire.errors import ConfigInvalid
+from tandem.wire.errors import ConfigInvalid
 
 # The environment wins over what a program asks for, so it has to keep to links that can be fenced.
 FENCEABLE = {"tcp", "self", "srd", "ib", "cuda_copy", "gdr_copy", "rocm_copy"} | {

@@ -31,12 +31,12 @@ from typing import Annotated, Protocol
 import msgspec
 import numpy as np
 
-from kvtransfer.plan import CopyPlan, Int64s, touched_pages
-from kvtransfer.region import DeviceRegion, MemoryRegion
-from kvtransfer.transports.base import Admission, PeerKey, Pool, check_bounds, new_peer_key
-from wire.errors import PeerLost, TransferRefused
-from wire.hand_off import TransportOffer
-from wire.ids import Room
+from tandem.kvtransfer.plan import CopyPlan, Int64s, touched_pages
+from tandem.kvtransfer.region import DeviceRegion, MemoryRegion
+from tandem.kvtransfer.transports.base import Admission, PeerKey, Pool, check_bounds, new_peer_key
+from tandem.wire.errors import PeerLost, TransferRefused
+from tandem.wire.hand_off import TransportOffer
+from tandem.wire.ids import Room
 
 NO_ROOM = -1
 CONNECT_TIMEOUT_S = 5.0

@@ -5,8 +5,8 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import (
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import (
     Connection,
     Listener,
     Pool,
@@ -14,9 +14,9 @@ from kvtransfer.transports.base import (
     TransportConfig,
     TransportFactory,
 )
-from telemetry.log import get_logger
-from wire.errors import ConfigInvalid, TransferRefused
-from wire.hand_off import TransportOffer
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import ConfigInvalid, TransferRefused
+from tandem.wire.hand_off import TransportOffer
 
 log = get_logger("kvtransfer.registry")
 
@@ -24,14 +24,14 @@ GROUP = "tandem.transports"
 CHOOSING = "transports#choosing-one"  # of the documentation
 # Module and class of each; imported when asked for, since some stand on libraries that are optional.
 BUILT_IN = {
-    "shm": "kvtransfer.transports.shm:ShmTransport",
-    "tcp": "kvtransfer.transports.tcp:TcpTransport",
-    "cuda_ipc": "kvtransfer.transports.cuda_ipc:CudaIpcTransport",
-    "file": "kvtransfer.transports.file:FileTransport",
-    "nccl": "kvtransfer.transports.nccl:NcclTransport",
-    "ucx": "kvtransfer.transports.ucx:UcxTransport",
-    "nixl": "kvtransfer.transports.nixl:NixlTransport",
-    "mooncake": "kvtransfer.transports.mooncake:MooncakeTransport",
+    "shm": "tandem.kvtransfer.transports.shm:ShmTransport",
+    "tcp": "tandem.kvtransfer.transports.tcp:TcpTransport",
+    "cuda_ipc": "tandem.kvtransfer.transports.cuda_ipc:CudaIpcTransport",
+    "file": "tandem.kvtransfer.transports.file:FileTransport",
+    "nccl": "tandem.kvtransfer.transports.nccl:NcclTransport",
+    "ucx": "tandem.kvtransfer.transports.ucx:UcxTransport",
+    "nixl": "tandem.kvtransfer.transports.nixl:NixlTransport",
+    "mooncake": "tandem.kvtransfer.transports.mooncake:MooncakeTransport",
 }
 # What `auto` means, best first: offers are made, and tried, in this order.
 AUTO = ("shm", "tcp")

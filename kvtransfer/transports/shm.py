@@ -8,10 +8,10 @@ import mmap
 
 import numpy as np
 
-from kvtransfer.plan import CopyPlan, copy_blocks
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import Pool, TransportConfig, check_bounds
-from kvtransfer.transports.shm_control import (
+from tandem.kvtransfer.plan import CopyPlan, copy_blocks
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import Pool, TransportConfig, check_bounds
+from tandem.kvtransfer.transports.shm_control import (
     BATCH_BYTES,
     BATCH_COPIES,
     ControlListener,
@@ -19,9 +19,9 @@ from kvtransfer.transports.shm_control import (
     WriterEnd,
     read_offer,
 )
-from wire.errors import ConfigInvalid, TransferRefused
-from wire.hand_off import TransportOffer
-from wire.ids import Room
+from tandem.wire.errors import ConfigInvalid, TransferRefused
+from tandem.wire.hand_off import TransportOffer
+from tandem.wire.ids import Room
 
 
 class ShmTransport:

@@ -28,12 +28,12 @@ from typing import Annotated, TypeVar
 import msgspec
 import numpy as np
 
-from kvtransfer.plan import CopyPlan, touched_pages
-from kvtransfer.region import POOL_NAME, SHM_DIR, is_unlocked
-from kvtransfer.transports.base import Admission, PeerKey, Pool, new_peer_key
-from wire.errors import PeerLost, TransferRefused
-from wire.hand_off import TransportOffer
-from wire.ids import Room
+from tandem.kvtransfer.plan import CopyPlan, touched_pages
+from tandem.kvtransfer.region import POOL_NAME, SHM_DIR, is_unlocked
+from tandem.kvtransfer.transports.base import Admission, PeerKey, Pool, new_peer_key
+from tandem.wire.errors import PeerLost, TransferRefused
+from tandem.wire.hand_off import TransportOffer
+from tandem.wire.ids import Room
 
 # 4 ms of copying: the longest a fence waits for a healthy writer, and 1,000 times the lock's cost.
 BATCH_BYTES = 32 << 20

@@ -10,15 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from kvtransfer.plan import CopyPlan
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports import tcp_frames as frames
-from kvtransfer.transports.base import Pool, TransportConfig, check_bounds, need_cpu_memory
-from kvtransfer.transports.interfaces import address_of, family_of
-from kvtransfer.transports.tcp_listener import TcpListener, TcpOffer
-from wire.errors import ConfigInvalid, PeerLost, TransferRefused
-from wire.hand_off import TransportOffer
-from wire.ids import Room
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports import tcp_frames as frames
+from tandem.kvtransfer.transports.base import Pool, TransportConfig, check_bounds, need_cpu_memory
+from tandem.kvtransfer.transports.interfaces import address_of, family_of
+from tandem.kvtransfer.transports.tcp_listener import TcpListener, TcpOffer
+from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tandem.wire.hand_off import TransportOffer
+from tandem.wire.ids import Room
 
 # Below this a second stream costs more than it brings.
 SHARE_BYTES = 4 << 20

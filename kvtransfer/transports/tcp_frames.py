@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from kvtransfer.plan import CopyPlan
-from wire.errors import PeerLost
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.wire.errors import PeerLost
 
 HEADER = struct.Struct("<qq")
 CHALLENGE_BYTES = 16

@@ -22,14 +22,14 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from kvtransfer.plan import CopyPlan
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports import tcp_frames as frames
-from kvtransfer.transports.base import Admission, PeerKey, Permits, Pool, new_peer_key
-from telemetry.log import get_logger
-from wire.errors import ConfigInvalid, PeerLost, TransferRefused
-from wire.hand_off import TransportOffer
-from wire.ids import Room
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports import tcp_frames as frames
+from tandem.kvtransfer.transports.base import Admission, PeerKey, Permits, Pool, new_peer_key
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tandem.wire.hand_off import TransportOffer
+from tandem.wire.ids import Room
 
 log = get_logger("kvtransfer.tcp")
 

@@ -18,14 +18,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtransfer.plan import CopyPlan
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports import lanes
-from kvtransfer.transports import tcp_frames as frames
-from kvtransfer.transports.base import Pool, TransportConfig
-from kvtransfer.transports.tcp_listener import OpenPages, TcpListener
-from wire.errors import PeerLost
-from wire.hand_off import TransportOffer
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports import lanes
+from tandem.kvtransfer.transports import tcp_frames as frames
+from tandem.kvtransfer.transports.base import Pool, TransportConfig
+from tandem.kvtransfer.transports.tcp_listener import OpenPages, TcpListener
+from tandem.wire.errors import PeerLost
+from tandem.wire.hand_off import TransportOffer
 
 # Read as the library is loaded. Its own choice is standard output, on which a rank answers rank 0; and
 # it warns of the variables that ucxx sets. Of these the threshold would reach NIXL, which cannot do with

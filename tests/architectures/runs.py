@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import torch
 
-from engine.config import EngineConfig
-from engine.core import Engine
-from engine.model import load_model
+from tandem.engine.config import EngineConfig
+from tandem.engine.core import Engine
+from tandem.engine.model import load_model
+from tandem.wire.errors import ConfigInvalid
+from tandem.wire.generation import LogprobsWanted, SamplingParams
 from tests.architectures.configs import CONFIG_ONLY, VOCAB_SIZE, Case, make_model
 from tests.one_engine import make_engine, one_thread, run_together
-from wire.errors import ConfigInvalid
-from wire.generation import LogprobsWanted, SamplingParams
 
 # The shortest is shorter than a page, a window and a chunk; the others are longer.
 PROMPT_LENGTHS = (5, 37, 70)

@@ -4,8 +4,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.gpu import roofline
 from benchmarks.gpu.floors import Device, Line, Work, result, table
-from engine.attention_torch import TorchAttention
-from engine.runner import ModelRunner
+from tandem.engine.attention_torch import TorchAttention
+from tandem.engine.runner import ModelRunner
 from tests.tiny_models import SIZES
 
 DEVICE = Device(bytes_per_s=1000.0, flops_per_s=10_000.0)

@@ -4,8 +4,8 @@ import random
 
 import msgspec
 
-from router.events import Event
-from router.overview import (
+from tandem.router.events import Event
+from tandem.router.overview import (
     Histograms,
     NodeRates,
     NodeView,
@@ -15,7 +15,7 @@ from router.overview import (
     Totals,
     histogram,
 )
-from wire.messages import NodeLoad, TierLoad
+from tandem.wire.messages import NodeLoad, TierLoad
 
 NOW = 1_800_000_000.0
 TTFT_BOUNDS = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10]

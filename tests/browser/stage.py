@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from aiohttp import web
 
-from frontend.app import create_app
-from frontend.options import FrontendOptions, HttpOptions
-from router.overview import Overview
-from router.overview_api import OverviewApi
-from router.page_files import PageFiles
+from tandem.frontend.app import create_app
+from tandem.frontend.options import FrontendOptions, HttpOptions
+from tandem.router.overview import Overview
+from tandem.router.overview_api import OverviewApi
+from tandem.router.page_files import PageFiles
 from tests.frontend.fakes import FakeBackend
 from tests.kept_port import keep_port
 from tests.patience import PATIENCE_S

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from playwright.sync_api import Page, expect
 
+from tandem.wire.messages import NodeLoad, TierLoad
 from tests.browser import scenes
 from tests.browser.stage import Stage
-from wire.messages import NodeLoad, TierLoad
 
 HOSTILE = "<img src=x onerror=window.hit=1><script>window.hit=1</script>\"'&"
 # What a wide and a narrow screen show alike.

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import uvloop
 
-from frontend.app import create_app
-from frontend.server import listen, serving
-from frontend.tokenizer import Tokenizer
-from node.checkpoint import resolve_model
+from tandem.frontend.app import create_app
+from tandem.frontend.server import listen, serving
+from tandem.frontend.tokenizer import Tokenizer
+from tandem.node.checkpoint import resolve_model
 from tests.frontend.fakes import FakeBackend
 
 

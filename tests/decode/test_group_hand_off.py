@@ -2,19 +2,19 @@
 
 import pytest
 
-from decode.role import DecodeRole
-from kvtransfer.bootstrap import SenderEnd
-from kvtransfer.group import DecodeGroup, PrefillGroup
-from kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
-from kvtransfer.region import MemoryRegion
-from kvtransfer.sender import PrefillAgent
-from kvtransfer.sharding import Shard
-from kvtransfer.transports.base import TransportConfig
-from kvtransfer.transports.registry import transports
-from prefill.role import PrefillRole
+from tandem.decode.role import DecodeRole
+from tandem.kvtransfer.bootstrap import SenderEnd
+from tandem.kvtransfer.group import DecodeGroup, PrefillGroup
+from tandem.kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.sender import PrefillAgent
+from tandem.kvtransfer.sharding import Shard
+from tandem.kvtransfer.transports.base import TransportConfig
+from tandem.kvtransfer.transports.registry import transports
+from tandem.prefill.role import PrefillRole
+from tandem.wire.errors import PeerLost
+from tandem.wire.ids import new_epoch
 from tests.hand_off_rig import IMPATIENT, NUM_PAGES, Pair, prompt_of
-from wire.errors import PeerLost
-from wire.ids import new_epoch
 
 
 class CopiedSender:

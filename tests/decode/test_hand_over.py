@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.request import Stage
-from node.drain import hand_over
+from tandem.engine.request import Stage
+from tandem.node.drain import hand_over
 from tests.hand_off_rig import Pair, prompt_of
 
 

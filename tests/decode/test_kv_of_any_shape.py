@@ -2,10 +2,10 @@
 
 import pytest
 
-from engine.core import Engine
+from tandem.engine.core import Engine
+from tandem.wire.generation import GenerateRequest
 from tests.architectures.configs import cases, make_model
 from tests.hand_off_rig import Pair, prompt_of
-from wire.generation import GenerateRequest
 
 # Sinks with windows; latents; heads of two sizes and layers that read another's K and V; chunks with
 # positions of their own; V smaller than K, and other numbers of heads by layer.

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvtransfer.transports.base import TransportConfig
-from kvtransfer.transports.loopback import Fault, LoopbackTransport
-from kvtransfer.transports.tcp import TcpTransport
+from tandem.kvtransfer.transports.base import TransportConfig
+from tandem.kvtransfer.transports.loopback import Fault, LoopbackTransport
+from tandem.kvtransfer.transports.tcp import TcpTransport
 from tests.hand_off_rig import PAGE, Pair, prompt_of
 from tests.patience import PATIENCE_S
 

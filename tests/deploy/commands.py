@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import decode.command
-import prefill.command
-from node.config import NodeConfig
-from node.flags import build_parser, read_config
-from router.arguments import parse
-from router.config import RouterConfig
+import tandem.decode.command
+import tandem.prefill.command
+from tandem.node.config import NodeConfig
+from tandem.node.flags import build_parser, read_config
+from tandem.router.arguments import parse
+from tandem.router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-NODES = {"prefill": prefill.command.COMMAND, "decode": decode.command.COMMAND}
+NODES = {"prefill": tandem.prefill.command.COMMAND, "decode": tandem.decode.command.COMMAND}
 
 
 def config_of(argv: Sequence[str]) -> NodeConfig | RouterConfig:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvtransfer.transports.nixl_environment import check_environment
-from node.flags import build_parser, read_config
-from router.arguments import parse
+from tandem.kvtransfer.transports.nixl_environment import check_environment
+from tandem.node.flags import build_parser, read_config
+from tandem.router.arguments import parse
 from tests.deploy.container import start
 from tests.deploy.helm import (
     CLUSTER_KEY,

@@ -6,7 +6,7 @@ import shlex
 import pytest
 import yaml
 
-from router.config import RouterConfig
+from tandem.router.config import RouterConfig
 from tests.deploy.commands import ROOT, config_of
 
 COMPOSE = ROOT / "deploy/compose"

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import msgspec
 
-from router.config import host_of
+from tandem.router.config import host_of
 from tandem.up import free_ports
+from tandem.wire.channel import Link, tcp_address, wait
+from tandem.wire.errors import PeerLost
+from tandem.wire.keys import ChannelKey
+from tandem.wire.messages import FromEngine, Ping, Pong
 from tests.patience import PATIENCE_S, patiently
-from wire.channel import Link, tcp_address, wait
-from wire.errors import PeerLost
-from wire.keys import ChannelKey
-from wire.messages import FromEngine, Ping, Pong
 
 # Of a machine that does other things, too: a process that ends is noticed at once.
 START_TIMEOUT_S = 600

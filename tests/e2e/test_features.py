@@ -8,11 +8,11 @@ import urllib.request
 import aiohttp
 import pytest
 
+from tandem.wire.generation import SamplingParams
 from tests.e2e.cluster import MAX_ROUNDS, running_cluster
 from tests.e2e.conftest import CHUNK, FLAGS, PAGE
 from tests.one_engine import tokens_of_one_engine
 from tests.patience import PATIENCE_S
-from wire.generation import SamplingParams
 
 STORY = "Once upon a time there was a small house in the woods. " * 20
 SCHEMA = {

@@ -11,8 +11,8 @@ from tests.e2e.cluster import eventually, get_json, running_cluster
 TRANSPORT = '''
 import msgspec
 
-from kvtransfer.transports.base import Admission
-from kvtransfer.transports.tcp import TcpConnection, TcpTransport
+from tandem.kvtransfer.transports.base import Admission
+from tandem.kvtransfer.transports.tcp import TcpConnection, TcpTransport
 
 
 class FlipsOneBit(TcpTransport):

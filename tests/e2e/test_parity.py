@@ -9,11 +9,11 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tandem.wire.generation import SamplingParams
 from tests.e2e.cluster import running_cluster
 from tests.e2e.conftest import CHUNK, CONTEXT, FLAGS, PAGE
 from tests.one_engine import tokens_of_one_engine
 from tests.tiny_models import CONFIGS, CONTEXT_LENGTH, VOCAB_SIZE
-from wire.generation import SamplingParams
 
 # From here on no draw of these prompts has two candidates that only the last bits of their logits, which differ
 # from batch to batch, tell apart.

@@ -11,9 +11,9 @@ import aiohttp
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
-from engine.simulated import answer_key, tokens_at
-from engine.simulated_model import read_model
+from tandem.engine.config import EngineConfig
+from tandem.engine.simulated import answer_key, tokens_at
+from tandem.engine.simulated_model import read_model
 from tandem.up import free_ports
 from tests.e2e.cluster import Process, eventually, wait_healthy
 from tests.e2e.test_deaths import unaccounted

@@ -14,10 +14,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
-from engine.simulated import answer_key, tokens_at
-from engine.simulated_model import read_model
-from frontend.tokenizer import Tokenizer
+from tandem.engine.config import EngineConfig
+from tandem.engine.simulated import answer_key, tokens_at
+from tandem.engine.simulated_model import read_model
+from tandem.frontend.tokenizer import Tokenizer
 from tandem.up import free_ports
 from tests.e2e.cluster import (
     Process,

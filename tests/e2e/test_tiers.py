@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.region import SHM_DIR
+from tandem.kvtransfer.region import SHM_DIR
 from tandem.up import free_ports
+from tandem.wire.generation import SamplingParams
+from tandem.wire.page_keys import PageSpace, page_keys, shard_key
 from tests.e2e.cluster import (
     START_TIMEOUT_S,
     Process,
@@ -23,8 +25,6 @@ from tests.e2e.cluster import (
 from tests.e2e.test_simulated import generate
 from tests.one_engine import tokens_of_one_engine
 from tests.tiny_models import VOCAB_SIZE
-from wire.generation import SamplingParams
-from wire.page_keys import PageSpace, page_keys, shard_key
 
 PAGE, NUM_NEW = 8, 40
 POOL_TOKENS = 1024

@@ -9,7 +9,7 @@ import pytest
 @pytest.fixture
 def fake_flashinfer(monkeypatch):
     """Make `import flashinfer` find the stand-in, and only during the test."""
-    names = ("flashinfer", "engine.attention_flashinfer")
+    names = ("flashinfer", "tandem.engine.attention_flashinfer")
     real = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     monkeypatch.syspath_prepend(Path(__file__).parent / "fake_modules")
     yield

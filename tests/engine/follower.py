@@ -5,15 +5,15 @@ from pathlib import Path
 
 import torch
 
-from engine.attention_backends import choose_backend
-from engine.config import EngineConfig
-from engine.kv_pool import make_pool
-from engine.model import load_model
-from engine.runner import ModelRunner
-from engine.tensor_parallel import follow, join
-from node.rank_messages import Forward, RankStart, ToRank, unpack_inputs
-from node.rank_pipe import RankPipe, claim_stdout
-from wire.errors import ConfigInvalid
+from tandem.engine.attention_backends import choose_backend
+from tandem.engine.config import EngineConfig
+from tandem.engine.kv_pool import make_pool
+from tandem.engine.model import load_model
+from tandem.engine.runner import ModelRunner
+from tandem.engine.tensor_parallel import follow, join
+from tandem.node.rank_messages import Forward, RankStart, ToRank, unpack_inputs
+from tandem.node.rank_pipe import RankPipe, claim_stdout
+from tandem.wire.errors import ConfigInvalid
 
 NUM_PAGES = 64
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from engine.attention_backends import choose_backend, fastest
-from engine.config import EngineConfig
-from engine.shape import ModelShape
-from wire.errors import ConfigInvalid
+from tandem.engine.attention_backends import choose_backend, fastest
+from tandem.engine.config import EngineConfig
+from tandem.engine.shape import ModelShape
+from tandem.wire.errors import ConfigInvalid
 
 
 def shape(dtype="bfloat16", kv_dtype=None, head_dim=128) -> ModelShape:
@@ -68,12 +68,13 @@ def test_a_backend_that_does_not_run_here_is_refused_with_what_to_give(device, b
 )
 def test_a_missing_library_is_refused_with_the_line_that_installs_it(monkeypatch, missing, line):
     monkeypatch.setattr(
-        "engine.attention_backends.find_spec", lambda name: None if name == missing else object()
+        "tandem.engine.attention_backends.find_spec",
+        lambda name: None if name == missing else object(),
     )
     with pytest.raises(ConfigInvalid, match=line):
         choose_backend(config("cuda", missing), shape())
 
 
 def test_without_triton_a_gpu_has_the_reference(monkeypatch):
-    monkeypatch.setattr("engine.attention_backends.find_spec", lambda _name: None)
+    monkeypatch.setattr("tandem.engine.attention_backends.find_spec", lambda _name: None)
     assert fastest(config("cuda"), shape()) == "torch"

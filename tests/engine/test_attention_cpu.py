@@ -6,8 +6,8 @@ import pytest
 import torch
 from numba import types
 
-from engine import cpu_threads
-from engine.attention_cpu import CpuAttention
+from tandem.engine import cpu_threads
+from tandem.engine.attention_cpu import CpuAttention
 from tests.attention_cases import CASES, error, tolerance
 
 READABLE = [

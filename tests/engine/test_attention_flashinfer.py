@@ -11,7 +11,7 @@ from tests.attention_cases import CASES, Case, error, make, tolerance
 
 @pytest.fixture
 def backend(fake_flashinfer):
-    from engine.attention_flashinfer import FlashInferAttention
+    from tandem.engine.attention_flashinfer import FlashInferAttention
 
     return FlashInferAttention("cpu")
 

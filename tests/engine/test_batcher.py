@@ -1,7 +1,7 @@
-from engine.batcher import MAX_LOGPROB_ROWS, next_chunks
-from engine.request import ActiveRequest
-from wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
-from wire.ids import RequestId
+from tandem.engine.batcher import MAX_LOGPROB_ROWS, next_chunks
+from tandem.engine.request import ActiveRequest
+from tandem.wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
+from tandem.wire.ids import RequestId
 
 
 def request(num_prompt: int, num_computed: int, logprobs=None) -> ActiveRequest:

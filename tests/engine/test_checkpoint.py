@@ -10,12 +10,12 @@ from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-from engine import checkpoint
-from engine.checkpoint import read_config
-from engine.config import EngineConfig
-from engine.model import load_model
+from tandem.engine import checkpoint
+from tandem.engine.checkpoint import read_config
+from tandem.engine.config import EngineConfig
+from tandem.engine.model import load_model
+from tandem.wire.errors import ConfigInvalid
 from tests.tiny_models import SIZES
-from wire.errors import ConfigInvalid
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 

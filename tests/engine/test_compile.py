@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from engine.model import compile_layers
-from engine.runner import ModelRunner
+from tandem.engine.model import compile_layers
+from tandem.engine.runner import ModelRunner
+from tandem.wire.errors import ConfigInvalid
 from tests.engine.test_core import ask, make_engine, prompts, run
-from wire.errors import ConfigInvalid
 
 HAS_COMPILER = bool(shutil.which("g++") or shutil.which("clang++"))
 
@@ -48,12 +48,12 @@ def test_one_compilation_serves_all_layers_and_batches(tiny_model):
 
 
 def test_a_machine_without_a_compiler_is_told_so(monkeypatch):
-    monkeypatch.setattr("engine.model.which", lambda _name: None)
+    monkeypatch.setattr("tandem.engine.model.which", lambda _name: None)
     with pytest.raises(ConfigInvalid, match="leave the flag out"):
         compile_layers(torch.nn.Linear(1, 1), "cpu")
 
 
 def test_a_model_without_known_layers_is_named(monkeypatch):
-    monkeypatch.setattr("engine.model.which", lambda _name: "/usr/bin/g++")
+    monkeypatch.setattr("tandem.engine.model.which", lambda _name: "/usr/bin/g++")
     with pytest.raises(ConfigInvalid, match="Linear"):
         compile_layers(torch.nn.Linear(1, 1), "cpu")

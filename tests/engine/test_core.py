@@ -6,18 +6,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.attention_backends import choose_backend
-from engine.config import EngineConfig
-from engine.core import Engine
-from engine.kv_pool import make_pool
-from engine.launcher import ModelLauncher
-from engine.model import load_model
-from engine.request import Stage
-from engine.runner import ModelRunner
+from tandem.engine.attention_backends import choose_backend
+from tandem.engine.config import EngineConfig
+from tandem.engine.core import Engine
+from tandem.engine.kv_pool import make_pool
+from tandem.engine.launcher import ModelLauncher
+from tandem.engine.model import load_model
+from tandem.engine.request import Stage
+from tandem.engine.runner import ModelRunner
+from tandem.wire.errors import InvalidRequest, OutOfPages, Overloaded
+from tandem.wire.generation import Finish, GenerateRequest, SamplingParams
+from tandem.wire.ids import RequestId
 from tests.tiny_models import CONFIGS, CONTEXT_LENGTH, VOCAB_SIZE
-from wire.errors import InvalidRequest, OutOfPages, Overloaded
-from wire.generation import Finish, GenerateRequest, SamplingParams
-from wire.ids import RequestId
 
 PAGE = 8
 

@@ -4,19 +4,19 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention import PagedBatch
-from engine.attention_backends import choose_backend
-from engine.attention_torch import TorchAttention
-from engine.config import EngineConfig
-from engine.core import Engine
-from engine.cuda_graphs import GraphRunner, batch_sizes, is_recording, make_runner
-from engine.forward import ForwardInputs
-from engine.kv_pool import KVPool, make_pool
-from engine.launcher import ModelLauncher
-from engine.model import load_model
-from engine.runner import ModelRunner
+from tandem.engine.attention import PagedBatch
+from tandem.engine.attention_backends import choose_backend
+from tandem.engine.attention_torch import TorchAttention
+from tandem.engine.config import EngineConfig
+from tandem.engine.core import Engine
+from tandem.engine.cuda_graphs import GraphRunner, batch_sizes, is_recording, make_runner
+from tandem.engine.forward import ForwardInputs
+from tandem.engine.kv_pool import KVPool, make_pool
+from tandem.engine.launcher import ModelLauncher
+from tandem.engine.model import load_model
+from tandem.engine.runner import ModelRunner
+from tandem.wire.errors import ConfigInvalid
 from tests.engine.test_core import PAGE, ask, prompts, run
-from wire.errors import ConfigInvalid
 
 NUM_PAGES = 60
 
@@ -146,7 +146,7 @@ def test_what_no_graph_holds_runs_without_one(rig, kv_lens):
 
 
 def test_flashinfer_follows_each_batch_with_a_plan_of_its_own(tiny_model, fake_flashinfer):
-    from engine.attention_flashinfer import FlashInferAttention
+    from tandem.engine.attention_flashinfer import FlashInferAttention
 
     rig = Rig(tiny_model("llama"), backend=FlashInferAttention("cpu"))
     for kv_lens in ([9], [9, 3, 17], [1, 8, 9, 16, 20], [2, 2, 2]):

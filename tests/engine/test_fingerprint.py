@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig
-from engine.model import load_model, model_needs
-from wire.errors import ConfigInvalid
+from tandem.engine.config import EngineConfig
+from tandem.engine.model import load_model, model_needs
+from tandem.wire.errors import ConfigInvalid
 
 
 def fingerprint_of(path) -> str:

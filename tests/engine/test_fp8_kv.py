@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.attention_torch import TorchAttention
-from engine.config import EngineConfig
-from engine.core import Engine
-from engine.model import load_model
+from tandem.engine.attention_torch import TorchAttention
+from tandem.engine.config import EngineConfig
+from tandem.engine.core import Engine
+from tandem.engine.model import load_model
 from tests.attention_cases import CASES, FP8, clear_nan, make
 from tests.engine.test_core import PAGE, ask, make_engine, prompts, run
 

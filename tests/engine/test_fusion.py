@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.fusion import fuse
+from tandem.engine.fusion import fuse
 from tests.tiny_models import CONFIGS, VOCAB_SIZE
 
 

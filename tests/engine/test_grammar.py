@@ -10,13 +10,13 @@ import structlog
 import torch
 import xgrammar
 
-from engine.errors import GrammarViolated
-from engine.grammar import GrammarMasks, GrammarState, apply_masks, leaves_only
-from engine.grammar_compiler import GrammarCompiler, compile_text
-from telemetry import log as logs
+from tandem.engine.errors import GrammarViolated
+from tandem.engine.grammar import GrammarMasks, GrammarState, apply_masks, leaves_only
+from tandem.engine.grammar_compiler import GrammarCompiler, compile_text
+from tandem.telemetry import log as logs
+from tandem.wire.errors import EngineFailed, InvalidRequest, Overloaded
+from tandem.wire.generation import Grammar
 from tests.patience import PATIENCE_S, patiently
-from wire.errors import EngineFailed, InvalidRequest, Overloaded
-from wire.generation import Grammar
 
 # Wider than the embedded model's 49152 and no multiple of 32, as padded embeddings are.
 VOCAB_SIZE = 49_163

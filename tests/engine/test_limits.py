@@ -1,11 +1,11 @@
 import msgspec
 import pytest
 
-from engine.limits import absurdity
+from tandem.engine.limits import absurdity
+from tandem.wire.errors import InvalidRequest
+from tandem.wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
+from tandem.wire.ids import RequestId
 from tests.engine.toy_runner import toy_engine
-from wire.errors import InvalidRequest
-from wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
-from wire.ids import RequestId
 
 HONEST = GenerateRequest(
     request_id=RequestId("a"), prompt_ids=[3, 4, 5], sampling=SamplingParams(), num_prior_tokens=2

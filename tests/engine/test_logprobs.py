@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.core import Engine
+from tandem.engine.core import Engine
+from tandem.wire.generation import LogprobsWanted
 from tests.engine.test_core import ask, make_engine, prompts
-from wire.generation import LogprobsWanted
 
 
 def run_with_logprobs(engine: Engine, request):

@@ -7,13 +7,13 @@ import pytest
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
-from engine import model as loading
-from engine.attention import AttentionNotServed
-from engine.attention_torch import TorchAttention
-from engine.config import EngineConfig
-from engine.model import load_model, model_needs
-from engine.model_check import Sequences, check_weights, plain_logits
-from wire.errors import ConfigInvalid
+from tandem.engine import model as loading
+from tandem.engine.attention import AttentionNotServed
+from tandem.engine.attention_torch import TorchAttention
+from tandem.engine.config import EngineConfig
+from tandem.engine.model import load_model, model_needs
+from tandem.engine.model_check import Sequences, check_weights, plain_logits
+from tandem.wire.errors import ConfigInvalid
 
 
 def config(path, **settings) -> EngineConfig:
@@ -55,7 +55,7 @@ def test_sixteen_bits_are_checked_with_a_float32_copy_too(tiny_model):
 
 def test_a_large_model_is_checked_before_its_weights_are_read(tiny_model, monkeypatch):
     monkeypatch.setattr(loading, "_LARGE_BYTES", 0)
-    monkeypatch.setattr("engine.model_check._AFFORDABLE", {"cpu": 0, "16-bit cpu": 0})
+    monkeypatch.setattr("tandem.engine.model_check._AFFORDABLE", {"cpu": 0, "16-bit cpu": 0})
     assert checks(tiny_model("qwen3")) == ["a small copy"]
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.noise import gumbels, gumbels_of
+from tandem.engine.noise import gumbels, gumbels_of
 
 EULER = 0.5772156649
 SEEDS, INDEXES = st.integers(0, 2**64 - 1), st.integers(0, 2**40)

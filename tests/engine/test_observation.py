@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from engine.attention import NAME, AttentionNotServed, PagedPast, paged_attention, register
-from engine.observation import observe
-from engine.paged_model import PagedModel
+from tandem.engine.attention import NAME, AttentionNotServed, PagedPast, paged_attention, register
+from tandem.engine.observation import observe
+from tandem.engine.paged_model import PagedModel
+from tandem.wire.hand_off import LayerKV
 from tests.architectures.configs import cases
-from wire.hand_off import LayerKV
 
 
 def observed(name: str):

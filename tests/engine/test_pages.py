@@ -3,8 +3,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.kv_cache import KVCache
-from engine.pages import PagePool, PageState, PageStateError
+from tandem.engine.kv_cache import KVCache
+from tandem.engine.pages import PagePool, PageState, PageStateError
 
 NUM_PAGES = 12
 PAGE_SIZE = 2

@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv_cache import KVCache
-from wire.prefix_blocks import BLOCK_TOKENS
+from tandem.engine.kv_cache import KVCache
+from tandem.wire.prefix_blocks import BLOCK_TOKENS
 
 PAGE = 4
 

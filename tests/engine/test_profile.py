@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.profile import DecodeTimes, PrefillTimes, Profile, read_profile
-from wire.errors import ConfigInvalid
+from tandem.engine.profile import DecodeTimes, PrefillTimes, Profile, read_profile
+from tandem.wire.errors import ConfigInvalid
 
 PROFILES = list((Path(__file__).parents[2] / "docs/profiles").glob("*.json"))
 

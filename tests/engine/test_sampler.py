@@ -2,13 +2,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.request import ActiveRequest
-from engine.sampler import SamplingColumns, adjustments
-from engine.sampler import sample as sample_columns
-from engine.seen import seen_by
-from engine.slots import Slots
-from wire.generation import GenerateRequest, SamplingParams
-from wire.ids import RequestId
+from tandem.engine.request import ActiveRequest
+from tandem.engine.sampler import SamplingColumns, adjustments
+from tandem.engine.sampler import sample as sample_columns
+from tandem.engine.seen import seen_by
+from tandem.engine.slots import Slots
+from tandem.wire.generation import GenerateRequest, SamplingParams
+from tandem.wire.ids import RequestId
 
 NO_EOS: frozenset[int] = frozenset()
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.5, 2.5])

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core import Engine
-from engine.request import ActiveRequest
+from tandem.engine.core import Engine
+from tandem.engine.request import ActiveRequest
+from tandem.wire.generation import GenerateRequest, SamplingParams
+from tandem.wire.ids import RequestId
 from tests.engine.toy_runner import EOS, toy_answer, toy_engine
-from wire.generation import GenerateRequest, SamplingParams
-from wire.ids import RequestId
 
 OVERLAP = pytest.mark.parametrize("is_overlapped", [False, True])
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.shape import eos_token_ids, generation_config
-from wire.errors import ConfigInvalid
+from tandem.engine.shape import eos_token_ids, generation_config
+from tandem.wire.errors import ConfigInvalid
 
 CONFIG = SimpleNamespace(eos_token_id=2)
 

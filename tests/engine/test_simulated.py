@@ -6,16 +6,16 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from engine.batcher import Chunk
-from engine.config import EngineConfig
-from engine.core import Engine
-from engine.profile import DecodeTimes, PrefillTimes, Profile
-from engine.request import ActiveRequest
-from engine.shape import ModelShape
-from engine.simulated import Clock, SimulatedLauncher, SimulatedPages, answer_key, tokens_at
-from wire.errors import InvalidRequest
-from wire.generation import GenerateRequest, Grammar, LogprobsWanted, SamplingParams
-from wire.ids import RequestId
+from tandem.engine.batcher import Chunk
+from tandem.engine.config import EngineConfig
+from tandem.engine.core import Engine
+from tandem.engine.profile import DecodeTimes, PrefillTimes, Profile
+from tandem.engine.request import ActiveRequest
+from tandem.engine.shape import ModelShape
+from tandem.engine.simulated import Clock, SimulatedLauncher, SimulatedPages, answer_key, tokens_at
+from tandem.wire.errors import InvalidRequest
+from tandem.wire.generation import GenerateRequest, Grammar, LogprobsWanted, SamplingParams
+from tandem.wire.ids import RequestId
 
 PAGE, EOS = 4, 1
 ORDINARY = np.arange(2, 50)

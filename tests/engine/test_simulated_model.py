@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.model import load_model
-from engine.simulated_model import read_model
+from tandem.engine.config import EngineConfig
+from tandem.engine.model import load_model
+from tandem.engine.simulated_model import read_model
+from tandem.wire.errors import ConfigInvalid
 from tests.tiny_models import CONFIGS, CONTEXT_LENGTH
-from wire.errors import ConfigInvalid
 
 
 def config(path, **settings) -> EngineConfig:

@@ -10,8 +10,8 @@ from transformers import (
     LlamaConfig,
 )
 
-from engine.attention import AttentionNotServed, register
-from engine.small_copy import make_copy
+from tandem.engine.attention import AttentionNotServed, register
+from tandem.engine.small_copy import make_copy
 
 
 def copy_of(config):

@@ -11,20 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.config import EngineConfig, config_of_rank
-from engine.core import Engine
-from engine.forward import ForwardInputs
-from engine.launcher import ModelLauncher
-from engine.tensor_parallel import ShardedRunner, join, least
-from node.config import NodeConfig
-from node.rank_messages import FromRank, RankStart, pack_inputs, unpack_inputs
-from node.rank_pipe import RankPipe
+from tandem.engine.config import EngineConfig, config_of_rank
+from tandem.engine.core import Engine
+from tandem.engine.forward import ForwardInputs
+from tandem.engine.launcher import ModelLauncher
+from tandem.engine.tensor_parallel import ShardedRunner, join, least
+from tandem.node.config import NodeConfig
+from tandem.node.rank_messages import FromRank, RankStart, pack_inputs, unpack_inputs
+from tandem.node.rank_pipe import RankPipe
+from tandem.wire.errors import ConfigInvalid
+from tandem.wire.generation import GenerateRequest, SamplingParams
+from tandem.wire.ids import RequestId
 from tests.engine.follower import NUM_PAGES, load_shard
 from tests.patience import PATIENCE_S
 from tests.tiny_models import CONFIGS
-from wire.errors import ConfigInvalid
-from wire.generation import GenerateRequest, SamplingParams
-from wire.ids import RequestId
 
 PAGE = 8
 PROMPTS = [[3 + (i * 7 + n) % 300 for i in range(n)] for n in (1, 30, 61)]

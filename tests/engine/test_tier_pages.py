@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.kv_cache import KVCache
-from wire.page_keys import PageSpace, page_keys
-from wire.prefix_blocks import block_names
+from tandem.engine.kv_cache import KVCache
+from tandem.wire.page_keys import PageSpace, page_keys
+from tandem.wire.prefix_blocks import block_names
 
 PAGE = 4
 SPACE = PageSpace("toy", "float32", PAGE)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from engine.config import EngineConfig
-from engine.core import Engine
-from engine.forward import ForwardInputs, Wrote
-from engine.launcher import ModelLauncher
-from engine.shape import ModelShape
+from tandem.engine.config import EngineConfig
+from tandem.engine.core import Engine
+from tandem.engine.forward import ForwardInputs, Wrote
+from tandem.engine.launcher import ModelLauncher
+from tandem.engine.shape import ModelShape
 
 VOCAB = 50
 EOS = 1

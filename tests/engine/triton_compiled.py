@@ -11,8 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine import triton_kernels, triton_pages
-from engine.attention_triton import Blocks
+from tandem.engine import triton_kernels, triton_pages
+from tandem.engine.attention_triton import Blocks
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 FLOATS = {"scale", "softcap"}

@@ -11,16 +11,16 @@ import sys
 import numpy as np
 import torch
 
-from engine.attention import AttentionBackend
-from engine.attention_triton import TritonAttention
-from engine.config import EngineConfig
-from engine.core import Engine
-from engine.kv_pool import make_pool
-from engine.launcher import ModelLauncher
-from engine.model import load_model
-from engine.noise import gumbels, with_noise
-from engine.runner import ModelRunner
-from telemetry import log as logs
+from tandem.engine.attention import AttentionBackend
+from tandem.engine.attention_triton import TritonAttention
+from tandem.engine.config import EngineConfig
+from tandem.engine.core import Engine
+from tandem.engine.kv_pool import make_pool
+from tandem.engine.launcher import ModelLauncher
+from tandem.engine.model import load_model
+from tandem.engine.noise import gumbels, with_noise
+from tandem.engine.runner import ModelRunner
+from tandem.telemetry import log as logs
 from tests.attention_cases import CASES, PROMPTS, Case, error, error_behind
 from tests.engine.test_core import PAGE, ask, prompts, run
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import aiohttp
 
+from tandem.wire.ids import new_room
 from tests.faults.cells import DELAY_MS, LOSS, Cell
 from tests.faults.members import Member, children
 from tests.faults.rig import DECODE_MBIT, Rig
 from tests.patience import PATIENCE_S
-from wire.ids import new_room
 
 # A process that was not granted memory before asks for more soon; it gets next to nothing.
 MEMORY_BYTES = 256 << 10

@@ -23,31 +23,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.config import EngineConfig
-from engine.core import Engine
-from engine.forward import Ints
-from engine.profile import Profile
-from engine.shape import ModelShape
-from engine.simulated import SimulatedLauncher, SimulatedPages
-from engine.simulated_model import read_model
-from kvtransfer.bootstrap import SenderEnd
-from kvtransfer.region import MemoryRegion
-from kvtransfer.sender import PrefillAgent, SenderTimeouts
-from kvtransfer.transports.base import TransportConfig
-from kvtransfer.transports.registry import transports
-from node.answers import Ticket
-from node.pool_plan import PoolPlan
-from prefill.role import PrefillRole
+from tandem.engine.config import EngineConfig
+from tandem.engine.core import Engine
+from tandem.engine.forward import Ints
+from tandem.engine.profile import Profile
+from tandem.engine.shape import ModelShape
+from tandem.engine.simulated import SimulatedLauncher, SimulatedPages
+from tandem.engine.simulated_model import read_model
+from tandem.kvtransfer.bootstrap import SenderEnd
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.sender import PrefillAgent, SenderTimeouts
+from tandem.kvtransfer.transports.base import TransportConfig
+from tandem.kvtransfer.transports.registry import transports
+from tandem.node.answers import Ticket
+from tandem.node.pool_plan import PoolPlan
+from tandem.prefill.role import PrefillRole
+from tandem.wire.channel import Peer, Waker, wait
+from tandem.wire.generation import GenerateRequest, SamplingParams
+from tandem.wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
+from tandem.wire.ids import RequestId, Room, new_epoch, new_room
+from tandem.wire.keys import ChannelKey
+from tandem.wire.messages import StartPrefill
 from tests.faults.rig import SECRET, Rig, running_rig
 from tests.faults.soak import tell
 from tests.faults.soak_report import num_descriptors
 from tests.faults.streams import Answer, Arithmetic, send
-from wire.channel import Peer, Waker, wait
-from wire.generation import GenerateRequest, SamplingParams
-from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
-from wire.ids import RequestId, Room, new_epoch, new_room
-from wire.keys import ChannelKey
-from wire.messages import StartPrefill
 
 PAGE_SIZE, NUM_TOKENS = 16, 2048
 PROFILE = {"decode": {"base_ms": 8}}

@@ -7,13 +7,13 @@ import contextlib
 import aiohttp
 import msgspec
 
-from router.config import host_of
-from wire.async_link import AsyncLink
-from wire.channel import tcp_address
-from wire.errors import PeerLost
-from wire.keys import ChannelKey
-from wire.messages import FromEngine, NodeLoad, Ping, Pong
-from wire.node_info import NodeInfo
+from tandem.router.config import host_of
+from tandem.wire.async_link import AsyncLink
+from tandem.wire.channel import tcp_address
+from tandem.wire.errors import PeerLost
+from tandem.wire.keys import ChannelKey
+from tandem.wire.messages import FromEngine, NodeLoad, Ping, Pong
+from tandem.wire.node_info import NodeInfo
 
 QUICK_S, SLOW_S = 0.004, 0.1
 RETRY_S = 0.1

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import aiohttp
 
-from node.checkpoint import resolve_model
+from tandem.node.checkpoint import resolve_model
 from tandem.up import free_ports
+from tandem.wire.keys import ChannelKey
 from tests.faults.members import Disk, Member
 from tests.faults.network import Loopback, Network, network_of
 from tests.faults.probe import Probe
-from wire.keys import ChannelKey
 
 SECRET = "of-the-fault-matrix"
 # Of torch on several processes of a busy machine; it only guards against a hang.

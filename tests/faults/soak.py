@@ -27,13 +27,13 @@ from pathlib import Path
 import aiohttp
 
 from benchmarks.verdict import result
+from tandem.wire.keys import operator_key
 from tests.faults.hurts import signal_all
 from tests.faults.members import Member, wait_ended
 from tests.faults.rig import SECRET, Rig, running_rig
 from tests.faults.soak_report import Growth, described, leftovers, write_report
 from tests.faults.streams import Answer, Arithmetic, Ask, send
 from tests.patience import PATIENCE_S
-from wire.keys import operator_key
 
 FLAGS = (
     *("--engine", "simulated", "--page-size", "16", "--max-total-tokens", "4096"),

@@ -13,7 +13,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from wire.messages import NodeLoad
+from tandem.wire.messages import NodeLoad
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 import aiohttp
 import numpy as np
 
-from engine.config import EngineConfig
-from engine.simulated import answer_key, tokens_at
-from engine.simulated_model import read_model
+from tandem.engine.config import EngineConfig
+from tandem.engine.simulated import answer_key, tokens_at
+from tandem.engine.simulated_model import read_model
+from tandem.wire.keys import operator_key
 from tests.faults.rig import SECRET
-from wire.keys import operator_key
 
 # A client that has waited so long waits for ever: no cell of the matrix has a reason to.
 HUNG_AFTER_S = 60.0

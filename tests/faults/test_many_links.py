@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from tandem.wire.heartbeat import Heartbeat
 from tests.faults.many_links import many_links
-from wire.heartbeat import Heartbeat
 
 NUM_LINKS = 40
 # So that nobody is lost for being slow on a busy machine.

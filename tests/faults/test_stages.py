@@ -1,8 +1,8 @@
 import pytest
 
+from tandem.wire.messages import NodeLoad
 from tests.faults.cells import STAGES
 from tests.faults.stages import View, in_stage
-from wire.messages import NodeLoad
 
 IDLE = {"p0": NodeLoad(), "d0": NodeLoad()}
 # What two nodes say while one request goes from one end to the other, and the tokens that its client has.

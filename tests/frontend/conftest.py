@@ -6,10 +6,10 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
-from frontend.app import create_app
-from frontend.options import FrontendOptions
-from frontend.server import listen, serving
-from frontend.tokenizer import Tokenizer
+from tandem.frontend.app import create_app
+from tandem.frontend.options import FrontendOptions
+from tandem.frontend.server import listen, serving
+from tandem.frontend.tokenizer import Tokenizer
 from tests.frontend.fakes import FakeBackend
 from tests.loop_watch import no_callback_holds_up_the_loop
 

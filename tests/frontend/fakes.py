@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 
-from frontend.backend import Bootstrap, Health, ServedModel, Tap
-from frontend.tokenizer import Tokenizer
-from wire.errors import TandemError
-from wire.generation import Finish, GenerateRequest, SamplingDefaults, TokenLogprobs
-from wire.messages import TokenDelta
+from tandem.frontend.backend import Bootstrap, Health, ServedModel, Tap
+from tandem.frontend.tokenizer import Tokenizer
+from tandem.wire.errors import TandemError
+from tandem.wire.generation import Finish, GenerateRequest, SamplingDefaults, TokenLogprobs
+from tandem.wire.messages import TokenDelta
 
 
 @dataclass(frozen=True)

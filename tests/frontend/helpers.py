@@ -6,7 +6,7 @@ import json
 
 import aiohttp
 
-from frontend.tokenizer import Tokenizer
+from tandem.frontend.tokenizer import Tokenizer
 
 
 class LoopClock:

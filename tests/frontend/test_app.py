@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from frontend.backend import ALONE
-from frontend.options import FrontendOptions, HttpOptions
-from frontend.tokenizer_files import tokenizer_files, tokenizer_hash
+from tandem.frontend.backend import ALONE
+from tandem.frontend.options import FrontendOptions, HttpOptions
+from tandem.frontend.tokenizer_files import tokenizer_files, tokenizer_hash
+from tandem.wire.errors import MessageInvalid, NoNodeAvailable, Overloaded
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say
 from tests.frontend.helpers import post, post_large
-from wire.errors import MessageInvalid, NoNodeAvailable, Overloaded
 
 MIB = 1024 * 1024
 

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from frontend.app import create_app
-from frontend.limits import INCOMING, Incoming
-from frontend.options import FrontendOptions, HttpOptions
+from tandem.frontend.app import create_app
+from tandem.frontend.limits import INCOMING, Incoming
+from tandem.frontend.options import FrontendOptions, HttpOptions
 from tests.frontend.conftest import serve, serve_app
 from tests.frontend.fakes import length, say
 from tests.frontend.helpers import post, post_large

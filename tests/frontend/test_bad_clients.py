@@ -8,8 +8,8 @@ import socket
 
 import pytest
 
-from frontend import connection
-from frontend.options import FrontendOptions, HttpOptions
+from tandem.frontend import connection
+from tandem.frontend.options import FrontendOptions, HttpOptions
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import FakeBackend, length, say
 from tests.frontend.helpers import LoopClock, post

@@ -3,12 +3,12 @@ import math
 
 import pytest
 
-from frontend.caller import wait_of
-from frontend.options import FrontendOptions, HttpOptions
+from tandem.frontend.caller import wait_of
+from tandem.frontend.options import FrontendOptions, HttpOptions
+from tandem.wire.errors import InvalidRequest, Overloaded
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import say
 from tests.frontend.helpers import post
-from wire.errors import InvalidRequest, Overloaded
 
 BODIES = {
     "/generate": {"text": "a", "sampling_params": {"n": 2, "max_new_tokens": 2}},

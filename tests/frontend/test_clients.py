@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from frontend.options import FrontendOptions
-from frontend.server import listen
+from tandem.frontend.options import FrontendOptions
+from tandem.frontend.server import listen
+from tandem.wire.errors import ConfigInvalid
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say
 from tests.frontend.helpers import post
 from tests.patience import PATIENCE_S
-from wire.errors import ConfigInvalid
 
 PROMPT = {"text": "a"}
 END = [length(6)]

@@ -1,4 +1,4 @@
-from frontend.options import FrontendOptions, HttpOptions
+from tandem.frontend.options import FrontendOptions, HttpOptions
 from tests.frontend.conftest import serve
 from tests.frontend.helpers import post
 

@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
-from frontend.byte_level import BYTE_OF_CHARACTER
-from frontend.tokenizer import Tokenizer
+from tandem.frontend.byte_level import BYTE_OF_CHARACTER
+from tandem.frontend.tokenizer import Tokenizer
 
 HARD = "日本語🇫🇷👩‍👩‍👧‍👦 e\u0301 \N{REPLACEMENT CHARACTER} naïve ﷽ 한국어"
 

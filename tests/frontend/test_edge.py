@@ -3,8 +3,8 @@ import threading
 
 import pytest
 
-from frontend.app import create_app
-from frontend.edge import EDGE, INLINE_BYTES, MAX_READERS
+from tandem.frontend.app import create_app
+from tandem.frontend.edge import EDGE, INLINE_BYTES, MAX_READERS
 from tests.frontend.fakes import FakeBackend
 from tests.patience import PATIENCE_S
 

@@ -4,13 +4,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from frontend.engine_client import EngineClient
+from tandem.frontend.engine_client import EngineClient
+from tandem.wire.errors import EngineFailed, InvalidRequest, PeerLost, TandemError
+from tandem.wire.heartbeat import Heartbeat
+from tandem.wire.ids import Epoch
+from tandem.wire.messages import Cancel, FlushCache, NodeLoad, Pong, StartColocated, TokenBatch
 from tests.patience import PATIENCE_S
 from tests.router.fake_node import FakeEngine, delta, request, until
-from wire.errors import EngineFailed, InvalidRequest, PeerLost, TandemError
-from wire.heartbeat import Heartbeat
-from wire.ids import Epoch
-from wire.messages import Cancel, FlushCache, NodeLoad, Pong, StartColocated, TokenBatch
 
 START = StartColocated(request=request())
 

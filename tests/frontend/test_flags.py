@@ -3,9 +3,9 @@ import argparse
 import msgspec
 import pytest
 
-from frontend.flags import add_http_flags, read_http, warn_of_exposed_keys
-from frontend.options import HttpOptions, TlsFiles
-from wire.errors import ConfigInvalid
+from tandem.frontend.flags import add_http_flags, read_http, warn_of_exposed_keys
+from tandem.frontend.options import HttpOptions, TlsFiles
+from tandem.wire.errors import ConfigInvalid
 
 
 def read(*argv: str) -> HttpOptions:

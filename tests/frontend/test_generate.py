@@ -4,14 +4,14 @@ import threading
 
 import pytest
 
-from frontend.backend import Bootstrap
-from frontend.options import FrontendOptions
+from tandem.frontend.backend import Bootstrap
+from tandem.frontend.options import FrontendOptions
+from tandem.wire.errors import EngineFailed, NoNodeAvailable, Overloaded
+from tandem.wire.generation import Grammar, SamplingDefaults
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say, stop
 from tests.frontend.helpers import each, events, post, post_large, stream
 from tests.patience import PATIENCE_S
-from wire.errors import EngineFailed, NoNodeAvailable, Overloaded
-from wire.generation import Grammar, SamplingDefaults
 
 EOS = 2
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.grammars import MAX_GRAMMAR_BYTES, native_grammar, openai_grammar
-from wire.errors import InvalidRequest
-from wire.generation import Grammar
+from tandem.frontend.grammars import MAX_GRAMMAR_BYTES, native_grammar, openai_grammar
+from tandem.wire.errors import InvalidRequest
+from tandem.wire.generation import Grammar
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
 SCHEMA_TEXT = '{"type":"object","properties":{"é":{"type":"integer"}}}'

@@ -7,10 +7,10 @@ SERVE = """
 import asyncio, sys
 from pathlib import Path
 
-from frontend.app import create_app
-from frontend.options import FrontendOptions
-from frontend.reply_parser import reply_formats
-from frontend.tokenizer import Tokenizer
+from tandem.frontend.app import create_app
+from tandem.frontend.options import FrontendOptions
+from tandem.frontend.reply_parser import reply_formats
+from tandem.frontend.tokenizer import Tokenizer
 from tests.frontend.conftest import serve_app
 from tests.frontend.fakes import FakeBackend
 from tests.frontend.helpers import post

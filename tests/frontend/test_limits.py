@@ -3,10 +3,10 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from frontend import limits
-from frontend.app import create_app
-from frontend.limits import RequestTimedOut, within_time
-from frontend.options import FrontendOptions, HttpOptions
+from tandem.frontend import limits
+from tandem.frontend.app import create_app
+from tandem.frontend.limits import RequestTimedOut, within_time
+from tandem.frontend.options import FrontendOptions, HttpOptions
 from tests.frontend.conftest import serve, serve_app
 from tests.frontend.fakes import length, say
 from tests.frontend.helpers import LoopClock, events, post

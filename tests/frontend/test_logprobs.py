@@ -5,15 +5,15 @@ import asyncio
 import openai
 import pytest
 
-from frontend.generation import Generation
-from frontend.logprobs import ChatLogprobs, CompletionLogprobs, native_logprobs
-from frontend.options import FrontendOptions
-from frontend.sampling import TextRules
+from tandem.frontend.generation import Generation
+from tandem.frontend.logprobs import ChatLogprobs, CompletionLogprobs, native_logprobs
+from tandem.frontend.options import FrontendOptions
+from tandem.frontend.sampling import TextRules
+from tandem.wire.generation import LogprobsWanted, TokenLogprobs
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say, stop
 from tests.frontend.helpers import each, post, stream
 from tests.router.fake_node import request
-from wire.generation import LogprobsWanted, TokenLogprobs
 
 EOS = 2
 NATIVE = {"input_ids": [5, 6, 7], "return_logprob": True}

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from frontend import metrics as metrics_module
-from frontend.metrics import FrontendMetrics
+from tandem.frontend import metrics as metrics_module
+from tandem.frontend.metrics import FrontendMetrics
+from tandem.wire.errors import Overloaded
 from tests.frontend.fakes import say
 from tests.frontend.helpers import post
 from tests.patience import PATIENCE_S
-from wire.errors import Overloaded
 
 
 def gaps(metrics) -> dict[str, float]:

@@ -4,10 +4,10 @@ import json
 import openai
 import pytest
 
+from tandem.wire.errors import EngineFailed, Overloaded
+from tandem.wire.generation import Grammar
 from tests.frontend.fakes import FakeBackend, length, say, stop
 from tests.frontend.helpers import each, post, stream
-from wire.errors import EngineFailed, Overloaded
-from wire.generation import Grammar
 
 EOS = 2
 CHAT = [{"role": "user", "content": "Hi"}]

@@ -6,12 +6,12 @@ from contextlib import asynccontextmanager
 import openai
 import pytest
 
-from frontend.options import FrontendOptions
-from frontend.reply_parser import reply_formats
+from tandem.frontend.options import FrontendOptions
+from tandem.frontend.reply_parser import reply_formats
+from tandem.wire.generation import Grammar
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import say, stop
 from tests.frontend.helpers import each
-from wire.generation import Grammar
 
 CHAT = [{"role": "user", "content": "Weather in Rome?"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -4,8 +4,8 @@ import re
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from frontend.app import create_app
-from frontend.options import FrontendOptions, HttpOptions
+from tandem.frontend.app import create_app
+from tandem.frontend.options import FrontendOptions, HttpOptions
 from tests.frontend.conftest import serve
 
 WITH_KEYS = FrontendOptions(http=HttpOptions(api_keys=("k",)), tokenizer_files=dict)

@@ -5,12 +5,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from multidict import CIMultiDict
 
-from frontend.app import create_app
-from frontend.middleware import OPEN_ROUTES
-from frontend.operators import Forbidden, operators_only
-from frontend.options import FrontendOptions, HttpOptions
+from tandem.frontend.app import create_app
+from tandem.frontend.middleware import OPEN_ROUTES
+from tandem.frontend.operators import Forbidden, operators_only
+from tandem.frontend.options import FrontendOptions, HttpOptions
+from tandem.wire.keys import operator_key, reader_key
 from tests.frontend.fakes import FakeBackend
-from wire.keys import operator_key, reader_key
 
 
 async def change(request: web.Request) -> web.Response:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from xgrammar.builtin_structural_tag import get_model_structural_tag
 from xgrammar.testing import _is_grammar_accept_string as accepts
 
-from frontend.reply import Part, message
-from frontend.reply_formats import REASONING_FORMATS, TOOL_FORMATS
-from frontend.reply_parser import reply_formats
-from wire.errors import ConfigInvalid
+from tandem.frontend.reply import Part, message
+from tandem.frontend.reply_formats import REASONING_FORMATS, TOOL_FORMATS
+from tandem.frontend.reply_parser import reply_formats
+from tandem.wire.errors import ConfigInvalid
 
 ARGUMENTS = {"city": "Paris; or Rome", "days": 2}
 SCHEMA = {
@@ -258,7 +258,7 @@ def test_an_unknown_format_is_named():
 
 def test_looking_for_calls_brings_no_torch():
     code = (
-        "import sys; from frontend.reply_parser import reply_formats\n"
+        "import sys; from tandem.frontend.reply_parser import reply_formats\n"
         "assert 'transformers' not in sys.modules\n"
         "reply_formats('hermes', 'think').reply('', [{}])().push('a')\n"
         "assert 'torch' not in sys.modules"

@@ -5,9 +5,9 @@ import dataclasses
 import msgspec
 import pytest
 
+from tandem.wire.generation import SamplingDefaults
 from tests.frontend.fakes import length, say
 from tests.frontend.helpers import post
-from wire.generation import SamplingDefaults
 
 ROUTES = {
     "/generate": {"input_ids": [5]},

@@ -1,6 +1,6 @@
 import pytest
 
-from frontend.session import session_of, with_session
+from tandem.frontend.session import session_of, with_session
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend import sse
-from frontend.sse import Outbox
+from tandem.frontend import sse
+from tandem.frontend.sse import Outbox
 from tests.patience import PATIENCE_S
 
 

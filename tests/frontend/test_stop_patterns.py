@@ -6,10 +6,10 @@ import regex
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from frontend.stop_patterns import MAX_MATCH_CHARS, StopPatterns, any_of, compile_pattern
+from tandem.frontend.stop_patterns import MAX_MATCH_CHARS, StopPatterns, any_of, compile_pattern
+from tandem.wire.errors import InvalidRequest
 from tests.frontend.test_stops import SMALL, STOPS, cut
 from tests.frontend.test_stops import reference as reference_of_strings
-from wire.errors import InvalidRequest
 
 TEXTS = st.text(alphabet="abc \n", max_size=30)
 ATOMS = r"a|b|c|\n|\s|\w|[ab]|[^a\]]|.|^|$|\b|\B|\A|\Z|(?=a)|(?!b)|(?<=a)|(?<!b)|(?<=ab)|(?>a+)|(a)"

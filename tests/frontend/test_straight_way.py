@@ -10,16 +10,16 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from frontend.engine_client import EngineClient
-from frontend.options import FrontendOptions
-from node.answers import Answers, Ticket
+from tandem.frontend.engine_client import EngineClient
+from tandem.frontend.options import FrontendOptions
+from tandem.node.answers import Answers, Ticket
+from tandem.wire.channel import Peer
+from tandem.wire.generation import Finish
+from tandem.wire.messages import StartColocated
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import FakeBackend
 from tests.patience import PATIENCE_S
 from tests.router.fake_node import FakeEngine
-from wire.channel import Peer
-from wire.generation import Finish
-from wire.messages import StartColocated
 
 TEXT = 'hello 👋🏽 wörld, žluťoučký STOP\n日本語テキスト 😀😀 a<b<|S>TO STO "quoted\\" ou stout 12'
 ROUTES = ["/generate", "/v1/completions", "/v1/chat/completions"]

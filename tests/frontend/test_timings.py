@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.timings import Timings
-from wire.generation import Phase
-from wire.messages import TokenDelta
+from tandem.frontend.timings import Timings
+from tandem.wire.generation import Phase
+from tandem.wire.messages import TokenDelta
 
 ROW = ["tokenize", "queue", "pair", "reserve", "prefill_queue", "prefill"]
 

@@ -6,14 +6,14 @@ import aiohttp
 import openai
 import pytest
 
-from frontend.app import create_app
-from frontend.options import FrontendOptions, HttpOptions, TlsFiles
-from frontend.server import listen, serving
-from frontend.tls import server_context
+from tandem.frontend.app import create_app
+from tandem.frontend.options import FrontendOptions, HttpOptions, TlsFiles
+from tandem.frontend.server import listen, serving
+from tandem.frontend.tls import server_context
+from tandem.wire.errors import ConfigInvalid
 from tests.certificates import Certificates, make_certificates
 from tests.frontend.raw import head
 from tests.patience import PATIENCE_S
-from wire.errors import ConfigInvalid
 
 BODY = {"input_ids": [5, 6], "max_new_tokens": 2}
 

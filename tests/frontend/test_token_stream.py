@@ -1,9 +1,9 @@
 import pytest
 
-from frontend.token_stream import TokenStream
+from tandem.frontend.token_stream import TokenStream
+from tandem.wire.errors import PeerLost
+from tandem.wire.messages import StartColocated
 from tests.router.fake_node import delta, logprobs, request
-from wire.errors import PeerLost
-from wire.messages import StartColocated
 
 START = StartColocated(request=request())
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.tokenizer import Tokenizer
-from wire.errors import ConfigInvalid, InvalidRequest
+from tandem.frontend.tokenizer import Tokenizer
+from tandem.wire.errors import ConfigInvalid, InvalidRequest
 
 TEXTS = [
     "The capital of France is",

@@ -1,8 +1,8 @@
 import pytest
 
-from frontend.tokenizer import Tokenizer
-from frontend.tokenizer_files import tokenizer_files, tokenizer_hash, write_tokenizer_files
-from wire.errors import ConfigInvalid
+from tandem.frontend.tokenizer import Tokenizer
+from tandem.frontend.tokenizer_files import tokenizer_files, tokenizer_hash, write_tokenizer_files
+from tandem.wire.errors import ConfigInvalid
 
 
 def test_files_written_elsewhere_make_the_same_tokenizer(tokenizer_dir, tmp_path):

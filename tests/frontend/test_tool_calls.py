@@ -6,9 +6,9 @@ import pytest
 import xgrammar
 from xgrammar.testing import _is_grammar_accept_string as accepts
 
-from frontend.reply import message, random_ids
-from frontend.tool_calls import read_choice
-from wire.errors import InvalidRequest
+from tandem.frontend.reply import message, random_ids
+from tandem.frontend.tool_calls import read_choice
+from tandem.wire.errors import InvalidRequest
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
 SHARED = {

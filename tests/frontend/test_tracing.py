@@ -11,15 +11,15 @@ from aiohttp.test_utils import TestServer
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
-from frontend import tracing
-from frontend.options import FrontendOptions, HttpOptions
-from frontend.server import listen
-from frontend.tracing import Tracing, checked_endpoint
+from tandem.frontend import tracing
+from tandem.frontend.options import FrontendOptions, HttpOptions
+from tandem.frontend.server import listen
+from tandem.frontend.tracing import Tracing, checked_endpoint
+from tandem.wire.errors import ConfigInvalid, NoNodeAvailable
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import say
 from tests.frontend.helpers import post, stream
 from tests.patience import PATIENCE_S
-from wire.errors import ConfigInvalid, NoNodeAvailable
 
 TRACE_ID, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT}-01"

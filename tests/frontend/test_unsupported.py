@@ -6,11 +6,11 @@ import pytest
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
 
-from frontend.grammars import GUIDED_NAMES, NATIVE_NAMES
-from frontend.native_body import GenerateBody
-from frontend.openai_body import ChatBody, CompletionBody
-from frontend.sampling import CompletionSampling, NativeSampling, OpenAISampling
-from frontend.unsupported import UNSUPPORTED, UNSUPPORTED_IN_CHATS
+from tandem.frontend.grammars import GUIDED_NAMES, NATIVE_NAMES
+from tandem.frontend.native_body import GenerateBody
+from tandem.frontend.openai_body import ChatBody, CompletionBody
+from tandem.frontend.sampling import CompletionSampling, NativeSampling, OpenAISampling
+from tandem.frontend.unsupported import UNSUPPORTED, UNSUPPORTED_IN_CHATS
 from tests.frontend.fakes import length, say
 from tests.frontend.helpers import post
 

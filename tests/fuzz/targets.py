@@ -14,23 +14,23 @@ import numpy as np
 import xxhash
 import zmq
 
-from frontend.app import create_app
-from frontend.server import listen, serving
-from kvtransfer.region import MemoryRegion
-from kvtransfer.sender import SenderTimeouts
-from kvtransfer.transports.base import Permits, Pool
-from kvtransfer.transports.file_batches import read_batch
-from kvtransfer.transports.tcp import open_stream
+from tandem.frontend.app import create_app
+from tandem.frontend.server import listen, serving
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.sender import SenderTimeouts
+from tandem.kvtransfer.transports.base import Permits, Pool
+from tandem.kvtransfer.transports.file_batches import read_batch
+from tandem.kvtransfer.transports.tcp import open_stream
+from tandem.wire import hand_off, messages
+from tandem.wire.channel import Link, wait
+from tandem.wire.codec import Codec
+from tandem.wire.errors import MessageInvalid, PeerLost, TransferRefused
+from tandem.wire.generation import GenerateRequest, SamplingParams
+from tandem.wire.ids import Epoch, Room
 from tests.frontend.fakes import FakeBackend
 from tests.kvtransfer import test_agents as rig
 from tests.trust.node_rig import Cluster
 from tests.trust.test_tcp_port import NUM_PAGES, PAGE, ROOM, Port
-from wire import hand_off, messages
-from wire.channel import Link, wait
-from wire.codec import Codec
-from wire.errors import MessageInvalid, PeerLost, TransferRefused
-from wire.generation import GenerateRequest, SamplingParams
-from wire.ids import Epoch, Room
 
 Target = Callable[[bytes], None]
 UNIONS = (messages.ToEngine, messages.FromEngine, hand_off.ToPrefill, hand_off.FromPrefill)

@@ -9,10 +9,10 @@ import sys
 import msgspec
 import torch
 
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import Pool
-from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from wire.ids import Room
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import Pool
+from tandem.kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from tandem.wire.ids import Room
 
 PAGE_BYTES, NUM_PAGES = 4096, 16
 

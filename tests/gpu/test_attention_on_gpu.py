@@ -6,9 +6,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from engine.attention import AttentionBackend
-from engine.attention_torch import TorchAttention
-from engine.attention_triton import TritonAttention, write
+from tandem.engine.attention import AttentionBackend
+from tandem.engine.attention_torch import TorchAttention
+from tandem.engine.attention_triton import TritonAttention, write
 from tests.attention_cases import CASES, Case, error, tolerance
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +46,7 @@ def backend(name: str) -> AttentionBackend:
     processors = torch.cuda.get_device_properties("cuda").multi_processor_count
     if name == "triton":
         return TritonAttention(processors)
-    from engine.attention_flashinfer import FlashInferAttention
+    from tandem.engine.attention_flashinfer import FlashInferAttention
 
     return FlashInferAttention("cuda", write)
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvtransfer.plan import CopyPlan
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.cuda_driver import CudaMemory
-from kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.cuda_driver import CudaMemory
+from tandem.kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from tandem.wire.errors import PeerLost, TransferRefused
+from tandem.wire.hand_off import TransportOffer
+from tandem.wire.ids import Room
 from tests.gpu.cuda_far_end import NUM_PAGES, PAGE_BYTES
-from wire.errors import PeerLost, TransferRefused
-from wire.hand_off import TransportOffer
-from wire.ids import Room
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +32,7 @@ class Rig:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": "."},
+            env={**os.environ, "PYTHONPATH": "src:."},
         )
         offer = msgspec.json.decode(self.child.stdout.readline(), type=TransportOffer)
         self.source = torch.randint(

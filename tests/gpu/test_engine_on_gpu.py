@@ -5,13 +5,13 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from engine.attention_backends import choose_backend
-from engine.config import EngineConfig
-from engine.core import Engine
-from engine.cuda_graphs import GraphRunner, is_recording, make_runner
-from engine.kv_pool import make_pool
-from engine.launcher import ModelLauncher
-from engine.model import load_model
+from tandem.engine.attention_backends import choose_backend
+from tandem.engine.config import EngineConfig
+from tandem.engine.core import Engine
+from tandem.engine.cuda_graphs import GraphRunner, is_recording, make_runner
+from tandem.engine.kv_pool import make_pool
+from tandem.engine.launcher import ModelLauncher
+from tandem.engine.model import load_model
 from tests.engine.test_core import PAGE, ask, make_engine, prompts, run
 from tests.tiny_models import CONFIGS
 

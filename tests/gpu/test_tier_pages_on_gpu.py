@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvtransfer.region import MemoryRegion
-from node.pool_bytes import pool_pages
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.node.pool_bytes import pool_pages
 
 PAGE_BYTES, NUM_PAGES = 1 << 16, 9
 

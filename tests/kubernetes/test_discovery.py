@@ -6,8 +6,8 @@ from contextlib import aclosing
 
 import pytest
 
-from router.config import KubernetesTarget
-from router.discovery_kubernetes import KubernetesSource
+from tandem.router.config import KubernetesTarget
+from tandem.router.discovery_kubernetes import KubernetesSource
 from tests.kubernetes.network import GATEWAY
 from tests.kubernetes.pods import Pods
 from tests.patience import PATIENCE_S

@@ -4,7 +4,7 @@ from importlib import import_module
 
 import pytest
 
-from kvtier import disk, stack
+from tandem.kvtier import disk, stack
 from tests.patience import PATIENCE_S
 
 collect_ignore = []

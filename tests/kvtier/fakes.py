@@ -5,13 +5,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvtier.stack import TierStack
-from kvtier.tier import TierFailed
+from tandem.kvtier.stack import TierStack
+from tandem.kvtier.tier import TierFailed
+from tandem.wire.channel import Waker
+from tandem.wire.messages import TierLoad
+from tandem.wire.page_keys import PageKey, PageSpace, page_keys
+from tandem.wire.prefix_journal import PrefixJournal
 from tests.patience import PATIENCE_S
-from wire.channel import Waker
-from wire.messages import TierLoad
-from wire.page_keys import PageKey, PageSpace, page_keys
-from wire.prefix_journal import PrefixJournal
 
 PAGE_SIZE = 64
 PAGE_BYTES = 256

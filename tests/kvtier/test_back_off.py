@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.back_off import FIRST_S, MAX_S, BackOff, Health
-from kvtier.cost import CostMeter, TierCost
+from tandem.kvtier.back_off import FIRST_S, MAX_S, BackOff, Health
+from tandem.kvtier.cost import CostMeter, TierCost
 
 
 def fail_and_probe(back_off, now_s):

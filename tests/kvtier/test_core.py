@@ -6,10 +6,10 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.calls import Get, Has, Put, Read, Write
-from kvtier.core import Lent, StackCore
-from kvtier.events import Fetched, Placed, Saved
-from kvtier.fetches import FetchState
+from tandem.kvtier.calls import Get, Has, Put, Read, Write
+from tandem.kvtier.core import Lent, StackCore
+from tandem.kvtier.events import Fetched, Placed, Saved
+from tandem.kvtier.fetches import FetchState
 from tests.kvtier.fakes import keys
 
 MIB = 1 << 20

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import disk, disk_directory, disk_entry, disk_index
-from kvtier.disk import DiskTier
-from kvtier.disk import open_tier as open_of_spec
-from kvtier.disk_entry import HEADER_BYTES
-from kvtier.spec import parse_tier
-from kvtier.tier import TierFailed
+from tandem.kvtier import disk, disk_directory, disk_entry, disk_index
+from tandem.kvtier.disk import DiskTier
+from tandem.kvtier.disk import open_tier as open_of_spec
+from tandem.kvtier.disk_entry import HEADER_BYTES
+from tandem.kvtier.spec import parse_tier
+from tandem.kvtier.tier import TierFailed
+from tandem.wire.errors import ConfigInvalid
 from tests.kvtier.fakes import PAGE_BYTES, SPACE, FakePool, content, keys, views
 from tests.patience import PATIENCE_S
-from wire.errors import ConfigInvalid
 
 FILE_BYTES = HEADER_BYTES + PAGE_BYTES
 SECOND_NS = 10**9
@@ -609,7 +609,7 @@ WRITER = textwrap.dedent(
     """
     import sys
     from pathlib import Path
-    from kvtier.disk import DiskTier
+    from tandem.kvtier.disk import DiskTier
     from tests.kvtier.fakes import FakePool, SPACE, content, keys, views
     path, limit = Path(sys.argv[1]), int(sys.argv[2])
     tier = DiskTier(path, limit, FakePool(), SPACE)

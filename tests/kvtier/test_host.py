@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.host import HostTier
+from tandem.kvtier.host import HostTier
+from tandem.wire.errors import ConfigInvalid
 from tests.kvtier.fakes import PAGE_BYTES, FakePool, content, keys, views
 from tests.patience import PATIENCE_S
-from wire.errors import ConfigInvalid
 
 
 def tier_of(num_pages, spare_bytes=0):
@@ -115,7 +115,7 @@ def test_a_page_is_not_seen_before_all_its_bytes_are_there(monkeypatch):
         assert go.wait(PATIENCE_S)
         into[:] = source
 
-    monkeypatch.setattr("kvtier.host.copy_page", copy)
+    monkeypatch.setattr("tandem.kvtier.host.copy_page", copy)
     putter = threading.Thread(target=tier.put, args=(run, views(run)))
     putter.start()
     assert begun.wait(PATIENCE_S)

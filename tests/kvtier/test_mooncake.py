@@ -5,14 +5,14 @@ import threading
 
 import pytest
 
-from kvtier import mooncake
-from kvtier.entry import HEADER_BYTES, entry_header
-from kvtier.mooncake import TIMEOUT_S, TRANSFER_FAILED, MooncakeTier, parse_mooncake_url
-from kvtier.mooncake_url import MooncakeAddress
-from kvtier.tier import TierFailed
+from tandem.kvtier import mooncake
+from tandem.kvtier.entry import HEADER_BYTES, entry_header
+from tandem.kvtier.mooncake import TIMEOUT_S, TRANSFER_FAILED, MooncakeTier, parse_mooncake_url
+from tandem.kvtier.mooncake_url import MooncakeAddress
+from tandem.kvtier.tier import TierFailed
+from tandem.wire.errors import ConfigInvalid
 from tests.kvtier.mooncake_master import MooncakeMaster, a_lender, a_master
 from tests.kvtier.pool import PAGE_BYTES, SPACE, SmallPool, some_keys, some_pages
-from wire.errors import ConfigInvalid
 
 LENDS = "?segment=64MiB"
 ENTRY_BYTES = HEADER_BYTES + PAGE_BYTES

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.page_memory import PageMemory
+from tandem.kvtier.page_memory import PageMemory
 
 
 @pytest.mark.parametrize(("kept_bytes", "num_made"), [(None, 5), (50, 5), (30, 7), (0, 9)])

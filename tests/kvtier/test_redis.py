@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvtier.entry import HEADER_BYTES, entry_header
-from kvtier.redis import FULL_PAUSE_S, RedisTier, make_redis
-from kvtier.redis_commands import entry_key
-from kvtier.redis_url import parse_redis_url
-from kvtier.tier import TierFailed
+from tandem.kvtier.entry import HEADER_BYTES, entry_header
+from tandem.kvtier.redis import FULL_PAUSE_S, RedisTier, make_redis
+from tandem.kvtier.redis_commands import entry_key
+from tandem.kvtier.redis_url import parse_redis_url
+from tandem.kvtier.tier import TierFailed
 from tests.certificates import make_certificates
 from tests.kvtier.pool import PAGE_BYTES, SPACE, SmallPool, some_keys, some_pages
 from tests.kvtier.redis_server import RedisServer, Relay, a_folder, a_server

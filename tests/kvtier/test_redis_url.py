@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from kvtier.redis_url import RedisAddress, parse_redis_url
-from wire.errors import ConfigInvalid
+from tandem.kvtier.redis_url import RedisAddress, parse_redis_url
+from tandem.wire.errors import ConfigInvalid
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 import pytest
 
-from kvtier.host import HostTier
-from kvtier.spec import make_tier, parse_tier, parse_tiers
+from tandem.kvtier.host import HostTier
+from tandem.kvtier.spec import make_tier, parse_tier, parse_tiers
+from tandem.wire.errors import ConfigInvalid
 from tests.kvtier.fakes import SPACE, FakePool
-from wire.errors import ConfigInvalid
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,6 @@ def test_a_store_without_its_package_names_what_to_install(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError("No module named 'redis'")
 
-    monkeypatch.setattr("kvtier.spec.import_module", missing)
+    monkeypatch.setattr("tandem.kvtier.spec.import_module", missing)
     with pytest.raises(ConfigInvalid, match=r"pip install 'tandem-serve\[redis\]'"):
         make_tier(parse_tier("redis://h"), FakePool(), SPACE)

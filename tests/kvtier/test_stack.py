@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from kvtier.disk import DiskTier
-from kvtier.disk_entry import HEADER_BYTES
-from kvtier.events import Fetched, Placed, Saved
-from kvtier.host import HostTier
-from kvtier.tier import TierFailed
+from tandem.kvtier.disk import DiskTier
+from tandem.kvtier.disk_entry import HEADER_BYTES
+from tandem.kvtier.events import Fetched, Placed, Saved
+from tandem.kvtier.host import HostTier
+from tandem.kvtier.tier import TierFailed
 from tests.kvtier.fakes import (
     PAGE_BYTES,
     PAGE_SIZE,
@@ -316,7 +316,7 @@ def test_memory_that_pages_pass_through_is_bounded_and_used_again():
 
 
 def test_close_leaves_a_tier_that_hangs_behind(monkeypatch):
-    monkeypatch.setattr("kvtier.stack.CLOSE_S", 0.05)
+    monkeypatch.setattr("tandem.kvtier.stack.CLOSE_S", 0.05)
     tier, good = FakeTier("tier"), FakeTier("good")
     tier.keep(keys(2))
     hanging = Hanging(tier, "get", "put")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvtransfer import bare_stream
-from kvtransfer.transports import one_sided, tcp_frames
+from tandem.kvtransfer import bare_stream
+from tandem.kvtransfer.transports import one_sided, tcp_frames
 from tests.patience import PATIENCE_S
 
 

@@ -10,13 +10,13 @@ import sys
 import msgspec
 import numpy as np
 
-from kvtransfer.layout import KVLayout
-from kvtransfer.plan import PagedTokens, plan_copies
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import Pool
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.plan import PagedTokens, plan_copies
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import Pool
+from tandem.wire.hand_off import TransportOffer
+from tandem.wire.ids import Room
 from tests.kvtransfer.makers import make
-from wire.hand_off import TransportOffer
-from wire.ids import Room
 
 LAYOUT = KVLayout(
     num_pages=8, page_size=16, num_layers=4, num_kv_heads=8, head_dim=64, dtype="f", itemsize=64

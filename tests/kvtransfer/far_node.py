@@ -14,19 +14,19 @@ import threading
 
 import numpy as np
 
-from engine.pages import PagePool
-from kvtransfer.bootstrap import SenderEnd
-from kvtransfer.events import Failed, Landed, Lost, PushDone, Released, Safe
-from kvtransfer.layout import KVLayout
-from kvtransfer.receiver import DecodeAgent
-from kvtransfer.region import MemoryRegion
-from kvtransfer.sender import PrefillAgent
-from kvtransfer.transports.base import TransportConfig
-from kvtransfer.transports.registry import transports
+from tandem.engine.pages import PagePool
+from tandem.kvtransfer.bootstrap import SenderEnd
+from tandem.kvtransfer.events import Failed, Landed, Lost, PushDone, Released, Safe
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.receiver import DecodeAgent
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.sender import PrefillAgent
+from tandem.kvtransfer.transports.base import TransportConfig
+from tandem.kvtransfer.transports.registry import transports
+from tandem.wire.channel import Waker
+from tandem.wire.heartbeat import DEFAULT_HEARTBEAT
+from tandem.wire.ids import Room, new_epoch
 from tests.calm import CALM, calm_receiver, calm_sender
-from wire.channel import Waker
-from wire.heartbeat import DEFAULT_HEARTBEAT
-from wire.ids import Room, new_epoch
 
 LAYOUT = KVLayout(
     num_pages=64,

@@ -32,7 +32,7 @@ class FarNode:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.getcwd()},
+            env={**os.environ, "PYTHONPATH": "src:."},
         )
         self._rest, self._lines = b"", []
 

@@ -5,8 +5,8 @@ import os
 
 import numpy as np
 
-from kvtransfer.region import SHM_DIR
-from wire.errors import ConfigInvalid, TransferRefused
+from tandem.kvtransfer.region import SHM_DIR
+from tandem.wire.errors import ConfigInvalid, TransferRefused
 
 
 class HostDevice:

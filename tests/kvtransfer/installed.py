@@ -3,10 +3,10 @@
 import tempfile
 from functools import cache
 
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import Pool, TransportConfig
-from kvtransfer.transports.registry import BUILT_IN, transports
-from wire.errors import ConfigInvalid
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import Pool, TransportConfig
+from tandem.kvtransfer.transports.registry import BUILT_IN, transports
+from tandem.wire.errors import ConfigInvalid
 
 
 @cache

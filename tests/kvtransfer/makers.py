@@ -2,10 +2,10 @@
 
 import os
 
-from kvtransfer.transports.base import Transport, TransportConfig
-from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.loopback import LoopbackTransport
-from kvtransfer.transports.registry import transports
+from tandem.kvtransfer.transports.base import Transport, TransportConfig
+from tandem.kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from tandem.kvtransfer.transports.loopback import LoopbackTransport
+from tandem.kvtransfer.transports.registry import transports
 from tests.kvtransfer.host_device import HostDevice
 from tests.kvtransfer.installed import cross_process
 

@@ -7,21 +7,19 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from kvtransfer.bootstrap import SenderEnd
-from kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
-from kvtransfer.layout import KVLayout
-from kvtransfer.receiver import DecodeAgent
-from kvtransfer.region import MemoryRegion
-from kvtransfer.sender import PrefillAgent
-from kvtransfer.session import SenderState
-from kvtransfer.transports.base import TransportConfig
-from kvtransfer.transports.loopback import Fault, LoopbackListener, LoopbackTransport
-from kvtransfer.transports.shm import ShmTransport
-from kvtransfer.transports.tcp import TcpTransport
-from tests.calm import CALM, LONG_S, CalmHeartbeat, calm_receiver, calm_sender
-from tests.patience import PATIENCE_S, patiently
-from wire.channel import Inbox, Link, Waker, wait
-from wire.errors import (
+from tandem.kvtransfer.bootstrap import SenderEnd
+from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.receiver import DecodeAgent
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.sender import PrefillAgent
+from tandem.kvtransfer.session import SenderState
+from tandem.kvtransfer.transports.base import TransportConfig
+from tandem.kvtransfer.transports.loopback import Fault, LoopbackListener, LoopbackTransport
+from tandem.kvtransfer.transports.shm import ShmTransport
+from tandem.kvtransfer.transports.tcp import TcpTransport
+from tandem.wire.channel import Inbox, Link, Waker, wait
+from tandem.wire.errors import (
     Aborted,
     EngineFailed,
     KVCorrupted,
@@ -30,9 +28,11 @@ from wire.errors import (
     TransferRefused,
     TransferTimeout,
 )
-from wire.hand_off import FromPrefill, Grant, Hello, LinkPing, Refused, ToPrefill, Welcome
-from wire.ids import Epoch, Room
-from wire.keys import ChannelKey
+from tandem.wire.hand_off import FromPrefill, Grant, Hello, LinkPing, Refused, ToPrefill, Welcome
+from tandem.wire.ids import Epoch, Room
+from tandem.wire.keys import ChannelKey
+from tests.calm import CALM, LONG_S, CalmHeartbeat, calm_receiver, calm_sender
+from tests.patience import PATIENCE_S, patiently
 
 ROOM = Room(42)
 PROMPT_PAGES = [3, 1, 7, 8]
@@ -732,7 +732,7 @@ def test_whoever_did_not_say_hello_is_told_so(stranger):
 
 
 def test_a_message_of_another_epoch_is_refused(stranger, cluster):
-    from kvtransfer.transports.base import Pool
+    from tandem.kvtransfer.transports.base import Pool
 
     say, hear = stranger
     with MemoryRegion.private(layout().pool_bytes) as region:
@@ -748,7 +748,7 @@ def test_a_message_of_another_epoch_is_refused(stranger, cluster):
     ("page_ids", "have_tokens"), [([16], 0), ([-1], 0), ([1, 1], 0), ([1], 3), ([1], -4)]
 )
 def test_a_senseless_grant_is_released_at_once(stranger, cluster, page_ids, have_tokens):
-    from kvtransfer.transports.base import Pool
+    from tandem.kvtransfer.transports.base import Pool
 
     say, hear = stranger
     with MemoryRegion.private(layout().pool_bytes) as region:
@@ -771,7 +771,7 @@ def test_a_layout_of_nothing_is_refused(stranger):
 
 
 def test_closed_agents_leave_no_thread_and_no_file(cluster):
-    from kvtransfer.region import SHM_DIR
+    from tandem.kvtransfer.region import SHM_DIR
 
     before = set(threading.enumerate())
     cluster.use(ShmTransport())

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.checksum import SAMPLE_ONE_IN, PushSums, arrived_sums, sampled_slabs
-from kvtransfer.layout import KVLayout
-from kvtransfer.plan import HeadRange, PagedTokens, plan_copies
-from kvtransfer.region import MemoryRegion
-from wire.hand_off import LayerKV
-from wire.ids import Room, new_room
+from tandem.kvtransfer.checksum import SAMPLE_ONE_IN, PushSums, arrived_sums, sampled_slabs
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.plan import HeadRange, PagedTokens, plan_copies
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.wire.hand_off import LayerKV
+from tandem.wire.ids import Room, new_room
 
 NUM_LAYERS = 3
 # Latents, a layer that keeps nothing, K and V of two sizes.

@@ -4,12 +4,12 @@ import queue
 
 import pytest
 
-from kvtransfer.control import ControlThread, Outbox, Worker
-from kvtransfer.events import Failed, Landed, Lost, Safe
+from tandem.kvtransfer.control import ControlThread, Outbox, Worker
+from tandem.kvtransfer.events import Failed, Landed, Lost, Safe
+from tandem.wire.channel import wait
+from tandem.wire.errors import PeerLost, TransferFailed
+from tandem.wire.ids import Room
 from tests.patience import PATIENCE_S
-from wire.channel import wait
-from wire.errors import PeerLost, TransferFailed
-from wire.ids import Room
 
 A, B = Room(1), Room(2)
 ERROR = PeerLost("gone")

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.fan_in import TRANSITIONS, GroupAction, GroupEvent, GroupState, RoomFanIn
-from wire.errors import PeerLost
+from tandem.kvtransfer.fan_in import TRANSITIONS, GroupAction, GroupEvent, GroupState, RoomFanIn
+from tandem.wire.errors import PeerLost
 
 A = GroupAction
 LAST = {A.TELL_DONE, A.TELL_ENDED}

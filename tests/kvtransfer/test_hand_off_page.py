@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.session import RECEIVER, SENDER, diagram
+from tandem.kvtransfer.session import RECEIVER, SENDER, diagram
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "hand-off.md"
 

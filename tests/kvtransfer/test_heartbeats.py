@@ -11,19 +11,20 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvtransfer.bootstrap import SenderEnd
-from kvtransfer.events import Failed, Landed
-from kvtransfer.receiver import DecodeAgent
-from kvtransfer.region import MemoryRegion
-from kvtransfer.sender import PrefillAgent
-from kvtransfer.transports.base import Pool
-from kvtransfer.transports.loopback import LoopbackConnection, LoopbackListener, LoopbackTransport
-from tests.calm import CalmHeartbeat, calm_receiver, calm_sender
-from tests.kvtransfer.test_agents import layout
-from tests.patience import PATIENCE_S, patiently
-from wire.channel import Inbox, Link, Waker, wait
-from wire.errors import PeerLost, TransferRefused
-from wire.hand_off import (
+from tandem.kvtransfer.bootstrap import SenderEnd
+from tandem.kvtransfer.events import Failed, Landed
+from tandem.kvtransfer.receiver import DecodeAgent
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.sender import PrefillAgent
+from tandem.kvtransfer.transports.base import Pool
+from tandem.kvtransfer.transports.loopback import (
+    LoopbackConnection,
+    LoopbackListener,
+    LoopbackTransport,
+)
+from tandem.wire.channel import Inbox, Link, Waker, wait
+from tandem.wire.errors import PeerLost, TransferRefused
+from tandem.wire.hand_off import (
     FromPrefill,
     Grant,
     Hello,
@@ -34,8 +35,11 @@ from wire.hand_off import (
     Welcome,
     Withdraw,
 )
-from wire.hand_off import Landed as LandedWord
-from wire.ids import Epoch, Room
+from tandem.wire.hand_off import Landed as LandedWord
+from tandem.wire.ids import Epoch, Room
+from tests.calm import CalmHeartbeat, calm_receiver, calm_sender
+from tests.kvtransfer.test_agents import layout
+from tests.patience import PATIENCE_S, patiently
 
 OFTEN = CalmHeartbeat(0.02)
 # More than can be on their way when something is held.

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.layout import KVLayout
-from wire.hand_off import LayerKV
+from tandem.kvtransfer.layout import KVLayout
+from tandem.wire.hand_off import LayerKV
 
 LAYOUT = KVLayout(
     num_pages=10, page_size=4, num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", itemsize=4

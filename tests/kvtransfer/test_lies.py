@@ -6,19 +6,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvtransfer.bootstrap import MAX_OFFERS
-from kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Safe
-from kvtransfer.plan import CopyPlan
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import Pool
+from tandem.kvtransfer.bootstrap import MAX_OFFERS
+from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Safe
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import Pool
+from tandem.wire import hand_off
+from tandem.wire.channel import Inbox, Link, wait
+from tandem.wire.errors import ErrorInfo, PeerLost, TransferRefused
+from tandem.wire.ids import Epoch, Room
 from tests.calm import CALM, calm_receiver
 from tests.kvtransfer import test_agents as rig
 from tests.kvtransfer.test_agents import DECODE_PAGES, ROOM
 from tests.patience import patiently
-from wire import hand_off
-from wire.channel import Inbox, Link, wait
-from wire.errors import ErrorInfo, PeerLost, TransferRefused
-from wire.ids import Epoch, Room
 
 HUGE = 2**62
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.bare_stream import BareStreamTransport
-from kvtransfer.measure import (
+from tandem.kvtransfer.bare_stream import BareStreamTransport
+from tandem.kvtransfer.measure import (
     MIN_ROUNDS,
     copy_within,
     digest_of_destination,
@@ -19,10 +19,10 @@ from kvtransfer.measure import (
     measure_rate,
     scattered_pages,
 )
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import Pool, TransportConfig
-from wire.errors import ConfigInvalid, PeerLost, TransferRefused
-from wire.ids import Room
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import Pool, TransportConfig
+from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tandem.wire.ids import Room
 
 ROOM = Room(1)
 PAGE = 4096

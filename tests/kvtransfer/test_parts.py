@@ -2,10 +2,10 @@
 
 import pytest
 
-from kvtransfer.fan_in import GroupAction
-from kvtransfer.parts import Part, RoomParts
-from wire.errors import PeerLost
-from wire.ids import Room
+from tandem.kvtransfer.fan_in import GroupAction
+from tandem.kvtransfer.parts import Part, RoomParts
+from tandem.wire.errors import PeerLost
+from tandem.wire.ids import Room
 
 ROOM = Room(42)
 

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.layout import KVLayout
-from kvtransfer.plan import (
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.plan import (
     LEAST_ROWS,
     CopyPlan,
     HeadRange,
@@ -13,7 +13,7 @@ from kvtransfer.plan import (
     plan_copies,
     touched_pages,
 )
-from wire.hand_off import LayerKV
+from tandem.wire.hand_off import LayerKV
 
 
 def layout(page_size=4, heads=2, num_pages=12):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtransfer.session import ReceiverState, SenderState
+from tandem.kvtransfer.session import ReceiverState, SenderState
 from tests.kvtransfer.model.explore import Failure, explore_all, replay, run_random, shrink
 from tests.kvtransfer.model.mutants import MUTANTS
 from tests.kvtransfer.model.rules import AGREEING, Plan, Rules

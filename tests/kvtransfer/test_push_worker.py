@@ -5,11 +5,11 @@ import threading
 
 import pytest
 
-from kvtransfer.push_worker import PushWorker
-from kvtransfer.transports.base import Connection
+from tandem.kvtransfer.push_worker import PushWorker
+from tandem.kvtransfer.transports.base import Connection
+from tandem.wire.errors import TandemError, TransferFailed
+from tandem.wire.ids import Room
 from tests.patience import PATIENCE_S
-from wire.errors import TandemError, TransferFailed
-from wire.ids import Room
 
 
 class Silent(Connection):

@@ -5,17 +5,17 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from kvtransfer import prefill_links
-from kvtransfer.events import Failed, Granted, Landed, Lost, Safe
-from kvtransfer.transports.loopback import LoopbackListener, LoopbackTransport
+from tandem.kvtransfer import prefill_links
+from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, Safe
+from tandem.kvtransfer.transports.loopback import LoopbackListener, LoopbackTransport
+from tandem.wire.channel import Inbox, wait
+from tandem.wire.errors import TransferFailed, TransferTimeout
+from tandem.wire.hand_off import Grant, Released, ToPrefill, Welcome, Withdraw
+from tandem.wire.ids import Epoch, Room
 from tests.calm import CALM, calm_receiver
 from tests.kvtransfer import test_agents as rig
 from tests.kvtransfer.test_agents import ROOM
 from tests.patience import PATIENCE_S, patiently
-from wire.channel import Inbox, wait
-from wire.errors import TransferFailed, TransferTimeout
-from wire.hand_off import Grant, Released, ToPrefill, Welcome, Withdraw
-from wire.ids import Epoch, Room
 
 
 class Gone:

@@ -3,18 +3,18 @@
 import pytest
 from structlog.testing import capture_logs
 
-from kvtransfer.events import Failed
-from kvtransfer.layout import KVLayout
-from kvtransfer.receiver import DecodeAgent
-from kvtransfer.region import MemoryRegion
-from kvtransfer.sharding import Shard
-from kvtransfer.transports.loopback import LoopbackTransport
+from tandem.kvtransfer.events import Failed
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.receiver import DecodeAgent
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.sharding import Shard
+from tandem.kvtransfer.transports.loopback import LoopbackTransport
+from tandem.wire.channel import Envelope, Inbox, Waker, wait
+from tandem.wire.errors import PeerLost
+from tandem.wire.hand_off import Hello, Redirect, ToPrefill
+from tandem.wire.ids import Epoch, Room
 from tests.calm import CALM, calm_receiver
 from tests.patience import patiently
-from wire.channel import Envelope, Inbox, Waker, wait
-from wire.errors import PeerLost
-from wire.hand_off import Hello, Redirect, ToPrefill
-from wire.ids import Epoch, Room
 
 LAYOUT = KVLayout(
     num_pages=4,

@@ -5,16 +5,16 @@ import sys
 
 import pytest
 
-from kvtransfer.region import MemoryRegion, sweep_stale
-from kvtransfer.transports.base import Pool, TransportConfig
-from kvtransfer.transports.registry import transports
-from wire.errors import ConfigInvalid, TransferRefused
+from tandem.kvtransfer.region import MemoryRegion, sweep_stale
+from tandem.kvtransfer.transports.base import Pool, TransportConfig
+from tandem.kvtransfer.transports.registry import transports
+from tandem.wire.errors import ConfigInvalid, TransferRefused
 
 
 @pytest.fixture
 def own_directory(tmp_path, monkeypatch):
     """A directory for shared memory that nobody else makes files in, nor sweeps."""
-    monkeypatch.setattr("kvtransfer.region.SHM_DIR", tmp_path)
+    monkeypatch.setattr("tandem.kvtransfer.region.SHM_DIR", tmp_path)
     return tmp_path
 
 
@@ -56,7 +56,7 @@ def test_what_belongs_to_a_pool_that_is_gone_is_swept(own_directory):
 
 def test_a_dead_owners_files_are_swept_and_a_living_owners_are_not(own_directory):
     code = (
-        "import sys; from pathlib import Path; from kvtransfer import region; "
+        "import sys; from pathlib import Path; from tandem.kvtransfer import region; "
         "region.SHM_DIR = Path(sys.argv[1]); "
         "r = region.MemoryRegion.shared(4096, 'doomed'); print(r.path, flush=True); sys.stdin.read()"
     )

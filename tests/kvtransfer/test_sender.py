@@ -4,18 +4,18 @@ from contextlib import ExitStack, closing, suppress
 
 import pytest
 
-from kvtransfer.checksum import PushSums
-from kvtransfer.events import Failed, Granted, Landed, Lost, Released, Safe
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import Pool
-from kvtransfer.transports.loopback import Fault, LoopbackConnection, LoopbackTransport
+from tandem.kvtransfer.checksum import PushSums
+from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, Released, Safe
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import Pool
+from tandem.kvtransfer.transports.loopback import Fault, LoopbackConnection, LoopbackTransport
+from tandem.wire import channel, hand_off
+from tandem.wire.errors import Aborted, ConfigInvalid, PeerLost, TransferFailed, TransferRefused
+from tandem.wire.ids import Epoch, Room
 from tests.calm import CALM
 from tests.kvtransfer import test_agents as rig
 from tests.kvtransfer.test_agents import DECODE_PAGES, PROMPT_PAGES, ROOM
 from tests.patience import patiently
-from wire import channel, hand_off
-from wire.errors import Aborted, ConfigInvalid, PeerLost, TransferFailed, TransferRefused
-from wire.ids import Epoch, Room
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.session import (
+from tandem.kvtransfer.session import (
     OVER,
     RECEIVER,
     SENDER,
@@ -31,7 +31,7 @@ from kvtransfer.session import (
     receiver_session,
     sender_session,
 )
-from wire.errors import Aborted, PeerLost
+from tandem.wire.errors import Aborted, PeerLost
 
 
 def walk(session, *events):

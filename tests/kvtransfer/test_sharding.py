@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.sharding import Shard, held_heads, pair_ranks
+from tandem.kvtransfer.sharding import Shard, held_heads, pair_ranks
 
 
 @st.composite

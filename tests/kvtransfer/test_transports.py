@@ -14,20 +14,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvtransfer.layout import KVLayout
-from kvtransfer.plan import CopyPlan, PagedTokens, plan_copies
-from kvtransfer.region import SHM_DIR, MemoryRegion
-from kvtransfer.transports import tcp_frames as frames
-from kvtransfer.transports.base import Pool, TransportConfig
-from kvtransfer.transports.loopback import Fault, LoopbackTransport
-from kvtransfer.transports.registry import choose, listen, transports
-from kvtransfer.transports.shm import ShmTransport
-from kvtransfer.transports.tcp import TcpTransport
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.plan import CopyPlan, PagedTokens, plan_copies
+from tandem.kvtransfer.region import SHM_DIR, MemoryRegion
+from tandem.kvtransfer.transports import tcp_frames as frames
+from tandem.kvtransfer.transports.base import Pool, TransportConfig
+from tandem.kvtransfer.transports.loopback import Fault, LoopbackTransport
+from tandem.kvtransfer.transports.registry import choose, listen, transports
+from tandem.kvtransfer.transports.shm import ShmTransport
+from tandem.kvtransfer.transports.tcp import TcpTransport
+from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tandem.wire.hand_off import TransportOffer
+from tandem.wire.ids import Room
 from tests.kvtransfer.makers import DIRECTORY, NAMES, OTHER_PROCESS, make
 from tests.patience import PATIENCE_S
-from wire.errors import ConfigInvalid, PeerLost, TransferRefused
-from wire.hand_off import TransportOffer
-from wire.ids import Room
 
 NUM_PAGES = 64
 LAYOUT = KVLayout(
@@ -210,7 +210,7 @@ def far_end(what, name):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": "."},
+        env={**os.environ, "PYTHONPATH": "src:."},
     )
 
 
@@ -436,7 +436,7 @@ def test_no_transport_in_common_says_why():
 
 @pytest.mark.parametrize(("name", "library"), OPTIONAL.items())
 def test_a_transport_without_its_library_says_what_to_install(monkeypatch, name, library):
-    ours = f"kvtransfer.transports.{name}"
+    ours = f"tandem.kvtransfer.transports.{name}"
     for each in [each for each in sys.modules if each.startswith((ours, f"{library}."))]:
         monkeypatch.delitem(sys.modules, each)
     monkeypatch.setitem(sys.modules, library, None)

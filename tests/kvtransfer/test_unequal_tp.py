@@ -6,27 +6,27 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.kv_cache import KVCache
-from kvtransfer.bootstrap import SenderEnd
-from kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
-from kvtransfer.group import DecodeGroup, PrefillGroup
-from kvtransfer.layout import KVLayout
-from kvtransfer.receiver import DecodeAgent
-from kvtransfer.region import MemoryRegion
-from kvtransfer.sender import PrefillAgent
-from kvtransfer.sharding import Shard, held_heads
-from kvtransfer.transports.base import Pool
-from kvtransfer.transports.loopback import Fault, LoopbackTransport
-from kvtransfer.transports.shm import ShmTransport
-from kvtransfer.transports.tcp import TcpTransport
+from tandem.engine.kv_cache import KVCache
+from tandem.kvtransfer.bootstrap import SenderEnd
+from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
+from tandem.kvtransfer.group import DecodeGroup, PrefillGroup
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.receiver import DecodeAgent
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.sender import PrefillAgent
+from tandem.kvtransfer.sharding import Shard, held_heads
+from tandem.kvtransfer.transports.base import Pool
+from tandem.kvtransfer.transports.loopback import Fault, LoopbackTransport
+from tandem.kvtransfer.transports.shm import ShmTransport
+from tandem.kvtransfer.transports.tcp import TcpTransport
+from tandem.wire.channel import Link, Waker, wait
+from tandem.wire.errors import Aborted, LayoutMismatch, PeerLost, TandemError
+from tandem.wire.hand_off import FromPrefill, Grant, Hello, LinkPing, Welcome, Withdraw
+from tandem.wire.hand_off import Landed as LandedWord
+from tandem.wire.hand_off import Released as ReleasedWord
+from tandem.wire.ids import Epoch, Room, new_epoch
 from tests.calm import CALM, calm_receiver, calm_sender
 from tests.patience import PATIENCE_S, patiently
-from wire.channel import Link, Waker, wait
-from wire.errors import Aborted, LayoutMismatch, PeerLost, TandemError
-from wire.hand_off import FromPrefill, Grant, Hello, LinkPing, Welcome, Withdraw
-from wire.hand_off import Landed as LandedWord
-from wire.hand_off import Released as ReleasedWord
-from wire.ids import Epoch, Room, new_epoch
 
 ROOM = Room(42)
 NUM_PAGES = 16

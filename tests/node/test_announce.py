@@ -10,12 +10,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from structlog.testing import capture_logs
 
-from engine.config import EngineConfig
-from node import announce
-from node.announce import TTL_S, Announcer, warn_of_loopback
-from node.config import NodeConfig
+from tandem.engine.config import EngineConfig
+from tandem.node import announce
+from tandem.node.announce import TTL_S, Announcer, warn_of_loopback
+from tandem.node.config import NodeConfig
+from tandem.wire.keys import operator_key
 from tests.patience import PATIENCE_S
-from wire.keys import operator_key
 
 CONFIG = NodeConfig(role="decode", served_model_name="m", engine=EngineConfig(model_dir="m"))
 

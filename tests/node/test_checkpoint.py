@@ -6,12 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.config import EngineConfig
-from engine.profile import Profile, Simulation
-from node.checkpoint import EMBEDDED_NAME, model_name, resolve_model, sampling_defaults
+from tandem.engine.config import EngineConfig
+from tandem.engine.profile import Profile, Simulation
+from tandem.node.checkpoint import EMBEDDED_NAME, model_name, resolve_model, sampling_defaults
+from tandem.wire.errors import ConfigInvalid
+from tandem.wire.generation import SamplingDefaults
 from tests.tiny_gguf import tensors, write_gguf
-from wire.errors import ConfigInvalid
-from wire.generation import SamplingDefaults
 
 POINTER = """version https://git-lfs.github.com/spec/v1
 oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393

@@ -4,15 +4,15 @@ import weakref
 
 import pytest
 
-from node.answers import Ticket
-from node.colocated import ColocatedRole
-from node.deadlines import Deadlines
+from tandem.node.answers import Ticket
+from tandem.node.colocated import ColocatedRole
+from tandem.node.deadlines import Deadlines
+from tandem.wire.channel import Peer
+from tandem.wire.errors import DeadlinePassed
+from tandem.wire.generation import GenerateRequest, SamplingParams
+from tandem.wire.ids import RequestId
+from tandem.wire.messages import StartColocated
 from tests.hand_off_rig import CollectedAnswers, Pair, prompt_of
-from wire.channel import Peer
-from wire.errors import DeadlinePassed
-from wire.generation import GenerateRequest, SamplingParams
-from wire.ids import RequestId
-from wire.messages import StartColocated
 
 # Of the 480 tokens that a pool of the rig holds: two do not fit.
 PROMPT, NEXT_PROMPT = prompt_of(300), prompt_of(290)[::-1]

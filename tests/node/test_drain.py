@@ -1,6 +1,6 @@
 """A drain of an engine, with the time given."""
 
-from node.drain import UNREAD_S, Drain
+from tandem.node.drain import UNREAD_S, Drain
 
 
 def test_nothing_is_handed_over_before_the_deadline_and_once_after_it():

@@ -7,15 +7,15 @@ import sys
 import msgspec
 import pytest
 
-from engine.config import EngineConfig
-from engine.profile import Profile, Simulation
-from node.config import NodeConfig
+from tandem.engine.config import EngineConfig
+from tandem.engine.profile import Profile, Simulation
+from tandem.node.config import NodeConfig
 from tests.patience import PATIENCE_S
 
 LOSES_ITS_DEVICE = """
-from engine.errors import DeviceLost
-from node.colocated import ColocatedRole
-from node.engine_host import RoleHost, main
+from tandem.engine.errors import DeviceLost
+from tandem.node.colocated import ColocatedRole
+from tandem.node.engine_host import RoleHost, main
 
 class Role(ColocatedRole):
     has_work = True

@@ -1,7 +1,7 @@
 import asyncio
 
-from frontend.engine_client import EngineClient
-from node.engine_link import keep_linked
+from tandem.frontend.engine_client import EngineClient
+from tandem.node.engine_link import keep_linked
 from tests.router.fake_node import FakeEngine, until
 
 

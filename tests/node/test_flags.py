@@ -1,9 +1,9 @@
 import pytest
 
-from engine.profile import DecodeTimes, Profile, Simulation
-from frontend.options import HttpOptions
-from node.flags import build_parser, read_config
-from wire.errors import ConfigInvalid
+from tandem.engine.profile import DecodeTimes, Profile, Simulation
+from tandem.frontend.options import HttpOptions
+from tandem.node.flags import build_parser, read_config
+from tandem.wire.errors import ConfigInvalid
 
 
 def read(*argv: str, role="prefill"):

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.life import SENTENCES, TRANSITIONS, Event, Life, NotNow, State
-from wire.errors import InvalidRequest
+from tandem.node.life import SENTENCES, TRANSITIONS, Event, Life, NotNow, State
+from tandem.wire.errors import InvalidRequest
 
 
 def lived(*events: Event, role="decode") -> Life:

@@ -5,17 +5,17 @@ import asyncio
 import msgspec
 import pytest
 
-from engine.config import EngineConfig
-from frontend.engine_client import EngineClient
-from node.config import NodeConfig
-from node.engine_report import Ready
-from node.life import Event, Life
-from node.local_backend import LocalBackend
-from node.measures import Measures
+from tandem.engine.config import EngineConfig
+from tandem.frontend.engine_client import EngineClient
+from tandem.node.config import NodeConfig
+from tandem.node.engine_report import Ready
+from tandem.node.life import Event, Life
+from tandem.node.local_backend import LocalBackend
+from tandem.node.measures import Measures
+from tandem.wire.channel import Inbox
+from tandem.wire.ids import Epoch
+from tandem.wire.messages import NodeLoad, Pong, ToEngine
 from tests.patience import patiently
-from wire.channel import Inbox
-from wire.ids import Epoch
-from wire.messages import NodeLoad, Pong, ToEngine
 
 CONFIG = NodeConfig(role="decode", served_model_name="m", engine=EngineConfig(model_dir="m"))
 READY = Ready(

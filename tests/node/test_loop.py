@@ -4,18 +4,17 @@ import os
 
 import pytest
 
-from engine.errors import DeviceLost
-from node.answers import Answers, Ticket
-from node.engine_report import Drain, Resume
-from node.loop import IDLE_WAIT_S, PROBE_INTERVAL_S, EngineLoop
-from node.measures import Measures
-from tests.patience import PATIENCE_S, patiently
-from wire.channel import Inbox, Link, Peer, Waker, wait
-from wire.errors import EngineFailed, InvalidRequest, Overloaded, PeerBehind, PeerLost
-from wire.generation import Finish, GenerateRequest, SamplingParams, TokenLogprobs
-from wire.heartbeat import DEFAULT_HEARTBEAT
-from wire.ids import Epoch, RequestId
-from wire.messages import (
+from tandem.engine.errors import DeviceLost
+from tandem.node.answers import Answers, Ticket
+from tandem.node.engine_report import Drain, Resume
+from tandem.node.loop import IDLE_WAIT_S, PROBE_INTERVAL_S, EngineLoop
+from tandem.node.measures import Measures
+from tandem.wire.channel import Inbox, Link, Peer, Waker, wait
+from tandem.wire.errors import EngineFailed, InvalidRequest, Overloaded, PeerBehind, PeerLost
+from tandem.wire.generation import Finish, GenerateRequest, SamplingParams, TokenLogprobs
+from tandem.wire.heartbeat import DEFAULT_HEARTBEAT
+from tandem.wire.ids import Epoch, RequestId
+from tandem.wire.messages import (
     CacheReport,
     Cancel,
     FromEngine,
@@ -28,8 +27,9 @@ from wire.messages import (
     ToEngine,
     TokenBatch,
 )
-from wire.prefix_blocks import pack_names
-from wire.prefix_journal import PrefixJournal
+from tandem.wire.prefix_blocks import pack_names
+from tandem.wire.prefix_journal import PrefixJournal
+from tests.patience import PATIENCE_S, patiently
 
 EPOCH = Epoch(9)
 

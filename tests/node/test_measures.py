@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.launched import ForwardTimes
-from engine.step_counts import StepCounts
-from node.measures import Measures
-from wire.errors import Overloaded
-from wire.ids import Epoch
+from tandem.engine.launched import ForwardTimes
+from tandem.engine.step_counts import StepCounts
+from tandem.node.measures import Measures
+from tandem.wire.errors import Overloaded
+from tandem.wire.ids import Epoch
 
 
 def forward(device_s, host_cpu_s=0.0, num_decodes=2, chunks=()):

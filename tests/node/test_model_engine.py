@@ -1,10 +1,10 @@
 import pytest
 
-from engine.config import EngineConfig
-from node.config import NodeConfig
-from node.model_engine import build_model
-from wire.channel import Waker
-from wire.errors import ConfigInvalid
+from tandem.engine.config import EngineConfig
+from tandem.node.config import NodeConfig
+from tandem.node.model_engine import build_model
+from tandem.wire.channel import Waker
+from tandem.wire.errors import ConfigInvalid
 
 
 def test_the_device_is_taken_before_the_model_is_read():

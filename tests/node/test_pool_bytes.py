@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvtransfer.region import MemoryRegion
-from node.pool_bytes import pool_pages
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.node.pool_bytes import pool_pages
 
 PAGE_BYTES = 64
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvtransfer.region import MemoryRegion
-from node.pool_memory import bytes_of, make_region
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.node.pool_memory import bytes_of, make_region
 from tests.node.test_flags import read
 
 

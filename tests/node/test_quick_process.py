@@ -4,11 +4,11 @@ import sys
 
 import pytest
 
-from node.quick_process import uncollected
+from tandem.node.quick_process import uncollected
 
 ENDS = """
 import atexit, sys
-from node.quick_process import end_process
+from tandem.node.quick_process import end_process
 atexit.register(print, "taken apart")
 sys.stdout.write("said")
 end_process(3)

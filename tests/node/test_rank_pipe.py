@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
-from node.rank_messages import (
+from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
+from tandem.node.rank_messages import (
     FromRank,
     SafeHere,
     pack_receiver_event,
@@ -14,10 +14,10 @@ from node.rank_messages import (
     unpack_receiver_event,
     unpack_sender_event,
 )
-from node.rank_pipe import RankPipe
-from wire.codec import Codec
-from wire.errors import PeerLost
-from wire.ids import Room
+from tandem.node.rank_pipe import RankPipe
+from tandem.wire.codec import Codec
+from tandem.wire.errors import PeerLost
+from tandem.wire.ids import Room
 
 ROOM = Room(1 << 62)
 

@@ -6,16 +6,16 @@ from collections import deque
 import numpy as np
 import pytest
 
-from kvtier.stack import CLOSE_S
-from node import rank as rank_process
-from node.rank_messages import FetchedHere, FetchPages, SavedHere, SavePages, TiersHere
-from node.rank_tiers import RankTiers, RankTiersThread
-from node.ranks import STOP_TIMEOUT_S
+from tandem.kvtier.stack import CLOSE_S
+from tandem.node import rank as rank_process
+from tandem.node.rank_messages import FetchedHere, FetchPages, SavedHere, SavePages, TiersHere
+from tandem.node.rank_tiers import RankTiers, RankTiersThread
+from tandem.node.ranks import STOP_TIMEOUT_S
+from tandem.wire.channel import Waker
+from tandem.wire.errors import PeerLost
+from tandem.wire.page_keys import shard_key
 from tests.node.tier_rig import ScriptedStack
 from tests.patience import PATIENCE_S
-from wire.channel import Waker
-from wire.errors import PeerLost
-from wire.page_keys import shard_key
 
 DIGEST = bytes(32)
 

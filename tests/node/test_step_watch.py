@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from engine.step_counts import StepCounts
-from node.step_watch import FIRST_FORWARDS, StepWatch
+from tandem.engine.step_counts import StepCounts
+from tandem.node.step_watch import FIRST_FORWARDS, StepWatch
 from tests.patience import PATIENCE_S
 
 HANGS = """
 import ctypes, threading
-from engine.step_counts import StepCounts
-from node.step_watch import FIRST_FORWARDS, StepWatch
+from tandem.engine.step_counts import StepCounts
+from tandem.node.step_watch import FIRST_FORWARDS, StepWatch
 
 def step():
     {hang}

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from kvtier.events import Fetched, Placed, Saved
-from node.tier_agreement import TierAgreement
+from tandem.kvtier.events import Fetched, Placed, Saved
+from tandem.node.tier_agreement import TierAgreement
 
 
 def found(number, num_pages, tier="host"):

@@ -5,14 +5,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from kvtier.stack import TierCost
-from node.rank_tiers import SAVE_WAIT_S, RemoteTiers
-from node.tier_group import TierGroup, load_of_node
+from tandem.kvtier.stack import TierCost
+from tandem.node.rank_tiers import SAVE_WAIT_S, RemoteTiers
+from tandem.node.tier_group import TierGroup, load_of_node
+from tandem.wire.messages import TierLoad
 from tests.engine.toy_runner import ShardedToyRunner
 from tests.node import test_tiering
 from tests.node.test_tiering import PAGE, Node, answers, prompt_of
 from tests.node.tier_rig import FakeRank, ScriptedStack
-from wire.messages import TierLoad
 
 
 class TwoRanks(Node):

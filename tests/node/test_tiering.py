@@ -5,18 +5,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtier.events import Fetched
-from kvtier.stack import TierCost
-from node.answers import Ticket
-from node.colocated import ColocatedRole
-from node.tiering import LOOKING_SHARE, Tiering
+from tandem.kvtier.events import Fetched
+from tandem.kvtier.stack import TierCost
+from tandem.node.answers import Ticket
+from tandem.node.colocated import ColocatedRole
+from tandem.node.tiering import LOOKING_SHARE, Tiering
+from tandem.wire.channel import Peer
+from tandem.wire.errors import EngineFailed
+from tandem.wire.generation import GenerateRequest, SamplingParams
+from tandem.wire.ids import RequestId
+from tandem.wire.messages import StartColocated
 from tests.engine.toy_runner import toy_answer, toy_engine
 from tests.node.tier_rig import Clock, ScriptedStack
-from wire.channel import Peer
-from wire.errors import EngineFailed
-from wire.generation import GenerateRequest, SamplingParams
-from wire.ids import RequestId
-from wire.messages import StartColocated
 
 PAGE = 4
 LIMIT_S = 1.0

@@ -1,6 +1,6 @@
 import pytest
 
-from node.timeline import MAX_CHUNKS, Timeline
+from tandem.node.timeline import MAX_CHUNKS, Timeline
 
 
 class Clock:

@@ -4,14 +4,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvtier.events import Fetched, Placed, Saved
-from kvtier.stack import TierCost
-from node.rank_messages import FromRank, FromTiers, ToRank
-from node.rank_tiers import RankTiers
-from wire.codec import Codec
-from wire.messages import TierLoad
-from wire.page_keys import PageKey
-from wire.prefix_journal import PrefixJournal
+from tandem.kvtier.events import Fetched, Placed, Saved
+from tandem.kvtier.stack import TierCost
+from tandem.node.rank_messages import FromRank, FromTiers, ToRank
+from tandem.node.rank_tiers import RankTiers
+from tandem.wire.codec import Codec
+from tandem.wire.messages import TierLoad
+from tandem.wire.page_keys import PageKey
+from tandem.wire.prefix_journal import PrefixJournal
 
 
 class Clock:

@@ -2,11 +2,11 @@
 
 import pytest
 
+from tandem.wire.errors import EngineFailed, InvalidRequest
+from tandem.wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
+from tandem.wire.ids import RequestId
+from tandem.wire.messages import StartColocated
 from tests.hand_off_rig import Pair, prompt_of
-from wire.errors import EngineFailed, InvalidRequest
-from wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
-from wire.ids import RequestId
-from wire.messages import StartColocated
 
 
 @pytest.fixture

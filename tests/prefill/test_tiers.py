@@ -2,8 +2,8 @@
 
 import pytest
 
+from tandem.wire.errors import EngineFailed
 from tests.hand_off_rig import Pair, prompt_of
-from wire.errors import EngineFailed
 
 PROMPT = prompt_of(100)
 IN_WHOLE_PAGES = 96

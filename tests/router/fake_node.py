@@ -10,12 +10,11 @@ from collections.abc import AsyncIterator
 import msgspec
 from aiohttp import web
 
-from tests.patience import PATIENCE_S
-from wire.channel import Inbox, Peer, Waker, wait
-from wire.errors import PeerLost, TandemError
-from wire.generation import Finish, GenerateRequest, SamplingParams, TokenLogprobs
-from wire.ids import RequestId, new_epoch
-from wire.messages import (
+from tandem.wire.channel import Inbox, Peer, Waker, wait
+from tandem.wire.errors import PeerLost, TandemError
+from tandem.wire.generation import Finish, GenerateRequest, SamplingParams, TokenLogprobs
+from tandem.wire.ids import RequestId, new_epoch
+from tandem.wire.messages import (
     CacheReport,
     Cancel,
     FlushCache,
@@ -27,8 +26,9 @@ from wire.messages import (
     TokenBatch,
     TokenDelta,
 )
-from wire.node_info import ModelInfo, NodeInfo
-from wire.prefix_blocks import pack_names
+from tandem.wire.node_info import ModelInfo, NodeInfo
+from tandem.wire.prefix_blocks import pack_names
+from tests.patience import PATIENCE_S
 
 
 def request(prompt_ids=(1, 2, 3), request_id="r1", **fields) -> GenerateRequest:

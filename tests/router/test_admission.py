@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission import Admission, Limits
-from router.line import Waiting
-from wire.errors import DeadlinePassed, Overloaded
+from tandem.router.admission import Admission, Limits
+from tandem.router.line import Waiting
+from tandem.wire.errors import DeadlinePassed, Overloaded
 
 
 def waiting(

@@ -1,9 +1,9 @@
 import pytest
 
-from router.admission import Limits
-from router.arguments import parse
-from router.config import AdmissionConfig
-from wire.errors import ConfigInvalid
+from tandem.router.admission import Limits
+from tandem.router.arguments import parse
+from tandem.router.config import AdmissionConfig
+from tandem.wire.errors import ConfigInvalid
 
 NODES = ["--prefill", "http://p:1", "--decode", "http://d:1"]
 

@@ -1,9 +1,9 @@
 import pytest
 
-from frontend.options import HttpOptions
-from router.arguments import parse
-from router.config import PrefillTarget, RouterConfig, host_of
-from wire.errors import ConfigInvalid
+from tandem.frontend.options import HttpOptions
+from tandem.router.arguments import parse
+from tandem.router.config import PrefillTarget, RouterConfig, host_of
+from tandem.wire.errors import ConfigInvalid
 
 P, Q, D, E = "http://p:7000", "http://q:7000", "http://d:7001", "http://e:7001"
 

@@ -2,11 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.attempt import Progress
+from tandem.router.attempt import Progress
+from tandem.wire.errors import PeerLost
+from tandem.wire.generation import LogprobsWanted
+from tandem.wire.messages import StartColocated
 from tests.router.fake_node import delta, logprobs, request
-from wire.errors import PeerLost
-from wire.generation import LogprobsWanted
-from wire.messages import StartColocated
 
 START = StartColocated(request=request())
 

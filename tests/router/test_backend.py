@@ -5,13 +5,11 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import pytest
 
-from router.backend import ClusterBackend
-from router.cluster import Cluster
-from router.config import PrefillTarget, RouterConfig
-from router.policies import POLICIES
-from tests.patience import PATIENCE_S
-from tests.router.fake_node import FakeNode, logprobs, request, until
-from wire.errors import (
+from tandem.router.backend import ClusterBackend
+from tandem.router.cluster import Cluster
+from tandem.router.config import PrefillTarget, RouterConfig
+from tandem.router.policies import POLICIES
+from tandem.wire.errors import (
     Aborted,
     AttemptsUsedUp,
     EngineFailed,
@@ -24,9 +22,19 @@ from wire.errors import (
     PeerLost,
     TandemError,
 )
-from wire.generation import LogprobsWanted, Phase
-from wire.messages import Cancel, FlushCache, NodeLoad, Pong, StartDecode, StartPrefill, TokenBatch
-from wire.prefix_blocks import block_names
+from tandem.wire.generation import LogprobsWanted, Phase
+from tandem.wire.messages import (
+    Cancel,
+    FlushCache,
+    NodeLoad,
+    Pong,
+    StartDecode,
+    StartPrefill,
+    TokenBatch,
+)
+from tandem.wire.prefix_blocks import block_names
+from tests.patience import PATIENCE_S
+from tests.router.fake_node import FakeNode, logprobs, request, until
 
 
 @asynccontextmanager

@@ -8,22 +8,22 @@ import pytest
 import structlog
 import tokenizers
 
-from frontend.options import HttpOptions, TlsFiles
-from frontend.tls import server_context
-from frontend.tokenizer_files import tokenizer_hash
-from router.cluster import Cluster
-from router.config import PrefillTarget, RouterConfig
-from router.membership import Said
-from router.membership_files import MemberFiles, new_member_files
-from router.node_http import INFO_TIMEOUT_S
-from router.node_watch import FIRST_ANSWER_TIMEOUT_S, LAST_RETRY_S
+from tandem.frontend.options import HttpOptions, TlsFiles
+from tandem.frontend.tls import server_context
+from tandem.frontend.tokenizer_files import tokenizer_hash
+from tandem.router.cluster import Cluster
+from tandem.router.config import PrefillTarget, RouterConfig
+from tandem.router.membership import Said
+from tandem.router.membership_files import MemberFiles, new_member_files
+from tandem.router.node_http import INFO_TIMEOUT_S
+from tandem.router.node_watch import FIRST_ANSWER_TIMEOUT_S, LAST_RETRY_S
+from tandem.wire.errors import ConfigInvalid
+from tandem.wire.generation import SamplingDefaults
+from tandem.wire.keys import operator_key, reader_key
+from tandem.wire.node_info import ModelInfo
 from tests.certificates import make_certificates
 from tests.router.fake_node import FakeNode, request, until
 from tests.router.test_backend import cluster, reading, watched
-from wire.errors import ConfigInvalid
-from wire.generation import SamplingDefaults
-from wire.keys import operator_key, reader_key
-from wire.node_info import ModelInfo
 
 
 def tokenizer_files(*words: str) -> dict[str, str]:

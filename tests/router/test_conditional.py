@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.conditional import stays_on_decode, tokens_to_compute, with_stand_ins
-from router.policies import POLICIES
-from router.policy import ClusterSnapshot, choose, usable_fingerprint
+from tandem.router.conditional import stays_on_decode, tokens_to_compute, with_stand_ins
+from tandem.router.policies import POLICIES
+from tandem.router.policy import ClusterSnapshot, choose, usable_fingerprint
+from tandem.wire.errors import NoNodeAvailable, OutOfPages, PeerLost
+from tandem.wire.generation import LogprobsWanted
+from tandem.wire.messages import Cancel, NodeLoad, Pong, StartColocated, StartDecode, StartPrefill
 from tests.router.fake_node import FakeNode, request, until
 from tests.router.test_backend import Setup, in_flight, read, reading, watched
 from tests.router.test_policy import node, snapshots
-from wire.errors import NoNodeAvailable, OutOfPages, PeerLost
-from wire.generation import LogprobsWanted
-from wire.messages import Cancel, NodeLoad, Pong, StartColocated, StartDecode, StartPrefill
 
 THRESHOLD = 8
 LONG = range(THRESHOLD + 1)

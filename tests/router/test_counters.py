@@ -1,6 +1,6 @@
 """How fast counters rise."""
 
-from router.counters import Counters
+from tandem.router.counters import Counters
 
 
 def test_a_rate_is_that_of_the_span_and_not_of_all_time():

@@ -2,9 +2,9 @@ import socket
 
 import pytest
 
-from router.config import DnsTarget
-from router.discovery_dns import ABSENCE_BELIEVED_S, DnsSource, resolve
-from router.membership import Member
+from tandem.router.config import DnsTarget
+from tandem.router.discovery_dns import ABSENCE_BELIEVED_S, DnsSource, resolve
+from tandem.router.membership import Member
 
 NO_SUCH_NAME = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 NO_SERVER = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
@@ -56,7 +56,7 @@ async def test_a_name_that_stays_away_is_believed_in_the_end_and_a_dead_name_ser
     async def no_pause(_seconds):
         pass
 
-    monkeypatch.setattr("router.discovery_dns.asyncio.sleep", no_pause)
+    monkeypatch.setattr("tandem.router.discovery_dns.asyncio.sleep", no_pause)
     num_asked = int(ABSENCE_BELIEVED_S / 2.0)
     lost = [NO_SERVER] * 10 * num_asked
     source = source_of(["10.0.0.1"], *lost, ["10.0.0.1"], interval_s=2.0)

@@ -1,10 +1,10 @@
 import pytest
 
-from router.arguments import parse
-from router.config import DnsTarget, KubernetesTarget, RouterConfig
-from router.discovery import sources_of
-from router.discovery_flags import in_pod
-from wire.errors import ConfigInvalid
+from tandem.router.arguments import parse
+from tandem.router.config import DnsTarget, KubernetesTarget, RouterConfig
+from tandem.router.discovery import sources_of
+from tandem.router.discovery_flags import in_pod
+from tandem.wire.errors import ConfigInvalid
 
 PODS = "--discover-kubernetes --kubernetes-prefill-selector app=t,role=prefill"
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from router.config import KubernetesTarget
-from router.discovery_kubernetes import REFUSALS_BEFORE_LIST, ZONE_LABEL, KubernetesSource
-from router.membership import Member
+from tandem.router.config import KubernetesTarget
+from tandem.router.discovery_kubernetes import REFUSALS_BEFORE_LIST, ZONE_LABEL, KubernetesSource
+from tandem.router.membership import Member
+from tandem.wire.errors import ConfigInvalid
 from tests.patience import PATIENCE_S
-from wire.errors import ConfigInvalid
 
 SELECTOR = "app=tandem,role=prefill"
 

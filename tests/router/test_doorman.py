@@ -8,13 +8,13 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
-from frontend import server
-from frontend.app import create_app
-from frontend.options import FrontendOptions, HttpOptions, TlsFiles
-from frontend.server import listen
-from router.door import Door
-from router.doorman import STUCK_AFTER_S, Candidate, Doorman, least_loaded
-from router.pool import Row, new_pool
+from tandem.frontend import server
+from tandem.frontend.app import create_app
+from tandem.frontend.options import FrontendOptions, HttpOptions, TlsFiles
+from tandem.frontend.server import listen
+from tandem.router.door import Door
+from tandem.router.doorman import STUCK_AFTER_S, Candidate, Doorman, least_loaded
+from tandem.router.pool import Row, new_pool
 from tests.certificates import make_certificates
 from tests.frontend.fakes import FakeBackend
 from tests.patience import PATIENCE_S

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.events import ALIKE_S, Events, NodeLook, node_events
+from tandem.router.events import ALIKE_S, Events, NodeLook, node_events
 
 UP = NodeLook(role="decode", state="up", reason="", epoch=7, num_corrupted=0)
 URL = "http://d:1"

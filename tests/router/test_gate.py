@@ -5,17 +5,17 @@ import contextlib
 
 import pytest
 
-from router.admission import Limits
-from router.attempt import Progress
-from router.config import AdmissionConfig
-from router.gate import Gate
-from router.key_limits import KeyLimit
-from router.metrics import RouterMetrics
-from router.policy import ClusterSnapshot, NodeSnapshot
+from tandem.router.admission import Limits
+from tandem.router.attempt import Progress
+from tandem.router.config import AdmissionConfig
+from tandem.router.gate import Gate
+from tandem.router.key_limits import KeyLimit
+from tandem.router.metrics import RouterMetrics
+from tandem.router.policy import ClusterSnapshot, NodeSnapshot
+from tandem.wire.errors import DeadlinePassed, Overloaded, RateLimited
+from tandem.wire.messages import NodeLoad, StartPrefill
 from tests.patience import PATIENCE_S
 from tests.router.fake_node import delta, request
-from wire.errors import DeadlinePassed, Overloaded, RateLimited
-from wire.messages import NodeLoad, StartPrefill
 
 
 class Rig:

@@ -1,7 +1,7 @@
 import pytest
 
-from router.groups import Groups
-from router.policy import Pair
+from tandem.router.groups import Groups
+from tandem.router.policy import Pair
 
 PAIR = Pair(prefill="p", decode="d")
 

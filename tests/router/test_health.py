@@ -1,5 +1,5 @@
-from router.health import explain
-from router.policy import ClusterSnapshot, NodeSnapshot
+from tandem.router.health import explain
+from tandem.router.policy import ClusterSnapshot, NodeSnapshot
 
 
 def node(role, name, *, is_up=True, fingerprint="a", reason="") -> NodeSnapshot:

@@ -1,8 +1,8 @@
 import pytest
 
-from router.arguments import parse
-from router.key_limits import KeyLimit, KeyUsage, read_limits
-from wire.errors import ConfigInvalid, RateLimited
+from tandem.router.arguments import parse
+from tandem.router.key_limits import KeyLimit, KeyUsage, read_limits
+from tandem.wire.errors import ConfigInvalid, RateLimited
 
 NODES = ["--prefill", "http://p:1", "--decode", "http://d:1"]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from tandem.wire.messages import Cancel, StartDecode, StartPrefill
 from tests.certificates import make_certificates
 from tests.patience import PATIENCE_S
 from tests.router.fake_node import FakeNode, until
-from wire.messages import Cancel, StartDecode, StartPrefill
 
 ROOT = Path(__file__).resolve().parents[2]
 NOWHERE = ("--prefill", "http://127.0.0.1:1", "8998", "--decode", "http://127.0.0.1:2")
@@ -23,7 +23,7 @@ NOWHERE = ("--prefill", "http://127.0.0.1:1", "8998", "--decode", "http://127.0.
 
 async def start(*flags: str, env=None) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "router", *flags),
+        *(sys.executable, "-P", "-m", "tandem.router", *flags),
         cwd=ROOT,
         stderr=asyncio.subprocess.PIPE,
         env=env,

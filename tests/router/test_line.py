@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.line import Line, Waiting
+from tandem.router.line import Line, Waiting
 
 CLIENTS, PRIORITIES = ("a", "b", "c"), (-1, 0, 5)
 KINDS = st.tuples(st.sampled_from(CLIENTS), st.sampled_from(PRIORITIES))

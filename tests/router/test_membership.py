@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.membership import MAX_LOOK_S, REMOVAL_KEPT_S, Member, Membership, Said
+from tandem.router.membership import MAX_LOOK_S, REMOVAL_KEPT_S, Member, Membership, Said
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 

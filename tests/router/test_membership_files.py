@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from router.membership import Said
-from router.membership_files import MemberFiles, MembersUnwritable, new_member_files
+from tandem.router.membership import Said
+from tandem.router.membership_files import MemberFiles, MembersUnwritable, new_member_files
 
 A = Said(url="http://a:1", role="decode", ttl_s=10.0, mark="1")
 B = Said(url="http://b:1", bootstrap_port=8998, zone="z", mark="2")

@@ -6,12 +6,12 @@ from urllib.parse import quote
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from frontend.app import create_app
-from frontend.options import FrontendOptions, HttpOptions
-from router.cluster import Cluster
-from router.config import RouterConfig
-from router.membership_files import new_member_files
-from router.nodes_api import NodesApi
+from tandem.frontend.app import create_app
+from tandem.frontend.options import FrontendOptions, HttpOptions
+from tandem.router.cluster import Cluster
+from tandem.router.config import RouterConfig
+from tandem.router.membership_files import new_member_files
+from tandem.router.nodes_api import NodesApi
 from tests.frontend.fakes import FakeBackend
 
 URL, ID = "http://10.0.0.1:7000", "10.0.0.1:7000"
@@ -126,7 +126,7 @@ async def test_who_has_an_api_key_cannot_have_a_node_of_its_own_used():
 
 
 async def test_how_many_may_be_announced_is_bounded(monkeypatch):
-    monkeypatch.setattr("router.nodes_api.MAX_SAID", 2)
+    monkeypatch.setattr("tandem.router.nodes_api.MAX_SAID", 2)
     async with serving() as client:
         for host in ("a", "b"):
             assert (await post(client, url=f"http://{host}:1"))[0] == 200

@@ -7,24 +7,24 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from frontend.app import create_app
-from frontend.edge import EDGE
-from frontend.options import FrontendOptions, HttpOptions
-from router import siblings as siblings_module
-from router.backend import ClusterBackend
-from router.cluster import Cluster
-from router.config import PrefillTarget, RouterConfig, node_id
-from router.events import TIER_EVENTS
-from router.observer import Observer
-from router.overview_api import OverviewApi
-from router.page_files import PageFiles
-from router.policies import POLICIES
-from router.pool import new_pool
-from router.siblings import Siblings
+from tandem.frontend.app import create_app
+from tandem.frontend.edge import EDGE
+from tandem.frontend.options import FrontendOptions, HttpOptions
+from tandem.router import siblings as siblings_module
+from tandem.router.backend import ClusterBackend
+from tandem.router.cluster import Cluster
+from tandem.router.config import PrefillTarget, RouterConfig, node_id
+from tandem.router.events import TIER_EVENTS
+from tandem.router.observer import Observer
+from tandem.router.overview_api import OverviewApi
+from tandem.router.page_files import PageFiles
+from tandem.router.policies import POLICIES
+from tandem.router.pool import new_pool
+from tandem.router.siblings import Siblings
+from tandem.wire.errors import PeerLost
+from tandem.wire.messages import NodeLoad, StartDecode, StartPrefill, TierLoad
 from tests.patience import PATIENCE_S
 from tests.router.fake_node import FakeNode, request, until
-from wire.errors import PeerLost
-from wire.messages import NodeLoad, StartDecode, StartPrefill, TierLoad
 
 KEY = {"Authorization": "Bearer k"}
 

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from router.events import Event
-from router.overview import (
+from tandem.router.events import Event
+from tandem.router.overview import (
     Histograms,
     HistogramView,
     NodeRates,

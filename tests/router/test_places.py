@@ -4,9 +4,9 @@ from collections import deque
 
 import pytest
 
-from router.places import FIRST_LINE, UNTOLD, Pace, Places
-from router.policy import NodeSnapshot
-from wire.messages import NodeLoad
+from tandem.router.places import FIRST_LINE, UNTOLD, Pace, Places
+from tandem.router.policy import NodeSnapshot
+from tandem.wire.messages import NodeLoad
 
 
 def node(role="decode", *, own=0, own_tokens=0, **load) -> NodeSnapshot:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policies import POLICIES
-from router.policy import Asked
+from tandem.router.policies import POLICIES
+from tandem.router.policy import Asked
+from tandem.wire.messages import NodeLoad
+from tandem.wire.prefix_blocks import BLOCK_TOKENS
 from tests.router.test_policy import asking, chosen, decode, having, prefill
-from wire.messages import NodeLoad
-from wire.prefix_blocks import BLOCK_TOKENS
 
 PROMPT = list(range(10 * BLOCK_TOKENS))
 ONE = [decode()]

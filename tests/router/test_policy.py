@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policies import POLICIES, policy_of
-from router.policy import (
+from tandem.router.policies import POLICIES, policy_of
+from tandem.router.policy import (
     Asked,
     ClusterSnapshot,
     NodeSnapshot,
@@ -13,10 +13,10 @@ from router.policy import (
     choose,
     usable_fingerprint,
 )
-from router.prefixes import CachedPrefixes, PrefixIndex, PromptBlocks
-from wire.errors import NoNodeAvailable
-from wire.messages import CacheReport, NodeLoad
-from wire.prefix_blocks import BLOCK_TOKENS, block_names, pack_names
+from tandem.router.prefixes import CachedPrefixes, PrefixIndex, PromptBlocks
+from tandem.wire.errors import NoNodeAvailable
+from tandem.wire.messages import CacheReport, NodeLoad
+from tandem.wire.prefix_blocks import BLOCK_TOKENS, block_names, pack_names
 
 EPOCH = 1
 TEN_TOKENS = Asked(10)

@@ -1,10 +1,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prefixes import NOTHING_CACHED, PrefixIndex, PromptBlocks
-from wire.messages import CacheReport
-from wire.prefix_blocks import BLOCK_TOKENS, MAX_BLOCKS, block_names, pack_names
-from wire.prefix_journal import PrefixJournal
+from tandem.router.prefixes import NOTHING_CACHED, PrefixIndex, PromptBlocks
+from tandem.wire.messages import CacheReport
+from tandem.wire.prefix_blocks import BLOCK_TOKENS, MAX_BLOCKS, block_names, pack_names
+from tandem.wire.prefix_journal import PrefixJournal
 
 EPOCH = 1
 

@@ -2,7 +2,7 @@
 
 from itertools import count
 
-from router.recent import RecentRequests
+from tandem.router.recent import RecentRequests
 
 
 def test_the_last_requests_are_kept_with_when_they_ended():

@@ -1,7 +1,7 @@
 import pytest
 
-from router.replays import MAX_HAND_OVERS, Replays
-from wire.errors import (
+from tandem.router.replays import MAX_HAND_OVERS, Replays
+from tandem.wire.errors import (
     AttemptsUsedUp,
     InvalidRequest,
     NodeDraining,

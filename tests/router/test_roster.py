@@ -1,9 +1,9 @@
 import pytest
 
-from router.node import Node
-from router.node_http import NodeUnusable
-from router.roster import Roster
-from wire.node_info import ModelInfo, NodeInfo
+from tandem.router.node import Node
+from tandem.router.node_http import NodeUnusable
+from tandem.router.roster import Roster
+from tandem.wire.node_info import ModelInfo, NodeInfo
 
 
 class CountedNode(Node):

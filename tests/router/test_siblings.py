@@ -7,11 +7,11 @@ from contextlib import AsyncExitStack
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from frontend.app import create_app
-from frontend.edge import EDGE
-from router import siblings
-from router.pool import Row, new_pool
-from router.siblings import Answers, Siblings, merge_abort, merge_info
+from tandem.frontend.app import create_app
+from tandem.frontend.edge import EDGE
+from tandem.router import siblings
+from tandem.router.pool import Row, new_pool
+from tandem.router.siblings import Answers, Siblings, merge_abort, merge_info
 from tests.frontend.fakes import FakeBackend
 from tests.patience import PATIENCE_S
 from tests.router.fake_node import until

@@ -2,8 +2,8 @@
 
 import pytest
 
-from router.standing import Standing
-from wire.errors import (
+from tandem.router.standing import Standing
+from tandem.wire.errors import (
     Aborted,
     EngineFailed,
     InvalidRequest,

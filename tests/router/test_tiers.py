@@ -11,18 +11,18 @@ from aiohttp.test_utils import TestClient, TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.backend import ClusterBackend
-from router.cluster import Cluster
-from router.config import PrefillTarget, RouterConfig
-from router.nodes_api import NodesApi
-from router.policies import POLICIES
-from router.policy import NodeSnapshot
-from router.tiers import MAX_TIERS, UNKNOWN_SHARE, KnownPrefixes, share_saved
+from tandem.router.backend import ClusterBackend
+from tandem.router.cluster import Cluster
+from tandem.router.config import PrefillTarget, RouterConfig
+from tandem.router.nodes_api import NodesApi
+from tandem.router.policies import POLICIES
+from tandem.router.policy import NodeSnapshot
+from tandem.router.tiers import MAX_TIERS, UNKNOWN_SHARE, KnownPrefixes, share_saved
+from tandem.wire.messages import CacheReport, NodeLoad, StartPrefill, TierLoad
+from tandem.wire.prefix_blocks import BLOCK_TOKENS, MAX_BLOCKS, block_names, pack_names
+from tandem.wire.prefix_journal import PrefixJournal
 from tests.router.fake_node import FakeNode, request, until
 from tests.router.test_policy import asking, chosen, decode, node, prefill
-from wire.messages import CacheReport, NodeLoad, StartPrefill, TierLoad
-from wire.prefix_blocks import BLOCK_TOKENS, MAX_BLOCKS, block_names, pack_names
-from wire.prefix_journal import PrefixJournal
 
 EPOCH, STORE = 1, "redis://store:6379/0#model"
 PROMPT = [i % 499 for i in range(10 * BLOCK_TOKENS + 1)]

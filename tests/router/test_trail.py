@@ -1,5 +1,5 @@
-from router.trail import Trail
-from wire.generation import Phase
+from tandem.router.trail import Trail
+from tandem.wire.generation import Phase
 
 
 class Clock:

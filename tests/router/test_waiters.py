@@ -1,8 +1,8 @@
 import asyncio
 
-from router.waiters import Waiters
+from tandem.router.waiters import Waiters
+from tandem.wire.ids import RequestId
 from tests.patience import PATIENCE_S
-from wire.ids import RequestId
 
 
 async def test_who_waits_longest_looks_again_first():

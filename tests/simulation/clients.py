@@ -4,9 +4,9 @@ import asyncio
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from tandem.wire.errors import DeadlinePassed, NoNodeAvailable, Overloaded, TandemError
+from tandem.wire.generation import GenerateRequest
 from tests.simulation.toy import answer, logprob_after
-from wire.errors import DeadlinePassed, NoNodeAvailable, Overloaded, TandemError
-from wire.generation import GenerateRequest
 
 # From the first chunk of a prompt to its first token, in the slowest of clusters.
 BEGUN_WITHIN_S = 3.0
@@ -112,7 +112,7 @@ class Client:
                     await asyncio.sleep(world.draw.expovariate(20))
 
     def take_ordinary(self, token_ids) -> bool:
-        """See `frontend.backend.Tap`."""
+        """See `tandem.frontend.backend.Tap`."""
         world = self.router.world
         if self._wants_logprobs or world.draw.random() < 0.1:
             return False

@@ -3,14 +3,14 @@
 import random
 from dataclasses import replace
 
-from kvtransfer.transports.loopback import Fault
-from router.admission import Limits
-from router.config import AdmissionConfig
-from router.policies import POLICIES
+from tandem.kvtransfer.transports.loopback import Fault
+from tandem.router.admission import Limits
+from tandem.router.config import AdmissionConfig
+from tandem.router.policies import POLICIES
+from tandem.wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
 from tests.simulation.clients import Client
 from tests.simulation.nodes import NodeShape
 from tests.simulation.world import Plan
-from wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
 
 
 def draw_plan(draw: random.Random, *, is_plain: bool = False) -> Plan:

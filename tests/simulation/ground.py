@@ -17,39 +17,40 @@ from types import SimpleNamespace
 import structlog
 import zmq
 
-import kvtransfer.control
-import kvtransfer.prefill_links
-import kvtransfer.push_worker
-import router.cluster
-import router.node_http
-import wire.async_link
-import wire.channel
-import wire.hosts
+import tandem.kvtransfer.control
+import tandem.kvtransfer.prefill_links
+import tandem.kvtransfer.push_worker
+import tandem.router.cluster
+import tandem.router.node_http
+import tandem.wire.async_link
+import tandem.wire.channel
+import tandem.wire.hosts
 from tests.simulation import sockets, threads
 from tests.simulation.processes import CURRENT
 
-PACKAGES = ("router.", "frontend.", "prefill.", "decode.", "node.", "kvtransfer.", "wire.")
+ROOMS = ("router", "frontend", "prefill", "decode", "node", "kvtransfer", "wire")
+PACKAGES = tuple(f"tandem.{room}." for room in ROOMS)
 CHANCE = ("randbits", "token_bytes", "token_hex")
 
 
 async def fetch_info(session, url):
-    """See `router.node_http.fetch_info`."""
+    """See `tandem.router.node_http.fetch_info`."""
     del session
     process = CURRENT.get()
     return await process.world.server_info(process, url)
 
 
 REPLACED = {
-    wire.channel.Inbox: sockets.SimulatedInbox,
-    wire.channel.Link: sockets.SimulatedLink,
-    wire.channel.Waker: sockets.SimulatedWaker,
-    wire.channel.wait: sockets.wait,
-    wire.async_link.AsyncLink: sockets.SimulatedAsyncLink,
-    wire.hosts.resolve: sockets.resolve,
-    kvtransfer.control.ControlThread: threads.SimulatedControlThread,
-    kvtransfer.control.Worker: threads.SimulatedWorker,
-    kvtransfer.push_worker.PushWorker: threads.SimulatedPushWorker,
-    router.node_http.fetch_info: fetch_info,
+    tandem.wire.channel.Inbox: sockets.SimulatedInbox,
+    tandem.wire.channel.Link: sockets.SimulatedLink,
+    tandem.wire.channel.Waker: sockets.SimulatedWaker,
+    tandem.wire.channel.wait: sockets.wait,
+    tandem.wire.async_link.AsyncLink: sockets.SimulatedAsyncLink,
+    tandem.wire.hosts.resolve: sockets.resolve,
+    tandem.kvtransfer.control.ControlThread: threads.SimulatedControlThread,
+    tandem.kvtransfer.control.Worker: threads.SimulatedWorker,
+    tandem.kvtransfer.push_worker.PushWorker: threads.SimulatedPushWorker,
+    tandem.router.node_http.fetch_info: fetch_info,
 }
 
 
@@ -82,7 +83,7 @@ def _places():
     return [
         *places,
         *_clocks(),
-        (router.cluster, "time", time, SimpleNamespace(monotonic=_now)),
+        (tandem.router.cluster, "time", time, SimpleNamespace(monotonic=_now)),
         (zmq, "Context", zmq.Context, _refused("socket")),
         (threading.Thread, "start", threading.Thread.start, _refused("thread")),
     ]

@@ -4,14 +4,14 @@ from unittest import mock
 
 import msgspec
 
-from decode.role import DecodeRole
-from engine.core import Engine
-from engine.request import Stage
-from frontend.engine_client import EngineClient
-from frontend.token_stream import TokenStream
-from kvtransfer.prefill_links import PrefillLinks
-from kvtransfer.sender import PrefillAgent
-from kvtransfer.session import (
+from tandem.decode.role import DecodeRole
+from tandem.engine.core import Engine
+from tandem.engine.request import Stage
+from tandem.frontend.engine_client import EngineClient
+from tandem.frontend.token_stream import TokenStream
+from tandem.kvtransfer.prefill_links import PrefillLinks
+from tandem.kvtransfer.sender import PrefillAgent
+from tandem.kvtransfer.session import (
     RECEIVER,
     SENDER,
     Action,
@@ -22,17 +22,17 @@ from kvtransfer.session import (
     WithdrawAsked,
     WritesDone,
 )
-from node.deadlines import Deadlines
-from node.drain import Drain
-from node.loop import EngineLoop
-from router.attempt import Progress
-from router.backend import ClusterBackend
-from router.gate import Gate
-from router.node import Work
-from router.replays import Replays
-from router.roster import Roster
+from tandem.node.deadlines import Deadlines
+from tandem.node.drain import Drain
+from tandem.node.loop import EngineLoop
+from tandem.router.attempt import Progress
+from tandem.router.backend import ClusterBackend
+from tandem.router.gate import Gate
+from tandem.router.node import Work
+from tandem.router.replays import Replays
+from tandem.router.roster import Roster
+from tandem.wire.errors import NodeDraining, PeerLost
 from tests.simulation.scenarios import ALL, FAILING, ORDERED
-from wire.errors import NodeDraining, PeerLost
 
 _S, _R, _A = SenderState, ReceiverState, Action
 

@@ -3,31 +3,31 @@
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from decode.role import DecodeRole
-from kvtransfer.bootstrap import SenderEnd
-from kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
-from kvtransfer.region import MemoryRegion
-from kvtransfer.sender import PrefillAgent, SenderTimeouts
-from kvtransfer.transports.loopback import (
+from tandem.decode.role import DecodeRole
+from tandem.kvtransfer.bootstrap import SenderEnd
+from tandem.kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.sender import PrefillAgent, SenderTimeouts
+from tandem.kvtransfer.transports.loopback import (
     LoopbackConnection,
     LoopbackListener,
     LoopbackTransport,
 )
-from node.announce import INTERVAL_S, TTL_S
-from node.answers import Answers
-from node.engine_report import Drain, Resume
-from node.life import Event, Life, State
-from node.loop import EngineLoop
-from node.supervisor import HAND_OVER_S
-from prefill.role import PrefillRole
-from router.membership import Said
+from tandem.node.announce import INTERVAL_S, TTL_S
+from tandem.node.answers import Answers
+from tandem.node.engine_report import Drain, Resume
+from tandem.node.life import Event, Life, State
+from tandem.node.loop import EngineLoop
+from tandem.node.supervisor import HAND_OVER_S
+from tandem.prefill.role import PrefillRole
+from tandem.router.membership import Said
+from tandem.wire.errors import PeerLost
+from tandem.wire.ids import new_epoch
+from tandem.wire.messages import ToEngine
+from tandem.wire.node_info import ModelInfo, NodeInfo
 from tests.simulation.processes import CURRENT, Process, Repeated
 from tests.simulation.sockets import SimulatedInbox, SimulatedWaker
 from tests.simulation.toy import CONTEXT, EOS, VOCAB, toy_engine, toy_layout
-from wire.errors import PeerLost
-from wire.ids import new_epoch
-from wire.messages import ToEngine
-from wire.node_info import ModelInfo, NodeInfo
 
 ENGINE_PORT, BOOTSTRAP_PORT = 9000, 8998
 # Shorter than the product's: a scenario is over in seconds.

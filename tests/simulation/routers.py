@@ -4,12 +4,12 @@ import asyncio
 import random
 import tempfile
 
-from router.backend import ClusterBackend
-from router.cluster import Cluster
-from router.config import PrefillTarget, RouterConfig
-from router.membership import Said
-from router.membership_files import MemberFiles
-from router.policies import POLICIES
+from tandem.router.backend import ClusterBackend
+from tandem.router.cluster import Cluster
+from tandem.router.config import PrefillTarget, RouterConfig
+from tandem.router.membership import Said
+from tandem.router.membership_files import MemberFiles
+from tandem.router.policies import POLICIES
 from tests.simulation.processes import Process
 
 NODE_WAIT_S = 5.0

@@ -5,7 +5,8 @@ import random
 from dataclasses import dataclass
 from functools import partial
 
-from router.config import AdmissionConfig
+from tandem.router.config import AdmissionConfig
+from tandem.wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
 from tests.simulation.clients import Client
 from tests.simulation.drawn import draw_plan
 from tests.simulation.ground import simulated
@@ -13,7 +14,6 @@ from tests.simulation.misfortunes import KINDS, ORDERS, misfortunes, strike
 from tests.simulation.nodes import NodeShape
 from tests.simulation.virtual_time import run_in_virtual_time
 from tests.simulation.world import Plan, World
-from wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
 
 
 class Failure(AssertionError):

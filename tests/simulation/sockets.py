@@ -7,12 +7,12 @@ import asyncio
 from collections import deque
 from typing import Generic
 
+from tandem.wire.async_link import MAX_DRAINED
+from tandem.wire.channel import Envelope
+from tandem.wire.codec import Codec, In
+from tandem.wire.errors import ChannelClosed, PeerLost
 from tests.simulation.network import CLIENT, SERVER
 from tests.simulation.processes import CURRENT
-from wire.async_link import MAX_DRAINED
-from wire.channel import Envelope
-from wire.codec import Codec, In
-from wire.errors import ChannelClosed, PeerLost
 
 
 class SimulatedWaker:
@@ -37,7 +37,7 @@ def wait(ends, timeout_s, waker=None) -> None:
 
 
 class SimulatedInbox(Generic[In]):
-    """See `wire.channel.Inbox`."""
+    """See `tandem.wire.channel.Inbox`."""
 
     def __init__(self, address, incoming, key=None, heartbeat=None) -> None:
         del key, heartbeat
@@ -80,7 +80,7 @@ class SimulatedInbox(Generic[In]):
 
 
 class SimulatedLink(Generic[In]):
-    """See `wire.channel.Link`: connects, and connects again when it broke."""
+    """See `tandem.wire.channel.Link`: connects, and connects again when it broke."""
 
     def __init__(self, address, incoming, key=None, heartbeat=None) -> None:
         del key, heartbeat
@@ -121,7 +121,7 @@ class SimulatedLink(Generic[In]):
 
 
 class SimulatedAsyncLink(Generic[In]):
-    """See `wire.async_link.AsyncLink`: one connection, and none after it."""
+    """See `tandem.wire.async_link.AsyncLink`: one connection, and none after it."""
 
     def __init__(self, address, incoming, key=None, heartbeat=None) -> None:
         del key, heartbeat

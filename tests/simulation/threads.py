@@ -3,13 +3,13 @@
 from collections import deque
 from functools import partial
 
-import kvtransfer.control
-from kvtransfer.control import Worker
-from kvtransfer.push_worker import _attempt as attempt
-from telemetry.log import get_logger
+import tandem.kvtransfer.control
+from tandem.kvtransfer.control import Worker
+from tandem.kvtransfer.push_worker import _attempt as attempt
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import PeerLost
 from tests.simulation.processes import CURRENT, Repeated
 from tests.simulation.sockets import SimulatedWaker
-from wire.errors import PeerLost
 
 log = get_logger("kvtransfer.control")
 
@@ -20,7 +20,7 @@ CONNECTING_TURN_S = 0.05
 
 
 class SimulatedControlThread:
-    """See `kvtransfer.control.ControlThread`."""
+    """See `tandem.kvtransfer.control.ControlThread`."""
 
     def __init__(self, name, turn) -> None:
         del name
@@ -45,7 +45,7 @@ class SimulatedControlThread:
             self._passes.wake()
         for _ in range(len(self._calls)):
             self._guarded(self._calls.popleft())
-        is_idle = self._waker.timeout_s >= kvtransfer.control.TURN_S
+        is_idle = self._waker.timeout_s >= tandem.kvtransfer.control.TURN_S
         return TURN_S if is_idle else CONNECTING_TURN_S
 
     def _guarded(self, call) -> None:
@@ -56,7 +56,7 @@ class SimulatedControlThread:
 
 
 class SimulatedPushWorker:
-    """See `kvtransfer.push_worker.PushWorker`. A write takes a while, and its bytes move at the end of it.
+    """See `tandem.kvtransfer.push_worker.PushWorker`. A write takes a while, and its bytes move at the end of it.
 
     That is the worst moment: whoever reuses a page under a write finds it overwritten, and whoever
     reuses the page that is read has the wrong bytes sent.

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from engine.config import EngineConfig
-from engine.core import Engine
-from engine.inputs import forward_inputs, prompt_rows
-from engine.launched import ChunkEnd, ForwardTimes, Launched, sampled_of
-from engine.shape import ModelShape
-from kvtransfer.layout import KVLayout
-from wire.generation import TokenLogprobs
+from tandem.engine.config import EngineConfig
+from tandem.engine.core import Engine
+from tandem.engine.inputs import forward_inputs, prompt_rows
+from tandem.engine.launched import ChunkEnd, ForwardTimes, Launched, sampled_of
+from tandem.engine.shape import ModelShape
+from tandem.kvtransfer.layout import KVLayout
+from tandem.wire.generation import TokenLogprobs
 
 VOCAB, EOS, NUM_LAYERS = 997, 1, 2
 CONTEXT = 200
@@ -54,7 +54,7 @@ def answer(prompt, sampling):
 
 @dataclass(frozen=True)
 class ToyOutcome:
-    """See `engine.launched.Outcome`."""
+    """See `tandem.engine.launched.Outcome`."""
 
     ids: np.ndarray
     told: dict
@@ -74,7 +74,7 @@ class ToyOutcome:
 
 
 class ToyLauncher:
-    """See `engine.launched.Launcher`.
+    """See `tandem.engine.launched.Launcher`.
 
     Args:
         memory: Of the pool; it holds ids as four bytes, in each layer's K and V.

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from kvtransfer.transports.loopback import Fault
-from router.config import AdmissionConfig
-from router.membership import Said
-from router.node_http import NodeUnusable
+from tandem.kvtransfer.transports.loopback import Fault
+from tandem.router.config import AdmissionConfig
+from tandem.router.membership import Said
+from tandem.router.node_http import NodeUnusable
+from tandem.wire.errors import TandemError
+from tandem.wire.messages import StartColocated, StartDecode, StartPrefill
 from tests.simulation.clients import Client
 from tests.simulation.network import Network
 from tests.simulation.nodes import NodeShape, SimulatedNode, SimulatedTransport
 from tests.simulation.processes import CURRENT, Process
 from tests.simulation.routers import SimulatedRouter
-from wire.errors import TandemError
-from wire.messages import StartColocated, StartDecode, StartPrefill
 
 # Virtual time, after the last fault was healed.
 ANSWERED_WITHIN_S = 180.0

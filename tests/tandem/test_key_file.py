@@ -2,8 +2,8 @@ import pytest
 
 from tandem.__main__ import main
 from tandem.key_file import take_key_file
-from wire.errors import ConfigInvalid
-from wire.keys import operator_key
+from tandem.wire.errors import ConfigInvalid
+from tandem.wire.keys import operator_key
 
 
 def test_every_command_takes_the_clusters_secret_from_a_file(tmp_path, monkeypatch, capsys):

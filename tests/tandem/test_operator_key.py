@@ -1,5 +1,5 @@
 from tandem.operator_key import main
-from wire.keys import operator_key
+from tandem.wire.keys import operator_key
 
 
 def test_the_key_is_that_of_the_clusters_secret_and_nothing_else_is_printed(monkeypatch, capsys):

@@ -2,7 +2,7 @@ import socket
 
 import pytest
 
-from router.arguments import parse
+from tandem.router.arguments import parse
 from tandem.up import build_parser, free_ports, main, members
 from tests.certificates import make_certificates
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from telemetry.histogram import Histogram
+from tandem.telemetry.histogram import Histogram
 
 
 def test_a_value_counts_in_the_first_bucket_that_reaches_it():

@@ -5,7 +5,7 @@ import json
 import pytest
 import structlog
 
-from telemetry.log import configure, get_logger
+from tandem.telemetry.log import configure, get_logger
 
 
 @pytest.fixture(autouse=True)

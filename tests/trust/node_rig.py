@@ -2,25 +2,22 @@
 
 from contextlib import ExitStack
 
-from decode.role import DecodeRole
-from kvtransfer.bootstrap import SenderEnd
-from kvtransfer.layout import KVLayout
-from kvtransfer.receiver import DecodeAgent
-from kvtransfer.region import MemoryRegion
-from kvtransfer.sender import PrefillAgent
-from kvtransfer.transports.loopback import LoopbackTransport
-from node.answers import Answers
-from node.colocated import ColocatedRole
-from node.loop import EngineLoop
-from prefill.role import PrefillRole
-from tests.calm import CALM, calm_receiver, calm_sender
-from tests.engine.toy_runner import toy_engine
-from tests.patience import patiently
-from wire.channel import Inbox, Link, Waker, wait
-from wire.errors import PeerLost
-from wire.generation import GenerateRequest, SamplingParams
-from wire.ids import Epoch, RequestId
-from wire.messages import (
+from tandem.decode.role import DecodeRole
+from tandem.kvtransfer.bootstrap import SenderEnd
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.receiver import DecodeAgent
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.sender import PrefillAgent
+from tandem.kvtransfer.transports.loopback import LoopbackTransport
+from tandem.node.answers import Answers
+from tandem.node.colocated import ColocatedRole
+from tandem.node.loop import EngineLoop
+from tandem.prefill.role import PrefillRole
+from tandem.wire.channel import Inbox, Link, Waker, wait
+from tandem.wire.errors import PeerLost
+from tandem.wire.generation import GenerateRequest, SamplingParams
+from tandem.wire.ids import Epoch, RequestId
+from tandem.wire.messages import (
     Cancel,
     FromEngine,
     Ping,
@@ -30,6 +27,9 @@ from wire.messages import (
     StartPrefill,
     ToEngine,
 )
+from tests.calm import CALM, calm_receiver, calm_sender
+from tests.engine.toy_runner import toy_engine
+from tests.patience import patiently
 
 NUM_PAGES, PAGE = 24, 4
 # What a pass takes of the agents' time. Whoever lies runs into their limits soon. For an honest request time stands

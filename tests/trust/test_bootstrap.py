@@ -9,18 +9,18 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.events import Failed, Safe
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import Pool
+from tandem.kvtransfer.events import Failed, Safe
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import Pool
+from tandem.wire.channel import Inbox, Link, wait
+from tandem.wire.errors import PeerLost
+from tandem.wire.hand_off import FromPrefill, Hello, Refused, ToPrefill, Welcome
+from tandem.wire.ids import Epoch, Room
 from tests.calm import CALM, calm_receiver, calm_sender
 from tests.kvtransfer import test_agents as rig
 from tests.kvtransfer.test_lies import serve_the_next
 from tests.patience import patiently
 from tests.trust.hostile import frames_of
-from wire.channel import Inbox, Link, wait
-from wire.errors import PeerLost
-from wire.hand_off import FromPrefill, Hello, Refused, ToPrefill, Welcome
-from wire.ids import Epoch, Room
 
 FUZZ = settings(
     max_examples=80,

@@ -7,9 +7,9 @@ import structlog.testing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tandem.wire.messages import ToEngine
 from tests.trust.hostile import frames_of
 from tests.trust.node_rig import COLOCATED, DECODE, PREFILL, Cluster
-from wire.messages import ToEngine
 
 HINTS = {
     "request_id": st.sampled_from(["a", "b"]),

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tandem.up import free_ports
+from tandem.wire.keys import ChannelKey, operator_key
 from tests.e2e.cluster import Process, eventually, running_cluster
 from tests.patience import PATIENCE_S
-from wire.keys import ChannelKey, operator_key
 
 SHM, TMP = Path("/dev/shm"), Path("/tmp")
 

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.plan import CopyPlan
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports import tcp_frames as frames
-from kvtransfer.transports.base import Pool
-from kvtransfer.transports.tcp import TcpOffer, TcpTransport, open_stream
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports import tcp_frames as frames
+from tandem.kvtransfer.transports.base import Pool
+from tandem.kvtransfer.transports.tcp import TcpOffer, TcpTransport, open_stream
+from tandem.wire.errors import PeerLost
+from tandem.wire.ids import Room
 from tests.patience import PATIENCE_S
 from tests.trust.hostile import INTEGERS
-from wire.errors import PeerLost
-from wire.ids import Room
 
 FUZZ = settings(
     max_examples=80,

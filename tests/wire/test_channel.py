@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.wire.async_link import MAX_DRAINED, AsyncLink
+from tandem.wire.channel import Inbox, Link, Waker, tcp_address, wait
+from tandem.wire.codec import Codec
+from tandem.wire.errors import ConfigInvalid, MessageInvalid, MessageTooLarge, PeerLost
+from tandem.wire.ids import Epoch, RequestId
+from tandem.wire.keys import ChannelKey, cluster_key
+from tandem.wire.messages import Cancel, FromEngine, NodeLoad, Ping, Pong, ToEngine
 from tests.calm import CALM
 from tests.patience import PATIENCE_S, patiently
-from wire.async_link import MAX_DRAINED, AsyncLink
-from wire.channel import Inbox, Link, Waker, tcp_address, wait
-from wire.codec import Codec
-from wire.errors import ConfigInvalid, MessageInvalid, MessageTooLarge, PeerLost
-from wire.ids import Epoch, RequestId
-from wire.keys import ChannelKey, cluster_key
-from wire.messages import Cancel, FromEngine, NodeLoad, Ping, Pong, ToEngine
 
 PONG = Pong(epoch=Epoch(7), load=NodeLoad(num_pages=3))
 

@@ -1,6 +1,6 @@
 import pytest
 
-from wire.errors import (
+from tandem.wire.errors import (
     ErrorInfo,
     KVCorrupted,
     LayoutMismatch,

@@ -11,15 +11,15 @@ import pytest
 import structlog.testing
 import zmq
 
+from tandem.wire.async_link import AsyncLink
+from tandem.wire.channel import Inbox, Link, configure, wait
+from tandem.wire.errors import PeerLost
+from tandem.wire.handshakes import HUNG_UP, LOG_INTERVAL_S
+from tandem.wire.heartbeat import DEFAULT_HEARTBEAT
+from tandem.wire.keys import ChannelKey, operator_key, warn_of_weak_secret
+from tandem.wire.messages import FromEngine, Ping, ToEngine
 from tests.calm import CALM
 from tests.patience import PATIENCE_S, patiently
-from wire.async_link import AsyncLink
-from wire.channel import Inbox, Link, configure, wait
-from wire.errors import PeerLost
-from wire.handshakes import HUNG_UP, LOG_INTERVAL_S
-from wire.heartbeat import DEFAULT_HEARTBEAT
-from wire.keys import ChannelKey, operator_key, warn_of_weak_secret
-from wire.messages import FromEngine, Ping, ToEngine
 
 OURS = ChannelKey.from_secret("the cluster's own secret")
 GUESS = ChannelKey.from_secret("somebody's guess of it")

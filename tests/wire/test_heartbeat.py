@@ -6,16 +6,16 @@ import sys
 
 import pytest
 
+from tandem.wire.async_link import AsyncLink
+from tandem.wire.errors import ConfigInvalid, PeerLost
+from tandem.wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat, heartbeat_of
+from tandem.wire.messages import FromEngine, Ping
 from tests.patience import PATIENCE_S, patiently
-from wire.async_link import AsyncLink
-from wire.errors import ConfigInvalid, PeerLost
-from wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat, heartbeat_of
-from wire.messages import FromEngine, Ping
 
 PEER = """
 import sys, time, zmq
-from wire.channel import Inbox
-from wire.messages import ToEngine
+from tandem.wire.channel import Inbox
+from tandem.wire.messages import ToEngine
 inbox = Inbox("tcp://127.0.0.1:0", ToEngine)
 print(inbox.address, flush=True)
 sys.stdin.read()

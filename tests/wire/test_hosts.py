@@ -6,10 +6,10 @@ import socket
 
 import pytest
 
-from wire.async_link import AsyncLink
-from wire.errors import ConfigInvalid, PeerLost
-from wire.hosts import bare_host, reason_of, resolve
-from wire.messages import FromEngine
+from tandem.wire.async_link import AsyncLink
+from tandem.wire.errors import ConfigInvalid, PeerLost
+from tandem.wire.hosts import bare_host, reason_of, resolve
+from tandem.wire.messages import FromEngine
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tandem.wire.async_link import AsyncLink
+from tandem.wire.channel import Inbox, Link, wait
+from tandem.wire.descriptors import PER_LINK
+from tandem.wire.errors import PeerLost
+from tandem.wire.messages import FromEngine, Ping, ToEngine
 from tests.calm import CALM
 from tests.patience import patiently
-from wire.async_link import AsyncLink
-from wire.channel import Inbox, Link, wait
-from wire.descriptors import PER_LINK
-from wire.errors import PeerLost
-from wire.messages import FromEngine, Ping, ToEngine
 
 NUM_LINKS = 40
 
@@ -117,7 +117,7 @@ def run_alone(code: str, limit: int, hard: int = 0) -> str:
     most = hard or resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        env={**os.environ, "PYTHONPATH": "src:."},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most)),
         capture_output=True,
         text=True,
@@ -131,9 +131,9 @@ def run_alone(code: str, limit: int, hard: int = 0) -> str:
 def test_without_descriptors_the_next_link_is_refused_and_the_others_live(limit):
     code = """
 from tests.wire.test_many_links import CALM, hear, make_link, send
-from wire.channel import Inbox
-from wire.errors import PeerLost
-from wire.messages import ToEngine
+from tandem.wire.channel import Inbox
+from tandem.wire.errors import PeerLost
+from tandem.wire.messages import ToEngine
 
 with Inbox("tcp://127.0.0.1:0", ToEngine, heartbeat=CALM) as inbox:
     first, others = make_link(inbox), []
@@ -152,8 +152,8 @@ with Inbox("tcp://127.0.0.1:0", ToEngine, heartbeat=CALM) as inbox:
 
 def test_a_process_may_have_more_links_than_libzmq_allows_unasked():
     code = """
-from wire.channel import Link
-from wire.messages import FromEngine
+from tandem.wire.channel import Link
+from tandem.wire.messages import FromEngine
 
 links = [Link("tcp://127.0.0.1:1", FromEngine) for _ in range(500)]
 print(len(links))
@@ -163,7 +163,7 @@ print(len(links))
 
 LIMITED = """
 from structlog.testing import capture_logs
-from wire.descriptors import allow_descriptors
+from tandem.wire.descriptors import allow_descriptors
 import resource
 with capture_logs() as told:
     allow_descriptors(1000, used_for="40 nodes")

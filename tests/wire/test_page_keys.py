@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.page_keys import KEY_BYTES, PageChain, PageSpace, page_keys, shard_key
-from wire.prefix_blocks import block_names
+from tandem.wire.page_keys import KEY_BYTES, PageChain, PageSpace, page_keys, shard_key
+from tandem.wire.prefix_blocks import block_names
 
 SPACE = PageSpace("llama-2layers-abc", "bfloat16", 16)
 TOKENS = st.lists(st.integers(0, 2**31), max_size=300)

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv_cache import KVCache
-from wire.prefix_blocks import BLOCK_TOKENS, block_names
-from wire.prefix_journal import PrefixJournal
+from tandem.engine.kv_cache import KVCache
+from tandem.wire.prefix_blocks import BLOCK_TOKENS, block_names
+from tandem.wire.prefix_journal import PrefixJournal
 
 
 def told(cache: KVCache) -> set[int]:

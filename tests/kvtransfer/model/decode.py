@@ -6,8 +6,8 @@ and bytes.
 
 from dataclasses import dataclass, field
 
-from kvtransfer.receiver import ReceiverTimeouts
-from kvtransfer.session import (
+from tandem.kvtransfer.receiver import ReceiverTimeouts
+from tandem.kvtransfer.session import (
     OVER,
     Action,
     CorruptedArrived,

@@ -4,8 +4,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtransfer.receiver import ReceiverTimeouts
-from kvtransfer.sender import SenderTimeouts
+from tandem.kvtransfer.receiver import ReceiverTimeouts
+from tandem.kvtransfer.sender import SenderTimeouts
 from tests.kvtransfer.model import faults
 from tests.kvtransfer.model.rules import GIVEN_UP, NOTICE_S, Plan, Rules, Violation
 from tests.kvtransfer.model.world import World

@@ -1,6 +1,6 @@
 """What the protocol must survive, and what each fault does to a world."""
 
-from kvtransfer.session import WriteFailed
+from tandem.kvtransfer.session import WriteFailed
 from tests.kvtransfer.model.decode import Decode
 from tests.kvtransfer.model.prefill import Prefill
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from kvtransfer.session import (
+from tandem.kvtransfer.session import (
     RECEIVER,
     SENDER,
     Action,

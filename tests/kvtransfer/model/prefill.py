@@ -6,8 +6,8 @@ posts to the control thread lies in `posts` until it is run.
 
 from dataclasses import dataclass, field
 
-from kvtransfer.sender import WAITS, SenderTimeouts
-from kvtransfer.session import (
+from tandem.kvtransfer.sender import WAITS, SenderTimeouts
+from tandem.kvtransfer.session import (
     OVER,
     AbortAsked,
     Action,

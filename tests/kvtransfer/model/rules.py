@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from kvtransfer.session import RECEIVER, SENDER, ReceiverState, SenderState, Table
-from wire.heartbeat import DEFAULT_HEARTBEAT
+from tandem.kvtransfer.session import RECEIVER, SENDER, ReceiverState, SenderState, Table
+from tandem.wire.heartbeat import DEFAULT_HEARTBEAT
 
 # A stopped process goes on after this time, long after everybody has given it up.
 STOPPED_S = 10.0

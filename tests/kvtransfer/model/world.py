@@ -13,7 +13,7 @@ with one-sided writes: what protects a page is the protocol alone.
 
 from dataclasses import dataclass, field
 
-from kvtransfer.session import UnexpectedEvent
+from tandem.kvtransfer.session import UnexpectedEvent
 from tests.kvtransfer.model.decode import FREE, HELD, NOBODY, Decode
 from tests.kvtransfer.model.prefill import Prefill
 from tests.kvtransfer.model.records import Record

@@ -5,7 +5,8 @@ import threading
 import numpy as np
 import pytest
 
-from kvtransfer.transports import tcp_frames as frames
+from tandem.kvtransfer.transports import tcp_frames as frames
+from tandem.wire.errors import PeerLost
 from tests.kvtransfer.transports.lane_rig import (
     LIES,
     NUM_PAGES,
@@ -15,7 +16,6 @@ from tests.kvtransfer.transports.lane_rig import (
     copies,
 )
 from tests.patience import PATIENCE_S
-from wire.errors import PeerLost
 
 
 @pytest.mark.parametrize("num_copies", [-1, 0, frames.MAX_COPIES + 1, 2**62])

@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from kvtransfer.plan import CopyPlan
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports import tcp_frames as frames
-from kvtransfer.transports.base import Pool
-from kvtransfer.transports.tcp import open_stream
-from kvtransfer.transports.tcp_listener import TcpOffer
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports import tcp_frames as frames
+from tandem.kvtransfer.transports.base import Pool
+from tandem.kvtransfer.transports.tcp import open_stream
+from tandem.kvtransfer.transports.tcp_listener import TcpOffer
+from tandem.wire.ids import Room
 from tests.patience import PATIENCE_S
-from wire.ids import Room
 
 PAGE_BYTES, NUM_PAGES = 64 << 10, 32
 POOL_BYTES = PAGE_BYTES * NUM_PAGES

@@ -8,17 +8,17 @@ import threading
 import numpy as np
 import pytest
 
-from kvtransfer.plan import CopyPlan
-from kvtransfer.region import SHM_DIR, MemoryRegion
-from kvtransfer.transports.base import Pool, TransportConfig
-from kvtransfer.transports.cuda_driver import CudaMemory
-from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.registry import transports
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import SHM_DIR, MemoryRegion
+from tandem.kvtransfer.transports.base import Pool, TransportConfig
+from tandem.kvtransfer.transports.cuda_driver import CudaMemory
+from tandem.kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from tandem.kvtransfer.transports.registry import transports
+from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tandem.wire.hand_off import TransportOffer
+from tandem.wire.ids import Room
 from tests.kvtransfer.host_device import HostDevice
 from tests.patience import PATIENCE_S
-from wire.errors import ConfigInvalid, PeerLost, TransferRefused
-from wire.hand_off import TransportOffer
-from wire.ids import Room
 
 PAGE_BYTES, NUM_PAGES = 4096, 8
 ROOM = Room(1)

@@ -6,12 +6,12 @@ import threading
 import numpy as np
 import pytest
 
-from kvtransfer.plan import CopyPlan
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports import file_batches
-from kvtransfer.transports.base import Pool, TransportConfig
-from kvtransfer.transports.file import FileTransport
-from kvtransfer.transports.file_batches import (
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports import file_batches
+from tandem.kvtransfer.transports.base import Pool, TransportConfig
+from tandem.kvtransfer.transports.file import FileTransport
+from tandem.kvtransfer.transports.file_batches import (
     BEAT_S,
     SILENT_AFTER_S,
     Pulse,
@@ -20,10 +20,10 @@ from kvtransfer.transports.file_batches import (
     sweep,
     write_batch,
 )
+from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tandem.wire.hand_off import TransportOffer
+from tandem.wire.ids import Room
 from tests.patience import PATIENCE_S
-from wire.errors import ConfigInvalid, PeerLost, TransferRefused
-from wire.hand_off import TransportOffer
-from wire.ids import Room
 
 PAGE_BYTES, NUM_PAGES = 4096, 8
 ROOM = Room(1)

@@ -4,12 +4,12 @@ import socket
 
 import pytest
 
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports import interfaces
-from kvtransfer.transports.base import Pool, TransportConfig
-from kvtransfer.transports.interfaces import address_of
-from kvtransfer.transports.tcp import TcpTransport
-from wire.errors import ConfigInvalid, TransferRefused
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports import interfaces
+from tandem.kvtransfer.transports.base import Pool, TransportConfig
+from tandem.kvtransfer.transports.interfaces import address_of
+from tandem.kvtransfer.transports.tcp import TcpTransport
+from tandem.wire.errors import ConfigInvalid, TransferRefused
 
 
 def test_the_kernel_tells_the_addresses_of_an_interface():

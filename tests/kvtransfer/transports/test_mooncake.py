@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from kvtransfer.plan import CopyPlan
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import Pool
-from kvtransfer.transports.mooncake import PIECE_BYTES, PIECES_UNDER_WAY, MooncakeTransport
-from wire.errors import PeerLost, TransferRefused
-from wire.hand_off import TransportOffer
-from wire.ids import Room
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import Pool
+from tandem.kvtransfer.transports.mooncake import PIECE_BYTES, PIECES_UNDER_WAY, MooncakeTransport
+from tandem.wire.errors import PeerLost, TransferRefused
+from tandem.wire.hand_off import TransportOffer
+from tandem.wire.ids import Room
 
 ROOM = Room(1)
 PAGE_BYTES, NUM_PAGES = 4096, 2 * PIECES_UNDER_WAY

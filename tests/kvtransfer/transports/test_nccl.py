@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from kvtransfer.transports.nccl import (
+from tandem.kvtransfer.transports.nccl import (
     ASYNC_ERRORS,
     SENDER,
     GroupLane,

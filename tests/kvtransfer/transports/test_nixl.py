@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtransfer.plan import CopyPlan
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import Pool
-from kvtransfer.transports.nixl import NixlTransport
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import Pool
+from tandem.kvtransfer.transports.nixl import NixlTransport
+from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tandem.wire.hand_off import TransportOffer
+from tandem.wire.ids import Room
 from tests.patience import patiently
-from wire.errors import ConfigInvalid, PeerLost, TransferRefused
-from wire.hand_off import TransportOffer
-from wire.ids import Room
 
 ROOM = Room(1)
 POOL_BYTES = 1 << 20

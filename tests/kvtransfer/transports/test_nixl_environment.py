@@ -1,7 +1,7 @@
 import pytest
 
-from kvtransfer.transports.nixl_environment import check_environment
-from wire.errors import ConfigInvalid
+from tandem.kvtransfer.transports.nixl_environment import check_environment
+from tandem.wire.errors import ConfigInvalid
 
 
 @pytest.mark.parametrize("links", ["all", "rc,cma", "^ib", "posix,tcp", "tcp,sm"])

@@ -6,10 +6,10 @@ from threading import Event
 import numpy as np
 import pytest
 
-from kvtransfer.plan import CopyPlan
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import Pool
-from kvtransfer.transports.one_sided import (
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import Pool
+from tandem.kvtransfer.transports.one_sided import (
     LONGEST_PAUSE_S,
     SHORTEST_PAUSE_S,
     Destroyer,
@@ -18,9 +18,9 @@ from kvtransfer.transports.one_sided import (
     Pace,
     Places,
 )
+from tandem.wire.errors import PeerLost, TransferRefused
+from tandem.wire.ids import Room
 from tests.patience import PATIENCE_S
-from wire.errors import PeerLost, TransferRefused
-from wire.ids import Room
 
 ROOM, OTHER = Room(1), Room(2)
 PAGE_BYTES, NUM_PAGES = 4096, 8

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from kvtransfer.transports.registry import names_of
-from wire.errors import ConfigInvalid
+from tandem.kvtransfer.transports.registry import names_of
+from tandem.wire.errors import ConfigInvalid
 
 
 def test_auto_takes_no_transport_that_has_not_run_on_gpus():

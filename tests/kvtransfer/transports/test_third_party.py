@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtransfer.events import Landed, Lost, Safe
-from kvtransfer.plan import CopyPlan
-from kvtransfer.region import MemoryRegion
-from kvtransfer.transports.base import TransportConfig
-from kvtransfer.transports.registry import known, transports
+from tandem.kvtransfer.events import Landed, Lost, Safe
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import TransportConfig
+from tandem.kvtransfer.transports.registry import known, transports
+from tandem.wire.errors import TransferRefused
+from tandem.wire.ids import Room
 from tests.kvtransfer import test_agents as agents
 from tests.kvtransfer import test_transports as conformance
 from tests.kvtransfer.test_agents import DECODE_PAGES, PROMPT_PAGES, ROOM
 from tests.kvtransfer.test_lies import LyingPrefill
-from wire.errors import TransferRefused
-from wire.ids import Room
 
 PAGE = Path(__file__).parents[3] / "docs" / "transports.md"
 CHECKS = [

@@ -2,15 +2,15 @@
 
 import pytest
 
-from kvtransfer.transports import lanes
-from kvtransfer.transports import tcp_frames as frames
-from kvtransfer.transports.tcp import open_stream
-from kvtransfer.transports.tcp_listener import TcpOffer
-from kvtransfer.transports.ucx import UcxLane, UcxTransport
+from tandem.kvtransfer.transports import lanes
+from tandem.kvtransfer.transports import tcp_frames as frames
+from tandem.kvtransfer.transports.tcp import open_stream
+from tandem.kvtransfer.transports.tcp_listener import TcpOffer
+from tandem.kvtransfer.transports.ucx import UcxLane, UcxTransport
+from tandem.wire.errors import PeerLost
 from tests.kvtransfer.transports.lane_cases import *  # noqa: F403
 from tests.kvtransfer.transports.lane_rig import POOL_BYTES, ROOM, LaneRig, copies
 from tests.patience import PATIENCE_S
-from wire.errors import PeerLost
 
 
 @pytest.fixture

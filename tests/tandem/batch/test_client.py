@@ -13,8 +13,8 @@ from tandem.batch import (
     ServersAway,
     run_batch,
 )
+from tandem.wire.errors import ConfigInvalid
 from tests.tandem.batch.stub import Stub, said
-from wire.errors import ConfigInvalid
 
 
 @pytest.fixture(autouse=True)

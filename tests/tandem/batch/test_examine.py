@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tandem.batch.examine import InputFile
-from wire.errors import ConfigInvalid
+from tandem.wire.errors import ConfigInvalid
 
 GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
 

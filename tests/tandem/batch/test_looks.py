@@ -4,10 +4,10 @@ import aiohttp
 import msgspec
 import pytest
 
-from router.overview import NodeView, Overview
 from tandem.batch.looks import Watcher, of_metrics, of_node, of_overview
+from tandem.router.overview import NodeView, Overview
+from tandem.wire.messages import NodeLoad
 from tests.tandem.batch.stub import Stub
-from wire.messages import NodeLoad
 
 VLLM = """\
 # HELP vllm:num_requests_waiting Number of requests waiting to be processed.

@@ -4,7 +4,7 @@ import pytest
 
 from tandem.bench.arguments import parse
 from tandem.bench.config import Load
-from wire.errors import ConfigInvalid
+from tandem.wire.errors import ConfigInvalid
 
 
 def loads(*argv: str) -> tuple[Load, ...]:

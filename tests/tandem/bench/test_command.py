@@ -13,14 +13,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from frontend.app import create_app
-from frontend.options import FrontendOptions, HttpOptions, TlsFiles
-from frontend.server import listen, serving
 from tandem.bench.report import LoadReport, Report
+from tandem.frontend.app import create_app
+from tandem.frontend.options import FrontendOptions, HttpOptions, TlsFiles
+from tandem.frontend.server import listen, serving
+from tandem.wire.errors import NoNodeAvailable
 from tests.certificates import make_certificates
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import FakeBackend, length, say
-from wire.errors import NoNodeAvailable
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRESS = re.compile(r"(\d+ streams?|trace): \d+/\d+ done · ")

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.bench.trace import TraceRow, due_times, read_trace
-from wire.errors import ConfigInvalid
+from tandem.wire.errors import ConfigInvalid
 
 # The first lines of a trace that Mooncake published, with fewer ids.
 PUBLISHED = b"""\

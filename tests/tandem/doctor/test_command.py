@@ -25,9 +25,9 @@ from tandem.doctor.pair_messages import (
 )
 from tandem.doctor.probe import NotOpened, Opened
 from tandem.doctor.report import Report
+from tandem.wire.channel import Inbox, Link, wait
+from tandem.wire.errors import ConfigInvalid, PeerLost
 from tests.kept_port import kept_port
-from wire.channel import Inbox, Link, wait
-from wire.errors import ConfigInvalid, PeerLost
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 600  # a guard: torch and every transport are imported
@@ -36,7 +36,7 @@ NO_SECRET = {"TANDEM_CLUSTER_KEY": ""}
 # Transports that others could install: one without its library, one that dies, one that lies.
 STRANGERS = """
 import os
-from kvtransfer.transports.shm import ShmTransport
+from tandem.kvtransfer.transports.shm import ShmTransport
 class Dying(ShmTransport):
     name = "dying"
     def connect(self, offer, region):

@@ -6,10 +6,10 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 
-from engine.config import EngineConfig
-from engine.model import load_model, model_needs
 from tandem.doctor.fit import model_facts
-from wire.errors import ConfigInvalid
+from tandem.engine.config import EngineConfig
+from tandem.engine.model import load_model, model_needs
+from tandem.wire.errors import ConfigInvalid
 
 # 3 layers of 2 KV heads of 16 elements of float32, K and V.
 TOKEN_BYTES = 3 * 2 * 16 * 4 * 2

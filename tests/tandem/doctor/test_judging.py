@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvtransfer.transports import registry
 from tandem.doctor.judging import judge, link_limits
 from tandem.doctor.measuring import Outcome
 from tandem.doctor.probe import Measured, Unusable, Where, make_transport
 from tandem.doctor.report import LinkLimits
+from tandem.kvtransfer.transports import registry
 
 LIMITS = LinkLimits(memcpy_gigabytes_per_s=10, socket_gigabytes_per_s=2, rdma_gigabytes_per_s=None)
 AUTO = ("shm", "tcp")
@@ -72,7 +72,7 @@ def test_a_bare_stream_that_could_not_be_opened_leaves_no_limit():
 
 
 def test_a_missing_library_is_shown_with_the_line_that_brings_it(monkeypatch):
-    monkeypatch.setitem(registry.BUILT_IN, "fabric", "kvtransfer.transports.absent:Absent")
+    monkeypatch.setitem(registry.BUILT_IN, "fabric", "tandem.kvtransfer.transports.absent:Absent")
     with pytest.raises(Unusable) as unusable:
         make_transport("fabric", Where(host="127.0.0.1"))
     answer = unusable.value.answer

@@ -9,8 +9,8 @@ from aiohttp.test_utils import TestServer
 
 from tandem.doctor.nodes import NodeAnswer, ask
 from tandem.doctor.pairing import check_nodes
+from tandem.wire.node_info import ModelInfo, NodeInfo
 from tests.kept_port import kept_port
-from wire.node_info import ModelInfo, NodeInfo
 
 DIGEST = "0123456789abcdef"
 
@@ -88,7 +88,7 @@ def node_app(info: NodeInfo, health: int) -> web.Application:
 async def test_nodes_are_asked_and_their_ports_tried(monkeypatch):
     # Longer than a machine stands still; whoever is away refuses at once.
     monkeypatch.setattr("tandem.doctor.nodes.INFO_TIMEOUT_S", 600.0)
-    monkeypatch.setattr("router.node_http.INFO_TIMEOUT_S", 600.0)
+    monkeypatch.setattr("tandem.router.node_http.INFO_TIMEOUT_S", 600.0)
     info = answer("prefill").info
     assert info is not None
     with socket.create_server(("127.0.0.1", 0)) as engine, kept_port() as closed_port:

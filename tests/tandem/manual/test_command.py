@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-import router.command
-from frontend.server import listen
+import tandem.router.command
+from tandem.frontend.server import listen
 from tandem.manual.command import main
-from wire.errors import ConfigInvalid, error_from_info
+from tandem.wire.errors import ConfigInvalid, error_from_info
 
 
 def test_without_a_topic_all_are_listed(capsys):
@@ -100,7 +100,7 @@ def test_a_node_that_refuses_to_start_ends_with_where_to_read_on(argv, topic):
     [([], "membership"), (["--discover-dns", "x"], "membership#dns")],
 )
 def test_a_router_that_refuses_its_flags_ends_with_where_to_read_on(argv, topic, capsys):
-    assert router.command.main(argv) == 2
+    assert tandem.router.command.main(argv) == 2
     assert capsys.readouterr().err.endswith(f"\nsee: tandem docs {topic}\n")
 
 

@@ -2,7 +2,7 @@
 
 import random
 
-from engine.profile import DecodeTimes, PrefillTimes, Profile
+from tandem.engine.profile import DecodeTimes, PrefillTimes, Profile
 from tandem.plan.seam import Fleet, NodeKind, Overheads, PlannedRequest
 
 PROFILE = Profile(

@@ -7,7 +7,7 @@ import heapq
 
 import numpy as np
 
-from engine.profile import DecodeTimes, NodeFigures, PrefillTimes, Profile
+from tandem.engine.profile import DecodeTimes, NodeFigures, PrefillTimes, Profile
 from tandem.plan.seam import NodeKind, Outcome, Served
 
 PROFILE = Profile(

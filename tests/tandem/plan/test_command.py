@@ -10,8 +10,8 @@ import pytest
 
 from tandem.plan.arguments import parse
 from tandem.plan.command import run
+from tandem.wire.errors import ConfigInvalid
 from tests.tandem.plan.standin import PROFILE, simulate
-from wire.errors import ConfigInvalid
 
 LOAD = "--prompt 2000 --output 100 --rate 20 --duration 10"
 

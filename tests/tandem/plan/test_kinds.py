@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.profile import NodeFigures, PrefillTimes, Profile
+from tandem.engine.profile import NodeFigures, PrefillTimes, Profile
 from tandem.plan.cards import CARDS, SIZES, estimate
 from tandem.plan.kinds import kind_of, read_profile_of
 from tandem.plan.models import KNOWN, read_model
-from wire.errors import ConfigInvalid
+from tandem.wire.errors import ConfigInvalid
 
 SHIPPED = Path(__file__).parents[3] / "docs/profiles/llama-70b-8xh100.json"
 

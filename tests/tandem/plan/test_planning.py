@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.profile import DecodeTimes, PrefillTimes, Profile
+from tandem.engine.profile import DecodeTimes, PrefillTimes, Profile
 from tandem.plan import words
 from tandem.plan.bounds import decode_bound, prefill_bound
 from tandem.plan.goals import Goals, judge

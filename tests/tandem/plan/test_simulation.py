@@ -3,10 +3,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.profile import PrefillTimes, Profile
-from router.policies import POLICIES
+from tandem.engine.profile import PrefillTimes, Profile
 from tandem.plan.seam import Fleet, NodeKind, Outcome, PlannedRequest
 from tandem.plan.simulation import Simulation, simulate
+from tandem.router.policies import POLICIES
 from tests.tandem.plan.fleets import PROFILE, fleet, kind, load
 
 

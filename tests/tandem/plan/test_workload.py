@@ -9,7 +9,7 @@ from tandem.bench.trace import TraceRow
 from tandem.plan.lengths import Lengths, read_lengths
 from tandem.plan.seam import BLOCK_TOKENS, PlannedRequest
 from tandem.plan.workload import Drawn, draw, facts_of, replay, uncached, without_too_long
-from wire.errors import ConfigInvalid
+from tandem.wire.errors import ConfigInvalid
 
 ROWS = [
     TraceRow(27482, 6955, 52, [46, 47, 48]),

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from engine.profile import read_profile
-from engine.shape import ModelShape
+from tandem.engine.profile import read_profile
+from tandem.engine.shape import ModelShape
 from tandem.plan.kinds import kind_of, read_profile_of
 from tandem.profile.command import write
 from tandem.profile.fitting import fit_decode, fit_prefill
 from tandem.profile.flags import parse
 from tandem.profile.grid import DecodePoint, PrefillPoint
 from tandem.profile.report import Measured
-from wire.errors import ConfigInvalid
+from tandem.wire.errors import ConfigInvalid
 
 
 def profile(*flags):

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.profile import DecodeTimes, PrefillTimes
+from tandem.engine.profile import DecodeTimes, PrefillTimes
 from tandem.profile.fitting import fit_decode, fit_prefill
 from tandem.profile.grid import Room, decode_points, prefill_points
 

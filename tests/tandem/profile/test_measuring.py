@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
-from engine.core import Engine
-from engine.profile import DecodeTimes, PrefillTimes, Profile
-from engine.shape import ModelShape
-from engine.simulated import Clock, SimulatedLauncher
+from tandem.engine.config import EngineConfig
+from tandem.engine.core import Engine
+from tandem.engine.profile import DecodeTimes, PrefillTimes, Profile
+from tandem.engine.shape import ModelShape
+from tandem.engine.simulated import Clock, SimulatedLauncher
 from tandem.profile.fitting import fit_decode, fit_prefill
 from tandem.profile.grid import DecodePoint, PrefillPoint, Room, decode_points, prefill_points
 from tandem.profile.measuring import QUICK, Bench

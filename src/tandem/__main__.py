@@ -1,0 +1,92 @@
+"""`tandem COMMAND ...`: a person starts here."""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from tandem.key_file import take_key_file
+from tandem.telemetry.version import package_version
+from tandem.wire.errors import ConfigInvalid
+
+USAGE = """\
+usage: tandem COMMAND [FLAGS]
+
+Serve large language models with prefill and decode on separate nodes.
+
+  up        a whole cluster on this machine: prefills, decodes and the router in one command
+  prefill   a prefill node: computes the KV of prompts and pushes it to decode nodes
+  decode    a decode node: takes over prompts whose KV landed, and generates
+  lb        the router: HTTP, OpenAI API, pairing, detokenizing
+  serve     both roles in one engine, without transfer
+  top       what a cluster does now, in a terminal: nodes, pages, pairs, latencies, requests, events
+  drain     have a node finish, or hand over, what it has, and take nothing new
+  doctor    what works here or between two hosts, how fast it is, and what is missing
+  bench     drive a server with a load: latencies, throughput, goodput, and a page with plots
+  batch     a file of requests through a cluster, as fast as nothing waits there; goes on after a crash
+  profile   measure one node's forwards, for `plan` and for simulated engines
+  plan      how many nodes of which kind a load and its latencies take, at the least cost
+  operator-key   print the key that requests which change the cluster bear
+  docs      the documentation: `tandem docs` lists topics, `tandem docs TOPIC` shows one
+
+`tandem COMMAND --help` lists a command's flags. A first try:
+
+  tandem up
+  curl -s localhost:8000/generate -H 'Content-Type: application/json' \\
+       -d '{"text": "The capital of France is", "max_new_tokens": 32}'
+
+More: tandem docs quickstart
+"""
+
+Command = Callable[[Sequence[str]], int]
+
+# Where the `main` of each is; imported when it is asked for: `lb` starts without torch.
+MODULES = {
+    "up": "tandem.up",
+    "prefill": "tandem.prefill.command",
+    "decode": "tandem.decode.command",
+    "lb": "tandem.router.command",
+    "router": "tandem.router.command",
+    "serve": "tandem.serve",
+    "top": "tandem.top.command",
+    "drain": "tandem.drain",
+    "doctor": "tandem.doctor.command",
+    "bench": "tandem.bench.command",
+    "batch": "tandem.batch.command",
+    "profile": "tandem.profile.command",
+    "plan": "tandem.plan.command",
+    "operator-key": "tandem.operator_key",
+    "docs": "tandem.manual.command",
+}
+
+
+def _command(name: str) -> Command | None:
+    """Return a command, importing only what it needs."""
+    if (module := MODULES.get(name)) is None:
+        return None
+    command: Command = import_module(module).main
+    return command
+
+
+def main() -> int:
+    """Run `tandem` with the arguments of this process; return the exit status."""
+    name, *rest = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help", "help"):
+        sys.stdout.write(USAGE)
+        return 0
+    if name == "--version":
+        sys.stdout.write(f"tandem {package_version()}\n")
+        return 0
+    command = _command(name)
+    if command is None:
+        sys.stderr.write(f"tandem: error: there is no command {name!r}\n\n{USAGE}")
+        return 2
+    try:
+        take_key_file()
+    except ConfigInvalid as error:
+        sys.stderr.write(f"tandem {name}: error: {error.message}\n")
+        return 2
+    return command(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

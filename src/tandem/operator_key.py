@@ -1,0 +1,36 @@
+"""`tandem operator-key`: the key that requests which change the cluster bear."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from tandem.wire.keys import operator_key
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser."""
+    return argparse.ArgumentParser(
+        prog="tandem operator-key",
+        description="Print the key that opens the routes that change a cluster (POST /nodes, DELETE /nodes/ID,\n"
+        "POST /drain, POST /role), derived from its secret in TANDEM_CLUSTER_KEY. It opens no link between nodes.",
+        epilog='curl -H "Authorization: Bearer $(tandem operator-key)" -X DELETE ROUTER/nodes/HOST:PORT\n\n'
+        "More: tandem docs membership",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return the exit status: 2 where there is no secret."""
+    build_parser().parse_args(argv)
+    key = operator_key(os.environ.get("TANDEM_CLUSTER_KEY", ""))
+    if not key:
+        sys.stderr.write(
+            "tandem operator-key: error: TANDEM_CLUSTER_KEY is not set: set it to the cluster's secret; a "
+            "cluster without one takes changes from its own machine, or with an API key\n"
+            "see: tandem docs membership#looking-adding-removing\n"
+        )
+        return 2
+    sys.stdout.write(f"{key}\n")
+    return 0
