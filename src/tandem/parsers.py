@@ -13,11 +13,11 @@ import tandem.doctor.arguments
 import tandem.drain
 import tandem.manual.command
 import tandem.operator_key
-import tandem.plan.flags
+import tandem.plan.command
 import tandem.prefill.command
-import tandem.profile.flags
+import tandem.profile.command
 import tandem.serve
-import tandem.top.flags
+import tandem.top.command
 import tandem.up
 from tandem.node.command import NodeCommand
 from tandem.router.arguments import build_parser as build_router_parser
@@ -35,9 +35,9 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         "doctor": tandem.doctor.arguments.build_parser(),
         "bench": tandem.bench.flags.build_parser(),
         "batch": tandem.batch.flags.build_parser(),
-        "top": tandem.top.flags.build_parser(),
-        "profile": tandem.profile.flags.build_parser(),
-        "plan": tandem.plan.flags.build_parser(),
+        "top": tandem.top.command.build_parser(),
+        "profile": tandem.profile.command.build_parser(),
+        "plan": tandem.plan.command.build_parser(),
         "operator-key": tandem.operator_key.build_parser(),
         "completion": tandem.completion.build_parser(),
         "docs": tandem.manual.command.build_parser(),

@@ -1,7 +1,7 @@
-"""The pages of the documentation, their sections, and which of them a person means.
+"""The pages of the documentation, their sections, and which of them a topic names.
 
 A topic is a page (`membership`), a section of one (`membership#dns`), or the name of a section alone
-(`out_of_pages`). Names of sections are made of their headings as the site makes them. Reads files, shows nothing.
+(`out_of_pages`). Sections are named as the site names them. Reads files, prints nothing.
 """
 
 import difflib
@@ -21,7 +21,7 @@ NUM_SUGGESTIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading and what stands under it, smaller headings included.
+    """A heading and the text under it, smaller headings included.
 
     Attributes:
         anchor: Its name in addresses, unique within its page.
@@ -38,7 +38,7 @@ class Page:
     """One page.
 
     Attributes:
-        name: The name of its file, without the folder.
+        name: Of its file, without the folder.
     """
 
     def __init__(self, name: str, text: str) -> None:
@@ -52,7 +52,11 @@ class Page:
         found: dict[str, Section] = {}
         for i, (line, level, title) in enumerate(heads):
             end = next((at for at, other, _ in heads[i + 1 :] if other <= level), len(lines))
-            anchor = _unique(anchor_of(title), found)
+            anchor = name = anchor_of(title)
+            number = 0
+            while anchor in found:
+                number += 1
+                anchor = f"{name}_{number}"
             found[anchor] = Section(anchor, title, level, "".join(lines[line:end]))
         return found
 
@@ -63,7 +67,7 @@ class Page:
 
 
 class Manual:
-    """All pages, those first that the front page names, in its order."""
+    """All pages: first those that the front page links, in its order."""
 
     def __init__(self, folder: Path) -> None:
         paths = {path.stem: path for path in sorted(folder.rglob("*.md"))}
@@ -75,20 +79,21 @@ class Manual:
     def find(self, topic: str) -> str | None:
         """Return the text of a page or a section; None when the topic names none, or several."""
         name, _, anchor = topic.strip().lower().removesuffix(".md").partition("#")
-        name = name.rpartition("/")[2]
-        if page := self.pages.get(name):
-            if not anchor:
-                return page.text
+        page = self.pages.get(name.rpartition("/")[2])
+        if page is not None and not anchor:
+            return page.text
+        if page is not None:
             section = page.sections.get(anchor)
             return section.text if section else None
-        places = [] if anchor else self._places(anchor_of(name))
-        return self.find(places[0]) if len(places) == 1 else None
+        wanted = "" if anchor else anchor_of(name)
+        texts = [s.text for _, s in self._sections() if s.anchor == wanted]
+        return texts[0] if len(texts) == 1 else None
 
     def suggest(self, topic: str) -> list[str]:
-        """Return topics that may be meant, the likeliest first."""
+        """Return the topics most like this one, the likeliest first."""
         name, _, anchor = topic.strip().lower().partition("#")
         wanted = anchor_of(anchor or name)
-        topics = [*self.pages, *(f"{page}#{each}" for page, each in self._sections())]
+        topics = [*self.pages, *(f"{page}#{section.anchor}" for page, section in self._sections())]
         last = {each: each.rpartition("#")[2] for each in topics}
         same = [each for each in topics if last[each] == wanted]
         within = [each for each in topics if wanted and wanted in last[each]]
@@ -96,14 +101,12 @@ class Manual:
         alike = [each for word in close for each in topics if last[each] == word]
         return list(dict.fromkeys([*same, *within, *alike]))[:NUM_SUGGESTIONS]
 
-    def _places(self, anchor: str) -> list[str]:
-        return [f"{page}#{each}" for page, each in self._sections() if each == anchor]
-
-    def _sections(self) -> Iterator[tuple[str, str]]:
+    def _sections(self) -> Iterator[tuple[str, Section]]:
+        """Yield the name of its page and each section that is not a whole page."""
         for page in self.pages.values():
             for section in page.sections.values():
                 if section.level > 1:
-                    yield page.name, section.anchor
+                    yield page.name, section
 
 
 def shipped() -> Manual:
@@ -117,14 +120,6 @@ def anchor_of(title: str) -> str:
     """Return the name of a heading in addresses, as Python-Markdown makes it."""
     words = re.sub(r"[^\w\s-]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)).strip().lower()
     return re.sub(r"[\s-]+", "-", words)
-
-
-def _unique(anchor: str, taken: Mapping[str, Section]) -> str:
-    unique, number = anchor, 0
-    while unique in taken:
-        number += 1
-        unique = f"{anchor}_{number}"
-    return unique
 
 
 def _headings(lines: list[str]) -> Iterator[tuple[int, int, str]]:

@@ -1,1 +1,1 @@
-"""How many of which nodes: a cluster in virtual time, and a search over its sizes."""
+"""How many nodes of which kind a load takes, by arithmetic."""

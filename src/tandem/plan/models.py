@@ -1,156 +1,156 @@
-"""What an estimate needs to know of a model: from its config.json, or of a few that are known. No weights."""
+"""What an estimate needs to know of a model: from a table, or from the engine for a directory.
 
-import json
-from collections.abc import Mapping
+A directory is asked through the engine's own `model_needs`, so that the KV of a token is what a node
+would keep: compressed latents, layers of different sizes and layers that share KV included. No weights
+are loaded, but torch is, and only then.
+"""
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.engine.shape import ITEM_BYTES
+import numpy as np
+
+from tandem.engine.config import EngineConfig
+from tandem.engine.shape import ITEM_BYTES, ModelShape
 from tandem.wire.errors import ConfigInvalid
 
-_DEFAULT_CONTEXT = 8192
+# All in bfloat16, with 8 KV heads of 128, gated feed-forward layers and two embeddings:
+# layers, hidden width, attention heads, feed-forward width, vocabulary, context length.
+KNOWN = {
+    "llama-8b": (32, 4096, 32, 14_336, 128_256, 131_072),
+    "llama-70b": (80, 8192, 64, 28_672, 128_256, 131_072),
+    "qwen3-32b": (64, 5120, 64, 25_600, 151_936, 40_960),
+}
+_KV_HEADS, _HEAD_DIM = 8, 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Sizes of a decoder with gated feed-forward layers, with experts or without.
+    """Sizes of a model, over all ranks of a node.
 
     Attributes:
-        feed_forward: Width of a feed-forward layer, or of one expert.
-        num_experts: Of a layer; 1: it has none to choose from.
-        num_active: Of these, how many a token passes through.
-        weight_bytes: As its files have them; 0: worked out.
+        item_bytes: Of one element of an activation.
+        layer_params: Parameters that a token passes through, without the output head.
+        head_params: Parameters of the output head, which only sampled tokens pass through.
+        pair_flops: Of one query with one key, in all layers without a window.
+        window_flops: Of one query in all layers with a window.
+        kv_bytes: That pages keep of a token. Layers with a window keep every token, too.
+        read_bytes: That attention reads of each token before, in layers without a window.
+        window_bytes: That attention reads for one answer in layers with a window, at most.
     """
 
     name: str
     num_layers: int
     hidden: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    feed_forward: int
-    vocab_size: int
-    num_experts: int = 1
-    num_active: int = 1
-    is_tied: bool = False
-    item_bytes: int = 2
-    context_length: int = 131_072
-    weight_bytes: int = 0
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Return the bytes of K and V of a token, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.item_bytes
-
-    @property
-    def active_in_layers(self) -> int:
-        """Return the parameters that a token passes through, the output head left out."""
-        return self._in_layers(self.num_active)
-
-    @property
-    def in_head(self) -> int:
-        """Return the parameters of the output head, which only sampled tokens pass through."""
-        return self.vocab_size * self.hidden
-
-    @property
-    def total_bytes(self) -> int:
-        """Return the bytes of all weights."""
-        embeddings = self.in_head * (1 if self.is_tied else 2)
-        made = (self._in_layers(self.num_experts) + embeddings) * self.item_bytes
-        return self.weight_bytes or made
-
-    def _in_layers(self, num_experts: int) -> int:
-        attention = 2 * self.hidden * self.head_dim * (self.num_heads + self.num_kv_heads)
-        routing = self.hidden * self.num_experts if self.num_experts > 1 else 0
-        return self.num_layers * (
-            attention + num_experts * 3 * self.hidden * self.feed_forward + routing
-        )
+    context_length: int
+    weight_bytes: float
+    item_bytes: int
+    layer_params: float
+    head_params: float
+    pair_flops: float
+    kv_bytes: int
+    read_bytes: float
+    window_flops: float = 0.0
+    window_bytes: float = 0.0
 
 
-_LLAMA: dict[str, Any] = {"num_kv_heads": 8, "head_dim": 128, "vocab_size": 128_256}
-KNOWN = {
-    facts.name: facts
-    for facts in (
-        ModelFacts(
-            name="llama-8b",
-            num_layers=32,
-            hidden=4096,
-            num_heads=32,
-            feed_forward=14_336,
-            **_LLAMA,
-        ),
-        ModelFacts(
-            name="llama-70b",
-            num_layers=80,
-            hidden=8192,
-            num_heads=64,
-            feed_forward=28_672,
-            **_LLAMA,
-        ),
-        ModelFacts(
-            name="qwen3-32b",
-            num_layers=64,
-            hidden=5120,
-            num_heads=64,
-            num_kv_heads=8,
-            head_dim=128,
-            feed_forward=25_600,
-            vocab_size=151_936,
-            context_length=40_960,
-        ),
-    )
-}
+def read_model(model: str, tp: int) -> ModelFacts:
+    """Return the facts of a model that `tp` devices share.
 
-
-def read_model(model: str) -> ModelFacts:
-    """Return what is known of a model by name, or what its directory says.
+    Args:
+        model: A name from `KNOWN`, or a directory with config.json.
 
     Raises:
-        ConfigInvalid: There is no such model, or its shape is not one that can be estimated.
+        ConfigInvalid: There is no such model, or so many devices cannot serve it.
     """
     if model in KNOWN:
-        return KNOWN[model]
-    path = Path(model).expanduser()
-    file = path if path.name == "config.json" else path / "config.json"
-    try:
-        read = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+        if tp < 1 or _KV_HEADS % tp:
+            raise ConfigInvalid(f"{tp} devices cannot share {_KV_HEADS} KV heads evenly")
+        return _of_table(model)
+    folder = Path(model).expanduser()
+    if not (folder / "config.json").is_file():
         raise ConfigInvalid(
-            f"--model {model}: {error}; give a directory with config.json, or one of {', '.join(KNOWN)}",
-            topic="plan#nodes",
-        ) from error
-    facts = read.get("text_config") or read
-    try:
-        return _facts(file.parent, facts, read)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigInvalid(
-            f"--model {model}: config.json does not tell {error}: such a model cannot be estimated; measure a "
-            "node of it with `tandem profile`, and give --node FILE",
-            topic="plan#nodes",
-        ) from error
+            f"--model {model}: give a directory with config.json, or one of {', '.join(KNOWN)}"
+        )
+    from tandem.engine.checkpoint import in_one_sentence  # imports torch, which takes seconds
+
+    # A config may lack a size that only an estimate needs.
+    with in_one_sentence(f"cannot estimate the model in {folder}"):
+        return _of_directory(folder, tp)
 
 
-def _facts(folder: Path, text: Mapping[str, Any], whole: Mapping[str, Any]) -> ModelFacts:
-    if text.get("kv_lora_rank"):
-        raise ValueError("how many bytes a token's compressed KV has")
-    num_heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
-    num_experts = int(text.get("num_local_experts") or text.get("num_experts") or 1)
-    dtype = str(text.get("dtype") or whole.get("dtype") or whole.get("torch_dtype") or "bfloat16")
-    wide = text.get("moe_intermediate_size") if num_experts > 1 else None
+def _of_table(name: str) -> ModelFacts:
+    num_layers, hidden, num_heads, feed_forward, vocab_size, context_length = KNOWN[name]
+    attention = 2 * hidden * _HEAD_DIM * (num_heads + _KV_HEADS)
+    layer_params = num_layers * (attention + 3 * hidden * feed_forward)
+    kv_bytes = 4 * num_layers * _KV_HEADS * _HEAD_DIM
+    return ModelFacts(
+        name=name,
+        num_layers=num_layers,
+        hidden=hidden,
+        context_length=context_length,
+        weight_bytes=2 * (layer_params + 2 * vocab_size * hidden),
+        item_bytes=2,
+        layer_params=layer_params,
+        head_params=vocab_size * hidden,
+        pair_flops=4 * num_layers * num_heads * _HEAD_DIM,
+        kv_bytes=kv_bytes,
+        read_bytes=kv_bytes,
+    )
+
+
+def _of_directory(folder: Path, tp: int) -> ModelFacts:
+    from tandem.engine.attention import text_config_of
+    from tandem.engine.checkpoint import read_config
+    from tandem.engine.model import model_needs
+    from tandem.engine.weight_files import weight_files
+
+    # As if with random weights: there may be no others, and packed ones hide the number of parameters.
+    config = EngineConfig(model_dir=str(folder), load_format="dummy", tp_size=tp)
+    needs = model_needs(config)
+    shape, text = needs.shape, text_config_of(read_config(config))
+    item_bytes, embedding = ITEM_BYTES[shape.dtype], text.vocab_size * text.hidden_size
+    num_params = needs.weight_bytes / item_bytes - (not text.tie_word_embeddings) * embedding
     return ModelFacts(
         name=folder.resolve().name,
-        num_layers=int(text["num_hidden_layers"]),
-        hidden=hidden,
-        num_heads=num_heads,
-        num_kv_heads=int(text.get("num_key_value_heads") or num_heads),
-        head_dim=int(text.get("head_dim") or hidden // num_heads),
-        feed_forward=int(wide or text["intermediate_size"]),
-        vocab_size=int(text["vocab_size"]),
-        num_experts=num_experts,
-        num_active=int(text.get("num_experts_per_tok") or 1) if num_experts > 1 else 1,
-        is_tied=bool(text.get("tie_word_embeddings", whole.get("tie_word_embeddings", False))),
-        item_bytes=ITEM_BYTES[dtype],
-        context_length=int(text.get("max_position_embeddings") or _DEFAULT_CONTEXT),
-        weight_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+        num_layers=shape.num_layers,
+        hidden=text.hidden_size,
+        context_length=shape.context_length,
+        weight_bytes=sum(f.stat().st_size for f in weight_files(folder)) or needs.weight_bytes,
+        item_bytes=item_bytes,
+        layer_params=num_params - embedding - _idle_expert_params(text),
+        head_params=embedding,
+        kv_bytes=tp * shape.kv_bytes_per_token,
+        **_attention(shape, text, tp),
     )
+
+
+def _attention(shape: ModelShape, text: Any, tp: int) -> dict[str, float]:
+    """Return what attention computes and reads, apart for layers with a window."""
+    # A layer that keeps nothing reads what another one keeps.
+    layers = [shape.kv_layers[shape.kv_sources.get(i, i)] for i in range(shape.num_layers)]
+    flops = np.array([e.key_dim + (e.value_dim or e.key_dim) for e in layers])
+    flops *= 2 * text.num_attention_heads
+    read = np.array([e.num_kv_heads * (e.key_dim + e.value_dim) for e in layers])
+    read *= tp * shape.kv_item_bytes
+    window = getattr(text, "sliding_window", 0) or getattr(text, "attention_chunk_size", 0) or 0
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * len(layers)
+    is_full = np.array([not window or kind == "full_attention" for kind in kinds])
+    return {
+        "pair_flops": float(flops[is_full].sum()),
+        "read_bytes": float(read[is_full].sum()),
+        "window_flops": float(window * flops[~is_full].sum()),
+        "window_bytes": float(window * read[~is_full].sum()),
+    }
+
+
+def _idle_expert_params(text: Any) -> int:
+    """Return the parameters of the experts that one token does not pass through."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    num_experts = next((found for name in names if (found := getattr(text, name, 0))), 0)
+    if not num_experts:
+        return 0
+    num_layers = text.num_hidden_layers - (getattr(text, "first_k_dense_replace", 0) or 0)
+    width = getattr(text, "moe_intermediate_size", 0) or text.intermediate_size
+    return int(num_layers * (num_experts - text.num_experts_per_tok) * 3 * text.hidden_size * width)

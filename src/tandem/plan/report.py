@@ -1,5 +1,8 @@
-"""A plan as tables, a chart for a terminal, and JSON."""
+"""A plan as tables and as JSON, and what checks it in a simulated cluster."""
 
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -7,137 +10,159 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tandem.plan import words
-from tandem.plan.planning import Option, Plan, Trial
-
-BAR_WIDTH = 40
-
-
-def render(plan: Plan, num_too_long: int, console: Console) -> None:
-    """Print the plan."""
-    console.print(words.load_line(plan, num_too_long), soft_wrap=True)
-    for line in words.answer(plan):
-        console.print(line, soft_wrap=True)
-    if plan.trials:
-        console.print(_fleets(plan))
-    if len(plan.options) > 1:
-        console.print(_options(plan))
-    if plan.ratios:
-        _chart(plan, console)
-    kinds = [kind for option in plan.options for kind in (option.prefill, option.decode)]
-    if line := words.estimated_line(kinds):
-        console.print(line, soft_wrap=True)
+from tandem.engine.profile import Profile
+from tandem.plan.load import Load
+from tandem.plan.sizing import Goals, Size
+from tandem.wire.errors import ConfigInvalid
 
 
-def _fleets(plan: Plan) -> Table:
-    """Return the best fleet, and those beside it."""
-    caption = (
-        f"times: median/percentile {plan.goals.percentile:g}; goodput: requests that meet the goals; "
-        "busy: prefills' devices"
-    )
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=0,
-        caption=caption,
-        caption_justify="left",
-    )
-    table.add_column("prefill : decode", no_wrap=True)
-    for title in ("cost", "TTFT, ms", "ITL, ms", "goodput", "busy"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("met", no_wrap=True)
-    shown = [plan.best] if plan.best is not None else []
-    for trial in [*shown, *words.beside(plan)]:
-        table.add_row(*_row(trial), end_section=trial is plan.best)
-    return table
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a load takes, by role and kind of node."""
 
+    load: Load
+    goals: Goals
+    prefills: list[Size]
+    decodes: list[Size]
 
-def _row(trial: Trial) -> tuple[str, ...]:
-    verdict = trial.verdict
-    return (
-        words.fleet_name(trial),
-        f"{trial.fleet.cost:g}",
-        f"{words.milliseconds(verdict.ttft_p50_s)}/{words.milliseconds(verdict.ttft_s)}",
-        f"{words.milliseconds(verdict.itl_p50_s)}/{words.milliseconds(verdict.itl_s)}",
-        f"{verdict.goodput:.4g}/s",
-        f"{verdict.busy_prefill:.0%}",
-        words.misses(verdict),
-    )
-
-
-def _options(plan: Plan) -> Table:
-    """Return what came of each pair of kinds."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("prefill", "decode", "at the least", "found"):
-        table.add_column(title, no_wrap=title != "found")
-    for option in plan.options:
-        table.add_row(
-            words.kind_name(option.prefill), words.kind_name(option.decode), *_found(option, plan)
+    @property
+    def best(self) -> tuple[Size, Size] | None:
+        """The cheapest prefill and decode nodes; None: none reach the goals."""
+        prefill, decode = (
+            min(s, key=lambda each: each.cost) for s in (self.prefills, self.decodes)
         )
-    return table
+        return (prefill, decode) if prefill.num_nodes and decode.num_nodes else None
 
 
-def _found(option: Option, plan: Plan) -> tuple[str, str]:
-    if not option.is_possible:
-        return "-", words.reason(option, plan)
-    least = f"{option.prefill_bound.least}:{option.decode_bound.least}, cost {option.least_cost:g}"
-    if option.best is not None:
-        return least, f"{option.best.ratio}, cost {option.best.fleet.cost:g}"
-    if plan.best is not None:
-        return least, "nothing cheaper than the best"
-    return least, words.reason(option, plan)
+_PROFILE, _CONFIG, _LOAD = "profile.json", "config.json", "load.jsonl"
 
 
-def _chart(plan: Plan, console: Console) -> None:
-    """Print a bar for each ratio: as long as its goodput is of the load."""
-    rate = plan.load.rate
-    console.print(
-        "goodput over the ratio of prefills to decodes, of as many nodes:", soft_wrap=True
-    )
-    width = max(len(trial.ratio) for trial in plan.ratios)
-    for trial in plan.ratios:
-        verdict = trial.verdict
-        bar = "█" * round(BAR_WIDTH * min(verdict.goodput / rate, 1.0))
-        mark = "◀" if plan.best is not None and trial.ratio == plan.best.ratio else " "
+def write_check(plan: Plan, folder: Path) -> dict[str, list[str]]:
+    """Write what a check of the best cluster takes, and return the arguments after `tandem` that run it.
+
+    `up` starts the cluster with simulated engines, `bench` sends it the load.
+
+    Raises:
+        ConfigInvalid: The files cannot be written.
+    """
+    assert plan.best is not None
+    prefill, decode = (size.kind for size in plan.best)
+    # A file for all nodes: prefill nodes use the one part of it, decode nodes the other.
+    profile = Profile(prefill=prefill.profile.prefill, decode=decode.profile.decode)
+    # All that a simulated engine needs to know of a model that keeps no KV.
+    config = {
+        "model_type": "llama",
+        "vocab_size": 32_000,
+        "max_position_embeddings": min(prefill.most_tokens, decode.most_tokens),
+        **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "hidden_size"), 1),
+    }
+    encode = msgspec.json.encode
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _PROFILE).write_bytes(msgspec.json.format(encode(profile)))
+        (folder / _CONFIG).write_bytes(encode(config))
+        (folder / _LOAD).write_bytes(b"".join(encode(row) + b"\n" for row in plan.load.rows))
+    except OSError as error:
+        raise ConfigInvalid(f"--check {folder}: {error.strerror}") from error
+    return _commands(plan, folder)
+
+
+def _commands(plan: Plan, folder: Path) -> dict[str, list[str]]:
+    assert plan.best is not None
+    prefill, decode = (size.kind.figures for size in plan.best)
+    figures = {
+        "--prefills": plan.best[0].num_nodes,
+        "--decodes": plan.best[1].num_nodes,
+        "--model": folder,
+        "--sim-profile": folder / _PROFILE,
+        "--page-size": decode.page_size,
+        "--max-total-tokens": min(prefill.num_tokens, decode.num_tokens),
+        "--max-running-requests": decode.max_running_requests,
+        "--chunked-prefill-size": prefill.chunked_prefill_size,
+    }
+    up = ["up", "--engine", "simulated", "--sim-kv", "none", "--policy", "cache_aware"]
+    bench = ["bench", "--trace", str(folder / _LOAD)]
+    for flag, goal_s in (("--slo-ttft-ms", plan.goals.ttft_s), ("--slo-itl-ms", plan.goals.itl_s)):
+        bench += [] if goal_s is None else [flag, f"{1000 * goal_s:g}"]
+    up += [str(each) for pair in figures.items() for each in pair]
+    return {"up": up, "bench": bench}
+
+
+def render(plan: Plan, check: dict[str, list[str]] | None, console: Console) -> None:
+    """Print the plan."""
+    console.print(_load_line(plan), _answer(plan), sep="\n", soft_wrap=True)
+    console.print(_table(plan))
+    if any(size.kind.figures.is_estimated for size in plan.prefills + plan.decodes):
         console.print(
-            f"  {trial.ratio:>{width}} {mark} {bar:<{BAR_WIDTH}} {verdict.goodput:8.4g}/s  {words.misses(verdict)}",
+            "~ estimated from vendors' figures, not measured: may be off by a third. Measure a node with "
+            "`tandem profile` before buying many.",
             soft_wrap=True,
         )
+    if check is not None:
+        console.print("\nCheck it with simulated engines, in two terminals:", soft_wrap=True)
+        for argv in check.values():
+            console.print(f"  tandem {shlex.join(argv)}", soft_wrap=True)
 
 
-def as_json(plan: Plan, num_too_long: int) -> bytes:
-    """Return the plan as one JSON object; times that never came are null."""
+def _load_line(plan: Plan) -> str:
+    load = plan.load
+    left_out = f"; {load.num_too_long:,} too long for a node are left out"
+    return (
+        f"{len(load.rows):,} requests in {load.lasts_s:,.0f} s ({load.rate:.4g}/s); on average, prompts of "
+        f"{load.prompts.mean():,.0f} tokens, {1 - load.new.sum() / load.prompts.sum():.0%} of them seen before, and "
+        f"answers of {load.outputs.mean():,.0f}{left_out if load.num_too_long else ''}"
+    )
+
+
+def _answer(plan: Plan) -> str:
+    if plan.best is None:
+        return "No number of these nodes reaches the goals."
+    prefill, decode = plan.best
+    return (
+        f"{prefill.num_nodes} prefill x {prefill.kind.label} and {decode.num_nodes} decode x {decode.kind.label}, "
+        f"cost {prefill.cost + decode.cost:g}"
+    )
+
+
+def _table(plan: Plan) -> Table:
+    """Return a row for each role and kind; times are to the first token, and between tokens."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("role", "kind"):
+        table.add_column(title, no_wrap=True)
+    for title in ("nodes", "cost", "busy", "p50, ms", f"p{plan.goals.percentile:g}, ms"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("bound by")
+    for role, sizes in (("prefill", plan.prefills), ("decode", plan.decodes)):
+        for size in sizes:
+            table.add_row(role, size.kind.label, *_cells(size))
+    return table
+
+
+def _cells(size: Size) -> tuple[str, ...]:
+    if not size.num_nodes:
+        return (*"-----", size.reason)
+    times = (f"{1000 * each:,.1f}" for each in (size.median_s, size.percentile_s))
+    return f"{size.num_nodes}", f"{size.cost:g}", f"{size.busy:.0%}", *times, size.reason
+
+
+def as_json(plan: Plan, check: dict[str, list[str]] | None) -> bytes:
+    """Return the plan as one JSON object."""
+    load, best = plan.load, plan.best
     found: dict[str, Any] = {
-        "load": {**_fields(plan.load), "num_too_long": num_too_long, "rate": plan.load.rate},
-        "goals": _fields(plan.goals),
-        "is_complete": all(option.is_complete for option in plan.options),
-        "best": None if plan.best is None else _trial(plan.best),
-        "reasons": words.reasons(plan) if plan.best is None else [],
-        "tried": [_trial(trial) for trial in plan.trials],
-        "ratios": [_trial(trial) for trial in plan.ratios],
-        "nodes": {
-            kind.name: {"is_estimated": words.is_estimated(kind), "origin": kind.profile.origin}
-            for option in plan.options
-            for kind in (option.prefill, option.decode)
+        "load": {
+            "num_requests": len(load.rows),
+            "num_too_long": load.num_too_long,
+            "lasts_s": load.lasts_s,
+            "rate": load.rate,
+            "num_prompt": int(load.prompts.sum()),
+            "num_uncached": int(load.new.sum()),
+            "num_output": int(load.outputs.sum()),
         },
+        "goals": plan.goals,
+        "best": best
+        and {"prefill": best[0], "decode": best[1], "cost": sum(size.cost for size in best)},
+        "prefills": plan.prefills,
+        "decodes": plan.decodes,
+        "check": check,
     }
     return msgspec.json.format(msgspec.json.encode(found)) + b"\n"
-
-
-def _trial(trial: Trial) -> dict[str, Any]:
-    fleet = trial.fleet
-    return {
-        "prefill": fleet.prefill.name,
-        "num_prefill": fleet.num_prefill,
-        "decode": fleet.decode.name,
-        "num_decode": fleet.num_decode,
-        "policy": fleet.policy,
-        "cost": fleet.cost,
-        "is_met": trial.is_met,
-        **_fields(trial.verdict),
-    }
-
-
-def _fields(value: object) -> dict[str, Any]:
-    made: dict[str, Any] = msgspec.to_builtins(value)
-    return made

@@ -1,38 +1,106 @@
-"""From the command line of `tandem profile` to its exit status."""
+"""`tandem profile`: measures the forwards of one node, and writes the profile that describes them."""
 
+import argparse
 import os
+import platform
 import signal
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
-from tandem.engine.profile import DecodeTimes, PrefillTimes
-from tandem.long_work import counted
-from tandem.node.checkpoint import resolve_model
+from tandem.engine.core import Engine
+from tandem.engine.profile import NodeFigures, Profile
+from tandem.node.checkpoint import model_name, resolve_model
+from tandem.node.config import NodeConfig, check
+from tandem.node.engine_flags import add_engine_flags, add_model_flags, read_engine
 from tandem.node.engine_process import MALLOC_SETTINGS
-from tandem.profile.fitting import Fit, fit_decode, fit_prefill
-from tandem.profile.flags import ProfileConfig, parse
-from tandem.profile.grid import Room, decode_points, prefill_points
-from tandem.profile.measuring import QUICK, THOROUGH, Bench
-from tandem.profile.report import Measured, profile_of, render
+from tandem.node.flags import HelpFormatter
+from tandem.profile.measuring import Bench, Grid, Point, fit_decode, fit_prefill, rounded
 from tandem.telemetry import log as logs
+from tandem.telemetry.version import package_version
 from tandem.wire.errors import ConfigInvalid, TandemError
 
-STOPPED = 130  # what shells say of a command that Ctrl-C ended
+EXAMPLES = """\
+examples:
+  tandem profile -o smollm2.json                           the embedded model on this machine's CPU
+  tandem profile --quick                                   half a minute, and only the measurements
+  tandem profile --model /models/llama-8b --device cuda --chunked-prefill-size 8192 -o h100.json
+  tandem profile --model /models/llama-70b --device cuda --tp 4 --chunked-prefill-size 8192 -o tp4.json
+
+Use the profile:
+  tandem plan --node h100.json --link-gbit 200 --prompt 4000 --output 300 --rate 50 --ttft-ms 1000
+  tandem up --engine simulated --sim-profile h100.json
+
+exit status: 0 done; 1 the profile does not describe the measurements, and was not written; 2 wrong
+usage; 130 stopped by Ctrl-C.
+
+More: tandem docs plan; tandem docs simulation
+"""
+STOPPED = 130  # what shells report of a command that Ctrl-C ended
+DEFAULT_MAX_ERROR = 0.20
+# Attention of one chunk over 4,096 tokens of the embedded model takes two cores a second or two: over all
+# points, three minutes.
+CPU_CONTEXT, QUICK_CPU_CONTEXT, GPU_CONTEXT = 4096, 1024, 32768
+QUICK_POINT_S, POINT_S = 0.3, 2.0
+# Any byte that makes an ordinary number of every type: zeros would be one page of memory, read again
+# and again out of the cache, and a denormal number takes longer than others.
+_FILL = 0x3C
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser."""
+    parser = argparse.ArgumentParser(
+        prog="tandem profile",
+        description="Measure the forwards of one node, in this process and without a cluster, and write the "
+        "profile that describes them: input for `tandem plan` and simulated engines.",
+        epilog=EXAMPLES,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("measuring").add_argument
+    add("-o", "--output", type=Path, default=None, metavar="FILE", help="write the profile as JSON")
+    add("--quick", action="store_true", help="fewer points, each for a shorter time")
+    add(
+        "--longest-context",
+        type=int,
+        default=0,
+        metavar="N",
+        help="longest context to measure; longer ones are extrapolated. 0: "
+        f"{CPU_CONTEXT:,} on the CPU ({QUICK_CPU_CONTEXT:,} with --quick), else {GPU_CONTEXT:,}",
+    )
+    add(
+        "--max-error",
+        type=float,
+        default=DEFAULT_MAX_ERROR,
+        metavar="SHARE",
+        help="write nothing where the profile is off by more, on average over the points of a part",
+    )
+    add_model_flags(parser.add_argument_group("model"))
+    add_engine_flags(
+        parser.add_argument_group("engine (as the nodes of the cluster will have them)")
+    )
+    parser.set_defaults(engine="model", sim_profile=None, sim_kv=None)
+    return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit status."""
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
     logs.configure("error")
+    args = build_parser().parse_args(argv)
     try:
-        config = parse(argv)
-        _check_writable(config.output)
-        _with_settings_of_nodes(argv)
-        measured = _measure(config)
+        config = read_config(args)
+        # The C library reads these at its start, and they save a tenth of a step on a CPU.
+        if not MALLOC_SETTINGS.keys() <= os.environ.keys():
+            command = [sys.executable, "-P", "-m", "tandem", "profile", *argv]
+            os.execve(sys.executable, command, MALLOC_SETTINGS | os.environ)  # noqa: S606 - this program
+        with _engine_of(config, args.cache_dir) as engine:
+            profile = _measured(args, config, engine)
     except ConfigInvalid as error:
         sys.stderr.write(f"tandem profile: error: {error.for_operators}\n")
         return 2
@@ -42,99 +110,140 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("tandem profile: stopped\n")
         return STOPPED
-    render(measured, Console(markup=False, highlight=False))
-    return write(config, measured)
+    return write(profile, args.output, args.max_error)
 
 
-def _with_settings_of_nodes(argv: Sequence[str]) -> None:
-    """Begin anew with what nodes set for their engine process, unless it is set.
+def read_config(args: argparse.Namespace) -> NodeConfig:
+    """Return the node to measure, as `tandem serve` would run it; `model_dir` is still what was given.
 
-    The C library reads it once at its start, and it makes a tenth of a step on a CPU.
+    Raises:
+        ConfigInvalid: A value cannot work, or the file could not be written after minutes of work.
     """
-    if not MALLOC_SETTINGS.keys() <= os.environ.keys():
-        command = [sys.executable, "-P", "-m", "tandem", "profile", *argv]
-        os.execve(sys.executable, command, MALLOC_SETTINGS | os.environ)  # noqa: S606 - this program
-
-
-def _measure(config: ProfileConfig) -> Measured:
-    # Both load torch: what is wrong with the flags was said before.
-    from tandem.node.command import default_cache_dir
-    from tandem.profile.node import engine_of, link_bytes_per_s
-
-    model = resolve_model(
-        config.node.engine.model_dir or None,
-        (config.cache_dir or default_cache_dir()) / "models",
-        config.node.engine,
-    )
-    node = msgspec.structs.replace(
-        config.node, engine=msgspec.structs.replace(config.node.engine, model_dir=str(model))
-    )
-    sys.stderr.write(f"loading {node.served_model_name} …\n")
-    with engine_of(node) as engine:
-        shape = engine.shape
-        settings = node.engine
-        num_tokens = engine.cache.num_pages * engine.cache.page_size
-        room = Room(
-            num_tokens=num_tokens,
-            context_length=shape.context_length,
-            page_size=settings.page_size,
-            chunk=settings.chunked_prefill_size,
-            max_running=settings.max_running_requests,
-            longest_context=config.longest_context,
+    if not args.max_error > 0:
+        raise ConfigInvalid(f"--max-error is {args.max_error:g}: give more than 0, such as 0.2")
+    if args.longest_context < 0:
+        raise ConfigInvalid(f"--longest-context is {args.longest_context}: give tokens, or 0")
+    if args.disable_prefix_cache:
+        raise ConfigInvalid(
+            "--disable-prefix-cache: leave it out; the cost of a context is measured through the prefix cache"
         )
-        bench = Bench(engine)
-        prefill, decode = _fits(bench, room, is_quick=config.is_quick)
-    is_cpu = settings.device == "cpu"
-    return Measured(
-        node=node,
-        shape=shape,
-        num_tokens=num_tokens,
-        prefill=prefill,
-        decode=decode,
-        host_s=bench.host_s,
-        link_bytes_per_s=link_bytes_per_s() if is_cpu else 0.0,
-    )
-
-
-def _fits(
-    bench: Bench, room: Room, *, is_quick: bool
-) -> tuple[Fit[PrefillTimes], Fit[DecodeTimes]]:
-    """Measure all points and return what describes them."""
-    prefills = prefill_points(room, is_quick=is_quick)
-    decodes = decode_points(room, is_quick=is_quick)
-    effort = QUICK if is_quick else THOROUGH
-    chunks_s, steps_s = {}, {}
-    with counted("forwards", len(prefills) + len(decodes)) as advance:
-        for number, chunk in enumerate(prefills):
-            advance(number, f"{chunk.num_new:,} prompt tokens after {chunk.num_context:,}")
-            chunks_s[chunk] = bench.prefill_s(chunk, effort)
-        for number, step in enumerate(decodes, len(prefills)):
-            advance(number, f"{step.batch:,} answers of {step.num_context:,} tokens each")
-            steps_s[step] = bench.decode_s(step, effort)
-    return fit_prefill(chunks_s), fit_decode(steps_s)
-
-
-def _check_writable(path: Path | None) -> None:
-    """Refuse, before minutes of work, a file that could not be written."""
     try:
-        if path is not None:
-            path.open("ab").close()
+        if args.output is not None:
+            args.output.open("ab").close()
     except OSError as error:
-        raise ConfigInvalid(f"--output {path}: {error.strerror}") from error
+        raise ConfigInvalid(f"--output {args.output}: {error.strerror}") from error
+    name = args.served_model_name or model_name(args.model)
+    return check(NodeConfig(role="colocated", served_model_name=name, engine=read_engine(args)))
 
 
-def write(config: ProfileConfig, measured: Measured) -> int:
-    """Write the profile if it describes what was measured; return the exit status."""
-    parts = {"prefill": measured.prefill.mean_error, "decode": measured.decode.mean_error}
+@contextmanager
+def _engine_of(config: NodeConfig, cache_dir: Path | None) -> Iterator[Engine]:
+    """Load a model and make its pool, as a node does; the other ranks end with the block.
+
+    Raises:
+        ConfigInvalid: The model cannot be loaded, or no page fits.
+    """
+    # They import torch: wrong flags were reported before.
+    from tandem.kvtransfer.region import MemoryRegion
+    from tandem.node.command import default_cache_dir
+    from tandem.node.model_engine import build_model
+    from tandem.node.pool_plan import PoolPlan
+    from tandem.node.ranks import Ranks
+    from tandem.wire.channel import Waker
+
+    settings, replace = config.engine, msgspec.structs.replace
+    folder = (cache_dir or default_cache_dir()) / "models"
+    model = resolve_model(settings.model_dir or None, folder, settings)
+    config = replace(config, engine=replace(settings, model_dir=str(model)))
+
+    def filled(plan: PoolPlan) -> MemoryRegion | None:
+        if settings.device != "cpu":
+            return None  # a device's memory is there once it is asked for
+        region = MemoryRegion.private(plan.memory_bytes)
+        region.array()[:] = _FILL
+        return region
+
+    sys.stderr.write(f"loading {config.served_model_name} …\n")
+    waker = Waker()
+    ranks = Ranks(config, waker, _rank_ended) if settings.tp_size > 1 else None
+    try:
+        yield build_model(config, filled, waker, ranks)
+    finally:
+        if ranks is not None:
+            ranks.close()
+
+
+def _rank_ended(error: TandemError) -> None:
+    # From a thread, while the main one waits for that rank and would for ever.
+    sys.stderr.write(f"tandem profile: error: {error}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _measured(args: argparse.Namespace, config: NodeConfig, engine: Engine) -> Profile:
+    """Measure all points, print them, and return the profile."""
+    settings, shape, is_cpu = config.engine, engine.shape, config.engine.device == "cpu"
+    cpu_context = QUICK_CPU_CONTEXT if args.quick else CPU_CONTEXT
+    grid = Grid(
+        num_tokens=engine.cache.num_pages * engine.cache.page_size,
+        context_length=shape.context_length,
+        page_size=settings.page_size,
+        chunk=settings.chunked_prefill_size,
+        max_running=settings.max_running_requests,
+        longest_context=args.longest_context or (cpu_context if is_cpu else GPU_CONTEXT),
+        is_quick=args.quick,
+    )
+    bench = Bench(engine, QUICK_POINT_S if args.quick else POINT_S)
+    prefill = fit_prefill(_timed("tokens of a prompt", grid.prefills(), bench.prefill_s))
+    decode = fit_decode(_timed("answers", grid.decodes(), bench.decode_s))
+    figures = NodeFigures(
+        model=config.served_model_name,
+        device=f"{platform.machine()} CPU" if is_cpu else settings.device,
+        num_devices=settings.tp_size,
+        num_tokens=grid.num_tokens,
+        page_size=grid.page_size,
+        kv_bytes_per_token=shape.kv_bytes_per_token * settings.tp_size,
+        num_layers=shape.num_layers,
+        context_length=grid.context_length,
+        max_running_requests=grid.max_running,
+        chunked_prefill_size=grid.chunk,
+        host_step_ms=rounded(1000 * statistics.median(bench.host_s)),
+        is_overlapped=not is_cpu,
+        prefill_error=prefill.mean_error,
+        decode_error=decode.mean_error,
+    )
+    origin = (
+        f"Measured by tandem profile {package_version()} on {datetime.now(UTC).date()}: {figures.model}, "
+        f"{shape.dtype}, on {figures.num_devices} x {figures.device}; off by {prefill.mean_error:.1%} (prefill) and "
+        f"{decode.mean_error:.1%} (decode) on average."
+    )
+    sys.stdout.write(f"{origin}\n")
+    return Profile(origin=origin, prefill=prefill.times, decode=decode.times, node=figures)
+
+
+def _timed(what: str, points: list[Point], measure: Callable[[Point], float]) -> dict[Point, float]:
+    """Measure all points, and print each."""
+    found_s = {}
+    for point in points:
+        found_s[point] = measure(point)
+        time = f"{1000 * found_s[point]:10,.2f} ms"
+        sys.stdout.write(f"{time}  {point.size:,} {what}, after {point.num_context:,} tokens\n")
+        sys.stdout.flush()
+    return found_s
+
+
+def write(profile: Profile, path: Path | None, max_error: float) -> int:
+    """Write the profile if it describes the measurements; return the exit status."""
+    assert profile.node is not None
+    parts = {"prefill": profile.node.prefill_error, "decode": profile.node.decode_error}
     for name, error in parts.items():
-        if error > config.max_error:
+        if error > max_error:
             sys.stderr.write(
                 f"tandem profile: error: the profile is {error:.0%} off on average over the points of {name}, "
-                f"above {config.max_error:.0%} (--max-error): nothing was written. Measure while nothing else "
+                f"above {max_error:.0%} (--max-error): nothing was written. Measure while nothing else "
                 "runs here, or for longer, without --quick\n"
             )
             return 1
-    if config.output is not None:
-        made = msgspec.json.encode(profile_of(measured))
-        config.output.write_bytes(msgspec.json.format(made) + b"\n")
+    if path is not None:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
     return 0

@@ -1,4 +1,4 @@
-"""Measures forwards of an engine, one point at a time, by the engine's own clock.
+"""Measures forwards of an engine by the engine's own clock, and fits a profile to them.
 
 What stands before a forward is not computed: pages are granted and landed as if another node had written
 them. So a context of any length costs nothing to set up, whatever lies in its pages.
@@ -6,54 +6,91 @@ them. So a context of any length costs nothing to set up, whatever lies in its p
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Generic, TypeVar
 
 import numpy as np
-from typing_extensions import override
 
 from tandem.engine.core import Engine
-from tandem.engine.launched import Launched
+from tandem.engine.profile import DecodeTimes, PrefillTimes, attended_pairs
 from tandem.engine.request import ActiveRequest
-from tandem.engine.step_counts import StepCounts
-from tandem.profile.grid import GROWTH_TOKENS, DecodePoint, PrefillPoint
 from tandem.wire.generation import GenerateRequest, SamplingParams
 from tandem.wire.ids import RequestId
 
+TimesT = TypeVar("TimesT", PrefillTimes, DecodeTimes)
+
+# Of a pool: the rest is for answers that grow while they are measured.
+POOL_SHARE = 0.9
+# That an answer may grow by while it is measured, a token with every step.
+GROWTH_TOKENS = 64
+SMALLEST_CHUNK = 16
+MOST_SAMPLES = 20
+
 
 @dataclass(frozen=True, slots=True)
-class Effort:
-    """How often a point is measured: for so long, and at least and at most so often."""
+class Point:
+    """A forward: `size` new tokens of one prompt, or `size` answers, each after `num_context` tokens."""
 
-    point_s: float
-    least: int = 2
-    most: int = 20
-
-    def wants_more(self, found_s: Sequence[float]) -> bool:
-        """Tell whether a point is to be measured once more."""
-        is_short = sum(found_s) < self.point_s and len(found_s) < self.most
-        return len(found_s) < self.least or is_short
+    size: int
+    num_context: int
 
 
-QUICK, THOROUGH = Effort(0.3, least=1), Effort(2.0)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Chooses the points of a node. Pure.
+
+    Attributes:
+        num_tokens: Of the pool.
+        context_length: Longest request.
+        page_size: Contexts are whole pages: a page that is partly there is computed anew.
+        chunk: Most prompt tokens of one forward.
+        max_running: Most answers of one forward.
+        longest_context: Longest context to measure.
+        is_quick: Fewer points.
+    """
+
+    num_tokens: int
+    context_length: int
+    page_size: int
+    chunk: int
+    max_running: int
+    longest_context: int
+    is_quick: bool = False
+
+    def prefills(self) -> list[Point]:
+        """Return chunks of several sizes behind contexts of several lengths."""
+        chunk = min(self.chunk, max(self._longest(1) // 2, 1))
+        parts = (1, 4) if self.is_quick else (1, 4, 16)
+        sizes = {max(chunk // part, min(SMALLEST_CHUNK, chunk)) for part in parts}
+        shares = (0, 1 / 2, 1) if self.is_quick else (0, 1 / 8, 1 / 3, 2 / 3, 1)
+        contexts = self._contexts(self._longest(1) - chunk - 1, shares)
+        return [Point(size, context) for context in contexts for size in sorted(sizes)]
+
+    def decodes(self) -> list[Point]:
+        """Return batches of several sizes, each with the contexts that the pool holds for so many."""
+        factor = 8 if self.is_quick else 4
+        batches = [1]
+        while batches[-1] * factor < self.max_running:
+            batches.append(batches[-1] * factor)
+        shares = (1 / 16, 1) if self.is_quick else (1 / 16, 1 / 4, 1)
+        return [
+            Point(batch, context)
+            for batch in sorted({*batches, self.max_running})
+            for context in self._contexts(self._longest(batch) - GROWTH_TOKENS, shares)
+            if context > 0
+        ]
+
+    def _longest(self, num_requests: int) -> int:
+        return min(self.context_length, int(self.num_tokens * POOL_SHARE) // num_requests)
+
+    def _contexts(self, most: int, shares: Sequence[float]) -> list[int]:
+        longest, size = min(most, self.longest_context), self.page_size
+        return sorted({int(longest * share) // size * size for share in shares})
 
 
-class ForwardLog(StepCounts):
-    """Counts forwards, and keeps what the newest was."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.device_s = 0.0
-        self.num_new = self.num_decodes = 0
-
-    @override
-    def collected(self, launched: Launched) -> None:
-        """See `StepCounts.collected`."""
-        super().collected(launched)
-        self.device_s = launched.outcome.times().device_s
-        self.num_new = sum(chunk.num_tokens for chunk in launched.batch.chunks)
-        self.num_decodes = len(launched.batch.decodes)
+# ── measuring ────────────────────────────────────────────────────────────────────────────────────
 
 
 class Bench:
@@ -61,66 +98,72 @@ class Bench:
 
     Args:
         engine: Idle, with its prefix cache on.
-        clock: Of the loop's own time.
+        point_s: Time to spend on each point.
+        clock: Measures what the loop takes beside the device.
 
     Attributes:
-        host_s: What steps took beside the device, one for each decode step measured.
+        host_s: Time of each measured decode step beside the device.
     """
 
-    def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._engine = engine
-        self._log = engine.steps = ForwardLog()
-        self._clock = clock
+    def __init__(
+        self, engine: Engine, point_s: float, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._engine, self._point_s, self._clock = engine, point_s, clock
         self._numbers = count()
         self._draws = np.random.default_rng(0)
-        self.host_s: list[float] = []
         self._known_sizes: set[int] = set()
+        self.host_s: list[float] = []
 
-    def prefill_s(self, point: PrefillPoint, effort: Effort) -> float:
+    def prefill_s(self, point: Point) -> float:
         """Return how long the forward of a point takes: the median of several."""
         context = self._draw(point.num_context)
-        if context:
-            self._cache(context)
-        if point.num_new not in self._known_sizes:  # what is compiled for a size is not measured
-            self._known_sizes.add(point.num_new)
-            self._chunk_s([], point.num_new)
-        found_s: list[float] = []
-        while effort.wants_more(found_s):
-            found_s.append(self._chunk_s(context, point.num_new))
-        return statistics.median_low(found_s)
+        if context:  # the prefix cache is to know it, whatever is in its pages
+            self._land(context, max_new_tokens=1)
+        if point.size not in self._known_sizes:  # what is compiled for a size is not measured
+            self._known_sizes.add(point.size)
+            self._chunk_s([], point.size)
+        return self._median_s(lambda: self._chunk_s(context, point.size))
 
-    def decode_s(self, point: DecodePoint, effort: Effort) -> float:
+    def decode_s(self, point: Point) -> float:
         """Return how long a step of a point takes: the median of several, the first two left out."""
-        running = [self._land(self._draw(point.num_context)) for _ in range(point.batch)]
-        found_s: list[float] = []
+        running = [self._land(self._draw(point.num_context)) for _ in range(point.size)]
         try:
             for _ in range(2):  # where forwards are launched ahead, the first step reads none
                 self._engine.step()
-            while effort.wants_more(found_s):
-                begin_s = self._clock()
-                self._engine.step()
-                took_s = self._clock() - begin_s
-                assert self._log.num_decodes == point.batch, "not all that landed decode"
-                found_s.append(self._log.device_s)
-                self.host_s.append(max(took_s - self._log.device_s, 0.0))
+            return self._median_s(lambda: self._step_s(point.size))
         finally:
             for active in running:
                 self._engine.cancel(active)
             while self._engine.has_work:
                 self._engine.step()
             self._engine.cache.flush()
+
+    def _median_s(self, measure: Callable[[], float]) -> float:
+        found_s = [measure()]
+        while sum(found_s) < self._point_s and len(found_s) < MOST_SAMPLES:
+            found_s.append(measure())
         return statistics.median_low(found_s)
 
     def _chunk_s(self, context: list[int], num_new: int) -> float:
+        self._engine.steps.tokens.take()
+        self._engine.steps.device_seconds.take()
         active = self._engine.submit(self._request(context + self._draw(num_new), 1))
         while self._engine.has_work:
             self._engine.step()
-        assert self._log.num_new == num_new, f"{active} was computed in other chunks"
-        return self._log.device_s
+        tokens = self._engine.steps.tokens.take()
+        assert (sum(tokens.counts), tokens.total) == (1, num_new), f"{active} took other chunks"
+        return self._engine.steps.device_seconds.take().total
 
-    def _cache(self, token_ids: list[int]) -> None:
-        """Have the prefix cache know these tokens, whatever is in their pages."""
-        self._land(token_ids, max_new_tokens=1)
+    def _step_s(self, batch: int) -> float:
+        self._engine.steps.tokens.take()
+        self._engine.steps.device_seconds.take()
+        begin_s = self._clock()
+        self._engine.step()
+        took_s = self._clock() - begin_s
+        assert self._engine.steps.tokens.take().total == batch, "not all that landed decode"
+        device_s = self._engine.steps.device_seconds.take().total
+        self.host_s.append(max(took_s - device_s, 0.0))
+        return device_s
 
     def _land(self, token_ids: list[int], max_new_tokens: int = GROWTH_TOKENS) -> ActiveRequest:
         active = self._engine.check(self._request(token_ids, max_new_tokens))
@@ -139,7 +182,67 @@ class Bench:
         )
 
     def _draw(self, num_tokens: int) -> list[int]:
-        drawn: list[int] = self._draws.integers(
-            0, self._engine.shape.vocab_size, num_tokens
-        ).tolist()
-        return drawn
+        drawn = self._draws.integers(0, self._engine.shape.vocab_size, num_tokens)
+        return [int(token_id) for token_id in drawn]
+
+
+# ── fitting ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Fit(Generic[TimesT]):
+    """The times that describe measurements best, and how far they are off, relative, on average."""
+
+    times: TimesT
+    mean_error: float
+
+
+def fit_prefill(measured_s: Mapping[Point, float]) -> Fit[PrefillTimes]:
+    """Return the times of chunks that describe measurements best."""
+    parts = [[1, p.size, p.num_context, attended_pairs(p.size, p.num_context)] for p in measured_s]
+    (base, token, context, pair), error = _least(parts, measured_s)
+    return Fit(
+        PrefillTimes(
+            base_ms=base, per_token_ms=token, per_context_token_ms=context, per_pair_ms=pair
+        ),
+        error,
+    )
+
+
+def fit_decode(measured_s: Mapping[Point, float]) -> Fit[DecodeTimes]:
+    """Return the times of batches that describe measurements best."""
+    parts = [[1, p.size, p.size * p.num_context] for p in measured_s]
+    (base, request, context), error = _least(parts, measured_s)
+    return Fit(
+        DecodeTimes(base_ms=base, per_request_ms=request, per_context_token_ms=context), error
+    )
+
+
+def _least(
+    parts: Sequence[Sequence[float]], measured_s: Mapping[Point, float]
+) -> tuple[list[float], float]:
+    """Return the milliseconds of each part, with the least relative errors, and the mean error.
+
+    Least squares, again without the most negative part until none is below 0.
+
+    Args:
+        parts: How often each part is in each forward. Shape (num_forwards, num_parts).
+    """
+    relative = np.array(parts) / np.array([*measured_s.values()])[:, None]
+    # Parts differ by many orders of magnitude: as shares of the largest they are solved exactly enough.
+    scale = np.maximum(relative.max(axis=0), 1e-300)
+    columns, chosen = relative / scale, [*range(relative.shape[1])]
+    while True:
+        found, *_ = np.linalg.lstsq(columns[:, chosen], np.ones(len(columns)), rcond=None)
+        if (found >= 0).all():
+            break
+        del chosen[int(found.argmin())]
+    costs = np.zeros(len(scale))
+    costs[chosen] = found
+    error = float(np.abs(columns @ costs - 1).mean())
+    return [rounded(each) for each in 1000 * costs / scale], rounded(error)
+
+
+def rounded(value: float) -> float:
+    """Return four digits: a fit is good for no more."""
+    return float(f"{value:.4g}")

@@ -1,23 +1,34 @@
 """`tandem top`: asks a router for its overview again and again, and draws it."""
 
+import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import aiohttp
 import msgspec
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from tandem.router.overview import Overview
-from tandem.top.flags import build_parser
-from tandem.top.frame import Look, frame
-from tandem.top.words import plain
+from tandem.top.picture import picture, plain
 from tandem.wire.errors import ConfigInvalid, TandemError
 from tandem.wire.hosts import checked_url, reason_of
 
+EXAMPLES = """\
+examples:
+  tandem top                                   the router of this machine, at port 8000
+  tandem top http://10.0.0.2:8000              another one
+  tandem top http://10.0.0.2:8000 --once       one picture, for a report or a file
+  tandem top --once --json | jq .nodes         the same as data, as GET /overview returns it
+
+Ctrl-C ends it. A browser shows the same and more at the router's own URL.
+
+More: tandem docs dashboard
+"""
 ANSWER_TIMEOUT_S = 5.0
 
 
@@ -33,35 +44,39 @@ class KeyRefused(RouterAway):
     code = "key_refused"
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser."""
+    parser = argparse.ArgumentParser(
+        prog="tandem top",
+        description="Show what a router's cluster does now: nodes and their pages, pairs, latencies, recent "
+        "requests, events.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("url", nargs="?", default="http://127.0.0.1:8000", metavar="URL", help="of the router")
+    add("--once", action="store_true", help="print one picture, and end")
+    add("--json", action="store_true", help="print the state itself, a line each time")
+    add("--interval", type=float, default=1.0, metavar="SECONDS", help="between two pictures; 1")
+    add("--api-key", default="", metavar="KEY", help="for a router that asks for one")
+    return parser
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command; return 0 when the user ended it, and 1 when there was nothing to show."""
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
-        url = checked_url("URL", args.url)
+        args.url = checked_url("URL", args.url)
     except ConfigInvalid as error:
         parser.error(error.message)
     if args.interval < 0.1:
         parser.error(
             "--interval: give 0.1 or more: the router itself looks anew four times a second"
         )
-    console = Console(highlight=False)
-
-    def look(problem: str = "") -> Look:
-        return Look(
-            width=console.width,
-            num_lines=console.height if console.is_terminal and not args.once else None,
-            slo_ttft_s=args.slo_ttft_ms / 1e3,
-            slo_itl_s=args.slo_itl_ms / 1e3,
-            url=url,
-            problem=problem,
-        )
-
     try:
-        if args.once:
-            asyncio.run(_once(console, url, args.api_key, look, is_json=args.json))
-        else:
-            asyncio.run(_watch(console, url, args.api_key, look, args.interval, is_json=args.json))
+        asyncio.run((_once if args.once else _watch)(args, Console(highlight=False)))
     except RouterAway as error:
         sys.stderr.write(f"tandem top: error: {plain(error.message)}\n")
         return 1
@@ -70,56 +85,48 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-Looking = Callable[..., Look]
-
-
-async def _once(console: Console, url: str, key: str, look: Looking, *, is_json: bool) -> None:
-    async with _session(key) as session:
-        body = await _fetch(session, url)
-    if is_json:
+async def _once(args: argparse.Namespace, console: Console) -> None:
+    async with _session(args.api_key) as session:
+        body = await _fetch(session, args.url)
+    if args.json:
         _write(body)
     else:
-        console.print(frame(_decoded(url, body), look()))
+        console.print(picture(_decoded(args.url, body), console.width))
 
 
-async def _watch(
-    console: Console, url: str, key: str, look: Looking, interval_s: float, *, is_json: bool
-) -> None:
-    """Draw until Ctrl-C. A router that is away is waited for, and what it last said stays."""
-    last: Overview | None = None
+async def _watch(args: argparse.Namespace, console: Console) -> None:
+    """Draw until Ctrl-C. A router that is away is waited for, and its last state stays."""
+    shown: Overview | None = None
     away_since = 0.0
     # Without a terminal, pictures follow one another.
-    is_live = console.is_terminal and not is_json
-    live = Live(frame(None, look()), console=console, screen=True, auto_refresh=False)
-    async with _session(key) as session:
+    is_live = console.is_terminal and not args.json
+    live = Live(Text(f"asking {args.url} …"), console=console, screen=True, auto_refresh=False)
+    async with _session(args.api_key) as session:
         with live if is_live else nullcontext():
             while True:
-                problem = ""
+                body, problem = b"", ""
                 try:
-                    body = await _fetch(session, url)
-                    last, away_since = _decoded(url, body), 0.0
+                    body = await _fetch(session, args.url)
+                    shown, away_since = _decoded(args.url, body), 0.0
                 except KeyRefused:
                     raise
                 except RouterAway as error:
                     away_since = away_since or time.time()
                     since = time.strftime("%H:%M:%S", time.localtime(away_since))
-                    problem = f"{error.message} (since {since}; trying again)"
-                    body = b""
-                if is_live:
-                    live.update(frame(last, look(problem)), refresh=True)
-                elif is_json:
-                    _tell(body, problem)
-                else:
-                    console.print(frame(last, look(problem)), "")
-                await asyncio.sleep(interval_s)
-
-
-def _tell(body: bytes, problem: str) -> None:
-    """Write a line of data; a problem goes beside it."""
-    if problem:
-        sys.stderr.write(f"tandem top: {plain(problem)}\n")
-    else:
-        _write(body)
+                    problem = plain(f"{error.message} (since {since}; trying again)")
+                if args.json and problem:
+                    sys.stderr.write(f"tandem top: {problem}\n")
+                elif args.json:
+                    _write(body)
+                elif shown is not None or problem:
+                    num_lines = console.height if is_live else None
+                    drawn = (
+                        Text(problem)
+                        if shown is None
+                        else picture(shown, console.width, num_lines, problem)
+                    )
+                    live.update(drawn, refresh=True) if is_live else console.print(drawn, "")
+                await asyncio.sleep(args.interval)
 
 
 def _write(body: bytes) -> None:

@@ -2,23 +2,32 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.core import Engine
 from tandem.engine.profile import DecodeTimes, PrefillTimes, Profile
 from tandem.engine.shape import ModelShape
 from tandem.engine.simulated import Clock, SimulatedLauncher
-from tandem.profile.fitting import fit_decode, fit_prefill
-from tandem.profile.grid import DecodePoint, PrefillPoint, Room, decode_points, prefill_points
-from tandem.profile.measuring import QUICK, Bench
+from tandem.profile.measuring import Bench, Grid, Point, fit_decode, fit_prefill
 
-PAGE = 16
+PAGE, NUM_PAGES = 16, 700
 TRUE = Profile(
     prefill=PrefillTimes(
         base_ms=20, per_token_ms=1.5, per_context_token_ms=0.02, per_pair_ms=0.001
     ),
     decode=DecodeTimes(base_ms=40, per_request_ms=2, per_context_token_ms=0.01),
 )
+GRID = Grid(
+    num_tokens=NUM_PAGES * PAGE,
+    context_length=4096,
+    page_size=PAGE,
+    chunk=256,
+    max_running=32,
+    longest_context=4096,
+)
+ms = st.floats(0.001, 1000)
 
 
 class FakeTime:
@@ -54,50 +63,67 @@ def engine(request):
         is_overlapped=request.param,
     )
     launcher = SimulatedLauncher(TRUE, np.arange(1, 1000), 1, clock=Clock(time.now, time.sleep))
-    return Engine(launcher, shape, config, num_pages=700)
+    return Engine(launcher, shape, config, num_pages=NUM_PAGES)
 
 
-def test_a_chunk_is_measured_behind_a_context_that_nobody_computed(engine):
-    bench = Bench(engine)
-    for point in (PrefillPoint(100, 0), PrefillPoint(256, 1024), PrefillPoint(16, 3200)):
-        expected_s = TRUE.prefill.forward_s(point.num_new, point.num_context)
-        assert bench.prefill_s(point, QUICK) == pytest.approx(expected_s)
-
-
-def test_a_step_is_measured_with_answers_that_landed(engine):
-    bench = Bench(engine)
-    for point in (DecodePoint(1, 512), DecodePoint(32, 256)):
-        # Each step reads the token of the step before, too: a few of them are measured.
-        expected_s = TRUE.decode.forward_s(point.batch, point.batch * point.num_context)
-        assert bench.decode_s(point, QUICK) == pytest.approx(expected_s, rel=0.02)
-    assert bench.host_s
-
-
-def test_measuring_gives_every_page_back(engine):
-    bench = Bench(engine)
-    for _ in range(3):
-        bench.decode_s(DecodePoint(32, 256), QUICK)
-        bench.prefill_s(PrefillPoint(64, 2048), QUICK)
-    engine.cache.flush()
-    engine.cache.check_integrity()
-    assert engine.counts().free == 700
-
-
-def test_what_is_measured_over_the_grid_gives_the_profile_back(engine):
-    bench = Bench(engine)
-    room = Room(
-        num_tokens=700 * PAGE,
-        context_length=4096,
-        page_size=PAGE,
-        chunk=256,
-        max_running=32,
-        longest_context=4096,
-    )
-    chunks = fit_prefill({p: bench.prefill_s(p, QUICK) for p in prefill_points(room)})
-    steps = fit_decode({p: bench.decode_s(p, QUICK) for p in decode_points(room)})
+def test_measuring_over_the_grid_gives_the_profile_and_every_page_back(engine):
+    bench = Bench(engine, point_s=0.3)
+    chunks = fit_prefill({p: bench.prefill_s(p) for p in GRID.prefills()})
+    steps = fit_decode({p: bench.decode_s(p) for p in GRID.decodes()})
     assert chunks.mean_error < 0.001
     assert steps.mean_error < 0.01
     assert chunks.times.per_token_ms == pytest.approx(1.5, rel=0.01)
     assert chunks.times.per_pair_ms == pytest.approx(0.001, rel=0.05)
     assert steps.times.per_request_ms == pytest.approx(2, rel=0.05)
     assert steps.times.per_context_token_ms == pytest.approx(0.01, rel=0.05)
+    assert bench.host_s
+    engine.cache.flush()
+    engine.cache.check_integrity()
+    assert engine.counts().free == NUM_PAGES
+
+
+@given(ms, st.floats(0.001, 10), st.floats(0, 1), st.floats(0, 0.01))
+def test_times_that_are_exactly_so_are_found(base, token, context, pair):
+    true = PrefillTimes(
+        base_ms=base, per_token_ms=token, per_context_token_ms=context, per_pair_ms=pair
+    )
+    fit = fit_prefill({p: true.forward_s(p.size, p.num_context) for p in GRID.prefills()})
+    assert fit.mean_error < 1e-6
+    assert fit.times.forward_s(200, 1000) == pytest.approx(true.forward_s(200, 1000), rel=1e-3)
+
+
+@given(st.lists(st.floats(0.001, 10), min_size=10, max_size=10))
+def test_no_part_takes_less_than_no_time_whatever_was_measured(seconds):
+    fit = fit_decode(dict(zip(GRID.decodes(), seconds, strict=False)))
+    assert min(fit.times.base_ms, fit.times.per_request_ms, fit.times.per_context_token_ms) >= 0
+    assert fit.mean_error >= 0
+
+
+def test_measurements_that_no_such_times_describe_have_a_large_error():
+    assert fit_decode({p: 1.0 if p.size % 8 else 0.1 for p in GRID.decodes()}).mean_error > 0.3
+    assert fit_decode({Point(1, 16): 0.1, Point(1, 32): 0.2}).mean_error < 0.35
+
+
+@given(
+    num_tokens=st.integers(256, 10**6),
+    context_length=st.integers(64, 131_072),
+    page_size=st.sampled_from([1, 16, 64]),
+    chunk=st.integers(1, 8192),
+    max_running=st.integers(1, 512),
+    longest_context=st.integers(1, 32768),
+    is_quick=st.booleans(),
+)
+def test_every_point_fits_the_pool_and_the_engine(**bounds):
+    grid = Grid(**bounds)
+    chunks, steps = grid.prefills(), grid.decodes()
+    assert len(chunks) == len(set(chunks)) > 0
+    for chunk in chunks:
+        assert 0 < chunk.size <= grid.chunk
+        assert chunk.num_context % grid.page_size == 0
+        assert chunk.num_context <= grid.longest_context
+        assert chunk.size + chunk.num_context < min(grid.context_length, grid.num_tokens)
+    assert len(steps) == len(set(steps))
+    for step in steps:
+        assert 1 <= step.size <= grid.max_running
+        assert step.size * step.num_context < grid.num_tokens
+        assert step.num_context < grid.context_length

@@ -1,0 +1,245 @@
+"""One picture of a cluster for a terminal: a headline, and tables of nodes, pairs, requests and events.
+
+Names and errors come from other machines: `plain` keeps what a terminal would obey out of the picture.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tandem.router.overview import NodeView, Overview
+
+NONE = "-"
+# Each state of a page with its character: they differ without colours, too.
+PAGE_STATES = (
+    ("held", "█", "blue"),
+    ("granted", "▓", "yellow"),
+    ("quarantined", "!", "red"),
+    ("cached", "▒", "cyan"),
+    ("free", "░", "bright_black"),
+)
+RED_EVENTS = ("down", "corrupted", "refused")
+YELLOW_EVENTS = ("replay", "draining", "leaving", "restarted", "gone", "tier")
+STYLES = {
+    "up": "green",
+    **dict.fromkeys(RED_EVENTS, "red"),
+    **dict.fromkeys(YELLOW_EVENTS, "yellow"),
+}
+# Narrower terminals get no columns of bytes, caches, zones and phases.
+WIDE = 110
+# Lines that are not of a list: headline, heads of tables, gaps.
+FIXED_LINES = 18
+
+
+def picture(
+    overview: Overview, width: int, num_lines: int | None = None, problem: str = ""
+) -> RenderableType:
+    """Return the picture of one state.
+
+    Args:
+        width: In characters.
+        num_lines: Most lines; None: as many as it needs.
+        problem: Why the state is old; empty when it is not.
+    """
+    busy = [pair for pair in overview.pairs if pair.num_running or pair.pushed_bytes_per_s >= 1]
+    busy.sort(key=lambda pair: (-pair.pushed_bytes_per_s, -pair.num_running))
+    left = 40 if num_lines is None else max(6, num_lines - FIXED_LINES)
+    num_nodes = len(overview.nodes) if num_lines is None else min(left // 2, len(overview.nodes))
+    num_others = max((left - num_nodes) // 3, 1)
+    more = (
+        f", and {len(overview.nodes) - num_nodes} more" if len(overview.nodes) > num_nodes else ""
+    )
+    legend = [Text(f"{char} {state}", style=style) for state, char, style in PAGE_STATES]
+    parts: list[RenderableType] = [
+        *_headline(overview, problem),
+        _nodes(overview.nodes[:num_nodes], f"nodes{more}", width),
+        Columns(legend, padding=(0, 2)),
+    ]
+    if busy:
+        ids = {node.url: node.id for node in overview.nodes}
+        rows = [
+            (
+                plain(ids.get(pair.prefill, pair.prefill) or "decode alone"),
+                plain(ids.get(pair.decode, pair.decode)),
+                number(pair.num_running),
+                f"{number(pair.pushed_bytes_per_s)}B/s",
+            )
+            for pair in busy[:num_others]
+        ]
+        parts.append(_table("pairs", ["prefill", "decode"], ["requests", "pushed"], rows))
+    if overview.recent:
+        parts.append(_requests(overview.recent[-num_others:], width))
+    if overview.events:
+        events = overview.events[-num_others:]
+        parts.append(_table("events", ["", "", ""], [], map(_event, reversed(events))))
+    return Group(*parts)
+
+
+def _headline(overview: Overview, problem: str) -> Iterator[RenderableType]:
+    if problem:
+        yield Text(plain(problem), style="bold red")
+    times, rates, totals = overview.histograms, overview.rates, overview.totals
+    yield Text.assemble(
+        ("● ", "green" if overview.is_serving else "red"),
+        ("Tandem ", "bold"),
+        (f"{plain(overview.model)}  ", "cyan"),
+        f"{plain(overview.detail)}  {_clock(overview.now_unix_s)}",
+    )
+    if overview.silent_workers:
+        silent = f"{len(overview.silent_workers)} edge workers do not answer"
+        yield Text(silent, style="yellow")
+    facts = {
+        "requests/s": number(rates.requests),
+        "in flight": number(overview.num_in_flight),
+        "queued": number(overview.num_queued),
+        "TTFT p50/p99": f"{seconds(times.ttft.p50_s)} / {seconds(times.ttft.p99_s)}",
+        "ITL p50/p99": f"{seconds(times.itl.p50_s)} / {seconds(times.itl.p99_s)}",
+        "E2E p50/p99": f"{seconds(times.e2e.p50_s)} / {seconds(times.e2e.p99_s)}",
+        "tokens/s": f"{number(rates.generated_tokens)} (+{number(rates.prompt_tokens)} of prompts)",
+        "finished": number(totals.num_finished),
+        "failed": number(totals.num_failed),
+        "refused": number(totals.num_refused),
+        "replays": number(totals.num_replays),
+    }
+    yield Columns([Text(f"{name} {value}") for name, value in facts.items()], padding=(0, 3))
+
+
+# ── tables ───────────────────────────────────────────────────────────────────────────────────────
+
+Cells = Sequence[str | Text]
+
+
+def _table(
+    title: str, texts: list[str], numbers: list[str], rows: "Iterator[Cells] | Sequence[Cells]"
+) -> Table:
+    """Return a table; columns of numbers stand to the right, after those of text."""
+    table = Table(title=f"\n{title}", title_justify="left", title_style="bold", box=None)
+    table.pad_edge, table.show_header = False, any(texts)
+    for name in texts:
+        table.add_column(name, no_wrap=True, header_style="bright_black")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True, header_style="bright_black")
+    for row in rows:
+        # As text: a string would be read for markup.
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table
+
+
+def _nodes(shown: Sequence[NodeView], title: str, width: int) -> Table:
+    texts = ["role", "node", "state", "pages"]
+    numbers = ["run", "wait", "tok/s"]
+    numbers += ["moving", "KV", "cached", "zone"] if width >= WIDE else []
+    return _table(title, texts, numbers, (_node(node, width) for node in shown))
+
+
+def _node(node: NodeView, width: int) -> Cells:
+    load, rates, is_prefill = node.load, node.rates, node.role == "prefill"
+    cells: list[str | Text] = [
+        node.role or "?",
+        plain(node.id),
+        _state(node),
+        page_bar(node, max(8, min(30, width // 6))),
+        number(load.num_running),
+        number(load.num_waiting),
+        number(rates.prompt_tokens if is_prefill else rates.generated_tokens),
+    ]
+    if width >= WIDE:
+        moved = rates.pushed_bytes if is_prefill else rates.received_bytes
+        cached = load.cached_tokens / load.prompt_tokens if load.prompt_tokens else 0.0
+        cells += [number(load.num_transferring), f"{number(moved)}B/s", f"{cached:.0%}"]
+        cells += [plain(node.zone)]
+    return cells
+
+
+def _state(node: NodeView) -> Text:
+    """Return a node's state, with the reason when it is down, and tiers that are not up."""
+    why = f": {plain(node.reason)}" if node.reason and node.state == "down" else ""
+    text = Text(f"{node.state}{why}", style=STYLES.get(node.state, "yellow"))
+    for tier in node.load.tiers:
+        if tier.state != "up":
+            text.append(
+                f", {plain(tier.name)} {plain(tier.state)}".replace("_", " "), style="yellow"
+            )
+    return text
+
+
+def page_bar(node: NodeView, width: int) -> Text:
+    """Return a node's pages by state. A state with any page at all has a character."""
+    load = node.load
+    if not load.num_pages or node.state == "down":
+        return Text("·" * width, style="bright_black")
+    bar, left = Text(), width
+    for state, char, style in PAGE_STATES:
+        count = getattr(load, f"pages_{state}")
+        wanted = max(1, round(width * count / load.num_pages)) if count else 0
+        wanted = left if state == "free" else min(wanted, left)
+        bar.append(char * wanted, style=style)
+        left -= wanted
+    return bar
+
+
+def _requests(recent: Sequence[dict[str, Any]], width: int) -> Table:
+    """Return some requests, the newest first."""
+    numbers = ["TTFT", "whole", "tokens", *(["longest phase before"] if width >= WIDE else [])]
+    rows = (_request(timings, width) for timings in reversed(recent))
+    return _table("recent requests", ["began", "request", "attempts"], numbers, rows)
+
+
+def _request(timings: dict[str, Any], width: int) -> Cells:
+    ended = timings["outcome"]
+    tokens = f"{timings['num_prompt_tokens']} → {timings['num_output_tokens']}"
+    cells: list[str | Text] = [
+        _clock(timings["started_unix_s"]),
+        plain(str(timings["request_id"]))[:24],
+        str(timings["num_attempts"]),
+        seconds(timings["ttft_s"]) if ended == "finished" else Text(ended, style="red"),
+        seconds(timings["e2e_s"]),
+        tokens,
+    ]
+    if width >= WIDE:
+        before = [phase for phase in timings["phases"] if phase["name"] != "stream"]
+        longest = max(before, key=lambda phase: phase["duration_s"], default=None)
+        name = plain(longest["name"]).replace("_", " ") if longest else NONE
+        cells.append(f"{name} {seconds(longest['duration_s'])}" if longest else NONE)
+    return cells
+
+
+def _event(event: Any) -> Cells:
+    many = f" x{event.count}" if event.count > 1 else ""
+    kind = Text(f"{plain(event.kind)}{many}", style=STYLES.get(event.kind, "green"))
+    return _clock(event.at_unix_s), kind, plain(f"{event.text}  {event.node.partition('://')[2]}")
+
+
+# ── words ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def plain(text: str) -> str:
+    """Return text without what a terminal would obey."""
+    return "".join(char if char.isprintable() else "·" for char in text)
+
+
+def seconds(value: float | None) -> str:
+    """Return a time: 1.50 s, 12.3 ms."""
+    if value is None:
+        return NONE
+    return f"{value:,.2f} s" if value >= 1 else f"{1000 * value:.3g} ms"
+
+
+def number(value: float) -> str:
+    """Return a number of things or a rate: 0.4, 7, 1,024, 12.3k, 4.56M."""
+    if value < 10_000:
+        return f"{value:.1f}" if 0 < value < 10 and value % 1 else f"{value:,.0f}"
+    for unit in "kMG":
+        value /= 1000
+        if value < 1000 or unit == "G":
+            break
+    return f"{value:.3g}{unit}"
+
+
+def _clock(unix_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(unix_s))
