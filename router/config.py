@@ -343,6 +343,7 @@ class RouterConfig:
         PolicyName,
         Flag(
             "--policy",
+            group="pairing",
             metavar="NAME",
             help=f"how a pair is chosen: {', '.join(get_args(PolicyName))}; cache_aware sends a prompt to "
             "the node that caches its beginning, session sends each X-Session-Id to one pair",

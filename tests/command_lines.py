@@ -52,10 +52,7 @@ def refusal(line: str) -> str:
     with contextlib.redirect_stderr(said):
         try:
             _, extra = PARSERS[name].parse_known_args(argv)
-            if name == "up":  # what it does not know goes to every node
-                PARSERS["prefill"].parse_args(extra)
-                PARSERS["decode"].parse_args(extra)
-            elif extra:
+            if extra:
                 return f"unknown: {' '.join(extra)}"
         except SystemExit:
             return said.getvalue().strip().splitlines()[-1]
@@ -68,8 +65,6 @@ def unknown_flags(line: str) -> list[str]:
     if name not in PARSERS:
         return [f"there is no command {name!r}"]
     known = flags_of(PARSERS[name])
-    if name == "up":
-        known |= flags_of(PARSERS["prefill"])
     given = [word.partition("=")[0] for word in argv if word.startswith("--")]
     return [flag for flag in given if flag not in known | {"--help"}]
 

@@ -16,7 +16,7 @@ import os
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -79,17 +79,22 @@ class Parser(argparse.ArgumentParser):
             self.error(self.unknown_flag(unknown[0]))
         return parsed
 
-    def unknown_flag(self, word: str, *, known: Iterable[str] = ()) -> str:
-        """Return the sentence about a word that no flag takes, with the nearest flag.
+    def words(self, args: Sequence[str]) -> list[str]:
+        """Return a command line that needs neither the environment nor a file."""
+        own = [words for words in split_flags(args) if words[0].partition("=")[0] != "--config"]
+        return [*self._lower_layers(args), *(word for words in own for word in words)]
 
-        Args:
-            known: More flags that would have been taken.
-        """
+    def variables(self) -> set[str]:
+        """Return the variables of the environment that give a flag."""
+        return {"TANDEM_CONFIG", *map(_variable_of, self._layered_actions())}
+
+    def unknown_flag(self, word: str) -> str:
+        """Return the sentence about a word that no flag takes, with the nearest flag."""
         name = word.partition("=")[0]
         if not name.startswith("-"):
             return f"unexpected argument {name!r}"
-        names = {*self._visible_names(), *known}
-        near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.5)
+        names = sorted(self._visible_names())
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"see {self.prog} {self._help_flag}"
         return f"there is no flag {name}: {hint}"
 
@@ -154,7 +159,7 @@ class Parser(argparse.ArgumentParser):
         taken = self._dests_in(given)
         words: list[str] = []
         for action in self._layered_actions():
-            variable = "TANDEM_" + _name_of(action).upper().replace("-", "_")
+            variable = _variable_of(action)
             if action.dest not in taken and (text := self._environment.get(variable)) is not None:
                 taken.add(action.dest)
                 words += self._words_of(action, _typed(action, text, variable, self), variable)
@@ -204,7 +209,7 @@ class Parser(argparse.ArgumentParser):
 
     def _words_of(self, action: argparse.Action, value: Any, where: str) -> list[str]:
         """Return the words of a command line that give a flag this value."""
-        name = action.option_strings[-1]
+        name = f"--{_name_of(action)}"
         if action.nargs == 0:
             if not isinstance(value, bool):
                 self.error(f"{where}: give true or false")
@@ -247,10 +252,24 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
+def split_flags(words: Sequence[str]) -> list[list[str]]:
+    """Return the words of each flag of a command line: its name, then its values."""
+    flags: list[list[str]] = []
+    for word in words:
+        if word.startswith("--") or not flags:
+            flags.append([])
+        flags[-1].append(word)
+    return flags
+
+
 def _name_of(action: argparse.Action) -> str:
-    """Return the longest name of a flag's first two dashes: what files and the environment call it."""
+    """Return the first long name of a flag, without its dashes: what files and the environment call it."""
     long = [name for name in action.option_strings if name.startswith("--")]
     return long[0].removeprefix("--") if long else ""
+
+
+def _variable_of(action: argparse.Action) -> str:
+    return "TANDEM_" + _name_of(action).upper().replace("-", "_")
 
 
 def _typed(action: argparse.Action, text: str, variable: str, parser: Parser) -> Any:

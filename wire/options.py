@@ -117,12 +117,12 @@ def add_flags(
     Args:
         defaults: Of some fields, in place of the config's own.
         without: Fields, by their path, that this command has no flag for.
-        only: The only fields that it has one for.
+        only: Fields, by their path, that it has flags for; None: all.
     """
     group = _Groups(parser)
     for option in options_of(config):
         heading = group.at(option.flag.group)
-        is_wanted = only is None or option.dest in only
+        is_wanted = only is None or _is_within(option.dest, only)
         if is_wanted and not _is_within(option.dest, without):
             _add(heading, option, (defaults or {}).get(option.dest, option.default))
 

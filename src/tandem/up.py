@@ -4,7 +4,6 @@ Each node is the same command a person would type, as a process of its own. If o
 is a laptop's cluster, and a half of it serves nobody.
 """
 
-import argparse
 import asyncio
 import os
 import random
@@ -20,11 +19,13 @@ import uvloop
 from rich.console import Console
 from rich.text import Text
 
-from tandem.frontend.flags import add_http_flags, http_argv, read_http
-from tandem.frontend.reply_flags import add_reply_flags
-from tandem.router.config import LOCAL_PREFILL_THRESHOLD
-from tandem.telemetry.flags import add_level_flag
+from tandem.node.config import NodeConfig
+from tandem.node.flags import add_simulation_flags
+from tandem.router.arguments import parse
+from tandem.router.config import RouterConfig
+from tandem.wire.command_line import HelpFormatter, Parser, split_flags
 from tandem.wire.errors import ConfigInvalid
+from tandem.wire.options import add_flags, options_of
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
 STOP_TIMEOUT_S = 10.0
@@ -42,75 +43,118 @@ class Member:
     argv: list[str]
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser; flags it does not know go to every node."""
-    parser = argparse.ArgumentParser(
-        prog="tandem up",
+# Given by this command to each process.
+OWN = ("prefills", "bootstrap_ports", "decodes", "routers", "advertise_url", "tokenizer_dir")
+OWN_OF_NODES = ("model", "transfer.bootstrap_port", "engine.num_threads")
+# Of the flags that router and nodes both have; the others of these are the router's alone, since clients reach
+# only the router.
+SHARED = (
+    "--drain-timeout-s",
+    "--generation-config",
+    "--heartbeat-interval-ms",
+    "--log-format",
+    "--log-level",
+    "--served-model-name",
+)
+COMMON = (
+    *("--prefills", "--decodes", "--model", "--num-threads", "--host", "--port", "--detokenizers"),
+    *("--policy", "--api-key-file", "--ssl-certfile", "--tool-call-parser", "--log-level"),
+    *("--dtype", "--device", "--engine"),
+)
+
+
+def build_parser() -> Parser:
+    """Return the parser: its own flags, the router's, and those that only nodes have."""
+    parser = Parser(
+        "tandem up",
+        common=COMMON,
         description="Start prefill nodes, decode nodes and a router on this machine.",
-        epilog="Any other flag goes to every node, such as --dtype float32 or --page-size 32. With "
-        "--engine simulated --sim-kv none nodes only take the time that --sim-profile says: a cluster of "
-        "any size, of a model of any size, on one machine. More: `tandem docs quickstart` and "
-        "`tandem docs simulation`.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
+        epilog="Flags of HTTP, such as --api-key, go to the router; flags of nodes, such as --page-size 32, to every "
+        "node; --log-level and a few others to all. With --engine simulated --sim-kv none nodes only take the "
+        "time that --sim-profile gives: a cluster of any size on one machine.\n\n"
+        "More: tandem docs quickstart; tandem docs simulation",
+        formatter_class=HelpFormatter,
     )
-    add = parser.add_argument
+    add = parser.add_argument_group("cluster").add_argument
     add("--prefills", type=int, default=1, metavar="N", help="prefill nodes")
     add("--decodes", type=int, default=1, metavar="N", help="decode nodes")
-    add("--model", "--model-path", default=None, metavar="PATH", help="nothing: the embedded model")
-    add("--host", default="127.0.0.1", help="where the router listens; nodes stay on loopback")
-    add("--port", type=int, default=8000, help="of the router")
-    add("--detokenizers", type=int, default=1, metavar="N", help="edge workers of the router")
-    add("--policy", default="least_load", help="how the router chooses a pair")
     add(
-        "--local-prefill-threshold",
-        type=int,
-        default=LOCAL_PREFILL_THRESHOLD,
-        metavar="N",
-        help="prompt tokens that a decode node may compute by itself at a time; 0: none",
+        "--model",
+        "--model-path",
+        metavar="PATH",
+        help="a transformers directory or a GGUF file; without it, the embedded model",
     )
-    add("--num-threads", type=int, default=0, help="of torch in each node; 0: cores shared evenly")
-    # Clients speak to the router alone; the nodes behind it stay plain HTTP on loopback.
-    add_http_flags(parser.add_argument_group("HTTP of the router"))
-    add_reply_flags(parser)
-    add_level_flag(parser)
+    add(
+        "--num-threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="threads of torch in each node; 0: the cores, shared evenly",
+    )
+    add_flags(parser, RouterConfig, without=OWN)
+    add_flags(parser, NodeConfig, without=(*OWN, *OWN_OF_NODES, *_shared_fields()))
+    add_simulation_flags(parser)
     return parser
 
 
+def _shared_fields() -> list[str]:
+    routers = _names(RouterConfig)
+    nodes = options_of(NodeConfig)
+    return [each.dest for each in nodes if not routers.isdisjoint(each.flag.names)]
+
+
+def _names(config: type) -> set[str]:
+    return {name for option in options_of(config) for name in option.flag.names}
+
+
 def members(
-    args: argparse.Namespace, extra: Sequence[str], ports: Sequence[int], num_cores: int
+    parser: Parser, argv: Sequence[str], ports: Sequence[int], num_cores: int
 ) -> list[Member]:
     """Return the processes of a cluster, in the order they start.
 
     Args:
-        extra: Flags for every node.
+        argv: Of this command; no wrong one.
         ports: Free ports: two for each prefill, one for each decode.
     """
+    args = parser.parse_args(argv)
+    of_nodes, of_router = _forwarded(parser.words(argv))
     num_nodes = args.prefills + args.decodes
     threads = args.num_threads or max(1, num_cores // num_nodes)
-    logging = ["--log-level", args.log_level, "--log-format", "console"]
-    common = ["--num-threads", str(threads), *logging, *extra]
+    common = ["--num-threads", str(threads), "--log-format", "console", *of_nodes]
     if args.model is not None:
         common += ["--model", args.model]
     free = iter(ports)
     nodes, prefills, decodes = [], [], []
     for i in range(args.prefills):
         port, bootstrap_port = str(next(free)), str(next(free))
-        argv = ["prefill", "--port", port, "--bootstrap-port", bootstrap_port, *common]
-        nodes.append(Member(f"prefill-{i}", argv))
+        own = ["prefill", "--port", port, "--bootstrap-port", bootstrap_port]
+        nodes.append(Member(f"prefill-{i}", [*own, *common]))
         prefills += [f"http://127.0.0.1:{port}", bootstrap_port]
     for i in range(args.decodes):
         port = str(next(free))
         nodes.append(Member(f"decode-{i}", ["decode", "--port", port, *common]))
         decodes.append(f"http://127.0.0.1:{port}")
-    router = ["lb", "--prefill", *prefills, "--decode", *decodes, "--policy", args.policy]
-    router += ["--host", args.host, "--port", str(args.port), *logging]
-    router += ["--local-prefill-threshold", str(args.local_prefill_threshold)]
-    router += ["--detokenizers", str(args.detokenizers)]
-    router += ["--tool-call-parser", args.tool_call_parser]
-    router += ["--reasoning-parser", args.reasoning_parser]
-    router += http_argv(args)
-    return [*nodes, Member(ROUTER, router)]
+    router = ["lb", "--prefill", *prefills, "--decode", *decodes, "--log-format", "console"]
+    return [*nodes, Member(ROUTER, [*router, *of_router])]
+
+
+def _forwarded(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words for every node, and those for the router."""
+    own = {"--prefills", "--decodes", "--model", "--model-path", "--num-threads"}
+    routers = _names(RouterConfig)
+    of_nodes: list[str] = []
+    of_router: list[str] = []
+    for flag in split_flags(words):
+        name = flag[0].partition("=")[0]
+        switch = "--" + name.removeprefix("--no-")
+        if name in own:
+            continue
+        is_routers = name in routers or switch in routers
+        if is_routers:
+            of_router += flag
+        if not is_routers or name in SHARED:
+            of_nodes += flag
+    return of_nodes, of_router
 
 
 def free_ports(num: int) -> list[int]:
@@ -133,21 +177,25 @@ def _is_free(port: int) -> bool:
 def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit status."""
     parser = build_parser()
-    args, extra = parser.parse_known_args(argv)
+    args = parser.parse_args(argv)
     if args.prefills < 1 or args.decodes < 1:
         parser.error("--prefills and --decodes are at least 1")
+    ports = free_ports(2 * args.prefills + args.decodes)
+    processes = members(parser, argv, ports, os.cpu_count() or 1)
     try:
-        http = read_http(args)
+        router = parse(processes[-1].argv[1:])
     except ConfigInvalid as error:
         parser.error(error.message)
-    if args.ssl_ca_certs:
+    if router.http.tls is not None and router.http.tls.ca_certs:
         parser.error(
             "--ssl-ca-certs: this command has no certificate with which to ask its own router whether it "
             "serves; start prefill, decode and lb one by one"
         )
-    ports = free_ports(2 * args.prefills + args.decodes)
-    cluster = Cluster(members(args, extra, ports, os.cpu_count() or 1), Console(highlight=False))
-    status: int = uvloop.run(cluster.run(args.host, args.port, http.scheme))
+    # This command gave each process its flags; a variable would give the router's to nodes, too.
+    for variable in parser.variables():
+        os.environ.pop(variable, None)
+    cluster = Cluster(processes, Console(highlight=False))
+    status: int = uvloop.run(cluster.run(router.host, router.port, router.http.scheme))
     return status
 
 

@@ -8,8 +8,7 @@ from tests.certificates import make_certificates
 
 
 def cluster(*argv: str, num_cores: int = 2):
-    args, extra = build_parser().parse_known_args(argv)
-    return members(args, extra, list(range(9000, 9100)), num_cores)
+    return members(build_parser(), argv, list(range(9000, 9100)), num_cores)
 
 
 def test_a_pair_and_a_router_are_what_one_gets():
@@ -25,8 +24,8 @@ def test_more_nodes_share_the_cores_and_none_shares_a_port():
         *("prefill-0", "prefill-1", "decode-0", "decode-1", "router")
     ]
     assert all(m.argv[m.argv.index("--num-threads") + 1] == "2" for m in found[:4])
-    ports = [m.argv[m.argv.index("--port") + 1] for m in found]
-    assert len(set(ports)) == 5
+    ports = [m.argv[m.argv.index("--port") + 1] for m in found[:4]]
+    assert len(set(ports)) == 4
 
 
 def test_a_flag_of_nodes_goes_to_every_node_and_not_to_the_router():
@@ -34,6 +33,30 @@ def test_a_flag_of_nodes_goes_to_every_node_and_not_to_the_router():
     for node in (prefill, decode):
         assert node.argv[-4:] == ["--dtype", "float32", "--model", "/m"]
     assert "--dtype" not in router.argv
+
+
+def test_each_flag_goes_to_the_processes_that_it_is_of(tmp_path, monkeypatch):
+    path = tmp_path / "flags.yaml"
+    path.write_text("max-queued-requests: 10\npage-size: 32\n")
+    monkeypatch.setenv("TANDEM_HEARTBEAT_INTERVAL_MS", "250")
+    prefill, decode, router = cluster(
+        "--config", str(path), "--log-level", "debug", "--no-admission"
+    )
+    read = parse(router.argv[1:])
+    assert (read.admission.limits.max_requests, read.admission.is_on) == (10, False)
+    assert (read.heartbeat_interval_ms, read.log_level) == (250.0, "debug")
+    for node in (prefill, decode):
+        assert "--page-size=32" in node.argv
+        assert "--heartbeat-interval-ms=250" in node.argv
+        assert node.argv[node.argv.index("--log-level") + 1] == "debug"
+        assert not any("queued" in word or "admission" in word for word in node.argv)
+
+
+def test_a_misspelt_flag_of_a_node_is_answered_before_anything_starts(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--pagesize", "32"])
+    answer = "tandem up: error: there is no flag --pagesize: did you mean --page-size?\n"
+    assert capsys.readouterr().err == answer
 
 
 def test_free_ports_are_distinct_and_none_that_the_kernel_gives_to_a_client():

@@ -17,13 +17,13 @@ from tandem.engine.core import Engine
 from tandem.engine.profile import NodeFigures, Profile
 from tandem.node.checkpoint import model_name, resolve_model
 from tandem.node.config import NodeConfig, check
-from tandem.node.engine_flags import add_engine_flags, add_model_flags, read_engine
 from tandem.node.engine_process import MALLOC_SETTINGS
-from tandem.node.flags import HelpFormatter
 from tandem.profile.measuring import Bench, Grid, Point, fit_decode, fit_prefill, rounded
 from tandem.telemetry import log as logs
 from tandem.telemetry.version import package_version
+from tandem.wire.command_line import HelpFormatter, Parser
 from tandem.wire.errors import ConfigInvalid, TandemError
+from tandem.wire.options import add_flags, read_flags
 
 EXAMPLES = """\
 examples:
@@ -52,15 +52,14 @@ QUICK_POINT_S, POINT_S = 0.3, 2.0
 _FILL = 0x3C
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser."""
-    parser = argparse.ArgumentParser(
-        prog="tandem profile",
+    parser = Parser(
+        "tandem profile",
         description="Measure the forwards of one node, in this process and without a cluster, and write the "
         "profile that describes them: input for `tandem plan` and simulated engines.",
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument_group("measuring").add_argument
     add("-o", "--output", type=Path, default=None, metavar="FILE", help="write the profile as JSON")
@@ -80,11 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SHARE",
         help="write nothing where the profile is off by more, on average over the points of a part",
     )
-    add_model_flags(parser.add_argument_group("model"))
-    add_engine_flags(
-        parser.add_argument_group("engine (as the nodes of the cluster will have them)")
-    )
-    parser.set_defaults(engine="model", sim_profile=None, sim_kv=None)
+    add_flags(parser, NodeConfig, only=("model", "cache_dir", "served_model_name", "engine"))
     return parser
 
 
@@ -99,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
         if not MALLOC_SETTINGS.keys() <= os.environ.keys():
             command = [sys.executable, "-P", "-m", "tandem", "profile", *argv]
             os.execve(sys.executable, command, MALLOC_SETTINGS | os.environ)  # noqa: S606 - this program
-        with _engine_of(config, args.cache_dir) as engine:
+        with _engine_of(config, Path(config.cache_dir) if config.cache_dir else None) as engine:
             profile = _measured(args, config, engine)
     except ConfigInvalid as error:
         sys.stderr.write(f"tandem profile: error: {error.for_operators}\n")
@@ -123,7 +118,8 @@ def read_config(args: argparse.Namespace) -> NodeConfig:
         raise ConfigInvalid(f"--max-error is {args.max_error:g}: give more than 0, such as 0.2")
     if args.longest_context < 0:
         raise ConfigInvalid(f"--longest-context is {args.longest_context}: give tokens, or 0")
-    if args.disable_prefix_cache:
+    config = read_flags(NodeConfig, args, role="colocated")
+    if not config.engine.is_prefix_cache_enabled:
         raise ConfigInvalid(
             "--disable-prefix-cache: leave it out; the cost of a context is measured through the prefix cache"
         )
@@ -132,8 +128,13 @@ def read_config(args: argparse.Namespace) -> NodeConfig:
             args.output.open("ab").close()
     except OSError as error:
         raise ConfigInvalid(f"--output {args.output}: {error.strerror}") from error
-    name = args.served_model_name or model_name(args.model)
-    return check(NodeConfig(role="colocated", served_model_name=name, engine=read_engine(args)))
+    return check(
+        msgspec.structs.replace(
+            config,
+            engine=msgspec.structs.replace(config.engine, model_dir=config.model or ""),
+            served_model_name=config.served_model_name or model_name(config.model),
+        )
+    )
 
 
 @contextmanager
