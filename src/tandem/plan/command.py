@@ -11,7 +11,6 @@ from tandem.long_work import counted
 from tandem.plan import words
 from tandem.plan.arguments import PlanConfig, parse
 from tandem.plan.planning import Plan, Planner, Simulate, Trial
-from tandem.plan.plot import write_plot
 from tandem.plan.report import as_json, render
 from tandem.plan.seam import Fleet, Outcome, PlannedRequest
 from tandem.wire.errors import ConfigInvalid
@@ -44,8 +43,6 @@ def run(argv: Sequence[str], simulate: Simulate) -> int:
         sys.stdout.write(as_json(plan, config.num_too_long).decode())
     else:
         render(plan, config.num_too_long, Console(markup=False, highlight=False))
-    if config.plot is not None:
-        write_plot(config.plot, plan)
     return 0 if plan.best is not None else 1
 
 

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tandem.doctor.measuring import QUICK, ReceivingProbe, measure_transport
-from tandem.doctor.probe import Where
+from tandem.doctor import link
 from tandem.engine.core import Engine
 from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.node.config import NodeConfig
 from tandem.node.model_engine import build_model
 from tandem.node.pool_plan import PoolPlan
@@ -39,10 +39,8 @@ def engine_of(config: NodeConfig) -> Iterator[Engine]:
 
 def link_bytes_per_s() -> float:
     """Return what one node pushes to another of this host through shared memory; 0: it cannot."""
-    where = Where(host="127.0.0.1")
-    far = ReceivingProbe(QUICK.shape, where, "127.0.0.1")
-    measured = measure_transport(far, "shm", QUICK, where).measured
-    return 0.0 if measured is None else measured.bytes_per_s
+    row = link.measure("shm", TransportConfig(host="127.0.0.1"), None, is_quick=True)
+    return 1e9 * (row.gigabytes_per_s or 0.0)
 
 
 def _filled(config: NodeConfig, plan: PoolPlan) -> MemoryRegion | None:
