@@ -15,7 +15,6 @@ from benchmarks.processes import Target
 from benchmarks.serve_load import load
 from benchmarks.verdict import result
 from benchmarks.vllm_server import MODEL
-from tandem.bench.records import Turn
 from tandem.bench.report import LoadReport
 
 GOAL_RATIO = 3.0
@@ -41,21 +40,24 @@ def build_parser() -> argparse.ArgumentParser:
 def disturbed(args: argparse.Namespace, target: Target, seed: int) -> LoadReport:
     """Return what the streams saw while the long prompts came."""
 
-    def drive(num_requests: int, streams: int, turn: Turn, part: int) -> LoadReport:
+    def drive(
+        num_requests: int, streams: int, input_tokens: int, output_tokens: int, part: int
+    ) -> LoadReport:
         return load(
             target,
             streams,
-            turn,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
             num_requests=num_requests,
             vocab_size=VOCAB_SIZE,
             seed=hash((seed, part)),
             model=MODEL,
         )
 
-    long = (args.prompts, 1, Turn(args.prompt_tokens, 1), 1)
+    long = (args.prompts, 1, args.prompt_tokens, 1, 1)
     disturber = threading.Thread(target=drive, args=long)
     disturber.start()
-    seen = drive(args.streams, args.streams, Turn(32, args.output_tokens), 0)
+    seen = drive(args.streams, args.streams, 32, args.output_tokens, 0)
     disturber.join()
     return seen
 

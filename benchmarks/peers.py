@@ -20,7 +20,6 @@ from benchmarks.engines import model_dir
 from benchmarks.processes import Target, free_port, tandem
 from benchmarks.serve_load import load
 from benchmarks.verdict import result
-from tandem.bench.records import Turn
 from tandem.bench.report import LoadReport
 
 # Ours over theirs, at every number of streams.
@@ -76,7 +75,8 @@ def one_round(args: argparse.Namespace, target: Target, streams: int, seed: int)
     return load(
         target,
         streams,
-        Turn(args.input_tokens, args.output_tokens),
+        input_tokens=args.input_tokens,
+        output_tokens=args.output_tokens,
         num_requests=streams,
         vocab_size=VOCAB_SIZE,
         seed=hash((seed, streams)),

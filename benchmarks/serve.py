@@ -1,7 +1,7 @@
 """Serving, measured: a disaggregated cluster against one colocated engine, in the same run.
 
 Starts `tandem up` and `tandem serve` on free ports (or takes --url and --baseline-url), drives both
-with the same load from several client processes, one after the other in alternating order, and
+with the same load, one after the other in alternating order, and
 prints latencies, throughput and their ratio. Run from the root: `python -m benchmarks.serve`.
 
 The baseline is run with one thread and with one for each core, and the ratio is to the better: with
@@ -18,7 +18,6 @@ import msgspec
 
 from benchmarks.processes import Target, get, tandem
 from benchmarks.serve_load import load, table
-from tandem.bench.records import Turn
 from tandem.bench.report import LoadReport
 
 GOAL_RATIO = 1.0
@@ -50,7 +49,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--input-tokens", type=int, default=128, help="random ids in each prompt")
     add("--output-tokens", type=int, default=64, help="generated for each prompt")
     add("--rounds", type=int, default=1, help="how often both are measured, turn about")
-    add("--clients", type=int, default=2, help="client processes, at most one for each stream")
     add("--seed", type=int, default=0, help="of the prompts")
     add("node_flags", nargs="*", default=[], help=argparse.SUPPRESS)
     return parser
@@ -69,11 +67,11 @@ def one_round(
     return load(
         target,
         concurrency,
-        Turn(args.input_tokens, args.output_tokens),
+        input_tokens=args.input_tokens,
+        output_tokens=args.output_tokens,
         num_requests=concurrency * args.requests_per_stream,
         vocab_size=args.vocab_size,
         seed=hash((args.seed, concurrency, round_)),
-        clients=args.clients,
     )
 
 

@@ -4,47 +4,38 @@ import asyncio
 from collections.abc import Sequence
 
 from benchmarks.processes import Target
-from tandem.bench.config import Load
-from tandem.bench.processes import drive
-from tandem.bench.records import Api, ClientPlan, Job, PromptRules, Server, Turn
-from tandem.bench.report import LoadReport, Times
-from tandem.bench.statistics import summarise
-from tandem.bench.table import times_of
-from tandem.bench.workload import split_plan
+from tandem.bench.arguments import Load
+from tandem.bench.client import Server, drive
+from tandem.bench.report import LoadReport, Times, summarise, times_of
+from tandem.bench.workload import Job, PromptRules
 
 
 def load(
     target: Target,
     streams: int,
-    turn: Turn,
     *,
+    input_tokens: int,
+    output_tokens: int,
     num_requests: int,
     vocab_size: int,
     seed: int,
     model: str = "",
-    clients: int = 2,
 ) -> LoadReport:
-    """Drive a server once with `streams` requests open at a time; prompts are made from `seed`.
+    """Drive a server once with `streams` requests open at a time.
 
     Args:
-        target: The server.
-        streams: Requests open at once.
-        turn: Tokens of each prompt and answer.
         num_requests: Sent in all.
         vocab_size: Ids of prompts are below it.
         seed: Of the prompts; equal ones give equal prompts.
         model: Asked for over OpenAI's API; empty drives the native one.
-        clients: Processes that send, at most one for each stream.
     """
-    api: Api = "completions" if model else "native"
-    plan = ClientPlan(
-        server=Server(url=target.url, api=api, model=model),
-        rules=PromptRules(vocab_size=vocab_size, seed=abs(seed)),
-        jobs=[Job(index=i, turns=[turn]) for i in range(num_requests)],
-        concurrency=streams,
-    )
-    measured = asyncio.run(drive(split_plan(plan, min(clients, streams))))
-    return summarise(Load(streams), measured.samples, measured.cpu_s)
+    server = Server(url=target.url, api="completions" if model else "native", model=model)
+    jobs = [
+        Job(index=i, input_tokens=input_tokens, output_tokens=output_tokens)
+        for i in range(num_requests)
+    ]
+    rules = PromptRules(vocab_size=vocab_size, seed=abs(seed))
+    return summarise(Load(streams), asyncio.run(drive(server, rules, jobs, streams)))
 
 
 def table(reports: Sequence[tuple[str, LoadReport]]) -> str:

@@ -1,11 +1,12 @@
 """`tandem COMMAND ...`: a person starts here."""
 
 import difflib
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from importlib import import_module
+from pathlib import Path
 
-from tandem.key_file import take_key_file
 from tandem.telemetry.version import package_version
 from tandem.wire.errors import ConfigInvalid
 
@@ -21,9 +22,9 @@ Serve large language models with prefill and decode on separate nodes.
   serve     both roles in one engine, without transfer
   top       what a cluster does now, in a terminal: nodes, pages, pairs, latencies, requests, events
   drain     have a node finish, or hand over, what it has, and take nothing new
-  doctor    what works here or between two hosts, how fast it is, and what is missing
-  bench     drive a server with a load: latencies, throughput, goodput, and a page with plots
-  batch     a file of requests through a cluster, as fast as nothing waits there; goes on after a crash
+  doctor    check this machine, a link between two hosts, or running nodes
+  bench     drive a server with a load: latencies, throughput, goodput
+  batch     send a file of requests in OpenAI's batch format; resumes after a crash
   profile   measure one node's forwards, for `plan` and for simulated engines
   plan      how many nodes of which kind a load and its latencies take, at the least cost
   operator-key   print the key that requests which change the cluster bear
@@ -40,6 +41,9 @@ More: tandem docs quickstart
 """
 
 Command = Callable[[Sequence[str]], int]
+
+# The secret of the cluster, or a file with it, as service managers and containers hand secrets over.
+KEY, KEY_FILE = "TANDEM_CLUSTER_KEY", "TANDEM_CLUSTER_KEY_FILE"
 
 # Where the `main` of each is; imported when it is asked for: `lb` starts without torch.
 MODULES = {
@@ -68,6 +72,27 @@ def _command(name: str) -> Command | None:
         return None
     command: Command = import_module(module).main
     return command
+
+
+def take_key_file(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Read the file of TANDEM_CLUSTER_KEY_FILE into TANDEM_CLUSTER_KEY, where all commands look.
+
+    Raises:
+        ConfigInvalid: It cannot be read or is empty, or both are set.
+    """
+    if not (name := environment.pop(KEY_FILE, "")):
+        return
+    if environment.get(KEY):
+        raise ConfigInvalid(f"{KEY} and {KEY_FILE} are both set: leave one of them out")
+    try:
+        secret = Path(name).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeError) as error:
+        raise ConfigInvalid(f"{KEY_FILE} is {name}, which cannot be read: {error}") from error
+    if not secret:
+        raise ConfigInvalid(
+            f"{KEY_FILE} is {name}, which is empty: fill it with `openssl rand -hex 32`"
+        )
+    environment[KEY] = secret
 
 
 def main() -> int:

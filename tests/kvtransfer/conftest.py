@@ -2,13 +2,11 @@
 
 import pytest
 
-from tandem.kvtransfer import bare_stream
 from tandem.kvtransfer.transports import one_sided, tcp_frames
 from tests.patience import PATIENCE_S
 
 
 @pytest.fixture(autouse=True)
 def _has_patience(monkeypatch):
-    monkeypatch.setattr(bare_stream, "CONNECT_TIMEOUT_S", PATIENCE_S)
     monkeypatch.setattr(one_sided, "CONNECT_TIMEOUT_S", PATIENCE_S)
     monkeypatch.setattr(tcp_frames, "HANDSHAKE_TIMEOUT_S", PATIENCE_S)

@@ -1,7 +1,6 @@
 import pytest
 
-from tandem.__main__ import main
-from tandem.key_file import take_key_file
+from tandem.__main__ import main, take_key_file
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.keys import operator_key
 

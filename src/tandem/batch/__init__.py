@@ -1,12 +1,11 @@
-"""Many requests through a cluster, or a list of servers: `tandem batch`, and the same from code.
+"""Send many requests to a cluster or to any OpenAI servers: `tandem batch`, and the same from code.
 
 ```
- file or code ─▶ client.py: a task for each request under way ─▶ results as they come ─▶ journal.py ─▶ output
-                   │ where?                    ▲ how many?
-                   └──▶ servers.py ────────────┴── pace.py ◀── looks.py: what waits at the server
+ input file ─▶ job.py ─▶ client.py: retries, and how many requests at once ─▶ servers
+ output file ◀─ job.py ◀─ results, in the order in which they end
 ```
 
-From code, where nothing is written to a disk:
+From code, without files:
 
 ```python
 from tandem.batch import BatchClient, BatchRequest
@@ -17,9 +16,15 @@ async with BatchClient(["http://127.0.0.1:8000"]) as client:
 ```
 """
 
-from tandem.batch.client import BatchClient, BatchSettings, run_batch
-from tandem.batch.servers import BatchStopped, KeyRefused, ServersAway
-from tandem.batch.values import BatchError, BatchRequest, BatchResult
+from tandem.batch.client import (
+    BatchClient,
+    BatchSettings,
+    BatchStopped,
+    KeyRefused,
+    ServersAway,
+    run_batch,
+)
+from tandem.batch.lines import BatchError, BatchRequest, BatchResult
 
 __all__ = [
     "BatchClient",

@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from tandem.batch.client import BatchSettings
-from tandem.batch.config import BatchConfig
+from tandem.batch.client import BatchSettings, BatchStopped
 from tandem.batch.flags import build_parser
-from tandem.batch.job import Interrupted, run_job
-from tandem.batch.servers import BatchStopped
+from tandem.batch.job import BatchConfig, Interrupted, run_job
 from tandem.wire.errors import ConfigInvalid
 
 SOME_FAILED, COULD_NOT_RUN = 1, 2
@@ -20,51 +18,40 @@ STOPPED = 130  # what shells say of a command that Ctrl-C ended
 DEFAULT_URL = "http://127.0.0.1:8000"
 # The first that is set; the second is what OpenAI's own programs read.
 KEY_VARIABLES = ("TANDEM_API_KEY", "OPENAI_API_KEY")
+RESUME = "give the same command again to go on"
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit status."""
     try:
-        config = parse(argv, os.environ)
+        return asyncio.run(carry_out(parse(argv, os.environ)))
     except ConfigInvalid as error:
-        return _say(error.for_operators, COULD_NOT_RUN)
-    try:
-        return asyncio.run(carry_out(config))
+        return _fail(error.for_operators)
     except KeyboardInterrupt:
-        return _stopped(config, "")
+        sys.stderr.write("tandem batch: stopped\n")
+        return STOPPED
 
 
 async def carry_out(config: BatchConfig) -> int:
-    """Do what it says, tell how it went, and return the exit status."""
+    """Run the job and return the exit status."""
     try:
-        totals = await run_job(config)
+        num_failed = await run_job(config)
     except ConfigInvalid as error:
-        return _say(error.for_operators, COULD_NOT_RUN)
+        return _fail(error.for_operators)
     except BatchStopped as error:
-        return _say(f"{error}\n{_how_on(config)}", COULD_NOT_RUN)
+        return _fail(f"{error}\n{RESUME}")
     except OSError as error:
-        what = f"{error.filename or config.journal}: {error.strerror or error}"
-        return _say(
-            f"{what}: what was written before is kept; mend it, and {_how_on(config)}",
-            COULD_NOT_RUN,
-        )
+        what = f"{error.filename or config.output}: {error.strerror or error}"
+        return _fail(f"{what}: results so far are kept; mend it, and {RESUME}")
     except Interrupted as error:
-        return _stopped(config, f": {error}")
-    return SOME_FAILED if totals.num_failed else 0
+        sys.stderr.write(f"tandem batch: stopped: {error}; {RESUME}\n")
+        return STOPPED
+    return SOME_FAILED if num_failed else 0
 
 
-def _stopped(config: BatchConfig, how_far: str) -> int:
-    sys.stderr.write(f"tandem batch: stopped{how_far}; {_how_on(config)}\n")
-    return STOPPED
-
-
-def _say(sentence: str, status: int) -> int:
+def _fail(sentence: str) -> int:
     sys.stderr.write(f"tandem batch: error: {sentence}\n")
-    return status
-
-
-def _how_on(config: BatchConfig) -> str:
-    return f"give the same command again to go on ({config.journal} has what is done)"
+    return COULD_NOT_RUN
 
 
 def parse(argv: Sequence[str], environment: Mapping[str, str]) -> BatchConfig:
@@ -111,16 +98,15 @@ def _settings(args: argparse.Namespace, api_key: str) -> BatchSettings:
 
 
 def _check_paths(config: BatchConfig) -> None:
-    """Refuse files that would be written over each other.
+    """Reject files that would overwrite each other.
 
     Raises:
         ConfigInvalid: Two are the same.
     """
-    written = {"-o": config.output, "its journal": config.journal}
-    if config.error_file is not None:
-        written["--error-file"] = config.error_file
     seen = {config.input.resolve(): "the input"}
-    for name, path in written.items():
+    for name, path in (("-o", config.output), ("--error-file", config.error_file)):
+        if path is None:
+            continue
         if other := seen.get(path.resolve()):
             raise ConfigInvalid(f"{path} is {other} and {name}: give another file")
         seen[path.resolve()] = name

@@ -7,19 +7,19 @@ EXAMPLES = """\
 examples:
   tandem batch requests.jsonl -o answers.jsonl               through the router of this machine, at port 8000
   tandem batch requests.jsonl -o answers.jsonl --url http://10.0.0.2:8000 --extra-request-body '{"priority": -1}'
-                                                             behind whoever waits for an answer now
+                                                             behind requests of a higher priority
   tandem batch requests.jsonl -o answers.jsonl --url http://gpu1:30000 --url http://gpu2:30000
-                                                             servers of any kind, the least busy one first
-  tandem batch requests.jsonl -o answers.jsonl               again, after a crash or Ctrl-C: goes on
+                                                             any OpenAI servers, the least busy one first
+  tandem batch requests.jsonl -o answers.jsonl               again, after a crash or Ctrl-C: resumes
 
-A line of IN.jsonl, as OpenAI's batches have it:
+A line of IN.jsonl, in OpenAI's batch format:
   {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "M", "messages": [...]}}
-and one of OUT.jsonl, in the same order:
+and a line of OUT.jsonl, in the order in which answers come:
   {"id": "...", "custom_id": "1", "response": {"status_code": 200, "request_id": "...", "body": {...}}, "error": null}
 
-Ctrl-C takes nothing new and waits for what is under way; a second one ends at once. Nothing that was written
-is asked for again.
-exit status: 0 all succeeded; 1 some failed; 2 it could not run, or not to its end; 130 stopped by Ctrl-C.
+Ctrl-C sends nothing new and waits for answers under way; a second one ends at once. A request that has a line
+in the output is not sent again.
+exit status: 0 all succeeded; 1 some failed; 2 the job could not run, or not to its end; 130 stopped by Ctrl-C.
 
 More: tandem docs batch
 """
@@ -29,8 +29,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
     parser = argparse.ArgumentParser(
         prog="tandem batch",
-        description="Send a file of requests through a cluster, or a list of servers, as fast as nothing waits "
-        "there, and write the answers to a file. A command that dies goes on where it was.",
+        description="Send a file of requests to a cluster, or to any OpenAI servers, and write the answers to a "
+        "file. After a crash the same command resumes.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -51,32 +51,32 @@ def _add_files(group: argparse._ArgumentGroup) -> None:
         type=Path,
         required=True,
         metavar="OUT.jsonl",
-        help="answers in the order of the requests, written at the end; until then they are in OUT.jsonl.journal",
+        help="answers, each appended as it comes",
     )
     add(
         "--error-file",
         type=Path,
         metavar="FILE",
-        help="what failed goes there, as OpenAI has it (default: into the output, too)",
+        help="write failed requests there, as OpenAI does (default: to the output)",
     )
     add(
         "--restart",
         dest="is_restarted",
         action="store_true",
-        help="begin again: throw away what was answered so far, and replace the output",
+        help="begin again: empty the output and the error file",
     )
     add(
         "--skip-invalid",
         dest="skips_invalid",
         action="store_true",
-        help="go on without the lines that are no requests; without it they are told, and nothing is sent",
+        help="leave out lines that are no requests; by default they are reported, and nothing is sent",
     )
     add(
         "--max-line-bytes",
         type=int,
         default=32 << 20,
         metavar="N",
-        help="of a request, at most; servers take no more by default (default: 33554432)",
+        help="maximum size of a request; servers accept no more by default (default: 33554432)",
     )
 
 
@@ -88,28 +88,27 @@ def _add_servers(group: argparse._ArgumentGroup) -> None:
         dest="urls",
         action="append",
         metavar="URL",
-        help="of a router, or of any server with OpenAI's API; may be given several times (default: "
-        "http://127.0.0.1:8000)",
+        help="a router, or any server with OpenAI's API; repeat for several (default: http://127.0.0.1:8000)",
     )
     add(
         "--api-key",
         default="",
         metavar="KEY",
-        help="sent as a bearer token (default: of TANDEM_API_KEY, else of OPENAI_API_KEY; `ps` does not show those)",
+        help="bearer token (default: TANDEM_API_KEY, then OPENAI_API_KEY, which `ps` does not show)",
     )
     add(
         "--extra-request-body",
         dest="extra_body",
         default="{}",
         metavar="JSON",
-        help="fields for the requests that do not have them, such as '{\"priority\": -1}'",
+        help="fields for requests that lack them, such as '{\"priority\": -1}'",
     )
     add(
         "--timeout-s",
         type=float,
         default=600.0,
         metavar="S",
-        help="a request that is not answered in so long is sent again (default: 600)",
+        help="time of one attempt, answer included (default: 600)",
     )
 
 
@@ -120,34 +119,34 @@ def _add_pace(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=1024,
         metavar="N",
-        help="requests under way at all servers together, at most (default: 1024)",
+        help="maximum number of requests at all servers together (default: 1024)",
     )
     add(
         "--min-concurrency",
         type=int,
         default=1,
         metavar="N",
-        help="at each server that is there, at least, whoever waits; equal to the other: a fixed number (default: 1)",
+        help="refusals (429, 503) do not lower the number at one server below this (default: 1)",
     )
     add(
         "--max-attempts",
         type=int,
         default=5,
         metavar="N",
-        help="how often a request is sent that ends in 408, 5xx or a broken connection (default: 5)",
+        help="how often to send a request that ends in 408, 5xx or a broken connection (default: 5)",
     )
     add(
         "--patience-s",
         type=float,
         default=900.0,
         metavar="S",
-        help="how long one request is tried again after 429 and 503, and how long no server may answer before "
-        "the command ends (default: 900)",
+        help="how long to retry a request after 429 and 503, and how long to wait while no server answers "
+        "(default: 900)",
     )
     add(
         "--grace-s",
         type=float,
         default=60.0,
         metavar="S",
-        help="how long Ctrl-C waits for the answers under way (default: 60)",
+        help="how long Ctrl-C waits for answers under way (default: 60)",
     )

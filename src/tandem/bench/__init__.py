@@ -1,15 +1,12 @@
-"""`tandem bench`: drives a server with a load and says how it served it.
+"""`tandem bench`: sends a load of streamed requests to a server and measures how it was served.
 
 ```
- arrivals.py  trace.py  lengths ─▶ workload.py  Jobs of a Load ─▶ one ClientPlan for each process
-                                                                       │
- processes.py  starts the clients, gives all the same start ───────────┤
- client.py     one of them: dispatches jobs ─ http.py a connection ─ answer.py counts tokens
-                                                                       │ Samples, as they end
- live.py ◀── progress ─────────────────────────────────────────────────┤
- statistics.py  Samples ─▶ LoadReport ─▶ report.py (JSON) ─▶ table.py, page.py + plots.py (HTML)
+ arrivals.py  trace.py ─▶ workload.py  Jobs of a Load, and their prompts
+                              │
+ client.py   sends them over aiohttp ─▶ Samples, as they end
+                              │
+ report.py   Samples ─▶ LoadReport ─▶ JSON, table
 ```
 
-What decides (arrivals, trace, workload, prompts, answer, statistics, report) opens no socket and reads
-no clock. Nothing here imports torch.
+Only `client.py` opens sockets and reads clocks. Nothing here imports torch.
 """

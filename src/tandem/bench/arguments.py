@@ -1,16 +1,85 @@
-"""The flags of `tandem bench`, read and checked; nothing is done."""
+"""The flags of `tandem bench`, read and checked."""
 
 import argparse
+import math
 from collections.abc import Sequence
-from urllib.parse import urlsplit
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from tandem.bench.config import BenchConfig, Load
 from tandem.bench.flags import build_parser
 from tandem.wire.errors import ConfigInvalid
+from tandem.wire.hosts import checked_url
 
 DEFAULT_STREAMS = 16
+
+Api = Literal["native", "completions", "chat"]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One load: a bound on the streams, a rate, or a trace.
+
+    Attributes:
+        concurrency: Maximum number of requests at once; 0 for no bound.
+        rate: Requests a second, infinity for all at once; 0 for a closed loop or a trace.
+    """
+
+    concurrency: int = 0
+    rate: float = 0.0
+    is_trace: bool = False
+
+    @property
+    def kind(self) -> Literal["closed", "open", "trace"]:
+        """What decides when a request is sent."""
+        if self.is_trace:
+            return "trace"
+        return "open" if self.rate else "closed"
+
+    @property
+    def name(self) -> str:
+        """The load in words."""
+        streams = f"{self.concurrency} stream{'s' * (self.concurrency > 1)}"
+        bound = f", at most {streams}" if self.concurrency else ""
+        if self.is_trace:
+            return f"trace{bound}"
+        if not self.rate:
+            return streams
+        each = "all at once" if math.isinf(self.rate) else f"{self.rate:g} requests/s"
+        return f"{each}{bound}"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchConfig:
+    """The flags of `tandem bench`; their help says what each is."""
+
+    url: str
+    api: Api
+    model: str
+    api_key: str
+    extra_body: dict[str, object]
+    is_eos_ignored: bool
+    timeout_s: float
+    loads: tuple[Load, ...]
+    num_prompts: int
+    burstiness: float
+    trace: Path | None
+    trace_speed: float
+    trace_limit: int
+    input_tokens: int
+    output_tokens: int
+    range_ratio: float
+    shared_prefix_tokens: int
+    num_prefixes: int
+    vocab_size: int
+    seed: int
+    warmup_requests: int
+    slo_ttft_ms: float | None
+    slo_itl_ms: float | None
+    slo_e2e_ms: float | None
+    output_file: Path | None
 
 
 def parse(argv: Sequence[str]) -> BenchConfig:
@@ -21,48 +90,23 @@ def parse(argv: Sequence[str]) -> BenchConfig:
         SystemExit: argparse's own answer to a wrong flag (2) and to --help (0).
     """
     args = build_parser().parse_args(argv)
-    _check_numbers(args)
     loads = _loads(args)
     given = vars(args)
-    for name in ("request_rate", "max_concurrency", "concurrency"):  # what `loads` was made of
+    for name in ("request_rate", "max_concurrency", "concurrency"):  # `loads` has them
         del given[name]
-    checked = {"url": _url(args.url), "extra_body": _extra_body(args.extra_body), "loads": loads}
+    checked = {
+        "url": checked_url("--url", args.url.rstrip("/").removesuffix("/v1")),
+        "extra_body": _extra_body(args.extra_body),
+        "loads": loads,
+    }
     return BenchConfig(**given | checked)
 
 
-def _check_numbers(args: argparse.Namespace) -> None:
-    least: dict[str, float] = {
-        **dict.fromkeys(("max_concurrency", "num_prompts", "trace_limit", "clients"), 0),
-        **dict.fromkeys(("shared_prefix_tokens", "think_time_s", "vocab_size", "seed"), 0),
-        **dict.fromkeys(("warmup_requests", "range_ratio", "request_rate"), 0),
-        **dict.fromkeys(("input_tokens", "output_tokens", "num_prefixes", "turns"), 1),
-    }
-    flags = {"input_tokens": "input_len", "output_tokens": "output_len"}
-    flags["range_ratio"] = "random_range_ratio"
-    for name, bound in least.items():
-        if not getattr(args, name) >= bound:
-            flag = "--" + flags.get(name, name).replace("_", "-")
-            raise ConfigInvalid(f"{flag} is {getattr(args, name)}: give at least {bound}")
-    for name in (
-        "burstiness",
-        "trace_speed",
-        "timeout_s",
-        "slo_ttft_ms",
-        "slo_itl_ms",
-        "slo_e2e_ms",
-    ):
-        value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise ConfigInvalid(f"--{name.replace('_', '-')} is {value:g}: give more than 0")
-    if args.range_ratio > 1:
-        raise ConfigInvalid(f"--random-range-ratio is {args.range_ratio:g}: give 0 to 1")
-
-
 def _loads(args: argparse.Namespace) -> tuple[Load, ...]:
-    """Return the loads that the flags come to.
+    """Return the loads that the flags describe.
 
     Raises:
-        ConfigInvalid: Two of them exclude each other.
+        ConfigInvalid: Two flags exclude each other.
     """
     kinds = {"--concurrency": args.concurrency, "--rate": args.request_rate, "--trace": args.trace}
     given = [flag for flag, value in kinds.items() if value]
@@ -70,28 +114,15 @@ def _loads(args: argparse.Namespace) -> tuple[Load, ...]:
         raise ConfigInvalid(
             f"{given[0]} and {given[1]}: give one of them; --max-concurrency bounds an open loop"
         )
-    if args.trace and (args.turns > 1 or args.num_prompts or args.shared_prefix_tokens):
+    if args.trace and (args.num_prompts or args.shared_prefix_tokens):
         raise ConfigInvalid(
-            "--trace says itself what is asked for: leave out --turns, --num-prompts and "
-            "--shared-prefix-tokens; --trace-limit takes its first requests"
+            "--trace has its own requests: leave out --num-prompts and --shared-prefix-tokens; "
+            "--trace-limit takes its first requests"
         )
-    if any(streams < 1 for streams in args.concurrency):
-        raise ConfigInvalid("--concurrency: give at least 1")
     if args.trace or args.request_rate:
         return (Load(args.max_concurrency, args.request_rate, bool(args.trace)),)
     default = [args.max_concurrency or DEFAULT_STREAMS]
     return tuple(Load(streams) for streams in args.concurrency or default)
-
-
-def _url(text: str) -> str:
-    parts = urlsplit(text)
-    try:
-        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
-        is_whole = False
-    if not is_whole:
-        raise ConfigInvalid(f"--url {text}: give http://HOST:PORT or https://HOST:PORT")
-    return text.rstrip("/").removesuffix("/v1")
 
 
 def _extra_body(text: str) -> dict[str, object]:

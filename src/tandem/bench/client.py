@@ -1,198 +1,329 @@
-"""One process of the load client. Run by `processes.py` with frames on its standard input and output.
+"""Sends the jobs of a load over aiohttp, reads the streamed answers and times their tokens.
 
-    plan ─▶ Ready ─▶ Go ─▶ the load, with Progress every quarter of a second ─▶ Finished
-
-The end of its standard input stops it: what is under way is reported as unfinished.
+What one read of the socket brings is one arrival. Counts are the server's: `meta_info.completion_tokens` of the
+native API, `usage.completion_tokens` with every event of OpenAI's (`continuous_usage_stats`). If a server sends
+neither with its events, each event with text counts as one token, and the total is its last `usage`.
 """
 
 import asyncio
 import contextlib
-import resource
-import sys
 import time
-from typing import BinaryIO
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import aiohttp
 import msgspec
-import uvloop
-from typing_extensions import override
 
-from tandem.bench.answer import Answer, Broken, Tally
-from tandem.bench.conversation import PATHS, Conversation
-from tandem.bench.http import Address, Connections
-from tandem.bench.prompts import PromptMaker
-from tandem.bench.records import (
-    FRAME,
-    UNFINISHED,
-    ClientPlan,
-    Finished,
-    FromClient,
-    Go,
-    Job,
-    Progress,
-    Ready,
-    Sample,
-    Turn,
-)
+from tandem.bench.arguments import Api
+from tandem.bench.workload import Job, PromptRules
 
-PROGRESS_S = 0.25
+PATHS = {"native": "/generate", "completions": "/v1/completions", "chat": "/v1/chat/completions"}
+UNFINISHED = "unfinished"
+MAX_SHOWN = 300
 
 
-class Client:
-    """Sends the jobs of a plan and collects samples."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """The server under load, and how to ask it.
 
-    def __init__(self, plan: ClientPlan) -> None:
-        self._plan = plan
-        self._maker = PromptMaker(plan.rules)
-        server = plan.server
-        self._connections = Connections(
-            Address.of(server.url + PATHS[server.api], server.api_key), server.timeout_s
-        )
-        self._places = asyncio.Semaphore(plan.concurrency or len(plan.jobs) or 1)
-        self._freed_s = 0.0  # when a place was last given back
-        self._tally = Tally()
-        self._samples: list[Sample] = []
-        self._num_running = 0
+    Attributes:
+        model: Asked for over OpenAI's APIs.
+        is_eos_ignored: Every answer is as long as asked; a shorter one has failed.
+        extra_body: More fields of every request.
+        timeout_s: A request that receives nothing for this long has failed.
+    """
 
-    async def run(self, start_s: float) -> None:
-        """Send every job when it is due and there is a place for it; return when all have ended."""
+    url: str
+    api: Api
+    model: str = ""
+    api_key: str = ""
+    is_eos_ignored: bool = True
+    extra_body: dict[str, object] = field(default_factory=dict)
+    timeout_s: float = 300.0
+
+    def body(self, job: Job, rules: PromptRules) -> bytes:
+        """Return the body of a request."""
+        length: dict[str, object]
+        prompt: dict[str, object]
+        if self.api == "native":
+            prompt = {"input_ids": rules.ids(job)}
+            sampling = {"max_new_tokens": job.output_tokens, "temperature": 0}
+            length = {"sampling_params": sampling | {"ignore_eos": self.is_eos_ignored}}
+        else:
+            length = {
+                "model": self.model,
+                "max_tokens": job.output_tokens,
+                "temperature": 0,
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            }
+            # Servers that do not know the field reject it.
+            length |= {"ignore_eos": True} if self.is_eos_ignored else {}
+            if self.api == "chat":
+                prompt = {"messages": [{"role": "user", "content": rules.text(job)}]}
+            else:
+                prompt = {"prompt": rules.ids(job)}
+        return msgspec.json.encode({**prompt, **length, "stream": True, **self.extra_body})
+
+
+@dataclass(slots=True, kw_only=True)
+class Sample:
+    """One request: when it was sent, and when how many of its tokens had arrived.
+
+    Attributes:
+        due_s: When it was to be sent and had a place; monotonic, as `sent_s`.
+        times: Of every arrival that brought tokens, in seconds after `sent_s`.
+        counts: Tokens that had arrived by then, in all.
+        output_tokens: Of the whole answer, as the server counts them; of one that failed, `counts[-1]`.
+        prompt_tokens: As the server counts them; as asked if it does not say.
+        failure: The kind; empty for success, `unfinished` for a request that was cancelled.
+        error: The failure in words.
+    """
+
+    due_s: float
+    sent_s: float
+    times: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    failure: str = ""
+    error: str = ""
+
+
+class _Cached(msgspec.Struct):
+    cached_tokens: int | None = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = 0
+    completion_tokens: int | None = 0
+    cached_tokens: int | None = 0
+    prompt_tokens_details: _Cached | None = None
+    finish_reason: Any = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: Any = None
+
+    @property
+    def has_text(self) -> bool:
+        delta = self.delta or _Delta()
+        return bool(self.text or delta.content or delta.reasoning_content or delta.reasoning)
+
+
+class _Event(msgspec.Struct):
+    meta_info: _Usage | None = None
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+    object: str = ""
+
+
+_decoder = msgspec.json.Decoder(_Event)
+
+
+class Broken(Exception):
+    """An answer that failed; `kind` is counted."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Answer:
+    """Reads one streamed answer into its sample."""
+
+    def __init__(self, sample: Sample) -> None:
+        self._sample = sample
+        self._partial = b""
+        self._num_tokens = 0
+        self._has_counts = self._is_ended = False
+
+    def feed(self, data: bytes, now_s: float) -> None:
+        """Take what one read of the body brought.
+
+        Raises:
+            Broken: It holds an error, or something else than events.
+        """
+        # Lines may end in CR LF; within JSON both are escaped.
+        *whole, self._partial = (self._partial + data.replace(b"\r", b"")).split(b"\n\n")
+        before = self._num_tokens
+        for block in whole:
+            self._take(block)
+        if self._num_tokens > before:
+            self._sample.times.append(now_s - self._sample.sent_s)
+            self._sample.counts.append(self._num_tokens)
+
+    def finish(self) -> None:
+        """Take the end of the body.
+
+        Raises:
+            Broken: The stream ended before its last event.
+        """
+        self._take(self._partial)
+        if not self._is_ended:
+            raise Broken("cut off", f"the stream ended early, after {self._num_tokens} tokens")
+
+    def _take(self, block: bytes) -> None:
+        for line in block.split(b"\n"):
+            if not line.startswith(b"data:"):
+                continue
+            if (content := line[5:].strip()) == b"[DONE]":
+                self._is_ended = True
+                continue
+            try:
+                event = _decoder.decode(content)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise Broken("bad event", f"{error}: {content[:200]!r}") from error
+            if event.error is not None or event.object == "error":
+                raise Broken("error event", content[:MAX_SHOWN].decode(errors="replace"))
+            self._count(event)
+
+    def _count(self, event: _Event) -> None:
+        usage = event.meta_info or event.usage or _Usage()
+        total, is_last_usage = usage.completion_tokens or 0, not (event.meta_info or event.choices)
+        if total and not is_last_usage:
+            self._has_counts = True
+            self._num_tokens = max(self._num_tokens, total)
+        elif not self._has_counts:
+            self._num_tokens += any(choice.has_text for choice in event.choices)
+        sample = self._sample
+        sample.output_tokens = total or self._num_tokens
+        sample.prompt_tokens = usage.prompt_tokens or sample.prompt_tokens
+        details = usage.prompt_tokens_details or _Cached()
+        sample.cached_tokens = usage.cached_tokens or details.cached_tokens or sample.cached_tokens
+        for reason in (usage.finish_reason, *(choice.finish_reason for choice in event.choices)):
+            kind = reason.get("type") if isinstance(reason, dict) else reason
+            if kind == "abort":
+                raise Broken("aborted", str(reason))
+            self._is_ended |= bool(kind)
+
+
+async def drive(
+    server: Server,
+    rules: PromptRules,
+    jobs: Sequence[Job],
+    concurrency: int = 0,
+    *,
+    ended: Callable[[Sample], None] = lambda _sample: None,
+    stop: asyncio.Event | None = None,
+) -> list[Sample]:
+    """Send every job when it is due and has a place; return the samples when all have ended.
+
+    Args:
+        concurrency: Maximum number of requests at once; 0 for no bound.
+        ended: Called with each sample.
+        stop: Once it is set, the requests under way are cancelled, and count as unfinished.
+    """
+    load = _Load(server, rules, concurrency or max(len(jobs), 1), ended)
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        headers=_headers(server),
+        timeout=aiohttp.ClientTimeout(sock_read=server.timeout_s, sock_connect=server.timeout_s),
+    ) as session:
+        running = asyncio.create_task(load.run(session, jobs))
+        stopping = asyncio.create_task((stop or asyncio.Event()).wait())
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for job in self._plan.jobs:
-                    # Made before it is due: making it takes longer than sending it.
-                    conversation = Conversation(self._plan, self._maker, job)
-                    body = conversation.body(0)
-                    due_s = start_s + job.due_s
-                    await asyncio.sleep(max(due_s - time.monotonic(), 0))
-                    await self._places.acquire()
-                    due_s = max(due_s, self._freed_s)
-                    tasks.create_task(self._converse(job, conversation, body, due_s))
+            await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._connections.close()
+            stopping.cancel()
+            running.cancel()  # no-op if it is done
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+    return load.samples
 
-    async def _converse(
-        self, job: Job, conversation: Conversation, body: bytes, due_s: float
+
+def _headers(server: Server) -> dict[str, str]:
+    key = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
+    return {"Content-Type": "application/json", **key}
+
+
+class _Load:
+    """A load under way."""
+
+    def __init__(
+        self, server: Server, rules: PromptRules, bound: int, ended: Callable[[Sample], None]
     ) -> None:
-        try:
-            for number, turn in enumerate(job.turns):
-                if number:
-                    await asyncio.sleep(self._plan.think_time_s)
-                    body, due_s = conversation.body(number), time.monotonic()
-                answer = Answer(
-                    self._plan.server.api,
-                    time.monotonic(),
-                    self._tally,
-                    is_kept=conversation.is_kept,
-                )
-                if not await self._ask(turn, body, answer, due_s):
-                    return  # what should follow has nothing to follow on
-                conversation.hear(answer)
-        finally:
-            self._places.release()
-            if self._plan.concurrency:
-                self._freed_s = time.monotonic()
+        self._server, self._rules, self._ended = server, rules, ended
+        self._places, self._freed_s = asyncio.Semaphore(bound), 0.0
+        self.samples: list[Sample] = []
 
-    async def _ask(self, turn: Turn, body: bytes, answer: Answer, due_s: float) -> bool:
-        """Send one request and keep its sample; tell whether it ended well."""
-        failure, error = "", ""
-        self._num_running += 1
+    async def run(self, session: aiohttp.ClientSession, jobs: Sequence[Job]) -> None:
+        start_s = time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            for job in jobs:
+                # Made before it is due: making it takes longer than sending it.
+                body, due_s = self._server.body(job, self._rules), start_s + job.due_s
+                await asyncio.sleep(max(due_s - time.monotonic(), 0))
+                has_waited = self._places.locked()
+                await self._places.acquire()
+                due_s = max(due_s, self._freed_s) if has_waited else due_s
+                tasks.create_task(self._ask(session, job, body, due_s))
+
+    async def _ask(
+        self, session: aiohttp.ClientSession, job: Job, body: bytes, due_s: float
+    ) -> None:
+        """Send one request and keep its sample."""
+        sample = Sample(due_s=due_s, sent_s=time.monotonic(), prompt_tokens=job.input_tokens)
         try:
-            await self._connections.post(body, answer)
-            if self._plan.server.is_eos_ignored and answer.output_tokens < turn.output_tokens:
-                failure, error = "short", _short(answer.output_tokens, turn.output_tokens)
+            await self._exchange(session, body, sample)
+            if self._server.is_eos_ignored and sample.output_tokens < job.output_tokens:
+                raise _short(sample.output_tokens, job.output_tokens)
         except Broken as broken:
-            failure, error = broken.kind, str(broken)
+            sample.failure, sample.error = broken.kind, str(broken)
         except asyncio.CancelledError:
-            failure = UNFINISHED
+            sample.failure = UNFINISHED
             raise
         finally:
-            self._num_running -= 1
-            self._samples.append(
-                Sample(
-                    due_s=due_s,
-                    sent_s=answer.sent_s,
-                    arrival_s=answer.times.tobytes(),
-                    arrival_tokens=answer.counts.tobytes(),
-                    output_tokens=answer.output_tokens or answer.num_tokens,
-                    prompt_tokens=answer.prompt_tokens or turn.input_tokens,
-                    cached_tokens=answer.cached_tokens,
-                    failure=failure,
-                    error=error,
-                )
-            )
-        return not failure
+            self._places.release()
+            self._freed_s = time.monotonic()
+            self.samples.append(sample)
+            self._ended(sample)
 
-    def progress(self) -> Progress:
-        """Return what happened since it was last asked."""
-        self._connections.fail_silent(time.monotonic())
-        samples, self._samples = self._samples, []
-        return self._tally.take(self._num_running, samples)
+    async def _exchange(self, session: aiohttp.ClientSession, body: bytes, sample: Sample) -> None:
+        """Send a request and read its answer.
+
+        Raises:
+            Broken: There is no whole answer.
+        """
+        answer, url = Answer(sample), self._server.url + PATHS[self._server.api]
+        try:
+            async with session.post(url, data=body) as response:
+                if response.status != 200:
+                    raise Broken(f"HTTP {response.status}", _sentence(await response.read()))
+                async for data in response.content.iter_any():
+                    answer.feed(data, time.monotonic())
+        except TimeoutError as error:
+            raise Broken("timeout", f"nothing came for {self._server.timeout_s:g} s") from error
+        except aiohttp.ClientConnectorError as error:
+            raise Broken("no connection", str(error)) from error
+        except aiohttp.ClientError as error:
+            raise Broken("disconnected", str(error) or "the connection broke") from error
+        answer.finish()
 
 
-def _short(got: int, asked: int) -> str:
-    return (
+def _short(got: int, asked: int) -> Broken:
+    return Broken(
+        "short",
         f"ended after {got} of {asked} tokens: give --disable-ignore-eos if answers may end early, or a "
-        "smaller --output-len if the context is too short"
+        "smaller --output-len if the context is too short",
     )
 
 
-def framed(message: FromClient | ClientPlan | Go) -> bytes:
-    """Return a message as both ends of a pipe read it."""
-    payload = msgspec.msgpack.encode(message)
-    return FRAME.pack(len(payload)) + payload
-
-
-def _read(pipe: BinaryIO) -> bytes:
-    return pipe.read(*FRAME.unpack(pipe.read(FRAME.size)))
-
-
-async def _tell(client: Client, pipe: asyncio.WriteTransport) -> None:
-    while True:
-        await asyncio.sleep(PROGRESS_S)
-        pipe.write(framed(client.progress()))
-
-
-async def _run(plan: ClientPlan, start_s: float) -> None:
-    """Run the load until it has ended or standard input has."""
-    client, loop = Client(plan), asyncio.get_running_loop()
-    # A pipe that the loop writes: a slow reader must not hold up what is timed here.
-    pipe, told = await loop.connect_write_pipe(_Pipe, sys.stdout)
-    _, commands = await loop.connect_read_pipe(_Pipe, sys.stdin)
-    telling = asyncio.create_task(_tell(client, pipe))
-    load = asyncio.create_task(client.run(start_s))
-    commands.is_closed.add_done_callback(lambda _: load.cancel())
-    before_s = time.process_time()
-    with contextlib.suppress(asyncio.CancelledError):
-        await load
-    cpu_s = time.process_time() - before_s
-    telling.cancel()
-    if told.is_closed.done():  # the command was killed: nobody hears it
-        return
-    pipe.write(framed(client.progress()))
-    pipe.write(framed(Finished(cpu_s=cpu_s)))
-    pipe.close()
-    await told.is_closed
-
-
-class _Pipe(asyncio.Protocol):
-    def __init__(self) -> None:
-        self.is_closed = asyncio.get_running_loop().create_future()
-
-    @override
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.is_closed.set_result(None)
-
-
-def main() -> None:
-    """Do one plan."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    plan = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=ClientPlan)
-    sys.stdout.buffer.write(framed(Ready()))
-    sys.stdout.buffer.flush()
-    if told := sys.stdin.buffer.read(FRAME.size):
-        start = msgspec.msgpack.decode(sys.stdin.buffer.read(*FRAME.unpack(told)), type=Go)
-        uvloop.run(_run(plan, start.start_s))
-
-
-if __name__ == "__main__":
-    main()
+def _sentence(body: bytes) -> str:
+    """Return the message of an error body."""
+    try:
+        content = msgspec.json.decode(body)
+        error = content.get("error", content)
+        return str(error.get("message", error) if isinstance(error, dict) else error)[:MAX_SHOWN]
+    except (msgspec.MsgspecError, AttributeError, UnicodeDecodeError):
+        return body.decode(errors="replace")[:MAX_SHOWN]

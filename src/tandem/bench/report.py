@@ -1,36 +1,43 @@
-"""What `tandem bench --output-file` writes: the shape that scripts may count on.
+"""From samples to the report of `tandem bench`: as JSON (`--output-file`) and as a table.
 
-A new field has a default, none is renamed or reused. Times are in milliseconds.
+Scripts may rely on its shape: a new field has a default, none is renamed or reused. Times are in milliseconds.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
-SCHEMA = "tandem.bench/1"
+from tandem.bench.arguments import Load
+from tandem.bench.client import UNFINISHED, Sample
+
+SCHEMA = "tandem.bench/2"
+# A busier client sees tokens late: it measures itself.
+BUSY_SHARE = 0.7
+# In less than this, the costs of a load's start weigh more than its tokens.
+SHORT_S = 1.0
+# Later than this, arrivals are not those that were asked for.
+LATE_MS = 50.0
+Array = NDArray[np.float64]
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of time over a load.
+    """One kind of time over a load."""
 
-    Attributes:
-        quantiles: The 0th, 1st, ... 100th percentile: enough to draw the distribution.
-    """
-
-    count: int
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-    quantiles: list[float]
+    count: int = 0
+    mean: float = 0.0
+    p50: float = 0.0
+    p90: float = 0.0
+    p99: float = 0.0
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Requests that failed in one way.
-
-    Attributes:
-        example: What was said of the first.
-    """
+    """Requests that failed in one way, and the error of the first."""
 
     kind: str
     count: int
@@ -38,11 +45,11 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that met every objective that was set, in milliseconds.
+    """Requests that met every limit that was set.
 
     Attributes:
-        itl_ms: Of a request's mean time between tokens (its TPOT), as vLLM judges it.
-        share: Of those that ended; one that failed met none.
+        itl_ms: Limit of a request's mean time between tokens (its TPOT), as in vLLM.
+        share: Of the requests that ended; failed ones met none.
     """
 
     ttft_ms: float | None = None
@@ -56,13 +63,11 @@ class ClientCost(msgspec.Struct, frozen=True, kw_only=True):
     """What the load client itself took.
 
     Attributes:
-        busiest_share: Of one core, by the busiest process.
-        late_p99_ms: How long after it was due, and had a place, a request was sent.
+        busy_share: Of one core.
+        late_p99_ms: From the time at which a request was due and had a place to its sending.
     """
 
-    num_processes: int = 0
-    cpu_us_per_token: float = 0.0
-    busiest_share: float = 0.0
+    busy_share: float = 0.0
     late_p99_ms: float = 0.0
 
 
@@ -70,15 +75,14 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """How one load was served.
 
     Attributes:
-        is_stopped: It was ended before all requests had been sent and answered.
+        is_stopped: The load was ended before all requests had ended.
         duration_s: From the first request to the last token.
         num_unfinished: Under way when the load was stopped. Their tokens, times to first token and
-            times between tokens count; of failed requests nothing does.
+            times between tokens count; nothing of failed requests does.
         ttft_ms: Time to first token, from sending the request.
-        itl_ms: Time between tokens; those that arrived together share what they took.
-        tpot_ms: Of a request: from its first token to its last over the tokens after the first.
+        itl_ms: Time between tokens; those that arrive together share it.
+        tpot_ms: From a request's first token to its last, over the tokens after the first.
         e2e_ms: From sending a request to its last token.
-        tokens_per_s: Output in each `step_s` of the load.
     """
 
     name: str
@@ -101,19 +105,13 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     itl_ms: Times
     tpot_ms: Times
     e2e_ms: Times
-    step_s: float
-    tokens_per_s: list[float]
     failures: list[Failure]
     goodput: Goodput | None = None
     client: ClientCost = ClientCost()
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """One run.
-
-    Attributes:
-        settings: The flags it had, but for the key.
-    """
+    """One run; `settings` are its flags except the key."""
 
     schema: str = SCHEMA
     version: str
@@ -123,3 +121,174 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     settings: dict[str, object]
     loads: list[LoadReport]
+
+
+def summarise(
+    load: Load,
+    samples: Sequence[Sample],
+    client_cpu_s: float = 0.0,
+    *,
+    limits: Goodput | None = None,
+    is_stopped: bool = False,
+) -> LoadReport:
+    """Sum up one load.
+
+    Args:
+        client_cpu_s: Processor time of the client.
+        limits: What a request has to meet to count for goodput.
+        is_stopped: The load was ended early.
+    """
+    done = [sample for sample in samples if not sample.failure]
+    failed = [sample for sample in samples if sample.failure not in ("", UNFINISHED)]
+    seen = [s for s in samples if s.failure in ("", UNFINISHED) and s.times]
+    start_s = min((sample.sent_s for sample in samples), default=0.0)
+    duration_s = max((s.sent_s + s.times[-1] - start_s for s in seen), default=0.0)
+    num_in = sum(sample.prompt_tokens for sample in seen)
+    num_out = sum(sample.output_tokens for sample in seen)
+    late_ms = [1000 * max(sample.sent_s - sample.due_s, 0.0) for sample in samples] or [0.0]
+    return LoadReport(
+        name=load.name,
+        kind=load.kind,
+        concurrency=load.concurrency,
+        rate=load.rate if 0 < load.rate < float("inf") else None,
+        is_stopped=is_stopped,
+        num_requests=len(samples),
+        num_done=len(done),
+        num_failed=len(failed),
+        num_unfinished=len(samples) - len(done) - len(failed),
+        duration_s=duration_s,
+        input_tokens=num_in,
+        cached_tokens=sum(sample.cached_tokens for sample in seen),
+        output_tokens=num_out,
+        requests_per_s=_over(len(done), duration_s),
+        input_tokens_per_s=_over(num_in, duration_s),
+        output_tokens_per_s=_over(num_out, duration_s),
+        ttft_ms=_times([sample.times[:1] for sample in seen]),
+        itl_ms=_times([gaps(sample) for sample in seen]),
+        tpot_ms=_times([_tpot(sample) for sample in done]),
+        e2e_ms=_times([sample.times[-1:] for sample in done]),
+        failures=_failures(failed),
+        goodput=limits and _goodput(limits, done, len(failed), duration_s),
+        client=ClientCost(
+            busy_share=_over(client_cpu_s, duration_s),
+            late_p99_ms=float(np.percentile(late_ms, 99)),
+        ),
+    )
+
+
+def gaps(sample: Sample) -> Array:
+    """Return the times between tokens, one for each token after the first arrival.
+
+    Tokens that arrive together share the time since the arrival before them, as `sglang.bench_serving`
+    counts; those of the first arrival have none.
+    """
+    counts, times = np.array(sample.counts, np.int64), np.array(sample.times, np.float64)
+    new = counts[1:] - counts[:-1]
+    found: Array = np.repeat((times[1:] - times[:-1]) / new, new)
+    return found
+
+
+def _tpot(sample: Sample) -> list[float]:
+    """Return the mean time between tokens; nothing if there is no second arrival."""
+    if sample.output_tokens < 2 or len(sample.times) < 2:
+        return []
+    return [(sample.times[-1] - sample.times[0]) / (sample.output_tokens - 1)]
+
+
+def _times(parts: Sequence[Sequence[float] | Array]) -> Times:
+    values = np.concatenate([*parts, []]) * 1000
+    if not len(values):
+        return Times()
+    p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+    return Times(count=len(values), mean=float(values.mean()), p50=p50, p90=p90, p99=p99)
+
+
+def _failures(failed: Sequence[Sample]) -> list[Failure]:
+    """Return them by kind, the most frequent first."""
+    kinds: dict[str, list[Sample]] = {}
+    for sample in failed:
+        kinds.setdefault(sample.failure, []).append(sample)
+    found = [Failure(kind, len(those), those[0].error) for kind, those in kinds.items()]
+    return sorted(found, key=lambda failure: -failure.count)
+
+
+def _goodput(
+    limits: Goodput, done: Sequence[Sample], num_failed: int, duration_s: float
+) -> Goodput:
+    num_good = sum(_is_good(sample, limits) for sample in done)
+    return msgspec.structs.replace(
+        limits,
+        share=_over(num_good, len(done) + num_failed),
+        requests_per_s=_over(num_good, duration_s),
+    )
+
+
+def _is_good(sample: Sample, limits: Goodput) -> bool:
+    measured = (
+        (limits.ttft_ms, sample.times[:1]),
+        (limits.itl_ms, _tpot(sample)),
+        (limits.e2e_ms, sample.times[-1:]),
+    )
+    return all(most is None or all(s * 1000 <= most for s in found) for most, found in measured)
+
+
+def _over(value: float, divisor: float) -> float:
+    return value / divisor if divisor else 0.0
+
+
+def times_of(load: LoadReport) -> dict[str, Times]:
+    """Return the kinds of time by name."""
+    return {"TTFT": load.ttft_ms, "ITL": load.itl_ms, "TPOT": load.tpot_ms, "E2E": load.e2e_ms}
+
+
+def render(report: Report, console: Console) -> None:
+    """Print a table of all loads, then what else to know of each."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("load", "measure"):
+        table.add_column(title, no_wrap=True)
+    for title in ("mean", "p50", "p90", "p99"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for load in report.loads:
+        for name, times in times_of(load).items():
+            cells = [f"{v:,.1f}" for v in (times.mean, times.p50, times.p90, times.p99)]
+            shown = cells if times.count else ["-"] * 4
+            table.add_row(load.name if name == "TTFT" else "", f"{name}, ms", *shown)
+        table.add_section()
+    console.print(table)
+    for load in report.loads:
+        for line in sentences(load):
+            console.print(line, soft_wrap=True)
+
+
+def sentences(load: LoadReport) -> list[str]:
+    """Return the lines on a load: throughput, goodput, failures, warnings."""
+    cached = f" ({load.cached_tokens:,} of {load.input_tokens:,} from a cache)"
+    lines = [
+        f"{load.name}: {load.num_done} of {load.num_requests} requests in {load.duration_s:.1f} s; "
+        f"{load.requests_per_s:.2f} requests/s, output {load.output_tokens_per_s:,.1f} tokens/s, input "
+        f"{load.input_tokens_per_s:,.1f} tokens/s" + (cached if load.cached_tokens else "")
+    ]
+    if load.is_stopped:
+        lines.append(f"  stopped early; {load.num_unfinished} requests were under way")
+    if load.goodput is not None:
+        lines.append(
+            f"  goodput: {load.goodput.share:.1%} of requests met {_limits(load.goodput)}: "
+            f"{load.goodput.requests_per_s:.2f} requests/s"
+        )
+    lines += [f"  failed, {one.kind}: {one.count}, such as: {one.example}" for one in load.failures]
+    if load.client.busy_share > BUSY_SHARE and load.duration_s > SHORT_S:
+        lines.append(
+            f"  warning: the load client was busy {load.client.busy_share:.0%} of the time and sees tokens "
+            "late: send less, or use several commands"
+        )
+    if load.kind != "closed" and load.client.late_p99_ms > LATE_MS:
+        lines.append(
+            f"  warning: 1 % of requests were sent {load.client.late_p99_ms:.0f} ms or more after they were "
+            "due: the client could not keep up"
+        )
+    return lines
+
+
+def _limits(goodput: Goodput) -> str:
+    given = {"TTFT": goodput.ttft_ms, "ITL": goodput.itl_ms, "E2E": goodput.e2e_ms}
+    return ", ".join(f"{name} ≤ {most:g} ms" for name, most in given.items() if most is not None)

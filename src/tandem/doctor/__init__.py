@@ -1,11 +1,8 @@
-"""`tandem doctor`: what works here, how fast it is against what it could be, and what to do about it.
+"""`tandem doctor`: what works here, how fast KV moves, and what to do about the rest.
 
 ```
- gather.py  Facts of this machine ─▶ checks.py ─▶ Finding ┐
- nodes.py   NodeAnswer of each URL ─▶ pairing.py ─▶ Finding ├─▶ Report ─▶ render.py
- measuring.py  Outcome of each transport ─▶ judging.py ─▶ TransportRow ┘
-    └─ two processes of probe.py for each: here, or one on either host (pair.py)
+ machine.py  this machine, and whether a model fits ─▶ Finding ┐
+ nodes.py    running nodes, and which of them pair ─▶ Finding  ├─▶ Report (report.py)
+ link.py     hand-offs over each transport ─▶ TransportRow     ┘
 ```
-
-What is gathered and measured knows nothing of what it means; what judges opens no file and no socket.
 """

@@ -21,9 +21,9 @@ from tandem.wire.errors import ConfigInvalid
 from tandem.wire.hosts import bare_host
 
 EXAMPLES = """\
-between the two ends of a link (one direction; swap them for the other):
-  host A, where decode is to run      tandem doctor --listen 10.0.0.5:9000
-  host B, where prefill is to run     tandem doctor --connect 10.0.0.5:9000
+between the two ends of a link (KV flows one way; swap the ends for the other):
+  host A, where prefill is to run     tandem doctor --listen 10.0.0.5:9000
+  host B, where decode is to run      tandem doctor --connect 10.0.0.5:9000
   (both with TANDEM_CLUSTER_KEY set to one secret, as nodes have it)
 
 before serving:
@@ -36,7 +36,7 @@ while serving:
 
 exit status: 0 all that is needed works; 1 something does not; 2 wrong usage, or a --model that no node
 would serve; 130 stopped by Ctrl-C.
-Needed is what was named with a flag. Without --transfer-backend at least one transport has to work.
+What a flag names is needed. Without --transfer-backend at least one transport has to work.
 A status of `missing` is no fault: nothing that was asked for needs it.
 
 More: tandem docs doctor; tandem docs transports
@@ -110,16 +110,16 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
     parser = argparse.ArgumentParser(
         prog="tandem doctor",
-        description="Say what works on this machine, between two hosts or between running nodes, how "
-        "fast it is against what it could be, what is missing, and how to get it.",
+        description="Check this machine, the link between two hosts, or running nodes: what works, how fast KV "
+        "moves, what is missing, and how to get it.",
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    where = parser.add_argument_group("what is looked at (nothing: this machine)")
+    where = parser.add_argument_group("what to check (default: this machine)")
     _add_places(where.add_mutually_exclusive_group())
     _add_measuring(parser.add_argument_group("measuring"))
-    _add_node(parser.add_argument_group("the node that is to be started (as its own flags)"))
+    _add_node(parser.add_argument_group("the node that is to be started (its own flags)"))
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print one JSON object instead of tables")
     return parser
@@ -130,15 +130,15 @@ def _add_places(group: argparse._MutuallyExclusiveGroup) -> None:
     add(
         "--listen",
         metavar="[HOST:]PORT",
-        help="be the receiving end of a pair, once (host: 127.0.0.1; port 0: any free one)",
+        help="be the sending end of a link test until Ctrl-C (default host: 127.0.0.1; port 0: any free one)",
     )
-    add("--connect", metavar="HOST:PORT", help="be the writing end, toward one that listens")
+    add("--connect", metavar="HOST:PORT", help="measure the link from a host that listens")
     add(
         "--node",
         action="append",
         default=[],
         metavar="URL",
-        help="ask a running node; several: also which can pair",
+        help="check a running node; of several, also which can pair",
     )
 
 
@@ -148,52 +148,47 @@ def _add_measuring(group: argparse._ArgumentGroup) -> None:
         "--transfer-backend",
         default="auto",
         metavar="NAMES",
-        help="what is measured and has to work, joined with commas; auto: all there are, of which one "
-        "has to",
+        help="transports to measure, joined with commas, which have to work; auto: all, of which one has to",
     )
-    add(
-        "--quick", action="store_true", help="a fraction of a second each instead of one and a half"
-    )
-    add("--no-measure", action="store_true", help="look at the machine only")
+    add("--quick", action="store_true", help="measure fewer and smaller hand-offs")
+    add("--no-measure", action="store_true", help="check the machine only")
     add(
         "--interface",
         default="",
         metavar="NAME",
-        help="of the network, for transports that take one",
+        help="network interface, for transports that take one",
     )
     add(
         "--directory",
         default="",
         metavar="DIR",
-        help="shared by both ends, for transports that go through files",
+        help="directory that both ends share, for transports that go through files",
     )
     add(
         "--insecure",
         action="store_true",
-        help="measure beyond loopback without TANDEM_CLUSTER_KEY, trusting the network",
+        help="measure beyond loopback without TANDEM_CLUSTER_KEY: trust the network",
     )
 
 
 def _add_node(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--model", "--model-path", default="", metavar="PATH", help="say whether it fits")
-    add(
-        "--max-total-tokens", type=int, default=0, help="tokens the KV pool holds; 0: 1 GiB of them"
-    )
+    add("--model", "--model-path", default="", metavar="PATH", help="check whether it fits")
+    add("--max-total-tokens", type=int, default=0, help="tokens of the KV pool; 0: 1 GiB of them")
     add_dtype_flags(group)
     add_page_size_flag(group)
     add_tp_flag(group)
     add("--device", default="cpu", help="cpu, cuda or cuda:N")
     add_trust_flag(group)
-    add("--host", default="127.0.0.1", help="where it is to listen")
+    add("--host", default="127.0.0.1", help="address on which it is to listen")
     add(
         "--port",
         type=int,
         action="append",
         default=[],
-        help="that has to be free; several may be given (7000, 7001 and 8000 are looked at)",
+        help="port that has to be free; repeat for several (default: check 7000, 7001 and 8000)",
     )
-    add("--bootstrap-port", type=int, help="that has to be free (8998 is looked at)")
+    add("--bootstrap-port", type=int, help="port that has to be free (default: check 8998)")
 
 
 def _mode(

@@ -1,47 +1,164 @@
 """From the command line of `tandem doctor` to its exit status."""
 
+import asyncio
 import signal
+import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
 from rich.console import Console
 
-from tandem.doctor.arguments import parse
-from tandem.doctor.examination import examine
-from tandem.doctor.render import make_console, render
+from tandem.doctor import link, machine
+from tandem.doctor.arguments import DoctorConfig, parse
+from tandem.doctor.nodes import ask, check_nodes
+from tandem.doctor.report import Finding, Report, TransportRow, render
+from tandem.kvtransfer.transports.base import TransportConfig
+from tandem.kvtransfer.transports.registry import AUTO, known
 from tandem.telemetry.log import configure
+from tandem.telemetry.version import package_version
 from tandem.wire.errors import ConfigInvalid
+from tandem.wire.keys import cluster_key, is_loopback
 
-STOPPED = 130  # what shells say of a command that Ctrl-C ended
+STOPPED = 130  # what shells report of a command that Ctrl-C ended
+
+Progress = Callable[[str], None]
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit status."""
-    # What runs in other processes is ended by those who started it, on SIGTERM too.
+    # Processes of the link test end with their parent, on SIGTERM too.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
     configure("error")
     try:
         config = parse(argv)
         with _progress() as progress:
             report = examine(config, progress)
+        if config.is_json:
+            sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
+        else:
+            render(report)
+        if config.mode == "listen":
+            sys.stdout.flush()
+            listen(config)
     except ConfigInvalid as error:
         sys.stderr.write(f"tandem doctor: error: {error.for_operators}\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("tandem doctor: stopped\n")
         return STOPPED
-    if config.is_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
-    else:
-        render(report, make_console())
     return 0 if report.is_well else 1
 
 
+def examine(config: DoctorConfig, progress: Progress) -> Report:
+    """Check what the command line asks for.
+
+    Args:
+        progress: Called with the step under way.
+
+    Raises:
+        ConfigInvalid: It cannot be done this way; the sentence says what to give.
+    """
+    rows: list[TransportRow] = []
+    if config.mode == "nodes":
+        progress("asking the nodes")
+        findings = check_nodes(asyncio.run(ask(config.nodes)))
+    else:
+        progress("looking at this machine")
+        if config.mode != "local":  # rejected now, not after a minute
+            flag, host = f"--{config.mode}", config.address.host
+            cluster_key(host, is_insecure=config.is_insecure, flag=flag)
+        findings = check_machine(config)
+        if config.is_measuring and config.mode != "listen":
+            rows = _measure(config, findings, progress)
+    statuses = [each.status for each in findings] + [row.status for row in rows]
+    return Report(
+        version=package_version(),
+        host=socket.gethostname(),
+        mode=config.mode,
+        is_well="failed" not in statuses,
+        transports=rows,
+        findings=findings,
+    )
+
+
+def check_machine(config: DoctorConfig) -> list[Finding]:
+    """Return the findings on this machine.
+
+    Raises:
+        ConfigInvalid: No node could serve the model.
+    """
+    model, pool_bytes = None, config.engine.kv_bytes
+    if config.engine.model_dir:
+        from tandem.node.command import default_cache_dir  # brings torch, which takes seconds
+
+        model = machine.read_model(config.engine, default_cache_dir() / "models")
+        pool_bytes = model.pool_bytes
+    is_cpu, backends = config.engine.device == "cpu", config.backends
+    rdma = list(machine.check_rdma())
+    return [
+        *machine.check_packages(),
+        *machine.check_cpu(),
+        *machine.check_memory(pool_bytes, needs_shm=is_cpu and (not backends or "shm" in backends)),
+        *machine.check_limits(pool_bytes, has_rdma=rdma[0].status != "missing"),
+        *rdma,
+        *machine.check_gpus(),
+        *machine.check_ports(config.host, config.ports),
+        *(machine.check_model(model, machine.usable_memory()) if model else ()),
+    ]
+
+
+def _measure(
+    config: DoctorConfig, findings: list[Finding], progress: Progress
+) -> list[TransportRow]:
+    host, peer = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host, None
+    if config.mode == "connect":
+        address = config.address
+        peer = link.Peer(address.host, address.port, config.is_insecure)
+        findings.append(link.reach(peer))
+        if findings[-1].status == "failed":
+            return []
+        host = _own_host(address.host)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="tandem-doctor-") as scratch:
+        directory = config.directory or (scratch if peer is None else "")
+        where = TransportConfig(host=host, interface=config.interface, directory=directory)
+        for name in config.backends or known():
+            progress(f"measuring {name}")
+            rows.append(link.measure(name, where, peer, is_quick=config.is_quick))
+    return link.judge(rows, config.backends, AUTO)
+
+
+def _own_host(peer: str) -> str:
+    """Return where transports listen: on all addresses, but on loopback for a peer there."""
+    if is_loopback(peer):
+        return peer
+    return "::" if ":" in peer else "0.0.0.0"
+
+
+def listen(config: DoctorConfig) -> None:
+    """Be prefill's end of a link test until Ctrl-C.
+
+    Raises:
+        ConfigInvalid: The address cannot be listened on, or needs a secret.
+    """
+    host, port = config.address.host, config.address.port
+    where = TransportConfig(host=host, interface=config.interface, directory=config.directory)
+    allowed = link.usable(config.backends or known(), where)
+    source = link.Source(host, port, allowed, is_insecure=config.is_insecure)
+    try:
+        sys.stderr.write(link.listening_words(host, source.port) + "\n")
+        sys.stderr.flush()
+        source.serve()
+    finally:
+        source.close()
+
+
 @contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Give what shows the step under way: on a terminal only, and never on standard output."""
+def _progress() -> Iterator[Progress]:
+    """Show the step under way: on a terminal only, and never on standard output."""
     console = Console(stderr=True, markup=False)
     if not console.is_terminal:
         yield lambda _step: None

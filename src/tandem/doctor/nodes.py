@@ -1,31 +1,40 @@
-"""Asks running nodes what they are, and whether their ports can be reached from here. Judges nothing."""
+"""Asks running nodes what they are, and which prefill can hand off to which decode."""
 
 import asyncio
-from collections.abc import Sequence
+import itertools
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import aiohttp
 
+from tandem.doctor.report import Finding
 from tandem.router.config import host_of
 from tandem.router.node_http import INFO_TIMEOUT_S, NodeUnusable, fetch_info
+from tandem.wire.hosts import reason_of
 from tandem.wire.node_info import NodeInfo
+
+# As `tandem.engine.model` makes it: kind, layers, type of the weights, digest.
+FINGERPRINT = re.compile(
+    r"(?P<kind>.+)-(?P<layers>\d+)layers-(?P<dtype>\w+)-(?P<digest>[0-9a-f]{16})"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeAnswer:
-    """What one URL gave.
+    """The answer of one URL.
 
     Attributes:
         problem: Why there is no `info`.
-        health: Status of `GET /health`; 0 where there was no answer.
-        unreachable: Ports of the node that nobody can connect to from here, by what they are for.
+        health: Status of `GET /health`; 0 if there was no answer.
+        unreachable: Ports that cannot be connected to from here, each in a sentence.
     """
 
     url: str
     info: NodeInfo | None = None
     problem: str = ""
     health: int = 0
-    unreachable: tuple[tuple[str, int, str], ...] = ()
+    unreachable: tuple[str, ...] = ()
 
 
 async def ask(urls: Sequence[str]) -> list[NodeAnswer]:
@@ -39,16 +48,12 @@ async def _ask(session: aiohttp.ClientSession, url: str) -> NodeAnswer:
         info = await fetch_info(session, url)
     except NodeUnusable as error:
         return NodeAnswer(url, problem=str(error))
-    ports = [("engine port", info.engine_port)]
-    if info.bootstrap_port is not None:
-        ports.append(("bootstrap port", info.bootstrap_port))
-    problems = [(what, port, await _connect(host_of(url), port)) for what, port in ports]
-    return NodeAnswer(
-        url,
-        info,
-        health=await _health(session, url),
-        unreachable=tuple(each for each in problems if each[2]),
-    )
+    ports = {"engine port": info.engine_port, "bootstrap port": info.bootstrap_port}
+    problems = [
+        await _connect(host_of(url), what, port) for what, port in ports.items() if port is not None
+    ]
+    health = await _health(session, url)
+    return NodeAnswer(url, info, health=health, unreachable=tuple(filter(None, problems)))
 
 
 async def _health(session: aiohttp.ClientSession, url: str) -> int:
@@ -60,14 +65,110 @@ async def _health(session: aiohttp.ClientSession, url: str) -> int:
         return 0
 
 
-async def _connect(host: str, port: int) -> str:
-    """Connect and hang up; return what went wrong, empty where nothing did."""
+async def _connect(host: str, what: str, port: int) -> str:
+    """Connect and hang up; return what went wrong, or an empty string."""
     try:
         async with asyncio.timeout(INFO_TIMEOUT_S):
             _, writer = await asyncio.open_connection(host, port)
     except TimeoutError:
-        return f"no answer within {INFO_TIMEOUT_S:g} s"
+        reason = f"no answer within {INFO_TIMEOUT_S:g} s"
     except OSError as error:
-        return error.strerror or str(error)
-    writer.close()
-    return ""
+        reason = reason_of(error)
+    else:
+        writer.close()
+        return ""
+    return f"{what} {port} cannot be reached from here ({reason})"
+
+
+def check_nodes(answers: Sequence[NodeAnswer]) -> list[Finding]:
+    """Return a finding for each node, then one for each prefill with each decode."""
+    known = [(answer.url, answer.info) for answer in answers if answer.info is not None]
+    prefills = [each for each in known if each[1].role == "prefill"]
+    decodes = [each for each in known if each[1].role == "decode"]
+    return [
+        *map(_node, answers),
+        *(_pair(prefill, decode) for prefill, decode in itertools.product(prefills, decodes)),
+    ]
+
+
+def _node(answer: NodeAnswer) -> Finding:
+    if (info := answer.info) is None:
+        return Finding(
+            area="nodes",
+            name=answer.url,
+            status="failed",
+            found=answer.problem,
+            advice="is the node running and done with loading, its port open, and the URL not the router's?",
+        )
+    problems, advice = list(answer.unreachable), []
+    if answer.health != 200 or not info.is_healthy:
+        answers = f"answers {answer.health}" if answer.health else "does not answer"
+        problems.append(f"/health {answers}")
+        advice.append("look at the node's log")
+    if answer.unreachable:
+        advice.append("open the ports to routers and nodes, and start the node with --host ADDRESS")
+    tp = f", --tp {info.tp_size}" if info.tp_size > 1 else ""
+    what = f"{info.role}, {info.model.name}, version {info.version}{tp}"
+    return Finding(
+        area="nodes",
+        name=answer.url,
+        status="failed" if problems else "ok",
+        found="; ".join([what, *problems]),
+        advice="; ".join(advice),
+    )
+
+
+def _pair(prefill: tuple[str, NodeInfo], decode: tuple[str, NodeInfo]) -> Finding:
+    reasons = list(_reasons(prefill[1], decode[1]))
+    warnings = list(_warnings(prefill[1], decode[1]))
+    common = [name for name in decode[1].transports if name in prefill[1].transports]
+    can_pair = "can pair" + (f" by {', '.join(common)}" if common else "")
+    return Finding(
+        area="pairs",
+        name=f"{prefill[0]} to {decode[0]}",
+        status="failed" if reasons else "warning" if warnings else "ok",
+        found="cannot pair" if reasons else can_pair,
+        advice="; ".join(reasons + warnings),
+    )
+
+
+def _reasons(prefill: NodeInfo, decode: NodeInfo) -> Iterator[str]:
+    """Yield why the two cannot pair."""
+    if prefill.model.fingerprint != decode.model.fingerprint:
+        yield _difference(prefill.model.fingerprint, decode.model.fingerprint)
+    ours, theirs = prefill.transports, decode.transports
+    if ours and theirs and not set(ours) & set(theirs):
+        yield (
+            f"no transport in common: prefill has {', '.join(ours)} and decode {', '.join(theirs)}; give both "
+            "the same --transfer-backend"
+        )
+
+
+def _warnings(prefill: NodeInfo, decode: NodeInfo) -> Iterator[str]:
+    if prefill.version != decode.version:
+        yield (
+            f"versions {prefill.version} and {decode.version}: one release apart is safe, more is not"
+        )
+    if prefill.model.name != decode.model.name:
+        yield (
+            f"clients know them as {prefill.model.name} and {decode.model.name}: give both the same "
+            "--served-model-name"
+        )
+
+
+def _difference(prefill: str, decode: str) -> str:
+    """Say in words how two fingerprints differ."""
+    ours, theirs = FINGERPRINT.fullmatch(prefill), FINGERPRINT.fullmatch(decode)
+    if ours is None or theirs is None:
+        return f"different models: {prefill} and {decode}"
+    for group, advice in (
+        ("kind", "different models ({} and {}): give both the same --model"),
+        ("layers", "different models ({} and {} layers): give both the same --model"),
+        ("dtype", "weights of different types ({} and {}): give both the same --dtype"),
+    ):
+        if ours[group] != theirs[group]:
+            return advice.format(ours[group], theirs[group])
+    return (
+        "models of the same shape with other weights, configuration or type of KV: compare the "
+        "checkpoints, --kv-cache-dtype, --load-format and --random-seed"
+    )

@@ -1,87 +1,129 @@
-"""What `tandem doctor --json` prints: the shape that scripts may count on.
+"""What `tandem doctor` reports, as JSON and as tables.
 
-A new field has a default, none is renamed or reused.
+Scripts may rely on the JSON: a new field has a default, none is renamed or reused.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 Status = Literal["ok", "warning", "missing", "failed"]
 """`missing`: not there, and nothing that was asked for needs it. `failed`: something asked for does."""
 
+Mode = Literal["local", "listen", "connect", "nodes"]
+
+COLOURS: dict[str, str] = {
+    "ok": "green",
+    "warning": "yellow",
+    "missing": "bright_black",
+    "failed": "bold red",
+}
+
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was looked at.
+    """One checked thing.
 
     Attributes:
-        area: What it belongs to, such as memory or rdma.
         found: What is there.
-        advice: What it means and what to do; empty where all is well.
+        advice: What to do; empty if all is well.
     """
 
     area: str
     name: str
-    status: Status
+    status: Status = "ok"
     found: str
     advice: str = ""
 
 
+class HandOff(msgspec.Struct, frozen=True):
+    """The median time of hand-offs of one size, from the grant to verified pages."""
+
+    size_bytes: int
+    ms: float
+
+
 class TransportRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One transport between the two ends.
+    """One transport between two ends.
 
     Attributes:
-        gigabytes_per_s: Of scattered pages; None where nothing could be measured.
-        latency_us: Of one page, from the call until it is in the far end's memory.
-        limit: What it is held against: memcpy (one core), socket (one bare TCP stream) or rdma (the
-            rate of the fastest active port); empty where there is nothing like it.
-        of_limit: `gigabytes_per_s` over that limit, which for several streams may pass 1.
-        advice: Why it does not work and what to do; empty where it works.
+        hand_offs: By size, the smallest first; empty if nothing could be measured.
+        gigabytes_per_s: Of the largest.
+        advice: Why it does not work, and what to do; empty if it works.
     """
 
     name: str
     status: Status
+    hand_offs: list[HandOff] = []
     gigabytes_per_s: float | None = None
-    latency_us: float | None = None
-    limit: str = ""
-    limit_gigabytes_per_s: float | None = None
-    of_limit: float | None = None
     advice: str = ""
 
 
-class LinkLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the machine or the network gives, measured in the same run; None: not measured.
-
-    Attributes:
-        memcpy_gigabytes_per_s: One core, the same pages, within one process.
-        socket_gigabytes_per_s: One TCP stream without any protocol.
-        round_trip_us: Of eight bytes and their answer on such a stream.
-        page_us: Of one page on such a stream.
-        rdma_gigabytes_per_s: What the fastest active port says of itself.
-    """
-
-    memcpy_gigabytes_per_s: float | None = None
-    socket_gigabytes_per_s: float | None = None
-    round_trip_us: float | None = None
-    page_us: float | None = None
-    rdma_gigabytes_per_s: float | None = None
-
-
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """One run.
-
-    Attributes:
-        between: The two ends that were measured, the writing one first; empty when none were.
-        page_bytes: Size of the pages that were moved.
-        is_well: Nothing has the status `failed`; the exit status is 0 exactly then.
-    """
+    """One run; `is_well` if nothing has the status `failed`, and then the exit status is 0."""
 
     version: str
     host: str
-    mode: Literal["local", "listen", "connect", "nodes"]
+    mode: Mode
     is_well: bool
-    between: list[str] = []
-    page_bytes: int = 0
-    limits: LinkLimits = LinkLimits()
     transports: list[TransportRow] = []
     findings: list[Finding] = []
+
+
+def render(report: Report) -> None:
+    """Print the tables, and a last line with the outcome."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if report.transports:
+        sizes = max((row.hand_offs for row in report.transports), key=len)
+        heads = [f"{_size(each.size_bytes)}, ms" for each in sizes]
+        rows = [_transport(row, len(sizes)) for row in report.transports]
+        _print(console, ["status", "transport", *heads, "GB/s", "what to do"], rows)
+    if report.findings:
+        found = [[f.status, f.area, f.name, f.found, f.advice] for f in report.findings]
+        _print(console, ["status", "area", "what", "found", "what to do"], found)
+    statuses = [(row.name, row.status) for row in report.transports]
+    statuses += [(each.name, each.status) for each in report.findings]
+    failed = [_printable(name) for name, status in statuses if status == "failed"]
+    num_warnings = sum(status == "warning" for _, status in statuses)
+    warned = f"; {num_warnings} warning{'s' * (num_warnings != 1)}" if num_warnings else ""
+    if failed:
+        text = Text(f"does not work: {', '.join(failed)}{warned}", style=COLOURS["failed"])
+    else:
+        text = Text(f"all that is needed works{warned}", style=COLOURS["ok"])
+    console.print(text, soft_wrap=True)
+
+
+def _transport(row: TransportRow, num_sizes: int) -> list[str]:
+    times = [f"{each.ms:.2f}" for each in row.hand_offs] or ["-"] * num_sizes
+    rate = "-" if row.gigabytes_per_s is None else f"{row.gigabytes_per_s:.2f}"
+    return [row.status, row.name, *times, rate, row.advice]
+
+
+def _print(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Draw a table on a terminal; elsewhere write one aligned line for each row, whatever its length."""
+    lines = [list(heads), *(list(map(_printable, row)) for row in rows)]
+    if not console.is_terminal:
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            padded = (text.ljust(width) for text, width in zip(line, widths, strict=True))
+            console.print("  ".join(padded).rstrip(), soft_wrap=True)
+        console.print()
+        return
+    table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for status, *cells in lines[1:]:
+        table.add_row(Text(status, style=COLOURS[status]), *cells)
+    console.print(table)
+
+
+def _printable(text: str) -> str:
+    """Return text of another machine without what would steer a terminal."""
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
+def _size(size_bytes: int) -> str:
+    is_large = size_bytes >= 1 << 20
+    return f"{size_bytes >> 20} MiB" if is_large else f"{size_bytes >> 10} KiB"

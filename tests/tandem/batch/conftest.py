@@ -1,4 +1,4 @@
-"""Limits of time and ports that no machine's pace and no other process decides."""
+"""Pauses and timeouts that the pace of the machine does not decide."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def closed_url(closed_port):
 
 
 @pytest.fixture(autouse=True)
-def patient_client(monkeypatch):
-    """Wait for servers of the tests however long the machine stands still; whoever is away refuses at once."""
-    for name in ("client.CONNECT_TIMEOUT_S", "attempt.CONNECT_TIMEOUT_S", "looks.LOOK_TIMEOUT_S"):
-        monkeypatch.setattr(f"tandem.batch.{name}", 600.0)
+def short_pauses_and_patient_connections(monkeypatch):
+    monkeypatch.setattr("tandem.batch.client.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("tandem.batch.client.MAX_PAUSE_S", 0.02)
+    monkeypatch.setattr("tandem.batch.client.CONNECT_TIMEOUT_S", 600.0)

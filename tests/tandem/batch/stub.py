@@ -28,21 +28,14 @@ class Stub:
     Attributes:
         asked: Bodies, in the order in which they came.
         most: Requests that were here at once, at most.
-        pages: What GET routes say.
     """
 
-    def __init__(self, script=lambda body: said(body["prompt"]), **pages: str) -> None:
+    def __init__(self, script=lambda body: said(body["prompt"])) -> None:
         self.script, self.asked, self.keys = script, [], []
-        self.pages = {"/v1/models": "{}"} | {f"/{name}": text for name, text in pages.items()}
         self.now = self.most = 0
         self.is_asked = asyncio.Event()
         self.app = web.Application()
         self.app.router.add_post("/{path:.*}", self._post)
-        self.app.router.add_get("/{path:.*}", self._get)
-
-    async def _get(self, request: web.Request) -> web.Response:
-        text = self.pages.get(request.path)
-        return web.Response(text=text, status=404 if text is None else 200)
 
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

@@ -1,7 +1,11 @@
 """The client against servers that do what a test scripts."""
 
 import asyncio
+import email.utils
+import math
+import time
 from contextlib import aclosing
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -13,15 +17,9 @@ from tandem.batch import (
     ServersAway,
     run_batch,
 )
+from tandem.batch.client import MAX_RETRY_AFTER_S, Server, retry_after_s
 from tandem.wire.errors import ConfigInvalid
 from tests.tandem.batch.stub import Stub, said
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    monkeypatch.setattr("tandem.batch.servers.FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr("tandem.batch.servers.MAX_PAUSE_S", 0.02)
-    monkeypatch.setattr("tandem.batch.client.LOOK_INTERVAL_S", 0.005)
 
 
 def requests(number: int):
@@ -46,9 +44,7 @@ async def test_every_request_has_its_own_answer():
         f"r{i}": str(i) for i in range(300)
     }
     assert all(result.is_ok and result.num_attempts == 1 for result in results)
-    assert {(r.told.prompt_tokens, r.told.output_tokens, r.request_id) for r in results} == {
-        (5, 2, "cmpl-1")
-    }
+    assert {(r.prompt_tokens, r.output_tokens, r.request_id) for r in results} == {(5, 2, "cmpl-1")}
     assert sorted(map(int, stub.prompts)) == list(range(300))
 
 
@@ -138,32 +134,81 @@ async def test_an_answer_that_does_not_end_is_too_late():
     assert result.failure == "timeout"
 
 
-async def test_one_request_that_finds_no_room_ends_when_others_were_answered_meanwhile():
-    now_s, is_over = 0.0, False
-
-    def script(body):
-        nonlocal now_s
-        if body["prompt"] == "no":
-            return said(status=429)
-        now_s += 10  # longer than this nobody is silent: they come one by one
-        return said()
+async def test_one_request_that_is_refused_ends_when_others_were_answered_meanwhile():
+    is_over = False
 
     def asked():
         yield BatchRequest("no", {"prompt": "no"}, "/v1/completions")
         while not is_over:
             yield BatchRequest("yes", {"prompt": "yes"}, "/v1/completions")
 
-    settings = BatchSettings(max_concurrency=2, patience_s=25)
-    async with Stub(script).serving() as url, BatchClient([url], settings) as client:
-        client._clock = lambda: now_s
-        results = []
-        async with aclosing(client.run(asked())) as ended:
-            async for result in ended:
-                results.append(result)
-                is_over |= not result.is_ok
+    stub = Stub(lambda body: said(status=429 if body["prompt"] == "no" else 200))
+    settings = BatchSettings(max_concurrency=2, patience_s=0.05)
+    results = []
+    async with (
+        stub.serving() as url,
+        BatchClient([url], settings) as client,
+        aclosing(client.run(asked())) as ended,
+    ):
+        async for result in ended:
+            results.append(result)
+            is_over |= not result.is_ok
     failed = [result for result in results if not result.is_ok]
     assert [(result.custom_id, result.failure) for result in failed] == [("no", "HTTP 429")]
     assert len(results) > 3
+
+
+def server(limit: float, in_flight: int, **settings) -> Server:
+    one = Server("http://one", BatchSettings(**settings))
+    one.limit, one.in_flight = limit, in_flight
+    return one
+
+
+def test_the_limit_doubles_in_a_round_until_the_first_refusal_then_grows_by_one():
+    one = server(16, 16)
+    for _ in range(16):
+        one.succeed()
+    assert one.limit == 32
+    one.in_flight = 32
+    one.fail("has no room", time.monotonic())
+    assert one.limit == 16
+    for _ in range(16):
+        one.succeed()
+    assert 16.9 < one.limit <= 17
+    bounded = server(16, 0, max_concurrency=17)
+    for _ in range(9):
+        bounded.succeed()
+    assert bounded.limit == 17
+
+
+def test_a_refusal_halves_the_limit_once_for_all_requests_of_its_time():
+    one = server(64, 64)
+    began = time.monotonic()
+    for _ in range(40):
+        one.fail("has no room", began)
+    assert one.limit == 32
+    one.in_flight = 0
+    one.fail("has no room", time.monotonic())
+    assert one.limit == 1, "what was not in use does not count"
+    fixed = server(8, 8, min_concurrency=8)
+    fixed.fail("has no room", began)
+    assert fixed.limit == 8
+
+
+def test_nothing_is_sent_before_retry_after_is_over():
+    one = server(8, 1)
+    one.fail("has no room", time.monotonic(), retry_after_s=30.0)
+    assert not one.has_room
+    assert 29 < one.retry_at - time.monotonic() <= 30
+    one.fail("has no room", 0.0, retry_after_s=1e9)
+    assert one.retry_at - time.monotonic() <= MAX_RETRY_AFTER_S
+
+
+def test_retry_after_is_seconds_or_a_date():
+    then = email.utils.format_datetime(datetime.now(UTC) + timedelta(seconds=60), usegmt=True)
+    assert retry_after_s("2.5") == 2.5
+    assert 50 < retry_after_s(then) <= 60
+    assert [retry_after_s(value) for value in ("", "soon", "-3")] == [0.0, 0.0, 0.0]
 
 
 async def test_others_go_on_while_a_server_is_away_and_it_costs_no_attempt(closed_url):
@@ -177,22 +222,27 @@ async def test_others_go_on_while_a_server_is_away_and_it_costs_no_attempt(close
 async def test_a_server_that_comes_back_is_used_again(closed_url, closed_port):
     stub = Stub()
     async with BatchClient([closed_url]) as client:
+        async with stub.serving(closed_port):
+            await collect(client, requests(1))
         collecting = asyncio.create_task(collect(client, requests(20)))
         await until(lambda: client.servers[0].problem)
         async with stub.serving(closed_port):
             results = await collecting
-    assert len(results) == len(stub.asked) == 20
+    assert len(results) == 20
+    assert len(stub.asked) == 21
 
 
 async def collect(client, asked):
     return [result async for result in client.run(asked)]
 
 
+def shut_for_ever(server, problem, sent_at, retry_after_s=0.0):
+    server.problem, server.retry_at = problem, math.inf
+
+
 async def test_a_server_that_fails_at_once_does_not_get_everything(monkeypatch):
-    # Left alone once it failed three times in a row, and for longer than the test takes.
-    monkeypatch.setattr("tandem.batch.servers.FIRST_PAUSE_S", 3600)
-    monkeypatch.setattr("tandem.batch.servers.MAX_PAUSE_S", 3600)
-    monkeypatch.setattr("tandem.batch.client.pause_s", lambda attempt, chance: 0.001)
+    # Once it failed three times in a row it is left alone for longer than the test takes.
+    monkeypatch.setattr("tandem.batch.client.Server.fail", shut_for_ever)
     broken, stub = Stub(lambda body: said("no", status=500)), Stub()
 
     async with broken.serving() as bad, stub.serving() as good:
@@ -233,20 +283,17 @@ async def test_another_key_is_asked_for_once_and_no_answer_is_made_of_that():
     assert stub.keys == ["Bearer wrong"]
 
 
-async def test_it_ends_when_no_server_has_answered_for_too_long(closed_url):
-    with pytest.raises(ServersAway, match=f"no server has answered .*{closed_url}.*refused"):
-        await results_of([closed_url], requests(3), patience_s=0.03)
+async def test_it_ends_when_no_server_has_answered_for_too_long(closed_url, closed_port):
+    async with BatchClient([closed_url], BatchSettings(patience_s=0.03)) as client:
+        with pytest.raises(ServersAway, match=f"{closed_url} .*refused.*start a server"):
+            await collect(client, requests(3))  # at once: nothing was ever there
+        async with Stub().serving(closed_port):
+            await collect(client, requests(1))
+        with pytest.raises(ServersAway, match=f"no server has answered .*{closed_url}.*refused"):
+            await collect(client, requests(3))
     async with Stub(lambda body: said(status=503)).serving() as url:
         with pytest.raises(ServersAway, match="has no room"):
             await results_of([url], requests(3), patience_s=0.03)
-
-
-async def test_servers_that_do_not_answer_are_told_and_that_none_does_ends_it(closed_url):
-    async with Stub().serving() as url, BatchClient([url, closed_url]) as client:
-        assert [each != url for each in await client.check()] == [True]
-    async with BatchClient([closed_url]) as client:
-        with pytest.raises(ServersAway, match="start a server"):
-            await client.check()
 
 
 async def test_once_stopped_it_gives_the_answers_under_way_and_no_others():

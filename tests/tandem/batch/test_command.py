@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -35,7 +36,7 @@ class Files:
     def __init__(self, folder: Path, capture: pytest.CaptureFixture) -> None:
         self._capture = capture
         self.input, self.output = folder / "in.jsonl", folder / "out.jsonl"
-        self.errors, self.journal = folder / "err.jsonl", folder / "out.jsonl.journal"
+        self.errors = folder / "err.jsonl"
 
     def write(self, *lines: str) -> None:
         self.input.write_text("".join(lines))
@@ -55,26 +56,24 @@ def files(tmp_path, capsys) -> Files:
     return Files(tmp_path, capsys)
 
 
-async def test_answers_come_in_the_order_and_shape_of_openai(files):
+async def test_answers_have_the_shape_of_openai(files):
     files.write(*(line(f"r{number}") for number in range(150)))
     stub = Stub()
     async with stub.serving() as url:
         status, told = await files.run(url, env={"OPENAI_API_KEY": "k1"})
     assert status == 0, told
-    results = files.results()
-    assert [result["custom_id"] for result in results] == [f"r{number}" for number in range(150)]
+    results = {result["custom_id"]: result for result in files.results()}
+    assert results.keys() == {f"r{number}" for number in range(150)}
     body = {
         "id": "cmpl-1",
         "choices": [{"index": 0, "text": "r7"}],
         "usage": {"prompt_tokens": 5, "completion_tokens": 2},
     }
     response = {"status_code": 200, "request_id": "cmpl-1", "body": body}
-    id_ = results[7].pop("id")
-    assert results[7] == {"custom_id": "r7", "response": response, "error": None}
-    assert id_.startswith("batch_req_")
-    assert len({result["custom_id"] for result in results}) == 150
-    assert "150 requests: 150 succeeded, 0 failed; 750 prompt tokens, 300 generated" in told
-    assert not files.journal.exists()
+    assert len({result["id"] for result in results.values()}) == 150
+    assert results["r7"].pop("id").startswith("batch_req_")
+    assert results["r7"] == {"custom_id": "r7", "response": response, "error": None}
+    assert "150 requests: 150 succeeded, 0 failed; 150 of them now" in told
     assert set(stub.keys) == {"Bearer k1"}
 
 
@@ -93,6 +92,8 @@ async def test_what_failed_is_in_the_output_or_in_a_file_of_its_own(files, has_e
     assert "2 succeeded, 2 failed (1 x HTTP 400, 1 x connection_broken)" in told
     results = files.results() + (files.results(files.errors) if has_error_file else [])
     assert len(files.results()) == (2 if has_error_file else 4)
+    told = (await files.run(url, *argv))[1]
+    assert "2 succeeded, 2 failed (1 x HTTP 400, 1 x connection_broken); 0 of them now" in told
     by_name = {result["custom_id"]: result for result in results}
     assert by_name["bad"]["response"]["status_code"] == 400
     assert by_name["bad"]["response"]["body"] == {"error": {"message": "no"}}
@@ -111,10 +112,17 @@ async def test_bad_lines_are_told_before_anything_is_sent_and_can_be_left_out(fi
         assert "line 3: method is 'GET': give POST" in told
         assert "--skip-invalid" in told
         assert stub.asked == []
-        assert not files.journal.exists()
+        assert not files.output.exists()
         status, told = await files.run(url, "--skip-invalid")
-    assert (status, stub.prompts) == (0, ["a", "c"])
-    assert [result["custom_id"] for result in files.results()] == ["a", "c"]
+    assert (status, set(stub.prompts)) == (0, {"a", "c"})
+    assert {result["custom_id"] for result in files.results()} == {"a", "c"}
+
+
+async def test_two_requests_of_one_name_are_refused_with_both_lines(files):
+    files.write(line("a"), "\n", line("b"), line("a"))
+    status, told = await files.run("http://unused:1")
+    assert status == 2
+    assert "lines 1 and 4 have the same custom_id 'a'" in told
 
 
 async def test_ctrl_c_waits_for_what_is_under_way_and_the_same_command_goes_on(files):
@@ -138,14 +146,14 @@ async def test_ctrl_c_waits_for_what_is_under_way_and_the_same_command_goes_on(f
         _, told = await process.communicate()
         assert process.returncode == 130
         assert b"give the same command again to go on" in told
-        assert not files.output.exists()
         num_asked = len(stub.asked)
+        assert len(files.results()) == num_asked
         assert 5 < num_asked < 40
         status, said_then = await files.run(url)
     assert status == 0
-    assert f"going on: {num_asked} of 40 are done" in said_then
+    assert f"resuming: {num_asked} of 40 are done" in said_then
     assert sorted(map(int, stub.prompts)) == list(range(40)), "nothing was asked twice"
-    assert [result["custom_id"] for result in files.results()] == [str(n) for n in range(40)]
+    assert sorted(int(result["custom_id"]) for result in files.results()) == list(range(40))
 
 
 async def test_a_second_ctrl_c_and_the_end_of_the_grace_wait_for_nothing(files):
@@ -164,25 +172,48 @@ async def test_a_second_ctrl_c_and_the_end_of_the_grace_wait_for_nothing(files):
             assert process.returncode == 130
 
 
-async def test_another_input_is_not_mixed_with_what_was_done_unless_begun_again(files):
+async def test_what_has_a_line_is_not_sent_again_unless_begun_again(files):
     files.write(line("a"), line("b"))
     stub = Stub(lambda body: said(status=200 if body["prompt"] == "a" else 401))
     async with stub.serving() as url:
         status, told = await files.run(url, "--max-concurrency", "1")
         assert (status, stub.prompts) == (2, ["a", "b"])
-        assert "asks for an API key" in told
+        assert "requires an API key" in told
+        stub.script = lambda body: said()
         files.write(line("a"), line("c"))
         status, told = await files.run(url)
-        assert (status, len(stub.asked)) == (2, 2)
-        assert "another input, or of this one before it was changed" in told
-        assert "--restart" in told
-        stub.script = lambda body: said()
-        status, _ = await files.run(url, "--restart")
-        assert (status, stub.prompts[2:]) == (0, ["a", "c"])
-        status, told = await files.run(url)
-        assert (status, len(stub.asked)) == (2, 4)
-        assert "is there already, and whole" in told
+        assert (status, stub.prompts[2:]) == (0, ["c"])
+        assert "resuming: 1 of 2 are done" in told
+        assert (await files.run(url))[0] == 0
+        assert len(stub.asked) == 3
         assert (await files.run(url, "--restart"))[0] == 0
+    assert len(stub.asked) == 5
+    assert len(files.results()) == 2
+
+
+@pytest.mark.parametrize("num_cut", [1, 2, 40, 10_000])
+async def test_a_torn_last_line_is_cut_off_and_its_request_sent_again(files, num_cut):
+    files.write(line("a"), line("b"))
+    stub = Stub()
+    async with stub.serving() as url:
+        await files.run(url)
+        whole = files.output.read_bytes()
+        first, second = whole.splitlines(keepends=True)
+        files.output.write_bytes(first + second[: max(1, len(second) - num_cut)])
+        assert (await files.run(url))[0] == 0
+    assert len(stub.asked) == 3
+    assert files.output.read_bytes().startswith(first)
+    assert sorted(result["custom_id"] for result in files.results()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("content", ["notes of mine", "notes\n", '{"id":"other"}\n'])
+async def test_a_file_that_is_no_output_stays_as_it_is(files, content):
+    files.write(line("a"))
+    files.output.write_text(content)
+    status, told = await files.run("http://unused:1")
+    assert status == 2
+    assert "is no output of tandem batch" in told
+    assert files.output.read_text() == content
 
 
 async def test_one_begun_again_does_not_touch_what_another_is_writing(files):
@@ -202,20 +233,6 @@ async def test_one_begun_again_does_not_touch_what_another_is_writing(files):
     assert [result["custom_id"] for result in files.results()] == ["a"]
 
 
-async def test_an_input_that_grows_while_it_is_sent_ends_it_with_what_to_do(files):
-    files.write(line("a"), line("b"))
-
-    def answer(body):
-        files.input.write_text(files.input.read_text() + line("c"))
-        return said()
-
-    async with Stub(answer).serving() as url:
-        status, told = await files.run(url, "--max-concurrency", "1")
-    assert status == 2
-    assert "was written to while it was sent" in told
-    assert not files.output.exists()
-
-
 async def test_a_full_disk_ends_it_with_what_to_do_and_loses_nothing(files):
     files.write(*(line(f"{number:04}") for number in range(60)))
     stub = Stub(lambda body: said("x" * 400 + body["prompt"]))
@@ -224,9 +241,9 @@ async def test_a_full_disk_ends_it_with_what_to_do_and_loses_nothing(files):
         process = await start(*argv, limit="8")  # KiB: fewer than 20 results
         _, told = await process.communicate()
         assert process.returncode == 2
-        assert b"File too large: what was written before is kept" in told
+        assert b"File too large: results so far are kept" in told
         assert b"give the same command again" in told
-        num_kept = files.journal.read_bytes().count(b"\n") - 1
+        num_kept = files.output.read_bytes().count(b"\n")
         assert 0 < num_kept < 20
         asked_before = set(stub.prompts)
         stub.asked.clear()
@@ -254,6 +271,13 @@ def test_flags_that_cannot_work_are_refused_before_anything_is_done(files, argv,
     status, told = main([*usual, *argv]), capsys.readouterr().err
     assert status == 2
     assert said in told
+
+
+async def test_an_input_that_can_be_read_only_once_is_refused(files):
+    os.mkfifo(files.input)
+    status, told = await files.run("http://unused:1")
+    assert status == 2
+    assert "can be read only once" in told
 
 
 async def test_a_server_that_is_not_there_is_told_at_once(files, closed_url):

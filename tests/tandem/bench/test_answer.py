@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.bench.answer import Answer, Broken, Tally
+from tandem.bench.client import Answer, Broken, Sample
 
 
 def native(count: int, finish=None, **fields) -> dict:
@@ -57,67 +57,49 @@ def encoded(events: list[dict], newline: str = "\n", done: bool = True) -> bytes
     return (text + f"data: [DONE]{newline * 2}" * done).encode()
 
 
-def reading(name: str, **kwargs) -> Answer:
-    return Answer(name.partition(" ")[0], 100.0, Tally(), **kwargs)  # type: ignore[arg-type]
+def reading() -> tuple[Answer, Sample]:
+    sample = Sample(due_s=100.0, sent_s=100.0)
+    return Answer(sample), sample
 
 
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_each_event_that_brings_tokens_is_an_arrival(name, newline):
-    answer = reading(name)
+    answer, sample = reading()
     for number, event in enumerate(STREAMS[name]):
         answer.feed(encoded([event], newline, done=False), 101.0 + number)
     answer.feed(encoded([], newline), 200.0)
     answer.finish()
-    assert list(answer.counts) == [1, 2, 3]
-    assert answer.times[2] - answer.times[0] == 2.0
-    assert (answer.output_tokens, answer.prompt_tokens) == (3, 7)
-    assert answer.cached_tokens == 3
+    assert sample.counts == [1, 2, 3]
+    assert sample.times[2] - sample.times[0] == 2.0
+    assert (sample.output_tokens, sample.prompt_tokens) == (3, 7)
+    assert sample.cached_tokens == 3
 
 
-@given(st.sampled_from(sorted(STREAMS)), st.sets(st.integers(1, 2000)), st.booleans())
-def test_wherever_reads_cut_the_stream_the_tokens_are_the_same(name, cuts, is_kept):
-    whole, answer = encoded(STREAMS[name]), reading(name, is_kept=is_kept)
+@given(st.sampled_from(sorted(STREAMS)), st.sets(st.integers(1, 2000)))
+def test_wherever_reads_cut_the_stream_the_tokens_are_the_same(name, cuts):
+    whole, (answer, sample) = encoded(STREAMS[name]), reading()
     places = [0, *sorted(cut for cut in cuts if cut < len(whole)), len(whole)]
     for number, (start, end) in enumerate(pairwise(places)):
         answer.feed(whole[start:end], 101.0 + number)
     answer.finish()
-    assert list(answer.counts)[-1] == answer.output_tokens == 3
-    assert list(answer.counts) == sorted(set(answer.counts))
-    assert len(answer.times) == len(answer.counts)
-
-
-@pytest.mark.parametrize(("name", "text"), [("completions", "ab"), ("chat", "abc")])
-def test_a_kept_answer_has_its_text(name, text):
-    answer = reading(name, is_kept=True)
-    answer.feed(encoded(STREAMS[name]), 101.0)
-    answer.finish()
-    assert answer.text == text
-
-
-@pytest.mark.parametrize("is_incremental", [False, True])
-def test_a_kept_native_answer_has_its_ids_once(is_incremental):
-    events = STREAMS["native"]
-    if is_incremental:
-        events = [event | {"output_ids": event["output_ids"][-1:]} for event in events]
-    answer = reading("native", is_kept=True)
-    answer.feed(encoded(events), 101.0)
-    answer.finish()
-    assert answer.output_ids == [0, 1, 2]
+    assert sample.counts[-1] == sample.output_tokens == 3
+    assert sample.counts == sorted(set(sample.counts))
+    assert len(sample.times) == len(sample.counts)
 
 
 @pytest.mark.parametrize(
-    ("api", "events", "kind"),
+    ("events", "kind"),
     [
-        ("native", [native(1), native(2)], "cut off"),
-        ("native", [native(1, finish={"type": "abort", "message": "no node"})], "aborted"),
-        ("completions", [chunk("a", 1), {"error": {"message": "out of pages"}}], "error event"),
-        ("completions", [{"object": "error", "message": "bad"}], "error event"),
-        ("chat", [chat({"content": "a"}, 1), {"choices": 5}], "bad event"),
+        ([native(1), native(2)], "cut off"),
+        ([native(1, finish={"type": "abort", "message": "no node"})], "aborted"),
+        ([chunk("a", 1), {"error": {"message": "out of pages"}}], "error event"),
+        ([{"object": "error", "message": "bad"}], "error event"),
+        ([chat({"content": "a"}, 1), {"choices": 5}], "bad event"),
     ],
 )
-def test_a_stream_that_did_not_end_well_is_broken(api, events, kind):
-    answer = Answer(api, 0.0, Tally())
+def test_a_stream_that_did_not_end_well_is_broken(events, kind):
+    answer, _ = reading()
     with pytest.raises(Broken) as raised:
         answer.feed(encoded(events, done=kind != "cut off"), 1.0)
         answer.finish()
@@ -125,19 +107,7 @@ def test_a_stream_that_did_not_end_well_is_broken(api, events, kind):
 
 
 def test_an_end_without_done_is_an_end_when_a_reason_was_given():
-    answer = reading("chat")
+    answer, sample = reading()
     answer.feed(encoded(STREAMS["chat"], done=False), 1.0)
     answer.finish()
-    assert answer.output_tokens == 3
-
-
-def test_a_tally_adds_up_what_answers_brought_and_starts_again():
-    tally = Tally()
-    for sent_s in (0.0, 10.0):
-        answer = Answer("native", sent_s, tally)
-        answer.feed(encoded([native(1)], done=False), sent_s + 1)
-        answer.feed(encoded([native(4)], done=False), sent_s + 2)
-    told = tally.take(5, [])
-    assert (told.num_tokens, told.first_token_s) == (8, [1.0, 1.0])
-    assert (told.gap_s, told.num_gaps, told.num_running) == (2.0, 6, 5)
-    assert tally.take(0, []).num_tokens == 0
+    assert sample.output_tokens == 3

@@ -2,8 +2,7 @@ import math
 
 import pytest
 
-from tandem.bench.arguments import parse
-from tandem.bench.config import Load
+from tandem.bench.arguments import Load, parse
 from tandem.wire.errors import ConfigInvalid
 
 
@@ -39,20 +38,32 @@ def test_a_base_url_of_openai_clients_is_taken(url):
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (("--url", "localhost:8000"), "http://HOST:PORT"),
-        (("--url", "http://h:port"), "http://HOST:PORT"),
+        (("--url", "localhost:8000"), "give a URL such as"),
+        (("--url", "http://h:port"), "give a URL such as"),
         (("--concurrency", "1", "--rate", "2"), "one of them"),
-        (("--concurrency", "0"), "at least 1"),
-        (("--trace", "t", "--turns", "2"), "--trace-limit"),
-        (("--rate", "-1"), "--request-rate is -1"),
-        (("--rate", "nan"), "--request-rate is nan"),
-        (("--input-len", "0"), "--input-len is 0"),
-        (("--random-range-ratio", "2"), "0 to 1"),
-        (("--burstiness", "0"), "more than 0"),
-        (("--slo-ttft-ms", "0"), "more than 0"),
+        (("--trace", "t", "--num-prompts", "2"), "--trace-limit"),
         (("--extra-request-body", "[1]"), "JSON object"),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_to_give(argv, told):
     with pytest.raises(ConfigInvalid, match=told):
         parse(argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("--concurrency", "0"), "give at least 1"),
+        (("--rate", "-1"), "give at least 0"),
+        (("--rate", "nan"), "give at least 0"),
+        (("--input-len", "0"), "give at least 1"),
+        (("--random-range-ratio", "2"), "give at least 0 and at most 1"),
+        (("--burstiness", "0"), "give more than 0"),
+        (("--slo-ttft-ms", "0"), "give more than 0"),
+    ],
+)
+def test_numbers_out_of_bounds_are_wrong_usage(argv, told, capsys):
+    with pytest.raises(SystemExit) as refused:
+        parse(argv)
+    assert refused.value.code == 2
+    assert told in capsys.readouterr().err

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,20 +14,10 @@ import msgspec
 import pytest
 
 from tandem.doctor.arguments import parse
-from tandem.doctor.pair import HEARTBEAT
-from tandem.doctor.pair_messages import (
-    Alive,
-    Begin,
-    Open,
-    Refused,
-    ToConnecting,
-    ToListening,
-    Welcome,
-)
-from tandem.doctor.probe import NotOpened, Opened
-from tandem.doctor.report import Report
-from tandem.wire.channel import Inbox, Link, wait
-from tandem.wire.errors import ConfigInvalid, PeerLost
+from tandem.doctor.link import judge
+from tandem.doctor.report import HandOff, Report, TransportRow, render
+from tandem.kvtransfer.transports.registry import AUTO
+from tandem.wire.errors import ConfigInvalid
 from tests.kept_port import kept_port
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -100,39 +91,67 @@ def test_a_machine_is_examined_and_strange_transports_harm_only_themselves(tmp_p
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tandem-strangers\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    status, told = report(start("--quick", "--json", PYTHONPATH=path))
-    assert (status, told.is_well, told.mode) == (0, True, "local")
+    names = "shm,tcp,absent,dying,lying"
+    argv = ("--quick", "--json", "--transfer-backend", names)
+    status, told = report(start(*argv, PYTHONPATH=path))
+    assert (status, told.is_well, told.mode) == (1, False, "local")
     rows = {row.name: row for row in told.transports}
-    for name, limit in (("shm", "memcpy"), ("tcp", "socket")):
-        assert rows[name].status in ("ok", "warning")  # a warning: this machine is busy
+    assert list(rows) == names.split(",")
+    for name in ("shm", "tcp"):
+        assert rows[name].status == "ok"
         assert rows[name].gigabytes_per_s > 0
-        assert rows[name].latency_us > 0
-        assert rows[name].limit == limit
-    assert (rows["absent"].status, rows["absent"].gigabytes_per_s) == ("missing", None)
+        sizes = [each.size_bytes for each in rows[name].hand_offs]
+        assert sizes == sorted(sizes)
+        assert min(each.ms for each in rows[name].hand_offs) > 0
     assert "tandem_strangers_absent" in rows["absent"].advice
-    assert rows["dying"].status == "warning"
     assert "ended with status -6" in rows["dying"].advice
-    assert rows["lying"].status == "warning"
     assert "not those that were sent" in rows["lying"].advice
-    assert told.limits.memcpy_gigabytes_per_s > 0
-    assert told.limits.round_trip_us > 0
-    assert {each.area for each in told.findings} >= {
-        *("packages", "cpu", "memory", "limits", "rdma", "gpu", "network", "ports")
-    }
+    areas = ("packages", "cpu", "memory", "limits", "rdma", "gpu", "ports")
+    assert {each.area for each in told.findings} >= set(areas)
+
+
+def row(name: str, status="ok") -> TransportRow:
+    return TransportRow(name=name, status=status)
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted", "failed"),
+    [
+        ([row("shm"), row("nixl", "missing"), row("ucx", "warning")], (), []),
+        ([row("shm"), row("tcp", "warning")], (), ["tcp"]),
+        ([row("shm", "missing"), row("tcp")], (), []),
+        (
+            [row("shm", "missing"), row("tcp", "missing"), row("nixl", "missing")],
+            (),
+            ["shm", "tcp"],
+        ),
+        ([row("shm"), row("nixl", "missing")], ("shm", "nixl"), ["nixl"]),
+    ],
+)
+def test_transports_fail_when_they_were_named_or_nothing_else_works(rows, wanted, failed):
+    judged = judge(rows, wanted, AUTO)
+    assert [each.name for each in judged if each.status == "failed"] == failed
+
+
+def test_a_table_has_a_column_for_each_size(capsys):
+    hand_offs = [HandOff(64 << 10, 0.5), HandOff(128 << 20, 20.0)]
+    good = TransportRow(name="shm", status="ok", hand_offs=hand_offs, gigabytes_per_s=6.7)
+    bad = TransportRow(name="e\x1bvil", status="missing", advice="no library")
+    render(Report(version="1", host="h", mode="local", is_well=True, transports=[bad, good]))
+    head, *lines, _, verdict = capsys.readouterr().out.splitlines()
+    assert head.split("  ")[0] == "status"
+    assert "64 KiB, ms" in head
+    assert "128 MiB, ms" in head
+    assert lines[0].split()[:2] == ["missing", "e\N{REPLACEMENT CHARACTER}vil"]
+    assert lines[1].split() == ["ok", "shm", "0.50", "20.00", "6.70"]
+    assert verdict == "all that is needed works"
 
 
 def test_json_has_the_shape_that_scripts_count_on():
     status, out, err = end(start("--json", "--no-measure"))
     assert (status, err) == (0, "")
     told = json.loads(out)
-    assert set(told) == {
-        *("version", "host", "mode", "is_well", "between", "page_bytes"),
-        *("limits", "transports", "findings"),
-    }
-    assert set(told["limits"]) == {
-        *("memcpy_gigabytes_per_s", "socket_gigabytes_per_s", "rdma_gigabytes_per_s"),
-        *("round_trip_us", "page_us"),
-    }
+    assert set(told) == {"version", "host", "mode", "is_well", "transports", "findings"}
     assert set(told["findings"][0]) == {"area", "name", "status", "found", "advice"}
 
 
@@ -148,27 +167,25 @@ def test_a_port_that_was_asked_for_and_is_taken_fails():
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
-def test_a_pair_with_one_secret_measures_and_both_ends_tell_the_same(host):
+def test_a_pair_with_one_secret_is_measured_again_and_again(host):
     env = {"TANDEM_CLUSTER_KEY": "one secret"}
     argv = ("--quick", "--json", "--transfer-backend", "tcp")
-    with listening(f"{host}:0", *argv, **env) as (process, address):
+    with listening(f"{host}:0", "--transfer-backend", "tcp", **env) as (_, address):
         assert address.startswith(host)
-        status, told = report(start("--connect", address, *argv, **env))
-        far_status, far = report(process)
-    assert (status, far_status) == (0, 0)
-    assert (told.mode, far.mode) == ("connect", "listen")
-    assert [row.name for row in told.transports] == ["tcp"]
-    assert told.transports == far.transports
-    assert (told.limits, told.between) == (far.limits, far.between)
-    assert [each.status for each in far.findings if each.name == "versions"] == ["ok"]
+        for _ in range(2):
+            status, told = report(start("--connect", address, *argv, **env))
+            assert (status, told.mode) == (0, "connect")
+            assert [(row.name, row.status) for row in told.transports] == [("tcp", "ok")]
 
 
 def test_an_end_without_the_secret_is_told_so():
     with listening("127.0.0.1:0", TANDEM_CLUSTER_KEY="a secret") as (process, address):
-        status, out, _ = end(start("--connect", address, "--quick"))
-        assert process.poll() is None  # and the one with it still waits
+        argv = ("--connect", address, "--quick", "--transfer-backend", "tcp")
+        status, out, _ = end(start(*argv))
+        assert process.poll() is None  # and the one with it goes on
     assert status == 1
-    assert "TANDEM_CLUSTER_KEY must be the same at both ends (it is not set here)" in out
+    assert "the other end" in out
+    assert "TANDEM_CLUSTER_KEY" in out
 
 
 def test_nobody_at_the_other_end_is_told_at_once():
@@ -176,99 +193,33 @@ def test_nobody_at_the_other_end_is_told_at_once():
         address = f"127.0.0.1:{port}"
         status, out, _ = end(start("--connect", address, "--quick"))
     assert status == 1
-    assert f"nobody listens at {address} (Connection refused)" in out
-
-
-def next_of(link: Link) -> object:
-    """Return the next message that says something."""
-    while True:
-        wait([link], TIMEOUT_S)
-        while (message := link.receive()) is not None:
-            if not isinstance(message, Alive):
-                return message
-
-
-def say(link: Link, message) -> None:
-    """Send once the connection stands."""
-    while True:
-        try:
-            return link.send(message)
-        except PeerLost:
-            wait([link], 0.01)
-
-
-def begin(num_pages: int = 8) -> Begin:
-    return Begin(version="9", host="far", address="127.0.0.1", page_bytes=4096, num_pages=num_pages)
-
-
-def test_a_listening_end_refuses_what_it_should_and_notices_that_the_other_went_away():
-    with listening("127.0.0.1:0", "--json") as (process, address):
-        links = [Link(f"tcp://{address}", ToConnecting, heartbeat=HEARTBEAT) for _ in range(2)]
-        first, second = links
-        say(first, Open(transport="tcp"))
-        refusal = next_of(first)
-        assert isinstance(refusal, Refused)
-        assert "started anew" in refusal.error.message
-        say(first, begin(num_pages=1 << 40))
-        refusal = next_of(first)
-        assert isinstance(refusal, Refused)
-        assert "no pool of that size" in refusal.error.message
-        say(first, begin())
-        assert isinstance(next_of(first), Welcome)
-        say(second, begin())
-        refusal = next_of(second)
-        assert isinstance(refusal, Refused)
-        assert "another one" in refusal.error.message
-        say(first, Open(transport="../evil"))
-        assert isinstance(next_of(first), NotOpened)
-        say(first, Open(transport="tcp"))
-        assert isinstance(next_of(first), Opened)
-        for link in links:
-            link.close()
-        status, told = report(process)
-    assert status == 1
-    [link] = [each for each in told.findings if each.area == "link"]
-    assert (link.status, link.found) == ("failed", "far went away before it was done")
-
-
-def welcome_until_open(inbox: Inbox) -> None:
-    """Be a listening end until the other one wants the first receiver, which it does not get."""
-    while True:
-        wait([inbox], TIMEOUT_S)
-        while envelope := inbox.receive():
-            if isinstance(envelope.message, Begin):
-                inbox.send(envelope.peer, Welcome(version="9", host="far"))
-            if isinstance(envelope.message, Open):
-                return
-
-
-def test_a_connecting_end_notices_that_the_other_went_away():
-    with Inbox("tcp://127.0.0.1:0", ToListening, heartbeat=HEARTBEAT) as inbox:
-        process = start("--connect", f"127.0.0.1:{inbox.port}", "--quick", "--json")
-        welcome_until_open(inbox)
-    status, told = report(process)
-    assert status == 1
-    [link] = [each for each in told.findings if each.area == "link"]
-    assert "went away before it was done" in link.found
+    assert f"{address}  cannot be reached (Connection refused)" in out
 
 
 def test_ctrl_c_ends_a_listening_end_with_a_sentence():
     with listening("127.0.0.1:0") as (process, _):
         process.send_signal(signal.SIGINT)
         status, out, err = end(process)
-    assert (status, out, err) == (130, "", "tandem doctor: stopped\n")
+    assert (status, err) == (130, "tandem doctor: stopped\n")
+    assert "all that is needed works" in out
 
 
 def test_ctrl_c_in_the_middle_of_measuring_leaves_no_process_behind():
-    with Inbox("tcp://127.0.0.1:0", ToListening, heartbeat=HEARTBEAT) as inbox:
-        process = start("--connect", f"127.0.0.1:{inbox.port}", "--quick")
-        welcome_until_open(inbox)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    with listening("127.0.0.1:0", "--transfer-backend", "tcp") as (far, address):
+        far.send_signal(signal.SIGSTOP)  # it accepts, and does nothing
+        process = start("--connect", address, "--quick", "--transfer-backend", "tcp")
+        file = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (children := file.read_text().split()) and time.monotonic() < deadline:
+            time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         status, _, err = end(process)
     assert (status, err) == (130, "tandem doctor: stopped\n")
     assert children
-    assert [child for child in children if Path(f"/proc/{child}").exists()] == []
+    # The interpreter's own tracker of resources ends a moment later.
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

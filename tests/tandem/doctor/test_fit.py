@@ -6,7 +6,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 
-from tandem.doctor.fit import model_facts
+from tandem.doctor.machine import read_model
 from tandem.engine.config import EngineConfig
 from tandem.engine.model import load_model, model_needs
 from tandem.wire.errors import ConfigInvalid
@@ -22,7 +22,7 @@ def test_the_numbers_are_those_of_the_loaded_model(tiny_model, tmp_path):
     assert needs.shape == load_model(settings)[1]
     stored = load_file(directory / "model.safetensors").values()
     assert needs.weight_bytes == sum(each.numel() * each.itemsize for each in stored)
-    facts = model_facts(settings, tmp_path)
+    facts = read_model(settings, tmp_path)
     assert (facts.name, facts.dtype) == (directory.name, "float32")
     assert (facts.kv_bytes_per_token, facts.num_tokens) == (TOKEN_BYTES, 4096)
     assert facts.pool_bytes == 4096 * TOKEN_BYTES
@@ -30,17 +30,17 @@ def test_the_numbers_are_those_of_the_loaded_model(tiny_model, tmp_path):
 
 def test_weights_are_not_read(tiny_model, tmp_path):
     shutil.copy(tiny_model("llama") / "config.json", tmp_path)
-    facts = model_facts(EngineConfig(model_dir=str(tmp_path), dtype="bfloat16"), tmp_path)
+    facts = read_model(EngineConfig(model_dir=str(tmp_path), dtype="bfloat16"), tmp_path)
     assert facts.kv_bytes_per_token == TOKEN_BYTES // 2
     assert facts.num_tokens == (1 << 30) // (16 * TOKEN_BYTES // 2) * 16  # of 1 GiB
 
 
 def test_ranks_share_the_pool(tiny_model, tmp_path):
     settings = EngineConfig(model_dir=str(tiny_model("llama")), tp_size=2, max_total_tokens=160)
-    facts = model_facts(settings, tmp_path)
+    facts = read_model(settings, tmp_path)
     assert (facts.pool_bytes, facts.kv_bytes_per_token) == (160 * TOKEN_BYTES, TOKEN_BYTES)
     with pytest.raises(ConfigInvalid, match="--tp 3 cannot share"):
-        model_facts(EngineConfig(model_dir=str(tiny_model("llama")), tp_size=3), tmp_path)
+        read_model(EngineConfig(model_dir=str(tiny_model("llama")), tp_size=3), tmp_path)
 
 
 def test_weights_that_stay_quantised_are_as_large_as_their_files(tiny_model, tmp_path):
@@ -56,7 +56,7 @@ def test_weights_that_stay_quantised_are_as_large_as_their_files(tiny_model, tmp
 def test_a_model_that_no_node_could_serve_is_refused_as_a_node_would(tiny_model, tmp_path):
     def refusal(path) -> str:
         with pytest.raises(ConfigInvalid) as raised:
-            model_facts(EngineConfig(model_dir=str(path)), tmp_path)
+            read_model(EngineConfig(model_dir=str(path)), tmp_path)
         return raised.value.message
 
     assert "models are not downloaded" in refusal(tmp_path / "absent")

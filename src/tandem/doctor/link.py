@@ -1,0 +1,374 @@
+"""The link test: hand-offs between a prefill agent and a decode agent, as nodes do them.
+
+```
+ --listen    Source: a prefill agent that expects a row of rooms, pushes noise to whoever grants one,
+             and expects the room again
+ --connect   for each transport a process with a decode agent, which grants pages and times their landing
+ neither     both on loopback
+```
+
+The prompt is always the whole pool; a smaller hand-off is one of which decode already has the rest
+(`have_tokens`). Checksums are off, so that the link is measured; instead the pages of the last hand-off are
+compared. Each end of a transport runs in a process of its own, except the listening end of a pair:
+a library that crashes or hangs costs one row.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.doctor.report import Finding, HandOff, TransportRow
+from tandem.kvtransfer.bootstrap import SenderEnd
+from tandem.kvtransfer.events import Failed, Landed, Lost, PushDone, Released
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.receiver import DecodeAgent
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.sender import PrefillAgent, SenderTimeouts
+from tandem.kvtransfer.transports.base import Transport, TransportConfig
+from tandem.kvtransfer.transports.registry import transports
+from tandem.telemetry import log as logs
+from tandem.wire.channel import Waker, tcp_address
+from tandem.wire.errors import (
+    ConfigInvalid,
+    KVCorrupted,
+    PeerLost,
+    TandemError,
+    TransferRefused,
+    TransferTimeout,
+)
+from tandem.wire.hosts import reason_of
+from tandem.wire.ids import Room, new_epoch
+from tandem.wire.keys import cluster_key, is_loopback
+
+FINGERPRINT = "tandem-doctor-1"
+# Pages of 64 KiB: those of small models, and the size at which the cost of each page still shows. The pool is
+# beyond most last-level caches, so that memory is measured and not the cache.
+LAYOUT = KVLayout(
+    num_pages=2048,
+    page_size=16,
+    num_layers=4,
+    num_kv_heads=8,
+    head_dim=32,
+    dtype="float16",
+    itemsize=2,
+)
+# Both ends use these; one is expected again long before its turn comes.
+ROOMS = [Room(number) for number in range(1, 65)]
+SIZES, QUICK_SIZES = (1, 64, 2048), (1, 64, 512)
+MIN_ROUNDS = 3
+# A library may take this long to load and to connect.
+PROCESS_TIMEOUT_S = 60.0
+HAND_OFF_TIMEOUT_S = 30.0
+# From the loss of a link to the status of the process that died: its memory may be written to the disk before.
+END_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
+FOREVER_S = 1e9
+
+_processes = multiprocessing.get_context("spawn")
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The listening end, as the connecting one reaches it."""
+
+    host: str
+    port: int
+    is_insecure: bool = False
+
+
+class Source:
+    """Prefill's end: pushes to every decode agent that grants one of `ROOMS`.
+
+    Raises:
+        ConfigInvalid: The address cannot be listened on, or needs a secret.
+    """
+
+    def __init__(
+        self, host: str, port: int, allowed: Sequence[Transport], *, is_insecure: bool = False
+    ) -> None:
+        key = cluster_key(host, is_insecure=is_insecure, flag="--listen")
+        self._region = MemoryRegion.private(LAYOUT.pool_bytes)
+        self._region.array()[:] = noise()
+        self._waker = Waker()
+        end = SenderEnd(new_epoch(), FINGERPRINT, LAYOUT, self._region, allowed)
+        self._agent = PrefillAgent(
+            tcp_address(host, port),
+            end,
+            waker=self._waker,
+            key=key,
+            timeouts=SenderTimeouts(grant_s=FOREVER_S),
+            verify="off",
+        )
+        self.port = self._agent.port
+        for room in ROOMS:
+            self._expect(room)
+
+    def serve(self, until: int | None = None) -> None:
+        """Push until the file descriptor `until` can be read, or for ever."""
+        watched: list[Waker | int] = [self._waker] if until is None else [self._waker, until]
+        while until not in select.select(watched, [], [])[0]:
+            self._waker.clear()
+            for event in self._agent.events():
+                if isinstance(event, PushDone | Released):
+                    self._expect(event.room)
+
+    def close(self) -> None:
+        """Hang up on everybody."""
+        self._agent.close()
+        self._region.close()
+
+    def _expect(self, room: Room) -> None:
+        self._agent.expect(room)
+        self._agent.push(room, range(LAYOUT.num_pages), first_page_index=0)
+        self._agent.finish(room, first_token=0, seed=0)
+
+
+class Sink:
+    """Decode's end: grants pages to a source, and times their landing.
+
+    Raises:
+        ConfigInvalid: The transport cannot be used here, or the peer needs a secret.
+    """
+
+    def __init__(self, name: str, config: TransportConfig, peer: Peer) -> None:
+        self._peer, self._waker, self._num_done = peer, Waker(), 0
+        self._rng, self._page_ids = np.random.default_rng(0), list[int]()
+        try:
+            self._open(name, config, MemoryRegion.private(LAYOUT.pool_bytes))
+        except ConfigInvalid:  # some transports need a file to map
+            self._open(name, config, MemoryRegion.shared(LAYOUT.pool_bytes, "doctor"))
+
+    def _open(self, name: str, config: TransportConfig, region: MemoryRegion) -> None:
+        peer, self._region = self._peer, region
+        self._agent = DecodeAgent(
+            epoch=new_epoch(),
+            fingerprint=FINGERPRINT,
+            layout=LAYOUT,
+            region=region,
+            transports=transports(name, config),
+            waker=self._waker,
+            key=cluster_key(peer.host, is_insecure=peer.is_insecure, flag="--connect"),
+            verify="off",
+        )
+
+    def take(self, num_pages: int) -> float:
+        """Take a hand-off into random pages; return its seconds.
+
+        Raises:
+            TandemError: It failed.
+        """
+        room = ROOMS[self._num_done % len(ROOMS)]
+        self._num_done += 1
+        self._page_ids = self._rng.permutation(LAYOUT.num_pages)[:num_pages].tolist()
+        held = (LAYOUT.num_pages - num_pages) * LAYOUT.page_size
+        began_s = time.perf_counter()
+        self._agent.request(room, self._peer.host, self._peer.port, self._page_ids, held)
+        while (took_s := time.perf_counter() - began_s) < HAND_OFF_TIMEOUT_S:
+            select.select([self._waker], [], [], HAND_OFF_TIMEOUT_S - took_s)
+            self._waker.clear()
+            for event in self._agent.events():
+                if isinstance(event, Landed):
+                    return time.perf_counter() - began_s
+                if isinstance(event, Failed | Lost):
+                    raise event.error
+        raise TransferTimeout(f"no hand-off within {HAND_OFF_TIMEOUT_S:.0f} s")
+
+    def verify(self) -> None:
+        """Compare the pages of the last hand-off with what was pushed.
+
+        Raises:
+            KVCorrupted: They differ.
+        """
+        shape = (LAYOUT.num_pages, LAYOUT.page_bytes)
+        arrived = self._region.array().reshape(shape)[self._page_ids]
+        if not np.array_equal(arrived, noise().reshape(shape)[-len(self._page_ids) :]):
+            raise KVCorrupted("the bytes that arrived are not those that were sent")
+
+    def close(self) -> None:
+        """Cut the source off."""
+        self._agent.close()
+        self._region.close()
+
+
+def noise() -> NDArray[np.uint8]:
+    """Return what every source pushes, so that the other end can tell whether it arrived."""
+    drawn = np.random.default_rng(1).integers(0, 2**63, LAYOUT.pool_bytes // 8, np.uint64)
+    return drawn.view(np.uint8)
+
+
+def usable(names: Sequence[str], config: TransportConfig) -> list[Transport]:
+    """Return those of the transports whose libraries are here."""
+    found: list[Transport] = []
+    for name in names:
+        with contextlib.suppress(TandemError, ImportError):
+            found += transports(name, config)
+    return found
+
+
+def reach(peer: Peer) -> Finding:
+    """Try to connect to the listening end."""
+    name = tcp_address(peer.host, peer.port).removeprefix("tcp://")
+    try:
+        socket.create_connection((peer.host, peer.port), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        return Finding(
+            area="link",
+            name=name,
+            status="failed",
+            found=f"cannot be reached ({reason_of(error)})",
+            advice="run tandem doctor --listen there, and open its port",
+        )
+    return Finding(area="link", name=name, found="can be reached")
+
+
+def measure(
+    name: str, config: TransportConfig, peer: Peer | None, *, is_quick: bool
+) -> TransportRow:
+    """Measure one transport from `peer`, or from a process of this host."""
+    far = None
+    with contextlib.ExitStack() as stack:
+        try:
+            if peer is None:
+                far = stack.enter_context(_child(_source, name, config))
+                port = far(PROCESS_TIMEOUT_S)
+                if isinstance(port, TransportRow):
+                    return port
+                assert isinstance(port, int)
+                peer = Peer(config.host, port)
+            near = stack.enter_context(_child(_measure, name, config, peer, is_quick))
+            row = near(PROCESS_TIMEOUT_S)
+            assert isinstance(row, TransportRow)
+            if far is not None and row.status == "warning":
+                with contextlib.suppress(TransferTimeout):
+                    far(END_TIMEOUT_S)  # raises if it was the far end that died
+        except (PeerLost, TransferTimeout) as error:
+            return TransportRow(name=name, status="warning", advice=f"broke: {error}")
+    return row
+
+
+def judge(
+    rows: Sequence[TransportRow], wanted: Sequence[str], automatic: Sequence[str]
+) -> list[TransportRow]:
+    """Mark those as failed that have to work.
+
+    Args:
+        wanted: Transports that were named: each has to work. If there are none, at least one has to, and
+            none of those that `auto` takes may break.
+        automatic: What `auto` takes.
+    """
+    has_any = any(row.status == "ok" for row in rows)
+
+    def is_needed(row: TransportRow) -> bool:
+        if row.status == "ok" or row.name not in (wanted or automatic):
+            return False
+        return bool(wanted) or not has_any or row.status == "warning"
+
+    return [
+        msgspec.structs.replace(row, status="failed") if is_needed(row) else row for row in rows
+    ]
+
+
+# ── in processes of their own ────────────────────────────────────────────────────────────────────
+
+Answer = int | TransportRow
+_decoder: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
+
+
+@contextlib.contextmanager
+def _child(work: Callable[..., None], *args: object) -> Iterator[Callable[[float], Answer]]:
+    """Run `work(pipe, *args)` in a process; yield what waits for its next answer, so many seconds at most.
+
+    Waiting raises `PeerLost` if the process ends, and `TransferTimeout` if it is late.
+    """
+    pipe, theirs = _processes.Pipe()
+    process = _processes.Process(target=_run, args=(work, theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+
+    def answer(timeout_s: float) -> Answer:
+        try:
+            if not pipe.poll(timeout_s):
+                raise TransferTimeout(f"no end within {timeout_s:.0f} s")
+            return _decoder.decode(pipe.recv_bytes())
+        except EOFError:
+            process.join()
+            raise PeerLost(f"its process ended with status {process.exitcode}") from None
+
+    try:
+        yield answer
+    finally:
+        pipe.close()
+        process.kill()
+        process.join()
+
+
+def _run(work: Callable[..., None], pipe: Connection, *args: object) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    logs.configure("error", "json")
+    with open(os.devnull, "wb") as nothing:
+        for number in (1, 2):  # libraries print, and a crash would in the middle of the table
+            os.dup2(nothing.fileno(), number)
+    work(pipe, *args)
+
+
+def _source(pipe: Connection, name: str, config: TransportConfig) -> None:
+    try:
+        source = Source(config.host, 0, transports(name, config))
+    except (TandemError, ImportError) as error:
+        pipe.send_bytes(msgspec.json.encode(_missing(name, error)))
+        return
+    pipe.send_bytes(msgspec.json.encode(source.port))
+    source.serve(until=pipe.fileno())
+    source.close()
+
+
+def _measure(
+    pipe: Connection, name: str, config: TransportConfig, peer: Peer, is_quick: bool
+) -> None:
+    pipe.send_bytes(msgspec.json.encode(_measured(name, config, peer, is_quick=is_quick)))
+
+
+def _measured(name: str, config: TransportConfig, peer: Peer, *, is_quick: bool) -> TransportRow:
+    found: list[HandOff] = []
+    try:
+        with contextlib.closing(Sink(name, config, peer)) as sink:
+            for num_pages in QUICK_SIZES if is_quick else SIZES:
+                sink.take(num_pages)  # the first costs what no later one does
+                end_s, times = time.monotonic() + (0.05 if is_quick else 0.5), list[float]()
+                while len(times) < MIN_ROUNDS or time.monotonic() < end_s:
+                    times.append(sink.take(num_pages))
+                ms = 1000 * statistics.median(times)
+                found.append(HandOff(num_pages * LAYOUT.page_bytes, ms))
+            sink.verify()
+    except (ConfigInvalid, TransferRefused, ImportError) as error:
+        return _missing(name, error)
+    except TandemError as error:
+        return TransportRow(name=name, status="warning", advice=f"broke: {error}")
+    rate = found[-1].size_bytes / found[-1].ms / 1e6
+    return TransportRow(name=name, status="ok", hand_offs=found, gigabytes_per_s=rate)
+
+
+def _missing(name: str, error: Exception) -> TransportRow:
+    # The registry's sentences begin with the flag of a node, which nobody gave here.
+    reason = str(error).removeprefix(f"--transfer-backend {name} ") or type(error).__name__
+    return TransportRow(name=name, status="missing", advice=reason)
+
+
+def listening_words(host: str, port: int) -> str:
+    """Return what to type at the other end."""
+    shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    address = tcp_address(shown, port).removeprefix("tcp://")
+    note = " (from this host only: --listen HOST:PORT is for others)" if is_loopback(host) else ""
+    return f"listening; at the other end: tandem doctor --connect {address}{note}"

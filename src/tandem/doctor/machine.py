@@ -1,0 +1,358 @@
+"""What this machine has, what it means for a node, and whether a model fits.
+
+Opens files and sockets and changes nothing. `root` is where a test puts a made-up /proc, /sys and /dev.
+"""
+
+import contextlib
+import os
+import re
+import resource
+import shutil
+import socket
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+import psutil
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import tandem
+from tandem.doctor.report import Finding, Status
+from tandem.engine.config import EngineConfig
+from tandem.kvtransfer.region import SHM_DIR
+from tandem.wire.hosts import reason_of
+
+ROOT = Path("/")
+DISTRIBUTION = "tandem-serve"
+GIB = 1 << 30
+# A node has a socket for each client, edge worker and stream; 1,024 is many systems' default.
+ENOUGH_OPEN_FILES = 4096
+# Names of the kernel: x86's, then ARM's.
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}
+# Beside weights and pool: the interpreter, libraries and activations of a chunk.
+OVERHEAD_BYTES = GIB
+GPU_FILES = "nvidia[0-9]*"
+
+
+def _judged(
+    area: str, name: str, found: str, advice: str = "", *, bad: Status = "warning"
+) -> Finding:
+    """Return a finding that is `ok` without advice, and `bad` with it."""
+    status = bad if advice else "ok"
+    return Finding(area=area, name=name, status=status, found=found, advice=advice)
+
+
+def check_packages() -> Iterator[Finding]:
+    """Compare Python and every package of a plain install with what is required."""
+    wanted_python, needs = _requirements()
+    python = ".".join(map(str, sys.version_info[:3]))
+    advice = "" if python in SpecifierSet(wanted_python) else f"install Python {wanted_python}"
+    yield _judged("packages", "python", python, advice, bad="failed")
+    versions: dict[str, str] = {}
+    for need in needs:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[need.name] = metadata.version(need.name)
+    num_fit = 0
+    for need in needs:
+        version = versions.get(need.name, "")
+        if version and need.specifier.contains(version, prereleases=True):
+            num_fit += 1
+            continue
+        advice = f"pip install '{need.name}{need.specifier}'"
+        yield _judged("packages", need.name, version or "not installed", advice, bad="failed")
+    shown = ", ".join(f"{name} {versions.get(name)}" for name in ("torch", "transformers"))
+    yield _judged("packages", "packages", f"{num_fit} of {len(needs)} as required; {shown}")
+
+
+def _requirements() -> tuple[str, list[Requirement]]:
+    try:
+        facts = metadata.metadata(DISTRIBUTION)
+        wanted_python, wanted = str(facts["Requires-Python"]), facts.get_all("Requires-Dist") or []
+    except metadata.PackageNotFoundError:  # run from a checkout
+        text = (Path(tandem.__file__).parents[2] / "pyproject.toml").read_text()
+        project = tomllib.loads(text)["project"]
+        wanted_python, wanted = project["requires-python"], project["dependencies"]
+    needs = map(Requirement, wanted)
+    return wanted_python, [n for n in needs if n.marker is None or n.marker.evaluate({"extra": ""})]
+
+
+def check_cpu(root: Path = ROOT) -> Iterator[Finding]:
+    """Report usable cores, instructions for bfloat16 and NUMA nodes."""
+    num_cores = len(os.sched_getaffinity(0))
+    usable, advice = min(num_cores, quota_cores(root) or num_cores), ""
+    if usable < num_cores:
+        advice = (
+            f"torch starts a thread for each of {num_cores} cores and the container stops them for part of the "
+            f"time: give nodes --num-threads {max(1, int(usable))}"
+        )
+    yield _judged("cpu", "cores", f"{usable:g} of {psutil.cpu_count()} usable", advice)
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
+    bf16, advice = sorted(BF16_FLAGS & set(flags[1].split() if flags else ())), ""
+    if not bf16 and not list((root / "dev").glob(GPU_FILES)):
+        advice = "bfloat16 goes through float32 here: --dtype float32 may be faster"
+    yield _judged("cpu", "bfloat16", ", ".join(bf16) or "no instructions for it", advice)
+    num_numa = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
+    if num_numa > 1:
+        advice = "start each node on one of them: numactl --cpunodebind=0 --membind=0 tandem …"
+        yield _judged("cpu", "numa", f"{num_numa} nodes", advice, bad="ok")
+
+
+def _groups(root: Path) -> Iterator[Path]:
+    """Yield this process's control group and those around it (version 2)."""
+    top = root / "sys/fs/cgroup"
+    found = re.search(r"^0::/(.*)$", _read(root / "proc/self/cgroup"), re.MULTILINE)
+    # A path that climbs out of the mount is a container's view of its host: only the top is ours.
+    inner = top / (found[1] if found and ".." not in found[1] else "")
+    yield from (group for group in (inner, *inner.parents) if group.is_relative_to(top))
+
+
+def quota_cores(root: Path = ROOT) -> float | None:
+    """Return how many cores the container may use; None for no limit."""
+    limits = [_read(group / "cpu.max").split() for group in _groups(root)]
+    return min(
+        (int(one[0]) / int(one[1]) for one in limits if one and one[0] != "max"), default=None
+    )
+
+
+def usable_memory(root: Path = ROOT) -> int:
+    """Return the bytes that a node may take: what is available, and at most the container's limit."""
+    limits = [_read(group / "memory.max") for group in _groups(root)]
+    available: int = psutil.virtual_memory().available
+    return min([available, *(int(limit) for limit in limits if limit.isdigit())])
+
+
+def check_memory(pool_bytes: int, *, needs_shm: bool, shm: Path = SHM_DIR) -> Iterator[Finding]:
+    """Report memory, and whether a pool of shared memory fits into /dev/shm."""
+    total: int = psutil.virtual_memory().total
+    yield _judged("memory", "ram", f"{_size(usable_memory())} usable of {_size(total)}")
+    if not needs_shm:
+        return
+    if not shm.is_dir():
+        advice = "mount a tmpfs on /dev/shm, or start nodes with --transfer-backend tcp"
+        yield _judged("memory", str(shm), "not there", advice, bad="missing")
+        return
+    free, advice = shutil.disk_usage(shm).free, ""
+    if free < pool_bytes:
+        advice = (
+            "make it larger (docker: --shm-size; else mount -o remount,size=… /dev/shm), lower "
+            "--max-total-tokens, or start nodes with --transfer-backend tcp"
+        )
+    found = f"{_size(free)} free for a decode node's pool of {_size(pool_bytes)}"
+    yield _judged("memory", str(shm), found, advice, bad="failed")
+
+
+def check_limits(pool_bytes: int, *, has_rdma: bool) -> Iterator[Finding]:
+    """Report the limits of this process on open files and, for RDMA, on locked memory."""
+    files, locked = (
+        resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
+    )
+    is_few = files != resource.RLIM_INFINITY and files < ENOUGH_OPEN_FILES
+    found = "unlimited" if files == resource.RLIM_INFINITY else f"{files:,} (ulimit -n)"
+    advice = f"each client and stream is one: ulimit -n {ENOUGH_OPEN_FILES} or more"
+    yield _judged("limits", "open files", found, advice if is_few else "")
+    if has_rdma and locked != resource.RLIM_INFINITY and locked < pool_bytes:
+        advice = (
+            f"RDMA locks the whole pool, {_size(pool_bytes)}: ulimit -l unlimited (docker: --ulimit "
+            "memlock=-1; systemd: LimitMEMLOCK=infinity)"
+        )
+        yield _judged("limits", "locked memory", f"{locked >> 10:,} KiB (ulimit -l)", advice)
+
+
+def check_rdma(root: Path = ROOT) -> Iterator[Finding]:
+    """Report the ports of RDMA devices, and whether this user may open them."""
+    ports = sorted((root / "sys/class/infiniband").glob("*/ports/*"))
+    if not ports:
+        advice = (
+            "pages go over TCP between hosts; in a container, pass the devices in "
+            "(--device /dev/infiniband, or the cluster's RDMA device plugin)"
+        )
+        yield _judged("rdma", "devices", "none in /sys/class/infiniband", advice, bad="missing")
+        return
+    for port in ports:
+        state = _read(port / "state").rpartition(": ")[2]
+        found = f"{state}, {_read(port / 'link_layer')}, {_read(port / 'rate')}"
+        advice = "" if state == "ACTIVE" else "check the cable, the switch and the subnet manager"
+        yield _judged("rdma", f"{port.parent.parent.name} port {port.name}", found, advice)
+    files = sorted((root / "dev/infiniband").glob("uverbs*"))
+    closed = [file.name for file in files if not os.access(file, os.R_OK | os.W_OK)]
+    if closed:
+        advice = "let this user read and write them (group rdma, or a udev rule)"
+        yield _judged("rdma", "permissions", f"no access to {', '.join(closed)}", advice)
+    elif not files:
+        advice = "load the verbs module (modprobe ib_uverbs), or pass the device into the container"
+        yield _judged("rdma", "permissions", "no /dev/infiniband/uverbs*", advice)
+
+
+def check_gpus(root: Path = ROOT) -> Iterator[Finding]:
+    """Report NVIDIA GPUs. torch, which takes seconds to import, is asked only if there are any."""
+    match = re.search(r"Module\s+([\d.]+)", _read(root / "proc/driver/nvidia/version"))
+    driver, num_files = match[1] if match else "", len(list((root / "dev").glob(GPU_FILES)))
+    if not num_files and driver:
+        advice = "pass the GPUs into the container (docker: --gpus all)"
+        yield _judged("gpu", "devices", f"driver {driver}, and no /dev/nvidia*", advice)
+        return
+    if not num_files:
+        yield Finding(area="gpu", name="devices", status="missing", found="none")
+        return
+    import torch
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not num_gpus:
+        advice = "this torch is a build for CPUs: install the one for CUDA"
+        if torch.version.cuda:
+            advice = "check the driver with nvidia-smi"
+        yield _judged("gpu", "devices", f"{num_files}, and torch sees none", advice)
+        return
+    name, cuda = torch.cuda.get_device_name(0), torch.version.cuda
+    yield _judged("gpu", "devices", f"{num_gpus} x {name}, driver {driver}, CUDA {cuda}")
+    pairs = [(i, j) for j in range(num_gpus) for i in range(j)]
+    if apart := [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]:
+        advice = (
+            "copies between them go through the host: put GPUs of one NVLink or PCIe switch together, or turn "
+            "PCIe access control (ACS) off"
+        )
+        found = f"{len(apart)} of {len(pairs)} pairs cannot reach each other's memory"
+        yield _judged("gpu", "peer access", found, advice)
+
+
+def check_ports(host: str, wanted: Sequence[tuple[int, str, bool]]) -> Iterator[Finding]:
+    """Try to listen on each (number, purpose, whether the operator named it), as a node would."""
+    for number, purpose, is_named in wanted:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        found, advice = f"free, for {purpose}", ""
+        try:
+            socket.create_server((host, number), family=family).close()
+        except OSError as error:
+            found = reason_of(error)
+            advice = (
+                "if no node of yours has it, find the process (ss -ltnp), or give another port for "
+                f"{purpose}"
+            )
+        # A default port that is taken is most likely a node that runs.
+        bad: Status = "failed" if is_named else "warning"
+        yield _judged("ports", f"{host}:{number}", found, advice, bad=bad)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a model takes on this machine.
+
+    Attributes:
+        weight_bytes: Of all ranks of one node together.
+        pool_bytes: Of all ranks together; `num_tokens` of KV.
+        device: Where both would be.
+    """
+
+    name: str
+    dtype: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+    num_tokens: int
+    context_length: int
+    device: str = "cpu"
+    device_memory_bytes: int = 0
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the KV pool."""
+        return self.num_tokens * self.kv_bytes_per_token
+
+
+def read_model(settings: EngineConfig, cache_dir: Path) -> Model:
+    """Return what a model takes, by the numbers that a node uses.
+
+    A directory may still be without weights: its config.json says what they take.
+
+    Args:
+        settings: `model_dir` is a directory or a GGUF file, which is converted once, as a node does.
+
+    Raises:
+        ConfigInvalid: No node could serve it.
+    """
+    # Here, because these bring torch, which takes seconds to import.
+    import torch
+
+    from tandem.engine.kv_pool import pool_pages
+    from tandem.engine.model import model_needs
+    from tandem.engine.weight_files import weight_files
+    from tandem.frontend.tokenizer import Tokenizer
+    from tandem.frontend.tokenizer_files import tokenizer_files
+    from tandem.node.checkpoint import model_name, resolve_model
+
+    name, given = model_name(settings.model_dir), Path(settings.model_dir)
+    if (given / "config.json").is_file() and not weight_files(given):
+        settings = msgspec.structs.replace(settings, load_format="dummy")
+    directory = resolve_model(settings.model_dir, cache_dir, settings)
+    if files := tokenizer_files(directory):
+        Tokenizer.from_files(files)
+    settings = msgspec.structs.replace(settings, model_dir=str(directory))
+    needs, tp_size, device_bytes = model_needs(settings), settings.tp_size, 0
+    room_bytes = settings.kv_bytes // tp_size
+    if settings.device != "cpu":
+        if torch.cuda.is_available():
+            device_bytes = torch.cuda.get_device_properties(settings.device).total_memory
+        room_bytes = (
+            int(device_bytes * settings.mem_fraction_static) - needs.weight_bytes // tp_size
+        )
+    num_pages = (
+        settings.max_total_tokens // settings.page_size
+        if settings.max_total_tokens
+        else pool_pages(needs.shape, settings.page_size, max(0, room_bytes))
+    )
+    return Model(
+        name=name,
+        dtype=needs.shape.dtype,
+        weight_bytes=needs.weight_bytes,
+        kv_bytes_per_token=needs.shape.kv_bytes_per_token * tp_size,
+        num_tokens=num_pages * settings.page_size,
+        context_length=needs.shape.context_length,
+        device=settings.device,
+        device_memory_bytes=device_bytes * tp_size,
+    )
+
+
+def check_model(model: Model, memory_bytes: int) -> Iterator[Finding]:
+    """Report whether weights and pool fit.
+
+    Args:
+        memory_bytes: Of the machine; a GPU's is in `model`.
+    """
+    is_gpu = model.device != "cpu"
+    has = model.device_memory_bytes if is_gpu else memory_bytes
+    fits = model.weight_bytes + model.pool_bytes + OVERHEAD_BYTES <= has and model.num_tokens > 0
+    found = (
+        f"{_size(model.weight_bytes)} of {model.dtype} weights + {_size(model.pool_bytes)} of KV "
+        f"({model.num_tokens:,} tokens of {model.kv_bytes_per_token:,} bytes) in {_size(has)} of "
+        f"{'GPU memory' if is_gpu else 'memory'}"
+    )
+    yield _judged("model", model.name, found, "" if fits else _smaller(model, has), bad="failed")
+    if fits and model.num_tokens < model.context_length:
+        found = f"{model.num_tokens:,} tokens of KV for a context of {model.context_length:,}"
+        least = f"give --max-total-tokens {model.context_length} or more"
+        yield _judged("model", "context", found, f"a longer prompt is refused: {least}")
+
+
+def _smaller(model: Model, has: int) -> str:
+    if not has:
+        return f"torch sees no GPU here: --device {model.device} cannot be"
+    num_tokens = (has - model.weight_bytes - OVERHEAD_BYTES) // model.kv_bytes_per_token
+    if num_tokens < 1:
+        return "the weights alone do not fit: a smaller model, a larger machine, or --tp over more GPUs"
+    return f"give --max-total-tokens {num_tokens // 1024 * 1024 or num_tokens} at most"
+
+
+def _size(size_bytes: int) -> str:
+    is_large = size_bytes >= GIB
+    return f"{size_bytes / GIB:.1f} GiB" if is_large else f"{size_bytes >> 20} MiB"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

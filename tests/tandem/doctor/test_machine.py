@@ -1,0 +1,198 @@
+"""Findings on machines that are made of files."""
+
+import resource
+import shutil
+import socket
+from collections import namedtuple
+from importlib import metadata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.doctor import machine
+from tandem.doctor.machine import GIB, OVERHEAD_BYTES, Model
+from tandem.doctor.report import Finding
+from tandem.up import free_ports
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Return a function that writes files of a made-up machine, and its root."""
+
+    def write(files: dict[str, str]):
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return tmp_path
+
+    return write
+
+
+def named(findings, name: str) -> Finding:
+    [finding] = [each for each in findings if each.name == name]
+    return finding
+
+
+def test_packages_are_those_of_a_plain_install():
+    findings = list(machine.check_packages())
+    assert {finding.status for finding in findings} == {"ok"}
+    assert "torch" in named(findings, "packages").found
+    assert "pytest" not in [need.name for need in machine._requirements()[1]]
+
+
+def test_a_checkout_that_is_not_installed_reads_its_own_pyproject(monkeypatch):
+    monkeypatch.setattr(machine, "DISTRIBUTION", "tandem-not-installed")
+    assert {"torch", "msgspec"} <= {need.name for need in machine._requirements()[1]}
+
+
+def test_a_package_that_is_too_old_or_not_there_is_named_with_its_pip_line(monkeypatch):
+    def version(name: str) -> str:
+        if name == "pyzmq":
+            raise metadata.PackageNotFoundError
+        return {"torch": "2.9.1", "transformers": "99.0a0+git1234"}.get(name, "9999")
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr("sys.version_info", (3, 9, 1))
+    findings = list(machine.check_packages())
+    failed = {each.name for each in findings if each.status == "failed"}
+    assert failed == {"python", "torch", "pyzmq"}
+    assert named(findings, "torch").advice.startswith("pip install 'torch>=")
+    assert named(findings, "pyzmq").found == "not installed"
+
+
+def test_instruction_sets_and_memories_are_read_on_x86_and_arm(root):
+    nodes = {f"sys/devices/system/node/node{i}/cpulist": "0" for i in range(2)}
+    x86 = root({"proc/cpuinfo": "processor\t: 0\nflags\t\t: sse avx512_bf16\n"} | nodes)
+    assert named(machine.check_cpu(x86), "bfloat16").found == "avx512_bf16"
+    assert "numactl" in named(machine.check_cpu(x86), "numa").advice
+    arm = root({"proc/cpuinfo": "processor\t: 0\nFeatures\t: fp bf16\n"})
+    assert named(machine.check_cpu(arm), "bfloat16").status == "ok"
+    plain = root({"proc/cpuinfo": "processor\t: 0\nflags\t: sse\n"})
+    assert named(machine.check_cpu(plain), "bfloat16").status == "warning"
+    with_gpu = root({"dev/nvidia0": ""})
+    assert named(machine.check_cpu(with_gpu), "bfloat16").status == "ok"
+
+
+def test_the_tightest_control_group_counts(root, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    box = root(
+        {
+            "proc/self/cgroup": "0::/pod/box\n",
+            "sys/fs/cgroup/pod/box/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/pod/cpu.max": "250000 100000\n",
+            "sys/fs/cgroup/pod/box/memory.max": "4096\n",
+            "sys/fs/cgroup/pod/memory.max": "max\n",
+        }
+    )
+    cores = named(machine.check_cpu(box), "cores")
+    assert (cores.status, cores.found.split()[0]) == ("warning", "2.5")
+    assert "--num-threads 2" in cores.advice
+    assert machine.usable_memory(box) == 4096
+
+
+def test_a_machine_without_control_groups_has_no_limit(root):
+    host = root({"proc/self/cgroup": "0::/../../host\n"})
+    assert machine.quota_cores(host) is None
+    assert machine.usable_memory(host) > 0
+
+
+@given(free=st.integers(0, 64 * GIB), pool=st.integers(1, 64 * GIB))
+def test_dev_shm_fails_exactly_when_the_pool_does_not_fit(free, pool):
+    with pytest.MonkeyPatch.context() as patch:
+        usage = namedtuple("usage", "free")(free)
+        patch.setattr(shutil, "disk_usage", lambda _: usage)
+        shm = named(machine.check_memory(pool, needs_shm=True), "/dev/shm")
+    assert shm.status == ("ok" if pool <= free else "failed")
+    assert bool(shm.advice) == (pool > free)
+
+
+def test_dev_shm_matters_only_where_something_needs_it(tmp_path):
+    assert [each.name for each in machine.check_memory(GIB, needs_shm=False)] == ["ram"]
+    absent = list(machine.check_memory(GIB, needs_shm=True, shm=tmp_path / "absent"))
+    assert absent[1].status == "missing"
+
+
+@pytest.mark.parametrize(
+    ("files", "locked", "has_rdma", "names"),
+    [
+        (1 << 20, resource.RLIM_INFINITY, True, []),
+        (1024, 8 << 20, False, ["open files"]),
+        (resource.RLIM_INFINITY, 8 << 20, True, ["locked memory"]),
+    ],
+)
+def test_limits_are_warned_of_where_they_bind(monkeypatch, files, locked, has_rdma, names):
+    limits = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_MEMLOCK: locked}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], 0))
+    findings = list(machine.check_limits(GIB, has_rdma=has_rdma))
+    assert [each.name for each in findings if each.status == "warning"] == names
+    assert all("ulimit" in each.advice for each in findings if each.status == "warning")
+
+
+def test_rdma_ports_say_their_rate_and_whether_they_may_be_used(root):
+    assert [each.status for each in machine.check_rdma(root({}))] == ["missing"]
+    port = "sys/class/infiniband/mlx5_0/ports/1"
+    files = {f"{port}/rate": "400 Gb/sec (4X NDR)\n", f"{port}/link_layer": "InfiniBand\n"}
+    active = root(files | {f"{port}/state": "4: ACTIVE\n"})
+    findings = list(machine.check_rdma(active))
+    assert findings[0].found == "ACTIVE, InfiniBand, 400 Gb/sec (4X NDR)"
+    assert "ib_uverbs" in named(findings, "permissions").advice
+    down = root({f"{port}/state": "1: DOWN\n", "dev/infiniband/uverbs0": ""})
+    assert [each.status for each in machine.check_rdma(down)] == ["warning"]
+
+
+def test_gpus_that_cannot_be_used_say_why_without_asking_torch(root):
+    assert [each.status for each in machine.check_gpus(root({}))] == ["missing"]
+    driver = {"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Kernel Module  570.1  x\n"}
+    [finding] = machine.check_gpus(root(driver))
+    assert (finding.status, finding.found) == ("warning", "driver 570.1, and no /dev/nvidia*")
+    assert "--gpus all" in finding.advice
+
+
+def test_a_taken_port_fails_only_when_it_was_asked_for():
+    (number,) = free_ports(1)  # which no connection of another process is given meanwhile
+    with socket.create_server(("127.0.0.1", number)):
+        wanted = [(number, "--port", True), (number, "prefill", False)]
+        asked, default = machine.check_ports("127.0.0.1", wanted)
+    assert (asked.status, default.status) == ("failed", "warning")
+    assert asked.found == "Address already in use"
+    for _ in range(2):
+        [free] = machine.check_ports("127.0.0.1", [(number, "prefill", True)])
+        assert free.status == "ok"
+    [foreign] = machine.check_ports("192.0.2.1", [(number, "prefill", True)])
+    assert foreign.found == "Cannot assign requested address"
+
+
+@given(
+    weights=st.integers(0, 200 * GIB),
+    tokens=st.integers(1, 1 << 22),
+    token_bytes=st.integers(1, 1 << 20),
+    room=st.integers(0, 100 * GIB),
+)
+def test_a_model_fits_exactly_when_weights_pool_and_the_rest_do(weights, tokens, token_bytes, room):
+    model = Model("m", "bfloat16", weights, token_bytes, tokens, 1)
+    finding = named(machine.check_model(model, room), "m")
+    fits = weights + tokens * token_bytes + OVERHEAD_BYTES <= room
+    assert finding.status == ("ok" if fits else "failed")
+    if "--max-total-tokens" in finding.advice:
+        advised = int(finding.advice.split()[2])
+        assert 0 < advised < tokens
+        assert weights + advised * token_bytes + OVERHEAD_BYTES <= room
+
+
+def test_a_model_on_gpus_is_held_against_their_memory():
+    small = Model("m", "bfloat16", GIB, 1 << 16, 1 << 10, 1, "cuda", GIB)
+    finding = named(machine.check_model(small, 64 * GIB), "m")
+    assert finding.status == "failed"
+    assert "GPU memory" in finding.found
+    none = Model("m", "bfloat16", GIB, 1 << 16, 1 << 10, 1, "cuda", 0)
+    advice = named(machine.check_model(none, 64 * GIB), "m").advice
+    assert advice == "torch sees no GPU here: --device cuda cannot be"
+
+
+def test_a_pool_below_the_context_is_warned_of():
+    model = Model("m", "bfloat16", GIB, 1 << 10, 4096, 8192)
+    context = named(machine.check_model(model, 64 * GIB), "context")
+    assert context.status == "warning"
+    assert "--max-total-tokens 8192" in context.advice
