@@ -3,7 +3,6 @@
 Imports nothing of the node: it runs wherever the node's HTTP can be reached.
 """
 
-import argparse
 import asyncio
 import os
 import sys
@@ -14,6 +13,7 @@ import aiohttp
 import msgspec
 from rich.console import Console
 
+from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid, TandemError
 from tandem.wire.hosts import checked_url, reason_of
 from tandem.wire.keys import operator_key
@@ -52,14 +52,12 @@ class DrainFailed(TandemError):
     topic = "operations#draining"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser."""
-    parser = argparse.ArgumentParser(
-        prog="tandem drain",
+    parser = Parser(
+        "tandem drain",
         description="Have a node take nothing new, wait for what it has, and say when it is empty.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("url", metavar="URL", help="of the node, such as http://10.0.0.5:7001")

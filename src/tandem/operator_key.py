@@ -1,23 +1,21 @@
 """`tandem operator-key`: the key that requests which change the cluster bear."""
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 
+from tandem.wire.command_line import Parser
 from tandem.wire.keys import operator_key
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser."""
-    return argparse.ArgumentParser(
-        prog="tandem operator-key",
+    return Parser(
+        "tandem operator-key",
         description="Print the key that opens the routes that change a cluster (POST /nodes, DELETE /nodes/ID,\n"
         "POST /drain, POST /role), derived from its secret in TANDEM_CLUSTER_KEY. It opens no link between nodes.",
         epilog='curl -H "Authorization: Bearer $(tandem operator-key)" -X DELETE ROUTER/nodes/HOST:PORT\n\n'
         "More: tandem docs membership",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
 
 

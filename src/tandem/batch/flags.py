@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from tandem.wire.command_line import Parser
+
 EXAMPLES = """\
 examples:
   tandem batch requests.jsonl -o answers.jsonl               through the router of this machine, at port 8000
@@ -25,15 +27,13 @@ More: tandem docs batch
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser."""
-    parser = argparse.ArgumentParser(
-        prog="tandem batch",
+    parser = Parser(
+        "tandem batch",
         description="Send a file of requests to a cluster, or to any OpenAI servers, and write the answers to a "
         "file. After a crash the same command resumes.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     _add_files(parser.add_argument_group("files"))
     _add_servers(parser.add_argument_group("servers"))

@@ -7,6 +7,8 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from tandem.wire.command_line import Parser
+
 EXAMPLES = """\
 examples:
   tandem bench                                           16 streams against http://127.0.0.1:8000
@@ -47,15 +49,13 @@ COUNT, POSITIVE_COUNT = _number(int, 0), _number(int, 1)
 NUMBER, POSITIVE = _number(float, 0), _number(float, 0, is_open=True)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser."""
-    parser = argparse.ArgumentParser(
-        prog="tandem bench",
+    parser = Parser(
+        "tandem bench",
         description="Send streamed requests to a server and measure time to the first token, time between "
         "tokens, throughput and goodput.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     _add_server(parser.add_argument_group("server"))
     _add_load(parser.add_argument_group("load: how many requests, and when"))

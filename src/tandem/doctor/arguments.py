@@ -9,17 +9,17 @@ import msgspec
 
 from tandem.engine.config import EngineConfig
 from tandem.kvtransfer.transports.registry import known
-from tandem.node.engine_flags import (
-    add_dtype_flags,
-    add_page_size_flag,
-    add_tp_flag,
-    add_trust_flag,
-)
-from tandem.node.flags import HelpFormatter
 from tandem.router.config import node_url
+from tandem.wire.command_line import HelpFormatter, Parser
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.hosts import bare_host
+from tandem.wire.options import add_flags, read_flags
 
+# Of the node: whether a model fits depends on these.
+ENGINE_FIELDS = (
+    *("dtype", "kv_cache_dtype", "page_size", "tp_size"),
+    *("device", "trust_remote_code", "max_total_tokens"),
+)
 EXAMPLES = """\
 between the two ends of a link (KV flows one way; swap the ends for the other):
   host A, where prefill is to run     tandem doctor --listen 10.0.0.5:9000
@@ -106,20 +106,20 @@ def parse(argv: Sequence[str]) -> DoctorConfig:
     )
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser."""
-    parser = argparse.ArgumentParser(
-        prog="tandem doctor",
+    parser = Parser(
+        "tandem doctor",
         description="Check this machine, the link between two hosts, or running nodes: what works, how fast KV "
         "moves, what is missing, and how to get it.",
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
-        allow_abbrev=False,
     )
     where = parser.add_argument_group("what to check (default: this machine)")
     _add_places(where.add_mutually_exclusive_group())
     _add_measuring(parser.add_argument_group("measuring"))
     _add_node(parser.add_argument_group("the node that is to be started (its own flags)"))
+    add_flags(parser, EngineConfig, only=ENGINE_FIELDS)
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print one JSON object instead of tables")
     return parser
@@ -174,12 +174,6 @@ def _add_measuring(group: argparse._ArgumentGroup) -> None:
 def _add_node(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--model", "--model-path", default="", metavar="PATH", help="check whether it fits")
-    add("--max-total-tokens", type=int, default=0, help="tokens of the KV pool; 0: 1 GiB of them")
-    add_dtype_flags(group)
-    add_page_size_flag(group)
-    add_tp_flag(group)
-    add("--device", default="cpu", help="cpu, cuda or cuda:N")
-    add_trust_flag(group)
     add("--host", default="127.0.0.1", help="address on which it is to listen")
     add(
         "--port",
@@ -241,21 +235,5 @@ def _ports(args: argparse.Namespace) -> tuple[tuple[int, str, bool], ...]:
 
 
 def _engine(args: argparse.Namespace) -> EngineConfig:
-    for flag, value, least in (
-        ("--page-size", args.page_size, 1),
-        ("--max-total-tokens", args.max_total_tokens, 0),
-        ("--tp", args.tensor_parallel_size, 1),
-    ):
-        if value < least:
-            raise ConfigInvalid(f"{flag} is {value}: give at least {least}")
-    config = EngineConfig(
-        model_dir=args.model,
-        dtype="float16" if args.dtype == "half" else args.dtype,
-        kv_cache_dtype=args.kv_cache_dtype,
-        tp_size=args.tensor_parallel_size,
-        device=args.device,
-        trust_remote_code=args.trust_remote_code,
-        page_size=args.page_size,
-        max_total_tokens=args.max_total_tokens,
-    )
+    config = read_flags(EngineConfig, args, model_dir=args.model)
     return msgspec.convert(msgspec.structs.asdict(config), EngineConfig)

@@ -4,7 +4,6 @@ On a terminal it is formatted, and paged where it is longer than the screen; els
 written, for `grep` and files.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from tandem.manual.pages import Manual, shipped
+from tandem.wire.command_line import Parser
 
 EXAMPLES = """\
 examples:
@@ -26,14 +26,12 @@ examples:
 LESS_OPTIONS = "-FRX"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser."""
-    parser = argparse.ArgumentParser(
-        prog="tandem docs",
+    parser = Parser(
+        "tandem docs",
         description="Show the documentation, which comes with the program.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "topic", nargs="?", default="", metavar="TOPIC", help="nothing: list the topics"

@@ -14,6 +14,7 @@ from tandem.plan.nodes import CARDS, SIZES, NodeKind, node_kind
 from tandem.plan.report import Plan, as_json, render, write_check
 from tandem.plan.sizing import Goals, size_decode, size_prefill
 from tandem.telemetry import log as logs
+from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid
 
 EXAMPLES = f"""\
@@ -53,15 +54,13 @@ def _cost(text: str) -> tuple[str, float]:
     return name, _number(number)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser."""
-    parser = argparse.ArgumentParser(
-        prog="tandem plan",
+    parser = Parser(
+        "tandem plan",
         description="Calculate how many prefill and decode nodes of which kind serve a load within the given "
         "times at the least cost.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     _add_nodes(parser.add_argument_group("nodes"))
     _add_load(parser.add_argument_group("load"))

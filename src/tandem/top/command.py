@@ -15,6 +15,7 @@ from rich.text import Text
 
 from tandem.router.overview import Overview
 from tandem.top.picture import picture, plain
+from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid, TandemError
 from tandem.wire.hosts import checked_url, reason_of
 
@@ -44,15 +45,13 @@ class KeyRefused(RouterAway):
     code = "key_refused"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser."""
-    parser = argparse.ArgumentParser(
-        prog="tandem top",
+    parser = Parser(
+        "tandem top",
         description="Show what a router's cluster does now: nodes and their pages, pairs, latencies, recent "
         "requests, events.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("url", nargs="?", default="http://127.0.0.1:8000", metavar="URL", help="of the router")
