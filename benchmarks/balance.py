@@ -1,149 +1,63 @@
-"""How evenly a router spreads streams over its edge workers.
+"""How evenly a router spreads streams over its edge workers, and how long it takes to choose a node.
 
-A real router with N workers, over a prefill and a decode that only hold what they are given: prefill
-says the first token, decode none, so every stream runs until its client leaves. Streams of a worker are
-counted at decode, where each worker has a link of its own. Two loads: few keep-alive connections, each
-with short requests before its long one, and thousands opened at once. Run from the root:
-`python -m benchmarks.balance`.
+A real router with N workers, over stub nodes that hold what they are given: every stream runs until its client
+leaves. Streams of a worker are counted at decode, where each worker has a link of its own. Two loads: few
+keep-alive connections, each with short requests before its long one, and thousands opened at once. The choice
+is that of the policy that knows every node's cache, in a cluster of 512 nodes.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
+import random
 import resource
 import signal
+import statistics
 import sys
 import threading
 import time
 import urllib.parse
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator
 
-import msgspec
-from aiohttp import web
+from benchmarks.rig import free_port, parse, parser_of, result
+from benchmarks.stubs import StubNodes
+from tandem.router.policies import POLICIES
+from tandem.router.policy import Asked, ClusterSnapshot, NodeSnapshot, choose
+from tandem.router.prefixes import PromptBlocks
+from tandem.router.tiers import KnownPrefixes
+from tandem.wire.ids import Epoch
+from tandem.wire.messages import CacheReport, NodeLoad, TierLoad
+from tandem.wire.prefix_blocks import block_names, pack_names
 
-from benchmarks.verdict import result
-from tandem.wire.channel import Inbox, Peer, Waker, wait
-from tandem.wire.errors import PeerLost
-from tandem.wire.generation import Finish
-from tandem.wire.ids import new_epoch
-from tandem.wire.messages import (
-    Cancel,
-    NodeLoad,
-    Ping,
-    Pong,
-    StartDecode,
-    StartPrefill,
-    ToEngine,
-    TokenBatch,
-    TokenDelta,
-)
-from tandem.wire.node_info import ModelInfo, NodeInfo
-
-GOAL = 1.2
+GOAL, GOAL_CHOICE_MS = 1.2, 1.0
 START_TIMEOUT_S = 60.0
 SHORT_REQUESTS = 5
+# More than are answered at once: they wait for a beat that never comes.
+LONG_TOKENS, NEVER_S = 1000, 1e6
+PROMPT_TOKENS = 12_000
+TIERS = (
+    TierLoad(name="host", token_cost=0.05),
+    TierLoad(name="redis", store="redis://store:6379/0", token_cost=0.4),
+)
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-class HoldingNode:
-    """A node whose prefill says one token and whose decode says nothing.
-
-    Attributes:
-        streams: Requests that run here, by the edge worker that sent them.
-        edges: All edge workers that were heard of.
-    """
-
-    def __init__(self, role: str) -> None:
-        self.role = role
-        self.streams: Counter[Peer] = Counter()
-        self.edges: set[Peer] = set()
-        self.url = ""
-        self._epoch = new_epoch()
-        self._inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
-        self._waker, self._is_closing = Waker(), False
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        while not self._is_closing:
-            wait([self._inbox], 1.0, self._waker)
-            while (envelope := self._inbox.receive()) is not None:
-                self.edges.add(envelope.peer)
-                with contextlib.suppress(PeerLost):
-                    self._answer(envelope.peer, envelope.message)
-        self._inbox.close()
-
-    def _answer(self, peer: Peer, message: ToEngine) -> None:
-        match message:
-            case Ping():
-                self._inbox.send(peer, Pong(epoch=self._epoch, load=NodeLoad()))
-            case StartDecode():
-                self.streams[peer] += 1
-            case Cancel():
-                self.streams[peer] -= 1
-            case StartPrefill(request=request, attempt=attempt):
-                is_short = request.sampling.max_new_tokens == 1
-                first = TokenDelta(
-                    request_id=request.request_id,
-                    attempt=attempt,
-                    index=0,
-                    token_ids=[5],
-                    finish=Finish(reason="length" if is_short else "handed_off"),
-                )
-                self._inbox.send(peer, TokenBatch(epoch=self._epoch, deltas=[first]))
-            case _:
-                raise SystemExit(f"a router sent {message!r}")
-
-    async def _server_info(self, _request: web.Request) -> web.Response:
-        info = NodeInfo(
-            role=self.role,
-            version="benchmark",
-            epoch=self._epoch,
-            engine_port=self._inbox.port,
-            bootstrap_port=1,
-            model=ModelInfo(
-                name="none", fingerprint="f", context_length=4096, vocab_size=50, eos_token_ids=[2]
-            ),
-        )
-        return web.json_response(msgspec.to_builtins(info))
-
-    @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator["HoldingNode"]:
-        """Serve inside the block."""
-        app = web.Application()
-        app.router.add_get("/server_info", self._server_info)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        self._thread.start()
-        try:
-            yield self
-        finally:
-            self._is_closing = True
-            self._waker.wake()
-            self._thread.join()
-            await runner.cleanup()
-
-
 @contextlib.asynccontextmanager
-async def router(num_workers: int, *nodes: HoldingNode) -> AsyncIterator[tuple[str, int]]:
+async def router(num_workers: int, nodes: StubNodes) -> AsyncIterator[tuple[str, int]]:
     """Run a router of so many workers; yield its address when all of them have met the nodes."""
-    flags = [part for node in nodes for part in (f"--{node.role}", node.url)]
     process = await asyncio.create_subprocess_exec(
         *(
             sys.executable,
             "-P",
             "-m",
             "tandem.router",
-            *flags,
+            *nodes.flags,
             "--port",
             "0",
-            "--log-format",
-            "json",
+            "--no-admission",
         ),
-        *("--detokenizers", str(num_workers)),
+        *("--log-format", "json", "--detokenizers", str(num_workers)),
         stderr=asyncio.subprocess.PIPE,
     )
     assert process.stderr is not None
@@ -151,7 +65,7 @@ async def router(num_workers: int, *nodes: HoldingNode) -> AsyncIterator[tuple[s
         line = await process.stderr.readline()
         address = urllib.parse.urlsplit(json.loads(line)["url"])
         async with asyncio.timeout(START_TIMEOUT_S):
-            while any(len(node.edges) < num_workers for node in nodes):  # noqa: ASYNC110
+            while any(len(each.edges) < num_workers for each in (nodes.prefill, nodes.decode)):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         await asyncio.sleep(0.5)  # from having met the nodes to taking connections
         yield str(address.hostname), int(address.port or 0)
@@ -180,69 +94,103 @@ async def one_client(address: tuple[str, int], short_requests: int) -> Client:
     client = await asyncio.open_connection(*address)
     for _ in range(short_requests):
         await ask(client, 1)
-    await ask(client, 1000)
+    await ask(client, LONG_TOKENS)
     return client
 
 
 async def balance(num_workers: int, num_clients: int, short_requests: int) -> float:
     """Return the most streams of a worker over the mean."""
-    prefill, decode = HoldingNode("prefill"), HoldingNode("decode")
-    async with (
-        prefill.serving(),
-        decode.serving(),
-        router(num_workers, prefill, decode) as address,
-    ):
-        started = time.perf_counter()
-        clients = await asyncio.gather(
-            *(one_client(address, short_requests) for _ in range(num_clients))
-        )
-        took_s = time.perf_counter() - started
-        streams = sorted((decode.streams[edge] for edge in decode.edges), reverse=True)
-        for _, writer in clients:
-            writer.close()
+    nodes = StubNodes((free_port(), free_port()), NEVER_S)
+    thread = threading.Thread(target=nodes.run)
+    thread.start()
+    try:
+        async with router(num_workers, nodes) as address:
+            began_s = time.perf_counter()
+            clients = await asyncio.gather(
+                *(one_client(address, short_requests) for _ in range(num_clients))
+            )
+            took_s = time.perf_counter() - began_s
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while nodes.decode.num_streams.total() < num_clients:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            streams = sorted(nodes.decode.num_streams.values(), reverse=True)
+            for _, writer in clients:
+                writer.close()
+    finally:
+        nodes.close()
+        thread.join()
     ratio = max(streams) * num_workers / sum(streams)
     shown = " ".join(map(str, streams))
     print(f"{num_workers:7}  {num_clients:11}  {ratio:8.3f}  {took_s:6.2f}  {shown}", flush=True)
     return ratio
 
 
-def verdicts(
-    few: Sequence[float], many: Sequence[float], args: argparse.Namespace
-) -> Iterator[str]:
-    """Yield the last lines: the worst over all numbers of workers."""
-    for ratios, clients in ((few, args.few), (many, args.many)):
-        name = f"balance_{clients}_connections"
-        yield result(name, max(ratios), GOAL, "max/mean", is_lower_better=True)
+def choice_ms(num_nodes: int) -> float:
+    """Return milliseconds of one choice by what is cached, naming the prompt's blocks included.
+
+    Every node has the first tenth of the prompt, as of a system prompt, and every tenth one half of it;
+    in each of its tiers, a tenth more for every tier before it.
+    """
+    rng = random.Random(0)
+    prompt = [rng.randrange(100_000) for _ in range(PROMPT_TOKENS)]
+    names, known = block_names(prompt), KnownPrefixes()
+
+    def node(index: int, role: str) -> NodeSnapshot:
+        prefixes = known.new_life()
+        num_shared = len(names) // (2 if index % 10 == 0 else 10)
+        load = NodeLoad(queued_tokens=rng.randrange(50_000), tiers=list(TIERS))
+        prefixes.heard(load)
+        for place, tier in enumerate(["", *(tier.name for tier in TIERS)]):
+            shared = names[: num_shared + place * len(names) // 10]
+            added = pack_names([*shared, *(rng.getrandbits(64) for _ in range(1_000))])
+            prefixes.take(CacheReport(epoch=Epoch(1), position=1, added=added, tier=tier))
+        return NodeSnapshot(
+            url=f"http://{role}-{index}:7000",
+            role=role,
+            is_up=True,
+            fingerprint="model",
+            load=load,
+            zone=f"z{index % 3}",
+            prefixes=prefixes.cached,
+            tiers=prefixes.tiers,
+        )
+
+    snapshot = ClusterSnapshot(
+        *(tuple(node(i, role) for i in range(num_nodes // 2)) for role in ("prefill", "decode"))
+    )
+    took_s = []
+    for turn in range(200):
+        began_s = time.thread_time()
+        asked = Asked(len(prompt), "", PromptBlocks(prompt))
+        choose(snapshot, "model", POLICIES["cache_aware"], turn, rng, asked=asked)
+        took_s.append(time.thread_time() - began_s)
+    return statistics.median(took_s) * 1e3
 
 
 async def run(args: argparse.Namespace) -> None:
     """Measure every number of workers under both loads."""
     print("workers  connections  max/mean  took s  streams of each worker")
-    few = [await balance(workers, args.few, SHORT_REQUESTS) for workers in args.workers]
-    many = [await balance(workers, args.many, 0) for workers in args.workers]
-    print(*verdicts(few, many, args), sep="\n")
+    for clients, short_requests in ((args.few, SHORT_REQUESTS), (args.many, 0)):
+        ratios = [await balance(workers, clients, short_requests) for workers in args.workers]
+        name = f"balance_{clients}_connections"
+        print(result(name, max(ratios), GOAL, "max/mean", is_lower_better=True))
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser, help included."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.balance",
-        description="How evenly a router spreads streams over its edge workers.",
-    )
+def main() -> None:
+    """Run the benchmark."""
+    parser = parser_of("balance", "Measure how evenly a router spreads streams over edge workers.")
     add = parser.add_argument
     add("--workers", type=int, nargs="+", default=[2, 4, 8], metavar="N", help="edge workers")
-    add("--few", type=int, default=8, help="keep-alive connections (default: 8)")
-    add("--many", type=int, default=4000, help="connections opened at once (default: 4000)")
-    return parser
-
-
-def main(argv: Sequence[str]) -> None:
-    """Run the benchmark."""
-    args = build_parser().parse_args(argv)
+    add("--few", type=int, default=8, help="keep-alive connections")
+    add("--many", type=int, default=4000, help="connections opened at once")
+    add("--nodes", type=int, default=512, help="of the cluster in which a node is chosen")
+    args = parse(parser, {"workers": [2], "many": 50, "nodes": 16})
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     asyncio.run(run(args))
+    took_ms = choice_ms(args.nodes)
+    print(result("choice_time", took_ms, GOAL_CHOICE_MS, "ms", is_lower_better=True))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -19,18 +19,16 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.bare_loop import BareLoop
 from benchmarks.engines import ask, make_engine, model_dir
-from benchmarks.verdict import result
+from benchmarks.rig import parse, parser_of, result
 from tandem.engine.core import Engine
 
 GOAL_TO_BARE, GOAL_TO_GENERATE = 0.9, 1.5
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser, help included."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.decode",
-        description="Measure decoding against a bare loop in plain torch, in one process.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    """Return the parser."""
+    parser = parser_of(
+        "decode", "Measure decoding against a bare loop in plain torch, in one process."
     )
     add = parser.add_argument
     add("--model", default=None, help="a Llama; nothing for the embedded model")
@@ -101,7 +99,7 @@ def medians(rounds: int, runs: Mapping[str, Callable[[], float]]) -> dict[str, f
 
 def main() -> None:
     """Run the benchmark."""
-    args = build_parser().parse_args()
+    args = parse(build_parser(), {"streams": [1], "prompt": 16, "new": 8, "rounds": 1})
     torch.set_num_threads(args.threads)
     path: Path = model_dir(args.model)
     most = max(args.streams)

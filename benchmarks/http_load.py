@@ -1,10 +1,11 @@
-"""A small HTTP client that times whole answers, beside streams that it only reads.
+"""A small HTTP client on raw sockets: it times whole answers, beside streams that it reads and does not parse.
 
-Run with a `Plan` as JSON on standard input; writes `Measured` as JSON. Raw sockets on uvloop, some 20 µs a
-request: what is measured is the far side.
+Run with a `Plan` as JSON on standard input; writes `Measured` as JSON. It takes some 20 µs a request, so that
+the far side is what is measured; it also reads that side's CPU time, over the very window that is counted.
 """
 
 import asyncio
+import subprocess
 import sys
 import time
 from typing import cast
@@ -12,6 +13,10 @@ from typing import cast
 import msgspec
 import uvloop
 from typing_extensions import override
+
+from benchmarks.rig import OTHER_CORES, cpu_s, pinned
+
+STALL_TIMEOUT_S = 120.0
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,51 +29,52 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         warm_up_s: Requests that begin before are not counted.
         num_streams: Connections that stream, again and again.
         stream_body: Of their POSTs.
+        warm_events: Events of each stream that come before anything is counted.
+        pids: Processes whose CPU time is counted.
     """
 
-    host: str = "127.0.0.1"
     port: int
     path: str
-    body: str
-    connections: int
     duration_s: float
+    body: str = ""
+    connections: int = 0
     pause_s: float = 0.0
     warm_up_s: float = 1.0
     num_streams: int = 0
     stream_body: str = ""
+    warm_events: int = 0
+    pids: list[int] = []
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What came back.
+    """What came back in the window.
 
     Attributes:
-        latencies_ms: Of answers that were counted, and good.
-        elapsed_s: While they were counted.
-        stream_bytes: Read from the streams meanwhile.
-        errors: Of answers that were not good, the first few.
+        latencies_ms: Of answers that were good.
+        errors: Of answers that were not, the first few.
     """
 
     latencies_ms: list[float]
-    elapsed_s: float
-    stream_bytes: int
+    num_events: int
+    num_stream_bytes: int
+    cpu_s: float
     num_failed: int
     errors: list[str]
 
 
-class Connection(asyncio.Protocol):
+class _Connection(asyncio.Protocol):
     """Sends a request, and another when the answer is whole."""
 
-    def __init__(self, load: "Load", request: bytes, *, is_stream: bool) -> None:
+    def __init__(self, load: "_Load", request: bytes, *, is_stream: bool) -> None:
         self._load, self._request, self._is_stream = load, request, is_stream
         self._received = bytearray()
         self._sent_s = 0.0
-        self._transport: asyncio.Transport | None = None
+        self._is_first = True
+        self._transport: asyncio.Transport
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(
-            asyncio.Transport, transport
-        )  # uvloop's is none of asyncio's classes
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has another class
         self._send()
 
     @override
@@ -78,25 +84,29 @@ class Connection(asyncio.Protocol):
 
     @override
     def data_received(self, data: bytes) -> None:
+        load = self._load
         if self._is_stream:
-            self._load.stream_bytes += len(data)
+            if self._is_first and b" 200 " not in data[:16]:
+                load.failed(data[:300].decode(errors="replace"))
+            self._is_first = False
+            load.num_events += data.count(b"data: ")
+            load.num_stream_bytes += len(data)
             if data.endswith(b"0\r\n\r\n"):
                 self._send()
             return
         self._received += data
         if not _is_whole(self._received):
             return
-        self._load.answered(self._sent_s, self._received)
+        load.answered(self._sent_s, self._received)
         self._received = bytearray()
-        if self._load.plan.pause_s:
-            asyncio.get_running_loop().call_later(self._load.plan.pause_s, self._send)
+        if load.plan.pause_s:
+            asyncio.get_running_loop().call_later(load.plan.pause_s, self._send)
         else:
             self._send()
 
     def _send(self) -> None:
-        assert self._transport is not None
         if not self._load.is_over:
-            self._sent_s = time.perf_counter()
+            self._sent_s, self._is_first = time.perf_counter(), True
             self._transport.write(self._request)
 
 
@@ -104,22 +114,19 @@ def _is_whole(response: bytearray) -> bool:
     end = response.find(b"\r\n\r\n")
     if end < 0:
         return False
-    head = bytes(response[:end]).lower()
-    _, found, length = head.partition(b"content-length:")
+    _, found, length = bytes(response[:end]).lower().partition(b"content-length:")
     if found:
         return len(response) >= end + 4 + int(length.split(b"\r\n", 1)[0])
     return response.endswith(b"0\r\n\r\n")
 
 
-class Load:
+class _Load:
     """One plan under way."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.is_over = False
-        self.stream_bytes = 0
+        self.plan, self.is_over = plan, False
+        self.num_events = self.num_stream_bytes = self._num_failed = 0
         self._latencies_ms: list[float] = []
-        self._num_failed = 0
         self._errors: list[str] = []
         self._counts_from_s = float("inf")
         self._transports: list[asyncio.WriteTransport] = []
@@ -134,58 +141,56 @@ class Load:
     def failed(self, error: str) -> None:
         """Note that there was none, or no good one."""
         self._num_failed += 1
-        if len(self._errors) < 3:
-            self._errors.append(error)
+        self._errors = [*self._errors, error][:3]
 
     async def run(self) -> Measured:
         """Load for the time of the plan."""
         plan = self.plan
-        try:
-            for _ in range(plan.num_streams):
-                await self._connect(plan.stream_body, is_stream=True)
-            for _ in range(plan.connections):
-                await self._connect(plan.body, is_stream=False)
-            await asyncio.sleep(plan.warm_up_s)
-            # For who reads the other side's CPU time: from here to the end it is all of requests that count.
-            sys.stderr.write("warm\n")
-            sys.stderr.flush()
-            self._counts_from_s, self.stream_bytes = time.perf_counter(), 0
-            await asyncio.sleep(plan.duration_s)
-            return self.measured()
-        finally:
-            self.is_over = True
-            for transport in self._transports:
-                transport.abort()
-
-    def measured(self) -> Measured:
-        """Return what was measured so far."""
-        return Measured(
+        for _ in range(plan.num_streams):
+            await self._connect(plan.stream_body, is_stream=True)
+        for _ in range(plan.connections):
+            await self._connect(plan.body, is_stream=False)
+        await asyncio.sleep(plan.warm_up_s)
+        async with asyncio.timeout(STALL_TIMEOUT_S):
+            while self.num_events < plan.warm_events * plan.num_streams and not self._errors:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        begin_cpu_s, self._counts_from_s = cpu_s(plan.pids), time.perf_counter()
+        self.num_events = self.num_stream_bytes = 0
+        await asyncio.sleep(plan.duration_s)
+        measured = Measured(
             latencies_ms=self._latencies_ms,
-            elapsed_s=time.perf_counter() - self._counts_from_s,
-            stream_bytes=self.stream_bytes,
+            num_events=self.num_events,
+            num_stream_bytes=self.num_stream_bytes,
+            cpu_s=cpu_s(plan.pids) - begin_cpu_s,
             num_failed=self._num_failed,
             errors=self._errors,
         )
+        self.is_over = True
+        for transport in self._transports:
+            transport.abort()
+        return measured
 
     async def _connect(self, body: str, *, is_stream: bool) -> None:
-        plan = self.plan
         content = body.encode()
-        head = (
-            f"POST {plan.path} HTTP/1.1\r\nHost: {plan.host}:{plan.port}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-        )
-        request = head.encode() + content
+        head = f"POST {self.plan.path} HTTP/1.1\r\nHost: benchmark\r\nContent-Type: application/json\r\n"
+        request = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
         transport, _ = await asyncio.get_running_loop().create_connection(
-            lambda: Connection(self, request, is_stream=is_stream), plan.host, plan.port
+            lambda: _Connection(self, request, is_stream=is_stream), "127.0.0.1", self.plan.port
         )
         self._transports.append(transport)
 
 
-def main() -> None:
-    """Do one plan."""
-    plan = msgspec.json.decode(sys.stdin.buffer.read(), type=Plan)
-    sys.stdout.buffer.write(msgspec.json.encode(uvloop.run(Load(plan).run())))
+def drive(plan: Plan) -> Measured:
+    """Run a client in a process of its own."""
+    command = [*pinned(OTHER_CORES), sys.executable, "-m", "benchmarks.http_load"]
+    done = subprocess.run(
+        command, input=msgspec.json.encode(plan), capture_output=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"the client failed:\n{done.stderr.decode()[-2000:]}")
+    return msgspec.json.decode(done.stdout, type=Measured)
 
 
 if __name__ == "__main__":
-    main()
+    its_plan = msgspec.json.decode(sys.stdin.buffer.read(), type=Plan)
+    sys.stdout.buffer.write(msgspec.json.encode(uvloop.run(_Load(its_plan).run())))

@@ -26,7 +26,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from benchmarks.verdict import result
+from benchmarks.rig import parse, parser_of, result
 from tandem.engine.config import EngineConfig
 from tandem.engine.core import Engine
 from tandem.engine.forward import ForwardInputs, Wrote
@@ -47,7 +47,7 @@ from tandem.prefill.role import PrefillRole
 from tandem.telemetry import log as logs
 from tandem.wire.channel import Peer, Waker, wait
 from tandem.wire.errors import TandemError
-from tandem.wire.generation import Finish, GenerateRequest, Phase, SamplingParams, TokenLogprobs
+from tandem.wire.generation import GenerateRequest, SamplingParams
 from tandem.wire.ids import RequestId, Room, new_epoch, new_room
 from tandem.wire.messages import StartPrefill
 
@@ -84,7 +84,7 @@ class StandInRunner:
         sampled: torch.Tensor | None = None,
         wrote: Wrote | None = None,
     ) -> torch.Tensor:
-        """See `Runner.forward`."""
+        """Sleep, and tell of each layer."""
         del sampled
         done_at_s = time.monotonic()
         for layer in range(NUM_LAYERS):
@@ -101,21 +101,11 @@ class Answers:
 
     num_failed = 0
 
-    def token(
-        self,
-        ticket: Ticket,
-        index: int,
-        token_ids: list[int],
-        finish: Finish | None = None,
-        cached_tokens: int = 0,
-        *,
-        logprobs: TokenLogprobs | None = None,
-        phases: list[Phase] | None = None,
-    ) -> None:
-        """See `tandem.node.loop.Answers.token`."""
+    def token(self, *_args: object, **_options: object) -> None:
+        """Take a token."""
 
     def fail(self, ticket: Ticket, error: TandemError) -> None:
-        """See `tandem.node.loop.Answers.fail`."""
+        """End the benchmark."""
         raise SystemExit(f"{ticket.request_id}: {error}")
 
 
@@ -327,12 +317,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    first = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.overlap",
-        description=first,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    """Run the benchmark, or be its decode process."""
+    parser = parser_of("overlap", "Measure how much of a transfer is left to wait for.")
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", default=[1024, 4096, 16384], help="prompt lengths")
     add("--chunk", type=int, nargs="+", default=[2048, 8192], help="tokens in one forward")
@@ -341,7 +327,8 @@ def main() -> None:
     add("--compute", type=float, default=2.0, help="computing time, in transfers")
     add("--verify-kv", choices=["off", "sample", "always"], default="sample", help="checksums")
     add("--decode", nargs=3, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    quick = {"tokens": [1024], "chunk": [2048], "transport": ["shm"], "rounds": 1}
+    args = parse(parser, quick)
     logs.configure("error", "console", role="benchmark")
     sys.setswitchinterval(SWITCH_S)
     if args.decode:

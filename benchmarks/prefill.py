@@ -15,19 +15,15 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.decode import medians
 from benchmarks.engines import ask, make_engine, model_dir
-from benchmarks.verdict import result
+from benchmarks.rig import parse, parser_of, result
 from tandem.engine.core import Engine
 
 GOAL_RATIO = 1.0
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser, help included."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.prefill",
-        description="Measure prompts against a plain forward of transformers, in one process.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    """Return the parser."""
+    parser = parser_of("prefill", "Measure prompts against a plain forward of transformers.")
     add = parser.add_argument
     add("--model", default=None, help="nothing for the embedded model")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of weights and KV")
@@ -58,7 +54,7 @@ def plain_round(model: Any, prompt: list[int]) -> float:
 
 def main() -> None:
     """Run the benchmark."""
-    args = build_parser().parse_args()
+    args = parse(build_parser(), {"tokens": [64], "rounds": 1})
     torch.set_num_threads(args.threads)
     path = model_dir(args.model)
     engine = make_engine(path, args.dtype, 2 * max(args.tokens) + 64, args.chunk)

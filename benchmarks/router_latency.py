@@ -3,57 +3,52 @@
 Ours against sglang-router, vllm-router and nginx, each in front of backends that answer at once, on a core of
 its own; clients and backends on the others. Three loads on each:
 
-- *light*: four connections with pauses. What it adds is its quantile minus that of the same request
-  sent straight to a backend (to our nodes' wire for ours), alone.
+- *light*: four connections with pauses. What a router adds is its quantile minus that of the same request sent
+  straight to an HTTP backend.
 - *full*: sixteen connections without pauses, for CPU time a request, over all of the router's processes.
-  A core's requests/s are one over that.
-- *beside streams*: light, while 1,000 streams get a token every 100 ms each, all at once as from one batch. What it
-  adds is counted from the same beside the same streams, straight.
+- *beside streams*: light, while 1,000 streams get a token every 100 ms each, all at once as from one batch. What
+  is added is counted from the same beside the same streams, straight.
 
 `tandem lb` tokenizes what the others pass on, so its goal is the cheaper Rust router's CPU time plus that of
-tokenizing the prompt, measured here. Run from the root:
-`python -m benchmarks.router_latency --peers-python DIR/bin/python`, an environment with
-`pip install sglang-router vllm-router`. Who is not installed is left out, with a line.
+tokenizing the prompt, measured here. The Rust routers come from `--peers-python DIR/bin/python`, an environment
+with `pip install sglang-router vllm-router`; a router that is not installed is left out, with a line.
 """
 
 import argparse
 import contextlib
-import os
+import json
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from benchmarks.http_load import Measured, Plan
-from benchmarks.routers import (
-    Cores,
-    Missing,
-    Router,
-    cpu_s,
-    nginx,
-    pinned,
-    sglang_router,
-    tandem_lb,
-    tandem_lb_simulated,
-    vllm_router,
+from benchmarks.edge import edge
+from benchmarks.http_load import Measured, Plan, drive
+from benchmarks.rig import (
+    OTHER_CORES,
+    OWN_CORE,
+    Target,
+    family,
+    free_port,
+    parse,
+    parser_of,
+    result,
+    running,
 )
-from benchmarks.verdict import result
-from benchmarks.wire_load import WirePlan
 from tandem.frontend.tokenizer import Tokenizer
 from tandem.node.checkpoint import resolve_model
 from tandem.node.command import default_cache_dir
 
 GOAL_ADDED_P99_MS = 1.0
-RUST = ("sglang-router", "vllm-router")
-NEW_TOKENS, STREAM_TOKENS = 4, 50
+BEAT_S, STREAM_TOKENS, NEW_TOKENS = 0.1, 50, 4
 PAUSE_S = 0.01
-LEAST_ANSWERS = 500
+OURS, RUST = "tandem lb", ("sglang-router", "vllm-router")
 # Some hundred characters of prose: a short question, as chats have them.
 PROMPT = (
     "A lighthouse keeper on a small island writes down the weather every morning. One day the "
@@ -62,19 +57,8 @@ PROMPT = (
 )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser, help included."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.router_latency",
-        description="Measure what routers add to a request that does not stream.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--peers-python", type=Path, help="of an environment with sglang-router and vllm-router")
-    add("--seconds", type=float, default=5, help="of each load")
-    add("--streams", type=int, default=1000, help="beside the requests of the third load")
-    add("--only", nargs="+", metavar="NAME", help="routers to measure, such as: lb sglang nginx")
-    return parser
+class Missing(Exception):
+    """A peer is not installed; the sentence names what to install."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +69,11 @@ class Quantiles:
     p99: float
 
     @classmethod
-    def of(cls, latencies_ms: Sequence[float]) -> "Quantiles":
-        """Return those of at least two."""
-        cuts = statistics.quantiles(latencies_ms, n=100, method="inclusive")
+    def of(cls, measured: Measured) -> "Quantiles":
+        """Return those of at least two answers."""
+        if len(measured.latencies_ms) < 2:
+            raise SystemExit(f"too few answers: give more --seconds; {measured.errors}")
+        cuts = statistics.quantiles(measured.latencies_ms, n=100, method="inclusive")
         return cls(cuts[49], cuts[98])
 
     def minus(self, other: "Quantiles") -> "Quantiles":
@@ -97,138 +83,146 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was measured of one router; `added_beside` is None where no streams ran."""
+    """What was measured of one router."""
 
-    name: str
-    direct: Quantiles
     light: Quantiles
-    added_beside: Quantiles | None
-    rate: float
+    beside: Quantiles
     cpu_us: float
-    num_failed: int
 
-    def line(self) -> str:
-        """Return a line of the table."""
-        light, beside = self.light.minus(self.direct), f"{'-':>9}{'-':>8}"
-        if (added := self.added_beside) is not None:
-            beside = f"{added.p50:>9.2f}{added.p99:>8.2f}"
-        return (
-            f"{self.name:<17}{self.direct.p50:>7.2f}{self.direct.p99:>7.2f}"
-            f"{light.p50:>9.2f}{light.p99:>7.2f}{beside}"
-            f"{self.rate:>9.0f}{self.cpu_us:>9.0f}{1e6 / self.cpu_us:>11.0f}{self.num_failed:>7}"
+
+def body(path: str, new_tokens: int, *, is_stream: bool = False) -> str:
+    """Return a request in an API's terms."""
+    if path == "/generate":
+        sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+        return json.dumps({"text": PROMPT, "sampling_params": sampling, "stream": is_stream})
+    asked = {"model": "stub", "prompt": PROMPT, "max_tokens": new_tokens, "temperature": 0}
+    return json.dumps(asked | {"stream": is_stream})
+
+
+def load(
+    args: argparse.Namespace,
+    target: Target,
+    path: str,
+    connections: int,
+    *,
+    pause_s: float,
+    num_streams: int = 0,
+) -> Measured:
+    """Load a server; print what failed."""
+    plan = Plan(
+        port=target.port,
+        path=path,
+        body=body(path, NEW_TOKENS),
+        connections=connections,
+        duration_s=args.seconds,
+        pause_s=pause_s,
+        # Streams begin together: until all are under way, that is what would be measured.
+        warm_up_s=5.0 if num_streams else 1.0,
+        num_streams=num_streams,
+        stream_body=body(path, STREAM_TOKENS, is_stream=True),
+        pids=family(target.pid),
+    )
+    measured = drive(plan)
+    if measured.num_failed:
+        print(f"{target.name}: {measured.num_failed} failed, such as {measured.errors[0]!r}")
+    return measured
+
+
+def measure(args: argparse.Namespace, target: Target, straight: Target, path: str) -> Row:
+    """Return what a router costs under all loads, and print it."""
+    direct = Quantiles.of(load(args, straight, path, 4, pause_s=PAUSE_S))
+    light = Quantiles.of(load(args, target, path, 4, pause_s=PAUSE_S)).minus(direct)
+    full = load(args, target, path, 16, pause_s=0.0)
+    cpu_us = full.cpu_s / max(1, len(full.latencies_ms)) * 1e6
+    direct = Quantiles.of(load(args, straight, path, 4, pause_s=PAUSE_S, num_streams=args.streams))
+    beside = Quantiles.of(
+        load(args, target, path, 4, pause_s=PAUSE_S, num_streams=args.streams)
+    ).minus(direct)
+    print(
+        f"{target.name:<15}{light.p50:>8.2f}{light.p99:>8.2f}{beside.p50:>9.2f}{beside.p99:>8.2f}"
+        f"{cpu_us:>9.0f}{1e6 / cpu_us:>12.0f}",
+        flush=True,
+    )
+    return Row(light, beside, cpu_us)
+
+
+@contextlib.contextmanager
+def backend() -> Iterator[Target]:
+    """Run an HTTP stub."""
+    port = free_port()
+    command = [sys.executable, "-m", "benchmarks.stubs", "http", "--port", str(port)]
+    with running("stub", command, port, OTHER_CORES) as target:
+        yield target
+
+
+@contextlib.contextmanager
+def rust(name: str, program: Sequence[str], flags: Sequence[str]) -> Iterator[Target]:
+    """Run a Rust router with prefill and decode apart."""
+    port, metrics = free_port(), free_port()
+    with backend() as prefill, backend() as decode:
+        bootstrap = ["1"] if name == "sglang-router" else []
+        command = [
+            *(*program, "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"),
+            *(*flags, "--prefill", prefill.url, *bootstrap, "--decode", decode.url),
+            *("--log-level", "error", "--prometheus-port", str(metrics)),
+            *("--prometheus-host", "127.0.0.1"),
+        ]
+        with running(name, command, port, OWN_CORE) as target:
+            yield target
+
+
+@contextlib.contextmanager
+def nginx() -> Iterator[Target]:
+    """Run nginx in front of one backend: a proxy that looks into nothing."""
+    program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+    if program is None:
+        raise Missing("nginx: apt-get install nginx-light")
+    port = free_port()
+    with backend() as stub, tempfile.TemporaryDirectory() as directory:
+        config = Path(directory) / "nginx.conf"
+        config.write_text(
+            f"daemon off; worker_processes 1; pid {directory}/pid; error_log stderr error;\n"
+            "events { worker_connections 8192; }\n"
+            "http { access_log off; keepalive_requests 1000000000;\n"
+            f"  client_body_temp_path {directory}/body; proxy_temp_path {directory}/proxy;\n"
+            f"  upstream stub {{ server 127.0.0.1:{stub.port}; keepalive 2048; "
+            "keepalive_requests 1000000000; }\n"
+            f"  server {{ listen 127.0.0.1:{port} backlog=2048;\n"
+            "    location / { proxy_pass http://stub; proxy_http_version 1.1; proxy_buffering off;\n"
+            '      proxy_set_header Connection ""; } } }\n'
         )
+        with running("nginx", [program, "-c", str(config)], port, OWN_CORE) as target:
+            yield target
 
 
-class Bench:
-    """Loads routers, one after the other."""
+def peer(python: Path | None, name: str) -> Path:
+    """Return the folder of the programs of an environment that has this package.
 
-    def __init__(
-        self, seconds: float, num_streams: int, cores: Cores, prompt_ids: list[int]
-    ) -> None:
-        self._seconds, self._num_streams = seconds, num_streams
-        self._cores, self._prompt_ids = cores, prompt_ids
-
-    def measure(self, router: Router) -> Row:
-        """Return what a router costs, under all loads."""
-        direct = self._direct(router)
-        light, _ = self._load(router, 4, PAUSE_S)
-        full, cpu = self._load(router, 16, 0.0)
-        loads = [light, full]
-        if self._num_streams and router.is_paced:
-            loads.append(self._load(router, 4, PAUSE_S, self._num_streams)[0])
-            if not loads[-1].stream_bytes:
-                raise SystemExit(f"{router.name}: no stream flowed beside the requests")
-        failed = [each for each in loads if each.num_failed]
-        for each in failed:
-            print(f"{router.name}: {each.num_failed} failed, such as {each.errors[0]!r}")
-        return Row(
-            name=router.name,
-            direct=direct,
-            light=Quantiles.of(light.latencies_ms),
-            added_beside=(
-                Quantiles.of(loads[2].latencies_ms).minus(self._direct(router, self._num_streams))
-                if len(loads) > 2
-                else None
-            ),
-            rate=len(full.latencies_ms) / full.elapsed_s,
-            cpu_us=cpu / len(full.latencies_ms) * 1e6,
-            num_failed=sum(each.num_failed for each in failed),
-        )
-
-    def _direct(self, router: Router, num_streams: int = 0) -> Quantiles:
-        """Time the same request without the router."""
-        if router.direct_port:
-            plan = self._plan(router, 4, PAUSE_S, num_streams)
-            plan = msgspec.structs.replace(plan, port=router.direct_port)
-            return Quantiles.of(_http(plan, self._cores.others)[0].latencies_ms)
-        prefill, decode = router.nodes
-        wire = WirePlan(
-            ports=(prefill.engine_port, decode.engine_port),
-            bootstrap_port=prefill.bootstrap_port or 0,
-            prompt_ids=self._prompt_ids,
-            new_tokens=NEW_TOKENS,
-            duration_s=self._seconds,
-            pause_s=PAUSE_S,
-            num_streams=num_streams,
-            stream_tokens=STREAM_TOKENS,
-        )
-        command = [*pinned(self._cores.others), sys.executable, "-m", "benchmarks.wire_load"]
-        done = subprocess.run(
-            command, input=msgspec.json.encode(wire), check=True, capture_output=True
-        )
-        return Quantiles.of(msgspec.json.decode(done.stdout, type=list[float]))
-
-    def _load(
-        self, router: Router, connections: int, pause_s: float, num_streams: int = 0
-    ) -> tuple[Measured, float]:
-        plan = self._plan(router, connections, pause_s, num_streams)
-        return _http(plan, self._cores.others, router.pid)
-
-    def _plan(self, router: Router, connections: int, pause_s: float, num_streams: int = 0) -> Plan:
-        return Plan(
-            port=router.port,
-            path=router.path,
-            body=router.body(PROMPT, NEW_TOKENS),
-            connections=connections,
-            duration_s=self._seconds,
-            pause_s=pause_s,
-            # Streams begin together: until they are all under way, that is what is measured.
-            warm_up_s=5.0 if num_streams else 1.0,
-            num_streams=num_streams,
-            stream_body=router.body(PROMPT, STREAM_TOKENS, is_stream=True),
-        )
+    Raises:
+        Missing: It has not.
+    """
+    package = name.replace("-", "_")
+    asked = f"import importlib.util as u; raise SystemExit(not u.find_spec({package!r}))"
+    if python is None or subprocess.run([str(python), "-c", asked], check=False).returncode:
+        raise Missing(f"{name}: give --peers-python of an environment that has it")
+    return python.parent
 
 
-def _http(plan: Plan, core: str, watched: int | None = None) -> tuple[Measured, float]:
-    """Run a client; return what it measured, and the CPU seconds of `watched` meanwhile."""
-    command = [*pinned(core), sys.executable, "-m", "benchmarks.http_load"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as client:
-        assert client.stdin is not None
-        assert client.stdout is not None
-        assert client.stderr is not None
-        client.stdin.write(msgspec.json.encode(plan))
-        client.stdin.close()
-        if client.stderr.readline() != b"warm\n":
-            raise SystemExit(f"the client failed:\n{client.stderr.read().decode()}")
-        before = cpu_s(watched) if watched is not None else 0.0
-        measured = msgspec.json.decode(client.stdout.read(), type=Measured)
-        after = cpu_s(watched) if watched is not None else 0.0
-    num_answers = len(measured.latencies_ms)
-    if num_answers < 2:
-        raise SystemExit(
-            f"port {plan.port} gave {num_answers} answers beside {plan.num_streams} streams in "
-            f"{plan.duration_s:g} s: give fewer --streams or more --seconds; errors: {measured.errors}"
-        )
-    if num_answers < LEAST_ANSWERS:
-        print(
-            f"of {num_answers} answers only, the 99th percentile says little: give more --seconds"
-        )
-    return measured, after - before
+def sglang_router(python: Path | None) -> contextlib.AbstractContextManager[Target]:
+    """Run SGLang's."""
+    program = [str(peer(python, RUST[0]) / "python"), "-m", "sglang_router.launch_router"]
+    return rust(RUST[0], program, ["--pd-disaggregation"])
 
 
-def tokenize_us(tokenizer: Tokenizer, times: int = 500) -> float:
+def vllm_router(python: Path | None) -> contextlib.AbstractContextManager[Target]:
+    """Run vLLM's."""
+    program = [str(peer(python, RUST[1]) / "vllm-router")]
+    return rust(RUST[1], program, ["--vllm-pd-disaggregation"])
+
+
+def tokenize_us(times: int = 500) -> float:
     """Return the CPU microseconds of tokenizing the prompt; the least of a few rounds."""
+    tokenizer = Tokenizer.load(resolve_model(None, default_cache_dir() / "models"))
     rounds = []
     for _ in range(5):
         begin = time.process_time()
@@ -238,66 +232,51 @@ def tokenize_us(tokenizer: Tokenizer, times: int = 500) -> float:
     return min(rounds)
 
 
-def verdicts(rows: Sequence[Row], tokenizing_us: float) -> list[str]:
-    """Return what is said of the goals, as far as the rows that it takes are there."""
-    by_name = {row.name: row for row in rows}
-    ours = by_name.get("tandem lb")
-    if ours is None:
-        return []
-    said, added = list[str](), ours.added_beside
-    if added is not None:
-        said.append(_less("router_added_p99", added.p99, GOAL_ADDED_P99_MS, "ms"))
-    rust = [by_name[name] for name in RUST if name in by_name]
-    if rust:
-        allowed = min(row.cpu_us for row in rust) + tokenizing_us
-        said.append(_less("router_cpu_vs_rust_and_tokenizing", ours.cpu_us / allowed, 1.0))
-    theirs = [row.added_beside.p99 for row in rust if row.added_beside is not None]
-    if added is not None and theirs:
-        said.append(_less("router_added_p99_vs_rust", added.p99 / min(theirs), 1.0))
-    return said
-
-
-def _less(name: str, value: float, goal: float, unit: str = "ratio") -> str:
-    return result(name, value, goal, unit, is_lower_better=True)
+def verdicts(rows: dict[str, Row], tokenizing_us: float) -> list[str]:
+    """Return the results that the rows allow."""
+    ours, theirs = rows[OURS], [rows[name] for name in RUST if name in rows]
+    added = ours.beside.p99
+    results = []
+    if theirs:
+        allowed = min(row.cpu_us for row in theirs) + tokenizing_us
+        ratio = ours.cpu_us / allowed
+        results.append(result("router_cpu_vs_rust_and_tokenizing", ratio, 1, is_lower_better=True))
+        ratio = added / min(row.beside.p99 for row in theirs)
+        results.append(result("router_added_p99_vs_rust", ratio, 1, is_lower_better=True))
+    results.append(result("router_added_p99", added, GOAL_ADDED_P99_MS, "ms", is_lower_better=True))
+    return results
 
 
 def main() -> None:
     """Run the benchmark."""
-    args = build_parser().parse_args()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
-    cores = Cores.of_this_machine()
-    tokenizer = Tokenizer.load(resolve_model(None, default_cache_dir() / "models"))
-    prompt_ids = tokenizer.encode(PROMPT)
-    tokenizing_us = tokenize_us(tokenizer)
-    print(f"{os.cpu_count()} cores; load average before the start {os.getloadavg()}")
-    print(
-        f"prompt of {len(PROMPT)} characters, {len(prompt_ids)} tokens: {tokenizing_us:.0f} us to tokenize"
-    )
-    starts: dict[str, Callable[[], contextlib.AbstractContextManager[Router]]] = {
-        "lb": lambda: tandem_lb(cores),
-        "nodes": lambda: tandem_lb_simulated(cores),
-        "sglang": lambda: sglang_router(cores, args.peers_python),
-        "vllm": lambda: vllm_router(cores, args.peers_python),
-        "nginx": lambda: nginx(cores),
+    parser = parser_of("router_latency", "Measure what routers add to a request.")
+    add = parser.add_argument
+    add("--peers-python", type=Path, help="of an environment with sglang-router and vllm-router")
+    add("--seconds", type=float, default=5, help="of each load")
+    add("--streams", type=int, default=1000, help="beside the requests of the third load")
+    args = parse(parser, {"seconds": 1.0, "streams": 20})
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    starts: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager[Target]]]] = {
+        OURS: ("/generate", lambda: edge(BEAT_S)),
+        RUST[0]: ("/generate", lambda: sglang_router(args.peers_python)),
+        RUST[1]: ("/v1/completions", lambda: vllm_router(args.peers_python)),
+        "nginx": ("/generate", nginx),
     }
-    bench = Bench(args.seconds, args.streams, cores, prompt_ids)
+    tokenizing_us = tokenize_us()
+    print(f"tokenizing the prompt takes {tokenizing_us:.0f} us of CPU")
     print(
-        f"\n{'':<17}{'direct, ms':>14}{'light: added':>16}{'beside streams':>17}{'full load':>28}\n"
-        f"{'':<17}{'p50':>7}{'p99':>7}{'p50':>9}{'p99':>7}{'p50':>9}{'p99':>8}"
-        f"{'req/s':>9}{'CPU us':>9}{'req/s/core':>11}{'failed':>7}"
+        f"{'added, ms':15}{'p50':>8}{'p99':>8}{'streams':>9}{'p99':>8}{'CPU us':>9}{'req/s/core':>12}"
     )
-    rows = []
-    for name, start in starts.items():
-        if args.only and name not in args.only:
-            continue
-        try:
-            with start() as router:
-                rows.append(bench.measure(router))
-                print(rows[-1].line(), flush=True)
-        except Missing as missing:
-            print(f"left out: {missing}")
-    print("\n".join(["", *verdicts(rows, tokenizing_us)]))
+    rows = {}
+    with backend() as straight:
+        for name, (path, start) in starts.items():
+            try:
+                with start() as target:
+                    rows[name] = measure(args, target, straight, path)
+            except Missing as missing:
+                print(f"left out: {missing}")
+    print("\n".join(verdicts(rows, tokenizing_us)))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from benchmarks.verdict import result
+from benchmarks.rig import parse, parser_of, result
 from tandem.engine.config import EngineConfig
 from tandem.engine.core import Engine
 from tandem.engine.forward import ForwardInputs, Wrote
@@ -56,11 +56,9 @@ class FreeRunner:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser, help included."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.step_overhead",
-        description="Measure the CPU time of the engine's loop around a forward that is free.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    """Return the parser."""
+    parser = parser_of(
+        "step_overhead", "Measure the CPU time of the engine's loop around a free forward."
     )
     add = parser.add_argument
     add("--batches", type=int, nargs="+", default=[1, 16, 64, 256, 1024], help="running requests")
@@ -144,7 +142,7 @@ def _is_sent(link: Link[FromEngine], message: Ping) -> bool:
 
 def main() -> None:
     """Run the benchmark."""
-    args = build_parser().parse_args()
+    args = parse(build_parser(), {"batches": [64], "steps": 20})
     torch.set_num_threads(1)
     num_new = 2 * args.steps
     kinds = {

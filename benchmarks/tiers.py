@@ -2,7 +2,6 @@
 
 One `tandem serve` with every tier computes a prompt and so fills them; then a node for each tier alone is asked for the
 same beginning with another end. Its own pages are dropped before each request, so that the tier's are used.
-Run from the root: `python -m benchmarks.tiers`.
 """
 
 import argparse
@@ -20,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.processes import Target, get, tandem
-from benchmarks.verdict import result
+from benchmarks.rig import Target, get, parse, parser_of, result, tandem
 
 GOAL_TTFT_RATIO, GOAL_MISS_PERCENT = 0.5, 1.0
 PAGE = 16
@@ -46,12 +44,8 @@ class Asked:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser, help included."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tiers",
-        description="Measure prompts found in tiers against computing them.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    """Return the parser."""
+    parser = parser_of("tiers", "Measure prompts found in tiers against computing them.")
     add = parser.add_argument
     add("--model", default="", help="nothing for the embedded model, whose context is 8192")
     add("--tokens", type=int, default=7900, help="of the prompt")
@@ -140,7 +134,7 @@ def _fit(points: Sequence[tuple[int, float]], basis: Any, at: Any) -> Any:
 def measure_computing(args: argparse.Namespace, target: Target) -> dict[int, Asked]:
     """Compute prompts that nobody has, by length; the longest, which fills the tiers, is the last."""
     computed, num_pages = {}, 0
-    for length in (*LENGTHS, args.tokens):
+    for length in (*(each for each in LENGTHS if each < args.tokens), args.tokens):
         asked = ask(target, prompt_of(f"computed {length}", length))
         if asked.num_found:
             raise SystemExit("a tier had the prompt already: give an empty directory and store")
@@ -179,7 +173,7 @@ def measure_tier(
 
 def main() -> None:
     """Run the benchmark."""
-    args = build_parser().parse_args()
+    args = parse(build_parser(), {"tokens": 1200, "found": 1008, "rounds": 1})
     with tempfile.TemporaryDirectory() as temporary:
         disk = f"disk:{args.directory or Path(temporary) / 'kv'}:32GiB"
         shared = [disk, *args.store]

@@ -2,11 +2,9 @@
 
 ```
  stack.py   what a node talks to: fetch, place, save; answers are events, no call waits
-   │           two worker threads for each tier, fastest first; time limits, back-off
-   ├── core.py  what it decides, pure: fetches.py  puts.py  link.py  back_off.py  cost.py
-   │
+   └── guard.py   one tier behind threads of its own: deadlines, a breaker, what its answers cost
  tier.py    what one tier is: has, get, put of runs of pages by content key
-   └── host.py  disk.py  redis.py ...
+   └── host.py   disk.py   redis.py   mooncake.py
  spec.py    `--kv-tier host:8GiB`, read
 ```
 

@@ -2,31 +2,29 @@
 
 ```
  put ──▶ evict down to the limit ──▶ write by another name ──▶ rename          full: stop writing for a while
- get ──▶ read into staging memory ──▶ check ──▶ lend                           wrong: count, remove, a miss
+ get ──▶ read into host memory ──▶ check ──▶ lend                              wrong: count, remove, a miss
 ```
 
-What a node knows of the directory is its own puts and gets and a scan now and then (`DiskIndex`). Files may come
-and go by others at any time: deleting what another just read is harmless, and what is gone is a miss.
-A file's time of change is when it was last used, by any node: that is what is evicted by.
+What a node knows of the directory comes from its own puts and gets and from a scan now and then (`DiskIndex`).
+Others may add and remove files at any time: deleting what another just read is harmless, and what is gone is a miss.
+A file's time of change is when any node last used it; eviction goes by that.
 """
 
 import errno
-import os
-import stat
+import heapq
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from random import random
 
 from typing_extensions import override
 
-from tandem.kvtier.disk_directory import find_directory
-from tandem.kvtier.disk_entry import HEADER_BYTES, EntryCorrupted, read_entry, remove, write_entry
-from tandem.kvtier.disk_index import DiskIndex, num_leading
-from tandem.kvtier.journal import SharedJournal
-from tandem.kvtier.memory import PageBuffers, PageLoan
+from tandem.kvtier.disk_files import EntryCorrupted, PageFile, find_directory
+from tandem.kvtier.entry import FILE_HEADER_BYTES
+from tandem.kvtier.memory import MemoryLoan, PageMemory
 from tandem.kvtier.spec import TierSpec
 from tandem.kvtier.tier import PoolPages, TierFailed
 from tandem.telemetry.log import get_logger
@@ -37,22 +35,22 @@ from tandem.wire.prefix_journal import PrefixJournal
 
 log = get_logger("kvtier.disk")
 
-# A use is noted once in so long: a note is a write.
+# A use is noted once in this time: a note is a write.
 TOUCH_S = 60.0
-# A full disk is tried again after so long.
+# A full disk is tried again after this time.
 FULL_S = 60.0
 # A scan of a shared directory asks the server for every file; what others wrote is not known before.
 SCAN_S = 600.0
-# A mount that does not answer at the start for so long will not soon.
+# A mount that does not answer at the start within this time will not soon.
 START_S = 10.0
 CLOSE_S = 1.0
-# Of what is there, at a time, when the disk is full before the limit is reached.
+# Fraction of the files to evict at a time, when the disk is full before the limit is reached.
 _FULL_SHARE = 0.02
 _FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT}
 
 
 def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> "DiskTier":
-    """Return the tier; see `tandem.kvtier.spec.make_tier`."""
+    """Return the tier of a `--kv-tier disk:PATH:SIZE`."""
     # The limit is the node's, of which each rank has its share.
     limit_bytes = spec.limit_bytes // space.num_shards
     return DiskTier(Path(spec.path), limit_bytes, pages, space, name=spec.name)
@@ -70,6 +68,8 @@ class DiskTier:
         ConfigInvalid: The directory cannot be used, or the limit has no room for a page.
     """
 
+    lends_own_memory = False
+
     def __init__(
         self,
         path: Path,
@@ -81,8 +81,8 @@ class DiskTier:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.name = name
-        self.journal: PrefixJournal = SharedJournal()
-        self._file_bytes, self._limit_bytes = HEADER_BYTES + pages.page_bytes, limit_bytes
+        self.journal = PrefixJournal()
+        self._file_bytes, self._limit_bytes = FILE_HEADER_BYTES + pages.page_bytes, limit_bytes
         if limit_bytes < self._file_bytes:
             raise ConfigInvalid(
                 f"--kv-tier disk:{path}:{limit_bytes}: a page of KV takes {self._file_bytes} bytes; "
@@ -91,7 +91,7 @@ class DiskTier:
         self._directory = find_directory(START_S, path, space.shard)
         # Nodes with other models share the directory, and get nothing of each other's.
         self._space_name = space.name
-        self._buffers = PageBuffers(pages)
+        self._memory = PageMemory(pages.host_memory, pages.page_bytes)
         self._clock = clock
         self._index, self._lock = DiskIndex(self.journal), threading.Lock()
         self._generation = self._directory.generation
@@ -113,13 +113,19 @@ class DiskTier:
         with self._opened() as top:
             return num_leading(lambda index: self._is_here(top, keys[index]), len(keys))
 
-    def get(self, keys: Sequence[PageKey]) -> PageLoan:
+    def get(self, keys: Sequence[PageKey]) -> MemoryLoan:
         """Read the leading pages that are here into host memory."""
-        loan = self._buffers.take(len(keys))
+        pieces: list[memoryview] = []
+        times: list[float] = []
+        loan = MemoryLoan(self._memory, pieces, pieces)
         try:
             with self._opened() as top:
-                times = self._read(top, keys, loan.pages)
-                loan.keep(len(times))
+                for key in keys:
+                    pieces.append(self._memory.take())
+                    if (used_s := self._read(top, key, pieces[-1])) is None:
+                        self._memory.give_back([pieces.pop()])
+                        break
+                    times.append(used_s)
                 # Last page first: parents outlive their children.
                 for key, used_s in reversed(list(zip(keys, times, strict=False))):
                     self._touch(top, key, used_s)
@@ -139,14 +145,14 @@ class DiskTier:
             for key, page in reversed(list(zip(keys, pages, strict=True))):
                 if self._is_full:
                     break
-                if (used_s := self._stat(top, key)) is not None:
-                    self._touch(top, key, used_s)
+                if (file := self._find(top, key)) is not None:
+                    self._touch(top, key, file.used_s)
                 elif self._write(top, key, page):
                     num_new += 1
         return num_new
 
     def load(self) -> TierLoad:
-        """Return what is known of it."""
+        """Return what this node knows of it."""
         with self._lock:
             return TierLoad(
                 name=self.name,
@@ -177,7 +183,7 @@ class DiskTier:
             if self._stopping.is_set():
                 return
             with self._lock:
-                self._index.met(found.digest, found.size_bytes, found.used_s)
+                self._index.met(found)
         with self._lock:
             self._index.end_scan()
             num_pages, num_bytes = len(self._index), self._index.num_bytes
@@ -213,90 +219,79 @@ class DiskTier:
         with self._lock:
             if key.digest in self._index:
                 return True
-        return self._stat(top, key) is not None
+        return self._find(top, key) is not None
 
-    def _stat(self, top: int, key: PageKey) -> float | None:
-        """Return when a page was last used; None: it is not here, or another length."""
-        name = key.digest.hex()
+    def _find(self, top: int, key: PageKey) -> PageFile | None:
+        """Return a page's file; None: it is not here, or has another length."""
         try:
-            with self._directory.folder(top, name) as folder:
-                status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            file = self._directory.find(top, key.digest)
         except FileNotFoundError:
             self._forget(key.digest)
             return None
-        if not stat.S_ISREG(status.st_mode) or status.st_size != self._file_bytes:
+        if file is None or file.size_bytes != self._file_bytes:
             return None
         with self._lock:
-            self._index.met(key.digest, status.st_size, status.st_mtime)
-        return status.st_mtime
+            self._index.met(file)
+        return file
 
-    def _read(self, top: int, keys: Sequence[PageKey], views: Sequence[memoryview]) -> list[float]:
-        """Read leading pages; return when each was last used."""
-        times: list[float] = []
-        for key, view in zip(keys, views, strict=True):
-            name = key.digest.hex()
-            try:
-                with self._directory.folder(top, name) as folder:
-                    times.append(self._read_one(folder, name, key.digest, view))
-            except (FileNotFoundError, EntryCorrupted):
-                self._forget(key.digest)
-                break
-        return times
-
-    def _read_one(self, folder: int, name: str, digest: bytes, view: memoryview) -> float:
+    def _read(self, top: int, key: PageKey, into: memoryview) -> float | None:
+        """Return when the page that was read was last used; None: it is not here."""
         try:
-            return read_entry(folder, name, digest, view)
+            return self._directory.read(top, key.digest, into)
+        except FileNotFoundError:
+            pass
         except EntryCorrupted as error:
-            is_removed = remove(folder, name)
+            with suppress(OSError):
+                self._directory.remove(top, key.digest)
             with self._lock:
                 self._num_corrupted += 1
-            log.warning(
-                "kv_tier.corrupted",
-                tier=self.name,
-                name=name,
-                reason=str(error),
-                is_removed=is_removed,
-            )
-            raise
+            name = key.digest.hex()
+            log.warning("kv_tier.corrupted", tier=self.name, name=name, reason=str(error))
+        self._forget(key.digest)
+        return None
 
     def _touch(self, top: int, key: PageKey, used_s: float) -> None:
         """Note that a page was used, for all nodes, unless that was noted just now."""
         now_s = self._clock()
         if now_s - used_s >= TOUCH_S:
-            name = key.digest.hex()
             try:
-                with self._directory.folder(top, name) as folder:
-                    os.utime(name, (now_s, now_s), dir_fd=folder, follow_symlinks=False)
+                self._directory.touch(top, key.digest, now_s)
             except FileNotFoundError:
                 self._forget(key.digest)
                 return
             except OSError:
-                pass  # it may be read and not changed: then it is as old as it says
+                pass  # it may be read and not changed: then it stays as old as it is
             used_s = now_s
+        self._met(key, used_s)
+
+    def _met(self, key: PageKey, used_s: float) -> None:
         with self._lock:
-            self._index.met_key(key, self._file_bytes, used_s)
+            self._index.met(PageFile(key.digest, self._file_bytes, used_s), key.blocks)
 
     def _write(self, top: int, key: PageKey, page: memoryview) -> bool:
-        """Write a page; return False if the disk has no room, also after some was made."""
+        """Write a page; return False if the disk has no room, even after some was made."""
         with self._lock:
             num_bytes = self._index.num_bytes
         if not self._evict(top, num_bytes + self._file_bytes - self._limit_bytes):
             return self._pause("no other file can be removed")
+        error = self._write_once(top, key, page)
+        if error is not None:
+            self._evict(top, max(4 * self._file_bytes, int(num_bytes * _FULL_SHARE)))
+            error = self._write_once(top, key, page)
+        if error is not None:
+            return self._pause(str(error))
+        self._met(key, self._clock())
+        return True
+
+    def _write_once(self, top: int, key: PageKey, page: memoryview) -> OSError | None:
+        """Write a page; return the error if the disk is full."""
         try:
-            self._write_once(top, key, page)
+            self._directory.write(top, key.digest, page)
         except OSError as error:
             if error.errno not in _FULL_ERRORS:
                 raise
-            self._evict(top, max(4 * self._file_bytes, int(num_bytes * _FULL_SHARE)))
-            try:
-                self._write_once(top, key, page)
-            except OSError as still:
-                if still.errno not in _FULL_ERRORS:
-                    raise
-                return self._pause(str(still))
-        with self._lock:
-            self._index.met_key(key, self._file_bytes, self._clock())
-        return True
+            return error
+        return None
 
     def _pause(self, reason: str) -> bool:
         """Write nothing for a while; return False, since nothing was written."""
@@ -304,43 +299,145 @@ class DiskTier:
         log.warning("kv_tier.full", tier=self.name, reason=reason, pause_s=FULL_S)
         return False
 
-    def _write_once(self, top: int, key: PageKey, page: memoryview) -> None:
-        name = key.digest.hex()
-        with self._directory.folder(top, name, make=True) as folder:
-            write_entry(folder, name, key.digest, page)
-
     def _evict(self, top: int, num_bytes: int) -> bool:
-        """Remove what was used longest ago, as far as it is known; return whether so much was freed.
+        """Remove the least recently used files, as far as known; return whether that many bytes were freed.
 
         Raises:
             OSError: A file cannot be removed. It counts on, and the next call goes on with others.
         """
         while num_bytes > 0:
             with self._lock:
-                digest = self._index.take_oldest()
-                used_s = 0.0 if digest is None else self._index.used_s(digest)
-            if digest is None:
+                known = self._index.take_oldest()
+            if known is None:
                 return False
-            num_bytes -= self._evict_one(top, digest, used_s)
+            num_bytes -= self._evict_one(top, known)
         return True
 
-    def _evict_one(self, top: int, digest: bytes, used_s: float) -> int:
+    def _evict_one(self, top: int, known: PageFile) -> int:
         """Remove a file, unless another node used it lately; return the bytes that are free by that."""
-        name = digest.hex()
-        size_bytes, is_removed = self._file_bytes, False
-        with suppress(FileNotFoundError), self._directory.folder(top, name) as folder:
-            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            if status.st_mtime > used_s:
+        freed_bytes, is_removed = self._file_bytes, False
+        with suppress(FileNotFoundError):
+            file = self._directory.find(top, known.digest)
+            if file is not None and file.used_s > known.used_s:
                 with self._lock:
-                    self._index.met(digest, status.st_size, status.st_mtime)
+                    self._index.met(file)
                 return 0
-            os.unlink(name, dir_fd=folder)
-            size_bytes, is_removed = status.st_size, True
+            self._directory.remove(top, known.digest)
+            is_removed = True
+            freed_bytes = self._file_bytes if file is None else file.size_bytes
         with self._lock:
             self._num_evicted += is_removed
-            self._index.forget(digest)
-        return size_bytes
+            self._index.forget(known.digest)
+        return freed_bytes
 
     def _forget(self, digest: bytes) -> None:
         with self._lock:
             self._index.forget(digest)
+
+
+@dataclass(slots=True)
+class _Known:
+    file: PageFile
+    scan: int
+    blocks: tuple[int, ...] = ()
+
+
+class DiskIndex:
+    """The files that one node knows of a directory, and the blocks of those whose keys were met. Pure.
+
+    ```
+     scan, put, found ──▶ KNOWN ──evicted, gone, not met by a whole scan──▶ forgotten
+    ```
+
+    Attributes:
+        num_bytes: Of all known files.
+    """
+
+    def __init__(self, journal: PrefixJournal) -> None:
+        self.num_bytes = 0
+        self._journal = journal
+        self._known: dict[bytes, _Known] = {}
+        # By last use; entries that are out of date are skipped.
+        self._ages: list[tuple[float, bytes]] = []
+        self._scan = 0
+
+    @override
+    def __repr__(self) -> str:
+        return f"<DiskIndex {len(self._known)} files, {self.num_bytes} bytes>"
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._known
+
+    def begin_scan(self) -> None:
+        """Begin to take stock; what is met from now on is there."""
+        self._scan += 1
+
+    def end_scan(self) -> None:
+        """Forget what the scan did not meet: others removed it."""
+        for digest in [d for d, known in self._known.items() if known.scan != self._scan]:
+            self.forget(digest)
+        self._sort_ages()
+
+    def met(self, file: PageFile, blocks: tuple[int, ...] = ()) -> None:
+        """Note that a file is there, and if its key is known, which blocks routers may be told of."""
+        known = self._known.get(file.digest)
+        if known is None:
+            known = _Known(PageFile(file.digest, 0, 0.0), self._scan)
+            self._known[file.digest] = known
+        known.scan, before = self._scan, known.file
+        self.num_bytes += file.size_bytes - before.size_bytes
+        used_s = max(file.used_s, before.used_s)
+        known.file = PageFile(file.digest, file.size_bytes, used_s)
+        if used_s > before.used_s:
+            heapq.heappush(self._ages, (used_s, file.digest))
+            if len(self._ages) > 2 * len(self._known) + 1024:
+                self._sort_ages()
+        if blocks and not known.blocks:
+            known.blocks = blocks
+            for block in blocks:
+                self._journal.add(block)
+
+    def forget(self, digest: bytes) -> None:
+        """Note that a file is gone, if it was known."""
+        if (known := self._known.pop(digest, None)) is not None:
+            self.num_bytes -= known.file.size_bytes
+            for block in known.blocks:
+                self._journal.remove(block)
+
+    def forget_all(self) -> None:
+        """Note that the directory is another."""
+        for digest in list(self._known):
+            self.forget(digest)
+
+    def take_oldest(self) -> PageFile | None:
+        """Return the least recently used file, once: not again before it is used or a scan has ended."""
+        while self._ages:
+            used_s, digest = heapq.heappop(self._ages)
+            known = self._known.get(digest)
+            if known is not None and known.file.used_s == used_s:
+                return known.file
+        return None
+
+    def _sort_ages(self) -> None:
+        self._ages = [(known.file.used_s, digest) for digest, known in self._known.items()]
+        heapq.heapify(self._ages)
+
+
+def num_leading(is_here: Callable[[int], bool], num: int) -> int:
+    """Return how many are here, given that all before one that is here are: in about 2 log2(n) looks."""
+    low, high, step = -1, num, 1  # low is here; high is not
+    while low + step < high:
+        if is_here(low + step):
+            low, step = low + step, 2 * step
+        else:
+            high = low + step
+    while high - low > 1:
+        middle = (low + high) // 2
+        if is_here(middle):
+            low = middle
+        else:
+            high = middle
+    return low + 1

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from tandem.kvtier.journal import SharedJournal
 from tandem.kvtier.memory import copy_page, views_of
 from tandem.kvtier.spec import TierSpec
 from tandem.kvtier.tier import PoolPages
@@ -29,7 +28,7 @@ from tandem.wire.prefix_journal import PrefixJournal
 
 
 def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> "HostTier":
-    """Return the tier; see `tandem.kvtier.spec.make_tier`."""
+    """Return the tier of a `--kv-tier host:SIZE`."""
     # The limit is the node's, of which each rank has its share.
     return HostTier(pages, spec.limit_bytes // space.num_shards, name=spec.name)
 
@@ -58,7 +57,7 @@ class HostTier:
 
     def __init__(self, pages: PoolPages, limit_bytes: int, *, name: str = "host") -> None:
         self.name = name
-        self.journal: PrefixJournal = SharedJournal()
+        self.journal = PrefixJournal()
         self._page_bytes, self._limit_bytes = pages.page_bytes, limit_bytes
         num_slots = limit_bytes // pages.page_bytes
         if not num_slots:
@@ -128,7 +127,7 @@ class HostTier:
             self._free = []
 
     def give_back(self, slots: Sequence[_Slot]) -> None:
-        """Take lent pages back; see `SlotLoan`."""
+        """Take lent pages back."""
         with self._lock:
             for slot in slots:
                 slot.num_loans -= 1

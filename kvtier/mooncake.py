@@ -18,11 +18,10 @@ from functools import partial
 from mooncake.store import MooncakeDistributedStore
 from typing_extensions import override
 
-from tandem.kvtier.entry import HEADER_BYTES, entry_header, is_entry_of
-from tandem.kvtier.known import KnownPages
-from tandem.kvtier.mooncake_url import MooncakeAddress, parse_mooncake_url
-from tandem.kvtier.page_memory import MemoryLoan, PageMemory
+from tandem.kvtier.entry import STORE_HEADER_BYTES, KnownPages, is_entry_of, store_header
+from tandem.kvtier.memory import MemoryLoan, PageMemory
 from tandem.kvtier.spec import TierSpec
+from tandem.kvtier.store_url import MooncakeAddress, parse_mooncake_url
 from tandem.kvtier.tier import PoolPages, TierFailed
 from tandem.telemetry.log import get_logger
 from tandem.wire.messages import TierLoad
@@ -55,6 +54,8 @@ class MooncakeTier:
         timeout_s: How long a call may wait before others are not made any more.
     """
 
+    lends_own_memory = False
+
     def __init__(
         self,
         name: str,
@@ -69,14 +70,11 @@ class MooncakeTier:
         self._timeout_s, self._space_name = timeout_s, space.name
         self._shown = f"mooncake://{address.host}:{address.port}"
         self._page_bytes = pages.page_bytes
-        self._entry_bytes = HEADER_BYTES + pages.page_bytes
+        self._entry_bytes = STORE_HEADER_BYTES + pages.page_bytes
         self._num_at_once = max(1, PIECE_BYTES // self._entry_bytes)
         self._host_memory = pages.host_memory
-        # Memory that the library knows is kept, as much as was ever lent at once.
-        self._memory = PageMemory(self._registered, self._entry_bytes, kept_bytes=None)
+        self._memory = PageMemory(self._registered, self._entry_bytes)
         self._slabs: list[memoryview] = []
-        self._slab: list[memoryview] = []
-        self._slab_lock = threading.Lock()
         self._known = KnownPages()
         self._client: MooncakeDistributedStore | None = None
         self._setting_up = threading.Lock()
@@ -137,7 +135,7 @@ class MooncakeTier:
             raise
         self._known.met(keys[: len(pieces)])
         self._count(got_bytes=len(pieces) * self._page_bytes)
-        return MemoryLoan(self._memory, pieces, [piece[HEADER_BYTES:] for piece in pieces])
+        return MemoryLoan(self._memory, pieces, [piece[STORE_HEADER_BYTES:] for piece in pieces])
 
     def put(self, keys: Sequence[PageKey], pages: Sequence[memoryview]) -> int:
         """Write what is not here yet; return how much that was, which is little where the store is full.
@@ -181,8 +179,6 @@ class MooncakeTier:
             for slab in self._slabs:
                 client.unregister_buffer(_address_of(slab))
             client.close()
-        self._memory.clear()
-        self._slab.clear()
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[MooncakeDistributedStore]:
@@ -239,16 +235,12 @@ class MooncakeTier:
 
     def _registered(self, num_bytes: int) -> memoryview:
         """Return memory that the library may write to: it takes no two regions that share a page of the host's."""
-        with self._slab_lock:
-            if not self._slab:
-                slab = self._host_memory(num_bytes * self._num_at_once)
-                assert self._client is not None
-                if status := self._client.register_buffer(_address_of(slab), slab.nbytes):
-                    raise self._failed(f"memory could not be registered ({status})")
-                self._slabs.append(slab)
-                begins = range(0, slab.nbytes, num_bytes)
-                self._slab = [slab[begin : begin + num_bytes] for begin in begins]
-            return self._slab.pop()
+        slab = self._host_memory(num_bytes)
+        assert self._client is not None
+        if status := self._client.register_buffer(_address_of(slab), slab.nbytes):
+            raise self._failed(f"memory could not be registered ({status})")
+        self._slabs.append(slab)
+        return slab
 
     def _are_here(self, client: MooncakeDistributedStore, keys: Sequence[PageKey]) -> list[bool]:
         found = client.batch_is_exist([_name(key) for key in keys])
@@ -288,7 +280,10 @@ class MooncakeTier:
         names = [_name(key) for key, _ in entries]
         with self._lent(len(entries)) as lent:
             for piece, (key, page) in zip(lent, entries, strict=True):
-                piece[:HEADER_BYTES], piece[HEADER_BYTES:] = entry_header(key, page), page
+                piece[:STORE_HEADER_BYTES], piece[STORE_HEADER_BYTES:] = (
+                    store_header(key, page),
+                    page,
+                )
             codes = self._moved(lent, partial(client.batch_put_from, names))
         self._refuse_errors(codes)
         if NO_SPACE in codes:

@@ -12,13 +12,12 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Protocol, cast
+from typing import cast
 
 import msgspec
 from typing_extensions import override
 
-from tandem.kvtier.mooncake_url import parse_mooncake_url
-from tandem.kvtier.redis_url import SCHEMES, parse_redis_url
+from tandem.kvtier.store_url import REDIS_SCHEMES, parse_mooncake_url, parse_redis_url
 from tandem.kvtier.tier import PoolPages, Tier
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.page_keys import PageSpace
@@ -73,19 +72,6 @@ class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
         return f"<TierSpec {self.name} {self.text}>"
 
 
-class StoreModule(Protocol):
-    """What the module of a kind has."""
-
-    def open_tier(self, spec: TierSpec, pages: PoolPages, space: PageSpace) -> Tier:
-        """Return the tier.
-
-        Raises:
-            ConfigInvalid: It cannot be had so; the sentence says what to do.
-            ImportError: The extra of this store's name is not installed.
-        """
-        ...
-
-
 def parse_tier(text: str) -> TierSpec:
     """Read one `--kv-tier`.
 
@@ -100,7 +86,7 @@ def parse_tier(text: str) -> TierSpec:
         if not path:
             raise ConfigInvalid(f"--kv-tier {text}: give a directory and a size: disk:PATH:SIZE")
         return TierSpec(kind="disk", name="disk", limit_bytes=_size(text, size), path=path)
-    if rest.startswith("//") and (kind == "mooncake" or kind in SCHEMES):
+    if rest.startswith("//") and (kind == "mooncake" or kind in REDIS_SCHEMES):
         return _store(kind, text)
     raise ConfigInvalid(f"--kv-tier {text}: there is no such tier; {_EXAMPLES}")
 
@@ -135,8 +121,8 @@ def make_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> Tier:
         ConfigInvalid: It cannot be had so: its package is missing, or its directory, or the limit is too small.
     """
     try:
-        module = cast(StoreModule, import_module(f"tandem.kvtier.{spec.kind}"))
-        return module.open_tier(spec, pages, space)
+        open_tier = import_module(f"tandem.kvtier.{spec.kind}").open_tier
+        return cast(Tier, open_tier(spec, pages, space))
     except ImportError as error:
         raise ConfigInvalid(
             f"--kv-tier {spec.text}: {error}; pip install 'tandem-serve[{spec.kind}]'"

@@ -1,7 +1,7 @@
 """What one tier is, and what it is given. No threads here: a tier is called by the stack's workers."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from tandem.wire.errors import TandemError
 from tandem.wire.messages import TierLoad
@@ -63,6 +63,11 @@ class Tier(Protocol):
         ...
 
     @property
+    def lends_own_memory(self) -> bool:
+        """Whether its loans are of memory that it keeps anyway: they take none of the stack's."""
+        ...
+
+    @property
     def journal(self) -> PrefixJournal:
         """The blocks of which pages are here, as far as this node put or got them."""
         ...
@@ -100,14 +105,4 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Let go of memory and connections. What others can read stays."""
-        ...
-
-
-@runtime_checkable
-class LendsOwnMemory(Protocol):
-    """What a tier has besides, if its loans are of memory that it keeps anyway: they take none of the stack's."""
-
-    @property
-    def lends_own_memory(self) -> bool:
-        """True."""
         ...

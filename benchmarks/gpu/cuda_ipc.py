@@ -20,8 +20,8 @@ from functools import partial
 import msgspec
 import torch
 
+from benchmarks.rig import parse, parser_of, result
 from benchmarks.transfer import BLOCK_BYTES, ROOM, make_plans
-from benchmarks.verdict import result
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Pool
 from tandem.kvtransfer.transports.cuda_ipc import CudaIpcTransport
@@ -97,11 +97,11 @@ def run(size_bytes: int, num_rounds: int) -> dict[str, float]:
 
 def main() -> int:
     """Run the benchmark; return the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
-    parser.add_argument("--size-mib", type=int, default=1024, help="moved in each round (1024)")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds of every case (15)")
+    parser = parser_of("gpu.cuda_ipc", "Measure `cuda_ipc` against a copy by the device itself.")
+    parser.add_argument("--size-mib", type=int, default=1024, help="moved in each round")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of every case")
     parser.add_argument("--listen", type=int, metavar="BYTES", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parse(parser, {"size_mib": 64, "rounds": 3})
     if not torch.cuda.is_available():
         print("This benchmark needs a CUDA GPU, and torch finds none here.", file=sys.stderr)
         return 2

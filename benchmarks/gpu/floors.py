@@ -88,11 +88,7 @@ def table(lines: Sequence[Line]) -> str:
     return "\n".join(rows)
 
 
-def result(phase: str, lines: Sequence[Line], goal: float) -> str:
-    """Return the line that matters: the geometric mean of our ratios, and whether the goal is met."""
+def mean_ratio(phase: str, lines: Sequence[Line]) -> float:
+    """Return the geometric mean of our ratios in a phase; 0 when there are none."""
     ratios = [line.ratio for line in lines if line.phase == phase and line.is_ours]
-    if not ratios:
-        return f"result: {phase}_roofline 0 ratio (goal {goal}) short"
-    value = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    verdict = "reached" if value >= goal else "short"
-    return f"result: {phase}_roofline {value:.3f} ratio (goal {goal}) {verdict}"
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 0.0

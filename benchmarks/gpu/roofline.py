@@ -10,7 +10,6 @@ products. Cases that do not fit into memory are left out. The last lines are tho
 means over all cases of the runner that a node takes by itself.
 """
 
-import argparse
 import gc
 import statistics
 import sys
@@ -25,7 +24,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Qwen2Config
 
-from benchmarks.gpu.floors import Device, Line, Work, result, table
+from benchmarks.gpu.floors import Device, Line, Work, mean_ratio, table
+from benchmarks.rig import parse, parser_of, result
 from tandem.engine import attention
 from tandem.engine.attention_backends import choose_backend, fastest
 from tandem.engine.config import AttentionName, EngineConfig
@@ -95,10 +95,11 @@ class Rig:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser = parser_of("gpu.roofline", "Measure a GPU's prefill and decode against its limits.")
     parser.add_argument("--models", nargs="+", choices=list(CONFIGS), default=list(CONFIGS))
     parser.add_argument("--no-transformers", action="store_true", help="leave the baselines out")
-    args = parser.parse_args(argv)
+    quick = {"models": ["llama-3-8b"], "no_transformers": True}
+    args = parse(parser, quick, argv)
     if not torch.cuda.is_available():
         print("This benchmark needs a CUDA GPU, and torch finds none here.", file=sys.stderr)
         return 2
@@ -114,8 +115,8 @@ def main(argv: list[str] | None = None) -> int:
         gc.collect()
         torch.cuda.empty_cache()
     print("\n" + table(lines) + "\n")
-    print(result("decode", lines, DECODE_GOAL))
-    print(result("prefill", lines, PREFILL_GOAL))
+    print(result("decode_roofline", mean_ratio("decode", lines), DECODE_GOAL))
+    print(result("prefill_roofline", mean_ratio("prefill", lines), PREFILL_GOAL))
     return 0
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import aiohttp
 
-from benchmarks.verdict import result
+from benchmarks.rig import result
 from tandem.wire.keys import operator_key
 from tests.faults.hurts import signal_all
 from tests.faults.members import Member, wait_ended

@@ -78,6 +78,8 @@ class FakeLoan:
 class FakeTier:
     """A dictionary. `before` is called with each call's name, and may wait or raise."""
 
+    lends_own_memory = False
+
     def __init__(self, name: str, page_bytes: int = PAGE_BYTES) -> None:
         self.name = name
         self.journal = PrefixJournal()
@@ -149,19 +151,11 @@ def failing(tier: FakeTier, error: BaseException | None = None) -> None:
     tier.before = fail
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class Rig:
-    """A stack, its pool, and what it told."""
+    """A stack, its pool, and its events."""
 
-    def __init__(self, *tiers: FakeTier, timeout_s: float = 1.0, max_pages: int = 64, **options):
-        self.pool, self.waker, self.clock = FakePool(), Waker(), Clock()
+    def __init__(self, *tiers: FakeTier, timeout_s: float = PATIENCE_S, max_pages: int = 64):
+        self.pool, self.waker = FakePool(), Waker()
         self.stack = TierStack(
             tiers,
             self.pool,
@@ -169,7 +163,6 @@ class Rig:
             timeout_s=timeout_s,
             max_staged_bytes=2 * max_pages * PAGE_BYTES,
             page_size=PAGE_SIZE,
-            **{"clock": self.clock, **options},
         )
         self._told = []
 

@@ -62,7 +62,8 @@ def a_master() -> Iterator[MooncakeMaster]:
 
 LENDER = """
 import sys
-from tandem.kvtier.mooncake import MooncakeTier, parse_mooncake_url
+from tandem.kvtier.mooncake import MooncakeTier
+from tandem.kvtier.store_url import parse_mooncake_url
 from tests.kvtier.pool import SPACE, SmallPool, some_keys, some_pages
 tier = MooncakeTier("mooncake", parse_mooncake_url(sys.argv[1]), SmallPool(), SPACE)
 num_pages = int(sys.argv[2])

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from tandem.kvtier import disk, disk_directory, disk_entry, disk_index
+from tandem.kvtier import disk, disk_files
 from tandem.kvtier.disk import DiskTier
 from tandem.kvtier.disk import open_tier as open_of_spec
-from tandem.kvtier.disk_entry import HEADER_BYTES
+from tandem.kvtier.entry import FILE_HEADER_BYTES, FileChecksum, file_header
 from tandem.kvtier.spec import parse_tier
 from tandem.kvtier.tier import TierFailed
 from tandem.wire.errors import ConfigInvalid
 from tests.kvtier.fakes import PAGE_BYTES, SPACE, FakePool, content, keys, views
 from tests.patience import PATIENCE_S
 
-FILE_BYTES = HEADER_BYTES + PAGE_BYTES
+FILE_BYTES = FILE_HEADER_BYTES + PAGE_BYTES
 SECOND_NS = 10**9
 
 
@@ -41,7 +41,7 @@ def open_tier(tmp_path):
     yield make
     for tier in opened:
         tier.close()
-        assert not tier._buffers.num_out
+        assert not tier._memory.num_lent
 
 
 def path_of(tmp_path: Path, key) -> Path:
@@ -133,15 +133,15 @@ def lengthen(path):
 
 def flip_a_bit(path):
     data = bytearray(path.read_bytes())
-    data[HEADER_BYTES + 100] ^= 4
+    data[FILE_HEADER_BYTES + 100] ^= 4
     path.write_bytes(data)
 
 
 def another_page(path):
     other = keys(1, first_token=77)[0]
-    directory = os.open(path.parent, os.O_RDONLY)
-    disk_entry.write_entry(directory, path.name, other.digest, views([other])[0])
-    os.close(directory)
+    [page] = views([other])
+    checksum = FileChecksum(page).digest()
+    path.write_bytes(file_header(other.digest, PAGE_BYTES, checksum) + page)
 
 
 def another_version(path):
@@ -432,7 +432,7 @@ def test_a_look_for_many_pages_looks_at_few_files(open_tier, monkeypatch):
 
 @pytest.mark.parametrize("number", range(33))
 def test_as_many_are_found_as_there_are(number):
-    assert disk_index.num_leading(lambda index: index < number, 33) == number
+    assert disk.num_leading(lambda index: index < number, 33) == number
 
 
 class FullDisk:
@@ -525,7 +525,7 @@ def test_a_limit_below_one_page_is_refused(tmp_path):
 def test_a_mount_that_hangs_at_the_start_is_refused(tmp_path, monkeypatch):
     go = threading.Event()
     monkeypatch.setattr(disk, "START_S", 0.01)
-    monkeypatch.setattr(disk_directory, "PageDirectory", lambda path, shard: go.wait(PATIENCE_S))
+    monkeypatch.setattr(disk_files, "PageDirectory", lambda path, shard: go.wait(PATIENCE_S))
     with pytest.raises(ConfigInvalid, match="look at the mount"):
         DiskTier(tmp_path, FILE_BYTES, FakePool(), SPACE)
     go.set()

@@ -1,21 +1,19 @@
 """Pages in memory that nodes lend each other, with a real master, and what fails about it."""
 
-import re
 import threading
 
 import pytest
 
 from tandem.kvtier import mooncake
-from tandem.kvtier.entry import HEADER_BYTES, entry_header
-from tandem.kvtier.mooncake import TIMEOUT_S, TRANSFER_FAILED, MooncakeTier, parse_mooncake_url
-from tandem.kvtier.mooncake_url import MooncakeAddress
+from tandem.kvtier.entry import STORE_HEADER_BYTES, store_header
+from tandem.kvtier.mooncake import TIMEOUT_S, TRANSFER_FAILED, MooncakeTier
+from tandem.kvtier.store_url import parse_mooncake_url
 from tandem.kvtier.tier import TierFailed
-from tandem.wire.errors import ConfigInvalid
 from tests.kvtier.mooncake_master import MooncakeMaster, a_lender, a_master
 from tests.kvtier.pool import PAGE_BYTES, SPACE, SmallPool, some_keys, some_pages
 
 LENDS = "?segment=64MiB"
-ENTRY_BYTES = HEADER_BYTES + PAGE_BYTES
+ENTRY_BYTES = STORE_HEADER_BYTES + PAGE_BYTES
 
 
 @pytest.fixture
@@ -98,7 +96,7 @@ def test_a_value_that_is_not_what_was_put_is_removed_and_not_given_out(tier):
     wrong = [
         b"short",
         bytes(ENTRY_BYTES),
-        entry_header(keys[2], pages[2]) + pages[2],
+        store_header(keys[2], pages[2]) + pages[2],
         bytes(1 << 20),
     ]
     for num_wrong, value in enumerate(wrong, 1):
@@ -270,34 +268,3 @@ def test_pieces_are_used_again_if_there_is_no_memory_for_the_last_of_them(tier_o
     tier._memory.give_back(held)
     put_nothing(tier)
     assert library.num_registered == 1
-
-
-@pytest.mark.parametrize(
-    ("url", "address"),
-    [
-        ("mooncake://master", MooncakeAddress("master", 50051)),
-        ("mooncake://[::1]:7000/?segment=512MiB", MooncakeAddress("::1", 7000, 512 << 20)),
-        (
-            "mooncake://m:1?segment=2GiB&host=me&metadata=http://a/b&protocol=rdma&devices=mlx5_0",
-            MooncakeAddress("m", 1, 2 << 30, "me", "http://a/b", "rdma", "mlx5_0"),
-        ),
-    ],
-)
-def test_a_url_says_which_store_and_what_is_lent(url, address):
-    assert parse_mooncake_url(url) == address
-
-
-@pytest.mark.parametrize(
-    ("url", "says"),
-    [
-        ("mooncake://", "give a master"),
-        ("mooncake://m:x", "no valid host and port"),
-        ("mooncake://m/1", "give a master"),
-        ("mooncake://m?segment=much", "512MiB"),
-        ("mooncake://m?size=1GiB", "no option 'size'"),
-        ("mooncake://m?protocol=ucx", "tcp or rdma"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_what_to_give(url, says):
-    with pytest.raises(ConfigInvalid, match=re.escape(says)):
-        parse_mooncake_url(url)

@@ -9,17 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tandem.kvtier.entry import HEADER_BYTES, entry_header
-from tandem.kvtier.redis import FULL_PAUSE_S, RedisTier, make_redis
-from tandem.kvtier.redis_commands import entry_key
-from tandem.kvtier.redis_url import parse_redis_url
+from tandem.kvtier.entry import STORE_HEADER_BYTES, store_header
+from tandem.kvtier.redis import FULL_PAUSE_S, RedisTier
+from tandem.kvtier.store_url import parse_redis_url
 from tandem.kvtier.tier import TierFailed
 from tests.certificates import make_certificates
 from tests.kvtier.pool import PAGE_BYTES, SPACE, SmallPool, some_keys, some_pages
 from tests.kvtier.redis_server import RedisServer, Relay, a_folder, a_server
 from tests.patience import PATIENCE_S, patiently
 
-ENTRY_BYTES = HEADER_BYTES + PAGE_BYTES
+ENTRY_BYTES = STORE_HEADER_BYTES + PAGE_BYTES
 # For what has to fail by waiting. What is well may be as late, on a busy machine: it is asked again then.
 SOON_S = 0.3
 
@@ -37,12 +36,20 @@ def tier_at():
 
     def make(url: str, **options) -> RedisTier:
         options = {"timeout_s": PATIENCE_S, **options}
-        made.append(make_redis(url, SmallPool(), options.pop("space", SPACE), **options))
+        made.append(make_redis(url, **options))
         return made[-1]
 
     yield make
     for tier in made:
         tier.close()
+
+
+def make_redis(url, space=SPACE, **options) -> RedisTier:
+    return RedisTier("redis", parse_redis_url(url), SmallPool(), space, **options)
+
+
+def entry_key(key) -> str:
+    return f"tandem:kv:1:{key.digest.hex()}"
 
 
 def got(tier, keys) -> list[bytes]:
@@ -228,7 +235,7 @@ def test_a_store_that_was_emptied_is_another_and_nothing_is_known_to_be_there(se
 def test_a_value_that_is_not_what_was_put_is_removed_and_not_given_out(server, tier_at, spoil):
     tier, keys, pages = tier_at(server.url), some_keys(4), some_pages(4)
     tier.put(keys, pages)
-    entries = [entry_header(key, page) + page for key, page in zip(keys, pages, strict=True)]
+    entries = [store_header(key, page) + page for key, page in zip(keys, pages, strict=True)]
     wrong = spoil(entries[1], entries[2])
     name = entry_key(keys[1])
     if wrong is None:
@@ -262,14 +269,7 @@ def test_a_value_of_another_length_or_kind_is_none_and_is_written_anew(server, t
 def test_a_full_server_is_read_from_and_tried_again_later(tier_at):
     now = 0.0
     with a_server("--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as server:
-        tier = RedisTier(
-            "redis",
-            parse_redis_url(server.url),
-            SmallPool(),
-            SPACE,
-            timeout_s=PATIENCE_S,
-            clock=lambda: now,
-        )
+        tier = make_redis(server.url, timeout_s=PATIENCE_S, clock=lambda: now)
         keys, pages = some_keys(200), some_pages(200)
         num_taken = tier.put(keys, pages)
         assert 0 < num_taken < 200
@@ -485,7 +485,7 @@ def test_over_tls_the_server_shows_a_certificate_that_is_trusted(server, tier_at
 
 
 def test_a_server_need_not_be_there_when_a_tier_is_made_or_closed(tmp_path):
-    tier = make_redis(f"unix://{tmp_path}/nobody", SmallPool(), SPACE)
+    tier = make_redis(f"unix://{tmp_path}/nobody")
     assert tier.load().state == "up"
     assert tier.load().store == ""
     tier.close()
@@ -493,7 +493,7 @@ def test_a_server_need_not_be_there_when_a_tier_is_made_or_closed(tmp_path):
 
 
 def test_a_tier_that_is_closed_ends_calls_under_way(server):
-    tier = make_redis(server.url, SmallPool(), SPACE, timeout_s=PATIENCE_S)
+    tier = make_redis(server.url, timeout_s=PATIENCE_S)
     keys = some_keys(1)
     tier.put(keys, some_pages(1))
     server.freeze()

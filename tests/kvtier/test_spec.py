@@ -1,7 +1,12 @@
+"""What may be given as `--kv-tier`, and how wrong URLs are refused."""
+
+import re
+
 import pytest
 
 from tandem.kvtier.host import HostTier
 from tandem.kvtier.spec import make_tier, parse_tier, parse_tiers
+from tandem.kvtier.store_url import MooncakeAddress, parse_mooncake_url, parse_redis_url
 from tandem.wire.errors import ConfigInvalid
 from tests.kvtier.fakes import SPACE, FakePool
 
@@ -99,3 +104,89 @@ def test_a_store_without_its_package_names_what_to_install(monkeypatch):
     monkeypatch.setattr("tandem.kvtier.spec.import_module", missing)
     with pytest.raises(ConfigInvalid, match=r"pip install 'tandem-serve\[redis\]'"):
         make_tier(parse_tier("redis://h"), FakePool(), SPACE)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown", "clean", "options"),
+    [
+        ("redis://store", "redis://store:6379/0", "redis://store", {}),
+        ("valkey://store:7000/3", "redis://store:7000/3", "redis://store:7000/3", {}),
+        ("redis://[::1]:7000/", "redis://[::1]:7000/0", "redis://[::1]:7000/", {}),
+        ("redis://:p%40ss@store?ttl=60", "redis://store:6379/0", "redis://:p%40ss@store", {}),
+        (
+            "valkeys://me:pw@store/1?ca=/a&cert=/b&key=/c",
+            "rediss://store:6379/1",
+            "rediss://me:pw@store/1",
+            {"ssl_ca_certs": "/a", "ssl_certfile": "/b", "ssl_keyfile": "/c"},
+        ),
+        (
+            "unix://me:pw@/run/a%20b?db=2",
+            "unix:///run/a b?db=2",
+            "unix://me:pw@/run/a%20b?db=2",
+            {},
+        ),
+    ],
+)
+def test_a_redis_url_is_handed_on_without_our_options_and_shown_without_a_login(
+    url, shown, clean, options
+):
+    address = parse_redis_url(url)
+    assert (address.shown, address.url, address.options) == (shown, clean, options)
+    assert address.ttl_s == (60 if "ttl" in url else 0)
+    assert "pw" not in repr(address)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("http://store", "no store that Redis speaks"),
+        ("redis://", "names no host"),
+        ("redis:///0", "names no host"),
+        ("redis://:sec/ret@store", "%2F"),
+        ("redis://:secret@store:port", "no valid host and port"),
+        ("redis://:secret@store/zero", "the database"),
+        ("redis://:secret@store/1/2", "the database"),
+        ("redis://:secret@store?ttl=1h", "ttl"),
+        ("redis://:secret@store?limit=8GiB", "maxmemory"),
+        ("redis://:secret@store?timeout=3", "no option 'timeout'; there are password_file, ttl"),
+        ("redis://:secret@store?ca=/a", "no option 'ca'"),
+        ("redis://:secret@store?password_file=/a", "not both"),
+        ("redis://store?password_file=/nobody/has/this", "cannot be read"),
+        ("unix://run/redis.sock", "whole path"),
+    ],
+)
+def test_a_wrong_redis_url_is_refused_with_what_to_give_and_without_its_password(url, says):
+    with pytest.raises(ConfigInvalid, match=re.escape(says)) as refusal:
+        parse_redis_url(url)
+    assert "secret" not in refusal.value.message
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("mooncake://master", MooncakeAddress("master", 50051)),
+        ("mooncake://[::1]:7000/?segment=512MiB", MooncakeAddress("::1", 7000, 512 << 20)),
+        (
+            "mooncake://m:1?segment=2GiB&host=me&metadata=http://a/b&protocol=rdma&devices=mlx5_0",
+            MooncakeAddress("m", 1, 2 << 30, "me", "http://a/b", "rdma", "mlx5_0"),
+        ),
+    ],
+)
+def test_a_mooncake_url_names_a_store_and_what_is_lent(url, address):
+    assert parse_mooncake_url(url) == address
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("mooncake://", "give a master"),
+        ("mooncake://m:x", "no valid host and port"),
+        ("mooncake://m/1", "give a master"),
+        ("mooncake://m?segment=much", "512MiB"),
+        ("mooncake://m?size=1GiB", "no option 'size'"),
+        ("mooncake://m?protocol=ucx", "tcp or rdma"),
+    ],
+)
+def test_a_wrong_mooncake_url_is_refused_with_what_to_give(url, says):
+    with pytest.raises(ConfigInvalid, match=re.escape(says)):
+        parse_mooncake_url(url)

@@ -1,14 +1,18 @@
 """The stack on real threads: what happens, and what a tier's faults do to it."""
 
+import random
 import threading
 import time
+from collections import Counter
 
 import pytest
 
+from tandem.kvtier import guard
 from tandem.kvtier.disk import DiskTier
-from tandem.kvtier.disk_entry import HEADER_BYTES
+from tandem.kvtier.entry import FILE_HEADER_BYTES
 from tandem.kvtier.events import Fetched, Placed, Saved
 from tandem.kvtier.host import HostTier
+from tandem.kvtier.memory import SLAB_BYTES
 from tandem.kvtier.tier import TierFailed
 from tests.kvtier.fakes import (
     PAGE_BYTES,
@@ -23,6 +27,9 @@ from tests.kvtier.fakes import (
     keys,
 )
 from tests.patience import PATIENCE_S, patiently
+
+# For what has to end by waiting.
+SOON_S = 0.2
 
 
 def wait_for(is_so) -> None:
@@ -102,67 +109,68 @@ def test_a_tier_that_hangs_delays_a_fetch_to_its_time_limit_and_what_was_there_c
     fast.keep(of[:1])
     slow.keep(of)
     hanging = Hanging(slow, call)
-    with Rig(fast, slow) as rig:
-        rig.stack.fetch(1, of)
-        assert hanging.begun.wait(PATIENCE_S)
-        assert not rig.has_more()
-        rig.clock.now_s += 1.0
-        assert rig.has_more()
-        assert rig.next() == Fetched(1, 1, {"fast": 1})
+    with Rig(fast, slow, timeout_s=SOON_S) as rig:
+        begin_s = time.monotonic()
+        assert rig.fetch(of) == Fetched(1, 1, {"fast": 1})
+        assert time.monotonic() - begin_s >= SOON_S
         rig.stack.place(1, [0])
         assert rig.next() == Placed(1, True)
-        # The answer finds nobody.
-        hanging.end()
-        wait_for(lambda: not rig.stack._core.links[1]._under_way)
-        wait_for(lambda: not slow.num_open)
-        assert slow.num_calls[call] == 1
         assert rig.stack.loads()[1].state == "backing_off"
         assert rig.stack.loads()[1].num_failures == 1
-        # Without it nothing is delayed.
-        assert rig.fetch(of, 2) == Fetched(2, 1, {"fast": 1})
-
-
-def test_the_time_limit_needs_nobody_who_looks():
-    tier = FakeTier("tier")
-    hanging = Hanging(tier, "has")
-    with Rig(tier, timeout_s=0.02, clock=time.monotonic) as rig:
-        assert rig.fetch(keys(2)) == Fetched(1, 0, {})
+        # The late answer is nobody's, and its memory is free only now.
+        num_used = rig.stack._fetch_budget.num_used
+        assert num_used == (2 if call == "get" else 0)
         hanging.end()
+        wait_for(lambda: not rig.stack._fetch_budget.num_used)
+        assert not slow.num_open
+        assert slow.num_calls[call] >= 1
 
 
-def test_what_came_before_the_time_limit_counts():
-    tier = FakeTier("tier", page_bytes=PAGE_BYTES)
+def test_what_came_before_the_time_limit_counts(monkeypatch):
+    monkeypatch.setattr(guard, "FIRST_CALL_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(guard, "MAX_CALL_BYTES", PAGE_BYTES)
+    tier, go = FakeTier("tier"), threading.Event()
     of = keys(3)
     tier.keep(of)
-    second = threading.Event()
-    go = threading.Event()
 
     def before(call):
         if call == "get" and tier.num_calls["get"] == 2:
-            second.set()
             assert go.wait(PATIENCE_S)
 
     tier.before = before
-    with Rig(tier) as rig:
-        for link in rig.stack._core.links:
-            link.call_pages = lambda: 1
-        rig.stack.fetch(1, of)
-        assert second.wait(PATIENCE_S)
-        rig.clock.now_s += 1.0
-        assert rig.has_more()
-        assert rig.next() == Fetched(1, 1, {"tier": 1})
+    with Rig(tier, timeout_s=SOON_S) as rig:
+        assert rig.fetch(of) == Fetched(1, 1, {"tier": 1})
         go.set()
         rig.stack.abandon(1)
         wait_for(lambda: not tier.num_open)
         assert rig.stack.loads()[0].late_tokens == 2 * PAGE_SIZE
 
 
+def test_a_tier_whose_threads_all_hang_delays_one_more_request(monkeypatch):
+    monkeypatch.setattr(guard, "BREAKER_FIRST_S", PATIENCE_S)
+    fast, tier = FakeTier("fast"), FakeTier("tier")
+    hanging = Hanging(tier, "has")
+    # What is left of these requests' time is too short to know that the tier hangs.
+    fast.before = lambda call: time.sleep(0.7 * SOON_S)
+    with Rig(fast, tier, timeout_s=SOON_S) as rig:
+        for number in range(guard.NUM_READERS):
+            rig.fetch(keys(1), number)
+        fast.before = lambda call: None
+        rig.fetch(keys(1), 8)
+        assert rig.stack.loads()[1].state == "backing_off"
+        begin_s = time.monotonic()
+        assert rig.fetch(keys(1), 9) == Fetched(9, 0, {})
+        assert time.monotonic() - begin_s < SOON_S
+        hanging.end()
+
+
 @pytest.mark.parametrize("error", [TierFailed("away"), KeyError(1), SystemExit(3), OSError(5)])
-def test_whatever_a_tier_raises_the_next_one_is_asked(error):
+def test_whatever_a_tier_raises_the_next_one_is_asked(error, monkeypatch):
     bad, good = FakeTier("bad"), FakeTier("good")
     of = keys(2)
     good.keep(of)
     failing(bad, error)
+    monkeypatch.setattr(guard, "BREAKER_FIRST_S", PATIENCE_S)
     with Rig(bad, good) as rig:
         assert rig.fetch(of) == Fetched(1, 2, {"good": 2})
         assert rig.fetch(of, 2) == Fetched(2, 2, {"good": 2})
@@ -177,8 +185,6 @@ def test_a_tier_that_comes_back_is_found_without_a_request():
     with Rig(tier) as rig:
         assert rig.fetch(of) == Fetched(1, 0, {})
         tier.before = lambda call: None
-        rig.clock.now_s += 1.0
-        assert not rig.has_more()
         wait_for(lambda: rig.stack.loads()[0].state == "up")
         assert rig.fetch(of, 2) == Fetched(2, 2, {"tier": 2})
 
@@ -238,7 +244,9 @@ def test_a_tier_that_takes_nothing_is_still_read():
         assert rig.fetch(of) == Fetched(1, 2, {"tier": 2})
 
 
-def test_a_put_that_hangs_gives_the_saves_behind_it_up():
+def test_a_put_that_hangs_is_given_up_and_holds_no_more_than_its_own_pages(monkeypatch):
+    monkeypatch.setattr(guard, "PUT_LIMIT_S", SOON_S)
+    monkeypatch.setattr(guard, "BREAKER_FIRST_S", 0.0)
     slow, good = FakeTier("slow"), FakeTier("good")
     hanging = Hanging(slow, "put")
     with Rig(slow, good, max_pages=8) as rig:
@@ -247,15 +255,24 @@ def test_a_put_that_hangs_gives_the_saves_behind_it_up():
             assert rig.stack.save(number, of, rig.pool.fill(of))
             assert rig.next() == Saved(number)
             wait_for(lambda of=of: of[1].digest in good.store)
-        assert hanging.begun.wait(PATIENCE_S)
-        # A tier has a page before the stack knows that.
-        wait_for(lambda: not rig.stack._core.links[1]._puts)
-        assert not rig.stack.save(9, keys(8, first_token=9), range(8))  # its memory is all taken
-        rig.clock.now_s += 10
-        list(rig.stack.events())
-        assert rig.stack._core.save_budget.num_used == 2
+        wait_for(lambda: rig.stack._save_budget.num_used == 2)
+        assert rig.stack.loads()[0].state == "full"
+        assert rig.stack._memory.num_lent == 2
+        assert rig.stack.save(9, keys(2), [0, 1])
+        assert rig.next() == Saved(9)
         hanging.end()
-        wait_for(lambda: not rig.stack._core.save_budget.num_used)
+        wait_for(lambda: not rig.stack._save_budget.num_used)
+        assert slow.num_calls["put"] == 1
+
+
+def test_saves_wait_for_a_tier_that_does_not_keep_up():
+    slow = FakeTier("slow")
+    hanging = Hanging(slow, "put")
+    with Rig(slow, max_pages=8) as rig:
+        assert rig.stack.save(1, keys(8), range(8))
+        assert rig.next() == Saved(1)
+        assert not rig.stack.save(2, keys(1), [0])
+        hanging.end()
 
 
 def test_a_copy_into_the_pool_that_fails_is_told_and_gives_its_memory_back():
@@ -286,7 +303,7 @@ def test_a_copy_off_the_pool_that_fails_is_over_all_the_same():
         assert rig.stack.save(1, keys(2), [1, 2])
         assert rig.next() == Saved(1)
         assert not tier.num_calls
-        assert not rig.stack._buffers.num_out
+        assert not rig.stack._memory.num_lent
 
 
 def test_an_abandoned_fetch_is_not_told_even_if_it_was_over():
@@ -295,10 +312,43 @@ def test_an_abandoned_fetch_is_not_told_even_if_it_was_over():
     tier.keep(of)
     with Rig(tier) as rig:
         rig.stack.fetch(1, of)
-        wait_for(lambda: rig.stack._core.outbox.events)
+        wait_for(lambda: rig.stack._events)
         rig.stack.abandon(1)
         assert not rig.has_more()
-        assert not tier.num_open
+        wait_for(lambda: not tier.num_open)
+
+
+def test_fetches_for_which_there_is_no_memory_wait_in_line():
+    tier = FakeTier("tier")
+    of = keys(8)
+    tier.keep(of)
+    with Rig(tier, max_pages=8) as rig:
+        assert rig.fetch(of, 1).num_pages == 8
+        rig.stack.fetch(2, of[:5])
+        rig.stack.fetch(3, of[:1])
+        wait_for(lambda: tier.num_calls["has"] == 3)
+        assert not rig.has_more()
+        rig.stack.abandon(1)
+        assert rig.next() == Fetched(2, 5, {"tier": 5})
+        assert rig.next() == Fetched(3, 1, {"tier": 1})
+
+
+def test_more_pages_than_memory_is_there_for_are_fetched_as_far_as_it_goes():
+    tier = FakeTier("tier")
+    tier.keep(keys(8))
+    with Rig(tier, max_pages=5) as rig:
+        assert rig.fetch(keys(8)) == Fetched(1, 5, {"tier": 5})
+
+
+def test_a_number_used_again_is_told_nothing_of_the_abandoned_one():
+    tier = FakeTier("tier")
+    tier.keep(keys(4))
+    with Rig(tier) as rig:
+        rig.stack.fetch(1, keys(4))
+        wait_for(lambda: rig.stack._events)
+        rig.stack.abandon(1)
+        assert rig.fetch(keys(2)) == Fetched(1, 2, {"tier": 2})
+        assert not rig.has_more()
 
 
 def test_memory_that_pages_pass_through_is_bounded_and_used_again():
@@ -307,12 +357,10 @@ def test_memory_that_pages_pass_through_is_bounded_and_used_again():
         assert rig.stack.max_save_pages == 4
         for number in range(5):
             of = keys(4, first_token=number)
-            # Memory is free for another save a moment before it lies with the buffers again.
-            wait_for(lambda: not rig.stack._core.save_budget.num_used)
-            wait_for(lambda: not rig.stack._buffers.num_out)
+            wait_for(lambda: not rig.stack._save_budget.num_used)
             assert rig.stack.save(number, of, rig.pool.fill(of))
             assert rig.next() == Saved(number)
-        assert rig.pool.num_host_bytes == 4 * PAGE_BYTES
+        assert rig.pool.num_host_bytes == SLAB_BYTES
 
 
 def test_close_leaves_a_tier_that_hangs_behind(monkeypatch):
@@ -329,14 +377,13 @@ def test_close_leaves_a_tier_that_hangs_behind(monkeypatch):
     wait_for(lambda: tier.is_closed and good.is_closed)  # each in a thread of its own
     before = [bytes(page) for page in rig.pool.pages]
     hanging.end()
-    wait_for(lambda: not tier.num_open)
     assert not list(rig.stack.events())
     assert [bytes(page) for page in rig.pool.pages] == before
 
 
 def test_pages_that_left_the_pool_come_back_from_memory_and_after_a_restart_from_disk(tmp_path):
     of, pool = keys(6), FakePool()
-    file_bytes = HEADER_BYTES + PAGE_BYTES
+    file_bytes = FILE_HEADER_BYTES + PAGE_BYTES
 
     def tiers():
         return (
@@ -347,7 +394,7 @@ def test_pages_that_left_the_pool_come_back_from_memory_and_after_a_restart_from
     with Rig(*tiers()) as rig:
         assert rig.stack.save(1, of, rig.pool.fill(of))
         assert rig.next() == Saved(1)
-        wait_for(lambda: not rig.stack._core.save_budget.num_used)
+        wait_for(lambda: not rig.stack._save_budget.num_used)
         assert rig.fetch(of, 2) == Fetched(2, 6, {"host": 4, "disk": 2})
         rig.stack.place(2, range(10, 16))
         assert rig.next() == Placed(2, True)
@@ -362,3 +409,87 @@ def test_pages_that_left_the_pool_come_back_from_memory_and_after_a_restart_from
         wait_for(lambda: rig.stack.loads()[0].num_pages == 4)
         names = {name for key in of for name in key.blocks}
         assert set(rig.stack.journals()["disk"].since(0).added) == names
+
+
+class FaultyTier(FakeTier):
+    """Raises, hangs, miscounts, lends too little or pages of a wrong length, as drawn."""
+
+    def __init__(self, name, seed):
+        super().__init__(name)
+        self._draw = random.Random(seed)
+        self.before = self._maybe_fail
+        self.has_says = lambda num: self._draw.choice([num, num, num + 3, 0])
+
+    def _maybe_fail(self, call):
+        match self._draw.randrange(12):
+            case 0:
+                raise TierFailed("away")
+            case 1:
+                raise SystemExit
+            case 2:
+                time.sleep(0.1)
+
+    def get(self, of):
+        loan = super().get(of)
+        if loan.pages and self._draw.randrange(6) == 0:
+            loan.pages = [*loan.pages[:-1], loan.pages[-1][1:]]
+        return loan
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_each_ask_is_told_of_once_and_all_memory_goes_back_whatever_tiers_do(seed, monkeypatch):
+    monkeypatch.setattr(guard, "BREAKER_FIRST_S", 0.01)
+    monkeypatch.setattr(guard, "FIRST_CALL_BYTES", 2 * PAGE_BYTES)
+    draw = random.Random(seed)
+    tiers = [FaultyTier(name, seed + i) for i, name in enumerate(["fast", "middle", "slow"])]
+    of = keys(12)
+    for tier in tiers:
+        tier.keep(of[: draw.randrange(13)])
+    told, awaited = Counter(), Counter()
+    abandoned, found = set(), []
+
+    def look(rig):
+        for event in rig.stack.events():
+            told[type(event), event.number] += 1
+            if isinstance(event, Fetched):
+                found.append(event)
+
+    with Rig(*tiers, timeout_s=0.05, max_pages=16) as rig:
+        for number in range(120):
+            if draw.random() < 0.3:
+                if rig.stack.save(number, of, rig.pool.fill(of)):
+                    awaited[Saved, number] = 1
+            else:
+                rig.stack.fetch(number, of[: draw.randrange(1, 13)])
+                awaited[Fetched, number] = 1
+                if draw.random() < 0.2:
+                    rig.stack.abandon(number)
+                    abandoned.add(number)
+            look(rig)
+            while found:
+                event = found.pop()
+                if draw.random() < 0.3:
+                    rig.stack.abandon(event.number)
+                else:
+                    pages = range(20, 20 + event.num_pages)
+                    rig.stack.place(event.number, pages)
+                    awaited[Placed, event.number] = 1
+            time.sleep(0.003)
+        for number in abandoned:
+            del awaited[Fetched, number]
+
+        def is_over():
+            look(rig)
+            while found:
+                rig.stack.abandon(found.pop().number)
+            return told == awaited
+
+        wait_for(is_over)
+        wait_for(lambda: not rig.stack._fetch_budget.num_used)
+        wait_for(lambda: not rig.stack._save_budget.num_used)
+        assert not rig.stack._memory.num_lent
+        assert not any(tier.num_open for tier in tiers)
+        # Only what was put under a key is ever in the pool.
+        assert all(
+            bytes(rig.pool.pages[20 + i]) in {content(of[i]), bytes(PAGE_BYTES)} for i in range(12)
+        )

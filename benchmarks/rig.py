@@ -1,0 +1,180 @@
+"""What benchmarks share: the command line, servers under measurement, their CPU time, and the result line."""
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# A first start converts the model and may compile: minutes on two cores.
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 30.0
+# What is measured has a core of its own where there are two; all else runs on the others.
+NUM_CORES = os.cpu_count() or 1
+OWN_CORE, OTHER_CORES = ("0", f"1-{NUM_CORES - 1}") if NUM_CORES > 1 else ("", "")
+
+
+def parser_of(name: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser that shows defaults."""
+    return argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+
+
+def parse(
+    parser: argparse.ArgumentParser,
+    quick: Mapping[str, object],
+    argv: Sequence[str] | None = None,
+) -> argparse.Namespace:
+    """Parse a command line that also has `--quick`.
+
+    Args:
+        quick: Values that `--quick` puts in place of others.
+    """
+    parser.add_argument("--quick", action="store_true", help="smoke test; the figures mean nothing")
+    args = parser.parse_args(argv)
+    if args.quick:
+        vars(args).update(quick)
+    return args
+
+
+def result(
+    name: str, value: float, goal: float, unit: str = "ratio", *, is_lower_better: bool = False
+) -> str:
+    """Return `result: NAME VALUE UNIT (goal GOAL) reached|short`."""
+    is_reached = value <= goal if is_lower_better else value >= goal
+    verdict = "reached" if is_reached else "short"
+    return f"result: {name} {value:.3g} {unit} (goal {goal:g}) {verdict}"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server under load.
+
+    Attributes:
+        pid: Of its first process.
+    """
+
+    name: str
+    url: str
+    pid: int = 0
+
+    @property
+    def port(self) -> int:
+        """The port of its URL."""
+        return int(self.url.rpartition(":")[2])
+
+
+def free_port() -> int:
+    """Return a port of loopback that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def get(url: str) -> bytes:
+    """Return the body of a GET.
+
+    Raises:
+        OSError: There is no answer, or not 200.
+    """
+    with urllib.request.urlopen(url, timeout=10) as response:
+        body: bytes = response.read()
+        return body
+
+
+def pinned(cores: str) -> list[str]:
+    """Return what to put before a command that runs on these cores."""
+    return ["taskset", "-c", cores] if cores else []
+
+
+@contextlib.contextmanager
+def tandem(name: str, argv: Sequence[str], cores: str = "") -> Iterator[Target]:
+    """Run `tandem` with these arguments and a free port; yield it when it serves; stop it."""
+    port = free_port()
+    command = [sys.executable, "-P", "-m", "tandem", *argv, "--port", str(port)]
+    with running(name, command, port, cores) as target:
+        yield target
+
+
+@contextlib.contextmanager
+def tandem_pair(
+    flags: Sequence[str], prefill_cores: str = "", decode_cores: str = ""
+) -> Iterator[Target]:
+    """Run a prefill node, a decode node and their router; yield the router."""
+    bootstrap = str(free_port())
+    argv = ["prefill", *flags, "--bootstrap-port", bootstrap]
+    with (
+        tandem("prefill", argv, prefill_cores) as prefill,
+        tandem("decode", ["decode", *flags], decode_cores) as decode,
+        tandem("apart", ["lb", "--prefill", prefill.url, bootstrap, "--decode", decode.url]) as lb,
+    ):
+        yield lb
+
+
+@contextlib.contextmanager
+def running(
+    name: str,
+    command: Sequence[str],
+    port: int,
+    cores: str = "",
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Target]:
+    """Run a server; yield it when it serves; stop it."""
+    with tempfile.NamedTemporaryFile("w+", suffix=f"-{name}.log") as log:
+        process = subprocess.Popen(
+            [*pinned(cores), *command],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+        )
+        try:
+            target = Target(name, f"http://127.0.0.1:{port}", process.pid)
+            _wait_serving(target, process, log.name)
+            yield target
+        finally:
+            _stop(process)
+
+
+def _wait_serving(target: Target, process: subprocess.Popen[bytes], log_path: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            get(f"{target.url}/health")
+            return
+        time.sleep(0.2)
+    with open(log_path, encoding="utf-8") as log:
+        raise SystemExit(f"{target.name} does not serve:\n{log.read()[-4000:]}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Stop as Ctrl-C does; force when that takes too long."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def family(pid: int) -> list[int]:
+    """Return a process and those it started."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    children = [int(each) for task in tasks for each in (task / "children").read_text().split()]
+    return [pid, *(one for child in children for one in family(child))]
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    """Return the CPU seconds of processes that run: of all their threads, by the scheduler."""
+    threads = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in threads) / 1e9
