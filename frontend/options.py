@@ -1,4 +1,4 @@
-"""How one app of the frontend behaves."""
+"""Options of one app of the frontend."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,12 +8,12 @@ from tandem.frontend.reply_parser import NO_FORMATS, ReplyFormats
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """What a server proves itself with, as paths of PEM files.
+    """A server's certificate, as paths of PEM files.
 
     Attributes:
-        certfile: Its certificate, and those between it and the authority.
-        keyfile: The certificate's key; empty where `certfile` holds it too.
-        ca_certs: Clients must show a certificate of one of these authorities; empty asks for none.
+        certfile: The certificate, with those between it and the authority.
+        keyfile: The certificate's key. Empty: `certfile` has it too.
+        ca_certs: Clients must show a certificate of one of these authorities. Empty: they need none.
     """
 
     certfile: str
@@ -23,17 +23,16 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpOptions:
-    """What the flags of `frontend/flags.py` say: the same for a router and for a node.
+    """The flags of `frontend/flags.py`, the same for a router and for a node.
 
     Attributes:
-        api_keys: Any of them opens every route of clients; with none everyone may come in.
-        key_files: Where some of the keys were read from.
-        max_body_bytes: Larger bodies are refused with 413. 32 MiB holds a million token ids
-            of context four times over.
-        request_timeout_s: What a request may take with all it generates; 0 is without end.
-        cors_origins: Pages of these origins may use the server from a browser; `*` is any page.
-        tls: None serves plain HTTP.
-        traces_endpoint: Of a collector of OpenTelemetry's, whole; empty sends no traces.
+        api_keys: Any of them opens every route of clients. Empty: no key is needed.
+        key_files: The files that some of the keys came from.
+        max_body_bytes: Larger bodies are rejected with 413. 32 MiB holds four million token ids.
+        request_timeout_s: For a request and its generations. 0: no limit.
+        cors_origins: Pages of these origins may use the server from a browser. `*`: any page.
+        tls: None: plain HTTP.
+        traces_endpoint: URL of an OpenTelemetry collector. Empty: no traces.
     """
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -55,21 +54,18 @@ class FrontendOptions:
     """Options of `create_app`.
 
     Attributes:
-        http: What flags say.
         incremental_streaming_output: Whether `/generate` streams deltas instead of all so far.
-        idle_timeout_s: From connecting, or from the last answer, to the end of the next request's head:
-            idle clients and those that send a head byte by byte are closed alike. As nginx.
-        body_timeout_s: What the body of a request may take to come in. 60 s: nginx's limit between
-            two reads; here it is one for all of them, so that no trickle stretches it.
+        idle_timeout_s: From connecting, or from the last answer, to the end of the next request's head.
+            As nginx.
+        body_timeout_s: For a whole body. nginx has 60 s between two reads, which a trickle stretches.
         stall_timeout_s: A client that does not read its answer for so long is cut off. As nginx.
         health_timeout_s: How long `/health_generate` waits for its token.
-        tokenizer_files: Returns the files to serve at `/tokenizer`, empty while unknown; None
-            where there is no such route.
-        reply_formats: In which the model writes its thoughts and its calls of tools.
-        service: How this server is called in traces.
-        operator_key: Opens every route, and alone those of operators; empty: see
-            `frontend/operators.py`.
-        open_paths: Besides those that need no key anywhere.
+        tokenizer_files: Returns the files to serve at `/tokenizer`, empty while unknown. None: no such
+            route.
+        reply_formats: The formats of the model's thoughts and tool calls.
+        service: This server's name in traces.
+        operator_key: Opens every route, those of operators included.
+        open_paths: More paths that need no key.
     """
 
     http: HttpOptions = HttpOptions()
