@@ -1,4 +1,4 @@
-"""The HTTP application: which route is answered by what. Serving it is `frontend/server.py`."""
+"""The HTTP application: its routes and what stands around them. `frontend/server.py` serves it."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -7,17 +7,20 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from tandem.frontend import generate, openai, routes
+from tandem.frontend import native, openai, routes
 from tandem.frontend.backend import Backend
 from tandem.frontend.caller import note_caller
-from tandem.frontend.cors import answer_preflight, tell_origin
-from tandem.frontend.edge import EDGE, Edge
-from tandem.frontend.leaving import send_away
-from tandem.frontend.limits import INCOMING, Incoming, end_in_time, expect, read_body
-from tandem.frontend.middleware import answer_errors, check_key, count_requests
-from tandem.frontend.openapi import document
+from tandem.frontend.edge import EDGE, Edge, close_when_leaving
+from tandem.frontend.limits import INCOMING, Incoming, expect, read_body
+from tandem.frontend.middleware import (
+    answer_errors,
+    answer_preflight,
+    check_key,
+    count_requests,
+    tell_origin,
+)
+from tandem.frontend.openapi import POLICY, document, page
 from tandem.frontend.options import FrontendOptions
-from tandem.frontend.pulse import pulse
 from tandem.frontend.tracing import Tracing, tracing_to
 from tandem.wire.keys import reader_key
 
@@ -27,11 +30,10 @@ __all__ = ["FrontendOptions", "create_app"]
 def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.Application:
     """Return the app of one edge worker, or of a node's own HTTP.
 
-    Serve it with `tandem.frontend.server`, which sets what makes a disconnect cancel its request.
+    Serve it with `tandem.frontend.server`, by which a disconnect cancels its request.
 
     Args:
-        backend: What generates tokens. It may become ready later than the app.
-        options: The defaults, when left out.
+        backend: Generates tokens. It may become ready later than the app.
     """
     options = options or FrontendOptions()
     options.reply_formats.load()
@@ -41,37 +43,40 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
         client_max_size=options.http.max_body_bytes, middlewares=_middlewares(options, tracing)
     )
     if tracing is not None:
-        app.on_response_prepare.append(tracing.tell)
+        app.on_response_prepare.append(tracing.name_span)
         app.cleanup_ctx.append(tracing.running)
     app[EDGE] = edge = Edge(backend, options)
-    app.on_cleanup.append(edge.close_readers)
     app[INCOMING] = Incoming()
-    app.cleanup_ctx.append(pulse)
-    app.on_response_prepare.append(send_away)
+    app.cleanup_ctx.append(edge.running)
+    app.on_response_prepare.append(close_when_leaving)
     if options.http.cors_origins:
         app.on_response_prepare.append(tell_origin(options.http.cors_origins))
     table = route_table(options)
     app.add_routes(table)
-    # Made when it is first asked for: most processes are never asked.
+    # Made at the first request: most processes get none.
     has_keys = bool(options.http.api_keys)
     describe: Callable[[], dict[str, Any]] = cache(partial(document, table, has_keys=has_keys))
     app[routes.DOCUMENT] = describe
+    app[routes.PAGE] = lambda: web.Response(
+        text=page(describe()),
+        content_type="text/html",
+        headers={"Content-Security-Policy": POLICY},
+    )
     return app
 
 
 def _middlewares(options: FrontendOptions, tracing: Tracing | None) -> list[Middleware]:
-    """Return what stands around every route, outermost first."""
+    """Return the middlewares of every route, outermost first."""
     http = options.http
     preflight = [answer_preflight(http.cors_origins)] if http.cors_origins else []
     # The operator key is above those of clients.
     accepted = [*http.api_keys, *filter(None, [options.operator_key])]
-    # Routers show it to nodes, which serve them the tokenizer. Nobody shows it to a router.
+    # Only nodes serve the tokenizer, to routers that send the reader key.
     is_node = options.tokenizer_files is not None
     reader = reader_key(options.operator_key) if is_node else ""
     keys = [check_key(accepted, options.open_paths, reader)] if http.api_keys else []
-    timeout = [end_in_time] if http.request_timeout_s else []
     traced = [tracing.around] if tracing is not None else []
-    inner = [answer_errors, *keys, *timeout, note_caller, read_body]
+    inner = [answer_errors, *keys, note_caller, read_body]
     return [count_requests, *preflight, *traced, *inner]
 
 
@@ -80,8 +85,8 @@ def route_table(options: FrontendOptions) -> list[web.RouteDef]:
     tokenizer = [web.get("/tokenizer", routes.tokenizer)] if has_tokenizer else []
     return [
         *tokenizer,
-        web.post("/generate", generate.generate, expect_handler=expect),
-        web.put("/generate", generate.generate, expect_handler=expect),
+        web.post("/generate", native.generate, expect_handler=expect),
+        web.put("/generate", native.generate, expect_handler=expect),
         web.post("/v1/completions", openai.completions, expect_handler=expect),
         web.post("/v1/chat/completions", openai.chat_completions, expect_handler=expect),
         web.get("/v1/models", routes.models),

@@ -1,6 +1,6 @@
-"""The seam between HTTP and whatever generates tokens: a cluster, or one node's engine.
+"""The seam between HTTP and the generation of tokens, by a cluster or by one node's engine.
 
-The frontend is given a `Backend` and knows nothing of nodes; a backend knows nothing of text.
+The frontend knows nothing of nodes, and a backend knows nothing of text.
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -16,18 +16,18 @@ class Tap(Protocol):
     """Takes ordinary tokens at once."""
 
     def take_ordinary(self, token_ids: Sequence[int]) -> bool:
-        """Take what stands behind everything before, or say no to have it yielded as a delta."""
+        """Take the next tokens. False: yield them as a delta instead."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Bootstrap:
-    """Where the other half of a request is, when a router of SGLang's kind chose the pair.
+    """Where the other half of a request is, if a router of SGLang's kind chose the pair.
 
     Attributes:
-        host: Of the prefill node. An IPv6 host may be bracketed.
-        port: Of its bootstrap socket; None means the node's own `--bootstrap-port`.
-        room: Under which the halves meet.
+        host: The prefill node. An IPv6 host may be bracketed.
+        port: Its bootstrap port. None: the node's own `--bootstrap-port`.
+        room: The number under which the halves meet.
     """
 
     host: str
@@ -36,7 +36,7 @@ class Bootstrap:
 
 
 ALONE = Bootstrap(host="", port=None, room=0)
-"""No other half: a node with one role computes a request of one token by itself."""
+"""No other half: a node with one role computes one token by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ class ServedModel:
     """What the frontend needs to know of the model.
 
     Attributes:
-        tokenizer: None when the model has none: then only ids go in and come out.
-        default_sampling: What stands for parameters that a request leaves out.
+        tokenizer: None if the model has none. Then only ids go in and come out.
+        default_sampling: The defaults of parameters.
         context_length: Prompt plus generated tokens, at most.
-        max_prompt_tokens: At most `context_length - 1`; smaller when the pool is.
+        max_prompt_tokens: At most `context_length - 1`, or less in a small pool.
     """
 
     name: str
@@ -61,7 +61,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether a request sent now can be served, and a sentence for people when not."""
+    """Whether a request sent now can be served, and a sentence for people if not."""
 
     is_serving: bool
     detail: str
@@ -74,7 +74,7 @@ class Backend(Protocol):
         """Return the model served.
 
         Raises:
-            NoNodeAvailable: No node has been reached yet, so it is not known.
+            NoNodeAvailable: The model is not known: no node has been reached yet.
         """
         ...
 
@@ -86,22 +86,20 @@ class Backend(Protocol):
     ) -> AsyncGenerator[TokenDelta, None]:
         """Yield the tokens of one request, each index once and in order.
 
-        While the caller waits for the next delta, a token of which there is nothing more to say than
-        its id may be given to `tap` instead: never the first, never the last, and in order with what
-        is yielded. It must not wait.
+        While the caller waits for the next delta, `tap` may get ordinary tokens instead: ids alone, in
+        order with the deltas, never the first or the last.
 
-        The last delta has `finish`, and the id that ended a `stop` is its last. What came while
-        the caller was away comes as one delta, so that a slow client costs ids and not events.
-        Closing the generator early (`aclose`, or cancelling the task that awaits it) cancels the
-        request at every node within 1 s.
+        The last delta has `finish`, and the id that ended a `stop` is its last. Tokens that came while
+        the caller was away come as one delta: a slow client costs ids, not events. Closing the
+        generator early (`aclose`, or cancelling its task) cancels the request at every node within 1 s.
 
         Raises:
-            TandemError: Before the first delta or between two; nothing of the request is left.
+            TandemError: Before the first delta or between two. The request has left every node.
         """
         ...
 
     async def abort(self, request_id: str) -> bool:
-        """End a request by its id; its stream finishes with reason `abort`. False if unknown."""
+        """End a request by its id, with the finish reason `abort`. False if it is unknown."""
         ...
 
     async def flush_cache(self) -> None:
@@ -109,13 +107,13 @@ class Backend(Protocol):
         ...
 
     def health(self) -> Health:
-        """Tell whether a request sent now can be served."""
+        """Return whether a request sent now can be served."""
         ...
 
     def tokens_told(self) -> Mapping[object, int]:
-        """Return the tokens that each engine read and made, as it last told: they grow while it works.
+        """Return the tokens that each engine read and made by its last report.
 
-        An engine that restarted, or that is heard over a new link, has another key.
+        They grow while it works. An engine that restarted or has a new link has a new key.
         """
         ...
 

@@ -1,10 +1,10 @@
-"""Bodies of HTTP requests: bytes to a checked model, or one short sentence on what is wrong.
+"""Bodies of HTTP requests: bytes to a checked pydantic model, or one short sentence on what is wrong.
 
-Holds the base of every body and the translation of pydantic's errors. What each API's body has is
-in `frontend/native_body.py` and `frontend/openai_body.py`.
+Holds what the bodies of both APIs share. Their own fields are in `frontend/native.py` and
+`frontend/openai_body.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import pydantic_core
@@ -12,27 +12,60 @@ from pydantic import (
     AliasChoices,
     BaseModel,
     ConfigDict,
+    Discriminator,
     FailFast,
     Field,
+    Tag,
     ValidationError,
+    WrapValidator,
     model_validator,
 )
 
+from tandem.frontend.backend import Bootstrap
 from tandem.wire.errors import InvalidRequest
 
 BodyT = TypeVar("BodyT", bound="Body")
 T = TypeVar("T")
-# A list that is refused for its first wrong entry: naming all of a million takes many seconds.
-Many: TypeAlias = Annotated[list[T], FailFast()]
 
-# Many times what any API has; a body is copied for each of its prompts.
+
+class _AtFirstError(FailFast):
+    """As `FailFast`, and hashable, which unions ask of their members."""
+
+    __hash__ = object.__hash__
+
+
+# The list is rejected at its first wrong entry: naming all of a million takes many seconds.
+Many: TypeAlias = Annotated[list[T], _AtFirstError()]
+
+_ONE, _LIST = "(one)", "(list)"
+# One value for all prompts, or a list with one for each. See `Body.per_prompt`.
+PerPrompt: TypeAlias = Annotated[
+    Annotated[T, Tag(_ONE)] | Annotated[Many[T | None], Tag(_LIST)],
+    Discriminator(lambda value: _LIST if isinstance(value, list) else _ONE),
+]
+
+
+def worded(sentence: str) -> WrapValidator:
+    """Report every error of the annotated type by this sentence."""
+
+    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
+        if value == []:
+            raise ValueError("must not be empty")
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(sentence) from None
+
+    return WrapValidator(check)
+
+
+# Many times what any API has. A body is copied for each of its prompts.
 MAX_FIELDS = 1000
-# Lists, objects and their fields in all, counted before they are parsed: 30 MiB of `[]` would take
-# seconds of the loop and a GB. Brackets and colons within texts count too: no context holds a text
-# with so many.
+# Lists, objects and fields together, counted before parsing: 30 MiB of `[]` would take seconds and a
+# GB. Brackets and colons within texts count too: no context holds a text with so many.
 MAX_PARTS = 500_000
 
-# How people say what pydantic's error types say.
+# Pydantic's error types in the words of the API.
 _SENTENCES = {
     "missing": "is missing",
     "bool_type": "must be true or false",
@@ -55,15 +88,14 @@ _SENTENCES = {
     "string_too_long": "must have at most {max_length} characters",
 }
 
-
-# Of the waiting, higher ones go first; what is beyond cannot be compared in 32 bits.
+# Higher ones leave the queue first. Nodes compare 32 bits.
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-# As long as an id of a request: a salt is a tenant's name or a hash.
+# As long as a request id: a salt is a tenant's name or a hash.
 CacheSalt = Annotated[str, Field(max_length=256)]
 
 
 class Body(BaseModel):
-    """Base of bodies: strict types, unknown fields ignored, null the same as absent."""
+    """Base of all bodies: strict types, unknown fields ignored, null the same as absent."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 
@@ -73,6 +105,19 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         return {name: value for name, value in data.items() if value is not None}
+
+    def per_prompt(self, name: str, count: int, *, is_batch: bool) -> list[Any]:
+        """Return a `PerPrompt` field's value for each prompt.
+
+        Raises:
+            InvalidRequest: A list does not have one entry for each prompt.
+        """
+        value, default = getattr(self, name), type(self).model_fields[name].default
+        if not isinstance(value, list):
+            return [value] * count
+        if not is_batch or len(value) != count:
+            raise InvalidRequest(f"{name}: must have one entry for each of {count} prompts")
+        return [default if entry is None else entry for entry in value]
 
     @classmethod
     def names(cls) -> frozenset[str]:
@@ -87,8 +132,72 @@ class Body(BaseModel):
         return frozenset(found)
 
 
+class GenerationBody(Body):
+    """What bodies of both APIs share, without sampling parameters.
+
+    A router of SGLang's kind may have added where the other half of a request is.
+    """
+
+    stream: bool = False
+    priority: Priority = 0
+    cache_salt: CacheSalt = ""
+    bootstrap_host: PerPrompt[Annotated[str, Field(min_length=1, max_length=255)]] | None = None
+    bootstrap_port: PerPrompt[Annotated[int, Field(ge=1, le=65535)]] | None = None
+    bootstrap_room: PerPrompt[Annotated[int, Field(ge=0, lt=2**63)]] | None = None
+
+    def bootstraps(self, count: int, *, is_batch: bool, n: int) -> list[Bootstrap | None]:
+        """Return where the other half of each prompt is. All None when no router chose.
+
+        Args:
+            n: Generations of each prompt. Must be 1 where a router chose: a room is for one.
+
+        Raises:
+            InvalidRequest: A field is missing, or two generations share a room.
+        """
+        if self.bootstrap_host is None and self.bootstrap_room is None:
+            return [None] * count
+        hosts, ports, rooms = (
+            self.per_prompt(f"bootstrap_{name}", count, is_batch=is_batch)
+            for name in ("host", "port", "room")
+        )
+        for name, column in (("host", hosts), ("room", rooms)):
+            if None in column:
+                raise InvalidRequest(f"bootstrap_{name}: is missing")
+        if len(set(rooms)) < count or n > 1:
+            raise InvalidRequest(
+                "bootstrap_room: each generation needs a room of its own, and n is 1"
+            )
+        return [Bootstrap(*half) for half in zip(hosts, ports, rooms, strict=True)]
+
+
+# Headers of vLLM's and SGLang's routers that name a session. The first that is there counts.
+_SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
+# Ours, then OpenAI's field for this, then the one that it replaced.
+_SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
+# As long as a request id. Longer names are told apart by their beginning.
+_MAX_SESSION_CHARS = 256
+
+
+def with_session(headers: Mapping[str, str], data: dict[str, Any]) -> dict[str, Any]:
+    """Return a body in which a session named by the headers goes before any other."""
+    for name in _SESSION_HEADERS:
+        if headers.get(name):
+            return data | {"session_id": headers[name]}
+    return data
+
+
+def session_of(data: Mapping[str, object]) -> str:
+    """Return the session that a body names, or empty. It is a hint to the router: nothing is rejected."""
+    for name in _SESSION_FIELDS:
+        value = data.get(name)
+        if isinstance(value, str) and value:
+            # A header may have bytes that are no text.
+            return value[:_MAX_SESSION_CHARS].encode(errors="replace").decode()
+    return ""
+
+
 def read_json(data: bytes) -> dict[str, Any]:
-    """Return the JSON object in `data`. NaN and infinities are read, to be refused by name.
+    """Return the JSON object in `data`. NaN and infinities are read, to be rejected by field.
 
     Raises:
         InvalidRequest: It is empty, not JSON, no object, or one of too many fields or parts.
@@ -126,7 +235,8 @@ def validate(body_class: type[BodyT], data: Mapping[str, object], prefix: str = 
 def _sentence(error: ValidationError, prefix: str) -> str:
     """Name the first wrong field and what it must be."""
     first = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in (prefix, *first["loc"]) if part != "")
+    loc = (part for part in (prefix, *first["loc"]) if part not in ("", _ONE, _LIST))
+    field = ".".join(map(str, loc))
     template = _SENTENCES.get(first["type"])
-    said = template.format(**first.get("ctx", {})) if template else first["msg"]
-    return f"{field}: {said.removeprefix('Value error, ')}" if field else said
+    sentence = template.format(**first.get("ctx", {})) if template else first["msg"]
+    return f"{field}: {sentence.removeprefix('Value error, ')}" if field else sentence

@@ -1,6 +1,6 @@
-"""Who asks and how long they wait: what a request's head says of the generations in its body.
+"""Who sent a request, how long they wait, and how long it may take.
 
-How long is said in one of these headers; the least counts, and the server's own `request_timeout_s`:
+These headers give the time to wait. The least counts, with the server's own `request_timeout_s`:
 
 ```
  X-Request-Timeout-Ms              by people
@@ -13,7 +13,8 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -25,12 +26,12 @@ from tandem.frontend.edge import EDGE
 from tandem.frontend.generation import Generation
 from tandem.frontend.middleware import key_of
 from tandem.frontend.tracing import TRACE
-from tandem.wire.errors import InvalidRequest
+from tandem.wire.errors import InvalidRequest, TandemError
 
-# Enough to tell keys apart, and nothing to guess them from: keys are long.
+# Enough to tell keys apart, too few to guess them.
 CLIENT_DIGITS = 8
 TIMEOUT_MS = "X-Request-Timeout-Ms"
-# Set by software for itself: what cannot be read there is nobody's mistake here.
+# Set by software for its own use. Unreadable values are ignored.
 _OTHERS_S = {
     "X-Envoy-Expected-Rq-Timeout-Ms": 0.001,
     "X-Stainless-Read-Timeout": 1.0,
@@ -38,19 +39,31 @@ _OTHERS_S = {
 }
 
 
+class RequestTimedOut(TandemError):
+    """The request and what it generates took longer than the operator allows."""
+
+    code = "timeout"
+    status = 504
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(f"the request was ended: it took longer than {timeout_s:g} s")
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who sent a request.
 
     Attributes:
-        client: Short name of the key; empty where no key is asked for.
-        deadline: When it is not worth starting any more, by the loop's clock; None: always.
-        arrived: When the head of its request was read, by `time.perf_counter`.
-        wants_timings: Whether it asked to be told where the time went.
+        client: Short name of the key. Empty where no key is needed.
+        deadline: Until when it is worth starting, by the loop's clock. None: without end.
+        ends_at: When the server ends it, by the same clock. None: never.
+        arrived: When the request's head was read, by `time.perf_counter`.
+        wants_timings: Whether the answer must report where the time went.
     """
 
     client: str
     deadline: float | None
+    ends_at: float | None
     arrived: float
     wants_timings: bool
 
@@ -60,25 +73,27 @@ CALLER: web.RequestKey[Caller] = web.RequestKey("caller", Caller)
 
 @web.middleware
 async def note_caller(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Note who asks, behind the check of keys and before the body is waited for.
+    """Note who sent a request, before its body has come.
 
     Raises:
-        InvalidRequest: It says how long it waits, and that is no number.
+        InvalidRequest: The time to wait is no number.
     """
     arrived = time.perf_counter()
     http = request.app[EDGE].options.http
-    wait_s = wait_of(request.headers)
-    if http.request_timeout_s:
-        wait_s = min(http.request_timeout_s, math.inf if wait_s is None else wait_s)
-    deadline = None if wait_s is None else asyncio.get_running_loop().time() + wait_s
+    wait_s, timeout_s = wait_of(request.headers), http.request_timeout_s
+    if timeout_s:
+        wait_s = min(timeout_s, math.inf if wait_s is None else wait_s)
+    now = asyncio.get_running_loop().time()
+    deadline = None if wait_s is None else now + wait_s
+    ends_at = now + timeout_s if timeout_s else None
     client = client_of(key_of(request)) if http.api_keys else ""
     wants_timings = request.headers.get(timings.HEADER, "").lower() in {"1", "true"}
-    request[CALLER] = Caller(client, deadline, arrived, wants_timings)
+    request[CALLER] = Caller(client, deadline, ends_at, arrived, wants_timings)
     return await handler(request)
 
 
 def asked_by(request: web.Request, generations: Sequence[Generation]) -> list[Generation]:
-    """Return the generations of a request as asked by its caller, with the time that is left now."""
+    """Return the generations with their caller, and with the time that is left now."""
     caller, trace = request[CALLER], request.get(TRACE)
     left_s = None
     if caller.deadline is not None:
@@ -98,16 +113,33 @@ def asked_by(request: web.Request, generations: Sequence[Generation]) -> list[Ge
     ]
 
 
+@asynccontextmanager
+async def in_time(request: web.Request) -> AsyncIterator[None]:
+    """End the block when the request has taken as long as the operator allows.
+
+    Raises:
+        RequestTimedOut: The block was ended.
+    """
+    limit = asyncio.timeout_at(request[CALLER].ends_at)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise RequestTimedOut(request.app[EDGE].options.http.request_timeout_s) from None
+
+
 def client_of(key: bytes) -> str:
     """Return the short name of a key, which may be logged."""
     return hashlib.sha256(key).hexdigest()[:CLIENT_DIGITS]
 
 
 def wait_of(headers: Mapping[str, str]) -> float | None:
-    """Return how many seconds a client waits, by the headers; None where none says.
+    """Return how many seconds a client waits, by the headers. None: they do not say.
 
     Raises:
-        InvalidRequest: What it says itself is no number.
+        InvalidRequest: Our own header is no number.
     """
     waits = [
         seconds * unit_s

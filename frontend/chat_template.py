@@ -1,7 +1,6 @@
-"""Chat templates: messages to the text a model was trained on.
+"""Chat templates: messages to the text that a model was trained on.
 
-Renders a model's own Jinja template in a sandbox, with the names and filters that transformers
-gives it. Leaves out tokenizing.
+Renders the model's own Jinja template in a sandbox, with the names and filters of transformers.
 """
 
 import json
@@ -19,7 +18,7 @@ from tandem.wire.errors import ConfigInvalid, InvalidRequest
 
 Messages = Sequence[Mapping[str, object]]
 
-# What a template may raise when messages are not of the shape it expects.
+# A template may raise these if messages have another shape than it expects.
 _RENDER_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -81,8 +80,8 @@ class ChatTemplate:
     """A model's templates by name, compiled once.
 
     Args:
-        sources: Template text by name. `tool_use`, where present, serves requests with tools.
-        special_tokens: `bos_token` and its like, which templates refer to.
+        sources: Template text by name. `tool_use`, if present, serves requests with tools.
+        special_tokens: `bos_token` and the like, by name.
 
     Raises:
         ConfigInvalid: A template is not valid Jinja.
@@ -120,7 +119,7 @@ class ChatTemplate:
             extra: More names for the template, such as `enable_thinking`. Ours win.
 
         Raises:
-            InvalidRequest: The template refused the messages, or the model has none.
+            InvalidRequest: The template rejected the messages, or the model has none.
         """
         template = self._choose(has_tools=bool(tools))
         names = {

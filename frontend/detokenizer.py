@@ -5,13 +5,11 @@
  all others (sentencepiece)  ids → the tokenizer's decoder on a short window, byte runs held back
 ```
 
-`tokenizers.decoders.DecodeStream` is not used: it raises where a stream begins inside a character,
-holds a real U+FFFD back for ever, and does not know of the end. A table of bytes and Python's own
-incremental decoder are right there, and take half its time.
+`tokenizers.decoders.DecodeStream` raises where a stream begins inside a character, holds a real U+FFFD
+back for ever, and takes twice the time of a table of bytes with Python's own incremental decoder.
 """
 
 import codecs
-import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -21,8 +19,17 @@ from typing import Protocol
 import tokenizers
 from typing_extensions import override
 
-from tandem.frontend.byte_level import token_bytes
 
+def _alphabet() -> dict[str, int]:
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    stand_ins = {byte: 0x100 + position for position, byte in enumerate(others)}
+    return {chr(stand_ins.get(byte, byte)): byte for byte in range(256)}
+
+
+# The alphabet of byte-level vocabularies: a printable character for each byte.
+# Source: `bytes_to_unicode` of GPT-2's encoder.py (Radford et al. 2019).
+BYTE_OF_CHARACTER = _alphabet()
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _SENTENCEPIECE_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -32,11 +39,7 @@ class Detokenizer(Protocol):
     """The text of one generation. Made by `Detokenizers.start`."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next ids; return the text that is now certain, maybe none."""
-        ...
-
-    def preview(self, token_ids: Sequence[int]) -> str:
-        """Return what `push` would, and take nothing."""
+        """Take the next ids. Returns the text that is now certain, maybe none."""
         ...
 
     def finish(self) -> str:
@@ -51,22 +54,18 @@ class NoText:
         """Return nothing."""
         return ""
 
-    def preview(self, token_ids: Sequence[int]) -> str:
-        """Return nothing."""
-        return ""
-
     def finish(self) -> str:
         """Return nothing."""
         return ""
 
 
 class Detokenizers:
-    """Makes detokenizers for one tokenizer, and holds the tables they share.
+    """Makes detokenizers for one tokenizer, and holds the tables that they share.
 
-    Tables are filled as ids are met: a vocabulary has 50,000 to 250,000, a model uses few.
+    Tables are filled as ids occur: a vocabulary has 50,000 to 250,000, a model uses few.
 
     Args:
-        backend: The tokenizer; its vocabulary and decoder do not change.
+        backend: The tokenizer. Its vocabulary and decoder must not change.
         special_ids: Ids that `skip_special_tokens` leaves out.
     """
 
@@ -75,7 +74,7 @@ class Detokenizers:
         self._skipped: dict[bool, AbstractSet[int]] = {False: frozenset(), True: special_ids}
         decoder = json.loads(backend.to_str())["decoder"]
         self._is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
-        self._tables = {skip: _TokenBytes(backend, ids) for skip, ids in self._skipped.items()}
+        self._tables = {skip: _Pieces(backend, ids) for skip, ids in self._skipped.items()}
 
     @override
     def __repr__(self) -> str:
@@ -89,13 +88,13 @@ class Detokenizers:
         return WindowDetokenizer(self._backend, self._skipped[skip_special_tokens])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token by itself; none for an id that the vocabulary lacks.
+        """Return the bytes of one token by itself. None for an id that the vocabulary lacks.
 
-        Joined, they are the text's bytes, but for what a decoder does to the whole, such as dropping
-        a leading space.
+        Joined, they are the text's bytes, except for what a decoder does to the whole, such as
+        dropping a leading space.
         """
         if self._is_byte_level:
-            return self._tables[False][token_id]
+            return self._tables[False].bytes_of(token_id)
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
@@ -104,72 +103,50 @@ class Detokenizers:
         return token.replace(_SENTENCEPIECE_SPACE, " ").encode()
 
 
-class _TokenBytes(dict[int, bytes]):
-    """The bytes of each id met so far; ids without text have none.
-
-    Attributes:
-        texts: Of each id met, the same as text; None for one that begins or ends inside a character.
-    """
+class _Pieces(dict[int, str | bytes]):
+    """What each id so far stands for: text, or bytes if it begins or ends inside a character."""
 
     def __init__(self, backend: tokenizers.Tokenizer, skipped: AbstractSet[int]) -> None:
         super().__init__()
         self._backend = backend
         self._skipped = skipped
-        self.texts = _TokenTexts(self)
 
-    def __missing__(self, token_id: int) -> bytes:
+    def __missing__(self, token_id: int) -> str | bytes:
         token = None if token_id in self._skipped else self._backend.id_to_token(token_id)
-        self[token_id] = found = b"" if token is None else token_bytes(token)
-        return found
+        data = b"" if token is None else token_bytes(token)
+        try:
+            self[token_id] = piece = data.decode()
+        except UnicodeDecodeError:
+            self[token_id] = data
+            return data
+        return piece
 
-
-class _TokenTexts(dict[int, str | None]):
-    """The text of each id met so far; None for one that begins or ends inside a character."""
-
-    def __init__(self, table: _TokenBytes) -> None:
-        super().__init__()
-        self._table = table
-
-    def __missing__(self, token_id: int) -> str | None:
-        text: str | None = None
-        with contextlib.suppress(UnicodeDecodeError):
-            text = self._table[token_id].decode()
-        self[token_id] = text
-        return text
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes of an id."""
+        piece = self[token_id]
+        return piece if isinstance(piece, bytes) else piece.encode()
 
 
 class ByteLevelDetokenizer:
     """Joins the bytes of tokens and holds back an incomplete character at the end."""
 
-    __slots__ = ("_decoder", "_is_inside", "_table", "_texts")
+    __slots__ = ("_decoder", "_is_inside", "_pieces")
 
-    def __init__(self, table: _TokenBytes) -> None:
-        self._table, self._texts = table, table.texts
+    def __init__(self, pieces: _Pieces) -> None:
+        self._pieces = pieces
         # "replace" marks maximal ill-formed runs as Unicode recommends, and as tokenizers does.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_inside = False  # a character
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next ids; return the text that is now certain."""
+        """Take the next ids. Returns the text that is now certain."""
+        pieces = self._pieces
         if len(token_ids) == 1 and not self._is_inside:
-            text = self._texts[token_ids[0]]
-            if text is not None:
-                return text
-        table = self._table
-        text = self._decoder.decode(b"".join([table[token_id] for token_id in token_ids]))
+            piece = pieces[token_ids[0]]
+            if isinstance(piece, str):
+                return piece
+        text = self._decoder.decode(b"".join([pieces.bytes_of(id_) for id_ in token_ids]))
         self._is_inside = bool(self._decoder.getstate()[0])
-        return text
-
-    def preview(self, token_ids: Sequence[int]) -> str:
-        """See `Detokenizer`."""
-        if len(token_ids) == 1 and not self._is_inside:
-            text = self._texts[token_ids[0]]
-            if text is not None:
-                return text
-        state, was_inside = self._decoder.getstate(), self._is_inside
-        text = self.push(token_ids)
-        self._decoder.setstate(state)
-        self._is_inside = was_inside
         return text
 
     def finish(self) -> str:
@@ -178,11 +155,11 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes the tail of the ids with the tokenizer's own decoder, twice: with and without news.
+    """Decodes the last ids with the tokenizer's own decoder, twice: with and without the new ones.
 
-    The window begins with the token before the news, because what a decoder does to the first
-    token (drop a leading space) must happen to neither or both. It ends at a token that is no
-    byte: a run of byte tokens becomes text as a whole, as characters or as U+FFFD.
+    The window begins one token earlier, because what a decoder does to the first token (drop a
+    leading space) must happen in neither or both. It ends at a token that is no byte: a run of byte
+    tokens becomes text as a whole, as characters or as U+FFFD.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, skipped: AbstractSet[int]) -> None:
@@ -192,7 +169,7 @@ class WindowDetokenizer:
         self._news: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next ids; return the text that is now certain."""
+        """Take the next ids. Returns the text that is now certain."""
         last = None
         for token_id in token_ids:
             token = None if token_id in self._skipped else self._backend.id_to_token(token_id)
@@ -203,21 +180,14 @@ class WindowDetokenizer:
             return ""
         return self._take(is_final=False)
 
-    def preview(self, token_ids: Sequence[int]) -> str:
-        """See `Detokenizer`."""
-        context, news = self._context, self._news.copy()
-        text = self.push(token_ids)
-        self._context, self._news = context, news
-        return text
-
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return the text held back."""
         return self._take(is_final=True)
 
     def _take(self, *, is_final: bool) -> str:
         before = self._decode(self._context)
         after = self._decode(self._context + self._news)
-        # Decoders that are no plain join (one that ends in a byte-level step) may still wait.
+        # A decoder that ends in a byte-level step may still wait for the rest of a character.
         if not is_final and after.endswith(_REPLACEMENT):
             return ""
         if self._news:
@@ -226,3 +196,14 @@ class WindowDetokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=False)
+
+
+def token_bytes(token: str) -> bytes:
+    """Return the bytes of a token of a byte-level vocabulary.
+
+    A token with a character outside the alphabet is an added one, and stands for its own text.
+    """
+    try:
+        return bytes([BYTE_OF_CHARACTER[character] for character in token])
+    except KeyError:
+        return token.encode()

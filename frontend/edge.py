@@ -1,40 +1,51 @@
-"""What the routes of one app share: the backend, the options, the metrics, who is running."""
+"""What the routes of one app share: the backend, the options, the metrics, the running generations.
+
+```
+ serving ──leave──▶ leaving: /health is 503, each answer closes its connection ──▶ listens no more, drains
+```
+
+Balancers notice an end late: until then new connections still arrive, and each of them is served.
+"""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from typing_extensions import override
 
-from tandem.frontend.backend import Backend
+from tandem.frontend.backend import Backend, Health
 from tandem.frontend.body import read_json
-from tandem.frontend.generation import Answer, Generation, run, transcript_of
+from tandem.frontend.detokenizer import NoText
+from tandem.frontend.generation import Generation
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.sse import Outbox
 from tandem.frontend.timings import Outcome, TimingsSink
-from tandem.frontend.transcript import Outlet, Piece, Transcript
-from tandem.wire.errors import InvalidRequest
+from tandem.frontend.transcript import Piece, Sink, Transcript
+from tandem.wire.errors import EngineFailed, InvalidRequest
 from tandem.wire.ids import RequestId
 
 T = TypeVar("T")
 
-# Reading so many bytes, tokenizing included, holds up the loop for 2 ms at most; more goes to a thread.
+# Reading so many bytes, tokenizing included, takes the loop 2 ms at most. Larger bodies go to a thread.
 INLINE_BYTES = 4096
-# Parsing 32 MiB holds the interpreter's lock for 0.2 s: together they must not silence the links to engines,
-# which are lost after 2 s.
+# Parsing 32 MiB holds the interpreter's lock for 0.2 s. Engine links are lost after 2 s of silence.
 MAX_READERS = 2
+# A worker that is killed loses what it counted since the last pulse.
+PULSE_INTERVAL_S = 0.5
+LEAVING = Health(is_serving=False, detail="about to end: send what is new to another")
 
 
 class Edge:
     """Runs generations for the routes, times them, and ends them by their id.
 
     Attributes:
-        timings_sinks: Told of every generation that is over.
-        is_leaving: Whether the server is about to end; see `leaving.py`.
+        timings_sinks: Each gets the report of every generation that is over.
+        is_leaving: Whether the server is about to end.
     """
 
     def __init__(self, backend: Backend, options: FrontendOptions) -> None:
@@ -45,7 +56,7 @@ class Edge:
         self.timings_sinks: list[TimingsSink] = []
         self.is_leaving = False
         self._running: set[RequestId] = set()
-        # Threads of its own: a reader goes on after its client is gone, and must not keep others from DNS.
+        # Its own threads: a reader outlives its client, and must not keep others from DNS.
         self._readers = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="reader")
 
     @override
@@ -53,10 +64,10 @@ class Edge:
         return f"Edge({len(self._running)} running)"
 
     async def read(self, body: bytes, reader: Callable[[dict[str, Any]], T]) -> T:
-        """Return what `reader` makes of a JSON body: of a large one in a thread, while the loop goes on.
+        """Return what `reader` makes of a JSON body. A large body is read in a thread.
 
         Raises:
-            InvalidRequest: It is no JSON object, or one of too many parts.
+            InvalidRequest: It is no JSON object, or has too many parts.
             TandemError: As `reader` raises it.
         """
         if len(body) <= INLINE_BYTES:
@@ -64,65 +75,71 @@ class Edge:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._readers, lambda: reader(read_json(body)))
 
-    async def close_readers(self, _app: web.Application) -> None:
-        """Read no more bodies. Called as the app is cleaned up, when no route runs."""
-        self._readers.shutdown(wait=False, cancel_futures=True)
+    async def run(self, generation: Generation, sink: Sink) -> None:
+        """Run a generation to its end: every piece of it goes to the sink.
 
-    async def run(
-        self, generation: Generation, outlet: Outlet | None = None
-    ) -> AsyncGenerator[Piece, None]:
-        """Yield the pieces of a generation. Close it when leaving early: that cancels.
-
-        Args:
-            outlet: Takes ordinary tokens between two pieces.
+        The backend's part is over, or cancelled, before the last piece is written and when this
+        task is cancelled.
 
         Raises:
             InvalidRequest: A generation with this id is running.
+            ConnectionError: The reader of the sink is gone.
             TandemError: As the backend raises it.
         """
-        timings, is_begun = generation.timings, False
-        transcript = transcript_of(generation, outlet, self.metrics.token_gaps())
+        rules, tokenizer, timings = generation.rules, generation.tokenizer, generation.timings
+        text = NoText() if tokenizer is None else tokenizer.detokenizer(rules.skip_special_tokens)
+        transcript = Transcript(rules, text, sink, self.metrics.token_gaps())
+        is_begun = False
         with self._entered(generation, transcript):
-            async with aclosing(run(self.backend, generation, transcript)) as pieces:
-                async for piece in pieces:
+            timings.sent()
+            deltas = self.backend.generate(generation.request, generation.bootstrap, transcript)
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    timings.came(delta)
+                    piece = transcript.take(delta)
+                    if piece is None:
+                        continue
                     if not is_begun and _follows_a_prompt(piece):
                         is_begun = True
                         self.metrics.prompt_tokens.inc(len(generation.request.prompt_ids))
                     if piece.token_ids and (ttft_s := timings.token_read()) is not None:
                         self.metrics.time_to_first_token.observe(ttft_s)
                     if piece.ending is not None:
-                        timings.num_output_tokens = transcript.num_tokens
-                        self.metrics.duration.observe(timings.ended())
-                    yield piece
-
-    async def answer(self, generation: Generation) -> Answer:
-        """Return the whole of a generation.
-
-        Raises:
-            TandemError: As `run`.
-        """
-        answer = Answer.empty()
-        async with aclosing(self.run(generation, answer)) as pieces:
-            async for piece in pieces:
-                answer.add(piece)
-        return answer
-
-    async def answers(self, generations: Sequence[Generation]) -> list[Answer]:
-        """Return the whole of several generations that run side by side.
-
-        Raises:
-            TandemError: One of them failed; the others are cancelled.
-        """
-        return await side_by_side([self.answer(generation) for generation in generations])
+                        break
+                    sink.write(piece)
+                    await sink.drain()
+                else:
+                    raise EngineFailed("the generation ended without saying why")
+            timings.num_output_tokens = transcript.num_tokens
+            self.metrics.duration.observe(timings.ended())
+            sink.write(piece)
+            await sink.drain()
 
     async def abort(self, request_id: str) -> bool:
-        """End the generations a client named `request_id`; False if none of them is known."""
+        """End the generations a client named `request_id`. False if none of them is known."""
         ids = {request_id, *(id_ for id_ in self._running if _is_part(id_, request_id))}
         return any([await self.backend.abort(id_) for id_ in ids])
 
     async def abort_all(self) -> bool:
-        """End every generation of this app; False if there is none."""
+        """End every generation of this app. False if there is none."""
         return any([await self.backend.abort(id_) for id_ in tuple(self._running)])
+
+    async def running(self, _app: web.Application) -> AsyncIterator[None]:
+        """Measure the loop and update Prometheus while the app runs; for `cleanup_ctx`."""
+        beating = asyncio.create_task(self._pulse())
+        yield
+        beating.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await beating
+        self._readers.shutdown(wait=False, cancel_futures=True)  # no route runs any more
+
+    async def _pulse(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + PULSE_INTERVAL_S
+            await asyncio.sleep(PULSE_INTERVAL_S)
+            self.metrics.loop_lag.observe(max(0.0, loop.time() - due_s))
+            self.metrics.gather()
 
     @contextmanager
     def _entered(self, generation: Generation, transcript: Transcript) -> Iterator[None]:
@@ -135,7 +152,7 @@ class Edge:
         try:
             yield
             outcome = "finished"
-        except (GeneratorExit, asyncio.CancelledError):
+        except (ConnectionError, asyncio.CancelledError):
             outcome = "cancelled"
             raise
         finally:
@@ -144,16 +161,11 @@ class Edge:
             self.metrics.output_tokens.inc(transcript.num_tokens)
             self.metrics.running.dec()
             self._running.discard(request_id)
-            self._tell(generation)
+            self._report(generation)
 
-    def _tell(self, generation: Generation) -> None:
-        """Tell whoever listens where the time of a generation went that is over."""
-        sinks = (
-            self.timings_sinks
-            if generation.trace is None
-            else [*self.timings_sinks, generation.trace]
-        )
-        if sinks:
+    def _report(self, generation: Generation) -> None:
+        traces = [] if generation.trace is None else [generation.trace]
+        if sinks := [*self.timings_sinks, *traces]:
             report = generation.report()
             for sink in sinks:
                 sink.request_ended(report)
@@ -167,31 +179,22 @@ def part_id(request_id: str, index: int) -> RequestId:
     return RequestId(f"{request_id}_{index}")
 
 
-def _follows_a_prompt(piece: Piece) -> bool:
-    # A request that is aborted while it is queued ends without a token.
-    return bool(piece.token_ids) or (piece.ending is not None and piece.ending.error is None)
-
-
 def _is_part(part: str, request_id: str) -> bool:
     return part.startswith(f"{request_id}_") and part[len(request_id) + 1 :].isdigit()
 
 
-async def side_by_side(work: Sequence[Coroutine[None, None, T]]) -> list[T]:
-    """Run all of `work` at once and return its results in order.
-
-    Raises:
-        Exception: The first that one of them raised, alone; the others are cancelled.
-    """
-    if len(work) == 1:
-        return [await work[0]]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(part) for part in work]
-    except BaseExceptionGroup as errors:
-        raise _first(errors) from errors
-    return [task.result() for task in tasks]
+def _follows_a_prompt(piece: Piece) -> bool:
+    # A request that is aborted in the queue ends without a token.
+    return bool(piece.token_ids) or (piece.ending is not None and piece.ending.error is None)
 
 
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = errors.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+def leave(app: web.Application) -> None:
+    """Have `/health` and every answer say that this server is about to end."""
+    app[EDGE].is_leaving = True
+
+
+async def close_when_leaving(request: web.Request, response: web.StreamResponse) -> None:
+    """Make the client connect anew for its next request, once the server is leaving."""
+    if request.app[EDGE].is_leaving:
+        response.headers[hdrs.CONNECTION] = "close"
+        response.force_close()

@@ -1,4 +1,4 @@
-"""One engine's inbox as an asyncio process sees it: an edge worker, or a node's own HTTP.
+"""The client of one engine's inbox, in an edge worker or in a node's own HTTP process.
 
 ```
  generate ──▶ TokenStream ──take──▶ ... ──▶ finish │ failure │ closed early (one Cancel)
@@ -6,20 +6,19 @@
  engine ═════ EngineClient.run ═════▶ lost: PeerLost in every stream
 ```
 
-Holds streams of token ids by request and attempt. Knows nothing of text, of pairs or of replay.
+It holds streams of token ids by request and attempt, without text, pairs or replay.
 """
 
 import asyncio
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 from typing_extensions import override
 
-from tandem.frontend.token_runs import Run, Runs
 from tandem.frontend.token_stream import Start, StreamKey, TokenStream
 from tandem.telemetry.log import get_logger
 from tandem.wire.async_link import AsyncLink
@@ -45,53 +44,53 @@ log = get_logger(__name__)
 
 # Until the first answer, ask often: a node becomes usable as soon as its engine is.
 FIRST_PING_INTERVAL_S = 0.05
-# A name that is not resolved, or a descriptor that is not free, may be later.
+# A name may resolve later, and a file descriptor may become free.
 REOPEN_INTERVAL_S = 1.0
-# Whoever waits for a silent engine looks this often whether it spoke.
+# `is_alive` polls a silent engine this often.
 _LOOK_INTERVAL_S = 0.05
 
 
 class PrefixFollower(Protocol):
-    """Who wants to know what an engine has in its prefix cache, and in the tiers behind it."""
+    """Follows an engine's prefix cache, and the tiers behind it."""
 
     @property
     def position(self) -> int:
-        """Up to where it knows the cache."""
+        """The last change of the cache that was reported."""
         ...
 
     @property
     def tier_positions(self) -> dict[str, int]:
-        """Up to where it knows each tier that the engine told of."""
+        """The last change of each tier that was reported."""
         ...
 
     def heard(self, load: NodeLoad) -> None:
-        """Take note of which tiers there are."""
+        """Note which tiers there are."""
         ...
 
     def take(self, report: CacheReport) -> None:
-        """Take note of what changed since."""
+        """Note what changed since."""
         ...
 
 
 class EngineClient:
-    """Sends requests to one life of one engine and spreads what it answers.
+    """Sends requests to one life of one engine and spreads its answers over their streams.
 
-    Its owner runs `run` in a task group; everything else may be called while that runs.
+    The owner runs `run` in a task group. Other methods may be called while it runs.
 
     Args:
-        address: Of the engine's inbox, such as `tcp://10.0.0.3:41234` or `ipc:///path`.
-        key: The cluster's, when its links are authenticated.
-        epoch: The life that is meant; None takes the first that answers.
-        heartbeat: How often the engine hears of us, and the link is looked at.
+        address: The engine's inbox, such as `tcp://10.0.0.3:41234` or `ipc:///path`.
+        key: The cluster's key, when its links are authenticated.
+        epoch: The engine's life. None: the first that answers.
+        heartbeat: How often to ping the engine and check the link.
         on_change: Called when `load` or `is_up` has changed.
-        prefixes: Told what the engine has cached; None does not ask.
-        wants_measures: Have the engine tell what it counts for operators.
+        prefixes: Gets the engine's cache reports. None: do not ask for them.
+        wants_measures: Ask the engine for its counters and timings.
 
     Attributes:
-        load: What the engine last said of itself.
-        measured: What it counted and timed, where that is wanted and once it has said so.
+        load: The engine's last report of its load.
+        measured: Its last report of counters and timings, if asked for.
         answered: Set at its first answer.
-        lost: Set when it was lost or `stop` was called; the client is of no use any more.
+        lost: Set when the engine was lost or `stop` was called. The client cannot be used again.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class EngineClient:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the engine last spoke; infinitely many before it has."""
+        """Seconds since the engine's last message; infinite before its first."""
         return asyncio.get_running_loop().time() - self._heard_at
 
     @property
@@ -144,12 +143,12 @@ class EngineClient:
 
     @property
     def refusal(self) -> str:
-        """Why there is no link, or the engine's port would not have us; empty where it did, or was not reached."""
+        """Why the link could not be opened, or the engine's port rejected it; else empty."""
         return self._unopened if self._link is None else self._link.refusal
 
     async def run(self) -> None:
-        """Hold the link until the engine is lost or `stop` is called, then fail what is open."""
-        # Opened here, so that a client whose `run` was never reached leaves no socket behind.
+        """Hold the link until the engine is lost or `stop` is called, then fail the open streams."""
+        # The link is opened here: a client whose `run` was never reached leaves no socket behind.
         try:
             async with asyncio.TaskGroup() as tasks:
                 serving = tasks.create_task(self._serve())
@@ -180,10 +179,10 @@ class EngineClient:
                 await asyncio.sleep(REOPEN_INTERVAL_S)
 
     async def is_alive(self) -> bool:
-        """Tell whether the engine lives, where it was silent lately: when it speaks, or its link is lost.
+        """Wait until the engine sends something (True) or its link is lost (False).
 
-        One that computes for long says nothing meanwhile. It has the benefit of the doubt once a link that
-        was cut off would have been lost.
+        An engine in a long computation sends nothing. It counts as alive once a link that was cut off
+        would have been lost.
         """
         loop, beat = asyncio.get_running_loop(), self._heartbeat
         deadline = loop.time() + beat.interval_s + beat.timeout_s
@@ -197,7 +196,7 @@ class EngineClient:
         return False
 
     def stop(self, failure: Callable[[], TandemError] | None = None) -> None:
-        """Make `run` return. Each open stream ends with a `failure`, or else with `PeerLost`."""
+        """Make `run` return. Each open stream fails with `failure()`, by default with `PeerLost`."""
         self._lose("its link was closed", failure)
 
     def generate(self, start: Start, wake: asyncio.Event | None = None) -> TokenStream:
@@ -226,7 +225,7 @@ class EngineClient:
         return bool(streams)
 
     def flush_cache(self) -> None:
-        """Drop the engine's idle cached pages, before whatever is started next from here.
+        """Drop the engine's idle cached pages, before the next request of this client starts.
 
         Raises:
             PeerLost: The engine cannot be reached now.
@@ -234,7 +233,7 @@ class EngineClient:
         self._send(FlushCache())
 
     def cancel(self, request_id: RequestId, attempt: int) -> None:
-        """Tell the engine that nobody reads this attempt. A lost engine has forgotten it already."""
+        """Cancel an attempt at the engine. A lost engine has forgotten it already."""
         try:
             self._send(Cancel(request_id=request_id, attempt=attempt))
         except PeerLost as error:
@@ -258,40 +257,66 @@ class EngineClient:
             self._take(messages)
 
     def _take(self, messages: Sequence[FromEngine]) -> None:
-        """Spread what arrived together."""
-        # Most often one step. A process that falls behind finds several, and makes one event of them.
-        runs = Runs() if len(messages) > 1 else None
-        for message in messages:
-            self._dispatch(message, runs)
-        if runs is not None:
-            self._put_runs(runs.take_all())
+        """Spread messages that arrived together over the streams.
 
-    def _dispatch(self, message: FromEngine, runs: Runs | None) -> None:
-        self._epoch = self._epoch or message.epoch
-        if message.epoch != self._epoch:
-            self._lose("it restarted")
-            return
-        match message:
-            case TokenBatch(deltas=deltas):
-                columns = zip(message.streams, message.indexes, message.token_ids, strict=False)
-                if runs is None:
-                    self._put_ordinary(columns)
-                else:
-                    self._put_runs(runs.add(columns))
-                for delta in deltas:
-                    if stream := self._stream(delta.request_id, delta.attempt, runs):
-                        stream.put(delta)
-            case RequestFailed(request_id=request_id, attempt=attempt, error=info):
-                if stream := self._stream(request_id, attempt, runs):
-                    stream.fail(error_from_info(info))
-            case Pong(load=load):
-                self._heard_load(load)
-            case CacheReport() if self._prefixes is not None:
-                self._prefixes.take(message)
-            case CacheReport():
-                pass
-            case Measured():
-                self.measured = message
+        Most often there is one message, of one step. A process that falls behind finds several, and
+        merges the tokens of each stream into one run: the client gets one event of them.
+        """
+        runs: Runs = {}
+        for message in messages:
+            self._epoch = self._epoch or message.epoch
+            if message.epoch != self._epoch:
+                self._lose("it restarted")
+                return
+            match message:
+                case TokenBatch():
+                    self._spread(message, runs, has_more=len(messages) > 1)
+                case RequestFailed(request_id=request_id, attempt=attempt, error=info):
+                    if stream := self._behind_its_run(request_id, attempt, runs):
+                        stream.fail(error_from_info(info))
+                case Pong(load=load):
+                    self._heard_load(load)
+                case CacheReport():
+                    if self._prefixes is not None:
+                        self._prefixes.take(message)
+                case Measured():
+                    self.measured = message
+        for stream, (index, token_ids) in runs.items():
+            _put_ordinary(stream, index, token_ids)
+
+    def _spread(self, batch: TokenBatch, runs: "Runs", *, has_more: bool) -> None:
+        find = self._by_number.get
+        for number, index, token_id in zip(
+            batch.streams, batch.indexes, batch.token_ids, strict=False
+        ):
+            if (stream := find(number)) is None:
+                continue
+            if not has_more:
+                try:
+                    stream.put_ordinary(index, (token_id,))
+                except Exception as error:
+                    log.exception("stream.failed", request_id=stream.key[0])
+                    _fail(stream, error)
+                continue
+            run = runs.get(stream)
+            if run is not None and run[0] + len(run[1]) == index:
+                run[1].append(token_id)
+            else:
+                runs[stream] = (index, [token_id])
+                if run is not None:
+                    _put_ordinary(stream, *run)
+        for delta in batch.deltas:
+            if found := self._behind_its_run(delta.request_id, delta.attempt, runs):
+                found.put(delta)
+
+    def _behind_its_run(
+        self, request_id: RequestId, attempt: int, runs: "Runs"
+    ) -> TokenStream | None:
+        """Return a stream, once the tokens that waited for it are in it."""
+        stream = self._streams.get((request_id, attempt))
+        if stream is not None and (run := runs.pop(stream, None)) is not None:
+            _put_ordinary(stream, *run)
+        return stream
 
     def _heard_load(self, load: NodeLoad) -> None:
         self.load = load
@@ -299,34 +324,6 @@ class EngineClient:
             self._prefixes.heard(load)
         self.answered.set()
         self._on_change()
-
-    def _stream(self, request_id: RequestId, attempt: int, runs: Runs | None) -> TokenStream | None:
-        """Return a stream, with the tokens that waited for it put in."""
-        stream = self._streams.get((request_id, attempt))
-        if stream is not None and runs is not None:
-            self._put_runs(runs.take(stream.number))
-        return stream
-
-    def _put_ordinary(self, columns: Iterable[tuple[int, int, int]]) -> None:
-        """Put single tokens, as (stream, index, id), into their streams."""
-        find = self._by_number.get
-        for number, index, token_id in columns:
-            stream = find(number)
-            if stream is not None:
-                try:
-                    stream.put_ordinary(index, (token_id,))
-                except Exception as error:
-                    log.exception("stream.failed", request_id=stream.key[0])
-                    _fail(stream, error)
-
-    def _put_runs(self, runs: Iterable[Run]) -> None:
-        for number, index, token_ids in runs:
-            if (stream := self._by_number.get(number)) is not None:
-                try:
-                    stream.put_ordinary(index, token_ids)
-                except Exception as error:
-                    log.exception("stream.failed", request_id=stream.key[0])
-                    _fail(stream, error)
 
     async def _ping(self) -> None:
         while True:
@@ -363,8 +360,20 @@ class EngineClient:
         return PeerLost(f"the engine at {self.address} was lost: {reason}")
 
 
+Runs = dict[TokenStream, tuple[int, list[int]]]
+"""Ordinary tokens of several steps: for each stream the index of the first, and the ids."""
+
+
+def _put_ordinary(stream: TokenStream, index: int, token_ids: Sequence[int]) -> None:
+    try:
+        stream.put_ordinary(index, token_ids)
+    except Exception as error:
+        log.exception("stream.failed", request_id=stream.key[0])
+        _fail(stream, error)
+
+
 def _fail(stream: TokenStream, error: Exception) -> None:
-    """End a stream whose tokens met a bug: the others go on. The top of what a token runs through."""
-    stream.close()  # the engine knows nothing of it
-    # No fault of the engine. And no retry: nobody knows how much of them the client was sent.
+    """End a stream whose tokens met a bug on their way to the client. The others go on."""
+    stream.close()  # the engine does not know of the bug
+    # Not retried: the client may have some of these tokens already.
     stream.fail(TandemError(f"this server failed with its tokens: {type(error).__name__}"))

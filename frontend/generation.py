@@ -1,23 +1,135 @@
-"""One generation at the edge: what is asked of the backend, and the answer that its pieces make.
+"""From checked fields of a body to generations: prompts to token ids, one generation for each choice."""
 
-What is common to both APIs, without HTTP. How ids become text is in `frontend/transcript.py`.
-"""
-
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
+from pydantic import Field
 
-from tandem.frontend.backend import Backend, Bootstrap, ServedModel
-from tandem.frontend.detokenizer import NoText
-from tandem.frontend.sampling import SamplingBody, TextRules, engine_params, seeds
+from tandem.frontend.backend import Bootstrap, ServedModel
+from tandem.frontend.body import Many, worded
+from tandem.frontend.sampling import SamplingBody, TextRules, seeds
 from tandem.frontend.timings import Report, Timings, TimingsSink
 from tandem.frontend.tokenizer import Tokenizer
-from tandem.frontend.transcript import Ending, Gaps, Outlet, Piece, Transcript
-from tandem.wire.errors import EngineFailed
-from tandem.wire.generation import GenerateRequest, Grammar, LogprobsWanted, TokenLogprobs
+from tandem.wire.errors import InvalidRequest
+from tandem.wire.generation import GenerateRequest
 from tandem.wire.ids import RequestId, new_request_id
+
+# Prompts times n of one HTTP request: what one client may start at once.
+MAX_GENERATIONS = 1024
+# Tokenizing so many characters takes about 1.5 ms. More releases the interpreter's lock.
+LOCKED_CHARS = 4096
+
+_Ids = Many[int] | Many[Many[int]]
+_FORM = Field(union_mode="left_to_right")
+Texts = Annotated[str | Many[str], _FORM, worded("must be a string or a list of strings")]
+Ids = Annotated[_Ids, _FORM, worded("must be a list of integers or a list of such lists")]
+AnyPrompt = Annotated[
+    str | Many[str] | _Ids,
+    _FORM,
+    worded("must be a string or a list of strings, a list of integers or a list of such lists"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Prompts of one body, not yet tokenized: either texts or ids.
+
+    Attributes:
+        is_batch: Whether they came as a list, so that the answer is one.
+    """
+
+    is_batch: bool
+    entries: Sequence[str | list[int]]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def texts(self) -> list[str]:
+        """The prompts that are texts: all of them or none."""
+        return [entry for entry in self.entries if isinstance(entry, str)]
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """The prompts that are ids: all of them or none."""
+        return [entry for entry in self.entries if not isinstance(entry, str)]
+
+
+def read_prompts(value: str | list[str] | list[int] | list[list[int]]) -> Prompts:
+    """Return the prompts of a checked field, in any of its four forms.
+
+    Raises:
+        InvalidRequest: There are more than one body may have.
+    """
+    if isinstance(value, str) or isinstance(value[0], int):
+        return Prompts(is_batch=False, entries=[value])
+    if len(value) > MAX_GENERATIONS:
+        raise InvalidRequest(f"{len(value)} prompts were sent; at most {MAX_GENERATIONS} may be")
+    return Prompts(is_batch=True, entries=value)
+
+
+def prompt_ids(
+    model: ServedModel, prompts: Prompts, add_special_tokens: bool = True
+) -> list[list[int]]:
+    """Return the token ids of each prompt, checked against the model.
+
+    Args:
+        add_special_tokens: Whether texts get those that the model's tokenizer puts around them.
+
+    Raises:
+        InvalidRequest: A prompt is empty, too long, or has ids outside the vocabulary; or it is
+            text and the model has no tokenizer.
+    """
+    texts = prompts.texts
+    prompts_ids = _tokenize(model, texts, add_special_tokens) if texts else prompts.ids
+    for ids in prompts_ids:
+        _check(model, ids)
+    return prompts_ids
+
+
+def require_tokenizer(model: ServedModel) -> Tokenizer:
+    """Return the model's tokenizer.
+
+    Raises:
+        InvalidRequest: It has none.
+    """
+    if model.tokenizer is None:
+        raise InvalidRequest("this model has no tokenizer: send token ids instead of text")
+    return model.tokenizer
+
+
+def _tokenize(
+    model: ServedModel, texts: Sequence[str], add_special_tokens: bool
+) -> list[list[int]]:
+    tokenizer = require_tokenizer(model)
+    for text in texts:
+        least = tokenizer.least_tokens(text)
+        if least > model.max_prompt_tokens:
+            raise _too_long(model, f"at least {least}")
+    if sum(map(len, texts)) <= LOCKED_CHARS:
+        return [tokenizer.encode(text, add_special_tokens) for text in texts]
+    return tokenizer.encode_batch(texts, add_special_tokens)
+
+
+def _check(model: ServedModel, ids: list[int]) -> None:
+    if not ids:
+        raise InvalidRequest("the prompt is empty: it must have at least one token")
+    if len(ids) > model.max_prompt_tokens:
+        raise _too_long(model, str(len(ids)))
+    for wrong in (min(ids), max(ids)):
+        if not 0 <= wrong < model.vocab_size:
+            raise InvalidRequest(
+                f"token id {wrong} is outside the vocabulary of {model.vocab_size}"
+            )
+
+
+def _too_long(model: ServedModel, num_tokens: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"the prompt has {num_tokens} tokens and this model takes at most "
+        f"{model.max_prompt_tokens} (its context is {model.context_length}, answer included)"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +137,10 @@ class Generation:
     """One generation to run.
 
     Attributes:
-        tokenizer: None when the model has none: the text stays empty.
-        bootstrap: Where its other half is, when a router of SGLang's kind chose the pair.
+        tokenizer: None when the model has none. The text then stays empty.
+        bootstrap: Where its other half is, if a router of SGLang's kind chose the pair.
         timings: Where its time goes.
-        trace: Told of that when it is over.
+        trace: Gets its report when it is over.
     """
 
     request: GenerateRequest
@@ -40,145 +152,40 @@ class Generation:
 
     def report(self) -> Report:
         """Return where its time has gone."""
-        request = self.request
-        return self.timings.report(request.request_id, len(request.prompt_ids))
+        return self.timings.report(self.request.request_id, len(self.request.prompt_ids))
 
 
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """What a client wants beside sampling parameters; see `GenerateRequest`."""
+def generations_of(
+    model: ServedModel,
+    asked: GenerateRequest,
+    request_ids: Sequence[RequestId],
+    sampling: SamplingBody,
+    bootstrap: Bootstrap | None,
+) -> list[Generation]:
+    """Return the generations of one prompt, each with a seed of its own. Several form a group.
 
-    priority: int = 0
-    cache_salt: str = ""
-    logprobs: LogprobsWanted | None = None
-    grammar: Grammar | None = None
-    session: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One checked prompt, and what is wanted of it.
-
-    Attributes:
-        request_ids: One for each generation of it.
-    """
-
-    token_ids: list[int]
-    request_ids: Sequence[RequestId]
-    wishes: Wishes
-    bootstrap: Bootstrap | None = None
-
-
-def generations_of(model: ServedModel, prompt: Prompt, sampling: SamplingBody) -> list[Generation]:
-    """Return the generations of one prompt, each with a seed of its own; several are a group.
+    Args:
+        asked: The request of any of them, without the seed.
+        request_ids: One for each generation.
 
     Raises:
-        InvalidRequest: The parameters do not fit the model.
+        InvalidRequest: A stop pattern cannot be used.
     """
-    chosen = seeds(
-        sampling.seed, len(prompt.request_ids), is_left_open=prompt.bootstrap is not None
-    )
-    params = engine_params(sampling, model, len(prompt.token_ids))
+    count = len(request_ids)
+    chosen = seeds(sampling.seed, count, is_left_open=bootstrap is not None)
     rules = sampling.text_rules
-    wishes = prompt.wishes
-    group = new_request_id() if len(prompt.request_ids) > 1 else ""
+    group = new_request_id() if count > 1 else ""
     return [
         Generation(
-            request=GenerateRequest(
+            request=msgspec.structs.replace(
+                asked,
                 request_id=request_id,
-                prompt_ids=prompt.token_ids,
-                sampling=msgspec.structs.replace(params, seed=seed, grammar=wishes.grammar),
-                priority=wishes.priority,
-                cache_salt=wishes.cache_salt,
+                sampling=msgspec.structs.replace(asked.sampling, seed=seed),
                 group=group,
-                logprobs=wishes.logprobs,
-                session=wishes.session,
             ),
             rules=rules,
             tokenizer=model.tokenizer,
-            bootstrap=prompt.bootstrap,
+            bootstrap=bootstrap,
         )
-        for request_id, seed in zip(prompt.request_ids, chosen, strict=True)
+        for request_id, seed in zip(request_ids, chosen, strict=True)
     ]
-
-
-def transcript_of(
-    generation: Generation, outlet: Outlet | None = None, gaps: Gaps | None = None
-) -> Transcript:
-    """Return the transcript of a generation that begins."""
-    rules, tokenizer = generation.rules, generation.tokenizer
-    detokenizer = (
-        NoText() if tokenizer is None else tokenizer.detokenizer(rules.skip_special_tokens)
-    )
-    return Transcript(rules, detokenizer, outlet, gaps)
-
-
-async def run(
-    backend: Backend, generation: Generation, transcript: Transcript
-) -> AsyncGenerator[Piece, None]:
-    """Yield the pieces of a generation; the last one has an ending.
-
-    The backend's part is over, or cancelled, before the last piece is yielded and when the caller
-    closes the generator early.
-
-    Raises:
-        TandemError: As the backend raises it, at any point.
-    """
-    request, timings = generation.request, generation.timings
-    # Log-probabilities belong to pieces.
-    tap = transcript if transcript.has_outlet and request.logprobs is None else None
-    timings.sent()
-    deltas = backend.generate(request, generation.bootstrap, tap)
-    async with aclosing(deltas):
-        async for delta in deltas:
-            timings.came(delta)
-            piece = transcript.take(delta)
-            if piece is None:
-                continue
-            if piece.ending is not None:
-                break
-            yield piece
-        else:
-            raise EngineFailed("the generation ended without saying why")
-    yield piece
-
-
-@dataclass(slots=True)
-class Answer:
-    """What a generation has made so far.
-
-    Attributes:
-        output_ids: All ids so far. Not copied: it grows as pieces are added.
-        logprobs: One for each of `output_ids`, when wanted.
-        prompt_logprobs: Of the wanted positions, in order.
-    """
-
-    text: str
-    output_ids: list[int]
-    cached_tokens: int = 0
-    ending: Ending | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-    @classmethod
-    def empty(cls) -> "Answer":
-        """Return the answer before its first piece."""
-        return cls("", [])
-
-    def add(self, piece: Piece) -> None:
-        """Add what came."""
-        self.text += piece.text
-        self.output_ids += piece.token_ids
-        self.cached_tokens = max(self.cached_tokens, piece.cached_tokens)
-        self.ending = piece.ending
-        self.logprobs += piece.logprobs
-        self.prompt_logprobs += piece.prompt_logprobs
-
-    def has_room(self) -> bool:
-        """See `Outlet`. There always is."""
-        return True
-
-    def write(self, text: str, token_ids: Sequence[int]) -> None:
-        """See `Outlet`."""
-        self.text += text
-        self.output_ids += token_ids

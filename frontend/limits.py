@@ -1,17 +1,13 @@
-"""What a request may cost before it is understood, and in all: bytes of its body, seconds.
+"""Limits of a request's body: its bytes, and the seconds that it may take.
 
 ```
- head (aiohttp) ─▶ expect ─▶ key ─▶ end_in_time: 504
-                                      └─ read_body: 413 415 429 408 ─▶ handler, and what it runs
+ head (aiohttp) ─▶ expect ─▶ key ─▶ read_body: 413 415 429 408 ─▶ handler
 ```
-
-How long a connection may take for a head, or be idle, is an option of `frontend/server.py`.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
@@ -21,12 +17,10 @@ from tandem.frontend.edge import EDGE
 from tandem.frontend.middleware import error_response
 from tandem.wire.errors import BodyTooLarge, InvalidRequest, Overloaded, TandemError
 
-# What bodies that are still coming in may hold of one process, as many as there are of them.
+# What all bodies that are still coming in may hold of one process.
 INCOMING_BYTES = 1024 * 1024 * 1024
 # Ten thousand of these hold as much as that, and are not counted.
 SMALL_BYTES = 64 * 1024
-# Past its deadline, a stream that says itself how it ends has this long to write that.
-_LAST_EVENT_S = 1.0
 
 
 class BodyTimedOut(InvalidRequest):
@@ -44,17 +38,17 @@ class EncodingUnsupported(InvalidRequest):
 
 
 class ExpectationFailed(InvalidRequest):
-    """The request expects something other than a word to go on."""
+    """The request expects something other than 100-continue."""
 
     code = "expectation_failed"
     status = 417
 
 
 class Incoming:
-    """Bytes set aside for bodies that are coming in.
+    """Bytes reserved for bodies that are coming in.
 
     Attributes:
-        size_bytes: By what their heads announce; a body in chunks as large as one may be.
+        size_bytes: As their heads announce. A body in chunks counts as large as one may be.
     """
 
     def __init__(self, limit_bytes: int = INCOMING_BYTES) -> None:
@@ -67,7 +61,7 @@ class Incoming:
 
     @contextmanager
     def reserve(self, size_bytes: int) -> Iterator[None]:
-        """Set aside what one body may hold, inside the block.
+        """Reserve what one body may hold, inside the block.
 
         Raises:
             Overloaded: Others hold too much already.
@@ -85,43 +79,21 @@ class Incoming:
 INCOMING = web.AppKey("incoming", Incoming)
 
 
-class RequestTimedOut(TandemError):
-    """The request and what it generates took longer than the operator allows."""
-
-    code = "timeout"
-    status = 504
-
-    def __init__(self, timeout_s: float) -> None:
-        super().__init__(f"the request was ended: it took longer than {timeout_s:g} s")
-
-
-@dataclass(frozen=True, slots=True)
-class _Limit:
-    """When a request is over, by the loop's clock, and what cancels it then."""
-
-    deadline: float
-    timeout_s: float
-    outer: asyncio.Timeout
-
-
-_LIMIT: web.RequestKey[_Limit] = web.RequestKey("limit", _Limit)
-
-
 @web.middleware
 async def read_body(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Read the body of what has one, so that a handler's own `read` never waits.
+    """Read the body, so that a handler's own `read` never waits.
 
     Raises:
-        BodyTooLarge: By its length, or as soon as more came.
-        BodyTimedOut: It took longer than one may.
-        Overloaded: Too much of others is coming in.
-        EncodingUnsupported: It is compressed: small bodies could become large ones.
+        BodyTooLarge: Its length, or what came so far, passes the limit.
+        BodyTimedOut: It took too long.
+        Overloaded: Other bodies hold too much.
+        EncodingUnsupported: It is compressed, and could inflate.
     """
     if not request.body_exists or request.method not in {"POST", "PUT"}:
         return await handler(request)
     refuse_by_head(request)
     try:
-        if request.content.is_eof():  # it is here already, as most are
+        if request.content.is_eof():  # most bodies came with the head
             await request.read()
         else:
             await _read_slowly(request)
@@ -144,7 +116,7 @@ async def _read_slowly(request: web.Request) -> None:
 
 
 def refuse_by_head(request: web.Request) -> None:
-    """Refuse a body by what the head says of it.
+    """Reject a body by its head.
 
     Raises:
         BodyTooLarge: Its length passes the limit.
@@ -158,9 +130,9 @@ def refuse_by_head(request: web.Request) -> None:
 
 
 async def expect(request: web.Request) -> web.StreamResponse | None:
-    """Tell a client that waits for it to send the body; or return why it would be refused.
+    """Ask a client with `Expect` for its body, or return why it would be rejected.
 
-    aiohttp calls it outside of all middlewares, with a request that has `Expect`.
+    aiohttp calls it outside of all middlewares.
     """
     if request.version < HttpVersion11:
         return None
@@ -173,48 +145,3 @@ async def expect(request: web.Request) -> web.StreamResponse | None:
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0  # else aiohttp would take it for the beginning of the answer
     return None
-
-
-@web.middleware
-async def end_in_time(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """End a request that takes longer than `request_timeout_s`, and with it what it generates.
-
-    A stream that has begun is cut, unless it ends itself: see `within_time`.
-
-    Raises:
-        RequestTimedOut: Nothing was sent yet.
-    """
-    timeout_s = request.app[EDGE].options.http.request_timeout_s
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    outer = asyncio.timeout_at(deadline)
-    request[_LIMIT] = _Limit(deadline, timeout_s, outer)
-    try:
-        async with outer:
-            return await handler(request)
-    except TimeoutError:
-        if not outer.expired():
-            raise
-        raise RequestTimedOut(timeout_s) from None
-
-
-@asynccontextmanager
-async def within_time(request: web.Request) -> AsyncIterator[None]:
-    """Raise inside a stream what `end_in_time` would end it with, so that it can say so.
-
-    Raises:
-        RequestTimedOut: The request's time is over; there is a little left to send an event.
-    """
-    limit = request.get(_LIMIT)
-    if limit is None:
-        yield
-        return
-    if not limit.outer.expired():
-        limit.outer.reschedule(limit.deadline + _LAST_EVENT_S)
-    inner = asyncio.timeout_at(limit.deadline)
-    try:
-        async with inner:
-            yield
-    except TimeoutError:
-        if not inner.expired():
-            raise
-        raise RequestTimedOut(limit.timeout_s) from None

@@ -9,19 +9,20 @@
 
 import codecs
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from tandem.frontend.answers import MetaInfo, Triple
 from tandem.frontend.generation import Generation
 from tandem.frontend.tokenizer import Tokenizer
 from tandem.wire.generation import LogprobsWanted, TokenLogprobs
 
-# OpenAI's limit for chats; what a step must sort out for each of its tokens.
+# OpenAI's limit for chats. A step must sort so many for each of its tokens.
 MAX_TOP_LOGPROBS = 20
-# JSON has no infinity. vLLM's number for what cannot be, as OpenAI's own.
+# JSON has no infinity. vLLM and OpenAI write this number for the impossible.
 _IMPOSSIBLE = -9999.0
 
 Run = tuple[Sequence[int], Sequence[TokenLogprobs]]
-"""Ids that stand behind each other, with what is known of each."""
+"""Ids that follow each other, with the log-probabilities of each."""
 
 
 class NativeLogprobs:
@@ -29,24 +30,25 @@ class NativeLogprobs:
 
     Args:
         generation: Its request wants log-probabilities.
-        has_text: Whether the text of each token is told.
+        has_text: Whether each entry has the text of its token.
     """
 
     def __init__(self, generation: Generation, wanted: LogprobsWanted, *, has_text: bool) -> None:
         self._num_top = wanted.num_top
-        # As SGLang: the first position that is told of has no value, wherever it is.
+        # As SGLang: the first position has no value, wherever it is.
         self._is_first = True
         self._prompt_ids = generation.request.prompt_ids
         self._position = wanted.prompt_start
         self._tokenizer = generation.tokenizer if has_text else None
         self._fields = self._empty()
 
-    def fields(self) -> dict[str, list[Any]]:
-        """Return what was added, to be put into `meta_info`."""
-        return self._fields
+    def fill(self, meta: MetaInfo) -> None:
+        """Put what was added into `meta_info`."""
+        for name, values in self._fields.items():
+            setattr(meta, name, values)
 
     def add(self, output: Run, prompt: Sequence[TokenLogprobs]) -> None:
-        """Add what came."""
+        """Add the tokens of a piece, and positions of the prompt."""
         for entry in prompt:
             known = TokenLogprobs(logprob=None) if self._is_first else entry
             self._add("input", self._prompt_ids[self._position], known)
@@ -56,7 +58,7 @@ class NativeLogprobs:
             self._add("output", token_id, entry)
 
     def clear(self) -> None:
-        """Forget what was added: only what comes from now on is told."""
+        """Forget what was added."""
         self._fields = self._empty()
 
     def _empty(self) -> dict[str, list[Any]]:
@@ -69,7 +71,7 @@ class NativeLogprobs:
             top = [self._triple(id_, logprob) for id_, logprob in entry.top[: self._num_top]]
             self._fields[f"{side}_top_logprobs"].append(top or None)
 
-    def _triple(self, token_id: int, logprob: float | None) -> list[float | int | str | None]:
+    def _triple(self, token_id: int, logprob: float | None) -> Triple:
         text = None
         if self._tokenizer is not None:
             text = self._tokenizer.token_bytes(token_id).decode(errors="replace")
@@ -82,19 +84,11 @@ def native_logprobs(generation: Generation, *, has_text: bool) -> NativeLogprobs
     return None if wanted is None else NativeLogprobs(generation, wanted, has_text=has_text)
 
 
-class LogprobWriter(Protocol):
-    """Writes the `logprobs` of one choice, piece by piece."""
-
-    def write(self, *runs: Run) -> dict[str, Any]:
-        """Return `logprobs` for the next tokens of the choice."""
-        ...
-
-
 class CompletionLogprobs:
-    """Writes those of `/v1/completions`.
+    """Writes the `logprobs` of a choice of `/v1/completions`, piece by piece.
 
-    The chosen token is among its `top_logprobs`, which are keyed by text: of two tokens that share
-    one the likelier is told. Offsets are in the text of all tokens, special ones included.
+    The chosen token is among its `top_logprobs`. These are keyed by text: of two tokens with the same
+    text the likelier counts. Offsets are in the text of all tokens, special ones included.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, num_top: int) -> None:
@@ -104,7 +98,7 @@ class CompletionLogprobs:
         self._offset = 0
 
     def write(self, *runs: Run) -> dict[str, Any]:
-        """See `LogprobWriter`."""
+        """Return `logprobs` for the next tokens of the choice."""
         tokens: list[str] = []
         token_logprobs: list[float | None] = []
         top_logprobs: list[dict[str, float] | None] = []
@@ -132,13 +126,13 @@ class CompletionLogprobs:
 
 
 class ChatLogprobs:
-    """Writes those of `/v1/chat/completions`."""
+    """Writes the `logprobs` of a choice of `/v1/chat/completions`, piece by piece."""
 
     def __init__(self, tokenizer: Tokenizer | None, num_top: int) -> None:
         self._tokenizer, self._num_top = tokenizer, num_top
 
     def write(self, *runs: Run) -> dict[str, Any]:
-        """See `LogprobWriter`."""
+        """Return `logprobs` for the next tokens of the choice."""
         return {
             "content": [
                 self._token(token_id, entry.logprob)
@@ -157,7 +151,7 @@ class ChatLogprobs:
 
 def _entries(runs: Sequence[Run]) -> Iterator[tuple[int, TokenLogprobs]]:
     for token_ids, entries in runs:
-        # Not strict: a node of an older release tells nothing.
+        # Not strict: a node of an older release sends none.
         yield from zip(token_ids, entries, strict=False)
 
 

@@ -1,4 +1,4 @@
-"""What the edge counts and times, in a registry of its own for each app."""
+"""The metrics of the edge, in one registry for each app."""
 
 import time
 
@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from tandem.telemetry.histogram import Histogram
 
-# One more series for each counter and histogram, which nobody reads.
+# They would double the number of series.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 # From a cached short prompt on a GPU (10 ms) to a long queue on a CPU.
@@ -29,11 +29,11 @@ _LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class _Gathered(PrometheusHistogram):
-    """A histogram that is told of many values at once."""
+    """A histogram that takes many values at once."""
 
     def gather(self, counts: list[int], total: float) -> None:
-        """Add values by bucket, those behind the last end at the end, and their sum."""
-        # As `observe` does with one. It has no door for many, and one at a time would cost a token 2 µs.
+        """Add the number of values in each bucket, and their sum."""
+        # `observe` takes one value: that would cost 2 µs for each token.
         self._sum.inc(total)
         for bucket, num in zip(self._buckets, counts, strict=True):
             if num:
@@ -53,7 +53,7 @@ class TokenGaps:
         self._last_s = 0.0  # before the first
 
     def came(self, num_tokens: int) -> None:
-        """Tokens came together: each counts with its share of the time since those before."""
+        """Note that tokens came together. Each counts with its share of the time since the last ones."""
         now_s = time.perf_counter()
         if self._last_s:
             self._histogram.observe((now_s - self._last_s) / num_tokens, num_tokens)
@@ -120,18 +120,18 @@ class FrontendMetrics:
         return f"FrontendMetrics(gaps={self._gaps!r})"
 
     def token_gaps(self) -> TokenGaps:
-        """Return what counts the gaps of a generation that begins."""
+        """Return the counter of a new generation's gaps."""
         return TokenGaps(self._gaps)
 
     def gather(self) -> None:
-        """Tell Prometheus' registry what was counted beside it; the processes of a pool share that one."""
+        """Add what was counted beside it to Prometheus' registry, which the processes of a pool share."""
         spread = self._gaps.take()
         self._inter_token.gather(spread.counts, spread.total)
 
     def buckets(self, name: str) -> list[tuple[float, int]]:
-        """Return the buckets of one of these histograms: upper bounds, and how many times fell into each.
+        """Return the buckets of one of this process's histograms: upper bounds, and values in each.
 
-        They are this process's own. Of a name that there is not, none.
+        An unknown name has none.
         """
         self.gather()
         families = self._registry.restricted_registry([f"{name}_bucket"]).collect()

@@ -1,47 +1,56 @@
-"""Around every route: counts the answer, checks the key, turns errors into JSON of one shape.
+"""Around every route: counts answers, checks keys, allows web pages, turns errors into JSON.
 
-The shape is OpenAI's, on the native routes as well: `{"error": {"message", "type", "code"}}`.
+Errors have OpenAI's shape on all routes: `{"error": {"message", "type", "code"}}`. Web pages may use the
+server from a browser only if an operator names their origins (Fetch standard, section 3.3).
 """
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Set
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
+from tandem.frontend.answers import Error, ErrorDetail
 from tandem.frontend.edge import EDGE
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import BodyTooLarge, ErrorInfo, NoNodeAvailable, TandemError, Unauthorized
 
 log = get_logger(__name__)
 
-# A balancer probes the first, a supervisor the second and a scraper reads the third, often without a
-# key. The last two tell what every copy of this server tells, to browsers that have no key to send.
+# Balancers, supervisors and scrapers read the first three, often without a key. The last two are the
+# same for every copy of this server, and browsers have no key to send.
 OPEN_ROUTES = frozenset({"/health", "/live", "/metrics", "/openapi.json", "/docs"})
-# What a router asks of a node.
+# Routers read these from nodes.
 READER_ROUTES = frozenset({"/server_info", "/tokenizer"})
-# OpenAI's names; what is not listed is the server's fault.
+# OpenAI's names. Others are `invalid_request_error` or `server_error`.
 _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-# Where nobody knows when it helps.
+# If an error does not say when to retry.
 _RETRY_AFTER_S = 1
-# As nginx: the client closed the request. It reaches nobody but the metrics.
+# As nginx: the client closed the request. Only the metrics see it.
 _CLIENT_GONE = 499
 _SLOW_BODY = 408
 _MAX_MESSAGE_CHARS = 2000
 
 
-def error_body(error: ErrorInfo) -> dict[str, object]:
+# How long a browser keeps the answer to a preflight; Chromium's upper limit.
+_PREFLIGHT_MAX_AGE_S = "7200"
+_METHODS = "GET, HEAD, POST, PUT"
+
+OnPrepare = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
+
+
+def error_body(error: ErrorInfo) -> Error:
     """Return an error as clients see it."""
     fallback = "invalid_request_error" if error.status < 500 else "server_error"
     kind = _ERROR_TYPES.get(error.status, fallback)
     message = error.message[:_MAX_MESSAGE_CHARS]  # it may quote what a client sent
-    return {"error": {"message": message, "type": kind, "param": None, "code": error.code}}
+    return Error(ErrorDetail(message=message, type=kind, param=None, code=error.code))
 
 
 def public_info(error: TandemError) -> ErrorInfo:
-    """Return what may be told of an error outside the building."""
+    """Return an error without what must not leave the cluster."""
     info = error.info()
     if error.is_public:
         return info
@@ -61,7 +70,7 @@ def json_response(
 
 
 def error_response(error: ErrorInfo, headers: dict[str, str] | None = None) -> web.Response:
-    """Return an error as the whole of an answer."""
+    """Return an error as a whole answer."""
     headers = dict(headers or {})
     if error.is_retryable and error.status in {429, 503}:
         headers["Retry-After"] = str(error.retry_after_s or _RETRY_AFTER_S)
@@ -69,14 +78,14 @@ def error_response(error: ErrorInfo, headers: dict[str, str] | None = None) -> w
         headers["WWW-Authenticate"] = "Bearer"
     response = json_response(error_body(error), error.status, headers)
     if error.status == _SLOW_BODY:
-        response.force_close()  # more of the body may come, in place of a next request
+        response.force_close()  # the rest of the body may come, where a next request is expected
     return response
 
 
 @web.middleware
 async def count_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Count the answer by route and status. Unknown paths share one label."""
-    status = _CLIENT_GONE  # unless there is an answer: nothing else cancels a handler
+    status = _CLIENT_GONE  # if the handler is cancelled
     try:
         response = await handler(request)
         status = response.status
@@ -95,7 +104,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except TandemError as error:
         info = public_info(error)
         if isinstance(error, NoNodeAvailable):
-            # Routers ask a node that loads its model again and again; /health says the same.
+            # Routers ask again and again while a node loads its model. /health reports the same.
             log.debug("request.refused", path=request.path, error=error.message)
         elif not error.is_public or error.status >= 500:
             log.warning("request.failed", path=request.path, code=error.code, error=error.message)
@@ -112,7 +121,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
-    """Say in JSON what aiohttp says in text, and which routes there are."""
+    """Return aiohttp's own error as JSON."""
     match error:
         case web.HTTPRequestEntityTooLarge():
             limit = request.app[EDGE].options.http.max_body_bytes
@@ -138,10 +147,10 @@ def _routes(app: web.Application) -> list[str]:
 def check_key(
     api_keys: Iterable[str], open_paths: Set[str] = frozenset(), reader_key: str = ""
 ) -> Middleware:
-    """Return a middleware that lets in who bears one of `api_keys`, and everybody to `open_paths`.
+    """Return a middleware that rejects requests without one of `api_keys`, except to open paths.
 
     Args:
-        reader_key: Opens `READER_ROUTES`; empty: nothing.
+        reader_key: Opens `READER_ROUTES` as well. Empty: none does.
     """
     accepted = [_digest(key.encode()) for key in api_keys]
     readers = [*accepted, _digest(reader_key.encode())] if reader_key else accepted
@@ -158,12 +167,12 @@ def check_key(
 
 
 def bears(request: web.Request, key: str) -> bool:
-    """Tell whether a request bears this key."""
+    """Return whether a request bears this key."""
     return _is_one_of(key_of(request), [_digest(key.encode())])
 
 
 def key_of(request: web.Request) -> bytes:
-    """Return the bearer token of a request; empty where it has none."""
+    """Return the bearer token of a request, or empty."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     return key.strip().encode(errors="surrogateescape") if scheme.lower() == "bearer" else b""
 
@@ -173,7 +182,53 @@ def _digest(key: bytes) -> bytes:
 
 
 def _is_one_of(given: bytes, accepted: list[bytes]) -> bool:
-    # Digests are of one length, and every one is compared to its end: the time tells nothing of
-    # where the bytes differ, how long a key is, or which of them came near.
+    # Digests have one length, and each is compared to its end. So the time does not leak where the
+    # bytes differ, how long a key is, or which key came near.
     digest = _digest(given)
     return sum(hmac.compare_digest(digest, known) for known in accepted) > 0
+
+
+def answer_preflight(origins: Sequence[str]) -> Middleware:
+    """Return a middleware that answers a browser's preflight before a request of a page."""
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        is_preflight = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
+        if (
+            request.method != hdrs.METH_OPTIONS
+            or not is_preflight
+            or not _allowed(request, origins)
+        ):
+            return await handler(request)
+        headers = {
+            hdrs.ACCESS_CONTROL_ALLOW_METHODS: _METHODS,
+            hdrs.ACCESS_CONTROL_MAX_AGE: _PREFLIGHT_MAX_AGE_S,
+        }
+        # The headers that the page asked for: the server takes all, and cookies are not used.
+        if asked := request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS):
+            headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = asked
+        return web.Response(status=204, headers=headers)
+
+    return answer
+
+
+def tell_origin(origins: Sequence[str]) -> OnPrepare:
+    """Return a hook that allows pages of these origins to read each answer."""
+
+    async def tell(request: web.Request, response: web.StreamResponse) -> None:
+        if "*" not in origins:
+            response.headers[hdrs.VARY] = hdrs.ORIGIN  # caches keep the answers apart
+        if allowed := _allowed(request, origins):
+            response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = allowed
+
+    return tell
+
+
+def _allowed(request: web.Request, origins: Sequence[str]) -> str | None:
+    """Return the origin to allow; None if no page asks, or not one of `origins`."""
+    origin = request.headers.get(hdrs.ORIGIN)
+    if origin is None:
+        return None
+    if "*" in origins:
+        return "*"
+    return origin if origin in origins else None

@@ -1,111 +1,89 @@
-"""OpenAI's API: `/v1/completions` and `/v1/chat/completions`, answered whole or streamed.
-
-What may be in a body is in `frontend/openai_body.py`. The two routes differ only in the shape of
-a choice: `frontend/openai_shapes.py`.
-"""
+"""OpenAI's API: `/v1/completions` and `/v1/chat/completions`, answered whole or streamed."""
 
 import time
-from collections.abc import Sequence
-from contextlib import aclosing
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from tandem.frontend.caller import asked_by
-from tandem.frontend.edge import EDGE, Edge, side_by_side
-from tandem.frontend.generation import Answer, Generation
-from tandem.frontend.limits import within_time
-from tandem.frontend.logprobs import LogprobWriter, Run
-from tandem.frontend.middleware import error_body, json_response, public_info
+from tandem.frontend import answering
+from tandem.frontend.answering import Answer
+from tandem.frontend.answers import (
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    Completion,
+    CompletionChoice,
+    CompletionChunk,
+    FinishReason,
+    Timings,
+    Usage,
+)
+from tandem.frontend.edge import EDGE
+from tandem.frontend.logprobs import ChatLogprobs, CompletionLogprobs, Run
+from tandem.frontend.middleware import error_body, json_response
 from tandem.frontend.openai_body import OpenAICall, read_chat, read_completion
-from tandem.frontend.openai_shapes import Chat, Completion, Logprobs, Shape
-from tandem.frontend.reply import Reply, message
-from tandem.frontend.session import with_session
 from tandem.frontend.sse import EventStream, encode, event
-from tandem.frontend.transcript import Outlet, Piece
-from tandem.wire.errors import TandemError
+from tandem.frontend.tool_calls import Reply, message
+from tandem.frontend.transcript import Ending, Piece
+from tandem.wire.errors import ErrorInfo
+
+Logprobs = dict[str, Any] | None
+Choice = CompletionChoice | ChatDelta
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """Answer `/v1/completions`.
-
-    Raises:
-        TandemError: Nothing was sent yet.
-    """
-    edge = request.app[EDGE]
-    model, headers = edge.backend.model(), request.headers
-    call = await edge.read(
-        await request.read(), lambda data: read_completion(model, with_session(headers, data))
-    )
-    return await _answer(request, edge, call, Completion())
+    """Answer `/v1/completions`."""
+    return await _answer(request, await answering.read_call(request, read_completion))
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """Answer `/v1/chat/completions`.
+    """Answer `/v1/chat/completions`."""
+    formats = request.app[EDGE].options.reply_formats
+    call = await answering.read_call(request, lambda model, data: read_chat(model, data, formats))
+    return await _answer(request, call)
 
-    Raises:
-        TandemError: Nothing was sent yet.
-    """
+
+async def _answer(request: web.Request, call: OpenAICall) -> web.StreamResponse:
     edge = request.app[EDGE]
-    model, headers, formats = edge.backend.model(), request.headers, edge.options.reply_formats
-    call = await edge.read(
-        await request.read(), lambda data: read_chat(model, with_session(headers, data), formats)
-    )
-    return await _answer(request, edge, call, Chat())
-
-
-async def _answer(
-    request: web.Request, edge: Edge, call: OpenAICall, shape: Shape
-) -> web.StreamResponse:
-    call = replace(call, generations=asked_by(request, call.generations))
     if call.is_stream:
-        async with EventStream(request, edge.options.stall_timeout_s, edge.outbox) as stream:
-            return await _Chunks(call, shape, stream).send_all(edge)
-    answers = await edge.answers(call.generations)
-    choices = [_choice(call, shape, index, answer) for index, answer in enumerate(answers)]
+        async with EventStream(request, edge.options.stall_timeout_s, edge.outbox) as events:
+            chunks = _Chunks(call, events)
+            await answering.stream(edge, events, chunks.choices)
+            chunks.put_summary()
+            return await events.finish()
+    answers = await answering.whole(request, call.generations)
+    choices = [_choice(call, index, answer) for index, answer in enumerate(answers)]
     num_output = sum(len(answer.output_ids) for answer in answers)
     num_cached = sum(answer.cached_tokens for answer in answers)
+    whole = ChatCompletion if call.is_chat else Completion
     return json_response(
-        _head(call, shape.whole)
-        | {"choices": choices, "usage": _usage(call, num_output, num_cached)}
-        | _timings(call)
+        whole(
+            **_head(call, "chat.completion" if call.is_chat else "text_completion"),
+            choices=choices,  # type: ignore[arg-type]
+            usage=_usage(call, num_output, num_cached),
+            timings=_timings(call),
+        )
     )
 
 
-def _timings(call: OpenAICall) -> dict[str, Any]:
-    """Return where the time went, where that was asked: of one choice, or a list of all."""
-    if not call.generations[0].timings.is_wanted:
-        return {}
-    reports = [generation.report() for generation in call.generations]
-    return {"timings": reports if len(reports) > 1 else reports[0]}
-
-
-def _choice(call: OpenAICall, shape: Shape, index: int, answer: Answer) -> dict[str, Any]:
-    generation = call.generations[index]
-    text = call.echoes[index] + answer.text
-    logprobs = None
-    if (writer := _writer(shape, generation)) is not None:
+def _choice(call: OpenAICall, index: int, answer: Answer) -> CompletionChoice | ChatChoice:
+    logprobs: Logprobs = None
+    if (writer := _writer(call, index)) is not None:
         logprobs = writer.write(
-            _prompt_run(generation, answer), (answer.output_ids, answer.logprobs)
+            _prompt_run(call, index, answer), (answer.output_ids, answer.logprobs)
         )
-    choice = shape.choice(index, text, _reason(answer), logprobs)
-    if call.make_reply is not None:
-        reply = call.make_reply()
-        choice["message"] = message([*reply.push(text), *reply.finish()])
-        choice["finish_reason"] = _reason(answer, reply)
-    return choice
-
-
-def _writer(shape: Shape, generation: Generation) -> LogprobWriter | None:
-    wanted = generation.request.logprobs
-    return None if wanted is None else shape.writer(generation.tokenizer, wanted.num_top)
-
-
-def _prompt_run(generation: Generation, part: Answer | Piece) -> Run:
-    """Return what came of the prompt: of all of it, where it is echoed, else of nothing."""
-    return generation.request.prompt_ids, part.prompt_logprobs
+    reason = _reason(answer.ending)
+    text = call.echoes[index] + answer.text
+    if not call.is_chat:
+        return CompletionChoice(index, text, logprobs, reason)
+    if call.make_reply is None:
+        return ChatChoice(index, {"role": "assistant", "content": text}, logprobs, reason)
+    reply = call.make_reply()
+    parts = [*reply.push(text), *reply.finish()]
+    return ChatChoice(index, message(parts), logprobs, _reason(answer.ending, reply))
 
 
 def _head(call: OpenAICall, kind: str) -> dict[str, Any]:
@@ -117,88 +95,89 @@ def _head(call: OpenAICall, kind: str) -> dict[str, Any]:
     }
 
 
-def _reason(part: Answer | Piece, reply: Reply | None = None) -> str | None:
-    if part.ending is None:
+def _usage(call: OpenAICall, num_output: int, num_cached: int) -> Usage:
+    num_prompt = call.num_prompt_tokens
+    details = {"cached_tokens": num_cached}
+    return Usage(num_prompt, num_output, num_prompt + num_output, details)
+
+
+def _timings(call: OpenAICall) -> Timings:
+    """Return the report of the one choice, or of each, if the client asked for it."""
+    if not call.generations[0].timings.is_wanted:
+        return msgspec.UNSET
+    reports = [generation.report() for generation in call.generations]
+    return reports if len(reports) > 1 else reports[0]
+
+
+def _reason(ending: Ending | None, reply: Reply | None = None) -> FinishReason:
+    if ending is None:
         return None
-    if reply is not None and part.ending.reason == "stop":
+    if reply is not None and ending.reason == "stop":
         return reply.finish_reason
-    return part.ending.reason
+    return ending.reason
 
 
-def _usage(call: OpenAICall, num_output: int, num_cached: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": call.num_prompt_tokens,
-        "completion_tokens": num_output,
-        "total_tokens": call.num_prompt_tokens + num_output,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
-    }
+def _writer(call: OpenAICall, index: int) -> CompletionLogprobs | ChatLogprobs | None:
+    generation = call.generations[index]
+    if (wanted := generation.request.logprobs) is None:
+        return None
+    kind = ChatLogprobs if call.is_chat else CompletionLogprobs
+    return kind(generation.tokenizer, wanted.num_top)
+
+
+def _prompt_run(call: OpenAICall, index: int, part: Answer | Piece) -> Run:
+    """Return what came of the prompt: all of it where it is echoed, else nothing."""
+    return call.generations[index].request.prompt_ids, part.prompt_logprobs
 
 
 class _Chunks:
-    """Sends one call's chunks: for each choice an opening, its text, its end; then the usage.
+    """The chunks of one streamed call: for each choice an opening, its text, its end; then the usage.
 
     Attributes:
-        stream: Where they go.
+        choices: What writes each choice.
     """
 
-    def __init__(self, call: OpenAICall, shape: Shape, stream: EventStream) -> None:
-        self._call = call
-        self.stream = stream
-        self._head = _head(call, shape.chunk)
-        self._choices = [
-            _Choice(self, call, shape, index) for index in range(len(call.generations))
-        ]
+    def __init__(self, call: OpenAICall, events: EventStream) -> None:
+        self._call, self.events = call, events
+        self._kind: Callable[..., msgspec.Struct] = (
+            ChatCompletionChunk if call.is_chat else CompletionChunk
+        )
+        self._head = _head(call, "chat.completion.chunk" if call.is_chat else "text_completion")
+        self.choices = [_Choice(self, call, index) for index in range(len(call.generations))]
 
-    async def send_all(self, edge: Edge) -> web.StreamResponse:
-        """Send everything; return the response for aiohttp."""
-        await side_by_side([self._send_choice(edge, choice) for choice in self._choices])
-        if self._call.usage.include_usage:
-            await self.stream.send(event(self._head | {"choices": [], "usage": self.usage()}))
-        if timings := _timings(self._call):
-            await self.stream.send(event(self._head | {"choices": []} | timings))
-        return await self.stream.finish()
-
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> Usage:
         """Return the usage of all choices so far."""
-        num_output = sum(choice.num_tokens for choice in self._choices)
-        num_cached = sum(choice.cached_tokens for choice in self._choices)
+        num_output = sum(choice.num_tokens for choice in self.choices)
+        num_cached = sum(choice.cached_tokens for choice in self.choices)
         return _usage(self._call, num_output, num_cached)
 
-    def chunk(self, choice: dict[str, Any], usage: object) -> bytes:
-        """Return one choice as an event.
-
-        Args:
-            usage: Told where the call wants it with every chunk.
-        """
+    def chunk(self, choice: Choice, usage: Usage | msgspec.Raw) -> bytes:
+        """Return one choice as an event, with the usage if the client wants it with every chunk."""
         options = self._call.usage
-        extra: dict[str, object] = {"usage": None} if options.include_usage else {}
+        extra: dict[str, Any] = {"usage": None} if options.include_usage else {}
         if options.continuous_usage_stats:
             extra = {"usage": usage}
-        return event(self._head | {"choices": [choice]} | extra)
+        return event(self._kind(**self._head, choices=[choice], **extra))
 
-    async def _send_choice(self, edge: Edge, choice: "_Choice") -> None:
-        try:
-            async with (
-                within_time(self.stream.request),
-                aclosing(edge.run(choice.generation, choice.outlet())) as pieces,
-            ):
-                async for piece in pieces:
-                    if parts := choice.take(piece):
-                        usage = self.usage()
-                        await self.stream.send(b"".join(self.chunk(part, usage) for part in parts))
-        except TandemError as error:
-            if not self.stream.is_started:
-                raise
-            body = error_body(public_info(error))
-            await self.stream.send(event(self._head | {"choices": choice.cut_short()} | body))
+    def put_failure(self, choice: Choice, error: ErrorInfo) -> None:
+        """Send the end of a choice that an error cut short."""
+        detail = error_body(error).error
+        self.events.put(event(self._kind(**self._head, choices=[choice], error=detail)))
+
+    def put_summary(self) -> None:
+        """Send the usage and the timings, where the client wants them."""
+        if self._call.usage.include_usage:
+            self.events.put(event(self._kind(**self._head, usage=self.usage())))
+        if (timings := _timings(self._call)) is not msgspec.UNSET:
+            self.events.put(event(self._kind(**self._head, timings=timings)))
 
 
-# Stands for what changes from chunk to chunk, to see where that lies. No text has it: it is escaped.
+# Stand for what changes from chunk to chunk, to find its place. No text has them: it is escaped.
 _TEXT, _USAGE = "\0text", b'"\\0usage"'
 
 
 class _Choice:
-    """What one choice has told so far, and how its next part looks. Its generation's `Outlet`.
+    """One choice of a streamed call. A `StreamSink`.
 
     Attributes:
         num_tokens, cached_tokens: For the usage.
@@ -207,90 +186,118 @@ class _Choice:
     __slots__ = (
         "_chunks",
         "_echo",
+        "_events",
         "_frame",
         "_has_usage",
         "_index",
+        "_is_chat",
         "_is_opened",
+        "_is_plain",
         "_reply",
-        "_shape",
-        "_stream",
         "_writer",
         "cached_tokens",
+        "drain",
         "generation",
+        "has_room",
         "num_tokens",
     )
 
-    def __init__(self, chunks: _Chunks, call: OpenAICall, shape: Shape, index: int) -> None:
+    def __init__(self, chunks: _Chunks, call: OpenAICall, index: int) -> None:
         self.generation = call.generations[index]
         self.num_tokens = self.cached_tokens = 0
-        self._chunks, self._shape, self._index = chunks, shape, index
-        self._stream = chunks.stream
+        self._chunks, self._index, self._is_chat = chunks, index, call.is_chat
+        self._events = chunks.events
+        self.has_room, self.drain = chunks.events.has_room, chunks.events.drain
         self._echo = call.echoes[index]
-        self._writer = _writer(shape, self.generation)
+        self._writer = _writer(call, index)
         self._reply = call.make_reply() if call.make_reply is not None else None
-        self._is_opened = False
+        self._is_opened = self._is_plain = False
         self._has_usage = call.usage.continuous_usage_stats
         # Of an ordinary chunk: before its text, up to its usage, to its end.
         self._frame: tuple[bytes, bytes, bytes] | None = None
 
-    def outlet(self) -> Outlet | None:
-        """Return where ordinary tokens may go; None where their text is read first."""
-        return self if self._reply is None else None
+    def write(self, piece: Piece) -> None:
+        """Send the chunks of a piece."""
+        self.num_tokens += len(piece.token_ids)
+        if self._is_plain and piece.ending is None:
+            self._write_text(piece.text)
+            return
+        self.cached_tokens = max(self.cached_tokens, piece.cached_tokens)
+        usage = self._chunks.usage()
+        if chunks := [self._chunks.chunk(choice, usage) for choice in self._choices(piece)]:
+            self._events.put(b"".join(chunks))
 
-    def has_room(self) -> bool:
-        """See `Outlet`."""
-        return self._stream.has_room()
+    def write_failure(self, error: ErrorInfo) -> None:
+        """Send the end of the choice. Clients of OpenAI's raise on `error` beside it."""
+        end = self._delta({}, "abort") if self._is_chat else self._text("", None, "abort")
+        self._chunks.put_failure(end, error)
 
-    def write(self, text: str, token_ids: Sequence[int]) -> None:
-        """See `Outlet`."""
-        self.num_tokens += len(token_ids)
+    def _write_text(self, text: str) -> None:
         if not text:
             return
         if self._frame is None:
             self._frame = self._make_frame()
         before, between, end = self._frame
         usage = encode(self._chunks.usage()) if self._has_usage else b""
-        self._stream.send_now(b"%b%b%b%b%b" % (before, encode(text), between, usage, end))
-
-    def take(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return the choices, one a chunk, that a piece makes."""
-        self.num_tokens += len(piece.token_ids)
-        self.cached_tokens = max(self.cached_tokens, piece.cached_tokens)
-        opening = [] if self._is_opened else self._opening(piece)
-        self._is_opened = True
-        logprobs = None
-        if self._writer is not None and piece.token_ids:
-            logprobs = self._writer.write((piece.token_ids, piece.logprobs))
-        if self._reply is not None:
-            return opening + self._read(self._reply, piece, logprobs)
-        return opening + self._shape.delta(self._index, piece.text, _reason(piece), logprobs)
-
-    def _read(self, reply: Reply, piece: Piece, logprobs: Logprobs) -> list[dict[str, Any]]:
-        """Return the choices that the reader of a reply makes of a piece."""
-        parts = reply.push(piece.text)
-        if piece.ending is not None:
-            parts = [*parts, *reply.finish()]
-        choices = [
-            {"index": self._index, "delta": part.delta(), "logprobs": None, "finish_reason": None}
-            for part in parts
-        ]
-        if logprobs is not None:
-            # They are of tokens: what a reader holds back, or turns into calls, has none of its own.
-            choices += self._shape.delta(self._index, "", None, logprobs)
-        return choices + self._shape.delta(self._index, "", _reason(piece, reply))
-
-    def cut_short(self) -> list[dict[str, Any]]:
-        """Return the end of a choice that has begun. Clients of OpenAI's raise on `error` beside it."""
-        return self._shape.delta(self._index, "", "abort")
-
-    def _opening(self, piece: Piece) -> list[dict[str, Any]]:
-        logprobs = None
-        if self._writer is not None:
-            logprobs = self._writer.write(_prompt_run(self.generation, piece))
-        return self._shape.opening(self._index, self._echo, logprobs)
+        self._events.put(b"%b%b%b%b%b" % (before, encode(text), between, usage, end))
 
     def _make_frame(self) -> tuple[bytes, bytes, bytes]:
-        (choice,) = self._shape.delta(self._index, _TEXT, None)
+        [choice] = self._texts(_TEXT, None)
         before, _, rest = self._chunks.chunk(choice, msgspec.Raw(_USAGE)).partition(encode(_TEXT))
         between, _, end = rest.partition(_USAGE)
         return before, between, end
+
+    def _choices(self, piece: Piece) -> Iterator[Choice]:
+        """Yield the choices, one a chunk, that a piece makes."""
+        if not self._is_opened:
+            self._is_opened = True
+            # From here on most pieces are but text.
+            self._is_plain = self._writer is None and self._reply is None
+            yield from self._opening(piece)
+        logprobs: Logprobs = None
+        if self._writer is not None and piece.token_ids:
+            logprobs = self._writer.write((piece.token_ids, piece.logprobs))
+        reason = _reason(piece.ending, self._reply)
+        if self._reply is None:
+            yield from self._texts(piece.text, logprobs, reason if not self._is_chat else None)
+        else:
+            parts = self._reply.push(piece.text)
+            if piece.ending is not None:
+                parts = [*parts, *self._reply.finish()]
+            yield from (self._delta(part.delta()) for part in parts)
+            # They belong to tokens: text that a reader holds back has none of its own.
+            yield from self._texts("", logprobs)
+            reason = _reason(piece.ending, self._reply)
+        if self._is_chat and reason:  # the end of a chat has a chunk of its own
+            yield self._delta({}, reason)
+
+    def _opening(self, piece: Piece) -> Iterator[Choice]:
+        if self._is_chat:
+            yield self._delta({"role": "assistant", "content": ""})
+            return
+        logprobs: Logprobs = None
+        if self._writer is not None:
+            logprobs = self._writer.write(
+                (self.generation.request.prompt_ids, piece.prompt_logprobs)
+            )
+        if self._echo or (logprobs is not None and logprobs["tokens"]):
+            yield self._text(self._echo, logprobs, None)
+
+    def _texts(
+        self, text: str, logprobs: Logprobs, reason: FinishReason = None
+    ) -> Iterator[Choice]:
+        """Yield a choice that adds text. One without news is not worth a chunk."""
+        if not (text or logprobs or reason):
+            return
+        if self._is_chat:
+            yield self._delta({"content": text}, reason, logprobs)
+        else:
+            yield self._text(text, logprobs, reason)
+
+    def _text(self, text: str, logprobs: Logprobs, reason: FinishReason) -> CompletionChoice:
+        return CompletionChoice(self._index, text, logprobs, reason)
+
+    def _delta(
+        self, delta: dict[str, Any], reason: FinishReason = None, logprobs: Logprobs = None
+    ) -> ChatDelta:
+        return ChatDelta(self._index, delta, logprobs, reason)

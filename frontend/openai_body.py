@@ -1,48 +1,45 @@
-"""Bodies of OpenAI's API: from JSON to checked generations.
+"""Bodies of OpenAI's API: from JSON to checked generations. Answering is in `frontend/openai.py`."""
 
-Leaves out answering, which is in `frontend/openai.py`.
-"""
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
 import pydantic_core
-from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BeforeValidator, ConfigDict, Field
 
-from tandem.frontend.backend import Bootstrap, ServedModel
-from tandem.frontend.batch_fields import BootstrappedBody, bootstraps
-from tandem.frontend.body import Body, CacheSalt, Many, Priority, validate
+from tandem.frontend.backend import ServedModel
+from tandem.frontend.body import Body, GenerationBody, Many, session_of, validate
 from tandem.frontend.edge import part_id
-from tandem.frontend.generation import Generation, Prompt, Wishes, generations_of
-from tandem.frontend.grammars import openai_grammar
-from tandem.frontend.logprobs import MAX_TOP_LOGPROBS
-from tandem.frontend.prompts import (
+from tandem.frontend.generation import (
     MAX_GENERATIONS,
+    AnyPrompt,
+    Generation,
     Prompts,
-    any_prompts,
+    generations_of,
     prompt_ids,
+    read_prompts,
     require_tokenizer,
 )
-from tandem.frontend.reply import Reply
+from tandem.frontend.grammars import openai_grammar
+from tandem.frontend.logprobs import MAX_TOP_LOGPROBS
 from tandem.frontend.reply_parser import NO_FORMATS, ReplyFormats
 from tandem.frontend.sampling import (
     CompletionSampling,
     OpenAISampling,
+    engine_params,
     read_sampling,
     require_tokens,
 )
-from tandem.frontend.session import session_of
-from tandem.frontend.tool_calls import ToolChoice, read_choice
+from tandem.frontend.tool_calls import Reply, ToolChoice, read_choice
 from tandem.frontend.unsupported import UNSUPPORTED_IN_CHATS, refuse_unsupported
 from tandem.wire.errors import InvalidRequest, ModelNotFound
-from tandem.wire.generation import LogprobsWanted
+from tandem.wire.generation import GenerateRequest, Grammar, LogprobsWanted
 from tandem.wire.ids import new_request_id
 
-# Each is looked at in turn, and the longest conversations have hundreds.
+# The longest conversations have hundreds.
 MAX_MESSAGES = 8192
-# What people who serve one model call it, whatever it is.
+# A client's name for the one model of any server.
 ANY_MODEL = "default"
 
 
@@ -53,22 +50,14 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class OpenAIBody(BootstrappedBody):
-    """What both routes share, but for sampling parameters."""
+class OpenAIBody(GenerationBody):
+    """What both routes share, without sampling parameters."""
 
     model: str | None = None
-    stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    priority: Priority = 0
-    cache_salt: CacheSalt = ""
 
 
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
-
-
-_IDS = {"type": "array", "items": {"type": "integer"}}
-_STRINGS = {"type": "array", "items": {"type": "string"}}
-_PROMPT_SCHEMA = {"anyOf": [{"type": "string"}, _STRINGS, _IDS, {"type": "array", "items": _IDS}]}
 
 
 def _off(value: object) -> object:
@@ -78,20 +67,20 @@ def _off(value: object) -> object:
 class CompletionBody(OpenAIBody):
     """`/v1/completions`."""
 
-    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)] = None
+    prompt: AnyPrompt
     add_special_tokens: bool = True
     echo: bool = False
     logprobs: Annotated[NumTop | None, BeforeValidator(_off)] = None
 
     def wanted(self) -> LogprobsWanted | None:
-        """Return what the engine is asked for: an echoed prompt is told of as well."""
+        """Return which log-probabilities to ask the engine for: an echoed prompt's as well."""
         if self.logprobs is None:
             return None
         return LogprobsWanted(num_top=self.logprobs, prompt_start=0 if self.echo else -1)
 
 
 def _text_of_parts(content: object) -> object:
-    """Join content given in parts; a part that is not text cannot be read here."""
+    """Join content that was given in parts, all of which must be text."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -121,17 +110,14 @@ class Message(Body):
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the call with its arguments parsed: clients send JSON text, templates write objects.
-
-    Nothing, as clients send for a call without arguments, is an empty object.
-    """
+    """Return the call with its arguments parsed: clients send JSON text, templates write objects."""
     function = call.get("function")
     if not isinstance(function, dict):
         return call
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            # Unlike json, it refuses what is nested without end as it refuses other bad JSON.
+            # Unlike json, it rejects endless nesting as it rejects other bad JSON.
             arguments = pydantic_core.from_json(arguments.strip() or "{}")
         except ValueError as error:
             raise InvalidRequest(f"tool_calls: arguments are not JSON: {error}") from error
@@ -149,13 +135,12 @@ class ChatBody(OpenAIBody):
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
-    # Beside those that the template wrote.
     add_special_tokens: bool = False
     logprobs: bool = False
     top_logprobs: NumTop = 0
 
     def wanted(self) -> LogprobsWanted | None:
-        """Return what the engine is asked for.
+        """Return which log-probabilities to ask the engine for.
 
         Raises:
             InvalidRequest: `top_logprobs` stands alone.
@@ -172,23 +157,20 @@ class ChatBody(OpenAIBody):
         return effort | self.chat_template_kwargs
 
 
-# Its ids, the text to echo, and where its other half is.
-_Prompt = tuple[list[int], str, Bootstrap | None]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpenAICall:
     """One checked call.
 
     Attributes:
-        generations: Those of the first prompt, then the next; the position is the choice's index.
-        num_prompt_tokens: Of all prompts; one with several choices counts once.
+        generations: Those of the first prompt, then the next. The position is the choice's index.
+        num_prompt_tokens: Of all prompts. One with several choices counts once.
         echoes: Text to put before each choice's own.
-        make_reply: Makes what reads the text of a choice; None where all of it is content.
+        make_reply: Makes the reader of one choice's text. None: all of it is content.
     """
 
     call_id: str
     model_name: str
+    is_chat: bool
     generations: list[Generation]
     num_prompt_tokens: int
     echoes: list[str]
@@ -201,27 +183,21 @@ def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
     """Check a body of `/v1/completions`.
 
     Raises:
-        InvalidRequest: Something in it cannot be; the sentence names it.
+        InvalidRequest: A field is wrong; the sentence names it.
         ModelNotFound: It asks for another model.
     """
     refuse_unsupported(data)
     _check_best_of(data)
     body = validate(CompletionBody, data)
     _check_model(model, body.model)
-    if body.prompt is None:
-        raise InvalidRequest("prompt: is missing")
-    prompts = any_prompts(body.prompt, "prompt")
     sampling = read_sampling(CompletionSampling, data, model)
-    wishes = Wishes(
-        body.priority, body.cache_salt, body.wanted(), openai_grammar(data), session_of(data)
-    )
-    ids = prompt_ids(model, prompts, body.add_special_tokens)
     if not body.echo:
         require_tokens(sampling, "max_tokens")
-    echoes = _texts(model, prompts) if body.echo else [""] * len(ids)
-    halves = bootstraps(body, len(ids), is_batch=prompts.is_batch, n=sampling.n)
-    made = list(zip(ids, echoes, halves, strict=True))
-    return _call("cmpl", model, body, sampling, made, wishes=wishes)
+    prompts = read_prompts(body.prompt)
+    call = _call(model, data, body, sampling, prompts, grammar=openai_grammar(data))
+    if body.echo:
+        call.echoes = [text for text in _texts(model, prompts) for _ in range(sampling.n)]
+    return call
 
 
 def read_chat(
@@ -230,10 +206,10 @@ def read_chat(
     """Check a body of `/v1/chat/completions`.
 
     Args:
-        formats: In which the model writes its thoughts and its calls of tools.
+        formats: Formats of the model's thoughts and calls of tools.
 
     Raises:
-        InvalidRequest: Something in it cannot be; the sentence names it.
+        InvalidRequest: A field is wrong; the sentence names it.
         ModelNotFound: It asks for another model.
     """
     refuse_unsupported(data, also=UNSUPPORTED_IN_CHATS)
@@ -251,19 +227,15 @@ def read_chat(
     asked = openai_grammar(data)
     if asked is not None and choice.grammar is not None:
         raise InvalidRequest("tool_choice: a call cannot be forced beside another grammar")
-    # A grammar holds from the first token: no thoughts and no calls stand in what it allows.
+    # A grammar holds from the first token: there are no thoughts and no calls in what it allows.
     make_reply = _make_reply(body, choice, formats, text) if asked is None else None
     if make_reply is not None:
         # In many formats marks are special tokens.
         sampling = sampling.model_copy(update={"skip_special_tokens": False})
-    prompt = Prompts(is_batch=False, texts=[text])
-    ids = prompt_ids(model, prompt, body.add_special_tokens)
-    wishes = Wishes(
-        body.priority, body.cache_salt, body.wanted(), asked or choice.grammar, session_of(data)
-    )
-    [half] = bootstraps(body, 1, is_batch=False, n=sampling.n)
-    made = _call("chatcmpl", model, body, sampling, [(ids[0], "", half)], wishes=wishes)
-    return replace(made, make_reply=make_reply)
+    prompts = Prompts(is_batch=False, entries=[text])
+    call = _call(model, data, body, sampling, prompts, grammar=asked or choice.grammar)
+    call.make_reply = make_reply
+    return call
 
 
 def _make_reply(
@@ -293,36 +265,47 @@ def _check_model(model: ServedModel, asked: str | None) -> None:
 
 
 def _texts(model: ServedModel, prompts: Prompts) -> list[str]:
-    if prompts.texts is not None:
+    if prompts.texts:
         return prompts.texts
     tokenizer = require_tokenizer(model)
-    return [tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts.ids or []]
+    return [tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts.ids]
 
 
 def _call(
-    kind: str,
     model: ServedModel,
-    body: OpenAIBody,
+    data: dict[str, Any],
+    body: CompletionBody | ChatBody,
     sampling: OpenAISampling,
-    prompts: Sequence[_Prompt],
+    prompts: Prompts,
     *,
-    wishes: Wishes,
+    grammar: Grammar | None,
 ) -> OpenAICall:
-    n = sampling.n
-    if n * len(prompts) > MAX_GENERATIONS:
+    n, is_chat = sampling.n, isinstance(body, ChatBody)
+    ids = prompt_ids(model, prompts, body.add_special_tokens)
+    halves = body.bootstraps(len(ids), is_batch=prompts.is_batch, n=n)
+    if n * len(ids) > MAX_GENERATIONS:
         raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}")
-    call_id = f"{kind}-{new_request_id()}"
+    call_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{new_request_id()}"
     generations: list[Generation] = []
-    for position, (token_ids, _, half) in enumerate(prompts):
-        names = [part_id(call_id, position * n + choice) for choice in range(n)]
-        prompt = Prompt(token_ids, names, wishes, half)
-        generations += generations_of(model, prompt, sampling)
+    for token_ids, half in zip(ids, halves, strict=True):
+        names = [part_id(call_id, len(generations) + choice) for choice in range(n)]
+        asked = GenerateRequest(
+            request_id=names[0],
+            prompt_ids=token_ids,
+            sampling=engine_params(sampling, model, len(token_ids), grammar),
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            logprobs=body.wanted(),
+            session=session_of(data),
+        )
+        generations += generations_of(model, asked, names, sampling, half)
     return OpenAICall(
         call_id=call_id,
         model_name=model.name,
+        is_chat=is_chat,
         generations=generations,
-        num_prompt_tokens=sum(len(token_ids) for token_ids, *_ in prompts),
-        echoes=[echo for _, echo, _ in prompts for _ in range(n)],
+        num_prompt_tokens=sum(map(len, ids)),
+        echoes=[""] * len(generations),
         is_stream=body.stream,
         usage=body.stream_options,
     )

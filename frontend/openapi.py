@@ -1,35 +1,42 @@
-"""The OpenAPI document of an app, from its routes, the models of their bodies and their docstrings.
+"""The OpenAPI document of an app, from its routes, their docstrings, bodies and answers.
 
 ```
  route table ─┬─ handler's docstring ──▶ summary
-              └─ OPERATIONS[handler] ──▶ body (pydantic's schemas), answers (openapi_answers.py)
+              └─ OPERATIONS[handler] ──▶ body (schemas by pydantic), answers (schemas by msgspec)
 ```
 
-A route without an entry in `OPERATIONS` is an error: no route is left out of the document.
+A route without an entry in `OPERATIONS` is an error: the document leaves no route out.
 """
 
 import inspect
+import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
+import msgspec
 from aiohttp import web
 from pydantic import AliasChoices, BaseModel
 from pydantic.json_schema import models_json_schema
 
-from tandem.frontend import generate, openai, routes
+from tandem.frontend import answers, native, openai, routes
+from tandem.frontend.grammars import NativeGrammar, OpenAIGrammar
 from tandem.frontend.middleware import OPEN_ROUTES
-from tandem.frontend.native_body import GenerateBody
 from tandem.frontend.openai_body import ChatBody, CompletionBody
-from tandem.frontend.openapi_answers import ANSWERS, Schema
 from tandem.frontend.sampling import CompletionSampling, NativeSampling, OpenAISampling
 from tandem.telemetry.version import package_version
 
-JSON, EVENTS, TEXT, HTML = "application/json", "text/event-stream", "text/plain", "text/html"
+Schema = dict[str, Any]
+
+JSON, EVENTS = "application/json", "text/event-stream"
+# What `/docs` may load: nothing, from nowhere.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _REF = "#/components/schemas/"
-_REFUSALS = {
+_ERRORS = {
     "400": "something in the body cannot be; the message names it",
+    "401": "the API key is missing or wrong",
     "404": "the model is not the one served",
     "408": "the body did not come in time",
     "413": "the body is too large",
@@ -39,7 +46,6 @@ _REFUSALS = {
     "503": "no node can serve now; Retry-After says when to try again",
     "504": "it took too long",
 }
-_UNAUTHORIZED = "the API key is missing or wrong"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,68 +53,49 @@ class Operation:
     """What one handler takes and gives.
 
     Attributes:
-        answer: Name of its schema; empty for what is no JSON.
-        bodies: Models that together describe the body; none where there is no body.
-        event: Name of the schema of one event, where the answer may be streamed.
+        answer: None for any JSON object.
+        bodies: Models that together describe the body.
+        event: One event, if the answer may be streamed.
+        media: Of the answer.
         unavailable: Whether 503 has the answer's own shape instead of an error's.
     """
 
-    answer: str
+    answer: type[msgspec.Struct] | None = None
     bodies: tuple[type[BaseModel], ...] = ()
-    event: str = ""
+    event: type[msgspec.Struct] | None = None
     media: str = JSON
     unavailable: bool = False
 
 
-_GRAMMAR: Schema = {
-    "type": "object",
-    "description": "What the answer must follow; only one of these.",
-    "properties": {
-        "json_schema": {"type": ["string", "object", "boolean", "null"]},
-        "regex": {"type": ["string", "null"]},
-        "ebnf": {"type": ["string", "null"]},
-    },
-}
-_OPENAI_GRAMMAR: Schema = {
-    "type": "object",
-    "properties": {
-        "response_format": {"type": ["object", "null"]},
-        "structured_outputs": {"type": ["object", "null"]},
-        "guided_json": {"type": ["string", "object", "boolean", "null"]},
-        "guided_regex": {"type": ["string", "null"]},
-        "guided_grammar": {"type": ["string", "null"]},
-        "guided_choice": {"type": ["array", "null"], "items": {"type": "string"}},
-    },
-}
-_GRAMMARS: dict[type[BaseModel], tuple[str, ...]] = {
-    GenerateBody: ("Grammar",),
-    CompletionBody: ("Grammar", "OpenAIGrammar"),
-    ChatBody: ("Grammar", "OpenAIGrammar"),
-}
-
 OPERATIONS: dict[Callable[..., Any], Operation] = {
-    generate.generate: Operation(
-        "GeneratedOrList", (GenerateBody, NativeSampling), event="GenerateEvent"
+    native.generate: Operation(
+        answers.Generated,
+        (native.GenerateBody, NativeSampling, NativeGrammar),
+        answers.GenerateEvent,
     ),
     openai.completions: Operation(
-        "Completion", (CompletionBody, CompletionSampling), event="CompletionChunk"
+        answers.Completion,
+        (CompletionBody, CompletionSampling, OpenAIGrammar),
+        answers.CompletionChunk,
     ),
     openai.chat_completions: Operation(
-        "ChatCompletion", (ChatBody, OpenAISampling), event="ChatCompletionChunk"
+        answers.ChatCompletion,
+        (ChatBody, OpenAISampling, OpenAIGrammar),
+        answers.ChatCompletionChunk,
     ),
-    routes.models: Operation("ModelList"),
-    routes.one_model: Operation("Model"),
-    routes.health: Operation("Health", unavailable=True),
-    routes.live: Operation("Live"),
-    routes.health_generate: Operation("Health"),
-    routes.model_info: Operation("ModelInfo"),
-    routes.server_info: Operation("Anything"),
-    routes.metrics: Operation("", media=TEXT),
-    routes.flush_cache: Operation("Flushed"),
-    routes.abort_request: Operation("Aborted", (routes.AbortBody,)),
-    routes.tokenizer: Operation("TokenizerFiles"),
-    routes.openapi: Operation("Anything"),
-    routes.docs: Operation("", media=HTML),
+    routes.models: Operation(answers.ModelList),
+    routes.one_model: Operation(answers.Model),
+    routes.health: Operation(answers.Health, unavailable=True),
+    routes.live: Operation(answers.Live),
+    routes.health_generate: Operation(answers.Health),
+    routes.model_info: Operation(answers.ModelInfo),
+    routes.server_info: Operation(),
+    routes.metrics: Operation(media="text/plain"),
+    routes.flush_cache: Operation(answers.Flushed),
+    routes.abort_request: Operation(answers.Aborted, (routes.AbortBody,)),
+    routes.tokenizer: Operation(answers.TokenizerFiles),
+    routes.openapi: Operation(),
+    routes.docs: Operation(media="text/html"),
 }
 
 
@@ -121,9 +108,8 @@ def document(table: Iterable[web.RouteDef], *, has_keys: bool) -> dict[str, Any]
     paths: dict[str, dict[str, Any]] = {}
     for route in table:
         path = re.sub(r"\{(\w+):[^}]*\}", r"{\1}", route.path)
-        paths.setdefault(path, {})[route.method.lower()] = _operation(
-            route, path, has_keys=has_keys
-        )
+        item = paths.setdefault(path, {})
+        item[route.method.lower()] = _operation(route, path, has_keys=has_keys)
     components: dict[str, Any] = {"schemas": _schemas()}
     described: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -142,13 +128,28 @@ def document(table: Iterable[web.RouteDef], *, has_keys: bool) -> dict[str, Any]
     return described
 
 
+def page(document: Mapping[str, Any]) -> str:
+    """Return a document as a page: a list of its routes, then the whole as text."""
+    title = escape(f"{document['info']['title']} {document['info']['version']}")
+    rows = "".join(
+        f"<tr><td>{method.upper()}<td><code>{escape(path)}</code><td>{escape(operation['summary'])}"
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    )
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><h1>{title}</h1>"
+        f"<p>{escape(document['info']['description'])} <a href=openapi.json>openapi.json</a></p>"
+        f"<table>{rows}</table><pre>{escape(json.dumps(document, indent=2))}</pre></html>"
+    )
+
+
 def _operation(route: web.RouteDef, path: str, *, has_keys: bool) -> dict[str, Any]:
     operation = OPERATIONS[route.handler]
-    summary = (inspect.getdoc(route.handler) or "").partition("\n")[0]
+    is_open = path in OPEN_ROUTES
     described: dict[str, Any] = {
-        "summary": summary,
+        "summary": (inspect.getdoc(route.handler) or "").partition("\n")[0],
         "operationId": f"{route.method.lower()}{re.sub(r'[^a-zA-Z0-9]+', '_', path)}",
-        "responses": _responses(operation, is_open=path in OPEN_ROUTES or not has_keys),
+        "responses": _responses(operation, is_open=is_open or not has_keys),
     }
     if names := re.findall(r"\{(\w+)\}", path):
         described["parameters"] = [
@@ -156,29 +157,32 @@ def _operation(route: web.RouteDef, path: str, *, has_keys: bool) -> dict[str, A
             for name in names
         ]
     if operation.bodies:
-        content = {JSON: {"schema": _body(operation)}}
-        described["requestBody"] = {"required": True, "content": content}
-    if has_keys and path in OPEN_ROUTES:
+        body = {"allOf": [_ref(model.__name__) for model in operation.bodies]}
+        described["requestBody"] = {"required": True, "content": {JSON: {"schema": body}}}
+    if has_keys and is_open:
         described["security"] = []
     return described
 
 
-def _body(operation: Operation) -> Schema:
-    names = [body.__name__ for body in operation.bodies]
-    names += _GRAMMARS.get(operation.bodies[0], ())
-    return {"allOf": [{"$ref": _REF + name} for name in names]}
+def _ref(name: str) -> Schema:
+    return {"$ref": _REF + name}
 
 
 def _responses(operation: Operation, *, is_open: bool) -> dict[str, Any]:
-    """Return the answer and the errors that are to be reckoned with; `default` is any other."""
-    schema: Schema = {"$ref": _REF + operation.answer} if operation.answer else {"type": "string"}
+    """Return the answer and the expected errors. `default` is any other."""
+    schema: Schema = {"type": "object" if operation.media == JSON else "string"}
+    if operation.answer is not None:
+        # A batch is answered by a list.
+        is_many = operation.answer is answers.Generated
+        schema = _ref("GeneratedOrList" if is_many else operation.answer.__name__)
     content: dict[str, Any] = {operation.media: {"schema": schema}}
-    if operation.event:
-        content[EVENTS] = {"schema": _event(operation.event)}
-    errors = dict(_REFUSALS) if operation.bodies else {"503": _REFUSALS["503"]}
-    if not is_open:
-        errors["401"] = _UNAUTHORIZED
-    responses = {status: _error(errors[status]) for status in sorted(errors)}
+    if operation.event is not None:
+        content[EVENTS] = {"schema": _event(operation.event.__name__)}
+    expected = set(_ERRORS) if operation.bodies else {"401", "503"}
+    responses = {
+        status: _error(_ERRORS[status])
+        for status in sorted(expected - ({"401"} if is_open else set()))
+    }
     if operation.unavailable:
         responses["503"] = {"description": "it cannot be served now", "content": content}
     return (
@@ -193,7 +197,7 @@ def _event(name: str) -> Schema:
     data = {
         "type": "string",
         "contentMediaType": JSON,
-        "contentSchema": {"$ref": _REF + name},
+        "contentSchema": _ref(name),
         "description": "JSON; that of the last event is `[DONE]`.",
     }
     return {
@@ -205,19 +209,27 @@ def _event(name: str) -> Schema:
 
 
 def _error(description: str) -> dict[str, Any]:
-    return {"description": description, "content": {JSON: {"schema": {"$ref": f"{_REF}Error"}}}}
+    return {"description": description, "content": {JSON: {"schema": _ref("Error")}}}
 
 
 def _schemas() -> dict[str, Schema]:
-    models = {body for operation in OPERATIONS.values() for body in operation.bodies}
-    ordered = sorted(models, key=lambda model: model.__name__)
+    operations = OPERATIONS.values()
+    models = sorted(
+        {body for operation in operations for body in operation.bodies},
+        key=lambda model: model.__name__,
+    )
     _, found = models_json_schema(
-        [(model, "validation") for model in ordered], ref_template=f"{_REF}{{model}}"
+        [(model, "validation") for model in models], ref_template=f"{_REF}{{model}}"
     )
     schemas: dict[str, Schema] = found["$defs"]
-    for model in ordered:
+    for model in models:
         _name_aliases(model, schemas[model.__name__])
-    return schemas | ANSWERS | {"Grammar": _GRAMMAR, "OpenAIGrammar": _OPENAI_GRAMMAR}
+    structs = {part for operation in operations for part in (operation.answer, operation.event)}
+    [*_, several], described = msgspec.json.schema_components(
+        [*(structs - {None}), answers.Error, answers.Generated | list[answers.Generated]],
+        ref_template=f"{_REF}{{name}}",
+    )
+    return schemas | described | {"GeneratedOrList": several}
 
 
 def _name_aliases(model: type[BaseModel], schema: Schema) -> None:

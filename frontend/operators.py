@@ -1,9 +1,9 @@
-"""Who may do what concerns other clients: change the cluster, flush caches, end all requests.
+"""Who counts as an operator, and may change the cluster, flush caches and end all requests.
 
 ```
- the cluster has a secret      who bears the key derived from it (`tandem.wire.keys.operator_key`)
+ the cluster has a secret      whoever sends the key derived from it (`tandem.wire.keys.operator_key`)
  it has none, but API keys     nobody: clients have API keys
- it has neither                who asks from this machine, but through no proxy and from no web page
+ it has neither                whoever asks from this machine, through no proxy and from no web page
 ```
 """
 
@@ -17,12 +17,12 @@ from tandem.frontend.middleware import bears
 from tandem.wire.errors import TandemError, Unauthorized
 from tandem.wire.keys import is_loopback
 
-# What proxies add to a request of somebody else; a browser adds the page that it asks for.
+# Added by proxies, and by browsers for a web page.
 _OF_OTHERS = frozenset({"origin", "forwarded", "via", "x-real-ip"})
 
 
 class Forbidden(TandemError):
-    """The request is for operators, and its sender is not known to be one."""
+    """The request is for operators, and its sender may not be one."""
 
     code = "forbidden"
     status = 403
@@ -55,7 +55,7 @@ def require_operator(request: web.Request) -> None:
 
 
 def operators_only(handler: Handler) -> Handler:
-    """Return the handler of a route for operators; see `require_operator`."""
+    """Return a handler that rejects everyone else, as `require_operator` does."""
 
     @wraps(handler)
     async def check(request: web.Request) -> web.StreamResponse:

@@ -146,21 +146,18 @@ class FrontendOptions:
     """Options of `create_app`.
 
     Attributes:
-        http: What flags say.
         incremental_streaming_output: Whether `/generate` streams deltas instead of all so far.
-        idle_timeout_s: From connecting, or from the last answer, to the end of the next request's head:
-            idle clients and those that send a head byte by byte are closed alike. As nginx.
-        body_timeout_s: What the body of a request may take to come in. 60 s: nginx's limit between
-            two reads; here it is one for all of them, so that no trickle stretches it.
+        idle_timeout_s: From connecting, or from the last answer, to the end of the next request's head.
+            As nginx.
+        body_timeout_s: For a whole body. nginx has 60 s between two reads, which a trickle stretches.
         stall_timeout_s: A client that does not read its answer for so long is cut off. As nginx.
         health_timeout_s: How long `/health_generate` waits for its token.
-        tokenizer_files: Returns the files to serve at `/tokenizer`, empty while unknown; None
-            where there is no such route.
-        reply_formats: In which the model writes its thoughts and its calls of tools.
-        service: How this server is called in traces.
-        operator_key: Opens every route, and alone those of operators; empty: see
-            `frontend/operators.py`.
-        open_paths: Besides those that need no key anywhere.
+        tokenizer_files: Returns the files to serve at `/tokenizer`, empty while unknown. None: no such
+            route.
+        reply_formats: The formats of the model's thoughts and tool calls.
+        service: This server's name in traces.
+        operator_key: Opens every route, those of operators included.
+        open_paths: More paths that need no key.
     """
 
     http: HttpOptions = HttpOptions()

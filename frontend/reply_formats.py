@@ -1,12 +1,10 @@
-"""How models write their calls of tools and their thoughts: as data, by the names people know them under.
+"""How models write their tool calls and their thoughts, as data, by well-known names.
 
-Each format is fields of a response template, which transformers' `ResponseParser` follows: what opens a
-region, what closes it. Where a name stands in what opens it, or arguments stand in tags, transformers reads
-them too, and casts them as the tool's schema says; JSON is read by `frontend/reply_parser.py`.
+A format is the fields of a response template for transformers' `ResponseParser`: what opens a region and
+what closes it. transformers also reads names in openings and arguments in tags, and casts them by the
+tool's schema. `frontend/reply_parser.py` reads JSON.
 
-A name has up to 256 characters, so that what is held back for it has an end.
-
-Formats that write tags in the JSON of other formats, or Python, are left out.
+A name has at most 256 characters, which bounds the text held back for it.
 """
 
 from collections.abc import Mapping
@@ -27,11 +25,11 @@ class Format:
     """One format.
 
     Attributes:
-        fields: Of a response template, beside or instead of `content`, which is all other text.
-        opening: The text that puts a model into its thoughts, and that a prompt may end with.
-        lost: The part of what opens a call that belongs to it.
-        has_numbered_calls: Whether the model's template takes ids of calls for `functions.NAME:NUMBER`,
-            with calls numbered over the conversation; else an id may be anything.
+        fields: Fields of a response template. `content`, if not among them, is all other text.
+        opening: The text that opens the model's thoughts. A prompt may end with it.
+        lost: The part of a call's opening that belongs to the call.
+        has_numbered_calls: Whether the model's template expects ids of calls like
+            `functions.NAME:NUMBER`, numbered over the conversation.
     """
 
     fields: Fields = field(default_factory=dict)
@@ -45,10 +43,10 @@ def _tools(**region: Any) -> Format:
 
 
 def _listed(last: str, **region: Any) -> Format:
-    """Return a format whose calls have marks around all of them: the first may open a call as well.
+    """Return a format with marks around the list of calls. The first mark may open a call as well.
 
-    The last is a region of its own that closes at once. A mark that may follow a closing one cannot be told
-    of in the same pattern: what closes is taken as soon as it is whole.
+    The last mark is a region of its own that closes at once: it cannot be part of the pattern that
+    closes a call, which matches as soon as it can.
     """
     tools = _tools(**region, transform=_NAMED)
     return Format({**tools.fields, "marks": {"open": last, "close_pattern": "", "repeats": True}})
@@ -64,13 +62,13 @@ def _thoughts(opening: str, closing: str) -> Format:
     return Format({"reasoning_content": region}, opening)
 
 
-# Messages on channels: only the final one is content, and what stands between them is nothing.
+# Messages on channels: only the final one is content, and text between them is dropped.
 _HARMONY_CONTENT = {
     "open_pattern": r"<\|channel\|>(?:final|commentary)(?: <\|constrain\|>\w+)?<\|message\|>",
     "close_pattern": r"<\|(?:end|return)\|>",
     "repeats": True,
 }
-# A call's recipient stands in the header of its role or behind its channel: models write either.
+# Models write a call's recipient in the header of its role, or behind its channel.
 _RECIPIENT = r"to=functions\.(?P<name>[^\s<]{1,256})"
 _CHANNEL = r"<\|channel\|>(?:commentary|analysis)"
 
@@ -148,7 +146,7 @@ REASONING_FORMATS: Mapping[str, Format] = {
     ),
 }
 
-# As other servers call them, dashes or underscores alike.
+# Names of other servers, with dashes or underscores.
 TOOL_ALIASES = {
     "qwen": "hermes",
     "qwen25": "hermes",

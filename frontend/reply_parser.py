@@ -1,11 +1,10 @@
-"""Calls of tools and thoughts, found in what a model writes freely.
+"""Finds tool calls and thoughts in what a model writes freely.
 
-transformers' `ResponseParser` finds the regions of a format of `frontend/reply_formats.py` as text comes;
-here they become parts of a reply, and the JSON in them is read. What cannot be read is told as content:
-nothing that a model wrote is lost, but for the marks around it and blanks beside them. Where a client allows one
-call, those behind the first are dropped.
+transformers' `ResponseParser` finds the regions of a format of `frontend/reply_formats.py`. Here they
+become parts of a reply, and their JSON is read. Unreadable regions become content: nothing that a model
+wrote is lost, except marks and the blanks beside them.
 
-transformers is imported only where a format was asked for: it costs 0.6 s and 45 MB, without torch.
+transformers is imported only if a format was asked for: it costs 0.6 s and 45 MB, without torch.
 """
 
 import functools
@@ -13,9 +12,8 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from tandem.frontend.reply import CallIds, Part, Reply, new_call, numbered_ids, random_ids
 from tandem.frontend.reply_formats import (
     REASONING_ALIASES,
     REASONING_FORMATS,
@@ -23,6 +21,7 @@ from tandem.frontend.reply_formats import (
     TOOL_FORMATS,
     Format,
 )
+from tandem.frontend.tool_calls import CallIds, Part, Reply, new_call, numbered_ids, random_ids
 from tandem.wire.errors import ConfigInvalid
 
 # Models write line breaks into strings as they are.
@@ -34,22 +33,22 @@ Call = tuple[str, object]
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormats:
-    """The formats that a server was told its model writes in; neither is the default."""
+    """The formats of the server's model, as its flags name them."""
 
     tools: Format | None = None
     thoughts: Format | None = None
 
     def call_ids(self, num_earlier: int) -> CallIds:
-        """Return what makes the ids of a reply's calls.
+        """Return the maker of the ids of a reply's calls.
 
         Args:
-            num_earlier: Calls that stand in the conversation before the reply.
+            num_earlier: Calls in the conversation before the reply.
         """
         is_numbered = self.tools is not None and self.tools.has_numbered_calls
         return numbered_ids(num_earlier) if is_numbered else random_ids
 
     def load(self) -> None:
-        """Import what reads these formats: later it would hold up whatever else the loop has to do."""
+        """Import the parser of these formats now: later it would block the loop."""
         if self != NO_FORMATS:
             import transformers.utils.chat_parsing  # noqa: F401
 
@@ -62,14 +61,14 @@ class ReplyFormats:
         is_split: bool = True,
         is_parallel: bool = True,
     ) -> Callable[[], Reply] | None:
-        """Return what makes the reader of one choice, or None where its text is all content.
+        """Return the maker of one choice's reader, or None if all text is content.
 
         Args:
-            prompt: Its end may have put the model into its thoughts.
-            tools: That the model was told of; with none, no calls are looked for.
-            ids: Of the calls that are found.
-            is_split: Whether thoughts are told apart.
-            is_parallel: Whether there may be several calls; else those behind the first are dropped.
+            prompt: Its end may open the model's thoughts.
+            tools: The model's tools. Without any, calls are not searched.
+            ids: Makes the ids of the calls.
+            is_split: Whether to separate thoughts.
+            is_parallel: Whether there may be several calls. If not, calls after the first are dropped.
         """
         formats = [
             part
@@ -87,7 +86,7 @@ NO_FORMATS = ReplyFormats()
 
 
 def reply_formats(tools: str, thoughts: str) -> ReplyFormats:
-    """Return the formats of these names, as the flags give them; empty is none.
+    """Return the formats of these names, as the flags give them. Empty: none.
 
     Raises:
         ConfigInvalid: A name is not known.
@@ -112,13 +111,13 @@ def _find(
 
 
 class ParsedReply:
-    """Reads one choice by the formats of its model.
+    """Reads one choice by the formats of its model. A `Reply`.
 
     Args:
-        prefix: What the prompt ended with that opens a region, or nothing.
-        tools: Whose schemas say of what type an argument in tags is.
-        ids: Of its calls.
-        is_parallel: Whether there may be several calls; else those behind the first are dropped.
+        prefix: The end of the prompt, if it opens a region.
+        tools: Their schemas give the types of arguments in tags.
+        ids: Makes the ids of its calls.
+        is_parallel: Whether there may be several calls. If not, calls after the first are dropped.
     """
 
     def __init__(
@@ -136,27 +135,27 @@ class ParsedReply:
         self._parser: Any = ResponseParser(_template(formats), prefix=prefix, tools=list(tools))
         self._ids, self._num_calls = ids, 0
         self._max_calls = math.inf if is_parallel else 1
-        self._field = ""  # that was opened last
-        self._raw = ""  # of the call that is being written
-        self._blanks = ""  # at the end of an open text, told once something follows
-        self._is_begun = False  # whether some of the open text was told
-        self._is_first = True  # whether nothing at all was told yet
+        self._field = ""  # the open region
+        self._raw = ""  # text of the open call
+        self._blanks = ""  # at the end of the open text, returned once something follows
+        self._is_begun = False  # whether some of the open text was returned
+        self._is_first = True  # whether nothing at all was returned yet
         self._parts: list[Part] = []
         self._take(self._parser.initial_events)
 
     @property
-    def finish_reason(self) -> str:
-        """See `Reply`."""
+    def finish_reason(self) -> Literal["stop", "tool_calls"]:
+        """`tool_calls` if there was a call."""
         return "tool_calls" if self._num_calls else "stop"
 
     def push(self, text: str) -> list[Part]:
-        """See `Reply`."""
+        """Return the parts that `text` completes."""
         return self._follow(lambda: self._parser.feed(text), text)
 
     def finish(self) -> list[Part]:
-        """See `Reply`."""
+        """Return the rest."""
         parts = self._follow(lambda: self._parser.finalize()[1], "")
-        # Blanks at the end of it all are not between anything.
+        # Blanks at the very end separate nothing.
         if self._field == "content" and self._blanks and (self._is_begun or self._is_first):
             parts = [*parts, Part("content", self._blanks)]
         return parts
@@ -168,7 +167,7 @@ class ParsedReply:
         try:
             self._take(read())
         except (RecursionError, ValueError):
-            # Nested without end, where a schema says what an argument is: from here on it is text.
+            # Endless nesting in an argument with a schema: from here on all is text.
             self._parser = None
             return [*self._parts, Part("content", self._raw + text)]
         return self._parts
@@ -188,7 +187,7 @@ class ParsedReply:
                     self._tell_calls(event["value"])
 
     def _tell(self, field: Any, chunk: str) -> None:
-        """Tell text, but for blanks between what is told apart."""
+        """Add text, without the blanks between regions."""
         text = self._blanks + chunk
         if not self._is_begun and (field == "reasoning_content" or not self._is_first):
             text = text.lstrip()
@@ -217,7 +216,7 @@ def _template(formats: Sequence[Format]) -> dict[str, Any]:
     fields: dict[str, Any] = {"content": {}}
     for part in formats:
         fields |= part.fields
-    # The prefix is all that was written of the reply: there is nothing to look for an anchor in.
+    # The prefix is the whole reply so far: there is no anchor to find.
     return {"fields": fields, "start_anchor": "\0"}
 
 
@@ -240,7 +239,7 @@ def _calls(value: object) -> list[Call]:
 
 
 def _entries(text: str) -> Iterator[object]:
-    """Read a list of objects, or objects behind each other with semicolons between them."""
+    """Read a list of objects, or objects separated by semicolons."""
     rest = text.strip()
     while rest:
         value, end = _DECODER.raw_decode(rest)
@@ -262,7 +261,7 @@ def _call(entry: object) -> Call:
 
 
 def _read(arguments: object) -> object:
-    """Return arguments that are JSON as what they say, so that all formats write them alike."""
+    """Return the value of JSON arguments, so that all formats write them alike."""
     if not isinstance(arguments, str):
         return arguments
     try:

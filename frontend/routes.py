@@ -1,4 +1,7 @@
-"""Routes about the server: health, the model, metrics, its API, the tokenizer, aborting, flushing."""
+"""Routes about the server: health, the model, metrics, its API, the tokenizer, aborting, flushing.
+
+`answer_errors` in `frontend/middleware.py` answers what they raise.
+"""
 
 import asyncio
 import time
@@ -6,15 +9,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Annotated, Any
 
-import msgspec
 from aiohttp import web
 from pydantic import Field
 
+from tandem.frontend import answers
 from tandem.frontend.backend import ALONE, Backend, Health, ServedModel
 from tandem.frontend.body import Body, validate
-from tandem.frontend.docs_page import POLICY, page
-from tandem.frontend.edge import EDGE
-from tandem.frontend.leaving import LEAVING
+from tandem.frontend.edge import EDGE, LEAVING
 from tandem.frontend.middleware import json_response
 from tandem.frontend.operators import operators_only, require_operator
 from tandem.frontend.tokenizer_files import tokenizer_hash
@@ -28,10 +29,11 @@ from tandem.wire.errors import (
 from tandem.wire.generation import GenerateRequest, SamplingParams
 from tandem.wire.ids import new_request_id
 
-# How often `/health_generate` looks whether engines made progress: they tell twice a second.
+# How often `/health_generate` polls: engines report their progress twice a second.
 _LOOK_INTERVAL_S = 0.1
-# Returns the app's OpenAPI document.
+# Make the app's OpenAPI document, and the page that shows it.
 DOCUMENT: web.AppKey[Callable[[], dict[str, Any]]] = web.AppKey("document")
+PAGE: web.AppKey[Callable[[], web.Response]] = web.AppKey("page")
 
 
 class AbortBody(Body):
@@ -43,28 +45,23 @@ class AbortBody(Body):
 
 def _health_response(health: Health) -> web.Response:
     status = "ok" if health.is_serving else "unavailable"
-    body = {"status": status, "detail": health.detail}
+    body = answers.Health(status, health.detail)
     return json_response(body, 200 if health.is_serving else 503)
 
 
 async def health(request: web.Request) -> web.Response:
-    """Tell whether a request sent now can be served: 200 or 503."""
+    """Report whether a request sent now can be served: 200 or 503."""
     edge = request.app[EDGE]
     return _health_response(LEAVING if edge.is_leaving else edge.backend.health())
 
 
 async def live(_request: web.Request) -> web.Response:
-    """Tell that the process turns, whatever it can serve: 200 as long as it answers at all."""
-    return json_response({"status": "ok"})
+    """Report that the process answers: 200, whatever it can serve."""
+    return json_response(answers.Live("ok"))
 
 
 async def health_generate(request: web.Request) -> web.Response:
-    """Generate one token; 200 if it came, or if engines that are busy with others made progress.
-
-    Raises:
-        NoNodeAvailable: No token came in time.
-        TandemError: As the backend raises it.
-    """
+    """Generate one token: 200 if it came, or if busy engines made progress."""
     edge = request.app[EDGE]
     timeout_s = edge.options.health_timeout_s
     async with asyncio.TaskGroup() as tasks:
@@ -83,9 +80,9 @@ async def health_generate(request: web.Request) -> web.Response:
 
 
 async def _progress(backend: Backend) -> None:
-    """Return once an engine read or made tokens. One that comes brings those of before: they are none."""
+    """Return once an engine read or made tokens. The first report of a new engine does not count."""
     first_told: dict[object, int] = {}
-    while not any(  # noqa: ASYNC110 - engines tell over their own links
+    while not any(  # noqa: ASYNC110 - engines report over their own links
         count > first_told.setdefault(engine, count)
         for engine, count in backend.tokens_told().items()
     ):
@@ -93,7 +90,7 @@ async def _progress(backend: Backend) -> None:
 
 
 async def _one_token(backend: Backend, progress: Awaitable[None]) -> TandemError | None:
-    """Return once one token was generated; where there is no room for it, after `progress`."""
+    """Return once one token was generated. If there is no room for it, return after `progress`."""
     probe = GenerateRequest(
         request_id=new_request_id(),
         prompt_ids=[0],
@@ -113,22 +110,13 @@ async def _one_token(backend: Backend, progress: Awaitable[None]) -> TandemError
 
 
 async def models(request: web.Request) -> web.Response:
-    """List the one model, as OpenAI does.
-
-    Raises:
-        NoNodeAvailable: It is not known yet.
-    """
+    """List the one model, as OpenAI does."""
     model = request.app[EDGE].backend.model()
-    return json_response({"object": "list", "data": [_model_card(model)]})
+    return json_response(answers.ModelList("list", [_model_card(model)]))
 
 
 async def one_model(request: web.Request) -> web.Response:
-    """Describe the model by its name, as OpenAI does.
-
-    Raises:
-        ModelNotFound: It is not the one served.
-        NoNodeAvailable: It is not known yet.
-    """
+    """Describe the model by its name, as OpenAI does."""
     model = request.app[EDGE].backend.model()
     asked = request.match_info["name"]
     if asked != model.name:
@@ -136,41 +124,37 @@ async def one_model(request: web.Request) -> web.Response:
     return json_response(_model_card(model))
 
 
-def _model_card(model: ServedModel) -> dict[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "tandem",
-        "root": model.name,
-        "max_model_len": model.context_length,
-    }
+def _model_card(model: ServedModel) -> answers.Model:
+    return answers.Model(
+        id=model.name,
+        object="model",
+        created=int(time.time()),
+        owned_by="tandem",
+        root=model.name,
+        max_model_len=model.context_length,
+    )
 
 
 async def model_info(request: web.Request) -> web.Response:
-    """Describe the model, as SGLang does.
-
-    Raises:
-        NoNodeAvailable: It is not known yet.
-    """
+    """Describe the model, as SGLang does."""
     model = request.app[EDGE].backend.model()
     return json_response(
-        {
-            "model_path": model.name,
-            "served_model_name": model.name,
-            "tokenizer_path": model.name if model.tokenizer is not None else None,
-            "is_generation": True,
-            "context_length": model.context_length,
-            "max_prompt_tokens": model.max_prompt_tokens,
-            "vocab_size": model.vocab_size,
-            "eos_token_ids": sorted(model.eos_token_ids),
-            "default_sampling_params": msgspec.structs.asdict(model.default_sampling),
-        }
+        answers.ModelInfo(
+            model_path=model.name,
+            served_model_name=model.name,
+            tokenizer_path=model.name if model.tokenizer is not None else None,
+            is_generation=True,
+            context_length=model.context_length,
+            max_prompt_tokens=model.max_prompt_tokens,
+            vocab_size=model.vocab_size,
+            eos_token_ids=sorted(model.eos_token_ids),
+            default_sampling_params=model.default_sampling,
+        )
     )
 
 
 async def server_info(request: web.Request) -> web.Response:
-    """Return what the backend says of itself."""
+    """Describe the backend."""
     info = request.app[EDGE].backend.server_info()
     # SGLang's load client looks for the statistics of speculative decoding in the first.
     return json_response({"internal_states": [{}], **info})
@@ -191,58 +175,42 @@ async def openapi(request: web.Request) -> web.Response:
 
 async def docs(request: web.Request) -> web.Response:
     """Show the server's API in a browser."""
-    headers = {"Content-Security-Policy": POLICY}
-    text = page(request.app[DOCUMENT]())
-    return web.Response(text=text, content_type="text/html", charset="utf-8", headers=headers)
+    return request.app[PAGE]()
 
 
 @operators_only
 async def flush_cache(request: web.Request) -> web.Response:
     """Drop every cached page that nobody reads."""
     await request.app[EDGE].backend.flush_cache()
-    return json_response({"success": True, "message": "the cache was flushed"})
+    return json_response(answers.Flushed(success=True, message="the cache was flushed"))
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    """End a request by the id its client gave; an unknown one is no error. Operators may end all.
-
-    Raises:
-        InvalidRequest: No id was given.
-        Unauthorized, Forbidden: All are to be ended, and no operator asks.
-    """
-    body = await _abort_body(request)
-    if body.abort_all:
-        require_operator(request)
-    return await _abort(request, body)
+    """End a request by the id its client gave; an unknown one is no error. Operators may end all."""
+    return await _abort(request, is_trusted=False)
 
 
 async def abort_for_sibling(request: web.Request) -> web.Response:
-    """Do what another edge worker of this router was asked for, and allowed."""
-    return await _abort(request, await _abort_body(request))
+    """End requests here that another edge worker of this router was allowed to end."""
+    return await _abort(request, is_trusted=True)
 
 
-async def _abort_body(request: web.Request) -> AbortBody:
+async def _abort(request: web.Request, *, is_trusted: bool) -> web.Response:
     edge = request.app[EDGE]
-    return await edge.read(await request.read(), lambda data: validate(AbortBody, data))
-
-
-async def _abort(request: web.Request, body: AbortBody) -> web.Response:
-    edge = request.app[EDGE]
+    body = await edge.read(await request.read(), lambda data: validate(AbortBody, data))
     if body.abort_all:
-        return json_response({"aborted": await edge.abort_all()})
+        if not is_trusted:
+            require_operator(request)
+        return json_response(answers.Aborted(await edge.abort_all()))
     if not body.rid:
         raise InvalidRequest("rid: is missing")
-    return json_response({"aborted": await edge.abort(body.rid)})
+    return json_response(answers.Aborted(await edge.abort(body.rid)))
 
 
 async def tokenizer(request: web.Request) -> web.Response:
-    """Serve the tokenizer's files, so that a router without the model can speak text.
-
-    Raises:
-        NoNodeAvailable: They are not known yet.
-    """
+    """Serve the tokenizer's files, so that a router without the model can speak text."""
     read = request.app[EDGE].options.tokenizer_files
     files = read() if read is not None else {}
     if not files:
         raise NoNodeAvailable("the tokenizer is not known yet, or the model has none")
-    return json_response({"hash": tokenizer_hash(files), "files": dict(files)})
+    return json_response(answers.TokenizerFiles(tokenizer_hash(files), dict(files)))

@@ -1,8 +1,7 @@
 """Sampling parameters as clients send them, with their ranges, and what they become.
 
-`SamplingBody` holds what both APIs share; `NativeSampling` and `OpenAISampling` add the names they do
-not. `read_sampling` reads them of a body, `engine_params` makes the part for the engine, `TextRules` the
-part for the edge.
+`SamplingBody` holds what both APIs share. `NativeSampling` and `OpenAISampling` have their own names and
+defaults. `engine_params` makes the part for the engine, `TextRules` is the part for the edge.
 """
 
 import secrets
@@ -16,14 +15,14 @@ from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
 from tandem.frontend.backend import ServedModel
 from tandem.frontend.body import Body, Many, validate
-from tandem.frontend.stop_patterns import MAX_PATTERN_CHARS, StopPattern, any_of, compile_pattern
+from tandem.frontend.stops import MAX_PATTERN_CHARS, StopPattern, any_of, compile_pattern
 from tandem.wire.errors import InvalidRequest
-from tandem.wire.generation import SamplingParams
+from tandem.wire.generation import Grammar, SamplingParams
 
 # OpenAI takes 4 stop strings; these leave room and still bound the work for each token.
 MAX_STOPS = 64
 MAX_STOP_CHARS = 512
-# Of all prompts of one body together: compiling each takes the loop up to 2 ms.
+# For all prompts of one body together: compiling each takes the loop up to 2 ms.
 MAX_STOP_PATTERNS = 16
 MAX_STOP_TOKEN_IDS = 1024
 # OpenAI takes 300 entries.
@@ -40,12 +39,11 @@ class TextRules:
 
     Attributes:
         stops: Strings that end it.
-        patterns: Regular expressions that end it, as `frontend/stop_patterns.py` makes them;
-            where there are any, `stops` are among them.
+        patterns: Regular expressions that end it. Where there are any, `stops` are among them.
         keeps_stop: Whether the stop string, match or stop token stays in the text.
-        min_new_tokens: Stops are not looked for before this many tokens.
-        stream_interval: Tokens of one event, but for the first and the last one.
-        is_silent: Nothing that is generated is shown: the prompt's log-probabilities were wanted.
+        min_new_tokens: Stops are searched only after this many tokens.
+        stream_interval: Tokens of one event, except the first and the last.
+        is_silent: Show nothing that is generated: only the prompt's log-probabilities are wanted.
     """
 
     stops: tuple[str, ...] = ()
@@ -64,17 +62,17 @@ def _as_list(value: object) -> object:
 def _top_k(value: int) -> int:
     if value < -1:
         raise ValueError("must be -1 (all) or at least 1")
-    # SGLang and vLLM differ on whether 0 or -1 means all; nobody means none. No vocabulary is larger.
+    # SGLang and vLLM differ on whether 0 or -1 means all. No vocabulary is larger than 2**31.
     return value if 0 < value < 2**31 else -1
 
 
 def _nucleus(value: float) -> float:
-    # OpenAI takes 0, which leaves the likeliest token, as any nucleus does that is small enough.
+    # OpenAI takes 0, which leaves the likeliest token. So does any nucleus that is small enough.
     return max(value, _LEAST_TOP_P)
 
 
 def _id_keys(value: Any) -> Any:
-    """JSON has only string keys: turn them into token ids."""
+    """Turn JSON's string keys into token ids."""
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_LOGIT_BIAS:  # pydantic would look at each entry first
@@ -192,10 +190,7 @@ class CompletionSampling(OpenAISampling):
 def read_sampling(
     body_class: type[SamplingT], data: Mapping[str, object], model: ServedModel, prefix: str = ""
 ) -> SamplingT:
-    """Return the sampling parameters in `data`; what it leaves out is as the model has it, and then the API.
-
-    Args:
-        prefix: See `validate`.
+    """Return the sampling parameters in `data`, behind them the model's defaults, then the API's.
 
     Raises:
         InvalidRequest: A field is wrong; the sentence names it.
@@ -204,18 +199,24 @@ def read_sampling(
     return validate(body_class, msgspec.structs.asdict(model.default_sampling) | given, prefix)
 
 
-def engine_params(body: SamplingBody, model: ServedModel, num_prompt_tokens: int) -> SamplingParams:
+def engine_params(
+    body: SamplingBody, model: ServedModel, num_prompt_tokens: int, grammar: Grammar | None
+) -> SamplingParams:
     """Return the engine's part for one prompt, but for the seed.
 
-    `max_new_tokens` is cut to what the context leaves; absent, it is all of that. An engine makes
-    at least one token: for 0 it makes the one that `TextRules` hides.
+    `max_new_tokens` is cut to what the context leaves, which is also its default. An engine makes at
+    least one token: for 0 it makes the one that `TextRules` hides.
 
     Raises:
         InvalidRequest: `min_new_tokens` passes `max_new_tokens`, or a biased id is unknown.
     """
     room = model.context_length - num_prompt_tokens
     max_new_tokens = room if body.max_new_tokens is None else min(body.max_new_tokens, room)
-    _check_minimum(body)
+    if body.max_new_tokens is not None and body.min_new_tokens > body.max_new_tokens:
+        raise InvalidRequest(
+            f"at least {body.min_new_tokens} new tokens and at most {body.max_new_tokens} "
+            "were asked for: these cannot both be"
+        )
     _check_bias(body.logit_bias, model.vocab_size)
     return SamplingParams(
         max_new_tokens=max(1, max_new_tokens),
@@ -230,25 +231,18 @@ def engine_params(body: SamplingBody, model: ServedModel, num_prompt_tokens: int
         stop_token_ids=body.stop_token_ids,
         ignore_eos=body.ignore_eos,
         logit_bias=body.logit_bias,
+        grammar=grammar,
     )
 
 
 def require_tokens(body: SamplingBody, field: str) -> None:
-    """Refuse an answer of no tokens, for which there is a use only where the prompt is told of.
+    """Reject an answer of no tokens. Only a report on the prompt has a use for one.
 
     Raises:
         InvalidRequest: The maximum is 0.
     """
     if body.max_new_tokens == 0:
         raise InvalidRequest(f"{field}: must be at least 1")
-
-
-def _check_minimum(body: SamplingBody) -> None:
-    if body.max_new_tokens is not None and body.min_new_tokens > body.max_new_tokens:
-        raise InvalidRequest(
-            f"at least {body.min_new_tokens} new tokens and at most {body.max_new_tokens} "
-            "were asked for: these cannot both be"
-        )
 
 
 def _check_bias(bias: dict[int, float], vocab_size: int) -> None:
@@ -263,8 +257,8 @@ def seeds(seed: int | None, count: int, *, is_left_open: bool = False) -> list[i
     """Return a seed for each of `count` generations of one prompt.
 
     Args:
-        seed: The client's, any integer; the following generations get the next ones.
-        is_left_open: Without a seed of the client's, leave it to the node that samples first.
+        seed: The client's, any integer. The following generations get the next ones.
+        is_left_open: Without the client's seed, leave it to the node that samples first.
     """
     if seed is not None:
         return [(seed + offset) % 2**_SEED_BITS for offset in range(count)]

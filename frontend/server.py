@@ -1,6 +1,6 @@
-"""Serving an app: the listening socket, the settings that cancellation and bad clients need, the end.
+"""Serving an app: the listening socket, connections, the settings against bad clients, the end.
 
-The caller chooses the loop (uvloop) and when to stop; signals are its business.
+The caller chooses the loop (uvloop), handles signals and decides when to stop.
 """
 
 import asyncio
@@ -11,26 +11,28 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import cast
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from typing_extensions import override
 
-from tandem.frontend.connection import connections
 from tandem.frontend.edge import EDGE
 from tandem.frontend.tls import server_context
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import ConfigInvalid
 
-# Connections the kernel holds while the loop is busy: as many as Linux allows by default, since a client
-# whose connection finds no place tries again only after a second.
+# Connections the kernel holds while the loop is busy: as many as Linux allows by default. A client that
+# finds no place retries only after a second.
 BACKLOG = 4096
-# What the kernel may hold for a client that does not read. Tokens are few bytes: a larger buffer
-# gains nothing, and Linux's own limit of 4 MiB for each stalled stream would add up.
+# What the kernel may hold for a client that does not read. Linux's own limit of 4 MiB for each stalled
+# stream would add up, and tokens are few bytes.
 SEND_BUFFER_BYTES = 256 * 1024
 MAX_HEADER_BYTES = 16 * 1024
 MAX_HEADERS = 100
 HANDSHAKE_TIMEOUT_S = 10.0
+# Many times what /health or a refusal takes, and a fraction of the second within which nodes stop.
+HALF_CLOSED_S = 0.25
 
 log = get_logger(__name__)
 
@@ -86,32 +88,77 @@ def make_runner(app: web.Application, drain_timeout_s: float = 5.0) -> web.AppRu
 def cut_off_who_does_not_read(sock: socket.socket, timeout_s: float) -> None:
     """Have the kernel close connections whose client takes nothing for `timeout_s`.
 
-    It holds for every answer, and for what a socket that is closing still has to send. No process
-    sees that otherwise: its own writes end when all is in the buffers.
+    This includes what a closing socket still has to send: the process itself cannot see that.
 
     Args:
-        sock: A listening socket, which the connections have it from, or a connection.
+        sock: A connection, or a listening socket, whose connections inherit it.
     """
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
 
 
 class _HttpLogger(logging.Logger):
-    """Turns what aiohttp logs into events of ours. None of logging's own tree."""
+    """Turns what aiohttp logs into our events, outside logging's own tree."""
 
     @override
     def handle(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
-            # No HTTP, or too much of it: the client's fault, which must not fill the log.
+            # No HTTP, or too much of it. The client's fault must not fill the log.
             log.debug("request.malformed", error=error.message)
         else:
             log.error("http.failed", message=record.getMessage(), exc_info=error)
 
 
+class Connection(asyncio.Protocol):
+    """One client's connection: aiohttp's handler, except when the client shuts down its sending side.
+
+    Such a client looks like one that went away. It gets what is answered at once, and nothing is
+    generated for it. nginx does the same.
+    """
+
+    def __init__(self, http: asyncio.Protocol) -> None:
+        self._http = http
+        self._transport: asyncio.Transport | None = None
+        self._closing: asyncio.TimerHandle | None = None
+
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        self._http.connection_made(transport)
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        self._http.data_received(data)
+
+    @override
+    def eof_received(self) -> bool:
+        transport = self._transport
+        assert transport is not None
+        if transport.get_extra_info("ssl_object") is not None:
+            return False  # TLS has no half of a connection
+        self._closing = asyncio.get_running_loop().call_later(HALF_CLOSED_S, transport.close)
+        return True
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._closing is not None:
+            self._closing.cancel()
+        self._transport = None
+        self._http.connection_lost(exc)
+
+    @override
+    def pause_writing(self) -> None:
+        self._http.pause_writing()
+
+    @override
+    def resume_writing(self) -> None:
+        self._http.resume_writing()
+
+
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """What a connection is given to.
+    """How to serve connections to an app.
 
     Attributes:
         protocol: Makes the protocol of one connection.
@@ -129,7 +176,7 @@ class Listening:
 
 @asynccontextmanager
 async def listening(app: web.Application, drain_timeout_s: float) -> AsyncIterator[Listening]:
-    """Be ready for connections to `app` inside the block; on leaving, drain and close them.
+    """Be ready for connections to `app` inside the block. On leaving, drain and close them.
 
     Raises:
         ConfigInvalid: The files of TLS cannot be used.
@@ -138,9 +185,10 @@ async def listening(app: web.Application, drain_timeout_s: float) -> AsyncIterat
     context = None if options.http.tls is None else server_context(options.http.tls)
     runner = make_runner(app, drain_timeout_s)
     await runner.setup()
-    assert runner.server is not None
+    http = runner.server
+    assert http is not None
     try:
-        yield Listening(connections(runner.server), context)
+        yield Listening(lambda: Connection(http()), context)
     finally:
         await runner.cleanup()
 
@@ -149,7 +197,7 @@ async def listening(app: web.Application, drain_timeout_s: float) -> AsyncIterat
 async def serving(
     app: web.Application, sock: socket.socket, drain_timeout_s: float = 5.0
 ) -> AsyncIterator[None]:
-    """Serve `app` on a listening socket inside the block; on leaving, drain and close it.
+    """Serve `app` on a listening socket inside the block. On leaving, drain and close it.
 
     Raises:
         ConfigInvalid: The files of TLS cannot be used.

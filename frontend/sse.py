@@ -1,12 +1,17 @@
 """Server-sent events to clients that may read slowly, or not at all.
 
-A stream holds no events of its own: whoever makes them waits in `send` while the client does not
-read, so that a stalled client costs one write buffer and its token ids.
+```
+ put ──▶ Outbox ──▶ transport, once every token of the step has become an event
+ drain ──▶ waits while the client does not read
+```
+
+A stalled client costs one write buffer: whoever makes events waits in `drain`.
 """
 
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Awaitable
 from types import TracebackType
 from typing import Self
 
@@ -43,51 +48,49 @@ def event(data: object) -> bytes:
 class Outbox:
     """Writes that wait until every token of a step has become an event.
 
-    A write takes the kernel several times what making the event takes us, and leaves the caches with
-    nothing of ours: between two writes each token's work would find all it touches in far memory.
-    Only so many are made in one go, so that a step of thousands of streams keeps no request waiting.
-
-    Attributes:
-        round: Changes when all that waited was written.
+    A write costs the kernel several times what making the event costs us, and leaves the caches cold
+    for the next token. Only so many are made in one go: a step of thousands of streams must not hold
+    up other requests.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[asyncio.WriteTransport, bytes]] = deque()
-        self.round = 0
 
     @override
     def __repr__(self) -> str:
         return f"Outbox({len(self._waiting)} waiting)"
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether every write was made."""
+        return not self._waiting
+
     def put(self, transport: asyncio.WriteTransport, data: bytes) -> None:
-        """Write `data` soon: once the callback under way has returned."""
+        """Write `data` once the running callback has returned."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._write_some)
         self._waiting.append((transport, data))
         if len(self._waiting) > MAX_WAITING:
-            # This process falls behind. Steps that wait meanwhile become one event a stream.
+            # This process falls behind. Steps that arrive meanwhile become one event a stream.
             self.flush()
 
     def flush(self) -> None:
-        """Write all that waits."""
+        """Make all waiting writes now."""
         while self._waiting:
             self._write(*self._waiting.popleft())
-        self.round += 1
 
     def _write_some(self) -> None:
         for _ in range(min(WRITES_AT_ONCE, len(self._waiting))):
             self._write(*self._waiting.popleft())
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._write_some)
-        else:
-            self.round += 1
 
     def _write(self, transport: asyncio.WriteTransport, data: bytes) -> None:
         """Write, and never raise: other clients' writes wait behind this one."""
         try:
             transport.write(data)
         except RuntimeError:
-            # So says uvloop of a connection that is gone. Its handler is about to hear of it.
+            # uvloop raises it for a closed connection, whose handler is about to be cancelled.
             log.debug("client.gone")
         except Exception:
             log.exception("client.write_failed")
@@ -108,13 +111,13 @@ class EventStream:
         outbox: Shared by the streams of one process.
 
     Attributes:
-        request: What is answered.
-        is_started: Whether the status is sent: from then on an error is an event.
+        request: The request that is answered.
+        is_started: Whether the status is sent. From then on an error is an event.
     """
 
     __slots__ = (
+        "_early",
         "_is_chunked",
-        "_last_round",
         "_outbox",
         "_response",
         "_stall_timeout_s",
@@ -126,12 +129,11 @@ class EventStream:
 
     def __init__(self, request: web.Request, stall_timeout_s: float, outbox: Outbox) -> None:
         self.request, self._outbox = request, outbox
-        self._last_round = -1  # in which something of this stream was put into the outbox
         self._stall_timeout_s = stall_timeout_s
         self._response = web.StreamResponse(headers=_HEADERS)
         self._starting = asyncio.Lock()
-        # Of a stream that has begun.
-        self._transport: asyncio.Transport | None = None
+        self._early: list[bytes] = []  # events put before the start
+        self._transport: asyncio.Transport | None = None  # of a stream that has begun
         self._is_chunked = request.version >= HttpVersion11
         self.is_started = False
 
@@ -151,52 +153,46 @@ class EventStream:
         if error is not None and self.is_started:
             self._abort()
 
-    async def send(self, events: bytes) -> None:
-        """Send one or several events; returns when there is room for more.
+    def has_room(self) -> bool:
+        """Return whether the stream has begun and its client keeps up."""
+        transport = self._transport
+        return transport is not None and transport.get_write_buffer_size() < _ROOM_BYTES
+
+    def put(self, events: bytes) -> None:
+        """Send one or several events, in one write past aiohttp's writer. Follow it with `drain`."""
+        if self._transport is None:
+            self._early.append(events)
+            return
+        if self._is_chunked:
+            events = b"%x\r\n%b\r\n" % (len(events), events)
+        self._outbox.put(self._transport, events)
+
+    async def drain(self) -> None:
+        """Start the response if it has events, and wait while its client does not read.
 
         Raises:
             ConnectionError: The client is gone, or was cut off because it does not read.
         """
-        self._flush()
         if not self.is_started:
+            if not self._early:
+                return
             await self._start()
-        if self._has_room(len(events)):
-            await self._response.write(events)
-        else:
-            await self._send_slowly(events)
-
-    def has_room(self) -> bool:
-        """Whether `send_now` may be called: the stream has begun, and its client keeps up."""
-        transport = self._transport
-        return transport is not None and transport.get_write_buffer_size() < _ROOM_BYTES
-
-    def send_now(self, events: bytes) -> None:
-        """Send without waiting, when there is room: in one write, past aiohttp's writer."""
-        assert self._transport is not None
-        if self._is_chunked:
-            events = b"%x\r\n%b\r\n" % (len(events), events)
-        self._outbox.put(self._transport, events)
-        self._last_round = self._outbox.round
-
-    def _flush(self) -> None:
-        """See to it that nothing of this stream waits in the outbox: what is written now follows it."""
-        if self._last_round == self._outbox.round:
+        if self.request.transport is None:
+            raise ConnectionResetError("the client is gone")
+        if not self.has_room():
             self._outbox.flush()
+            await self._within_stall_time(self.request.writer.drain())
 
     async def finish(self) -> web.StreamResponse:
-        """Send the end of the stream; return the response for aiohttp.
+        """Send the end of the stream. Returns the response for aiohttp.
 
         Raises:
-            ConnectionError: As `send`.
+            ConnectionError: The client is gone, or was cut off because it does not read.
         """
-        self._flush()
         if not self.is_started:
             await self._start()
-        try:
-            async with asyncio.timeout(self._stall_timeout_s):
-                await self._response.write_eof(DONE)
-        except TimeoutError:
-            self._cut_off()
+        self._outbox.flush()  # what aiohttp writes now stands behind it
+        await self._within_stall_time(self._response.write_eof(DONE))
         return self._response
 
     async def _start(self) -> None:
@@ -208,27 +204,19 @@ class EventStream:
             if self._is_chunked:
                 self._response.enable_chunked_encoding()
             await self._response.prepare(self.request)
-            # The head itself goes with the first event, before anybody else runs.
             self.is_started, self._transport = True, transport
+            if self._early:
+                self.put(b"".join(self._early))
+                self._early.clear()
 
-    def _has_room(self, size_bytes: int) -> bool:
-        """Tell whether a write cannot block, so that the price of a timer can be saved."""
-        transport = self.request.transport
-        if transport is None:
-            raise ConnectionResetError("the client is gone")
-        return transport.get_write_buffer_size() + size_bytes < _ROOM_BYTES
-
-    async def _send_slowly(self, events: bytes) -> None:
+    async def _within_stall_time(self, work: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(self._stall_timeout_s):
-                await self._response.write(events)
+                await work
         except TimeoutError:
-            self._cut_off()
-
-    def _cut_off(self) -> None:
-        log.info("client.stalled", path=self.request.path, timeout_s=self._stall_timeout_s)
-        self._abort()
-        raise ConnectionAbortedError("the client does not read its stream")
+            log.info("client.stalled", path=self.request.path, timeout_s=self._stall_timeout_s)
+            self._abort()
+            raise ConnectionAbortedError("the client does not read its stream") from None
 
     def _abort(self) -> None:
         if (transport := self.request.transport) is not None:

@@ -1,27 +1,56 @@
-"""Stop strings across token borders. Pure text: no ids, no I/O."""
+"""Stop strings and stop patterns (regular expressions) across token borders. Pure text: no ids, no I/O.
 
+What could still become a stop is held back, so that no part of one is ever shown. The result does not
+depend on how the text was cut into pieces: the stop that is complete first wins, and of several that end
+together the longest.
+
+```
+ ...context │ held: may yet become a match │ ◀── the next character
+            └ pattern.search begins here; partial matches say how far it may move
+```
+
+Patterns search after each character, as if the text ended there. That costs 2 µs for a character and
+pattern while nothing is held, which only generations with patterns pay.
+"""
+
+import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
+import regex
 from typing_extensions import override
 
+from tandem.wire.errors import InvalidRequest
 
-@dataclass(frozen=True, slots=True)
-class _Match:
-    """Where a stop string lies in a text. Ordered: the first to end wins, then the longest."""
+MAX_PATTERN_CHARS = 512
+# Longer matches are not found: this bounds the text held back. `<a>.*</a>` over so much takes 10 µs a
+# character.
+MAX_MATCH_CHARS = 4096
+# For lookbehinds and word borders.
+_CONTEXT_CHARS = 512
+# CPU time that a generation's patterns may take: at most so much at once, and each character adds a
+# little. A pattern that backtracks exponentially passes it within one character.
+_MAX_BUDGET_S = 0.05
+_BUDGET_S_PER_CHAR = 100e-6
+# These change how a pattern reads, or which way.
+_REFUSED_FLAGS = {regex.REVERSE: "(?r)", regex.V1: "(?V1)", regex.WORD: "(?w)"}
 
-    end: int
-    start: int
-    stop: str
+# At the end of the text, a partial match takes word borders as final, though a word may yet follow. It
+# does wait for lookaheads.
+_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\]|.", re.DOTALL)
+_SPELT_OUT = {
+    r"\b": r"(?:(?=\w)(?<!\w)|(?!\w)(?<=\w))",
+    r"\B": r"(?:(?=\w)(?<=\w)|(?!\w)(?<!\w))",
+    r"\m": r"(?:(?=\w)(?<!\w))",
+    r"\M": r"(?:(?!\w)(?<=\w))",
+}
 
 
 class StopStrings:
     """Watches the text of one generation for its stop strings.
-
-    What could still become a stop string is held back, so that no part of one is ever shown. The
-    result does not depend on how the text was cut into pieces: the string that is complete first
-    wins, and of two that end together the longer.
 
     Args:
         stops: None of them empty.
@@ -45,35 +74,30 @@ class StopStrings:
         return f"StopStrings({list(self._stops)}, held={self._held!r}, matched={self.matched!r})"
 
     def push(self, text: str) -> str:
-        """Take the next text; return what may be shown now."""
+        """Take the next text. Returns what may be shown now."""
         if self.matched is not None:
             return ""
-        if not self._stops:
-            return text
+        if not self._held and self._first_characters.isdisjoint(text):
+            return text  # as most text does
         text = self._held + text
-        if match := self._first_match(text):
-            self.matched, self._held = match.stop, ""
-            return text[: match.end if self._keep_match else match.start]
+        # The first to end, and then the longest.
+        found = [
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := text.find(stop)) >= 0
+        ]
+        if found:
+            end, start, self.matched = min(found)
+            self._held = ""
+            return text[: end if self._keep_match else start]
         shown = len(text) - self._held_length(text)
         self._held = text[shown:]
         return text[:shown]
 
-    def lets_pass(self, text: str) -> bool:
-        """Tell whether `push` would return `text` as it is and hold nothing, by a quick look."""
-        return not self._held and self._first_characters.isdisjoint(text)
-
     def finish(self) -> str:
-        """Return what was held back: no stop string will complete it."""
+        """Return the text held back: no stop string will complete it."""
         held, self._held = self._held, ""
         return held
-
-    def _first_match(self, text: str) -> _Match | None:
-        found = [
-            _Match(start + len(stop), start, stop)
-            for stop in self._stops
-            if (start := text.find(stop)) >= 0
-        ]
-        return min(found, key=lambda match: (match.end, match.start), default=None)
 
     def _held_length(self, text: str) -> int:
         """Return the length of the longest end of `text` that begins a stop string."""
@@ -82,7 +106,7 @@ class StopStrings:
 
 @lru_cache(maxsize=256)
 def _first_characters(stops: tuple[str, ...]) -> frozenset[str]:
-    """Return what a stop string may begin with. One set for all who have the same ones."""
+    """Return what a stop string may begin with. Requests with the same stops share one set."""
     return frozenset(stop[0] for stop in stops)
 
 
@@ -93,3 +117,159 @@ def _overlap(text: str, stop: str) -> int:
             return len(text) - start
         start = text.find(stop[0], start + 1)
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class StopPattern:
+    """A compiled pattern. Compiling takes up to 2 ms: do it once a request.
+
+    Attributes:
+        source: The pattern as it was sent. Empty for strings: the match is the string.
+    """
+
+    source: str
+    compiled: "regex.Pattern[str]"
+
+
+def compile_pattern(pattern: str) -> StopPattern:
+    """Return a compiled stop pattern.
+
+    Raises:
+        ValueError: It cannot be compiled, matches the empty text or has an unsupported flag.
+    """
+    try:
+        regex.compile(pattern, cache_pattern=False)  # an error must quote what was sent
+        spelt_out = [_SPELT_OUT.get(part, part) for part in _PARTS.findall(pattern)]
+        compiled = regex.compile("".join(spelt_out), cache_pattern=False)
+        matches_nothing = compiled.search("", timeout=_MAX_BUDGET_S) is not None
+    except (regex.error, ValueError, OverflowError, RecursionError, KeyError, IndexError) as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+    except TimeoutError:
+        raise ValueError(f"{pattern!r} takes too long") from None
+    if matches_nothing:
+        raise ValueError(f"{pattern!r} matches the empty text")
+    for flag, name in _REFUSED_FLAGS.items():
+        if compiled.flags & flag:
+            raise ValueError(f"{pattern!r} has the flag {name}, which is not supported")
+    return StopPattern(pattern, compiled)
+
+
+def any_of(stops: Sequence[str]) -> StopPattern:
+    """Return a pattern for stop strings that stand beside patterns; none of them is empty."""
+    text = "|".join(map(regex.escape, stops))
+    return StopPattern("", regex.compile(text, cache_pattern=False))
+
+
+class StopPatterns:
+    """Watches the text of one generation for its stop patterns and stop strings.
+
+    Args:
+        patterns: At least one.
+        keep_match: Show the match instead of trimming it.
+
+    Attributes:
+        matched: The pattern or string met, once it is. Nothing after it is ever returned.
+    """
+
+    def __init__(self, patterns: Sequence[StopPattern], keep_match: bool = False) -> None:
+        self._watches = [_Watch(pattern) for pattern in patterns]
+        self._keep_match = keep_match
+        self._text = ""  # some context, which was shown, then the text held back
+        self._shown = 0  # how much of `_text` was shown
+        self._budget_s = _MAX_BUDGET_S
+        self.matched: str | None = None
+
+    @override
+    def __repr__(self) -> str:
+        held = self._text[self._shown :]
+        return f"StopPatterns({self._watches}, held={held!r}, matched={self.matched!r})"
+
+    def push(self, text: str) -> str:
+        """Take the next text. Returns what may be shown now.
+
+        Raises:
+            InvalidRequest: The patterns take too long on this text.
+        """
+        if self.matched is not None:
+            return ""
+        started = time.thread_time()
+        self._budget_s = min(_MAX_BUDGET_S, self._budget_s) + _BUDGET_S_PER_CHAR * len(text)
+        shown = ""
+        for character in text:
+            self._text += character
+            if (match := self._first_match(started)) is not None:
+                return shown + self._end_at(match)
+            shown += self._release()
+        self._budget_s -= time.thread_time() - started
+        return shown
+
+    def finish(self) -> str:
+        """Return the text held back: no match will complete it."""
+        held, self._text, self._shown = self._text[self._shown :], "", 0
+        return held
+
+    def _first_match(self, started: float) -> "regex.Match[str] | None":
+        """Return the longest match in the text as it stands."""
+        best: regex.Match[str] | None = None
+        for watch in self._watches:
+            left_s = self._budget_s - (time.thread_time() - started)
+            match = watch.search(self._text, left_s)
+            if match is not None and (best is None or match.start() < best.start()):
+                best, self.matched = match, watch.source or match.group()
+        return best
+
+    def _end_at(self, match: "regex.Match[str]") -> str:
+        end = match.end() if self._keep_match else match.start()
+        shown, self._text, self._shown = self._text[self._shown : end], "", 0
+        return shown
+
+    def _release(self) -> str:
+        """Return text that cannot become part of a match, and forget text behind the context."""
+        earliest = max(self._shown, len(self._text) - MAX_MATCH_CHARS)
+        for watch in self._watches:
+            watch.start = max(watch.start, earliest)
+        first_held = min(watch.start for watch in self._watches)
+        shown, self._shown = self._text[self._shown : first_held], first_held
+        # Not at every character: each time copies what is left.
+        if first_held > 2 * _CONTEXT_CHARS:
+            dropped = first_held - _CONTEXT_CHARS
+            self._text, self._shown = self._text[dropped:], _CONTEXT_CHARS
+            for watch in self._watches:
+                watch.start -= dropped
+        return shown
+
+
+class _Watch:
+    """One pattern and where its next match may begin.
+
+    Attributes:
+        source: The pattern as it was sent, or empty.
+        start: No match begins before it.
+    """
+
+    def __init__(self, pattern: StopPattern) -> None:
+        self._pattern = pattern.compiled
+        self.source = pattern.source
+        self.start = 0
+
+    @override
+    def __repr__(self) -> str:
+        return repr(self.source or self._pattern.pattern)
+
+    def search(self, text: str, timeout_s: float) -> "regex.Match[str] | None":
+        """Return the match in `text`. Else note where one may begin that later text completes."""
+        if timeout_s <= 0:
+            raise _too_slow(self)
+        try:
+            found: Any = self._pattern.search(text, self.start, partial=True, timeout=timeout_s)
+        except TimeoutError:
+            raise _too_slow(self) from None
+        if found is None or found.partial:
+            self.start = len(text) if found is None else found.start()
+            return None
+        match: regex.Match[str] = found
+        return match
+
+
+def _too_slow(watch: _Watch) -> InvalidRequest:
+    return InvalidRequest(f"stop_regex: {watch!r} takes too long on this text; make it simpler")

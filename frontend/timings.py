@@ -1,4 +1,4 @@
-"""Where one request's time went, from its arrival to its last token. Pure but for its clock.
+"""Where one request's time went, from its arrival to its last token. Pure, except for its clock.
 
 ```
  tokenize ─ queue ─ pair ─ (lost_attempt ─ pair)* ─ reserve ─ kv_tier ─ prefill_queue ─ prefill ─ link ─ detokenize │ stream
@@ -8,21 +8,20 @@
 
 | phase | what passes |
 |---|---|
-| `tokenize` | the body comes in, is checked and becomes token ids |
-| `queue` | no node has room for it, at the router |
-| `pair` | a pair is chosen, and waited for when there is none; its `node` is decode |
-| `lost_attempt` | all of an attempt that failed before its first token |
-| `reserve` | decode sets pages aside and grants them to prefill |
-| `kv_tier` | what tiers have of the prompt comes into the cache; where there are tiers and it was waited for |
+| `tokenize` | the body arrives, is checked and becomes token ids |
+| `queue` | at the router, no node has room |
+| `pair` | a pair is chosen, or waited for; its `node` is decode |
+| `lost_attempt` | a whole attempt that failed before its first token |
+| `reserve` | decode reserves pages and grants them to prefill |
+| `kv_tier` | cached pages come from the tiers, if there are any |
 | `prefill_queue` | the prompt waits for its first chunk |
 | `prefill` | the prompt is computed and its first token chosen |
-| `link` | the rest until the token is here: messages both ways, and loops that were busy |
+| `link` | the rest until the token is here: messages both ways, and busy loops |
 | `detokenize` | the token becomes text |
 | `stream` | all later tokens |
-| `unanswered` | of a request that ended without a token: from its last phase to its end |
+| `unanswered` | without any token: from the last phase to the end |
 
-Each machine measures with its own clock, and only durations travel. So times of one node are true to
-each other; beside those of another they are off by what a message takes.
+Each machine measures durations with its own clock. Times of two nodes differ by what a message takes.
 """
 
 import time
@@ -35,7 +34,7 @@ from tandem.wire.generation import Phase
 from tandem.wire.messages import TokenDelta
 
 HEADER = "X-Tandem-Timings"
-# In which a request stands at any moment until its first token.
+# The phases that follow each other until the first token.
 _ROW = frozenset(
     {
         *("tokenize", "queue", "pair", "lost_attempt", "reserve"),
@@ -47,14 +46,14 @@ Outcome = Literal["finished", "failed", "cancelled"]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What clients, the page and traces are told of one request.
+    """The report of one request, for clients, the console and traces.
 
     Attributes:
-        ttft_s: None where there was no token.
-        cached_by_tier: Of the cached tokens, how many came from which tier behind the cache.
-        prefill: URL of the node that computed the prompt; empty where decode did it by itself.
-        phases: One after the other; those up to `detokenize` add up to `ttft_s`, and all to `e2e_s`.
-        beside: What ran beside them, or after the first token, or belongs to later attempts.
+        ttft_s: None if there was no token.
+        cached_by_tier: How many of the cached tokens came from each tier behind the cache.
+        prefill: URL of the node that computed the prompt. Empty if decode did.
+        phases: One after the other. Those up to `detokenize` add up to `ttft_s`, and all to `e2e_s`.
+        beside: Phases that ran beside them, after the first token, or in later attempts.
     """
 
     request_id: str
@@ -74,10 +73,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimingsSink(Protocol):
-    """Who is told of every request that ended."""
+    """Gets the report of every request that ended."""
 
     def request_ended(self, report: Report) -> None:
-        """Take note. Must neither wait nor raise."""
+        """Note the report. Must neither wait nor raise."""
         ...
 
 
@@ -86,11 +85,7 @@ class Timings:
 
     Args:
         arrived: When its HTTP request came, by `clock`.
-        is_wanted: Whether the client asked to be told.
-
-    Attributes:
-        num_cached_tokens, cached_by_tier, num_output_tokens: To be reported.
-        outcome: So too; finished until something else is known.
+        is_wanted: Whether the client asked for the report.
     """
 
     __slots__ = (
@@ -133,11 +128,11 @@ class Timings:
         return self._clock() - self._arrived
 
     def sent(self) -> None:
-        """The request is given to the backend: what it tells counts from now."""
+        """Note that the backend got the request. The backend's phases count from now."""
         self._sent_s = self.elapsed_s
 
     def came(self, delta: TokenDelta) -> None:
-        """The backend told of phases, of tokens or of both."""
+        """Note the phases and tokens of a delta."""
         self._told += delta.phases
         if self._first_at_s is None and delta.token_ids:
             self._first_at_s = self.elapsed_s
@@ -146,19 +141,19 @@ class Timings:
             self.cached_by_tier = delta.cached_by_tier
 
     def token_read(self) -> float | None:
-        """A token is text. Returns the time to first token when it is the first, else None."""
+        """Note that a token is text. Returns the time to first token if it is the first, else None."""
         if self._ttft_s is not None:
             return None
         self._ttft_s = self.elapsed_s
         return self._ttft_s
 
     def ended(self) -> float:
-        """The last token is text: later reports end here too, others of its answer may go on. Returns its time."""
+        """Note that the last token is text, and return the time. Later reports end here too."""
         self._ended_s = self.elapsed_s
         return self._ended_s
 
     def report(self, request_id: str, num_prompt_tokens: int) -> Report:
-        """Return what is known by now."""
+        """Return the report so far."""
         elapsed_s = self.elapsed_s
         e2e_s = elapsed_s if self._ended_s is None else self._ended_s
         row, beside = self._laid_out(e2e_s)
@@ -182,15 +177,15 @@ class Timings:
         )
 
     def _laid_out(self, e2e_s: float) -> tuple[list[Phase], list[Phase]]:
-        """Return the phases that follow each other without a gap until `e2e_s`, and all others."""
+        """Return the phases without gaps until `e2e_s`, and all others."""
         until_s = e2e_s if self._first_at_s is None else self._first_at_s
         row, beside, at_s = [Phase("tokenize", 0.0, self._sent_s)], list[Phase](), self._sent_s
         for phase in self._told:
             start_s = self._sent_s + phase.start_s
-            # An attempt that was lost after its first token is no part of the way to it.
+            # An attempt that was lost after the first token did not delay it.
             at_stake_s = start_s + (phase.duration_s if phase.name == "lost_attempt" else 0.0)
             if phase.name in _ROW and at_stake_s <= until_s:
-                # Never over the end: a node may have been at it when another's token came.
+                # Cut at the end: another node's token may have come before it was over.
                 duration_s = min(phase.duration_s, until_s - at_s)
                 row.append(Phase(phase.name, at_s, duration_s, phase.node))
                 at_s += duration_s

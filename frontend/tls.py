@@ -1,4 +1,4 @@
-"""TLS of the server, from files that a person named."""
+"""TLS of the server, from files that the operator named."""
 
 import ssl
 from dataclasses import dataclass
@@ -36,19 +36,19 @@ class TlsFiles:
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """Return the context to serve with: TLS 1.2 and above, as Python's defaults are.
+    """Return the context of a server: TLS 1.2 and above, as Python's defaults.
 
     Raises:
         ConfigInvalid: A file cannot be read or used; the sentence names the flag.
     """
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    # Else clients would be asked for HTTP/2, which the server does not speak.
+    # Otherwise clients may choose HTTP/2, which the server does not have.
     context.set_alpn_protocols(["http/1.1"])
     _check_readable("--ssl-certfile", files.certfile)
     if files.keyfile:
         _check_readable("--ssl-keyfile", files.keyfile)
     try:
-        # An empty password: OpenSSL would ask for one on the terminal.
+        # Without a password OpenSSL would ask for one on the terminal.
         context.load_cert_chain(files.certfile, files.keyfile or None, password="")
     except OSError as error:
         raise ConfigInvalid(_chain_sentence(files, error)) from error
@@ -59,7 +59,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def load_authorities(context: ssl.SSLContext, flag: str, path: str) -> None:
-    """Have `context` trust the certificates in a file.
+    """Make `context` trust the certificates in a file.
 
     Raises:
         ConfigInvalid: The file cannot be read or holds none; the sentence names `flag`.

@@ -1,12 +1,11 @@
-"""The tokens of one attempt at one engine, on their way from the link to whoever reads them.
+"""The tokens of one attempt at one engine, from its link to the task that waits for them.
 
 ```
  open ──put (finish)──▶ ended     ──fail──▶ failed     ──close, abort──▶ cancelled, once
 ```
 
-Two ways lead out. Everything can be taken by the reader, a task that wakes for it: 20 µs and more.
-While the reader has taken all and waits for more, it may leave a tap open, through which ordinary
-tokens run at once, in the call that brought them.
+While its reader waits, it may leave a tap open. Ordinary tokens then reach the client in the call that
+brought them: waking a task costs 20 µs.
 """
 
 import asyncio
@@ -30,12 +29,12 @@ class StreamTap(Protocol):
     """Takes ordinary tokens at once."""
 
     def take_ordinary_at(self, index: int, token_ids: Sequence[int]) -> bool:
-        """Take tokens from `index` on, or say no to have them put into the stream."""
+        """Take the tokens from `index` on. False: put them into the stream."""
         ...
 
 
 class StreamOwner(Protocol):
-    """Whoever puts into streams what an engine sends; see `EngineClient`."""
+    """The client that puts an engine's tokens into its streams."""
 
     def cancel(self, request_id: RequestId, attempt: int) -> None:
         """Tell the engine that nobody reads this attempt."""
@@ -47,17 +46,17 @@ class StreamOwner(Protocol):
 
 
 class TokenStream:
-    """The tokens of one attempt at one engine, as an async iterator; also taken one by one.
+    """The tokens of one attempt at one engine, as an async iterator; `take` returns them one by one.
 
-    What waits for a slow reader is merged into one delta, so that its memory is the ids (and the
-    log-probabilities, where they are wanted) and no more. A context manager: leaving it early cancels the attempt at the engine.
+    Deltas that wait for a slow reader are merged into one, which bounds their memory to ids and
+    log-probabilities. Leaving the stream's `with` block early cancels the attempt at the engine.
 
     Args:
-        wake: Set whenever something arrives. Give two streams the same event to wait for both.
+        wake: Set whenever something arrives. Two streams may share one event.
 
     Attributes:
         number: The stream's short name on its link.
-        tap: Open only while the reader waits and has taken all; closed by whatever it did not take.
+        tap: Open only while the reader waits and nothing is queued. A token that it rejects closes it.
     """
 
     # With thousands of streams a token's time is that of fetching what it touches from memory.
@@ -96,14 +95,14 @@ class TokenStream:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits to be taken, but maybe a failure."""
+        """Whether no delta is queued. There may be a failure."""
         return not self._waiting
 
     def take(self) -> TokenDelta | None:
-        """Return what arrived since the last call, or None when nothing did.
+        """Return the next delta, or None when nothing is queued.
 
         Raises:
-            TandemError: The attempt failed, and everything that arrived before was taken.
+            TandemError: The attempt failed, and every delta before that was taken.
         """
         if self._waiting:
             return self._waiting.popleft()
@@ -112,28 +111,23 @@ class TokenStream:
         return None
 
     def mute(self) -> None:
-        """Wake nobody any more. What arrives can still be taken, by `take_late`."""
+        """Stop waking the reader. `take_late` still returns what arrives."""
         self._wake = asyncio.Event()
 
     def take_late(self) -> list[TokenDelta]:
-        """Return what arrived since the last call, whether or not the attempt has failed."""
+        """Return every queued delta, even of an attempt that failed."""
         waiting = list(self._waiting)
         self._waiting.clear()
         return waiting
 
     def put_ordinary(self, index: int, token_ids: Sequence[int]) -> None:
-        """Add tokens of which there is nothing more to say, through the tap if it takes them."""
+        """Give tokens to the tap, or queue them if it is closed or rejects them."""
         if self.tap is not None and self.tap.take_ordinary_at(index, token_ids):
             return
-        request_id, attempt = self.key
-        self.put(
-            TokenDelta(
-                request_id=request_id, attempt=attempt, index=index, token_ids=list(token_ids)
-            )
-        )
+        self.put(self._delta(index, list(token_ids)))
 
     def put(self, delta: TokenDelta) -> None:
-        """Add what the engine sent; a delta that continues the waiting one is merged into it."""
+        """Queue a delta, merged into the last one if it continues that."""
         self.tap = None
         self._next_index = delta.index + len(delta.token_ids)
         if self._waiting and (merged := _merged(self._waiting[-1], delta)) is not None:
@@ -145,30 +139,30 @@ class TokenStream:
         self._wake.set()
 
     def fail(self, error: TandemError) -> None:
-        """End the stream with an error, after what already arrived."""
+        """End the stream with an error, behind the queued deltas."""
         self.tap = None
         self._failure = error
         self.forget()
         self._wake.set()
 
     def abort(self) -> None:
-        """Cancel the attempt; its reader sees a finish of reason `abort`."""
+        """Cancel the attempt. Its reader sees a finish of reason `abort`."""
         self.close()
+        # Tokens that went through the tap are not counted in the index. No reader needs it here.
+        self.put(self._delta(self._next_index, [], Finish(reason="abort")))
+
+    def _delta(self, index: int, token_ids: list[int], finish: Finish | None = None) -> TokenDelta:
         request_id, attempt = self.key
-        finish = Finish(reason="abort")
-        self.put(
-            TokenDelta(
-                request_id=request_id,
-                attempt=attempt,
-                # Or earlier: what went through the tap is not counted here. Of an abort nobody asks.
-                index=self._next_index,
-                token_ids=[],
-                finish=finish,
-            )
+        return TokenDelta(
+            request_id=request_id,
+            attempt=attempt,
+            index=index,
+            token_ids=token_ids,
+            finish=finish,
         )
 
     def forget(self) -> None:
-        """Take nothing more from the engine and do not cancel: its part is done."""
+        """Take nothing more from the engine, without cancelling: its part is over."""
         self.tap = None
         self._is_open = False
         self._client.forget(self)
@@ -189,7 +183,7 @@ class TokenStream:
         return self.read()
 
     async def read(self, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
-        """Yield what arrives until the end, but for what `tap` takes; see `Backend.generate`.
+        """Yield the deltas until the end, without the ordinary tokens that `tap` took.
 
         Raises:
             TandemError: The attempt failed.
@@ -209,7 +203,7 @@ class TokenStream:
 
 
 class _InOrder:
-    """Lets a tap have tokens in order only."""
+    """Gives a tap tokens in order only."""
 
     __slots__ = ("_next_index", "_tap")
 
@@ -217,7 +211,6 @@ class _InOrder:
         self._tap, self._next_index = tap, next_index
 
     def take_ordinary_at(self, index: int, token_ids: Sequence[int]) -> bool:
-        """See `StreamTap`."""
         if index != self._next_index or not self._tap.take_ordinary(token_ids):
             return False
         self._next_index += len(token_ids)
@@ -225,7 +218,7 @@ class _InOrder:
 
 
 def _merged(last: TokenDelta, delta: TokenDelta) -> TokenDelta | None:
-    """Return both as one, made of `last`'s own lists; None when `delta` does not continue it."""
+    """Return both deltas as one, reusing the lists of `last`. None: `delta` does not continue it."""
     if last.index + len(last.token_ids) != delta.index or last.finish is not None:
         return None
     changes: dict[str, object] = {}

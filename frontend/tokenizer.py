@@ -1,20 +1,18 @@
-"""Text to token ids and back, from a model's tokenizer files, without transformers.
-
-Holds encoding and decoding. Templates are in `frontend/chat_template.py`; decoding as tokens come
-is in `frontend/detokenizer.py`.
-"""
+"""Text to token ids and back, from a model's tokenizer files, without transformers."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import processors
 from typing_extensions import override
 
 from tandem.frontend.chat_template import ChatTemplate, Messages
-from tandem.frontend.detokenizer import Detokenizer, Detokenizers
-from tandem.frontend.text_bound import text_bound
+from tandem.frontend.detokenizer import BYTE_OF_CHARACTER, Detokenizer, Detokenizers, token_bytes
 from tandem.frontend.tokenizer_files import tokenizer_files
 from tandem.wire.errors import ConfigInvalid
 
@@ -30,7 +28,7 @@ _NAMED_TOKENS = (
 
 
 class Tokenizer:
-    """One model's tokenizer. Nothing of it changes, so threads may share it.
+    """One model's tokenizer. It never changes, so threads may share it.
 
     Attributes:
         backend: The `tokenizers` object beneath.
@@ -45,7 +43,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self._template = ChatTemplate(_templates(config), self.special_tokens)
-        self._bound = text_bound(backend)
+        self._bound = _text_bound(backend)
         self._detokenizers = Detokenizers(backend, self.special_ids)
 
     @override
@@ -85,9 +83,9 @@ class Tokenizer:
             ) from error
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`, with the model's own beginning of sequence if it has one.
+        """Return the ids of `text`.
 
-        It holds the interpreter's lock: 0.4 ms for a KB. Use `encode_batch` for long texts.
+        It holds the interpreter's lock for 0.4 ms a KB. Use `encode_batch` for long texts.
         """
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
@@ -95,7 +93,7 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Return the ids of each text. It lets go of the interpreter's lock: for a thread."""
+        """Return the ids of each text. It releases the interpreter's lock: call it in a thread."""
         encodings = self.backend.encode_batch_fast(
             list(texts), add_special_tokens=add_special_tokens
         )
@@ -114,25 +112,13 @@ class Tokenizer:
         return self._detokenizers.token_bytes(token_id)
 
     def least_tokens(self, text: str) -> int:
-        """Return a number of tokens that `text` has at least, found without tokenizing it.
+        """Return a lower bound of the number of tokens, without tokenizing.
 
-        It is 0 where no bound is known: for tokenizers that may drop or merge text.
+        A text of 10 MB takes seconds to tokenize. The bound is 0 for tokenizers that may drop or merge
+        text.
         """
-        return self._bound.least_tokens(text) if self._bound else 0
-
-    def apply_chat_template(
-        self,
-        messages: Messages,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        add_generation_prompt: bool = True,
-    ) -> list[int]:
-        """Return the prompt ids of a conversation.
-
-        Raises:
-            InvalidRequest: The template refused the messages, or the model has none.
-        """
-        text = self.render_chat(messages, tools, add_generation_prompt)
-        return self.encode(text, add_special_tokens=False)
+        num_kept = len(text) - sum(text.count(character) for character in self._bound.dropped)
+        return int(num_kept / self._bound.chars_per_token)
 
     def render_chat(
         self,
@@ -141,10 +127,10 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         extra: Mapping[str, object] | None = None,
     ) -> str:
-        """Return the prompt text of a conversation, special tokens included: encode it without.
+        """Return the prompt text of a conversation, special tokens included.
 
         Raises:
-            InvalidRequest: The template refused the messages, or the model has none.
+            InvalidRequest: The template rejected the messages, or the model has none.
         """
         return self._template.render(messages, tools, add_generation_prompt, extra)
 
@@ -200,4 +186,56 @@ def _add_bos_and_eos(
         single=[part for part in (bos, "$A", eos) if part],
         pair=None,
         special_tokens=[(token, backend.token_to_id(token)) for token in (bos, eos) if token],
+    )
+
+
+# NFC never shrinks a text below a quarter: a composed character stands for at most four code points,
+# and three bytes for at most nine (Hangul).
+_NFC_SHRINKS_TO = 0.25
+_CONTINUATION_BYTES = range(0x80, 0xC0)
+
+
+@dataclass(frozen=True, slots=True)
+class _TextBound:
+    """How few tokens a text may have.
+
+    Attributes:
+        chars_per_token: The most characters of text one token stands for; infinite if not known.
+        dropped: Characters that the vocabulary lacks, so that they leave no token.
+    """
+
+    chars_per_token: float
+    dropped: str = ""
+
+
+def _text_bound(backend: tokenizers.Tokenizer) -> _TextBound:
+    """Return the bound, which is known for byte-level tokenizers.
+
+    Others may drop whitespace, or merge any run of unknown characters to one token.
+    """
+    spec = json.loads(backend.to_str())
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    missing = {byte for char, byte in BYTE_OF_CHARACTER.items() if char not in vocabulary}
+    # A character of several bytes has a continuation byte, so it leaves something if those do.
+    if not _keeps_text(spec) or missing.intersection(_CONTINUATION_BYTES):
+        return _TextBound(math.inf)
+    # In bytes, which are never fewer than characters.
+    longest = max(len(token_bytes(token)) for token in vocabulary)
+    return _TextBound(
+        chars_per_token=longest if spec["normalizer"] is None else longest / _NFC_SHRINKS_TO,
+        dropped="".join(chr(byte) for byte in sorted(missing) if byte < 0x80),
+    )
+
+
+def _keeps_text(spec: dict[str, Any]) -> bool:
+    """Return whether no step before the vocabulary is known to drop text."""
+    splits = json.dumps(spec["pre_tokenizer"])
+    normalizer = spec["normalizer"]
+    return (
+        spec["model"]["type"] == "BPE"
+        and '"ByteLevel"' in splits
+        and '"Removed"' not in splits
+        and (normalizer is None or normalizer["type"] == "NFC")
+        # An added token may swallow all the whitespace around it.
+        and not any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"])
     )

@@ -1,67 +1,156 @@
-"""Tools that a client makes the model call: from `tool_choice` to a grammar, from the answer to calls.
+"""Replies with tool calls: the parts of a reply, and the calls that a client forces by `tool_choice`.
 
 ```
- tool_choice        grammar of the answer                        the answer becomes
- "none", "auto"     none                                         what `frontend/reply_parser.py` finds in it
- "required"         [{"name": ..., "parameters": {...}}, ...]    a call for each entry
- {"function": ...}  the parameters' schema                       the arguments of one call
+ text of one choice ──▶ Reply.push, Reply.finish ──▶ Part, Part, ... ──▶ deltas of a stream, or one message
+
+ tool_choice        grammar of the answer                        reader of the answer
+ "none", "auto"     none                                         `ParsedReply` in `frontend/reply_parser.py`
+ "required"         [{"name": ..., "parameters": {...}}, ...]    `ForcedCalls`: a call for each entry
+ {"function": ...}  the parameters' schema                       `ForcedCall`: the arguments of one call
 ```
 
-So that a call that was asked for comes, is well-formed and fits its schema, whatever the model was trained
-to write. Leaves out finding calls in free text.
+A forced call comes, is well-formed and fits its schema, whatever the model was trained to write.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import pydantic_core
 
 from tandem.frontend.grammars import native_grammar
-from tandem.frontend.reply import CallIds, Part, Reply, new_call
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar
+
+# Returns the id of a call, from its index in the reply and the name of its tool.
+CallIds = Callable[[int, str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The next part of a reply.
+
+    Attributes:
+        text: For a call, text of its arguments. All parts together are JSON.
+        index: The call's index in the reply.
+        call_id: Set on the first part of a call, as `name` is.
+    """
+
+    kind: Literal["content", "reasoning_content", "tool_call"]
+    text: str
+    index: int = 0
+    call_id: str = ""
+    name: str = ""
+
+    def delta(self) -> dict[str, Any]:
+        """Return the part as the `delta` of a streamed choice."""
+        if self.kind != "tool_call":
+            return {self.kind: self.text}
+        call: dict[str, Any] = {"index": self.index}
+        if self.call_id:
+            call |= {"id": self.call_id, "type": "function"}
+        function = {"name": self.name} if self.name else {}
+        return {"tool_calls": [call | {"function": function | {"arguments": self.text}}]}
+
+
+class Reply(Protocol):
+    """Reads the text of one choice as it comes."""
+
+    @property
+    def finish_reason(self) -> Literal["stop", "tool_calls"]:
+        """The finish reason of an answer that ended by itself."""
+        ...
+
+    def push(self, text: str) -> list[Part]:
+        """Return the parts that `text` completes. They join to the same however the text is cut."""
+        ...
+
+    def finish(self) -> list[Part]:
+        """Return the rest. Nothing may be pushed afterwards."""
+        ...
+
+
+def random_ids(_index: int, _name: str) -> str:
+    """Return an id as OpenAI makes them."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def numbered_ids(num_earlier: int) -> CallIds:
+    """Return a maker of ids that are numbered over the conversation.
+
+    Args:
+        num_earlier: Calls in the conversation before the reply.
+    """
+    return lambda index, name: f"functions.{name}:{num_earlier + index}"
+
+
+def new_call(index: int, name: str, arguments: str, ids: CallIds) -> Part:
+    """Return a call, or its beginning, with a new id."""
+    return Part("tool_call", arguments, index, ids(index, name), name)
+
+
+def message(parts: Iterable[Part]) -> dict[str, Any]:
+    """Return the parts of a whole reply as the `message` of a choice."""
+    texts = {"content": "", "reasoning_content": ""}
+    calls: list[dict[str, Any]] = []
+    for part in parts:
+        if part.kind != "tool_call":
+            texts[part.kind] += part.text
+        elif part.call_id:
+            function = {"name": part.name, "arguments": part.text}
+            calls.append({"id": part.call_id, "type": "function", "function": function})
+        else:
+            calls[part.index]["function"]["arguments"] += part.text
+    # OpenAI's content is null where there are only calls.
+    made: dict[str, Any] = {"role": "assistant", "content": texts["content"] or None}
+    if not calls and not texts["reasoning_content"]:
+        made["content"] = texts["content"]
+    if texts["reasoning_content"]:
+        made["reasoning_content"] = texts["reasoning_content"]
+    return made | ({"tool_calls": calls} if calls else {})
+
 
 Tool = Mapping[str, Any]
 
 
 class ForcedCall:
-    """Reads the answer to a named tool: all of it is arguments, told as they come."""
+    """Reads the answer to a named tool: all of it is arguments, returned as they come."""
 
-    # As OpenAI: the end of a call that the client named is an ordinary one.
-    finish_reason = "stop"
+    # As OpenAI for a call that the client named.
+    finish_reason: Literal["stop", "tool_calls"] = "stop"
 
     def __init__(self, name: str, ids: CallIds) -> None:
         self._name, self._ids = name, ids
 
     def push(self, text: str) -> list[Part]:
-        """See `Reply`."""
+        """Return `text` as arguments."""
         if not text:
             return []
         name, self._name = self._name, ""
         return [new_call(0, name, text, self._ids) if name else Part("tool_call", text)]
 
     def finish(self) -> list[Part]:
-        """See `Reply`."""
+        """Return nothing: every part was returned already."""
         return []
 
 
 class ForcedCalls:
-    """Reads the answer to `required`: a list of calls, told once it is whole."""
+    """Reads the answer to `required`: a list of calls, returned once it is whole."""
 
-    finish_reason = "tool_calls"
+    finish_reason: Literal["stop", "tool_calls"] = "tool_calls"
 
     def __init__(self, ids: CallIds) -> None:
         self._ids, self._text = ids, ""
 
     def push(self, text: str) -> list[Part]:
-        """See `Reply`."""
+        """Return nothing yet."""
         self._text += text
         return []
 
     def finish(self) -> list[Part]:
-        """See `Reply`. A list that was cut short is told as content."""
+        """Return the calls. A list that was cut short is content."""
         try:
             calls = pydantic_core.from_json(self._text)
         except ValueError:
@@ -76,12 +165,12 @@ class ForcedCalls:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """What a client wants of its tools.
+    """A client's choice of tools.
 
     Attributes:
-        tools: Those that the template is told of.
-        grammar: Of the answer, where a call is forced.
-        name: Of the one tool that must be called; empty where any may.
+        tools: Those that the template gets.
+        grammar: The grammar of the answer, if a call is forced.
+        name: The one tool that must be called, or empty.
     """
 
     tools: Sequence[Tool]
@@ -89,7 +178,7 @@ class ToolChoice:
     name: str = ""
 
     def reply(self, ids: CallIds) -> Reply:
-        """Return what reads an answer that follows the grammar, and gives its calls these ids."""
+        """Return the reader of an answer that follows the grammar."""
         return ForcedCall(self.name, ids) if self.name else ForcedCalls(ids)
 
 
@@ -97,8 +186,7 @@ def read_choice(tools: Sequence[Tool], choice: object, *, is_parallel: bool) -> 
     """Read `tools`, `tool_choice` and `parallel_tool_calls`.
 
     Raises:
-        InvalidRequest: The choice is none of those known, or names no tool; or a tool has no name, or
-            parameters that are no schema.
+        InvalidRequest: The choice is unknown or names no tool, or a tool has no name or no schema.
     """
     if choice is None or choice == "auto":
         return ToolChoice(tools)
@@ -144,7 +232,7 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 
 def _list_schema(schemas: Mapping[str, dict[str, Any]], *, is_parallel: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls. What parameters refer to moves up, to where `#` points now."""
+    """Return the schema of a list of calls. Shared definitions move up, to where `#` points now."""
     shared: dict[str, dict[str, Any]] = {}
     items = []
     for name, parameters in schemas.items():

@@ -7,9 +7,8 @@
                            └─ prefill_chunk, push, landed, ...
 ```
 
-Spans of nodes are made here, of the durations that nodes tell, with the node's URL in `tandem.node`: so a
-node has nothing to export while a router drives it. What is sent where, how many of the traces, and
-under which name can be set by the variables of OpenTelemetry's own SDK, `OTEL_...`.
+Spans of nodes are made here, from the durations that nodes report, with the node's URL in `tandem.node`.
+The variables of OpenTelemetry's own SDK, `OTEL_...`, set what is sent where, and under which name.
 """
 
 import asyncio
@@ -32,14 +31,13 @@ if TYPE_CHECKING:  # of an extra
 
 log = get_logger(__name__)
 
-# What begins a generation; of other routes there are no traces.
+# Other routes have no traces.
 TRACED = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
 # Where collectors listen for OTLP over HTTP.
 _PATH = "/v1/traces"
 # Of one batch.
 _EXPORT_TIMEOUT_S = 5.0
-# A collector that is away must not hold a process up at its end: a router's worker has two seconds from
-# its last stream to its end.
+# A router's worker has two seconds from its last stream to its end, even if the collector is away.
 SHUTDOWN_TIMEOUT_S = 1.5
 _NS = 1_000_000_000
 
@@ -51,7 +49,7 @@ class RequestTrace:
         self._tracer, self._span = tracer, span
 
     def headers(self) -> dict[str, str]:
-        """Return the headers that name this span to whoever reads the answer."""
+        """Return the headers that name this span in the answer."""
         from opentelemetry.trace import set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -75,7 +73,7 @@ class RequestTrace:
         generation.end(int((began + report.e2e_s) * _NS))
 
     def end(self, status: int) -> None:
-        """The request is answered."""
+        """End the span with the status of the answer."""
         from opentelemetry.trace import StatusCode
 
         self._span.set_attribute("http.response.status_code", status)
@@ -112,8 +110,8 @@ class Tracing:
     """Makes and sends the spans of one app.
 
     Args:
-        provider: Whose exporters are set up.
-        shutdown_timeout_s: How long what is left may take to be sent when the app ends.
+        provider: Its exporters are set up.
+        shutdown_timeout_s: For sending the last spans when the app ends.
     """
 
     def __init__(
@@ -123,7 +121,7 @@ class Tracing:
         self._tracer = provider.get_tracer("tandem")
 
     def begin(self, request: web.Request) -> RequestTrace:
-        """Return the span of a request, below the one that its head names."""
+        """Return the span of a request, below the span that its head names."""
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -135,7 +133,7 @@ class Tracing:
 
     @web.middleware
     async def around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Trace a request that begins a generation; stands around all that may refuse it."""
+        """Trace a request that begins a generation, with whatever may reject it."""
         if request.path not in TRACED:
             return await handler(request)
         trace = request[TRACE] = self.begin(request)
@@ -147,13 +145,13 @@ class Tracing:
             trace.end(status)
         return response
 
-    async def tell(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Put the span's name into the head of an answer. A signal of aiohttp's."""
+    async def name_span(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Put the span's name into the head of an answer; for `on_response_prepare`."""
         if (trace := request.get(TRACE)) is not None:
             response.headers.update(trace.headers())
 
     async def running(self, _app: web.Application) -> AsyncIterator[None]:
-        """Send what is left when the app ends. A context of aiohttp's."""
+        """Send the last spans when the app ends; for `cleanup_ctx`."""
         yield
         loop, sent = asyncio.get_running_loop(), asyncio.Event()
 
@@ -162,7 +160,7 @@ class Tracing:
             with contextlib.suppress(RuntimeError):  # nobody waited so long: the loop is closed
                 loop.call_soon_threadsafe(sent.set)
 
-        # A daemon: the exporter has a timeout for each batch, and what waits may be several.
+        # A daemon: the exporter has a timeout for each batch, and there may be several.
         threading.Thread(target=send, name="tracing-shutdown", daemon=True).start()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._shutdown_timeout_s):
@@ -170,7 +168,7 @@ class Tracing:
 
 
 def checked_endpoint(text: str) -> str:
-    """Return where traces are sent, with its path; empty where they are not.
+    """Return where traces are sent, with its path. Empty: nowhere.
 
     Raises:
         ConfigInvalid: It is no such URL, or the packages are not there.
@@ -200,10 +198,10 @@ def _is_endpoint(text: str) -> bool:
 
 
 def tracing_to(endpoint: str, service: str) -> Tracing:
-    """Return what sends traces to `endpoint`, as `checked_endpoint` returned it.
+    """Return the tracing to `endpoint`, as `checked_endpoint` returned it.
 
     Args:
-        service: How this process is called there, unless `OTEL_SERVICE_NAME` says otherwise.
+        service: This process's name there, unless `OTEL_SERVICE_NAME` is set.
     """
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource

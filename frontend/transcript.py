@@ -1,33 +1,33 @@
-"""The transcript of one generation: ids to text, piece by piece, until it ends. Pure.
+"""The transcript of one generation: token ids to text, piece by piece, until it ends. Pure.
 
 ```
- TokenDelta ──▶ Transcript: stop token hidden → detokenizer → stops ──▶ Piece
- ordinary token ──▶ the same, where it surely ends nothing ──▶ Outlet
+ TokenDelta, or ordinary tokens ──▶ Transcript: stop token hidden → detokenizer → stops ──▶ Piece ──▶ Sink
 ```
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import msgspec
 from typing_extensions import override
 
 from tandem.frontend.detokenizer import Detokenizer
+from tandem.frontend.metrics import TokenGaps
 from tandem.frontend.sampling import TextRules
-from tandem.frontend.stop_patterns import StopPatterns
-from tandem.frontend.stops import StopStrings
-from tandem.wire.errors import Aborted, ErrorInfo
+from tandem.frontend.stops import StopPatterns, StopStrings
+from tandem.wire.errors import Aborted, ErrorInfo, TandemError
 from tandem.wire.generation import Finish, TokenLogprobs
 from tandem.wire.messages import TokenDelta
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why a generation ended, as the client is told.
+    """Why a generation ended, as the client sees it.
 
     Attributes:
         matched: The stop token, stop string or stop pattern, for `stop`.
-        error: What went wrong, for `abort`.
+        error: The error, for `abort`.
     """
 
     reason: Literal["stop", "length", "abort"]
@@ -35,9 +35,8 @@ class Ending:
     error: ErrorInfo | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one delta became. The last piece of a generation has an `ending`.
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """The next part of a generation. The last one has an `ending`.
 
     Attributes:
         logprobs: One for each of `token_ids`, when wanted.
@@ -45,11 +44,205 @@ class Piece:
     """
 
     text: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
     cached_tokens: int = 0
     ending: Ending | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+
+
+NOTHING = Piece("", ())
+
+
+class Sink(Protocol):
+    """Where the pieces of one generation go."""
+
+    def has_room(self) -> bool:
+        """Return whether `write` may be called again before `drain`."""
+        ...
+
+    def write(self, piece: Piece) -> None:
+        """Take the next piece. Must neither wait nor raise."""
+        ...
+
+    async def drain(self) -> None:
+        """Wait until the reader has caught up.
+
+        Raises:
+            ConnectionError: The reader is gone.
+        """
+        ...
+
+
+class Transcript:
+    """Turns what the backend brings of one generation into pieces. It is the generation's `Tap`.
+
+    The text does not depend on how tokens were grouped: with stops, tokens are read one by one, and
+    those behind the match are dropped.
+
+    Attributes:
+        num_tokens: Tokens read so far, without those behind a stop.
+    """
+
+    __slots__ = (
+        "_cached_tokens",
+        "_detokenizer",
+        "_end",
+        "_gaps",
+        "_held",
+        "_is_plain",
+        "_prompt_logprobs",
+        "_rules",
+        "_sink",
+        "_stops",
+        "num_tokens",
+    )
+
+    def __init__(
+        self, rules: TextRules, detokenizer: Detokenizer, sink: Sink, gaps: TokenGaps | None = None
+    ) -> None:
+        self._rules, self._detokenizer = rules, detokenizer
+        self._sink, self._gaps = sink, gaps
+        self._stops = _stops(rules)
+        self._is_plain = not (
+            rules.patterns or rules.min_new_tokens or rules.is_silent or rules.stream_interval > 1
+        )
+        self._held = NOTHING
+        self.num_tokens = self._cached_tokens = 0
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._end: Piece | TandemError | None = None
+
+    @override
+    def __repr__(self) -> str:
+        return f"Transcript({self.num_tokens} tokens, {self._stops!r})"
+
+    def take(self, delta: TokenDelta) -> Piece | None:
+        """Return the next piece; None where there is nothing to show yet.
+
+        Nothing may be taken after a piece with an ending.
+
+        Raises:
+            InvalidRequest: A stop pattern takes too long on this text.
+        """
+        self._cached_tokens = max(self._cached_tokens, delta.cached_tokens)
+        self._prompt_logprobs += delta.prompt_logprobs
+        if self._end is not None:  # `delta` begins with the tokens that `take_ordinary` read
+            if isinstance(self._end, TandemError):
+                raise self._end
+            return self._end
+        if not delta.token_ids and delta.finish is None:
+            return None
+        return self._read(delta.token_ids, delta.finish, delta.logprobs)
+
+    def take_ordinary(self, token_ids: Sequence[int]) -> bool:
+        """Write tokens to the sink at once. False: bring them as a delta.
+
+        Tokens that complete a stop are read here, but their piece is kept for `take`: a tap cannot
+        end the generation.
+        """
+        if self._end is not None or not self._sink.has_room():
+            return False
+        stops = self._stops
+        if self._is_plain and (stops is None or len(token_ids) == 1):
+            # What `_read` does, without its choices: most tokens come here.
+            self.num_tokens += len(token_ids)
+            if self._gaps is not None:
+                self._gaps.came(len(token_ids))
+            text, ending = self._detokenizer.push(token_ids), None
+            if stops is not None:
+                text = stops.push(text)
+                ending = None if stops.matched is None else Ending("stop", stops.matched)
+            piece = Piece(text, token_ids, self._cached_tokens, ending)
+        else:
+            try:
+                read = self._read(token_ids)
+            except TandemError as error:
+                self._end = error
+                return False
+            if read is None:  # held back
+                return True
+            piece = read
+        if piece.ending is not None:
+            self._end = piece
+            return False
+        self._sink.write(piece)
+        return True
+
+    def _read(
+        self,
+        ids: Sequence[int],
+        finish: Finish | None = None,
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> Piece | None:
+        if self._gaps is not None and ids:
+            self._gaps.came(len(ids))
+        ending = None if finish is None else _ending(finish)
+        if self._rules.is_silent:
+            is_aborted = ending is not None and ending.reason == "abort"
+            return self._piece("", (), ending if is_aborted else Ending("length"), ())
+        visible = ids if finish is None else self._visible(ids, finish)
+        if self._stops is None:
+            text = self._detokenizer.push(visible)
+            if finish is not None:
+                text += self._detokenizer.finish()
+        else:
+            text, num_read = self._read_to_stop(self._stops, visible)
+            ids = ids if self._stops.matched is None else ids[:num_read]
+            if finish is not None and self._stops.matched is None:
+                text += self._stops.push(self._detokenizer.finish()) + self._stops.finish()
+            if self._stops.matched is not None:
+                ending = Ending("stop", self._stops.matched)
+        self.num_tokens += len(ids)
+        piece = self._piece(text, ids, ending, logprobs[: len(ids)])
+        return piece if self._rules.stream_interval == 1 else self._spaced(piece)
+
+    def _read_to_stop(
+        self, stops: StopStrings | StopPatterns, ids: Sequence[int]
+    ) -> tuple[str, int]:
+        """Return the text of `ids` up to a stop, and how many of them that took."""
+        text = ""
+        for num_read, token_id in enumerate(ids, start=1):
+            new = self._detokenizer.push((token_id,))
+            is_too_early = self.num_tokens + num_read <= self._rules.min_new_tokens
+            text += new if is_too_early else stops.push(new)
+            if stops.matched is not None:
+                return text, num_read
+        return text, len(ids)
+
+    def _visible(self, ids: Sequence[int], finish: Finish) -> Sequence[int]:
+        """Return the ids that make text: all but a stop token that is to be trimmed."""
+        if finish.matched is None or self._rules.keeps_stop:
+            return ids
+        return ids[:-1] if ids and ids[-1] == finish.matched else ids
+
+    def _piece(
+        self,
+        text: str,
+        ids: Sequence[int],
+        ending: Ending | None,
+        logprobs: Sequence[TokenLogprobs],
+    ) -> Piece:
+        prompt_logprobs: Sequence[TokenLogprobs] = ()
+        if self._prompt_logprobs:
+            prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
+        return Piece(text, ids, self._cached_tokens, ending, logprobs, prompt_logprobs)
+
+    def _spaced(self, piece: Piece) -> Piece | None:
+        """Return a piece behind the ones held before it; or hold it, if there are too few tokens."""
+        held, self._held = self._held, NOTHING
+        merged = msgspec.structs.replace(
+            piece,
+            text=held.text + piece.text,
+            token_ids=[*held.token_ids, *piece.token_ids],
+            logprobs=[*held.logprobs, *piece.logprobs],
+            prompt_logprobs=[*held.prompt_logprobs, *piece.prompt_logprobs],
+        )
+        num_tokens = len(merged.token_ids)
+        is_first = num_tokens == self.num_tokens
+        if merged.ending is None and not is_first and num_tokens < self._rules.stream_interval:
+            self._held = merged
+            return None
+        return merged
 
 
 def failed(error: ErrorInfo) -> Ending:
@@ -66,175 +259,7 @@ def _ending(finish: Finish) -> Ending:
     return Ending("length")
 
 
-class Outlet(Protocol):
-    """Where the text of ordinary tokens may go at once, between two pieces."""
-
-    def has_room(self) -> bool:
-        """Tell whether `write` can take more without waiting; if not, it comes as a piece."""
-        ...
-
-    def write(self, text: str, token_ids: Sequence[int]) -> None:
-        """Take what stands behind everything before. Must neither wait nor raise."""
-        ...
-
-
-class Gaps(Protocol):
-    """Who wants to know how evenly tokens come."""
-
-    def came(self, num_tokens: int) -> None:
-        """So many came now."""
-        ...
-
-
-class Transcript:
-    """Turns the deltas of one generation into pieces.
-
-    Its text does not depend on how tokens were grouped into deltas: with stops tokens are
-    read one by one, and those after the match are dropped.
-
-    Args:
-        outlet: For ordinary tokens; without one, everything becomes pieces.
-        gaps: Told when tokens come.
-
-    Attributes:
-        num_tokens: Read so far, but for what follows a stop.
-    """
-
-    __slots__ = (
-        "_cached_tokens",
-        "_detokenizer",
-        "_gaps",
-        "_held",
-        "_interval",
-        "_is_plain",
-        "_outlet",
-        "_prompt_logprobs",
-        "_rules",
-        "_stops",
-        "num_tokens",
-    )
-
-    def __init__(
-        self,
-        rules: TextRules,
-        detokenizer: Detokenizer,
-        outlet: Outlet | None = None,
-        gaps: Gaps | None = None,
-    ) -> None:
-        self._rules, self._gaps = rules, gaps
-        self._detokenizer, self._outlet = detokenizer, outlet
-        self._stops = _stops(rules)
-        # With nothing to look for, every token is ordinary.
-        self._is_plain = not (rules.stops or rules.patterns or rules.is_silent)
-        self._interval, self._held = rules.stream_interval, Piece("", [])
-        self.num_tokens = 0
-        self._cached_tokens = 0
-        self._prompt_logprobs: list[TokenLogprobs] = []
-
-    @override
-    def __repr__(self) -> str:
-        return f"Transcript({self.num_tokens} tokens, {self._stops!r})"
-
-    def take(self, delta: TokenDelta) -> Piece | None:
-        """Return the next piece, or None for a delta that tells of the prompt only.
-
-        Nothing may be taken after a piece with an ending.
-        """
-        self._cached_tokens = max(self._cached_tokens, delta.cached_tokens)
-        self._prompt_logprobs += delta.prompt_logprobs
-        if not delta.token_ids and delta.finish is None:
-            return None
-        if self._gaps is not None and delta.token_ids:
-            self._gaps.came(len(delta.token_ids))
-        if self._rules.is_silent:
-            return self._piece("", [], delta, self._silent_ending(delta.finish))
-        ids, finish = delta.token_ids, delta.finish
-        text, num_read = self._read(self._visible(ids, finish))
-        ending = None
-        if self._stops.matched is not None:
-            ids = ids[:num_read]
-        elif finish is not None:
-            text += self._stops.push(self._detokenizer.finish()) + self._stops.finish()
-            ending = _ending(finish)
-        if self._stops.matched is not None:
-            ending = Ending("stop", self._stops.matched)
-        self.num_tokens += len(ids)
-        piece = self._piece(text, ids, delta, ending)
-        return piece if self._interval == 1 else self._spaced(piece)
-
-    @property
-    def has_outlet(self) -> bool:
-        """Whether there is somewhere for ordinary tokens to go."""
-        return self._outlet is not None
-
-    def take_ordinary(self, token_ids: Sequence[int]) -> bool:
-        """See `Tap`. Takes what surely ends nothing; what it is unsure of comes again, in a delta."""
-        outlet = self._outlet
-        if outlet is None or not outlet.has_room():
-            return False
-        if not self._is_plain:
-            is_early = self.num_tokens < self._rules.min_new_tokens
-            if is_early or not self._stops.lets_pass(self._detokenizer.preview(token_ids)):
-                return False
-        self.num_tokens += len(token_ids)
-        if self._gaps is not None:
-            self._gaps.came(len(token_ids))
-        text = self._detokenizer.push(token_ids)
-        if self._interval == 1:
-            outlet.write(text, token_ids)
-        elif (piece := self._spaced(Piece(text, list(token_ids)))) is not None:
-            outlet.write(piece.text, piece.token_ids)
-        return True
-
-    def _spaced(self, piece: Piece) -> Piece | None:
-        """Return a piece with what was held before it, or hold it as well: it is too few tokens."""
-        held = self._held
-        merged = replace(
-            piece,
-            text=held.text + piece.text,
-            token_ids=held.token_ids + piece.token_ids,
-            logprobs=held.logprobs + piece.logprobs,
-        )
-        num_tokens = len(merged.token_ids)
-        is_first = num_tokens == self.num_tokens
-        if merged.ending is None and not is_first and num_tokens < self._interval:
-            self._held = merged
-            return None
-        self._held = Piece("", [])
-        return merged
-
-    def _piece(self, text: str, ids: list[int], delta: TokenDelta, ending: Ending | None) -> Piece:
-        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
-        logprobs = delta.logprobs[: len(ids)]
-        return Piece(text, ids, self._cached_tokens, ending, logprobs, prompt_logprobs)
-
-    def _silent_ending(self, finish: Finish | None) -> Ending:
-        """Return the end of a generation of no tokens: the first one that came is not shown."""
-        if finish is not None and finish.reason == "abort":
-            return _ending(finish)
-        return Ending("length")
-
-    def _visible(self, ids: list[int], finish: Finish | None) -> list[int]:
-        """Return the ids that make text: all but a stop token that is to be trimmed."""
-        if finish is None or finish.matched is None or self._rules.keeps_stop:
-            return ids
-        return ids[:-1] if ids and ids[-1] == finish.matched else ids
-
-    def _read(self, ids: list[int]) -> tuple[str, int]:
-        """Return the text of `ids` up to a stop, and how many of them that took."""
-        if not (self._rules.stops or self._rules.patterns):
-            return self._detokenizer.push(ids), len(ids)
-        text = ""
-        for num_read, token_id in enumerate(ids, start=1):
-            new = self._detokenizer.push((token_id,))
-            is_too_early = self.num_tokens + num_read <= self._rules.min_new_tokens
-            text += new if is_too_early else self._stops.push(new)
-            if self._stops.matched is not None:
-                return text, num_read
-        return text, len(ids)
-
-
-def _stops(rules: TextRules) -> StopStrings | StopPatterns:
+def _stops(rules: TextRules) -> StopStrings | StopPatterns | None:
     if rules.patterns:
         return StopPatterns(rules.patterns, rules.keeps_stop)
-    return StopStrings(rules.stops, rules.keeps_stop)
+    return StopStrings(rules.stops, rules.keeps_stop) if rules.stops else None

@@ -1,7 +1,7 @@
-"""Fields of other servers' APIs that would change the answer, and that are not supported here.
+"""Fields of other servers' APIs that would change the answer and are not supported here.
 
-A request that sets one is refused by the field's name: the answer would be wrong without it, and nobody would
-notice. Fields that cannot change the answer, such as `user`, are ignored, as unknown ones are.
+A request that sets one is rejected: otherwise its answer would be wrong, and nobody would notice. Fields
+that cannot change the answer, such as `user`, are ignored like unknown ones.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _CHOICE = (
     *("guided_whitespace_pattern", "moderation", "use_beam_search", "max_thinking_tokens"),
     "repetition_detection",
 )
-# What is told beside the text.
+# What an answer has beside the text.
 _TOLD = (
     *("audio", "logprob_token_ids", "prompt_logprobs", "token_ids_logprob", "return_entropy"),
     *("return_flat_raw_top_logprobs", "return_hidden_states", "return_indexer_topk"),
@@ -43,10 +43,10 @@ UNSUPPORTED_IN_CHATS = frozenset({"echo", "input_ids"})
 def refuse_unsupported(
     data: Mapping[str, object], prefix: str = "", also: frozenset[str] = frozenset()
 ) -> None:
-    """Refuse what is not supported.
+    """Reject unsupported fields.
 
     Args:
-        prefix: Put before the field's name in an error, such as `sampling_params`.
+        prefix: Put before the field's name in an error, such as `sampling_params.`.
         also: More names that are not supported.
 
     Raises:
@@ -59,7 +59,7 @@ def refuse_unsupported(
 
 
 def asks(value: object) -> bool:
-    """Return whether a field's value asks for anything: null, false, what is empty and lists of these do not."""
+    """Return whether a value asks for anything. Null, false, empty values and lists of these do not."""
     if isinstance(value, list):
         return any(map(asks, value))
     return value is not None and value is not False and value not in ("", {})

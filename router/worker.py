@@ -2,7 +2,7 @@
 
 Run by the launcher as `python -m tandem.router.worker`, with a socket inherited and a `WorkerStart` as one
 line of JSON on standard input, which stays open as long as the parent lives. Another line says that it
-is about to end (`frontend/leaving.py`), the end of the input that it is to. A router's only worker
+is about to end (`frontend/edge.py`), the end of the input that it is to. A router's only worker
 inherits the listening socket; one of several a door, through which the parent hands connections.
 """
 
@@ -23,8 +23,7 @@ import uvloop
 from aiohttp import web
 
 from tandem.frontend.app import create_app
-from tandem.frontend.edge import EDGE
-from tandem.frontend.leaving import leave
+from tandem.frontend.edge import EDGE, leave
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.reply_parser import reply_formats
 from tandem.frontend.server import serving

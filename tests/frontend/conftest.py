@@ -2,6 +2,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
+import openai
 import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
@@ -59,3 +60,11 @@ def logs():
 async def client(backend):
     async with serve(backend) as session:
         yield session
+
+
+@pytest.fixture
+async def sdk(client):
+    """OpenAI's own client."""
+    base = str(client._base_url / "v1")
+    async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as made:
+        yield made

@@ -169,13 +169,6 @@ async def test_aborting_nothing_is_refused(client):
     assert (await post(client, "/abort_request", {}))[0] == 400
 
 
-async def test_a_body_over_the_limit_is_answered_with_413(backend):
-    async with serve(backend, FrontendOptions(http=HttpOptions(max_body_bytes=1000))) as client:
-        status, answer = await post(client, "/generate", {"text": "a" * 2000})
-    assert status == 413
-    assert "1000 bytes" in answer["error"]["message"]
-
-
 class BrokenTokenizer:
     """Tells a text's least number of tokens, and fails over every text that it is to encode."""
 

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from tandem.frontend import connection
+from tandem.frontend import server
 from tandem.frontend.options import FrontendOptions, HttpOptions
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import FakeBackend, length, say
@@ -159,7 +159,7 @@ async def test_a_client_that_shut_its_sending_side_gets_what_is_answered_at_once
 ):
     clock = LoopClock()
     # No busy machine takes so long: the connection is closed when the clock is moved on.
-    monkeypatch.setattr(connection, "HALF_CLOSED_S", PATIENCE_S)
+    monkeypatch.setattr(server, "HALF_CLOSED_S", PATIENCE_S)
     for sent in (head("GET", "/health"), request("/generate", GOOD), request("/generate", {})):
         async with asyncio.timeout(2 * PATIENCE_S), connected(client) as half:
             await half.send(sent)

@@ -4,9 +4,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
-from tandem.frontend.byte_level import BYTE_OF_CHARACTER
+from tandem.frontend.detokenizer import BYTE_OF_CHARACTER
 from tandem.frontend.tokenizer import Tokenizer
 
+CHARACTERS = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
 HARD = "日本語🇫🇷👩‍👩‍👧‍👦 e\u0301 \N{REPLACEMENT CHARACTER} naïve ﷽ 한국어"
 
 
@@ -49,6 +50,11 @@ OTHERS = {
     "wordpiece": made_of(["[SEP]", "a", "##b", "c", ".", "'"], decoders.WordPiece()),
     "bpe suffix": made_of(["<s>", "a</w>", "b", "c</w>"], decoders.BPEDecoder()),
     "no decoder": made_of(["<s>", "a", "b"], None),
+    # Its decoder ends in a byte-level step, and is not one.
+    "byte-level step": made_of(
+        ["<s>", *(CHARACTERS[byte] for byte in "é日a".encode())],
+        decoders.Sequence([decoders.ByteLevel()]),
+    ),
 }
 
 
@@ -82,6 +88,21 @@ def test_an_incomplete_character_is_held_back_until_it_is_whole(tokenizer):
     assert [detokenizer.push([token_id]) for token_id in ids] == [""] * (len(ids) - 1) + ["🇫"]
 
 
+@pytest.mark.parametrize("name", ["llama", "byte-level step"])
+def test_other_decoders_show_no_part_of_a_character(name):
+    other = OTHERS[name]
+    characters = {"llama": [f"<0x{byte:02X}>" for byte in "日".encode()]}
+    tokens = characters.get(name, [CHARACTERS[byte] for byte in "日".encode()])
+    first, second, third = (other.backend.token_to_id(token) for token in tokens)
+    after = other.backend.token_to_id("b" if name == "llama" else "a")
+    detokenizer = other.detokenizer()
+    shown = [detokenizer.push([id_]) for id_ in (first, second, third, after)]
+    assert shown[:2] == ["", ""]
+    assert "".join(shown) == other.decode([first, second, third, after])
+    assert detokenizer.push([first, second]) == ""
+    assert detokenizer.finish().strip("\N{REPLACEMENT CHARACTER}") == ""
+
+
 def test_a_character_that_stays_incomplete_is_replaced_at_the_end(tokenizer):
     detokenizer = tokenizer.detokenizer()
     assert detokenizer.push(tokenizer.encode("🇫")[:-1]) == ""
@@ -97,8 +118,7 @@ def test_a_bad_byte_does_not_hold_back_what_follows(tokenizer):
 
 @given(st.lists(st.integers(0, 255), max_size=12))
 def test_bytes_that_are_no_utf8_stream_as_decoded_at_once(tokenizer, data):
-    characters = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
-    found = [tokenizer.backend.token_to_id(characters[byte]) for byte in data]
+    found = [tokenizer.backend.token_to_id(CHARACTERS[byte]) for byte in data]
     ids = [token_id for token_id in found if token_id is not None]
     assert streamed(tokenizer, in_pieces(ids, 1)) == tokenizer.decode(ids)
 

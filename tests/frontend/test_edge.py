@@ -1,11 +1,15 @@
 import asyncio
+import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from tandem.frontend.app import create_app
 from tandem.frontend.edge import EDGE, INLINE_BYTES, MAX_READERS
-from tests.frontend.fakes import FakeBackend
+from tandem.wire.errors import NoNodeAvailable
+from tests.frontend.conftest import serve_app
+from tests.frontend.fakes import FakeBackend, length, say
 from tests.patience import PATIENCE_S
 
 LARGE = b'{"text": "' + b"a" * INLINE_BYTES + b'"}'
@@ -54,3 +58,27 @@ async def test_an_app_that_is_cleaned_up_leaves_no_reader_behind():
     await app.cleanup()
     with pytest.raises(RuntimeError, match="shutdown"):
         await app[EDGE].read(LARGE, lambda data: data)
+
+
+@pytest.mark.parametrize(
+    ("steps", "outcome"),
+    [
+        ([[5], length(6)], "finished"),
+        ([[5], NoNodeAvailable("no pair")], "failed"),
+        ([[5], asyncio.Event()], "cancelled"),
+    ],
+)
+async def test_every_generation_is_reported_with_its_outcome(backend, steps, outcome):
+    backend.script = say(*steps)
+    app, reports = create_app(backend), asyncio.Queue()
+    app[EDGE].timings_sinks.append(SimpleNamespace(request_ended=reports.put_nowait))
+    async with asyncio.timeout(PATIENCE_S), serve_app(app) as client:
+        body = {"input_ids": [1, 2], "stream": True}
+        async with client.post("/generate", json=body) as response:
+            first = json.loads((await response.content.readline()).removeprefix(b"data: "))
+            if outcome != "cancelled":
+                await response.read()
+        report = await reports.get()
+    assert first["meta_info"]["cached_tokens"] == report.num_cached_tokens == 1
+    assert report.outcome == outcome
+    assert report.num_output_tokens == (2 if outcome == "finished" else 1)

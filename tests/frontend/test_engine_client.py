@@ -261,6 +261,12 @@ async def test_steps_that_arrive_together_reach_each_stream_as_one_run(client, e
     assert (first.taken, second.taken) == ([(1, [11, 12])], [(1, [21, 22])])
 
 
+async def test_tokens_that_do_not_follow_each_other_are_no_run(client, engine):
+    _, (tap, _) = await two_streams(client)
+    client._take([step(engine, s1=(1, 11)), step(engine, s1=(1, 11)), step(engine, s1=(3, 13))])
+    assert tap.taken == [(1, [11]), (1, [11]), (3, [13])]
+
+
 async def test_what_is_more_than_a_token_stays_behind_the_tokens_before_it(client, engine):
     (stream, _), (tap, _) = await two_streams(client)
     end = delta(StartColocated(request=request(request_id="a")), 3, [13], "length")

@@ -262,19 +262,6 @@ async def test_one_stop_pattern_holds_for_many_prompts(client, backend):
     assert [answer["text"] for answer in answers] == [""] * 20
 
 
-async def test_stop_strings_are_not_looked_for_before_the_minimum(client, backend, tokenizer):
-    backend.script = say(*each(tokenizer, "a a a a"), length(EOS))
-    body = {"text": "Count", "stop": "a", "min_new_tokens": 2}
-    _, answer = await post(client, "/generate", body)
-    assert (answer["text"], len(answer["output_ids"])) == ("a a ", 3)
-
-
-async def test_a_stop_string_held_back_at_the_end_is_shown(client, backend, tokenizer):
-    backend.script = say(*each(tokenizer, "One tw")[:-1], length(*tokenizer.encode(" tw")))
-    ids = {"text": "Count", "stop": "two"}
-    assert (await post(client, "/generate", ids))[1]["text"].endswith("tw")
-
-
 async def test_an_error_before_the_first_token_has_its_own_status(client, backend):
     backend.script = say(Overloaded("the queue is full"))
     for is_stream in (False, True):
@@ -470,16 +457,6 @@ async def test_a_bad_body_is_answered_with_400_and_a_sentence(client, backend, n
 async def test_what_is_off_is_not_refused(client):
     body = {"text": "a", "max_new_tokens": 1, "return_logprob": False, "json_schema": None}
     assert (await post(client, "/generate", body))[0] == 200
-
-
-async def test_an_event_may_be_asked_for_every_few_tokens(client, backend, tokenizer):
-    ids = tokenizer.encode("one two three four five six seven eight nine ten")[:10]
-    backend.script = say(*[[token_id] for token_id in ids[:-1]], length(ids[-1]))
-    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 10, "stream_interval": 4}}
-    sent = await stream(client, "/generate", body)
-    assert [len(event["output_ids"]) for event in sent] == [1, 5, 9, 10]
-    assert sent[-1]["output_ids"] == ids
-    assert sent[-1]["text"] == "".join(tokenizer.token_bytes(i).decode() for i in ids)
 
 
 class GatedTokenizer:

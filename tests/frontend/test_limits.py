@@ -1,13 +1,9 @@
 import asyncio
 
 import pytest
-from aiohttp import web
 
-from tandem.frontend import limits
-from tandem.frontend.app import create_app
-from tandem.frontend.limits import RequestTimedOut, within_time
 from tandem.frontend.options import FrontendOptions, HttpOptions
-from tests.frontend.conftest import serve, serve_app
+from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say
 from tests.frontend.helpers import LoopClock, events, post
 from tests.patience import PATIENCE_S
@@ -19,9 +15,7 @@ GENERATE = {"input_ids": [5]}
 
 
 @pytest.fixture
-async def clock(monkeypatch):
-    # A jump ends one thing, however late the machine sees it.
-    monkeypatch.setattr(limits, "_LAST_EVENT_S", LIMIT_S)
+async def clock():
     return LoopClock()
 
 
@@ -80,53 +74,3 @@ async def test_without_a_limit_a_request_may_take_its_time(client, backend):
         await backend.until(lambda: backend.aborts)
         go_on.set()
         assert (await answering)[0] == 200
-
-
-async def test_a_stream_may_say_itself_that_its_time_is_over(backend, clock):
-    app, has_begun = create_app(backend, LIMITED), asyncio.Event()
-
-    async def two_events(asked: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(asked)
-        try:
-            async with within_time(asked):
-                await response.write(b"begun ")
-                has_begun.set()
-                await asyncio.Event().wait()
-        except RequestTimedOut as error:
-            await response.write(error.message.encode())
-        return response
-
-    app.router.add_get("/events", two_events)
-    async with (
-        patience(1),
-        serve_app(app) as client,
-        client.get("/events") as answer,
-    ):
-        await has_begun.wait()
-        clock.jump(LIMIT_S)
-        assert await answer.text() == "begun the request was ended: it took longer than 100 s"
-
-
-async def test_a_request_that_goes_on_past_its_time_is_ended(backend, clock):
-    app = create_app(backend, LIMITED)
-    has_begun, was_told = asyncio.Event(), asyncio.Event()
-
-    async def deaf(asked: web.Request) -> web.StreamResponse:
-        async with within_time(asked):
-            has_begun.set()
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                was_told.set()
-                await asyncio.Event().wait()
-        return web.Response()
-
-    app.router.add_get("/deaf", deaf)
-    async with patience(2), serve_app(app) as client:
-        answering = asyncio.create_task(client.get("/deaf"))
-        for event in (has_begun, was_told):
-            await event.wait()
-            clock.jump(LIMIT_S)
-        async with await answering as answer:
-            assert answer.status == 504

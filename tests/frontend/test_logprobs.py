@@ -2,9 +2,9 @@
 
 import asyncio
 
-import openai
 import pytest
 
+from tandem.frontend.answers import MetaInfo
 from tandem.frontend.generation import Generation
 from tandem.frontend.logprobs import ChatLogprobs, CompletionLogprobs, native_logprobs
 from tandem.frontend.options import FrontendOptions
@@ -18,13 +18,6 @@ from tests.router.fake_node import request
 EOS = 2
 NATIVE = {"input_ids": [5, 6, 7], "return_logprob": True}
 CHAT = [{"role": "user", "content": "Hi"}]
-
-
-@pytest.fixture
-async def sdk(client):
-    base = str(client._base_url / "v1")
-    async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as made:
-        yield made
 
 
 def triples(*token_ids):
@@ -93,13 +86,14 @@ async def test_the_text_of_each_token_may_be_told(client, backend, tokenizer):
 async def test_each_prompt_of_a_batch_has_its_own_wishes(client, backend):
     backend.script = say(length(9))
     body = {
-        "input_ids": [[5, 6], [7]],
-        "return_logprob": [True, False],
-        "logprob_start_len": [0, -1],
+        "input_ids": [[5, 6], [7], [8]],
+        "return_logprob": [True, None, True],
+        "logprob_start_len": [0, None, None],
     }
-    _, (first, second) = await post(client, "/generate", body)
+    _, (first, second, third) = await post(client, "/generate", body)
     assert len(first["meta_info"]["input_token_logprobs"]) == 2
     assert "output_token_logprobs" not in second["meta_info"]
+    assert third["meta_info"]["input_token_logprobs"] == []
 
 
 async def test_a_prompt_may_be_scored_without_an_answer(client, backend):
@@ -287,7 +281,9 @@ def test_what_cannot_be_is_a_number_that_json_has(tokenizer):
     wanting = request(logprobs=LogprobsWanted())
     writer = native_logprobs(Generation(wanting, TextRules(), tokenizer), has_text=False)
     writer.add(([5], impossible), [])
-    assert writer.fields()["output_token_logprobs"] == [[-9999.0, 5, None]]
+    meta = MetaInfo("r", None, 1, 0)
+    writer.fill(meta)
+    assert meta.output_token_logprobs == [[-9999.0, 5, None]]
 
 
 def test_what_an_older_node_does_not_tell_is_left_out(tokenizer):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from xgrammar.builtin_structural_tag import get_model_structural_tag
 from xgrammar.testing import _is_grammar_accept_string as accepts
 
-from tandem.frontend.reply import Part, message
 from tandem.frontend.reply_formats import REASONING_FORMATS, TOOL_FORMATS
 from tandem.frontend.reply_parser import reply_formats
+from tandem.frontend.tool_calls import Part, message
 from tandem.wire.errors import ConfigInvalid
 
 ARGUMENTS = {"city": "Paris; or Rome", "days": 2}

@@ -1,6 +1,6 @@
 import pytest
 
-from tandem.frontend.session import session_of, with_session
+from tandem.frontend.body import session_of, with_session
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,40 @@
 import itertools
+import time
 
-from hypothesis import given
+import pytest
+import regex
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tandem.frontend.stops import StopStrings
+from tandem.frontend.stops import (
+    MAX_MATCH_CHARS,
+    StopPatterns,
+    StopStrings,
+    any_of,
+    compile_pattern,
+)
+from tandem.wire.errors import InvalidRequest
 
 SMALL = st.text(alphabet="ab", max_size=30)
 STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=3)
 
 
-def reference(text: str, stops: list[str], keep: bool) -> tuple[str, str | None]:
+@st.composite
+def overlapping(draw):
+    """A text, and stop strings that lie in it over each other, so that order of start and end differ."""
+    text = draw(st.text(alphabet="abc", min_size=6, max_size=20))
+    middle = draw(st.integers(2, len(text) - 3))
+    spans = draw(
+        st.lists(
+            st.tuples(st.integers(0, middle), st.integers(middle + 1, len(text))),
+            min_size=2,
+            max_size=5,
+        )
+    )
+    return text, [text[start:end] for start, end in spans]
+
+
+def reference_of_strings(text: str, stops: list[str], keep: bool) -> tuple[str, str | None]:
     """The stop that is complete first; of two that end together, the longer."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
@@ -28,7 +53,24 @@ def cut(text: str, places: list[int]) -> list[str]:
 def test_the_result_does_not_depend_on_how_the_text_was_cut(text, stops, keep, places):
     watch = StopStrings(stops, keep)
     shown = "".join([watch.push(piece) for piece in cut(text, places)]) + watch.finish()
-    assert (shown, watch.matched) == reference(text, stops, keep)
+    assert (shown, watch.matched) == reference_of_strings(text, stops, keep)
+
+
+@settings(max_examples=500, derandomize=False)
+@given(overlapping(), st.booleans(), st.lists(st.integers(0, 20)))
+def test_of_overlapping_stops_the_first_to_end_wins_and_then_the_longest(drawn, keep, places):
+    text, stops = drawn
+    for pieces in ([text], cut(text, places)):
+        for watch in (StopStrings(stops, keep), StopPatterns([any_of(stops)], keep)):
+            shown = "".join([watch.push(piece) for piece in pieces]) + watch.finish()
+            assert (shown, watch.matched) == reference_of_strings(text, stops, keep)
+
+
+def test_the_first_end_counts_and_not_the_first_start():
+    watch = StopStrings(["abcd", "bc"])
+    assert (watch.push("xabcd"), watch.matched) == ("xa", "bc")
+    watch = StopStrings(["c", "bc"])
+    assert (watch.push("abc"), watch.matched) == ("a", "bc")
 
 
 @given(SMALL, STOPS)
@@ -51,6 +93,173 @@ def test_a_false_beginning_is_shown_once_it_is_known():
     assert [watch.push(piece) for piece in ("a#", "#", "b")] == ["a", "", "##b"]
 
 
-def test_nothing_comes_after_the_match():
-    watch = StopStrings(["x"], keep_match=True)
+@pytest.mark.parametrize("kind", [StopStrings, lambda *args: watching(["x"], keep=True)])
+def test_nothing_comes_after_the_match(kind):
+    watch = kind(["x"], True)
     assert [watch.push("axb"), watch.push("more"), watch.finish()] == ["ax", "", ""]
+
+
+TEXTS = st.text(alphabet="abc \n", max_size=30)
+ATOMS = r"a|b|c|\n|\s|\w|[ab]|[^a\]]|.|^|$|\b|\B|\A|\Z|(?=a)|(?!b)|(?<=a)|(?<!b)|(?<=ab)|(?>a+)|(a)"
+GREEDY = ["*", "+", "?", "{2}", "{1,2}"]
+LAZY = ["*?", "+?", "??"]
+
+
+def patterns(quantifiers):
+    """One or two patterns of a few atoms."""
+    one = st.recursive(
+        st.sampled_from(ATOMS.split("|")),
+        lambda inner: st.one_of(
+            st.tuples(inner, inner).map("".join),
+            st.tuples(inner, inner).map(lambda pair: f"(?:{pair[0]}|{pair[1]})"),
+            st.tuples(inner, st.sampled_from(quantifiers)).map(
+                lambda pair: f"(?:{pair[0]}){pair[1]}"
+            ),
+        ),
+        max_leaves=6,
+    )
+    return st.lists(one, min_size=1, max_size=2)
+
+
+def usable(given_patterns):
+    for pattern in given_patterns:
+        try:
+            compile_pattern(pattern)
+        except ValueError:
+            return False
+    return True
+
+
+def reference(text, given_patterns, keep=False):
+    """The first prefix of the text that holds a match; of several matches in it the longest."""
+    for end in range(1, len(text) + 1):
+        found = [(pattern, regex.search(pattern, text[:end])) for pattern in given_patterns]
+        found = [(pattern, match) for pattern, match in found if match is not None]
+        if found:
+            pattern, match = min(found, key=lambda pair: pair[1].start())
+            return text[: match.end() if keep else match.start()], pattern
+    return text, None
+
+
+def watching(given_patterns, stops=(), keep=False):
+    compiled = [compile_pattern(pattern) for pattern in given_patterns]
+    return StopPatterns([*compiled, any_of(stops)] if stops else compiled, keep)
+
+
+def fed(pieces, given_patterns, stops=(), keep=False):
+    watch = watching(given_patterns, stops, keep)
+    return "".join([watch.push(piece) for piece in pieces]) + watch.finish(), watch.matched
+
+
+PLACES = st.lists(st.integers(0, 30))
+
+
+@given(TEXTS, patterns(GREEDY + LAZY), st.booleans(), PLACES)
+def test_a_pattern_does_not_depend_on_how_the_text_was_cut(text, given_patterns, keep, places):
+    assume(usable(given_patterns))
+    whole = fed([text], given_patterns, keep=keep)
+    assert fed(cut(text, places), given_patterns, keep=keep) == whole
+
+
+# Of `regex` itself: a lazy repeat before a lookbehind is not told as a partial match.
+@given(TEXTS, patterns(GREEDY), st.booleans())
+def test_it_ends_where_the_text_first_holds_a_match(text, given_patterns, keep):
+    assume(usable(given_patterns))
+    assert fed(text, given_patterns, keep=keep) == reference(text, given_patterns, keep)
+
+
+@given(SMALL, STOPS, st.booleans())
+def test_stop_strings_beside_patterns_are_met_as_alone(text, stops, keep):
+    assert fed(text, ["never"], stops, keep) == reference_of_strings(text, stops, keep)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "shown"),
+    [
+        (r"\d+ apples", "I ate 12 apples today", "I ate "),
+        (r"(?i)user:", "Hi\nUSER: you", "Hi\n"),
+        (r"\n\bThe", "One.\nThe", "One."),
+        (r"(?m)^end$", "the end\nend", "the end\n"),
+        (r"(?<=: )no", "no: no", "no: "),
+        (r"<b>.*?</b>", "x<b>y</b>z", "x"),
+        (r"[^a\]]\B", "ab,,", "ab"),
+        ("日本", "東京、日本", "東京、"),
+    ],
+)
+def test_a_match_is_trimmed(pattern, text, shown):
+    assert fed(text, [pattern]) == (shown, pattern)
+
+
+def test_what_may_become_a_match_is_held_back_and_no_more():
+    watch = watching([r"\d+ apples"])
+    assert [watch.push(piece) for piece in ("a 1", "2", " app", "le 3", " ")] == [
+        "a ",
+        "",
+        "",
+        "12 apple ",
+        "",
+    ]
+    assert watch.finish() == "3 "
+
+
+def test_whichever_is_complete_first_wins():
+    assert fed("abX", ["b"], ["abX"]) == ("a", "b")
+    assert fed("abX", ["bX."], ["ab"]) == ("", "ab")
+    assert fed("abX", ["X"], ["abX"]) == ("", "abX")
+
+
+def test_a_match_that_never_ends_is_not_waited_for_without_end():
+    watch = watching(["(?s)<.*>"])
+    text = "<" + "a" * (MAX_MATCH_CHARS - 1)
+    assert watch.push(text) == ""
+    assert watch.push("aa") == text + "aa"
+
+
+def test_a_long_text_is_forgotten_but_for_what_patterns_look_back_at():
+    watch = watching(["(?<=c)d", r"\Aa b"])
+    assert watch.push("a " * 5000) == "a " * 5000
+    assert len(watch._text) < 2000
+    assert watch.push("a bc") == "a bc"
+    assert watch.push("d") == ""
+    assert watch.matched == "(?<=c)d"
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+b", "(a|aa)+$x"])
+def test_a_pattern_that_backtracks_without_end_is_refused(pattern):
+    watch = watching([pattern])
+    with pytest.raises(InvalidRequest, match="takes too long"):
+        for _ in itertools.repeat(None, 3000):
+            watch.push("a")
+
+
+def test_a_pattern_saves_no_time_for_later():
+    watch = watching(["(a+)+b"])
+    watch.push("c" * 20_000)  # each of which takes less than it may
+    started_s = time.thread_time()
+    with pytest.raises(InvalidRequest, match="takes too long"):
+        for _ in itertools.repeat(None, 3000):
+            watch.push("a")
+    assert time.thread_time() - started_s < 0.5  # 2 s had been saved
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sentence"),
+    [
+        ("(", "no regular expression: missing"),
+        ("a{2}{3}*+", "no regular expression"),
+        (r"\L<names>", "no regular expression"),
+        ("a*", "matches the empty text"),
+        ("(?r)ab", "has the flag"),
+        ("(?V1)[a--b]", "has the flag"),
+    ],
+)
+def test_a_pattern_that_cannot_be_used_is_refused(pattern, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        compile_pattern(pattern)
+
+
+@given(st.text(alphabet=r"ab()[]{}\*+?|^$.:<>=!PNpbLGKRXhdwZ019,-&~#ix'", max_size=14), TEXTS)
+def test_whatever_a_pattern_is_it_is_refused_or_works(pattern, text):
+    assume(usable([pattern]))
+    shown, _ = fed(text, [pattern])
+    assert text.startswith(shown)

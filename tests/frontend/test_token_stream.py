@@ -1,8 +1,11 @@
+import asyncio
+
 import pytest
 
 from tandem.frontend.token_stream import TokenStream
 from tandem.wire.errors import PeerLost
 from tandem.wire.messages import StartColocated
+from tests.patience import PATIENCE_S
 from tests.router.fake_node import delta, logprobs, request
 
 START = StartColocated(request=request())
@@ -96,3 +99,80 @@ def test_an_abort_cancels_once_and_ends_where_the_tokens_ended(stream, owner):
     last = stream.take()
     assert (last.index, last.finish.reason) == (2, "abort")
     assert owner.cancelled == [("r1", 0)]
+
+
+def test_an_abort_before_any_token_of_a_replay_ends_where_the_earlier_attempt_did(owner):
+    stream = TokenStream(owner, StartColocated(request=request(num_prior_tokens=3)), None)
+    stream.abort()
+    assert stream.take().index == 3
+
+
+class Tap:
+    """Takes ordinary tokens, or none while it is full."""
+
+    def __init__(self) -> None:
+        self.taken, self.is_full = [], False
+
+    def take_ordinary(self, token_ids) -> bool:
+        if not self.is_full:
+            self.taken += token_ids
+        return not self.is_full
+
+
+async def next_delta(reading):
+    async with asyncio.timeout(PATIENCE_S):
+        return await anext(reading)
+
+
+async def until_reading(reading) -> asyncio.Task:
+    """Return the task of a reader that waits."""
+    waiting = asyncio.ensure_future(next_delta(reading))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return waiting
+
+
+async def test_a_stream_that_goes_on_after_a_replay_gives_its_tap_tokens_in_order_only(owner):
+    again = StartColocated(request=request(num_prior_tokens=3), attempt=1)
+    stream, tap = TokenStream(owner, again, None), Tap()
+    reading = stream.read(tap)
+    waiting = await until_reading(reading)
+    stream.put(delta(again, 3, []))  # of the prompt only
+    assert (await waiting).token_ids == []
+    waiting = await until_reading(reading)
+    # The first token is never ordinary: there is more to say of it.
+    stream.put_ordinary(3, (13,))
+    first = await waiting
+    assert (first.index, first.token_ids, tap.taken) == (3, [13], [])
+    waiting = await until_reading(reading)
+    stream.put_ordinary(4, (14,))
+    stream.put_ordinary(5, (15,))
+    assert tap.taken == [14, 15]
+    # One that does not follow, and all behind it, are for the reader to judge by their index.
+    stream.put_ordinary(7, (17,))
+    stream.put_ordinary(8, (18,))
+    late = await waiting
+    assert (late.index, late.token_ids, tap.taken) == (7, [17, 18], [14, 15])
+    await reading.aclose()
+
+
+async def test_tokens_that_a_full_tap_refuses_reach_the_reader_and_the_next_ones_the_tap(stream):
+    tap = Tap()
+    reading = stream.read(tap)
+    waiting = await until_reading(reading)
+    stream.put_ordinary(0, (10,))
+    assert (await waiting).token_ids == [10]
+    waiting = await until_reading(reading)
+    tap.is_full = True
+    stream.put_ordinary(1, (11,))
+    tap.is_full = False
+    stream.put_ordinary(2, (12,))  # behind what waits, not before it
+    late = await waiting
+    assert (late.index, late.token_ids, tap.taken) == (1, [11, 12], [])
+    waiting = await until_reading(reading)
+    stream.put_ordinary(3, (13,))
+    assert tap.taken == [13]
+    stream.put(delta(START, 4, [14], "length"))
+    assert (await waiting).token_ids == [14]
+    with pytest.raises(StopAsyncIteration):
+        await next_delta(reading)

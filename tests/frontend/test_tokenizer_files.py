@@ -1,31 +1,8 @@
 import pytest
 
 from tandem.frontend.tokenizer import Tokenizer
-from tandem.frontend.tokenizer_files import tokenizer_files, tokenizer_hash, write_tokenizer_files
+from tandem.frontend.tokenizer_files import tokenizer_files, tokenizer_hash
 from tandem.wire.errors import ConfigInvalid
-
-
-def test_files_written_elsewhere_make_the_same_tokenizer(tokenizer_dir, tmp_path):
-    files = tokenizer_files(tokenizer_dir)
-    copy = write_tokenizer_files(files, tmp_path)
-    assert tokenizer_files(copy) == files
-    assert copy.name == tokenizer_hash(files)
-    chat = [{"role": "user", "content": "hi"}]
-    loaded = Tokenizer.load(copy)
-    assert loaded.render_chat(chat) == Tokenizer.load(tokenizer_dir).render_chat(chat)
-
-
-def test_writing_the_same_files_again_changes_nothing(tmp_path):
-    files = {"tokenizer.json": "{}"}
-    assert write_tokenizer_files(files, tmp_path) == write_tokenizer_files(files, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.parametrize("name", ["../evil", "/etc/passwd", "sub/tokenizer.json", "model.py", ""])
-def test_a_file_name_of_the_peers_own_is_refused(tmp_path, name):
-    with pytest.raises(ConfigInvalid, match="tokenizer file"):
-        write_tokenizer_files({"tokenizer.json": "{}", name: "x"}, tmp_path / "cache")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_hash_tells_apart_where_one_file_ends_and_the_next_begins():

@@ -6,8 +6,7 @@ import pytest
 import xgrammar
 from xgrammar.testing import _is_grammar_accept_string as accepts
 
-from tandem.frontend.reply import message, random_ids
-from tandem.frontend.tool_calls import read_choice
+from tandem.frontend.tool_calls import message, random_ids, read_choice
 from tandem.wire.errors import InvalidRequest
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}

@@ -6,8 +6,8 @@ import pytest
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
 
-from tandem.frontend.grammars import GUIDED_NAMES, NATIVE_NAMES
-from tandem.frontend.native_body import GenerateBody
+from tandem.frontend.grammars import NativeGrammar, OpenAIGrammar
+from tandem.frontend.native import GenerateBody
 from tandem.frontend.openai_body import ChatBody, CompletionBody
 from tandem.frontend.sampling import CompletionSampling, NativeSampling, OpenAISampling
 from tandem.frontend.unsupported import UNSUPPORTED, UNSUPPORTED_IN_CHATS
@@ -95,10 +95,10 @@ THEIRS = {
     )
     + " ".join(typing.get_type_hints(chat_params.CompletionCreateParamsBase)),
 }
-GRAMMARS = frozenset({*NATIVE_NAMES, *GUIDED_NAMES, "response_format", "structured_outputs"})
+GRAMMARS = OpenAIGrammar.names()
 TAKEN = {
-    "/generate": GenerateBody.names() | NativeSampling.names() | NATIVE_NAMES,
-    "sampling_params": NativeSampling.names() | NATIVE_NAMES,
+    "/generate": GenerateBody.names() | NativeSampling.names() | NativeGrammar.names(),
+    "sampling_params": NativeSampling.names() | NativeGrammar.names(),
     "/v1/completions": CompletionBody.names() | CompletionSampling.names() | GRAMMARS | {"best_of"},
     "/v1/chat/completions": ChatBody.names() | OpenAISampling.names() | GRAMMARS,
 }

@@ -1,0 +1,209 @@
+"""What the routes answer, as msgspec structs. The OpenAPI document describes them from here.
+
+A field that is `UNSET` is left out of the JSON.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from tandem.frontend.timings import Report
+from tandem.wire.generation import SamplingDefaults
+
+# [log-probability, token id, text or null], as SGLang writes it.
+Triple = list[float | int | str | None]
+FinishReason = Literal["stop", "length", "tool_calls", "abort"] | None
+Timings = Report | list[Report] | UnsetType
+
+
+class ErrorDetail(Struct, frozen=True):
+    """What went wrong, in OpenAI's form."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(Struct, frozen=True):
+    """An answer that is an error."""
+
+    error: ErrorDetail
+
+
+class MetaInfo(Struct):
+    """SGLang's `meta_info`."""
+
+    id: str
+    finish_reason: dict[str, Any] | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int = 0
+    cached_tokens_details: dict[str, int] | UnsetType = UNSET
+    input_token_logprobs: list[Triple] | UnsetType = UNSET
+    output_token_logprobs: list[Triple] | UnsetType = UNSET
+    input_top_logprobs: list[list[Triple] | None] | UnsetType = UNSET
+    output_top_logprobs: list[list[Triple] | None] | UnsetType = UNSET
+    e2e_latency: float | UnsetType = UNSET
+
+
+class Generated(Struct):
+    """One generation, as SGLang writes it."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    timings: Timings = UNSET
+
+
+class GenerateEvent(Generated):
+    """One generation so far, or what is new of it.
+
+    Attributes:
+        index: Of the generation, where there are several.
+    """
+
+    index: int | UnsetType = UNSET
+
+
+class Usage(Struct, frozen=True):
+    """Tokens of a call."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+class CompletionChoice(Struct, frozen=True):
+    """A choice of `/v1/completions`, or what is new of it."""
+
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+
+
+class ChatChoice(Struct, frozen=True):
+    """A choice of `/v1/chat/completions`."""
+
+    index: int
+    message: dict[str, Any]
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+
+
+class ChatDelta(Struct, frozen=True):
+    """What is new of a choice of `/v1/chat/completions`."""
+
+    index: int
+    delta: dict[str, Any]
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+
+
+class _Head(Struct, kw_only=True):
+    id: str
+    object: str
+    created: int
+    model: str
+
+
+class Completion(_Head, kw_only=True):
+    """A whole answer of `/v1/completions`."""
+
+    choices: Sequence[CompletionChoice]
+    usage: Usage
+    timings: Timings = UNSET
+
+
+class ChatCompletion(_Head, kw_only=True):
+    """A whole answer of `/v1/chat/completions`."""
+
+    choices: Sequence[ChatChoice]
+    usage: Usage
+    timings: Timings = UNSET
+
+
+class CompletionChunk(_Head, kw_only=True):
+    """One event of `/v1/completions`."""
+
+    choices: Sequence[CompletionChoice] = ()
+    usage: Usage | Raw | UnsetType | None = UNSET
+    error: ErrorDetail | UnsetType = UNSET
+    timings: Timings = UNSET
+
+
+class ChatCompletionChunk(_Head, kw_only=True):
+    """One event of `/v1/chat/completions`."""
+
+    choices: Sequence[ChatDelta] = ()
+    usage: Usage | Raw | UnsetType | None = UNSET
+    error: ErrorDetail | UnsetType = UNSET
+    timings: Timings = UNSET
+
+
+class Model(Struct, frozen=True):
+    """The model, as OpenAI describes one."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(Struct, frozen=True):
+    """The one model."""
+
+    object: str
+    data: list[Model]
+
+
+class ModelInfo(Struct, frozen=True, kw_only=True):
+    """The model, as SGLang describes it."""
+
+    model_path: str
+    served_model_name: str
+    tokenizer_path: str | None
+    is_generation: bool
+    context_length: int
+    max_prompt_tokens: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    default_sampling_params: SamplingDefaults
+
+
+class Health(Struct, frozen=True):
+    """Whether a request sent now can be served."""
+
+    status: str
+    detail: str
+
+
+class Live(Struct, frozen=True):
+    """The process answers."""
+
+    status: str
+
+
+class Flushed(Struct, frozen=True):
+    """The cache was flushed."""
+
+    success: bool
+    message: str
+
+
+class Aborted(Struct, frozen=True):
+    """Whether a request was ended."""
+
+    aborted: bool
+
+
+class TokenizerFiles(Struct, frozen=True):
+    """The files of the tokenizer, by name, and their hash."""
+
+    hash: str
+    files: dict[str, str]

@@ -1,0 +1,390 @@
+"""The native API: `POST|PUT /generate`, with SGLang's bodies, answers and events.
+
+```
+ body ──▶ GenerateBody ──▶ prompts, sampling, n ──▶ a Generation for each ──▶ Generated, or GenerateEvents
+```
+"""
+
+import difflib
+import time
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from aiohttp import web
+from pydantic import Field
+
+from tandem.frontend import answering
+from tandem.frontend.answering import Answer
+from tandem.frontend.answers import Generated, MetaInfo
+from tandem.frontend.backend import ServedModel
+from tandem.frontend.body import GenerationBody, Many, PerPrompt, session_of, validate, worded
+from tandem.frontend.edge import EDGE, part_id
+from tandem.frontend.generation import (
+    MAX_GENERATIONS,
+    Generation,
+    Ids,
+    Prompts,
+    Texts,
+    generations_of,
+    prompt_ids,
+    read_prompts,
+)
+from tandem.frontend.grammars import NativeGrammar, native_grammar
+from tandem.frontend.logprobs import MAX_TOP_LOGPROBS, NativeLogprobs, native_logprobs
+from tandem.frontend.middleware import json_response
+from tandem.frontend.sampling import (
+    MAX_STOP_PATTERNS,
+    NativeSampling,
+    engine_params,
+    read_sampling,
+    require_tokens,
+)
+from tandem.frontend.sse import EventStream, encode
+from tandem.frontend.transcript import Ending, Piece, failed
+from tandem.frontend.unsupported import UNSUPPORTED, refuse_unsupported
+from tandem.wire.errors import ErrorInfo, InvalidRequest
+from tandem.wire.generation import GenerateRequest, LogprobsWanted
+from tandem.wire.ids import RequestId, new_request_id
+
+_MAX_ID_CHARS = 256
+_RID_SENTENCE = f"must be a string of 1 to {_MAX_ID_CHARS} characters, or one for each prompt"
+_RID = Annotated[str, Field(min_length=1, max_length=_MAX_ID_CHARS)]
+_PARAMETERS = NativeSampling.names() | NativeGrammar.names()
+# SGLang has it for tokenizers that are not those of the `tokenizers` library.
+_WITHOUT_EFFECT = frozenset({"spaces_between_special_tokens"})
+# Characters of an unknown name that an error repeats.
+_MAX_NAME_CHARS = 64
+
+T = TypeVar("T")
+
+
+class GenerateBody(GenerationBody):
+    """`/generate`, without sampling parameters, which may also stand at the top level."""
+
+    text: Texts | None = None
+    input_ids: Ids | None = None
+    sampling_params: PerPrompt[dict[str, Any]] | None = None
+    rid: Annotated[_RID | Many[_RID], worded(_RID_SENTENCE)] | None = None
+    return_logprob: PerPrompt[bool] = False
+    logprob_start_len: PerPrompt[Annotated[int, Field(ge=-1)]] = -1
+    top_logprobs_num: PerPrompt[Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]] = 0
+    return_text_in_logprobs: bool = False
+
+    def prompts(self) -> Prompts:
+        """Return the prompts.
+
+        Raises:
+            InvalidRequest: There are none, too many, or both text and ids.
+        """
+        if self.text is not None and self.input_ids is not None:
+            raise InvalidRequest("send either text or input_ids, not both")
+        given = self.input_ids if self.text is None else self.text
+        if given is None:
+            raise InvalidRequest("there is no prompt: send text or input_ids")
+        return read_prompts(given)
+
+
+@dataclass(slots=True)
+class NativeCall:
+    """One checked call of `/generate`.
+
+    Attributes:
+        is_list: Whether it is answered by a list.
+        has_text_in_logprobs: Whether log-probabilities have the text of their tokens.
+    """
+
+    generations: list[Generation]
+    is_list: bool
+    is_stream: bool
+    has_text_in_logprobs: bool = False
+
+
+def read_native(model: ServedModel, data: dict[str, Any]) -> NativeCall:
+    """Check a body and make its generations: n for each prompt, in order.
+
+    Raises:
+        InvalidRequest: A field is wrong; the sentence names it.
+    """
+    refuse_unsupported(data)
+    body = validate(GenerateBody, data)
+    prompts = body.prompts()
+    count = len(prompts)
+    fields, prefix = _sampling_fields(data, body, count)
+    samplings = _each(
+        [read_sampling(NativeSampling, part, model, prefix) for part in fields], count
+    )
+    grammars = _each([native_grammar(part) for part in fields], count)
+    columns = [
+        body.per_prompt(name, count, is_batch=prompts.is_batch)
+        for name in ("return_logprob", "logprob_start_len", "top_logprobs_num")
+    ]
+    n = samplings[0].n
+    halves = body.bootstraps(count, is_batch=prompts.is_batch, n=n)
+    _check_counts(samplings)
+    rids = _request_ids(body.rid, count, n)
+    generations: list[Generation] = []
+    for index, ids in enumerate(prompt_ids(model, prompts)):
+        has_logprobs, start, num_top = (column[index] for column in columns)
+        logprobs = _logprobs_wanted(start, num_top, len(ids)) if has_logprobs else None
+        if logprobs is None:
+            require_tokens(samplings[index], "max_new_tokens")
+        names = rids[index * n : (index + 1) * n]
+        asked = GenerateRequest(
+            request_id=names[0],
+            prompt_ids=ids,
+            sampling=engine_params(samplings[index], model, len(ids), grammars[index]),
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            logprobs=logprobs,
+            session=session_of(data),
+        )
+        generations += generations_of(model, asked, names, samplings[index], halves[index])
+    return NativeCall(
+        generations,
+        is_list=prompts.is_batch or n > 1,
+        is_stream=body.stream,
+        has_text_in_logprobs=body.return_text_in_logprobs,
+    )
+
+
+def _logprobs_wanted(start: int, num_top: int, num_prompt_tokens: int) -> LogprobsWanted:
+    if start > num_prompt_tokens:
+        raise InvalidRequest(
+            f"logprob_start_len: {start} is behind the prompt of {num_prompt_tokens} tokens"
+        )
+    return LogprobsWanted(num_top=num_top, prompt_start=-1 if start == num_prompt_tokens else start)
+
+
+def _sampling_fields(
+    data: dict[str, Any], body: GenerateBody, count: int
+) -> tuple[list[dict[str, Any]], str]:
+    """Return the parameters of each prompt, or one for all, and their prefix in errors.
+
+    Those in `sampling_params` win over the top level.
+    """
+    given = body.sampling_params
+    parts = [part or {} for part in given] if isinstance(given, list) else [given or {}]
+    if len(parts) not in {1, count}:
+        raise InvalidRequest(
+            f"sampling_params: must be an object, or a list with one for each of {count} prompts"
+        )
+    for part in parts:
+        refuse_unsupported(part, "sampling_params.")
+        _check_names(part)
+    return [data | part for part in parts], "sampling_params" if given else ""
+
+
+def _check_names(params: dict[str, Any]) -> None:
+    """Reject a name that is no sampling parameter, as SGLang does: most are misspelt."""
+    for name, value in params.items():
+        if value is None or name in _PARAMETERS or name in _WITHOUT_EFFECT or name in UNSUPPORTED:
+            continue
+        shown = name[:_MAX_NAME_CHARS]
+        near = difflib.get_close_matches(shown, _PARAMETERS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise InvalidRequest(f"sampling_params.{shown}: is no sampling parameter{hint}")
+
+
+def _each(parts: list[T], count: int) -> list[T]:
+    return parts * count if len(parts) == 1 else parts
+
+
+def _check_counts(samplings: list[NativeSampling]) -> None:
+    n = samplings[0].n
+    if any(sampling.n != n for sampling in samplings):
+        raise InvalidRequest("sampling_params.n: must be the same for all prompts")
+    if n * len(samplings) > MAX_GENERATIONS:
+        raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}")
+    different = {id(sampling): len(sampling.stop_regex) for sampling in samplings}
+    if sum(different.values()) > MAX_STOP_PATTERNS:
+        raise InvalidRequest(
+            f"stop_regex: all prompts together may have {MAX_STOP_PATTERNS}; patterns that hold "
+            "for each prompt may be sent once, with sampling_params an object"
+        )
+
+
+def _request_ids(rid: str | list[str] | None, count: int, n: int) -> list[RequestId]:
+    """Return an id for each generation: the client's own, with a number where it has several."""
+    if rid is None:
+        return [new_request_id() for _ in range(count * n)]
+    names = rid if isinstance(rid, list) else [rid]
+    if len(names) not in {1, count}:
+        raise InvalidRequest(f"rid: {_RID_SENTENCE}")
+    per_name = count * n // len(names)
+    if per_name == 1:
+        ids = [RequestId(name) for name in names]
+    else:
+        ids = [part_id(name, index) for name in names for index in range(per_name)]
+    if len(set(ids)) < len(ids):
+        raise InvalidRequest("rid: must be different for each prompt")
+    return ids
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    """Answer `/generate`."""
+    started = time.perf_counter()
+    edge = request.app[EDGE]
+    call = await answering.read_call(request, read_native)
+    if call.is_stream:
+        async with EventStream(request, edge.options.stall_timeout_s, edge.outbox) as events:
+            is_incremental = edge.options.incremental_streaming_output
+            sinks = [
+                _Events(events, call, index, started, is_incremental=is_incremental)
+                for index in range(len(call.generations))
+            ]
+            await answering.stream(edge, events, sinks)
+            return await events.finish()
+    answers = await answering.whole(request, call.generations)
+    elapsed_s = time.perf_counter() - started
+    results = [
+        _whole(call, generation, answer, elapsed_s)
+        for generation, answer in zip(call.generations, answers, strict=True)
+    ]
+    return json_response(results if call.is_list else results[0])
+
+
+def _whole(call: NativeCall, generation: Generation, answer: Answer, elapsed_s: float) -> Generated:
+    meta = _meta(generation, answer.cached_tokens, answer.ending, len(answer.output_ids))
+    if (logprobs := native_logprobs(generation, has_text=call.has_text_in_logprobs)) is not None:
+        logprobs.add((answer.output_ids, answer.logprobs), answer.prompt_logprobs)
+        logprobs.fill(meta)
+    meta.e2e_latency = elapsed_s
+    result = Generated(answer.text, answer.output_ids, meta)
+    if generation.timings.is_wanted:
+        result.timings = generation.report()
+    return result
+
+
+def _meta(
+    generation: Generation, cached_tokens: int, ending: Ending | None, num_tokens: int
+) -> MetaInfo:
+    meta = MetaInfo(
+        id=generation.request.request_id,
+        finish_reason=_finish_reason(ending, num_tokens),
+        prompt_tokens=len(generation.request.prompt_ids),
+        cached_tokens=cached_tokens,
+        completion_tokens=num_tokens,
+    )
+    if by_tier := generation.timings.cached_by_tier:
+        device = cached_tokens - sum(by_tier.values())
+        meta.cached_tokens_details = {"device": device, **by_tier}
+    return meta
+
+
+def _finish_reason(ending: Ending | None, num_tokens: int) -> dict[str, object] | None:
+    """Return an ending as SGLang writes it; None while running."""
+    if ending is None:
+        return None
+    if ending.reason == "stop":
+        return {"type": "stop", "matched": ending.matched}
+    if ending.reason == "length":
+        return {"type": "length", "length": num_tokens}
+    assert ending.error is not None
+    return {
+        "type": "abort",
+        "message": ending.error.message,
+        "status_code": ending.error.status,
+        "err_type": ending.error.code,
+    }
+
+
+class _Events:
+    """The events of one generation: all so far each time, or only what is new. A `StreamSink`.
+
+    What events repeat is kept as the bytes it is sent as. An ordinary token costs joining them.
+    """
+
+    __slots__ = (
+        "_cached_tokens",
+        "_events",
+        "_ids",
+        "_is_incremental",
+        "_label",
+        "_logprobs",
+        "_meta",
+        "_num_tokens",
+        "_started",
+        "_text",
+        "drain",
+        "generation",
+        "has_room",
+    )
+
+    def __init__(
+        self,
+        events: EventStream,
+        call: NativeCall,
+        index: int,
+        started: float,
+        *,
+        is_incremental: bool,
+    ) -> None:
+        self.generation = call.generations[index]
+        self._events, self._started, self._is_incremental = events, started, is_incremental
+        self.has_room, self.drain = events.has_room, events.drain
+        self._label = b',"index":%d' % index if call.is_list else b""
+        # JSON, without quotes and brackets.
+        self._text, self._ids = bytearray(), bytearray()
+        self._num_tokens = self._cached_tokens = 0
+        # Of an ordinary event: before its number of tokens, and behind it.
+        self._meta: tuple[bytes, bytes] | None = None
+        self._logprobs = native_logprobs(self.generation, has_text=call.has_text_in_logprobs)
+
+    def write(self, piece: Piece) -> None:
+        """Send the event of a piece."""
+        self._add(piece)
+        if piece.cached_tokens > self._cached_tokens:
+            self._cached_tokens, self._meta = piece.cached_tokens, None
+        if self._logprobs is None and piece.ending is None:
+            if self._meta is None:
+                self._meta = self._running_meta()
+            meta = b"%b%d%b" % (self._meta[0], self._num_tokens, self._meta[1])
+        else:
+            meta = self._whole_meta(self._logprobs, piece)
+        self._events.put(
+            b"".join(
+                (
+                    b'data: {"text":"',
+                    self._text,
+                    b'","output_ids":[',
+                    self._ids,
+                    b'],"meta_info":',
+                    meta,
+                    self._label,
+                    b"}\n\n",
+                )
+            )
+        )
+
+    def write_failure(self, error: ErrorInfo) -> None:
+        """Send the end of a generation that an error cut short."""
+        self.write(Piece("", (), ending=failed(error)))
+
+    def _running_meta(self) -> tuple[bytes, bytes]:
+        field = b'"completion_tokens":'
+        before, _, behind = encode(_meta(self.generation, self._cached_tokens, None, 0)).rpartition(
+            field + b"0"
+        )
+        return before + field, behind
+
+    def _whole_meta(self, logprobs: NativeLogprobs | None, piece: Piece) -> bytes:
+        meta = _meta(self.generation, self._cached_tokens, piece.ending, self._num_tokens)
+        if logprobs is not None:
+            if self._is_incremental:
+                logprobs.clear()
+            logprobs.add((piece.token_ids, piece.logprobs), piece.prompt_logprobs)
+            logprobs.fill(meta)
+        if piece.ending is not None:
+            meta.e2e_latency = time.perf_counter() - self._started
+            if self.generation.timings.is_wanted:
+                self._label += b',"timings":%b' % encode(self.generation.report())
+        return encode(meta)
+
+    def _add(self, piece: Piece) -> None:
+        if self._is_incremental:
+            self._text.clear()
+            self._ids.clear()
+        self._text += encode(piece.text)[1:-1]
+        for token_id in piece.token_ids:
+            self._ids += b",%d" % token_id if self._ids else b"%d" % token_id
+        self._num_tokens += len(piece.token_ids)

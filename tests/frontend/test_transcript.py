@@ -1,0 +1,221 @@
+"""From tokens to pieces: however they come, a client gets the same text, ids, log-probabilities and end."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.frontend.answering import Answer
+from tandem.frontend.sampling import TextRules
+from tandem.frontend.stops import compile_pattern
+from tandem.frontend.transcript import Transcript
+from tandem.wire.errors import InvalidRequest
+from tandem.wire.generation import Finish
+from tandem.wire.messages import TokenDelta
+from tests.frontend.fakes import told
+
+STOP = Finish(reason="stop", matched=99)
+LENGTH = Finish(reason="length")
+
+
+class Letters:
+    """Each id is a letter: 0 is a."""
+
+    def __init__(self) -> None:
+        self.ids = []
+
+    def push(self, token_ids) -> str:
+        self.ids += token_ids
+        return "".join(chr(ord("a") + token_id) for token_id in token_ids)
+
+    def finish(self) -> str:
+        return ""
+
+
+class Sink(Answer):
+    """An answer that takes ordinary tokens only while it has room."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_full, self.sizes = False, []
+
+    def has_room(self) -> bool:
+        return not self.is_full
+
+    def write(self, piece) -> None:
+        self.sizes.append(len(piece.token_ids))
+        super().write(piece)
+
+
+def delta(token_ids, finish=None, index=0, *, is_told=False) -> TokenDelta:
+    return TokenDelta(
+        request_id="r",
+        attempt=0,
+        index=index,
+        token_ids=list(token_ids),
+        finish=finish,
+        logprobs=[told(token_id, 0) for token_id in token_ids] if is_told else [],
+    )
+
+
+def read(parts, rules=TextRules(), straight=()) -> Sink:  # noqa: B008 - it is frozen
+    """Return what a client gets of some deltas; those at the places in `straight` may use the tap."""
+    sink = Sink()
+    transcript = Transcript(rules, Letters(), sink)
+    for place, part in enumerate(parts):
+        if place in straight and part.finish is None and transcript.take_ordinary(part.token_ids):
+            continue
+        if (piece := transcript.take(part)) is not None:
+            sink.write(piece)
+            if piece.ending is not None:
+                break
+    assert transcript.num_tokens == len(sink.output_ids)
+    return sink
+
+
+def in_parts(ids, sizes, **fields) -> list[TokenDelta]:
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(delta(ids[start : start + size], index=start, **fields))
+        start += size
+    return [*parts, delta(ids[start:], LENGTH, start, **fields)]
+
+
+def told_of(sink):
+    return sink.text, sink.output_ids, sink.ending
+
+
+RULES = st.builds(
+    TextRules,
+    stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=3), max_size=3).map(tuple),
+    keeps_stop=st.booleans(),
+    min_new_tokens=st.integers(0, 4),
+    stream_interval=st.integers(1, 4),
+)
+
+
+@settings(max_examples=300, derandomize=False)
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=20),
+    st.lists(st.integers(1, 3), max_size=8),
+    RULES,
+    st.sets(st.integers(1, 8)),
+)
+def test_neither_the_grouping_of_tokens_nor_their_way_changes_what_a_client_gets(
+    ids, sizes, rules, straight
+):
+    whole = read([delta(ids, LENGTH, is_told=True)], rules)
+    parted = read(in_parts(ids, sizes, is_told=True), rules)
+    mixed = read(in_parts(ids, sizes), rules, straight)
+    assert told_of(parted) == told_of(mixed) == told_of(whole)
+    # Each log-probability stands beside its own token.
+    for sink in (whole, parted):
+        assert [entry.logprob for entry in sink.logprobs] == [-i / 100 for i in sink.output_ids]
+
+
+# The last delta, the rules, and what becomes of them after a first token "a".
+ENDS = {
+    "length alone": (delta([1], LENGTH), TextRules(), "ab", ("length", None)),
+    "a stop with the last token": (
+        delta([1], LENGTH),
+        TextRules(stops=("b",)),
+        "a",
+        ("stop", "b"),
+    ),
+    "a stop before the last token": (
+        delta([1, 2], LENGTH),
+        TextRules(stops=("b",), keeps_stop=True),
+        "ab",
+        ("stop", "b"),
+    ),
+    "half a stop with the last token": (
+        delta([1], LENGTH),
+        TextRules(stops=("bc",)),
+        "ab",
+        ("length", None),
+    ),
+    "a pattern with the last token": (
+        delta([1], LENGTH),
+        TextRules(patterns=(compile_pattern("[bc]"),)),
+        "a",
+        ("stop", "[bc]"),
+    ),
+    "a stop too early, at the length": (
+        delta([1], LENGTH),
+        TextRules(stops=("b",), min_new_tokens=2),
+        "ab",
+        ("length", None),
+    ),
+    "a stop token": (delta([1, 99], STOP), TextRules(), "ab", ("stop", 99)),
+    "a stop token behind a stop string": (
+        delta([1, 99], STOP),
+        TextRules(stops=("b",)),
+        "a",
+        ("stop", "b"),
+    ),
+    "an abort behind a stop": (
+        delta([1], Finish(reason="abort")),
+        TextRules(stops=("b",)),
+        "a",
+        ("stop", "b"),
+    ),
+    "prefill's part": (
+        delta([1], Finish(reason="handed_off")),
+        TextRules(),
+        "ab",
+        ("length", None),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_reason_of_the_end_is_what_came_first(name):
+    last, rules, text, (reason, matched) = ENDS[name]
+    sink = read([delta([0]), last], rules)
+    assert (sink.text, sink.ending.reason, sink.ending.matched) == (text, reason, matched)
+
+
+def test_a_stop_that_the_tap_meets_ends_with_the_next_delta_whatever_that_is():
+    sink = Sink()
+    transcript = Transcript(TextRules(stops=("bc",)), Letters(), sink)
+    assert transcript.take(delta([0])).text == "a"
+    assert transcript.take_ordinary([1])  # may yet become the stop
+    assert not transcript.take_ordinary([2])
+    assert not transcript.take_ordinary([0])
+    last = transcript.take(delta([2, 0, 0], LENGTH, 2))
+    assert (last.text, list(last.token_ids), last.ending.matched) == ("", [2], "bc")
+    assert (sink.text, sink.output_ids, transcript.num_tokens) == ("", [1], 3)
+
+
+def test_a_pattern_that_takes_too_long_in_the_tap_fails_the_request():
+    rules = TextRules(patterns=(compile_pattern("(a+)+x"),))
+    transcript = Transcript(rules, Letters(), Sink())
+    with pytest.raises(InvalidRequest, match="takes too long"):
+        for index in range(3000):
+            if not transcript.take_ordinary([0]):
+                transcript.take(delta([0], index=index))
+
+
+def test_a_full_sink_is_not_written_to_and_what_it_refused_is_not_lost():
+    sink = Sink()
+    transcript = Transcript(TextRules(), Letters(), sink)
+    assert transcript.take_ordinary([0])
+    sink.is_full = True
+    assert not transcript.take_ordinary([1])
+    assert sink.output_ids == [0]
+    piece = transcript.take(delta([1, 2], index=1))
+    assert (piece.text, list(piece.token_ids)) == ("bc", [1, 2])
+    sink.is_full = False
+    assert transcript.take_ordinary([0])
+    assert (sink.text, transcript.num_tokens) == ("aa", 4)
+
+
+def test_an_event_may_hold_several_tokens_by_either_way():
+    parts = [delta([i % 3], LENGTH if i == 9 else None, i) for i in range(10)]
+    for straight in ((), range(1, 10)):
+        sink = read(parts, TextRules(stream_interval=4), straight)
+        assert (sink.sizes, sink.text) == ([1, 4, 4, 1], "abcabcabca")
+
+
+def test_a_silent_generation_shows_no_token():
+    sink = read([delta([0], LENGTH)], TextRules(is_silent=True))
+    assert (sink.text, sink.output_ids, sink.ending.reason) == ("", [], "length")
