@@ -26,8 +26,7 @@ from typing_extensions import override
 from benchmarks.mooncake import BLOCK_TOKENS, TraceRequest
 from tandem.engine.profile import Profile
 from tandem.router.policy import Asked, ClusterSnapshot, NodeSnapshot, Policy, choose
-from tandem.router.prefixes import PromptBlocks
-from tandem.router.tiers import KnownPrefixes
+from tandem.router.prefixes import KnownPrefixes, PromptBlocks
 from tandem.wire.ids import Epoch
 from tandem.wire.messages import CacheReport, NodeLoad
 from tandem.wire.prefix_blocks import pack_names

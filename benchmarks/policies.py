@@ -21,8 +21,7 @@ from tandem.plan.seam import BLOCK_TOKENS, Fleet, NodeKind, PlannedRequest, Serv
 from tandem.plan.simulation import simulate
 from tandem.router.policies import POLICIES
 from tandem.router.policy import Asked, ClusterSnapshot, NodeSnapshot, choose
-from tandem.router.prefixes import PromptBlocks
-from tandem.router.tiers import KnownPrefixes
+from tandem.router.prefixes import KnownPrefixes, PromptBlocks
 from tandem.wire.ids import Epoch
 from tandem.wire.messages import CacheReport, NodeLoad, TierLoad
 from tandem.wire.prefix_blocks import block_names, pack_names

@@ -28,7 +28,7 @@ from benchmarks.policies import PROFILE, REQUESTS, WARM_SHARE, requests_for
 from benchmarks.verdict import result
 from tandem.engine.profile import Profile, read_profile
 from tandem.router.policies import POLICIES
-from tandem.router.tiers import KnownPrefixes
+from tandem.router.prefixes import KnownPrefixes
 from tandem.wire.messages import NodeLoad, TierLoad
 from tandem.wire.prefix_journal import PrefixJournal
 

@@ -2,8 +2,7 @@
 
 import argparse
 
-from tandem.router.admission import Limits
-from tandem.router.config import AdmissionConfig
+from tandem.router.config import AdmissionConfig, Limits
 from tandem.router.key_limits import read_limits
 from tandem.wire.errors import ConfigInvalid
 

@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 from tandem.frontend.options import HttpOptions
 from tandem.frontend.reply_parser import reply_formats
 from tandem.frontend.tls import load_authorities
-from tandem.router.admission import Limits
 from tandem.router.key_limits import KeyLimit
 from tandem.telemetry.log import LogFormat
 from tandem.wire.errors import ConfigInvalid
@@ -101,14 +100,32 @@ class KubernetesTarget:
     account_dir: str = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionConfig:
-    """Who may start, and how many at once.
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one edge worker's queue.
 
     Attributes:
-        is_on: False starts every request at once and leaves all waiting to the nodes.
-        max_in_flight: Requests of all edge workers at one node; 0: as many as the node says.
-        limits: Of each edge worker's line.
+        max_requests: Queued at once; 0: no request waits.
+        max_tokens: Of all queued prompts: 36 bytes each of memory.
+        max_wait_s: A request that waited so long is rejected. Clients may ask for less.
+    """
+
+    # What a node's own queue has held.
+    max_requests: int = 4096
+    # 300 MB.
+    max_tokens: int = 8 * 1024 * 1024
+    # Common proxies and load balancers give up an answer that has not begun by then.
+    max_wait_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionConfig:
+    """Which requests start, and how many at once.
+
+    Attributes:
+        is_on: False starts every request at once: requests queue at the nodes only.
+        max_in_flight: Requests of all edge workers at one node; 0: as many as the node reports.
+        limits: Of each edge worker's queue.
         key_limits: Of this router, by key; see `key_limits.py`.
         num_workers: Edge workers that share all this.
     """

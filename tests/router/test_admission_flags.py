@@ -1,8 +1,7 @@
 import pytest
 
-from tandem.router.admission import Limits
 from tandem.router.arguments import parse
-from tandem.router.config import AdmissionConfig
+from tandem.router.config import AdmissionConfig, Limits
 from tandem.wire.errors import ConfigInvalid
 
 NODES = ["--prefill", "http://p:1", "--decode", "http://d:1"]

@@ -4,8 +4,7 @@ import random
 from dataclasses import replace
 
 from tandem.kvtransfer.transports.loopback import Fault
-from tandem.router.admission import Limits
-from tandem.router.config import AdmissionConfig
+from tandem.router.config import AdmissionConfig, Limits
 from tandem.router.policies import POLICIES
 from tandem.wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
 from tests.simulation.clients import Client

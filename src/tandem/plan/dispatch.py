@@ -17,13 +17,19 @@ from tandem.plan.agenda import Agenda
 from tandem.plan.nodes import FINGERPRINT, Journey, PlannedNode, Report
 from tandem.plan.prompts import Prompts
 from tandem.plan.seam import Fleet
-from tandem.router.admission import Admission, Limits
-from tandem.router.conditional import stays_on_decode, tokens_to_compute
-from tandem.router.gate import COUNT_S_PER_NODE, LOOK_S
-from tandem.router.line import Waiting
+from tandem.router.admission import COUNT_S_PER_NODE, Queue, Waiting
+from tandem.router.config import Limits
 from tandem.router.places import Places
 from tandem.router.policies import POLICIES
-from tandem.router.policy import Asked, ClusterSnapshot, NodeSnapshot, Pair, choose
+from tandem.router.policy import (
+    Asked,
+    ClusterSnapshot,
+    NodeSnapshot,
+    Pair,
+    choose,
+    stays_on_decode,
+    tokens_to_compute,
+)
 from tandem.router.prefixes import PrefixIndex, PromptBlocks
 from tandem.wire.errors import TandemError
 from tandem.wire.generation import GenerateRequest
@@ -31,6 +37,9 @@ from tandem.wire.heartbeat import DEFAULT_HEARTBEAT
 from tandem.wire.ids import Epoch, Room
 from tandem.wire.messages import CacheReport, NodeLoad, StartColocated, StartDecode, StartPrefill
 from tandem.wire.prefix_blocks import pack_names
+
+# A load that shows room is looked at this soon.
+LOOK_S = 0.01
 
 
 class KnownNode:
@@ -139,7 +148,7 @@ class Dispatch:
         self._index = PrefixIndex()
         self._changed: set[KnownNode] = set()
         self._snapshots: dict[str, list[NodeSnapshot]] = {"prefill": [], "decode": []}
-        self._places, self._admission = Places(), Admission(Limits())
+        self._places, self._admission = Places(), Queue(Limits())
         self._in_line: dict[Waiting, Journey] = {}
         self._num_free, self._counted_s = 0, float("-inf")
         self._is_looking = False
@@ -192,7 +201,7 @@ class Dispatch:
         self._agenda.at(at_s + self._to_client_s, partial(self._end, journey))
 
     def _free(self) -> int:
-        """Return how many may start now, as `tandem.router.gate`.
+        """Return how many may start now, as `tandem.router.admission`.
 
         What is counted holds as long as a load, not a moment: what starts is taken off, and nothing else
         makes it less before nodes tell more.
@@ -239,7 +248,7 @@ class Dispatch:
                 self._begin(journey)
 
     def _begin(self, journey: Journey) -> None:
-        """Choose a pair and start both halves, as `tandem.router.pairing` and `tandem.router.running`."""
+        """Choose a pair and start both halves, as `tandem.router.request`."""
         self._num_free -= 1
         request = self._prompts.request(journey.request, journey.ticket.request_id)
         asked = Asked(

@@ -20,7 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tandem top",
         description="Show what a router's cluster does now: nodes and their pages, pairs, latencies, recent "
-        "requests by phase, events.",
+        "requests by phase.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

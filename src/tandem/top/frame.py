@@ -47,20 +47,19 @@ def frame(overview: Overview | None, look: Look) -> RenderableType:
 
 
 def _rooms(overview: Overview, look: Look) -> Sequence[int]:
-    """Return how many nodes, pairs, requests and events there is room for."""
-    wanted = [len(overview.nodes), min(8, len(tables.busy(overview))), 12, 10]
+    """Return how many nodes, pairs and requests there is room for."""
+    wanted = [len(overview.nodes), min(8, len(tables.busy(overview))), 12]
     if look.num_lines is None:
         return wanted
     left = max(4, look.num_lines - FIXED_LINES)
     # Nodes are what one looks for first; the others share what is left.
     nodes = min(wanted[0], max(2, left // 2))
     pairs = min(wanted[1], max(1, (left - nodes) // 4))
-    events = min(wanted[3], max(1, (left - nodes - pairs) // 3))
-    return [nodes, pairs, max(1, left - nodes - pairs - events), events]
+    return [nodes, pairs, max(1, left - nodes - pairs)]
 
 
 def _lists(overview: Overview, look: Look, rooms: Sequence[int]) -> Iterator[RenderableType]:
-    num_nodes, num_pairs, num_requests, num_events = rooms
+    num_nodes, num_pairs, num_requests = rooms
     yield from _titled(
         "nodes",
         tables.nodes(overview.nodes[:num_nodes], look.width),
@@ -73,8 +72,6 @@ def _lists(overview: Overview, look: Look, rooms: Sequence[int]) -> Iterator[Ren
         recent = overview.recent[-num_requests:]
         yield from _titled("recent requests", tables.requests(recent, look.width), 0)
         yield tables.phase_legend()
-    if overview.events:
-        yield from _titled("events", tables.events(overview, num_events), 0)
 
 
 def _titled(title: str, table: Table, num_more: int) -> Iterator[RenderableType]:
@@ -84,7 +81,7 @@ def _titled(title: str, table: Table, num_more: int) -> Iterator[RenderableType]
 
 
 def _headline(overview: Overview, look: Look) -> RenderableType:
-    times, rates, totals = overview.histograms, overview.rates, overview.totals
+    times, rates, totals = overview.latencies, overview.rates, overview.totals
     clock = time.strftime("%H:%M:%S", time.localtime(overview.now_unix_s))
     title = Text.assemble(
         ("● ", "green" if overview.is_serving else "red"),

@@ -31,17 +31,6 @@ PHASES = {
     "detokenize": ("d", "bright_black"),
     "unanswered": ("u", "red"),
 }
-LEVELS = {
-    "down": "red",
-    "corrupted": "red",
-    "refused": "red",
-    "replay": "yellow",
-    "draining": "yellow",
-    "leaving": "yellow",
-    "restarted": "yellow",
-    "gone": "yellow",
-    "tier": "yellow",
-}
 # Below these a column is left out.
 VERY_WIDE, WIDE, MIDDLE = 150, 112, 92
 
@@ -224,16 +213,3 @@ def _most(timings: dict[str, Any]) -> str:
         return ""
     most = max(before, key=lambda phase: phase["duration_s"])
     return f"{plain(most['name']).replace('_', ' ')} {seconds(most['duration_s'])}"
-
-
-def events(overview: Overview, num: int) -> Table:
-    """Return the last events, the newest first."""
-    table = _table(("", False), ("", False), ("", False))
-    table.show_header = False
-    for event in reversed(overview.events[-num:]):
-        clock = time.strftime("%H:%M:%S", time.localtime(event.at_unix_s))
-        many = f" x{event.count}" if event.count > 1 else ""
-        kind = Text(f"{plain(event.kind)}{many}", style=LEVELS.get(event.kind, "green"))
-        node = event.node.partition("://")[2]
-        table.add_row(clock, kind, plain(f"{event.text}  {node}"))
-    return table
