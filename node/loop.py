@@ -275,7 +275,9 @@ class EngineLoop:
     def _tell_load(self, peers: Collection[Peer]) -> None:
         """Tell edge workers the load, each with how much of it is its own."""
         counts = Counter(ticket.peer for ticket in self._role.tickets())
-        load = msgspec.structs.replace(self._load(), num_edges=len(counts))
+        load = msgspec.structs.replace(
+            self._load(), num_edges=len(counts), is_draining=self._drain.is_on
+        )
         for peer in peers:
             self._answers.pong(peer, msgspec.structs.replace(load, num_own=counts[peer]))
 

@@ -1,67 +1,97 @@
-"""Which requests wait in the queue of one edge worker, and which are rejected.
+"""Which requests start now and which wait: the queue of one edge worker, its bounds, and the nodes' capacity.
 
 ```
- join ──▶ waiting ──take──▶ starts
-   │         ├─ leave: its client went, or its time is over
-   │         └─ rejected: the queue is full, and a request came that goes before it
-   └─ Overloaded: the queue is full; DeadlinePassed: its client's time is over
+ admitted ─▶ limits of its key ─▶ a place is free, and no request waits? ─▶ started ─▶ left
+                │ 429                 └─▶ queue ──a place becomes free──────┘
+                ▼                           └─▶ 429 full or waited too long, 504 deadline, aborted
 ```
 
-Pure: every call is given the time. Nothing here predicts how long a request will wait, so no history can
-keep a request out of a queue that has room.
+The queue is sorted by priority, then by turn, then by arrival: clients of one priority take turns. Nothing here
+predicts how long a request will wait, so no history keeps a request out of a queue that has room. Which nodes a
+request gets is decided later, by `pairing.py`.
 """
 
+import asyncio
+import itertools
 import math
+from bisect import bisect_left, insort
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 
+import msgspec
 from typing_extensions import override
 
-from tandem.router.config import Limits
-from tandem.router.line import Line, Waiting
-from tandem.wire.errors import DeadlinePassed, Overloaded
+from tandem.router.config import AdmissionConfig, Limits
+from tandem.router.key_limits import KeyUsage, Usage
+from tandem.router.metrics import RouterMetrics
+from tandem.router.places import Places
+from tandem.router.policy import ClusterSnapshot, in_use, usable_fingerprint
+from tandem.wire.errors import DeadlinePassed, Overloaded, TandemError
+from tandem.wire.generation import GenerateRequest
 
-# The measured time to the first token is halved in so many seconds without a first token: while no request
-# begins, none can be seen to begin faster.
-BEGIN_HALF_LIFE_S = 5.0
-# A request that is started a moment too late has its place for nothing, and so has the next: leave a margin.
-BEGIN_MARGIN = 1.25
+# A count of places is used for this long: counting takes some microseconds a node, so at most a tenth of the time.
+COUNT_S_PER_NODE = 0.000_05
 
 
-class Begin:
-    """How long requests take from their start to their first token, most of them.
+# ── the queue: pure, every call is given the time ────────────────────────────────────────────────
 
-    Source: the mean and the mean deviation of Jacobson, Congestion avoidance and control, 1988.
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """One queued request.
+
+    Attributes:
+        client: Its API key's name; requests without a key are one client's.
+        num_tokens: Of its prompt.
+        arrived: When it came, by the caller's clock.
+        expires: When its wait ends, by the same clock.
+        has_deadline: Whether the client asked for that end.
     """
 
-    def __init__(self) -> None:
-        self._mean_s = self._deviation_s = self._at = 0.0
-
-    def observe(self, after_s: float, now: float) -> None:
-        """Take one that began."""
-        error_s = after_s - self._mean_s
-        self._mean_s += error_s / 8
-        self._deviation_s += (abs(error_s) - self._deviation_s) / 4
-        self._at = now
-
-    def expected_s(self, now: float) -> float:
-        """Return in which time one that starts now should have begun."""
-        kept = 0.5 ** ((now - self._at) / BEGIN_HALF_LIFE_S)
-        return float((self._mean_s + 2 * self._deviation_s) * kept * BEGIN_MARGIN)
+    client: str
+    priority: int
+    num_tokens: int
+    arrived: float
+    expires: float
+    has_deadline: bool = False
 
 
-class Admission:
-    """The queue and its bounds. Times are of any one clock that does not go back."""
+# (-priority, turn, number, client): the smallest goes first.
+Ticket = tuple[int, int, int, str]
+
+
+@dataclass(slots=True)
+class _Share:
+    """The requests of one client in one priority, in order, and as many tickets.
+
+    The first request uses the first ticket. One that leaves frees the last, so the others move up.
+    """
+
+    requests: dict[Waiting, None] = field(default_factory=dict)
+    tickets: list[Ticket] = field(default_factory=list)
+
+
+class Queue:
+    """Requests in the order in which they start, and the bounds of the queue.
+
+    Attributes:
+        num_tokens: Of all queued prompts.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._line = Line()
-        self._begin = Begin()
+        self._tickets: list[Ticket] = []
+        self._shares: dict[tuple[int, str], _Share] = {}
+        self._numbers = itertools.count()
+        self.num_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._tickets)
 
     @override
     def __repr__(self) -> str:
-        return f"Admission({self._line!r})"
+        return f"Queue({len(self)} requests, {self.num_tokens} tokens)"
 
     def expiry(self, now: float, deadline: float | None) -> float:
         """Return until when a request that comes now may wait."""
@@ -69,41 +99,45 @@ class Admission:
         return latest if deadline is None else min(latest, deadline)
 
     def join(self, waiting: Waiting, now: float) -> Waiting | None:
-        """Queue a request; return the one that is rejected for it, if any.
+        """Queue a request; return the request that is rejected for it, if any.
 
         Raises:
             Overloaded: The queue is full; with when to come back.
-            DeadlinePassed: Its client's time is over.
+            DeadlinePassed: Its client's deadline has passed.
         """
         if waiting.has_deadline and waiting.expires <= now:
             raise self.too_late(waiting, now)
-        rejected = self._make_room(waiting, now)
-        self._line.add(waiting)
+        ticket = self._next_ticket(waiting)
+        rejected = self._make_room(waiting, ticket, now)
+        insort(self._tickets, ticket)
+        share = self._shares.setdefault((-waiting.priority, waiting.client), _Share())
+        share.requests[waiting] = None
+        share.tickets.append(ticket)
+        self.num_tokens += waiting.num_tokens
         return rejected
 
     def take(self) -> Waiting | None:
-        """Take the next request out of the queue, to start now; None when none waits."""
-        return self._line.take()
+        """Take the next request out of the queue; None when it is empty."""
+        first = self._first()
+        if first is not None:
+            self._remove(first, at=0)
+        return first
 
     def leave(self, waiting: Waiting) -> bool:
-        """Take a request out of the queue that is not to start any more. False if it is not queued."""
-        return self._line.remove(waiting)
-
-    def began(self, after_s: float, now: float) -> None:
-        """Note how long after its start a request had its first token."""
-        self._begin.observe(after_s, now)
-
-    def is_too_late(self, waiting: Waiting, now: float) -> bool:
-        """Tell whether a request could not have its first token before its client's time is over."""
-        return waiting.has_deadline and now + self._begin.expected_s(now) > waiting.expires
+        """Take a request out that is not to start any more. False if it is not queued."""
+        share = self._shares.get((-waiting.priority, waiting.client))
+        if share is None or waiting not in share.requests:
+            return False
+        self._remove(waiting, at=-1)
+        return True
 
     def retry_after_s(self, now: float) -> int:
         """Return when a rejected client is to come back: as long as the next request has waited."""
-        first = next(iter(self._line), None)
+        first = self._first()
         return 1 if first is None else max(1, math.ceil(now - first.arrived))
 
     def too_late(self, waiting: Waiting, now: float) -> DeadlinePassed | Overloaded:
-        """Return the error of a request whose time is over, be it its client's or the queue's."""
+        """Return the error of a request whose wait is over."""
         if waiting.has_deadline:
             return DeadlinePassed(
                 "the time that the client would wait is over; nothing was started"
@@ -116,24 +150,277 @@ class Admission:
     def no_place(self, now: float) -> Overloaded:
         """Return the error of a request for which the queue has no place."""
         return Overloaded(
-            f"{len(self._line)} requests are waiting: send it again later", self.retry_after_s(now)
+            f"{len(self)} requests are waiting: send it again later", self.retry_after_s(now)
         )
 
-    def _make_room(self, newcomer: Waiting, now: float) -> Waiting | None:
-        """Return the request that was rejected so that there is a place.
+    def _first(self) -> Waiting | None:
+        if not self._tickets:
+            return None
+        rank, _, _, client = self._tickets[0]
+        return next(iter(self._shares[rank, client].requests))
+
+    def _remove(self, waiting: Waiting, at: int) -> None:
+        """Remove a request, with the first or the last ticket of its client."""
+        key = -waiting.priority, waiting.client
+        share = self._shares[key]
+        del share.requests[waiting]
+        del self._tickets[bisect_left(self._tickets, share.tickets.pop(at))]
+        if not share.requests:
+            del self._shares[key]
+        self.num_tokens -= waiting.num_tokens
+
+    def _next_ticket(self, waiting: Waiting) -> Ticket:
+        """Return the ticket of a newcomer: one turn after its client's last, and no earlier than the first's."""
+        rank, client = -waiting.priority, waiting.client
+        at = bisect_left(self._tickets, (rank,))
+        is_first = at == len(self._tickets) or self._tickets[at][0] != rank
+        turn = 0 if is_first else self._tickets[at][1]
+        if (share := self._shares.get((rank, client))) is not None:
+            turn = max(turn, share.tickets[-1][1] + 1)
+        return rank, turn, next(self._numbers), client
+
+    def _make_room(self, waiting: Waiting, ticket: Ticket, now: float) -> Waiting | None:
+        """Remove and return the request that yields to a newcomer; None when no request has to.
+
+        Only the last one yields: to a higher priority, or to a client with fewer queued requests.
 
         Raises:
-            Overloaded: No queued request yields to the newcomer.
+            Overloaded: The last one does not yield, or that would not make room.
         """
-        num_tokens = self._line.num_tokens + newcomer.num_tokens
-        has_place = len(self._line) < self._limits.max_requests
-        # One that alone passes the limit may wait alone: it may be as long as the model's context.
-        if has_place and (num_tokens <= self._limits.max_tokens or not len(self._line)):
+        num_tokens = self.num_tokens + waiting.num_tokens
+        has_place = len(self) < self._limits.max_requests
+        # A prompt that alone exceeds the limit may wait alone: it may be as long as the model's context.
+        if has_place and (num_tokens <= self._limits.max_tokens or not self._tickets):
             return None
-        least = self._line.least()
-        if least is None or not self._line.yields_to(least, newcomer):
+        if not self._tickets or ticket[:2] >= self._tickets[-1][:2]:
             raise self.no_place(now)
-        if num_tokens - least.num_tokens > self._limits.max_tokens:
+        rank, _, _, client = self._tickets[-1]
+        last = next(reversed(self._shares[rank, client].requests))
+        if num_tokens - last.num_tokens > self._limits.max_tokens:
             raise self.no_place(now)
-        self._line.remove(least)
-        return least
+        self._remove(last, at=-1)
+        return last
+
+
+# ── around it: asyncio ───────────────────────────────────────────────────────────────────────────
+
+
+class Admitted:
+    """A request that was started and holds a place.
+
+    Attributes:
+        request: As nodes may see it: without its client, with the time that is left.
+    """
+
+    def __init__(self, request: GenerateRequest, usage: Usage | None) -> None:
+        self.request, self._usage = request, usage
+
+    def answered(self, num_tokens: int) -> None:
+        """Count the tokens of its answer for its key."""
+        if self._usage is not None:
+            self._usage.answered(num_tokens)
+
+
+class Admission:
+    """Starts requests as nodes have room.
+
+    Args:
+        snapshot: Returns the nodes as they are now.
+    """
+
+    def __init__(
+        self,
+        snapshot: Callable[[], ClusterSnapshot],
+        config: AdmissionConfig,
+        metrics: RouterMetrics,
+    ) -> None:
+        self._snapshot, self._metrics = snapshot, metrics
+        self._is_on = config.is_on
+        self._queue = Queue(config.limits)
+        self._places = Places(config.max_in_flight, config.num_workers)
+        self._keys = KeyUsage(config.key_limits)
+        # True once it starts, False when it was aborted.
+        self._futures: dict[Waiting, asyncio.Future[bool]] = {}
+        self._by_id: dict[str, Waiting] = {}
+        self._num_started = self._num_free = 0
+        self._counted_at, self._holds_s = -math.inf, 0.0
+        # Of the model that is served, and of the last one that was.
+        self._fingerprint = self._preferred = ""
+        self._looking: asyncio.TimerHandle | None = None
+
+    @override
+    def __repr__(self) -> str:
+        return f"<Admission {len(self._queue)} waiting, {self._num_started} started>"
+
+    @property
+    def leftovers(self) -> dict[str, int]:
+        """What is held for requests now, by name: all zero once every request has ended."""
+        return {
+            "started": self._num_started,
+            "queued": len(self._queue),
+            "waiting": len(self._futures) + len(self._by_id),
+        }
+
+    @asynccontextmanager
+    async def admitted(self, request: GenerateRequest) -> AsyncIterator[Admitted | None]:
+        """Wait until a request may start, and hold its place inside the block.
+
+        Yields:
+            None when the request was aborted while it waited.
+
+        Raises:
+            Overloaded, RateLimited: It may not start; with when to come back.
+            DeadlinePassed: Its client's deadline has passed.
+        """
+        arrived = _now()
+        deadline = None if request.deadline_s is None else arrived + request.deadline_s
+        with self._counted(request, arrived) as usage:
+            if not await self._enter(request, arrived, deadline):
+                yield None
+                return
+            try:
+                yield Admitted(_for_nodes(request, deadline), usage)
+            finally:
+                self._left()
+
+    def abort(self, request_id: str) -> bool:
+        """End a request that waits. False if it does not wait here."""
+        waiting = self._by_id.get(request_id)
+        if waiting is None or self._futures[waiting].done():
+            return False
+        self._queue.leave(waiting)
+        self._futures[waiting].set_result(False)
+        return True
+
+    def look(self) -> None:
+        """Start waiting requests soon: a node has changed, or a request has left.
+
+        Not at once: whoever changes a node is in the middle of something. And not before the last count of
+        places is too old to be used.
+        """
+        if len(self._queue) and self._looking is None:
+            delay_s = max(0.0, self._counted_at + self._holds_s - _now())
+            self._looking = asyncio.get_running_loop().call_later(delay_s, self._start_waiting)
+
+    @contextmanager
+    def _counted(self, request: GenerateRequest, now: float) -> Iterator[Usage | None]:
+        """Count what the request's key uses."""
+        usage = self._keys.of(request.client, now)
+        if usage is None:
+            yield None
+            return
+        with self._metrics.rejections():
+            usage.begin(len(request.prompt_ids), now)
+        try:
+            yield usage
+        finally:
+            usage.end()
+
+    async def _enter(self, request: GenerateRequest, now: float, deadline: float | None) -> bool:
+        """Wait for a place; return whether the request has one: False when it was aborted."""
+        with self._metrics.rejections():
+            if deadline is not None and deadline <= now:
+                raise DeadlinePassed("the time that the client would wait was over on arrival")
+            if not self._is_on or self._is_open(now):
+                self._start(now, now)
+                return True
+            expires = self._queue.expiry(now, deadline)
+            waiting = Waiting(
+                request.client,
+                request.priority,
+                len(request.prompt_ids),
+                now,
+                expires,
+                has_deadline=expires == deadline,
+            )
+            return await self._wait(request.request_id, waiting, now)
+
+    async def _wait(self, request_id: str, waiting: Waiting, now: float) -> bool:
+        rejected = self._queue.join(waiting, now)
+        if rejected is not None:
+            self._reject(rejected, self._queue.no_place(now))
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._futures[waiting] = future
+        self._by_id[request_id] = waiting
+        self._metrics.queued.set(len(self._queue))
+        self.look()
+        is_started = False
+        try:
+            async with asyncio.timeout(waiting.expires - now):
+                is_started = await future
+        except TimeoutError:
+            raise self._queue.too_late(waiting, _now()) from None
+        except asyncio.CancelledError:
+            self._metrics.requests.labels("cancelled").inc()
+            raise
+        finally:
+            del self._futures[waiting]
+            if self._by_id.get(request_id) is waiting:
+                del self._by_id[request_id]
+            self._queue.leave(waiting)
+            self._metrics.queued.set(len(self._queue))
+            if not is_started and _has_started(future):  # it gave up at the same moment
+                self._left()
+        return is_started
+
+    def _start_waiting(self) -> None:
+        """Start requests of the queue while places are free."""
+        self._looking = None
+        now = _now()
+        self._recount(self._snapshot(), now)
+        while self._num_free > 0 and (waiting := self._queue.take()) is not None:
+            if self._futures[waiting].done():  # cancelled, and its task has not run since
+                continue
+            self._start(waiting.arrived, now)
+            self._futures[waiting].set_result(True)
+
+    def _reject(self, waiting: Waiting, error: TandemError) -> None:
+        if not self._futures[waiting].done():
+            self._futures[waiting].set_exception(error)
+
+    def _start(self, arrived: float, now: float) -> None:
+        self._num_started += 1
+        self._num_free -= 1
+        self._metrics.queue_wait.observe(now - arrived)
+
+    def _left(self) -> None:
+        self._num_started -= 1
+        self.look()
+
+    def _is_open(self, now: float) -> bool:
+        """Tell whether a newcomer starts at once; also where no pair can serve: the backend reports that."""
+        has_place = self._free(now) > 0 and not len(self._queue)
+        return has_place or not self._fingerprint
+
+    def _free(self, now: float) -> int:
+        """Return how many requests may start now."""
+        if now - self._counted_at >= self._holds_s:
+            self._recount(self._snapshot(), now)
+        return self._num_free
+
+    def _recount(self, nodes: ClusterSnapshot, now: float) -> None:
+        self._counted_at = now
+        self._holds_s = COUNT_S_PER_NODE * (len(nodes.prefills) + len(nodes.decodes))
+        served = usable_fingerprint(nodes, preferred=self._preferred) or ""
+        self._fingerprint, self._preferred = served, served or self._preferred
+        prefills, decodes = in_use(nodes.prefills, served), in_use(nodes.decodes, served)
+        # Started, and not yet, or no longer, on a node: between two attempts too.
+        num_between = self._num_started - sum(node.in_flight_requests for node in nodes.decodes)
+        self._num_free = self._places.count(prefills, decodes, now) - max(0, num_between)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _has_started(future: asyncio.Future[bool]) -> bool:
+    is_answered = future.done() and not future.cancelled() and future.exception() is None
+    return is_answered and future.result()
+
+
+def _for_nodes(request: GenerateRequest, deadline: float | None) -> GenerateRequest:
+    """Return a request without what nodes are not told, and with the time that is left."""
+    if not request.client and deadline is None:
+        return request
+    left_s = None if deadline is None else max(0.0, deadline - _now())
+    return msgspec.structs.replace(request, client="", deadline_s=left_s)

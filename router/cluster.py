@@ -1,48 +1,178 @@
-"""The nodes of a cluster as its sources say, watched while `Cluster.run` runs, and what they serve.
+"""The nodes of a cluster as one edge worker uses them, and what they serve.
 
 ```
- sources, announcements ──▶ Membership ──refresh──▶ Roster ──▶ snapshot, model, health
-                                                      ▲
-                                        Watcher ──────┘ one task a node
+ parent's Members ──apply──▶ Roster ──▶ snapshot, model, health
+                               ▲
+                 Watcher ──────┘ one task a node
 ```
 
-Holds who is there. Which nodes take a request is `policy.py`'s to say; what runs on them is
-`backend.py`'s.
+The parent process owns the membership (`membership.py`). Which nodes take a request is decided in `policy.py`; requests
+run in `request.py`.
+
+Every request asks for the view of all nodes, and every engine reports its load five times a second: with hundreds of nodes
+only those that changed since the last view are looked at.
 """
 
 import asyncio
-import secrets
-import time
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import aiohttp
-import msgspec
 from typing_extensions import override
 
 from tandem.frontend.backend import Health, ServedModel
-from tandem.router.conditional import with_stand_ins
 from tandem.router.config import RouterConfig
-from tandem.router.discovery import sources_of
-from tandem.router.health import explain
-from tandem.router.membership import Member, Membership, Said, Source
-from tandem.router.membership_files import MemberFiles
-from tandem.router.node import Node
+from tandem.router.membership import Member, Members, listed_members
+from tandem.router.node import ROLES, Node
 from tandem.router.node_watch import Watcher
-from tandem.router.policy import ClusterSnapshot, usable_fingerprint
-from tandem.router.prefixes import CachedPrefixes
-from tandem.router.roster import Roster
-from tandem.router.tiers import KnownPrefixes
-from tandem.router.waiters import Waiters
+from tandem.router.policy import ClusterSnapshot, NodeSnapshot, usable_fingerprint, with_stand_ins
+from tandem.router.prefixes import CachedPrefixes, KnownPrefixes
 from tandem.telemetry.log import get_logger
-from tandem.wire.errors import NoNodeAvailable
+from tandem.wire.errors import LayoutMismatch, NoNodeAvailable
 from tandem.wire.generation import SamplingDefaults
 from tandem.wire.keys import operator_key, reader_key
 
 log = get_logger(__name__)
 
-# How often leases are looked at. What is said over HTTP is told to every worker at once.
-REFRESH_INTERVAL_S = 1.0
+# How often the log hears whether the cluster can serve.
+LOOK_INTERVAL_S = 1.0
+
+
+Outline = tuple[object, ...]
+
+
+class Roster:
+    """Nodes by URL, in the order they came.
+
+    Attributes:
+        version: Higher whenever more than load has changed: members, which are up or put aside and why not,
+            and what they serve. Current after `snapshot`.
+        on_change: Called at every change of any node.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.on_change: Callable[[], None] = lambda: None
+        self._nodes: dict[str, Node] = {}
+        self._changed: dict[str, None] = {}
+        self._outlines: dict[str, Outline] = {}
+        self._shown: dict[str, dict[str, NodeSnapshot]] = {role: {} for role in sorted(ROLES)}
+        self._snapshot = ClusterSnapshot(prefills=(), decodes=())
+
+    @override
+    def __repr__(self) -> str:
+        return f"<Roster {len(self._nodes)} nodes version={self.version}>"
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(tuple(self._nodes.values()))
+
+    def find(self, url: str) -> Node | None:
+        """Return the node of a URL, if it is known."""
+        return self._nodes.get(url)
+
+    def of_role(self, role: str) -> list[Node]:
+        """Return the nodes that have a role now."""
+        return [node for node in self._nodes.values() if node.role == role]
+
+    def add(self, node: Node) -> None:
+        """Add a node, whose `on_change` is `note_change`."""
+        self._nodes[node.url] = node
+        self.note_change(node)
+
+    def remove(self, node: Node) -> None:
+        """Forget a node."""
+        del self._nodes[node.url]
+        self.note_change(node)
+
+    def note_change(self, node: Node) -> None:
+        """Look at this node again before the next view."""
+        self._changed[node.url] = None
+        self.on_change()
+
+    def snapshot(self) -> ClusterSnapshot:
+        """Return all nodes whose role is known, at this moment."""
+        if self._changed:
+            for url in self._changed:
+                self._look_at(url)
+            self._changed.clear()
+            self._snapshot = ClusterSnapshot(
+                prefills=tuple(self._shown["prefill"].values()),
+                decodes=tuple(self._shown["decode"].values()),
+            )
+        return self._snapshot
+
+    def _look_at(self, url: str) -> None:
+        node = self._nodes.get(url)
+        outline = _outline(node)
+        if outline != self._outlines.get(url):
+            self.version += 1
+            self._outlines[url] = outline
+        if node is None:
+            del self._outlines[url]
+        for role, shown in self._shown.items():
+            if node is not None and node.role == role:
+                shown[url] = node.snapshot()
+            else:
+                shown.pop(url, None)
+
+
+def _outline(node: Node | None) -> Outline:
+    """Return what changes seldom in the life of a node."""
+    if node is None:
+        return ()
+    model, limit = (node.info.model, node.info.max_prompt_tokens) if node.info else (None, 0)
+    return (node.role, node.is_up, node.is_aside, node.shown_reason, model, limit)
+
+
+def explain(snapshot: ClusterSnapshot, fingerprint: str | None) -> Health:
+    """Return whether the cluster can serve, and what is missing, in a sentence that an operator can act on.
+
+    Args:
+        fingerprint: Of the model that a pair can serve now; None when no pair can.
+    """
+    if fingerprint is None:
+        return Health(is_serving=False, detail="; ".join(_missing(snapshot)) + "; retrying")
+    counts = [
+        f"{sum(_is_used(node, fingerprint) for node in nodes)} of {len(nodes)} {role} nodes"
+        for role, nodes in (("prefill", snapshot.prefills), ("decode", snapshot.decodes))
+    ]
+    unused = [
+        f"{node.role} {node.url} {_why_unused(node)}"
+        for node in (*snapshot.prefills, *snapshot.decodes)
+        if node.is_aside or not _is_used(node, fingerprint)
+    ]
+    return Health(is_serving=True, detail="; ".join([f"{' and '.join(counts)} serve", *unused]))
+
+
+def _is_used(node: NodeSnapshot, fingerprint: str) -> bool:
+    return node.is_up and node.fingerprint == fingerprint
+
+
+def _why_unused(node: NodeSnapshot) -> str:
+    if not node.is_up:
+        return node.reason
+    if node.is_aside:
+        return "is put aside: it failed several requests in a row"
+    return f"serves another model: {node.fingerprint}"
+
+
+def _missing(snapshot: ClusterSnapshot) -> list[str]:
+    """Return what keeps every pair from serving: roles without a node, or models that differ."""
+    roles = (("prefill", snapshot.prefills), ("decode", snapshot.decodes))
+    absent = [
+        f"no {role} node reachable: " + ", ".join(f"{node.url} {node.reason}" for node in nodes)
+        if nodes
+        else f"no {role} node is known"
+        for role, nodes in roles
+        if not any(node.is_up for node in nodes)
+    ]
+    if absent:
+        return absent
+    return [LayoutMismatch(_models(snapshot.prefills), _models(snapshot.decodes)).message]
+
+
+def _models(nodes: Sequence[NodeSnapshot]) -> str:
+    return ", ".join(sorted({node.fingerprint for node in nodes if node.is_up}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +187,23 @@ class _Outlook:
 class Cluster:
     """The nodes and what they serve. Everything but `run` is quick and may be called any time.
 
-    Args:
-        files: Of what is said of nodes over HTTP; None where nobody can say anything.
-
     Raises:
         ConfigInvalid: The tokenizer directory cannot be read, or the key cannot be made.
 
     Attributes:
+        members: As last applied; the listed ones before that.
         known: What all nodes have cached, and behind that.
-        waiters: Told when a node comes up.
+        came_up: Called when a node may have come up.
         last_model: What is served, or was last; None before anything was.
     """
 
-    def __init__(self, config: RouterConfig, files: MemberFiles | None = None) -> None:
+    def __init__(self, config: RouterConfig) -> None:
         self.roster, self.known = Roster(), KnownPrefixes()
-        self.sources: list[Source] = sources_of(config)
-        self._membership = Membership(
-            [Member(target.url, "prefill", target.bootstrap_port) for target in config.prefills]
-            + [Member(url, "decode") for url in config.decodes]
-        )
-        self._files = files
         self.local_prefill_threshold = config.local_prefill_threshold
+        self.came_up: Callable[[], None] = lambda: None
         self._tls = config.node_tls()
-        self.waiters = Waiters()
-        self._watcher = Watcher.of_config(config, came_up=self.waiters.tell)
-        # No key of a client leaves this router: whoever is listening at a node's address would have it.
+        self._watcher = Watcher.of_config(config, came_up=self._tell_came_up)
+        # No client's key is sent to nodes: whatever listens at a node's address would have it.
         key = reader_key(operator_key(config.cluster_secret))
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._name = config.served_model_name
@@ -91,25 +213,35 @@ class Cluster:
         self.last_model: ServedModel | None = None
         self._was_serving = False
         self._arrivals: asyncio.Queue[Node] = asyncio.Queue()
-        self.refresh()
+        self.members = Members(members=listed_members(config))
+        self.apply(self.members)
 
     @override
     def __repr__(self) -> str:
         return f"<Cluster {self.health().detail}>"
 
     async def run(self) -> None:
-        """Watch every node, and look for more, until cancelled."""
+        """Watch every node until cancelled."""
         connector = aiohttp.TCPConnector(limit=0, ssl=self._tls)
         async with (
             aiohttp.ClientSession(connector=connector, headers=self._headers) as session,
             asyncio.TaskGroup() as tasks,
         ):
-            for source in self.sources:
-                tasks.create_task(self._follow(source))
-            tasks.create_task(self._refresh_often())
+            tasks.create_task(self._look_often())
             while True:
                 node = await self._arrivals.get()
                 tasks.create_task(self._keep(node, session))
+
+    def apply(self, members: Members) -> None:
+        """Use these nodes from here on, and let go of all others."""
+        self.members = members
+        for member in members.members:
+            self._want(member)
+        wanted = {member.url for member in members.members}
+        for node in self.roster:
+            if node.url not in wanted:
+                node.leave(hands_over=node.url in members.handing_over)
+        self.came_up()  # one that was leaving may be wanted again
 
     @property
     def prefills(self) -> list[Node]:
@@ -140,7 +272,7 @@ class Cluster:
         return self.roster.snapshot()
 
     def servable(self) -> ClusterSnapshot:
-        """Return the nodes to choose a pair of: see `with_stand_ins`."""
+        """Return the nodes to choose a pair from, decode nodes that stand in for prefills included."""
         return with_stand_ins(self.snapshot(), self.local_prefill_threshold)
 
     def fingerprint(self) -> str:
@@ -171,23 +303,6 @@ class Cluster:
         assert self.last_model is not None
         return self.last_model
 
-    def refresh(self) -> None:
-        """Take up what was said since the last time, and let go of what nobody says any more."""
-        if self._files is not None:
-            self._hear(self._files)
-        wanted = self._membership.wanted()
-        for member in wanted.values():
-            self._want(member)
-        for node in self.roster:
-            if node.url not in wanted:
-                node.leave(hands_over=self._membership.hands_over(node.url))
-        self.waiters.tell()  # one that was leaving may be wanted again
-
-    @property
-    def num_said(self) -> int:
-        """Of how many nodes something was said over HTTP."""
-        return self._membership.num_said
-
     def tier_blocks(self) -> dict[str, int]:
         """Return how many blocks are known of all tiers of each name, each store counted once."""
         blocks: dict[str, int] = {}
@@ -199,32 +314,8 @@ class Cluster:
                 counted.add(prefixes)
         return blocks
 
-    def say(self, said: Said) -> bool:
-        """Keep what is said of a node; tell whether it is news, which other workers are to be told.
-
-        Raises:
-            MembersUnwritable: It cannot be kept.
-        """
-        assert self._files is not None
-        before = self._membership.said(said.url)
-        self._files.write(msgspec.structs.replace(said, mark=secrets.token_hex(8)))
-        self.refresh()
-        return before is None or msgspec.structs.replace(before, mark=said.mark) != said
-
-    def _hear(self, files: MemberFiles) -> None:
-        try:
-            said = files.read()
-        except OSError as error:  # who was known stays
-            log.warning("nodes.unreadable", directory=str(files.directory), reason=error.strerror)
-            return
-        for over in self._membership.hear(said, time.monotonic(), self._is_up):
-            files.forget(over)
-            if not over.is_removed:
-                log.info("node.silent", url=over.url, ttl_s=over.ttl_s, action="forgetting it")
-
-    def _is_up(self, url: str) -> bool:
-        node = self.roster.find(url)
-        return node is not None and node.is_up
+    def _tell_came_up(self) -> None:
+        self.came_up()
 
     def _want(self, member: Member) -> None:
         node = self.roster.find(member.url)
@@ -242,17 +333,10 @@ class Cluster:
         self.roster.remove(node)
         log.info("node.forgotten", role=node.role, url=node.url)
 
-    async def _follow(self, source: Source) -> None:
-        async with aclosing(source.watch()) as findings:
-            async for members in findings:
-                self._membership.give(source.name, members)
-                self.refresh()
-
-    async def _refresh_often(self) -> None:
+    async def _look_often(self) -> None:
         while True:
-            self.refresh()
             self._look()
-            await asyncio.sleep(REFRESH_INTERVAL_S)
+            await asyncio.sleep(LOOK_INTERVAL_S)
 
     def _look(self) -> _Outlook:
         snapshot = self.roster.snapshot()

@@ -1,14 +1,16 @@
-"""The router's parent process: owns the listening socket and keeps the edge workers alive.
+"""The router's parent process: owns the listening socket and the membership, and keeps the edge workers alive.
 
 ```
- parent: bind ─▶ start N workers ─▶ restart what crashes ─▶ SIGTERM: a line ──delay──▶ close their stdin ─▶ wait ─▶ 0
-                     │ stdin: one line of JSON                      │                        │
- worker: serve ◀─────┘      serve, /health is 503 ◀─────────────────┘                        │
-         finish what is in, exit ◀───────────────────────────────────────────────────────────┘
+ parent: bind ─▶ start N workers ─▶ restart what crashes ─▶ SIGTERM: Leave ──delay──▶ end their input ─▶ wait ─▶ 0
+                     │ a socket pair (`control.py`)            │                        │
+ worker: serve ◀─────┘      serve, /health is 503 ◀────────────┘                        │
+         finish what is in, exit ◀──────────────────────────────────────────────────────┘
+
+ DNS, Kubernetes, POST /nodes of any worker ─▶ Membership ─▶ NewMembers to every worker
 ```
 
-Reads nothing of any client, so that it has nothing to crash on. A single worker accepts by itself;
-connections of several are handed out here (`doorman.py`).
+Reads nothing of any client. An only worker accepts by itself; connections of several are handed out here
+(`doorman.py`).
 """
 
 import asyncio
@@ -17,18 +19,24 @@ import os
 import signal
 import socket
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import aclosing
 
 import msgspec
 import uvloop
+from prometheus_client.multiprocess import mark_process_dead
 
 from tandem.frontend.server import listen
 from tandem.router.config import RouterConfig
+from tandem.router.control import Answers, Ask, Leave, NewMembers, WorkerLink, WorkerStart
+from tandem.router.discovery import sources_of
 from tandem.router.doorman import Doorman
-from tandem.router.membership_files import MemberFiles, new_member_files
-from tandem.router.pool import Pool, new_pool
-from tandem.router.worker import CONFIG_STATUS, WorkerStart
+from tandem.router.membership import Announcement, Membership, Source, listed_members
+from tandem.router.worker import CONFIG_STATUS
 from tandem.telemetry.log import get_logger
 from tandem.wire.descriptors import PER_LINK, allow_descriptors
+from tandem.wire.errors import TandemError
 
 log = get_logger(__name__)
 
@@ -40,13 +48,17 @@ INTERRUPT_DRAIN_S = 3.0
 DESCRIPTORS_PER_NODE = PER_LINK + 2
 # Long enough that a worker that cannot start does not fill the log.
 RESTART_PAUSE_S = 0.5
+# How often announcements that were not repeated are looked for.
+LOOK_INTERVAL_S = 1.0
+# Between two lives of a source that failed by a bug.
+SOURCE_PAUSE_S = 5.0
 
 
 def run(config: RouterConfig) -> int:
     """Serve until a signal comes; return the exit status.
 
     Raises:
-        ConfigInvalid: The address cannot be listened on.
+        ConfigInvalid: The address cannot be listened on, or a source of nodes cannot be set up.
     """
     num_nodes, num_waiting = config.num_listed, config.admission.limits.max_requests
     # Edge workers inherit the limit.
@@ -54,10 +66,10 @@ def run(config: RouterConfig) -> int:
         num_nodes * DESCRIPTORS_PER_NODE + num_waiting,
         used_for=f"{num_nodes} nodes and {num_waiting} waiting requests",
     )
+    sources = sources_of(config)
     with (
         listen(config.host, config.port) as sock,
-        _pool_of(config) as pool,
-        new_member_files() as files,
+        _metrics_directory(config.num_workers) as metrics,
     ):
         host, port = sock.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
@@ -66,35 +78,48 @@ def run(config: RouterConfig) -> int:
             url=f"{config.http.scheme}://{shown}:{port}",
             num_workers=config.num_workers,
         )
-        status: int = uvloop.run(Launcher(config, sock, pool, files).run())
+        status: int = uvloop.run(Launcher(config, sock, sources, metrics).run())
         return status
 
 
-def _pool_of(config: RouterConfig) -> contextlib.AbstractContextManager[Pool | None]:
-    return new_pool(config.num_workers) if config.num_workers > 1 else contextlib.nullcontext()
+@contextlib.contextmanager
+def _metrics_directory(num_workers: int) -> Iterator[str]:
+    """Make the directory in which several workers count; readable by this user alone."""
+    if num_workers == 1:
+        yield ""
+        return
+    with tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as directory:
+        yield directory
 
 
 class Launcher:
-    """Keeps the edge workers of one router running.
+    """Keeps the edge workers of one router running, and tells them of its nodes.
 
     Args:
         sock: Listening.
-        pool: Of the workers, when there are several.
-        files: Of nodes that were announced: they outlive the worker that was told.
+        metrics_directory: Where several workers count; empty for an only one.
     """
 
     def __init__(
-        self, config: RouterConfig, sock: socket.socket, pool: Pool | None, files: MemberFiles
+        self,
+        config: RouterConfig,
+        sock: socket.socket,
+        sources: list[Source],
+        metrics_directory: str,
     ) -> None:
-        self._config, self._socket, self._pool, self._files = config, sock, pool, files
-        self._doorman = Doorman(sock, pool) if pool is not None else None
+        self._config, self._socket, self._metrics = config, sock, metrics_directory
+        self._sources = sources
+        self._membership = Membership(listed_members(config), sources)
+        self._members = self._membership.members()
+        self._workers = [WorkerLink(index) for index in range(config.num_workers)]
+        self._doorman = Doorman(sock, self._workers) if config.num_workers > 1 else None
         self._is_leaving = False
         self._stopping = asyncio.Event()
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._status, self._drain_s = 0, 0.0
 
     async def run(self) -> int:
-        """Run until a signal comes or a new worker says that the configuration cannot work."""
+        """Run until a signal comes or a new worker finds that the configuration cannot work."""
         loop = asyncio.get_running_loop()
         config = self._config
         for number, delay_s, drain_s in (
@@ -105,12 +130,16 @@ class Launcher:
         if self._doorman is not None:
             self._doorman.open()
         async with asyncio.TaskGroup() as tasks:
-            reaper = tasks.create_task(self._reap())
+            beside = [tasks.create_task(self._reap()), tasks.create_task(self._look_often())]
+            beside += [tasks.create_task(self._follow(source)) for source in self._sources]
             async with asyncio.TaskGroup() as workers:
-                for index in range(self._config.num_workers):
-                    workers.create_task(self._keep(index))
-            reaper.cancel()
+                for worker in self._workers:
+                    workers.create_task(self._keep(worker))
+            for task in beside:
+                task.cancel()
         return self._status
+
+    # ── its end ──────────────────────────────────────────────────────────────────────────────────
 
     def _signalled(self, delay_s: float, drain_s: float) -> None:
         if self._is_leaving:  # a second signal forces
@@ -118,21 +147,18 @@ class Launcher:
             self._stop()
         else:
             log.info("router.stopping", delay_s=delay_s, drain_s=drain_s)
-            self._leave()
+            self._is_leaving = True
+            for worker in self._workers:
+                worker.send(Leave())
             asyncio.get_running_loop().call_later(delay_s, self._stop, drain_s)
-
-    def _leave(self) -> None:
-        self._is_leaving = True
-        for process in self._processes.values():
-            _tell_to_leave(process)
 
     def _stop(self, drain_s: float = 0.0) -> None:
         self._drain_s = drain_s
         self._stopping.set()
         if self._doorman is not None:
             self._doorman.close()
-        for process in self._processes.values():
-            _close_stdin(process)
+        for worker in self._workers:
+            worker.stop()
 
     def _kill(self) -> None:
         for process in self._processes.values():
@@ -146,10 +172,12 @@ class Launcher:
         log.warning("router.stop_forced", effect="streams that ran on are cut")
         self._kill()
 
-    async def _keep(self, index: int) -> None:
+    # ── its workers ──────────────────────────────────────────────────────────────────────────────
+
+    async def _keep(self, worker: WorkerLink) -> None:
         is_first_life = True
         while not self._stopping.is_set():
-            status = await self._run_worker(index)
+            status = await self._run_worker(worker)
             if self._stopping.is_set():
                 return
             # Later a file that worked is gone, such as one being renewed: the others serve on.
@@ -158,48 +186,112 @@ class Launcher:
                 self._stop()
                 return
             is_first_life = False
-            log.error("edge_worker.crashed", index=index, status=status, action="restarting")
+            log.error("edge_worker.crashed", index=worker.index, status=status, action="restarting")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RESTART_PAUSE_S):
                     await self._stopping.wait()
 
-    async def _run_worker(self, index: int) -> int:
+    async def _run_worker(self, worker: WorkerLink) -> int:
         """Run one life of one worker; return its exit status."""
-        sock_fd = self._doorman.worker_end(index) if self._doorman else self._socket.fileno()
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "tandem.router.worker"),
-            stdin=asyncio.subprocess.PIPE,
-            env=os.environ | (self._pool.environment if self._pool else {}),
-            pass_fds=[sock_fd],
-            # A session of its own: Ctrl-C reaches the parent alone, which stops them in order.
-            start_new_session=True,
-        )
+        doorman, index = self._doorman, worker.index
+        sock_fd = doorman.worker_end(index) if doorman else self._socket.fileno()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "tandem.router.worker"),
+                stdin=theirs.fileno(),
+                # prometheus_client reads it when it is imported.
+                env=os.environ
+                | ({"PROMETHEUS_MULTIPROC_DIR": self._metrics} if self._metrics else {}),
+                pass_fds=[sock_fd],
+                # A session of its own: Ctrl-C reaches the parent alone, which stops them in order.
+                start_new_session=True,
+            )
         self._processes[index] = process
-        assert process.stdin is not None
         start = WorkerStart(
             config=self._config,
             index=index,
             socket_fd=sock_fd,
-            pool_directory=str(self._pool.directory) if self._pool else "",
-            nodes_directory=str(self._files.directory),
+            members=self._members,
+            metrics_directory=self._metrics,
         )
-        process.stdin.write(msgspec.json.encode(start) + b"\n")
-        if self._is_leaving:
-            _tell_to_leave(process)
-        if self._stopping.is_set():  # the signal came while it started
-            _close_stdin(process)
-        status = await process.wait()
-        if self._doorman is not None:
-            self._doorman.worker_gone(index, process.pid)
+        async with asyncio.TaskGroup() as tasks:
+            linked = tasks.create_task(worker.run(ours, start, self._answer, self._catch_up))
+            status = await process.wait()
+            linked.cancel()
+        if doorman is not None:
+            # What it counted for /metrics stays.
+            mark_process_dead(process.pid, self._metrics)  # type: ignore[no-untyped-call]
+            doorman.worker_gone(index)
         return status
 
+    def _catch_up(self, worker: WorkerLink) -> None:
+        """Send a worker what happened while it was being started."""
+        worker.send(NewMembers(members=self._members))
+        if self._is_leaving:
+            worker.send(Leave())
+        if self._stopping.is_set():
+            worker.stop()
 
-def _tell_to_leave(process: asyncio.subprocess.Process) -> None:
-    # Closed: it crashed and its successor is yet to start. uvloop raises where asyncio says nothing.
-    if process.stdin is not None and not process.stdin.is_closing():
-        process.stdin.write(b"\n")
+    # ── its nodes ────────────────────────────────────────────────────────────────────────────────
 
+    async def _answer(self, worker: WorkerLink, asked: Ask) -> None:
+        """Do what a worker asks for."""
+        if asked.kind == "announce":
+            error = self._announce(msgspec.json.decode(asked.body, type=Announcement))
+            info = error.info() if error is not None else None
+            worker.send(Answers(number=asked.number, error=info))
+            return
+        others = [each for each in self._workers if each is not worker and asked.kind != "workers"]
+        replies = await asyncio.gather(*(each.ask(asked.kind, asked.body) for each in others))
+        worker.send(
+            Answers(
+                number=asked.number,
+                given=[reply for reply in replies if reply is not None],
+                silent=[e.index for e, reply in zip(others, replies, strict=True) if reply is None],
+                workers=[each.status for each in self._workers],
+            )
+        )
 
-def _close_stdin(process: asyncio.subprocess.Process) -> None:
-    if process.stdin is not None:
-        process.stdin.close()
+    def _announce(self, one: Announcement) -> TandemError | None:
+        try:
+            is_news = self._membership.announce(one)
+        except TandemError as error:
+            return error
+        if is_news and one.is_removed:
+            log.info("node.removed", url=one.url, role=one.role, hands_over=one.hands_over)
+        elif is_news:
+            log.info("node.announced", url=one.url, role=one.role, ttl_s=one.ttl_s)
+        self._publish()
+        return None
+
+    def _publish(self) -> None:
+        """Tell every worker of the members, if they have changed."""
+        members = self._membership.members()
+        if members != self._members:
+            self._members = members
+            for worker in self._workers:
+                worker.send(NewMembers(members=members))
+
+    async def _look_often(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            now = asyncio.get_running_loop().time()
+            for one in self._membership.expire(now, self._is_up):
+                if not one.is_removed:
+                    log.info("node.silent", url=one.url, ttl_s=one.ttl_s, action="forgetting it")
+            self._publish()
+
+    def _is_up(self, url: str) -> bool:
+        return any(url in worker.up for worker in self._workers)
+
+    async def _follow(self, source: Source) -> None:
+        while True:
+            try:
+                async with aclosing(source.watch()) as findings:
+                    async for members in findings:
+                        self._membership.found(source.name, members)
+                        self._publish()
+            except Exception:  # the top of a source: the workers serve on with the nodes they have
+                log.exception("source.failed", source=source.name)
+            await asyncio.sleep(SOURCE_PAUSE_S)

@@ -1,28 +1,33 @@
-"""Which nodes a router is to know: what its sources say, merged. Pure: no I/O, no clock.
+"""Which nodes a router uses: what its sources name, merged by the parent process. Pure: no I/O, no clock.
 
 ```
  listed (--prefill, --decode) ─┐
  announced (POST /nodes) ──────┤
- DNS, Kubernetes ──────────────┴──▶ Membership ──▶ wanted: one member for each URL
+ DNS, Kubernetes ──────────────┴──▶ Membership ──▶ Members: one for each URL ──▶ every edge worker
  removed (DELETE /nodes/{id}) ─────▶ (taken off)
 ```
 
-Of two sources that name one URL the upper one is believed. A source takes away only what it gave
-itself, so a node that was listed by hand stays whatever the others say.
+Of two sources that name one URL the upper one counts. A source removes only what it named itself, so a node that was
+listed by hand stays whatever the others name.
 """
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 from typing_extensions import override
 
-# Removals of nodes that no source names any more: every worker has seen them by then.
+from tandem.router.config import RouterConfig
+from tandem.wire.errors import InvalidRequest
+
+# How long a removal is kept of a node that no source names any more.
 REMOVAL_KEPT_S = 60.0
-# The longest time between two looks that counts: a router that was stopped for a while, and could
-# hear no announcement, must not take its nodes for silent.
+# The longest time between two looks that counts. A router that was stopped for a while could receive no
+# announcement, and must not take its nodes for silent.
 MAX_LOOK_S = 2.0
+# Many times what one router was measured with.
+MAX_ANNOUNCED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +35,10 @@ class Member:
     """A node that is wanted.
 
     Attributes:
-        role: As it was given; empty to take what the node says.
-        bootstrap_port: None takes the one the node tells.
-        zone: Where the source says that it stands; empty when it does not.
-        source: Who named it, for people.
+        role: As it was given; empty to take the role that the node reports.
+        bootstrap_port: None takes the port that the node reports.
+        zone: Its zone as the source names it; empty when it does not.
+        source: The source's name, for people.
     """
 
     url: str
@@ -43,14 +48,19 @@ class Member:
     source: str = "listed"
 
 
-class Said(msgspec.Struct, frozen=True, kw_only=True):
-    """What was last said of a node over HTTP: that it is there, or that it is to go.
+def listed_members(config: RouterConfig) -> list[Member]:
+    """Return the nodes that the configuration names by their URLs."""
+    prefills = [Member(target.url, "prefill", target.bootstrap_port) for target in config.prefills]
+    return prefills + [Member(url, "decode") for url in config.decodes]
+
+
+class Announcement(msgspec.Struct, frozen=True, kw_only=True):
+    """The last request about a node over HTTP: that it is there, or that it is to go.
 
     Attributes:
-        ttl_s: How long it holds unless it is said again; None: until it is taken back.
-        mark: Another one each time it is said.
-        is_removed: It is to go.
-        hands_over: What runs on a removed node moves to others at once.
+        ttl_s: How long it holds unless it is repeated; None: until it is taken back.
+        is_removed: The node is to go.
+        hands_over: Requests on a removed node move to others at once.
     """
 
     url: str
@@ -58,9 +68,27 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap_port: int | None = None
     zone: str = ""
     ttl_s: float | None = None
-    mark: str = ""
     is_removed: bool = False
     hands_over: bool = False
+
+
+class SourceState(msgspec.Struct, frozen=True):
+    """A source as `GET /nodes` shows it."""
+
+    name: str
+    problem: str = ""
+
+
+class Members(msgspec.Struct, frozen=True, kw_only=True):
+    """All members at one moment.
+
+    Attributes:
+        handing_over: URLs of removed nodes whose requests move to others at once.
+    """
+
+    members: list[Member]
+    handing_over: list[str] = []
+    sources: list[SourceState] = []
 
 
 class Source(Protocol):
@@ -80,83 +108,82 @@ class Source(Protocol):
 
 
 class Membership:
-    """Merges the sources, and knows which leases ran out.
+    """Merges the sources, and forgets announcements that are not repeated in time.
 
     Args:
         listed: Nodes named by hand.
+        sources: They are watched by the caller.
     """
 
-    def __init__(self, listed: Iterable[Member]) -> None:
+    def __init__(self, listed: Iterable[Member], sources: Iterable[Source] = ()) -> None:
         self._listed = {member.url: member for member in listed}
+        self._sources = list(sources)
         self._found: dict[str, dict[str, Member]] = {}
-        self._said: Mapping[str, Said] = {}
-        self._heard_at: dict[str, tuple[str, float]] = {}
+        self._announced: dict[str, Announcement] = {}
+        self._heard_s: dict[str, float] = {}
         self._time_s, self._last_look = 0.0, 0.0
 
     @override
     def __repr__(self) -> str:
         found = {name: len(members) for name, members in self._found.items()}
-        return f"<Membership listed={len(self._listed)} said={len(self._said)} found={found}>"
+        return f"<Membership listed={len(self._listed)} announced={len(self._announced)} {found}>"
 
-    @property
-    def num_said(self) -> int:
-        """Of how many nodes something was said over HTTP."""
-        return len(self._said)
-
-    def give(self, source: str, members: Iterable[Member]) -> None:
-        """Take the nodes that one source knows now, in place of those it knew before."""
+    def found(self, source: str, members: Iterable[Member]) -> None:
+        """Take the nodes that one source names now, in place of those it named before."""
         self._found[source] = {member.url: member for member in members}
 
-    def hear(
-        self, said: Mapping[str, Said], now: float, is_up: Callable[[str], bool]
-    ) -> list[Said]:
-        """Take all that was said over HTTP; return what holds no longer, which is to be forgotten.
+    def announce(self, one: Announcement) -> bool:
+        """Take an announcement or a removal; return whether it is news.
+
+        Raises:
+            InvalidRequest: Too many nodes were announced.
+        """
+        before = self._announced.get(one.url)
+        if before is None and len(self._announced) >= MAX_ANNOUNCED:
+            raise InvalidRequest(
+                f"{MAX_ANNOUNCED} nodes were announced already, which is the limit"
+            )
+        self._announced[one.url] = one
+        self._heard_s[one.url] = self._time_s
+        return before != one
+
+    def expire(self, now: float, is_up: Callable[[str], bool]) -> list[Announcement]:
+        """Forget and return the announcements that hold no longer.
 
         Args:
             now: Of any clock that does not go back.
-            is_up: Tells of a URL whether its node serves: while it does, its lease holds.
+            is_up: Whether the node of a URL serves: an announcement holds while it does.
         """
         self._time_s += min(now - self._last_look, MAX_LOOK_S)
         self._last_look = now
-        self._heard_at = {url: self._heard(one, is_up) for url, one in said.items()}
-        over = [one for one in said.values() if self._is_over(one)]
-        gone = {one.url for one in over}
-        self._said = {url: one for url, one in said.items() if url not in gone}
+        for one in self._announced.values():
+            if not one.is_removed and is_up(one.url):
+                self._heard_s[one.url] = self._time_s
+        over = [one for one in self._announced.values() if self._is_over(one)]
+        for one in over:
+            del self._announced[one.url], self._heard_s[one.url]
         return over
 
-    def said(self, url: str) -> Said | None:
-        """Return what was last said of a node."""
-        return self._said.get(url)
-
-    def wanted(self) -> dict[str, Member]:
-        """Return the members by their URLs: listed ones first, in the order they were given in."""
-        members = dict(self._listed)
-        for one in self._said.values():
-            if not one.is_removed:
-                announced = Member(one.url, one.role, one.bootstrap_port, one.zone, "announced")
-                members.setdefault(one.url, announced)
+    def members(self) -> Members:
+        """Return the members now: listed ones first, in the order they were given in."""
+        wanted = dict(self._listed)
+        for one in self._announced.values():
+            member = Member(one.url, one.role, one.bootstrap_port, one.zone, "announced")
+            wanted.setdefault(one.url, member)
         for found in self._found.values():
             for url, member in found.items():
-                members.setdefault(url, member)
-        return {url: member for url, member in members.items() if not self._is_removed(url)}
+                wanted.setdefault(url, member)
+        removed = [one for one in self._announced.values() if one.is_removed]
+        for one in removed:
+            del wanted[one.url]
+        return Members(
+            members=list(wanted.values()),
+            handing_over=[one.url for one in removed if one.hands_over],
+            sources=[SourceState(source.name, source.problem) for source in self._sources],
+        )
 
-    def hands_over(self, url: str) -> bool:
-        """Tell whether what runs on a node that is wanted no more moves to others at once."""
-        one = self._said.get(url)
-        return one is not None and one.hands_over
-
-    def _is_removed(self, url: str) -> bool:
-        one = self._said.get(url)
-        return one is not None and one.is_removed
-
-    def _heard(self, one: Said, is_up: Callable[[str], bool]) -> tuple[str, float]:
-        """Return the last sign of life of what was said, and when it came."""
-        mark, heard_s = self._heard_at.get(one.url, ("", 0.0))
-        is_alive = one.mark != mark or (not one.is_removed and is_up(one.url))
-        return one.mark, self._time_s if is_alive else heard_s
-
-    def _is_over(self, one: Said) -> bool:
-        age_s = self._time_s - self._heard_at[one.url][1]
+    def _is_over(self, one: Announcement) -> bool:
+        age_s = self._time_s - self._heard_s[one.url]
         if one.is_removed:
             return age_s > REMOVAL_KEPT_S and not self._is_named(one.url)
         return one.ttl_s is not None and age_s > one.ttl_s

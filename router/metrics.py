@@ -1,30 +1,34 @@
-"""What one edge worker counts of its requests and nodes, for Prometheus."""
+"""What one edge worker counts of its requests and nodes, for Prometheus: each metric is declared here, once."""
 
 import asyncio
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+from typing_extensions import override
 
 from tandem.router.policy import ClusterSnapshot
 from tandem.telemetry.process_metrics import BuildCollector, ProcessesCollector
 from tandem.wire.errors import TandemError
 
-# From what a place takes to be found to where common proxies give an answer up.
+# From the time it takes to find a place to the time after which common proxies give an answer up.
 WAIT_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # From a tenth of the 1 ms that pairing may take to ten times it.
 PAIRING_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01)
 
 
+GaugeMode = Literal["livesum", "livemostrecent"]
+
+
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What one edge worker has counted so far.
-
-    Attributes:
-        refused: Requests that were not started, by the code of the error.
-    """
+    """What one edge worker has counted so far."""
 
     num_in_flight: int
     num_queued: int
@@ -32,130 +36,103 @@ class Counts:
     num_failed: int
     num_cancelled: int
     num_replays: int
-    refused: Mapping[str, int]
+    num_refused: int
 
 
 class Outcome:
-    """How one request ended, as far as it is known."""
+    """How one request ended, as far as it is known: empty until then."""
 
     name = ""
 
-    def finished(self) -> None:
-        """Its last token is on the way; whoever reads it may leave now."""
-        self.name = "finished"
-
 
 class RouterMetrics:
-    """Counters in a registry of their own, so that two routers in one process do not meet.
+    """Counters in a registry of their own, so that two routers in one process do not share any.
 
-    With several workers prometheus_client's multiprocess mode adds them up (`siblings.py`).
+    With several edge workers prometheus_client's multiprocess mode adds them up (`render_pool`).
+
+    Attributes:
+        queued, queue_wait, refused, requests, replays, local_prompts, pairing: Metrics that others set.
     """
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self._requests = Counter(
+        self._registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str, mode: GaugeMode = "livesum") -> Gauge:
+            return Gauge(name, text, labels, registry=registry, multiprocess_mode=mode)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, registry=registry, buckets=buckets)
+
+        self.requests = counter(
             "tandem_router_requests",
             "Requests by how they ended: finished, failed or cancelled.",
-            ["outcome"],
-            registry=self._registry,
+            "outcome",
         )
-        self._in_flight = Gauge(
-            "tandem_router_requests_in_flight",
-            "Requests now running.",
-            registry=self._registry,
-            multiprocess_mode="livesum",
-        )
-        self._replays = Counter(
+        self._in_flight = gauge("tandem_router_requests_in_flight", "Requests now running.")
+        self.replays = counter(
             "tandem_router_replays",
             "Attempts after the first, by the error that ended the one before.",
-            ["error"],
-            registry=self._registry,
+            "error",
         )
-        self._local = Counter(
+        self.local_prompts = counter(
             "tandem_router_local_prompts",
             "Attempts whose prompt decode computes by itself, by why: little_to_compute or no_prefill.",
-            ["reason"],
-            registry=self._registry,
+            "reason",
         )
-        self._nodes_up = Gauge(
-            "tandem_router_nodes_up",
-            "Nodes that may be used.",
-            ["role"],
-            registry=self._registry,
-            # As the worker that is asked sees it.
-            multiprocess_mode="livemostrecent",
+        # Of these two the edge worker that is asked reports what it sees.
+        self._nodes_up = gauge(
+            "tandem_router_nodes_up", "Nodes that may be used.", "role", mode="livemostrecent"
         )
-        self._nodes_known = Gauge(
+        self._nodes_known = gauge(
             "tandem_router_nodes_known",
             "Nodes that are members, those that cannot be used now included.",
-            ["role"],
-            registry=self._registry,
-            multiprocess_mode="livemostrecent",
+            "role",
+            mode="livemostrecent",
         )
-        self._pairing = Histogram(
-            "tandem_router_pairing_seconds",
-            "Seconds that choosing a pair took.",
-            registry=self._registry,
-            buckets=PAIRING_BUCKETS_S,
+        self.pairing = histogram(
+            "tandem_router_pairing_seconds", "Seconds that choosing a pair took.", PAIRING_BUCKETS_S
         )
-
-        self._found = Counter(
+        self._found = counter(
             "tandem_router_prompt_tokens",
             "Prompt tokens given to nodes, by where the one that computes them was thought to find them: "
             "device, a tier by its name, or nowhere.",
-            ["found"],
-            registry=self._registry,
+            "found",
         )
-        self._tier_blocks = Gauge(
+        self._tier_blocks = gauge(
             "tandem_router_tier_blocks",
             "Blocks of 128 tokens known to be in the tiers of nodes; those of a shared store count once.",
-            ["tier"],
-            registry=self._registry,
-            multiprocess_mode="livemostrecent",
+            "tier",
+            mode="livemostrecent",
         )
-        self._places: dict[str, Counter] = {}
-        self._tiers = set[str]()
-        self._queued = Gauge(
-            "tandem_router_queued_requests",
-            "Requests that wait for room.",
-            registry=self._registry,
-            multiprocess_mode="livesum",
-        )
-        self._wait = Histogram(
+        self.queued = gauge("tandem_router_queued_requests", "Requests that wait for room.")
+        self.queue_wait = histogram(
             "tandem_router_queue_wait_seconds",
             "Seconds that requests waited for room before they started.",
-            registry=self._registry,
-            buckets=WAIT_BUCKETS_S,
+            WAIT_BUCKETS_S,
         )
-        self._refused = Counter(
-            "tandem_router_refused",
-            "Requests that were not started, by why.",
-            ["reason"],
-            registry=self._registry,
+        self.refused = counter(
+            "tandem_router_refused", "Requests that were not started, by why.", "reason"
         )
-        # With several workers `siblings.py` tells of all of them in their place.
-        self._registry.register(ProcessesCollector(lambda: {"edge-0": os.getpid()}))
-        self._registry.register(BuildCollector())
+        registry.register(ProcessesCollector(lambda: {"edge-0": os.getpid()}))
+        registry.register(BuildCollector())
+        self._found_at: dict[str, Counter] = {}
+        self._tiers = set[str]()
 
-    def queued(self, num_waiting: int) -> None:
-        """Tell how many wait for room now."""
-        self._queued.set(num_waiting)
-
-    def waited(self, wait_s: float) -> None:
-        """Count a request that starts, and how long it waited for room."""
-        self._wait.observe(wait_s)
-
-    def refused(self, error: TandemError) -> None:
-        """Count a request that is not started."""
-        self._refused.labels(error.code).inc()
-
-    def cancelled_in_queue(self) -> None:
-        """Count a request whose client left before it started."""
-        self._requests.labels("cancelled").inc()
+    @contextmanager
+    def rejections(self) -> Iterator[None]:
+        """Count a request that is not started because of an error."""
+        try:
+            yield
+        except TandemError as error:
+            self.refused.labels(error.code).inc()
+            raise
 
     @contextmanager
     def request(self) -> Iterator[Outcome]:
-        """Count one request and how it ends: cancelled when left before it said `finished`."""
+        """Count one request and how it ends: cancelled if it is left before its outcome is set."""
         outcome = Outcome()
         self._in_flight.inc()
         try:
@@ -165,46 +142,32 @@ class RouterMetrics:
             raise
         finally:
             self._in_flight.dec()
-            self._requests.labels(outcome.name or "failed").inc()
-
-    @contextmanager
-    def pairing(self) -> Iterator[None]:
-        """Time one choice of a pair."""
-        with self._pairing.time():
-            yield
+            self.requests.labels(outcome.name or "failed").inc()
 
     def given(self, num_tokens: int, found: Mapping[str, int]) -> None:
-        """Count a prompt that a node is given, and how much of it is thought to be where."""
+        """Count a prompt that a node is given, and how many of its tokens are thought to be where."""
         for place, count in found.items():
             if count:
-                self._place(place).inc(count)
-        self._place("nowhere").inc(num_tokens - sum(found.values()))
+                self._counter_of(place).inc(count)
+        self._counter_of("nowhere").inc(num_tokens - sum(found.values()))
 
-    def _place(self, place: str) -> Counter:
+    def _counter_of(self, place: str) -> Counter:
         # Finding it by its label takes several times as long as counting.
-        if place not in self._places:
-            self._places[place] = self._found.labels(place)
-        return self._places[place]
-
-    def stayed_on_decode(self, reason: str) -> None:
-        """Count an attempt whose prompt decode computes by itself."""
-        self._local.labels(reason).inc()
-
-    def replayed(self, error: TandemError) -> None:
-        """Count an attempt that follows one which ended with `error`."""
-        self._replays.labels(error.code).inc()
+        if place not in self._found_at:
+            self._found_at[place] = self._found.labels(place)
+        return self._found_at[place]
 
     def counts(self) -> Counts:
         """Return what this process counted."""
-        ended = _by_label(self._requests)
+        ended = _by_label(self.requests)
         return Counts(
             num_in_flight=sum(_by_label(self._in_flight).values()),
-            num_queued=sum(_by_label(self._queued).values()),
+            num_queued=sum(_by_label(self.queued).values()),
             num_finished=ended.get("finished", 0),
             num_failed=ended.get("failed", 0),
             num_cancelled=ended.get("cancelled", 0),
-            num_replays=sum(_by_label(self._replays).values()),
-            refused=_by_label(self._refused),
+            num_replays=sum(_by_label(self.replays).values()),
+            num_refused=sum(_by_label(self.refused).values()),
         )
 
     def render(self, snapshot: ClusterSnapshot, tier_blocks: Mapping[str, int]) -> str:
@@ -220,6 +183,43 @@ class RouterMetrics:
             self._nodes_up.labels(role).set(sum(node.is_up for node in nodes))
             self._nodes_known.labels(role).set(len(nodes))
         return generate_latest(self._registry).decode()
+
+
+class _WorkersCollector(Collector):
+    """Connections and streams of each edge worker."""
+
+    def __init__(self, workers: Iterable[tuple[int, int]]) -> None:
+        self._workers = list(workers)
+
+    @override
+    def collect(self) -> Iterator[Metric]:
+        connections = GaugeMetricFamily(
+            "tandem_edge_worker_connections", "Connections of an edge worker.", labels=["worker"]
+        )
+        streams = GaugeMetricFamily(
+            "tandem_edge_worker_streams", "Generations of an edge worker.", labels=["worker"]
+        )
+        for index, (num_connections, num_streams) in enumerate(self._workers):
+            connections.add_metric([str(index)], num_connections)
+            streams.add_metric([str(index)], num_streams)
+        yield connections
+        yield streams
+
+
+def render_pool(
+    directory: str, workers: Iterable[tuple[int, int]], pids: Callable[[], Mapping[str, int]]
+) -> str:
+    """Return what all edge workers of a router counted, dead ones included.
+
+    Args:
+        directory: Where prometheus_client keeps what each process counted.
+        workers: The connections and streams of each.
+    """
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, directory)  # type: ignore[no-untyped-call]
+    for collector in (_WorkersCollector(workers), ProcessesCollector(pids), BuildCollector()):
+        registry.register(collector)
+    return generate_latest(registry).decode()
 
 
 def _by_label(metric: Counter | Gauge) -> dict[str, int]:

@@ -1,10 +1,19 @@
 """One node as the router sees it: its address, its life, and what this process runs on it.
 
 ```
- unreachable ──meet──▶ connecting ──engine answers──▶ up ──says so──▶ draining
+ unreachable ──meet──▶ connecting ──engine answers──▶ up ──reports it──▶ draining
       ▲                                                │
       └──────── connection broke · other epoch ────────┘
  any ──leave──▶ leaving: takes nothing new ──▶ forgotten, when nothing of this process runs on it
+```
+
+A node that fails again and again what it is given is put aside for a while. It has nothing to do when it fails at once,
+and by its load would be given every request:
+
+```
+ in use ──3 failures in a row──▶ aside, 5 s ──▶ tried again ──one more──▶ aside, 10 s ... 60 s ──▶ ...
+    ▲                               │               │
+    └──────── a request that ends well ─────────────┘        (where no other node is left)
 ```
 """
 
@@ -21,12 +30,17 @@ from tandem.router.config import host_of
 from tandem.router.membership import Member
 from tandem.router.node_http import NodeUnusable
 from tandem.router.policy import NodeSnapshot
-from tandem.router.prefixes import NOTHING_CACHED
-from tandem.router.standing import Standing
-from tandem.router.tiers import KnownPrefixes, NodePrefixes
+from tandem.router.prefixes import NOTHING_CACHED, KnownPrefixes, NodePrefixes
 from tandem.telemetry.log import get_logger
 from tandem.wire.channel import tcp_address
-from tandem.wire.errors import NodeDraining, PeerLost, TandemError
+from tandem.wire.errors import (
+    EngineFailed,
+    KVCorrupted,
+    NodeDraining,
+    PeerLost,
+    TandemError,
+    TransferFailed,
+)
 from tandem.wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from tandem.wire.ids import Epoch
 from tandem.wire.keys import ChannelKey
@@ -35,8 +49,58 @@ from tandem.wire.node_info import NodeInfo
 
 log = get_logger(__name__)
 
+_NO_LOAD = NodeLoad()
 ROLES = frozenset({"prefill", "decode"})
 DRAINING = "is draining"
+# Faults of a node, by their codes: not of a request, of the other node, or of a link that broke.
+_FAULTS = frozenset({EngineFailed.code, TransferFailed.code, KVCorrupted.code})
+# A request that breaks a step once, and its replay on the same node, are no reason.
+_MOST_IN_A_ROW = 3
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 5.0, 60.0
+
+
+class Standing:
+    """How often one life of a node failed what it was given.
+
+    Attributes:
+        num_failed: Failures that were counted, ever.
+        num_in_a_row: Since the last request that ended well.
+        pause_s: For how long the node was last put aside.
+    """
+
+    def __init__(self) -> None:
+        self.num_failed = self.num_in_a_row = 0
+        self.pause_s = 0.0
+        self._aside_until_s = 0.0
+
+    @override
+    def __repr__(self) -> str:
+        return f"Standing(num_in_a_row={self.num_in_a_row}, pause_s={self.pause_s})"
+
+    def failed(self, error: TandemError, num_failed_before: int, now_s: float) -> bool:
+        """Count a request that failed; return whether the node is put aside for that.
+
+        Args:
+            num_failed_before: `num_failed` when the request began. One that ran as another failed may have
+                failed with it, in the same step, and is not counted.
+        """
+        if error.code not in _FAULTS or num_failed_before != self.num_failed:
+            return False
+        self.num_failed += 1
+        self.num_in_a_row += 1
+        if self.num_in_a_row < _MOST_IN_A_ROW:
+            return False
+        self.pause_s = min(max(2 * self.pause_s, _FIRST_PAUSE_S), _LAST_PAUSE_S)
+        self._aside_until_s = now_s + self.pause_s
+        return True
+
+    def served(self) -> None:
+        """Count a request that ended well."""
+        self.num_in_a_row, self.pause_s = 0, 0.0
+
+    def is_aside(self, now_s: float) -> bool:
+        """Tell whether other nodes are to be preferred now."""
+        return self.num_in_a_row >= _MOST_IN_A_ROW and now_s < self._aside_until_s
 
 
 class Work:
@@ -68,7 +132,7 @@ class Work:
         self._num_to_compute = 0
 
     def done(self) -> None:
-        """Give the share back: its part is done. What is still said of it wakes nobody. Safe to call twice."""
+        """Its part is done: give the share back. What still arrives wakes nobody. Safe to call twice."""
         if not self.is_done:
             self.is_done = True
             self._node.fared(self.stream.failure, self._num_failed_before)
@@ -89,9 +153,9 @@ class Work:
         if self.is_counted:
             self.is_counted = False
             self._node.count(-1, -self._num_tokens)
-            # Sooner than it is next asked; a peer's drain is told under another code.
+            # Sooner than its load reports it; a peer's drain comes with another code.
             if self.stream.failure is not None and self.stream.failure.code == NodeDraining.code:
-                self._node.note(is_admitted=False, reason=DRAINING)
+                self._node.note_draining()
 
     def __enter__(self) -> Self:
         return self
@@ -104,20 +168,21 @@ class Node:
     """A node at one URL, over all of its lives.
 
     Args:
-        role: What it was given as: prefill or decode; empty to take what it says.
+        role: What it was given as: prefill or decode; empty to take what it reports.
         on_change: Called with the node when what `snapshot` returns may have changed.
         known: What all nodes have cached, and behind that.
 
     Attributes:
-        role: What it last said that it is; until then what it was given as.
-        info: What it last said of itself; None until it was reached.
+        role: What it last reported; until then what it was given as.
+        info: What it last reported of itself; None until it was reached.
         reason: Why it is not used; empty when nothing is wrong.
         is_admitted: Its last answer was that of a healthy node that takes requests.
         leaving: Set while it is to be forgotten.
         idle: Set while nothing of this process runs on it.
+        trouble: Set when its link is lost or it drains: it is to be asked over HTTP.
         tokenizer: Of its model; None before it was fetched, or where the model has none.
         prefixes: What this life of it has cached, and behind that; None before it was met.
-        standing: Whether this life of it fails what it is given.
+        standing: How often this life of it failed what it was given.
     """
 
     def __init__(
@@ -136,7 +201,7 @@ class Node:
         self.is_admitted = False
         self.in_flight_requests = 0
         self.in_flight_tokens = 0
-        self.leaving, self.idle = asyncio.Event(), asyncio.Event()
+        self.leaving, self.idle, self.trouble = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.idle.set()
         self._member = Member(url, role, bootstrap_port)
         self._on_change = on_change
@@ -145,19 +210,20 @@ class Node:
         self._known = KnownPrefixes() if known is None else known
         self._fresh_tokens = 0
         # The load that these were started after.
-        self._load_before = NodeLoad()
-        # Prompt tokens that wait to be computed here: of this edge worker, and of all others when the load was
-        # last told.
+        self._load_before = _NO_LOAD
+        # Prompt tokens that wait to be computed here: of this edge worker, and of all others as of the last load.
         self._own_tokens = self._others_tokens = 0
-        self._load_counted = NodeLoad()
+        self._load_counted = _NO_LOAD
 
     @override
     def __repr__(self) -> str:
         state = "up" if self.is_up else f"down ({self.reason})"
         return f"<Node {self.role} {self.url} {state} in_flight={self.in_flight_requests}>"
 
+    # ── its membership ───────────────────────────────────────────────────────────────────────────
+
     def join(self, member: Member) -> None:
-        """Become wanted, or stay so, as a source says."""
+        """Become wanted, or stay so, as a source names it."""
         if self.leaving.is_set():
             self.leaving.clear()
             log.info("node.wanted_again", role=self.role, url=self.url)
@@ -183,51 +249,6 @@ class Node:
             self.client.stop(lambda: NodeDraining(why))
         self.changed()
 
-    def note(self, *, is_admitted: bool | None = None, reason: str | None = None) -> None:
-        """Note what was found out; None leaves what is known."""
-        self.is_admitted = self.is_admitted if is_admitted is None else is_admitted
-        self.reason = self.reason if reason is None else reason
-        self.changed()
-
-    def count(self, num_requests: int, num_tokens: int) -> None:
-        """Count what was started here, or with negative numbers what ended."""
-        self.in_flight_requests += num_requests
-        self.in_flight_tokens += num_tokens
-        if self.in_flight_requests:
-            self.idle.clear()
-        else:
-            self.idle.set()
-        self.changed()
-
-    def fared(self, failure: TandemError | None, num_failed_before: int) -> None:
-        """Note how a request ended that this node had a part in.
-
-        Args:
-            num_failed_before: See `Standing.failed`.
-        """
-        if failure is None:
-            self.standing.served()
-        elif self.standing.failed(failure, num_failed_before, asyncio.get_running_loop().time()):
-            log.warning(
-                "node.put_aside",
-                role=self.role,
-                url=self.url,
-                num_in_a_row=self.standing.num_in_a_row,
-                error=failure.code,
-                pause_s=self.standing.pause_s,
-            )
-        self.changed()
-
-    @property
-    def is_aside(self) -> bool:
-        """Whether it failed several requests in a row, the last one a moment ago."""
-        failing = self.standing.num_in_a_row
-        return bool(failing) and self.standing.is_aside(asyncio.get_running_loop().time())
-
-    def changed(self) -> None:
-        """Say that a snapshot made before is out of date."""
-        self._on_change(self)
-
     @property
     def host(self) -> str:
         """The host of its URL, an IPv6 one without brackets: its other ports are there too."""
@@ -235,9 +256,22 @@ class Node:
 
     @property
     def bootstrap_port(self) -> int | None:
-        """Where it listens for grants: as configured, else as it says."""
-        told = self.info.bootstrap_port if self.info else None
-        return self._member.bootstrap_port or told
+        """Where it listens for grants: as configured, else as it reports."""
+        reported = self.info.bootstrap_port if self.info else None
+        return self._member.bootstrap_port or reported
+
+    @property
+    def zone(self) -> str:
+        """Its zone: as it reports, else as the source names it."""
+        reported = self.info.zone if self.info else ""
+        return reported or self._member.zone
+
+    @property
+    def source(self) -> str:
+        """The source that named it, for people."""
+        return self._member.source
+
+    # ── its state ────────────────────────────────────────────────────────────────────────────────
 
     @property
     def is_up(self) -> bool:
@@ -246,28 +280,54 @@ class Node:
         return is_taken and self.client is not None and self.client.is_up
 
     @property
+    def is_aside(self) -> bool:
+        """Whether it failed several requests in a row, the last one a moment ago."""
+        failing = self.standing.num_in_a_row
+        return bool(failing) and self.standing.is_aside(asyncio.get_running_loop().time())
+
+    @property
+    def state(self) -> str:
+        """Leaving, draining, up or down, for people."""
+        if self.leaving.is_set():
+            return "leaving"
+        if self.reason == DRAINING:
+            return "draining"
+        return "up" if self.is_up else "down"
+
+    @property
     def shown_reason(self) -> str:
         """Why it is not used, for people."""
         return "was removed" if self.leaving.is_set() else self.reason
 
     @property
-    def is_draining(self) -> bool:
-        """Whether it said so when it was last asked."""
-        return self.reason == DRAINING
+    def load(self) -> NodeLoad:
+        """What it last reported over its link."""
+        return self.client.load if self.client is not None else _NO_LOAD
 
-    @property
-    def zone(self) -> str:
-        """Where it stands: as it says, else as the source that named it does."""
-        told = self.info.zone if self.info else ""
-        return told or self._member.zone
+    def note(self, *, is_admitted: bool | None = None, reason: str | None = None) -> None:
+        """Note what was found out; None leaves what is known."""
+        self.is_admitted = self.is_admitted if is_admitted is None else is_admitted
+        self.reason = self.reason if reason is None else reason
+        self.changed()
 
-    @property
-    def source(self) -> str:
-        """Who named it, for people."""
-        return self._member.source
+    def note_draining(self) -> None:
+        """It takes nothing new, as it reported over its link."""
+        self.trouble.set()
+        self.note(is_admitted=False, reason=DRAINING)
+
+    def changed(self) -> None:
+        """A snapshot made before is out of date."""
+        self._on_change(self)
+
+    def _link_changed(self) -> None:
+        if self.client is not None and self.client.lost.is_set():
+            self.trouble.set()
+        elif self.is_admitted and self.load.is_draining:
+            self.note_draining()
+        self.changed()
 
     def check(self, info: NodeInfo) -> None:
-        """Refuse what is no usable node; take the role that it says it has.
+        """Refuse what is no usable node; take the role that it reports.
 
         Raises:
             NodeUnusable: With the reason.
@@ -282,14 +342,14 @@ class Node:
         if info.is_draining:
             raise NodeUnusable(DRAINING)
         if not info.is_healthy:
-            raise NodeUnusable("says that it is not healthy")
+            raise NodeUnusable("reports that it is not healthy")
         if self.role == "prefill" and not (self._member.bootstrap_port or info.bootstrap_port):
-            raise NodeUnusable("tells no bootstrap port: give it behind the URL")
+            raise NodeUnusable("reports no bootstrap port: give it behind the URL")
 
     def meet(
         self, info: NodeInfo, key: ChannelKey | None, heartbeat: Heartbeat = DEFAULT_HEARTBEAT
     ) -> EngineClient | None:
-        """Take note of what the node says; return a new client, to be run, if this is a new life.
+        """Take what the node reports; return a new client, to be run, if this is a new life.
 
         The client of the life before is stopped, and its streams end with `PeerLost`.
         """
@@ -302,18 +362,24 @@ class Node:
             self.client.stop()
         _warn_of_rhythm(self.url, info.heartbeat_interval_ms, 1000 * heartbeat.interval_s)
         self.standing = Standing()
-        address = tcp_address(self.host, info.engine_port)
         self.forget_prefixes()
         self.prefixes = self._known.new_life()
         self.client = EngineClient(
-            address, key, Epoch(info.epoch), heartbeat, self.changed, prefixes=self.prefixes
+            tcp_address(self.host, info.engine_port),
+            key,
+            Epoch(info.epoch),
+            heartbeat,
+            self._link_changed,
+            prefixes=self.prefixes,
         )
         return self.client
 
     def forget_prefixes(self) -> None:
-        """What it had is not there any more. Safe to call twice."""
+        """What it had cached is gone. Safe to call twice."""
         if self.prefixes is not None:
             self.prefixes.forget()
+
+    # ── what runs on it ──────────────────────────────────────────────────────────────────────────
 
     def start(self, start: Start, wake: asyncio.Event, num_to_compute: int = 0) -> Work:
         """Start an attempt here, or one half of it.
@@ -329,8 +395,33 @@ class Node:
         stream = self.client.generate(start, wake)
         return Work(self, stream, len(start.request.prompt_ids), num_to_compute)
 
+    def fared(self, failure: TandemError | None, num_failed_before: int) -> None:
+        """Note how a request ended that this node had a part in; see `Standing.failed`."""
+        if failure is None:
+            self.standing.served()
+        elif self.standing.failed(failure, num_failed_before, asyncio.get_running_loop().time()):
+            log.warning(
+                "node.put_aside",
+                role=self.role,
+                url=self.url,
+                num_in_a_row=self.standing.num_in_a_row,
+                error=failure.code,
+                pause_s=self.standing.pause_s,
+            )
+        self.changed()
+
+    def count(self, num_requests: int, num_tokens: int) -> None:
+        """Count what was started here, or with negative numbers what ended."""
+        self.in_flight_requests += num_requests
+        self.in_flight_tokens += num_tokens
+        if self.in_flight_requests:
+            self.idle.clear()
+        else:
+            self.idle.set()
+        self.changed()
+
     def count_own(self, num_tokens: int) -> None:
-        """Count prompt tokens that this edge worker has the node compute, or with a minus, has no more."""
+        """Count prompt tokens that this edge worker has the node compute; negative: that were computed."""
         self.backlog_tokens()
         self._own_tokens += num_tokens
         self.changed()
@@ -338,11 +429,11 @@ class Node:
     def backlog_tokens(self) -> int:
         """Return the prompt tokens that wait to be computed here.
 
-        Our own are counted, so that they end with the first token and not with the next report. Of a
-        report the others are what is over our count, which has not changed since it came: whatever
+        This edge worker's are counted, so that they end with the first token and not with the next load. Of a
+        load the others' are what exceeds that count, which has not changed since the load came: whatever
         changes the count looks here first.
         """
-        load = self.client.load if self.client else NodeLoad()
+        load = self.load
         if load is not self._load_counted:
             self._load_counted = load
             self._others_tokens = max(0, load.queued_tokens - self._own_tokens)
@@ -354,8 +445,8 @@ class Node:
         self.changed()
 
     def fresh_tokens(self) -> int:
-        """Return the tokens of what was given to this node since it last told its load."""
-        load = self.client.load if self.client else NodeLoad()
+        """Return the tokens of what was given to this node since it last reported its load."""
+        load = self.load
         if load is not self._load_before:
             self._load_before, self._fresh_tokens = load, 0
         return self._fresh_tokens
@@ -369,7 +460,7 @@ class Node:
             is_aside=self.is_aside,
             fingerprint=self.info.model.fingerprint if self.info else "",
             reason=self.shown_reason,
-            load=self.client.load if self.client else NodeLoad(),
+            load=self.load,
             in_flight_requests=self.in_flight_requests,
             in_flight_tokens=self.in_flight_tokens,
             fresh_tokens=self.fresh_tokens(),
@@ -381,13 +472,13 @@ class Node:
         )
 
 
-def _warn_of_rhythm(url: str, told_ms: float, own_ms: float) -> None:
-    """Say that two ends would judge each other by other measures: one may give the other up for nothing."""
-    if told_ms not in {0.0, own_ms}:
+def _warn_of_rhythm(url: str, reported_ms: float, own_ms: float) -> None:
+    """Warn where two ends judge each other by other measures: one may give the other up without reason."""
+    if reported_ms not in {0.0, own_ms}:
         log.warning(
             "node.heartbeat_differs",
             url=url,
-            node_ms=told_ms,
+            node_ms=reported_ms,
             router_ms=own_ms,
             action="give all the same --heartbeat-interval-ms",
             see="tandem docs replay#how-soon-a-loss-is-noticed",

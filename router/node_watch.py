@@ -1,7 +1,12 @@
-"""Watching one node: asks it what it is, again and again, and holds a link to its engine.
+"""Watching one node: asks it over HTTP what it is until it can be used, then holds a link to its engine.
 
-A node that restarts under its address is found `INFO_TIMEOUT_S + LAST_RETRY_S` after it is healthy, or
-sooner: when the last question to its old life has just been asked, and stays unanswered.
+```
+ asked ──GET /server_info──▶ usable ──▶ linked: its load, five times a second ──▶ lost · draining · silent ─┐
+   ▲                           └─▶ not usable: asked again after 0.25, 0.5, 1, 1, ... s                    │
+   └───────────────────────────────────────────────────────────────────────────────────────────────────────┘
+```
+
+A node that is linked is not asked over HTTP: a restart ends the link, and a drain is part of its load.
 """
 
 import asyncio
@@ -23,12 +28,13 @@ from tandem.wire.node_info import NodeInfo
 
 log = get_logger(__name__)
 
-POLL_INTERVAL_S = 1.0
-# A node that is away is asked after 0.25, 0.5, 1, 1, ... s: no less often than one that serves.
-FIRST_RETRY_S = 0.25
-LAST_RETRY_S = POLL_INTERVAL_S
+FIRST_RETRY_S, LAST_RETRY_S = 0.25, 1.0
 # An engine that /server_info names answers in milliseconds, or is out of reach.
 FIRST_ANSWER_TIMEOUT_S = 2.0
+# An engine that reported nothing for so long is hung, though its link is up: heartbeats need no loop. Three times the
+# longest chunk of a large model on a CPU, as nodes judge themselves. It is noticed within `LOOK_INTERVAL_S`.
+SILENCE_S = 30.0
+LOOK_INTERVAL_S = 1.0
 
 
 class Watcher:
@@ -86,25 +92,32 @@ class Watcher:
     ) -> None:
         retry_s = FIRST_RETRY_S
         while True:
-            was_up, old_reason = node.is_up, node.reason
+            old_reason = node.reason
+            node.trouble.clear()
             try:
-                await self._visit(node, session, tasks)
-                node.note(reason="")
-                retry_s, pause_s = FIRST_RETRY_S, POLL_INTERVAL_S
+                await self._ask(node, session, tasks)
             except NodeUnusable as unusable:
                 node.note(reason=str(unusable))
-                pause_s, retry_s = retry_s, min(2 * retry_s, LAST_RETRY_S)
-            _log_change(node, was_up=was_up, old_reason=old_reason)
-            if node.is_up and not was_up:
+                if not node.is_up and node.reason != old_reason:
+                    log.warning("node.down", role=node.role, url=node.url, reason=node.reason)
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, LAST_RETRY_S)
+                continue
+            retry_s = FIRST_RETRY_S
+            if node.is_up:
+                log.info("node.up", role=node.role, url=node.url)
                 self._came_up()
-            await _pause(node, pause_s)
+            await self._until_trouble(node)
 
-    async def _visit(
+    async def _ask(
         self, node: Node, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup
     ) -> None:
         """Bring what is known of a node up to date.
 
-        A node whose HTTP does not answer keeps its state: its engine's link says if it is alive.
+        A node whose HTTP does not answer keeps its state: the link to its engine shows whether it lives.
+
+        Raises:
+            NodeUnusable: It cannot be given requests; says why.
         """
         info = await fetch_info(session, node.url)
         try:
@@ -116,9 +129,36 @@ class Watcher:
         client = node.meet(info, self._key, self._heartbeat)
         if client is not None:
             tasks.create_task(client.run())
-        node.note(is_admitted=True)
-        if node.client is not None:
-            await _wait_answered(node.client)
+        assert node.client is not None
+        await _wait_answered(node.client)
+        if silence := self._silence_of(node.client):
+            # Whatever it reports over HTTP: requests would wait there.
+            raise NodeUnusable(silence)
+        node.note(is_admitted=True, reason="")
+
+    async def _until_trouble(self, node: Node) -> None:
+        """Return when the node is to be asked over HTTP again."""
+        client = node.client
+        while not node.trouble.is_set() and client is not None and not client.lost.is_set():
+            if silence := self._silence_of(client):
+                node.note(is_admitted=False, reason=silence)
+                break
+            try:
+                async with asyncio.timeout(LOOK_INTERVAL_S):
+                    await node.trouble.wait()
+            except TimeoutError:
+                continue
+        if client is not None and client.lost.is_set():
+            node.note(reason="its engine was lost")
+            log.warning("node.lost", role=node.role, url=node.url)
+        elif not node.is_up:
+            log.warning("node.down", role=node.role, url=node.url, reason=node.reason)
+
+    def _silence_of(self, client: EngineClient) -> str:
+        """Return why an engine counts as hung; empty while it does not."""
+        # It is asked for its load once an interval, however rare that is.
+        is_hung = client.silent_s > max(SILENCE_S, 4 * self._heartbeat.interval_s)
+        return f"its engine reports nothing for over {SILENCE_S:g} s" if is_hung else ""
 
     async def _learn_tokenizer(
         self, node: Node, info: NodeInfo, session: aiohttp.ClientSession
@@ -139,24 +179,3 @@ async def _wait_answered(client: EngineClient) -> None:
     except TimeoutError as error:
         why = client.refusal or "is the port open, and TANDEM_CLUSTER_KEY the same on both sides?"
         raise NodeUnusable(f"its engine at {client.address} does not answer: {why}") from error
-
-
-async def _pause(node: Node, pause_s: float) -> None:
-    """Wait until the next visit is due, which is at once when the engine is lost."""
-    if node.client is None or node.client.lost.is_set():
-        await asyncio.sleep(pause_s)
-        return
-    try:
-        async with asyncio.timeout(pause_s):
-            await node.client.lost.wait()
-    except TimeoutError:
-        return
-    node.note(reason="its engine was lost")
-    log.warning("node.lost", role=node.role, url=node.url)
-
-
-def _log_change(node: Node, *, was_up: bool, old_reason: str) -> None:
-    if node.is_up and not was_up:
-        log.info("node.up", role=node.role, url=node.url)
-    elif not node.is_up and node.reason != old_reason:
-        log.warning("node.down", role=node.role, url=node.url, reason=node.reason)

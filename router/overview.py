@@ -1,17 +1,17 @@
-"""What `GET /overview` says: the cluster at one moment, in one JSON document, and how workers' are merged.
+"""What `GET /overview` answers: the cluster at one moment in one JSON document, and how workers' are merged.
 
-Numbers, node names and errors; never a prompt or an answer. It is made by `observer.py`.
+Numbers, node names and errors; never a prompt or an answer. `observer.py` makes it; the page and `tandem top` draw it.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from tandem.router.events import Event
 from tandem.wire.messages import NodeLoad
 
-# Also of what several workers have kept.
+# Requests; also of several workers together.
 NUM_SHOWN = 200
 
 
@@ -32,7 +32,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
         id: As `GET /nodes` has it.
         state: up, down, draining or leaving.
         reason: Why it is not used; empty when nothing is wrong.
-        load: What it last said of itself, with its pages by state.
+        load: What it last reported, with its pages by state.
         in_flight_requests: Of this router.
     """
 
@@ -77,7 +77,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """What the cluster does each second, over the last seconds; tokens are the decode nodes' own count: each request has one."""
+    """What the cluster does each second, over the last seconds; tokens as the decode nodes count them."""
 
     requests: float = 0.0
     prompt_tokens: float = 0.0
@@ -85,50 +85,19 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     pushed_bytes: float = 0.0
 
 
-class HistogramView(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of the last `histogram_span_s`.
+class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Of times; None while there are none."""
 
-    Attributes:
-        bounds_s: Upper bounds of the buckets but the last, which has none.
-        counts: Of each bucket: one more than there are bounds, or none where nothing is measured.
-        p50_s: As near as the buckets tell; None while there is nothing.
-        p99_s: So too.
-    """
-
-    bounds_s: list[float] = []
-    counts: list[int] = []
     p50_s: float | None = None
     p99_s: float | None = None
 
 
-def histogram(bounds_s: Sequence[float], counts: Sequence[int]) -> HistogramView:
-    """Return a histogram with its quantiles."""
-    return HistogramView(
-        bounds_s=list(bounds_s),
-        counts=list(counts),
-        p50_s=_quantile(bounds_s, counts, 0.5),
-        p99_s=_quantile(bounds_s, counts, 0.99),
-    )
+class Latencies(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the recent requests that finished: time to first token, mean time between tokens, and of whole answers."""
 
-
-def _quantile(bounds_s: Sequence[float], counts: Sequence[int], part: float) -> float | None:
-    """Return a quantile as Prometheus estimates it: evenly within a bucket, at most the last bound."""
-    wanted, low_s = part * sum(counts), 0.0
-    if not wanted:
-        return None
-    for bound_s, count in zip(bounds_s, counts, strict=False):
-        if count and wanted <= count:
-            return low_s + (bound_s - low_s) * wanted / count
-        wanted, low_s = wanted - count, bound_s
-    return low_s
-
-
-class Histograms(msgspec.Struct, frozen=True, kw_only=True):
-    """As the edge measures them: time to first token, between tokens, and of whole answers."""
-
-    ttft: HistogramView = HistogramView()
-    itl: HistogramView = HistogramView()
-    e2e: HistogramView = HistogramView()
+    ttft: Quantiles = Quantiles()
+    itl: Quantiles = Quantiles()
+    e2e: Quantiles = Quantiles()
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +109,6 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
         num_workers: Edge workers whose counts are in it.
         silent_workers: Those that did not answer in time.
         recent: Timings of requests, the oldest first; see docs/dashboard.md.
-        events: The oldest first.
     """
 
     now_unix_s: float
@@ -156,32 +124,52 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     pairs: list[PairView] = []
     totals: Totals = Totals()
     rates: Rates = Rates()
-    histogram_span_s: float = 0.0
-    histograms: Histograms = Histograms()
+    latencies: Latencies = Latencies()
     recent: list[dict[str, Any]] = []
-    events: list[Event] = []
+
+
+def latencies(recent: Sequence[dict[str, Any]]) -> Latencies:
+    """Return the latencies of these requests."""
+    finished = [each for each in recent if each.get("outcome") == "finished"]
+    begun = [each for each in finished if each["ttft_s"] is not None]
+    return Latencies(
+        ttft=_quantiles([each["ttft_s"] for each in begun]),
+        itl=_quantiles(
+            [
+                (each["e2e_s"] - each["ttft_s"]) / (each["num_output_tokens"] - 1)
+                for each in begun
+                if each["num_output_tokens"] > 1
+            ]
+        ),
+        e2e=_quantiles([each["e2e_s"] for each in finished]),
+    )
+
+
+def _quantiles(times_s: Sequence[float]) -> Quantiles:
+    """Return those of nearest rank."""
+    if not times_s:
+        return Quantiles()
+    ordered = sorted(times_s)
+    p50_s, p99_s = (ordered[math.ceil(part * len(ordered)) - 1] for part in (0.5, 0.99))
+    return Quantiles(p50_s=p50_s, p99_s=p99_s)
 
 
 def after(overview: Overview, unix_s: float) -> Overview:
-    """Return an overview with only those requests and events that are younger."""
-    return msgspec.structs.replace(
-        overview,
-        recent=[timings for timings in overview.recent if timings["ended_unix_s"] > unix_s],
-        events=[event for event in overview.events if event.at_unix_s > unix_s],
-    )
+    """Return an overview with only those requests that ended later."""
+    recent = [timings for timings in overview.recent if timings["ended_unix_s"] > unix_s]
+    return msgspec.structs.replace(overview, recent=recent)
 
 
 def merged(own: Overview, others: Sequence[Overview], silent: Sequence[int]) -> Overview:
     """Return what several edge workers of one router see together.
 
-    All watch the same nodes: how those are, and what happened to them, is taken from the worker that was
-    asked. What each worker counts of its own requests is added up.
+    All watch the same nodes: those are taken from the worker that was asked. What each worker counts of its own
+    requests is added up.
     """
     every = [own, *others]
     recent = sorted(
         (timings for one in every for timings in one.recent), key=lambda each: each["ended_unix_s"]
     )
-    events = [*own.events, *(e for one in others for e in one.events if not e.node)]
     return msgspec.structs.replace(
         own,
         num_workers=len(every),
@@ -190,15 +178,15 @@ def merged(own: Overview, others: Sequence[Overview], silent: Sequence[int]) -> 
         num_queued=sum(one.num_queued for one in every),
         nodes=_merged_nodes(every),
         pairs=_merged_pairs(every),
-        totals=_sum(Totals, [one.totals for one in every]),
-        rates=msgspec.structs.replace(own.rates, requests=sum(one.rates.requests for one in every)),
-        histograms=Histograms(
-            ttft=_merged_histogram([one.histograms.ttft for one in every]),
-            itl=_merged_histogram([one.histograms.itl for one in every]),
-            e2e=_merged_histogram([one.histograms.e2e for one in every]),
+        totals=Totals(
+            **{
+                name: sum(getattr(one.totals, name) for one in every)
+                for name in Totals.__struct_fields__
+            }
         ),
+        rates=msgspec.structs.replace(own.rates, requests=sum(one.rates.requests for one in every)),
+        latencies=latencies(recent[-NUM_SHOWN:]),
         recent=recent[-NUM_SHOWN:],
-        events=sorted(events, key=lambda event: event.at_unix_s)[-NUM_SHOWN:],
     )
 
 
@@ -215,20 +203,19 @@ def _merged_nodes(every: Sequence[Overview]) -> list[NodeView]:
 
 def _merged_pairs(every: Sequence[Overview]) -> list[PairView]:
     pairs: dict[tuple[str, str], PairView] = {}
-    for one in every:
-        for pair in one.pairs:
-            place = pair.prefill, pair.decode
-            pairs[place] = _sum_pair(pairs[place], pair) if place in pairs else pair
+    for pair in (pair for one in every for pair in one.pairs):
+        known = pairs.get((pair.prefill, pair.decode), _unused(pair))
+        pairs[pair.prefill, pair.decode] = msgspec.structs.replace(
+            pair,
+            num_running=known.num_running + pair.num_running,
+            num_started=known.num_started + pair.num_started,
+            prompt_tokens_per_s=known.prompt_tokens_per_s + pair.prompt_tokens_per_s,
+        )
     return shared_pushes(list(pairs.values()), every[0].nodes)
 
 
-def _sum_pair(one: PairView, other: PairView) -> PairView:
-    return msgspec.structs.replace(
-        one,
-        num_running=one.num_running + other.num_running,
-        num_started=one.num_started + other.num_started,
-        prompt_tokens_per_s=one.prompt_tokens_per_s + other.prompt_tokens_per_s,
-    )
+def _unused(pair: PairView) -> PairView:
+    return PairView(prefill=pair.prefill, decode=pair.decode, num_running=0, num_started=0)
 
 
 def shared_pushes(pairs: Sequence[PairView], nodes: Sequence[NodeView]) -> list[PairView]:
@@ -245,17 +232,3 @@ def shared_pushes(pairs: Sequence[PairView], nodes: Sequence[NodeView]) -> list[
         )
         for pair in pairs
     ]
-
-
-def _merged_histogram(every: Sequence[HistogramView]) -> HistogramView:
-    """Add up those that measured something: a worker that has just begun did not."""
-    measured = [one for one in every if one.counts]
-    if not measured:
-        return every[0]
-    counts = [sum(column) for column in zip(*(one.counts for one in measured), strict=True)]
-    return histogram(measured[0].bounds_s, counts)
-
-
-def _sum(kind: type[Totals], every: Sequence[Totals]) -> Totals:
-    names = kind.__struct_fields__
-    return kind(**{name: sum(getattr(one, name) for one in every) for name in names})

@@ -1,16 +1,70 @@
-"""Which pair the next attempt at a request goes to: its group's, or one that the policy chooses."""
+"""Which pair the next attempt at a request goes to: its group's, or one that the policy chooses.
+
+```
+ a group: first enter ──▶ no pair ──▶ a pair ──▶ ... ──▶ last leave: forgotten
+                                       │  ▲
+                                       └──┘ another one, when the pair fails or goes away
+```
+"""
 
 import itertools
 import random
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+
+from typing_extensions import override
 
 from tandem.router.cluster import Cluster
-from tandem.router.conditional import stays_on_decode
-from tandem.router.groups import Group
 from tandem.router.metrics import RouterMetrics
-from tandem.router.policy import Asked, Pair, Policy, choose
+from tandem.router.policy import Asked, Pair, Policy, choose, stays_on_decode
 from tandem.wire.errors import NoNodeAvailable, TandemError
 from tandem.wire.generation import GenerateRequest
+
+
+class Group:
+    """Requests of one prompt, which go to one pair.
+
+    Attributes:
+        pair: Where the next of them goes; None until it was chosen.
+        num_running: Its requests that have not ended.
+    """
+
+    def __init__(self) -> None:
+        self.pair: Pair | None = None
+        self.num_running = 0
+
+    @override
+    def __repr__(self) -> str:
+        return f"<Group {self.pair} num_running={self.num_running}>"
+
+
+class Groups:
+    """The groups that have a request running; each is forgotten with its last one."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, Group] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @contextmanager
+    def entered(self, name: str) -> Iterator[Group]:
+        """Count a request as running inside the block and yield its group.
+
+        Args:
+            name: Empty for a request that is alone.
+        """
+        if not name:
+            yield Group()
+            return
+        group = self._groups.setdefault(name, Group())
+        group.num_running += 1
+        try:
+            yield group
+        finally:
+            group.num_running -= 1
+            if not group.num_running:
+                del self._groups[name]
 
 
 class Pairing:
@@ -35,10 +89,15 @@ class Pairing:
         failed: Set[Pair],
         after: TandemError | None = None,
     ) -> Pair:
-        """Return the group's pair while it serves and did not fail this request, else a new one."""
+        """Return the group's pair while it serves and did not fail this request, else a new one.
+
+        Raises:
+            NoNodeAvailable: A role has no node; names `after` too, if an attempt ended with that.
+        """
         pair = group.pair
         if pair is None or pair in failed or not self._serves(pair, fingerprint):
-            group.pair = pair = self._choose(request, fingerprint, failed, after)
+            with self._metrics.pairing.time():
+                group.pair = pair = self._choose(request, fingerprint, failed, after)
         return pair
 
     def _serves(self, pair: Pair, fingerprint: str) -> bool:
@@ -54,49 +113,48 @@ class Pairing:
         failed: Set[Pair],
         after: TandemError | None,
     ) -> Pair:
-        with self._metrics.pairing():
-            asked = Asked.of(request)
-            avoid = {url for pair in failed for url in pair.urls}
-            try:
-                pair = choose(
-                    self._cluster.servable(),
-                    fingerprint,
-                    self._policy,
-                    next(self._turns),
-                    self._rng,
-                    asked=asked,
-                    avoid=avoid,
-                )
-            except NoNodeAvailable as none:
-                if after is None:
-                    raise
-                raise NoNodeAvailable(f"{after.message}; {none.message}") from after
-            pair = self._conditional(pair, request, asked)
-            self._expect(pair, asked)
-            return pair
+        asked = Asked.of(request)
+        try:
+            pair = choose(
+                self._cluster.servable(),
+                fingerprint,
+                self._policy,
+                next(self._turns),
+                self._rng,
+                asked=asked,
+                avoid={url for pair in failed for url in pair.urls},
+            )
+        except NoNodeAvailable as none:
+            if after is None:
+                raise
+            raise NoNodeAvailable(f"{after.message}; {none.message}") from after
+        pair = self._conditional(pair, request, asked)
+        self._expect(pair, asked)
+        return pair
 
     def _conditional(self, pair: Pair, request: GenerateRequest, asked: Asked) -> Pair:
         """Return the pair, or its decode alone where that computes the prompt by itself.
 
-        What decode has in its tiers is not counted: the threshold is what its answers are promised to be
-        disturbed by at most, and a fetch that fails or comes late is computed.
+        Tokens in decode's tiers count as not cached: the threshold bounds how much its other answers are slowed
+        down, and a fetch that fails or comes late is computed.
         """
         decode = self._cluster.node(pair.decode).snapshot()
         is_stand_in = self._cluster.node(pair.prefill).role == "decode"
         threshold, num_cached = self._cluster.local_prefill_threshold, asked.cached_tokens(decode)
         if not is_stand_in and not stays_on_decode(request, decode, threshold, num_cached):
             return pair
-        self._metrics.stayed_on_decode("no_prefill" if is_stand_in else "little_to_compute")
+        reason = "no_prefill" if is_stand_in else "little_to_compute"
+        self._metrics.local_prompts.labels(reason).inc()
         return Pair(prefill="", decode=pair.decode)
 
     def _expect(self, pair: Pair, asked: Asked) -> None:
-        """Have the nodes count what they were given, until their loads tell of it."""
+        """Have the nodes count what they were given, until their loads include it."""
         self._cluster.node(pair.decode).expect(asked.num_tokens)
         computing = self._cluster.node(pair.prefill or pair.decode)
         snapshot = computing.snapshot()
         found = asked.found_in(snapshot)
         self._metrics.given(asked.num_tokens, found)
         if pair.prefill:
-            # As it was rated: what is fetched costs its share of being computed.
+            # As it was rated: a fetched token costs its share of being computed.
             saved = asked.saved_tokens(snapshot) if snapshot.tiers else found["device"]
             computing.expect(asked.num_tokens - round(saved))

@@ -1,8 +1,8 @@
-"""The policies by name: what a node costs a request.
+"""The policies by name, as a table of costs: what a node costs a request.
 
-Most count in tokens to be computed before the request's turn comes, so that a cached prefix, a queue and
-KV that has to travel weigh against each other. Some have an order of their own (`random`, `round_robin`,
-`session`): its places are so far apart that no number of tokens changes it.
+Most costs are in tokens to be computed before the request's turn comes, so that a cached prefix, a queue and KV that has
+to travel weigh against each other. `random`, `round_robin` and `session` rank the nodes instead: their ranks are so far
+apart that no number of tokens changes the order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from tandem.router.policy import Asked, Draw, NodeSnapshot, Policy, Rating
 _PLACE = 1e12
 # Of what is far more, places keep a thousandth apart: prefill's place decides, then decode's.
 _MINOR = 1e-3
-# A node without pages for the prompt makes it wait until answers end: as long as for so many tokens.
+# A node without pages for the prompt makes it wait until answers end: about as long as computing so many tokens.
 _NO_ROOM_TOKENS = 100_000
 # KV that leaves a zone: a 70B model's 320 KiB a token at 10 GB/s take as long as computing the token on
 # eight H100.

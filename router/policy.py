@@ -6,14 +6,13 @@
  nodes of the other ─────────────▶ ...             ──▶ the cheapest of each zone ─┘   + crossing, if zones differ
 ```
 
-Holds no connection and no clock: what is known of a node is in its `NodeSnapshot`, of the request in
-`Asked`. How nodes are rated is in `router/policies.py`. A turn number, one higher with each choice, breaks
-ties, so that equal nodes are used in rotation.
+Holds no connection and no clock: a node is known by its `NodeSnapshot`, a request by its `Asked`. The table of costs is in
+`router/policies.py`. A turn number, one higher with each choice, breaks ties, so that equal nodes are used in rotation.
 """
 
 import random
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tandem.router.prefixes import NOTHING_CACHED, CachedPrefixes, CachedTier, PromptBlocks
 from tandem.wire.errors import NoNodeAvailable
@@ -29,17 +28,16 @@ class NodeSnapshot:
     """One node at one moment.
 
     Attributes:
-        is_aside: It fails what it is given: taken only where there is no other.
+        is_aside: It failed several requests in a row: taken only where there is no other.
         fingerprint: Of its model; empty while it was never reached.
         reason: Why it is not up, for people.
-        load: What it last said of itself, up to half a second old.
+        load: As it last reported, up to half a second old.
         in_flight_requests: Started by this edge worker and not ended.
         in_flight_tokens: Prompt tokens of those.
-        fresh_tokens: What it was given to do since `load` was told: prompt tokens, on prefill without
-            those that are cached.
-        zone: Where it stands, as operators name it: KV moves faster within a zone.
-        prefixes: What it has cached. It changes as the node tells more.
-        tiers: Those behind its cache that save anything now, cheapest first. What is in them changes too.
+        fresh_tokens: Prompt tokens that it was given since `load` was reported, on prefill without the cached ones.
+        zone: As operators name it: KV moves faster within a zone.
+        prefixes: What it has cached. It changes as the node reports more.
+        tiers: Those behind its cache that save anything now, cheapest first. Their contents change too.
         busy_tokens: How much work it has; see `busy_tokens`.
         room_tokens: For how many more tokens it has pages.
         takes_prompts: A decode node that can compute prompts by itself.
@@ -73,8 +71,8 @@ class NodeSnapshot:
 def busy_tokens(node: NodeSnapshot) -> float:
     """Return the work that a node has, in tokens: what it reported and what was started since.
 
-    Of prefill that is prompt tokens to compute, of decode tokens of running requests, which each step
-    reads, and of those in line.
+    On prefill these are prompt tokens to compute. On decode they are the tokens of running requests, which each step
+    reads, and of queued ones.
     """
     load = node.load
     num_placed = load.num_running + load.num_transferring
@@ -88,7 +86,7 @@ def busy_tokens(node: NodeSnapshot) -> float:
 
 
 def room_tokens(node: NodeSnapshot) -> float:
-    """Return for how many more tokens a node has pages; infinitely many when it never told."""
+    """Return for how many more tokens a node has pages; infinitely many before it reported."""
     load = node.load
     if not load.num_pages:
         return float("inf")
@@ -129,8 +127,8 @@ class Asked:
 
     Attributes:
         num_tokens: Of its prompt.
-        session: Requests of one session are worth sending to one pair; empty: of none.
-        prompt: What of it may be cached somewhere.
+        session: Requests of one session are worth sending to one pair; empty: no session.
+        prompt: Its blocks, which may be cached somewhere.
     """
 
     num_tokens: int = 0
@@ -153,10 +151,10 @@ class Asked:
         return self.prompt.cached_in([node.prefixes for node in nodes])
 
     def saved_in(self, nodes: Sequence[NodeSnapshot]) -> Sequence[float]:
-        """Return how many tokens less than the whole prompt it costs each of several nodes to compute it.
+        """Return how many tokens of work each of several nodes saves by what it has of the prompt.
 
-        A cached token saves all of itself; behind those, one in a tier saves what computing it costs more
-        than taking it from there.
+        A cached token saves all of itself. Behind those, a token in a tier saves the difference between computing
+        and fetching it.
         """
         cached = self.cached_in(nodes)
         behind = [index for index, node in enumerate(nodes) if node.tiers]
@@ -187,7 +185,7 @@ ANYTHING = Asked()
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What makes one choice differ from the next: its turn, and a source of randomness."""
+    """The turn of a choice, and its source of randomness."""
 
     turn: int
     rng: random.Random
@@ -299,3 +297,59 @@ def _cheapest_by_zone(
         if zone not in found or cost < found[zone][0]:
             found[zone] = (cost, node)
     return list(found.values())
+
+
+# ── which prompts a decode node computes by itself ───────────────────────────────────────────────
+#
+# A prompt of which decode has little to compute is done sooner there: beside its answers, without a message to
+# another node. That slows the answers beside it, so there is a bound on what waits at a decode node; beyond it
+# prompts go to prefill.
+
+
+def tokens_to_compute(request: GenerateRequest, num_cached: int = 0) -> int:
+    """Return how many tokens of a prompt a decode node has to compute by itself.
+
+    Args:
+        num_cached: Of the prompt, the node has so many in its prefix cache.
+    """
+    wanted = request.logprobs
+    if wanted is not None and wanted.prompt_start >= 0:
+        # Log-probabilities come from computing, so from there on nothing is taken from the cache.
+        num_cached = min(num_cached, max(0, wanted.prompt_start - 1))
+    # The last token is always computed: its logits give the next one.
+    return max(1, len(request.prompt_ids) - num_cached)
+
+
+def stays_on_decode(
+    request: GenerateRequest, decode: NodeSnapshot, threshold: int, num_cached: int = 0
+) -> bool:
+    """Tell whether a decode node shall compute a prompt by itself.
+
+    Args:
+        threshold: Prompt tokens that the node may have to compute at a time, this prompt's included.
+        num_cached: See `tokens_to_compute`.
+    """
+    num_new = tokens_to_compute(request, num_cached)
+    return decode.takes_prompts and decode.backlog_tokens + num_new <= threshold
+
+
+def with_stand_ins(snapshot: ClusterSnapshot, threshold: int) -> ClusterSnapshot:
+    """Return a cluster in which decode nodes stand in for prefill nodes when none of these is up.
+
+    A pair chosen from it stands for its decode node alone. A prefill node of another model counts as up: nodes
+    that do not fit each other are reported, not covered up.
+
+    Args:
+        threshold: As for `stays_on_decode`; 0 lets no node stand in.
+    """
+    if not threshold or any(node.is_up for node in snapshot.prefills):
+        return snapshot
+    able = tuple(node for node in snapshot.decodes if node.is_up and node.takes_prompts)
+    if not able:
+        return snapshot
+    # Requests that run on the others are still counted.
+    decodes = tuple(
+        replace(node, is_up=False) if node.is_up and not node.takes_prompts else node
+        for node in snapshot.decodes
+    )
+    return ClusterSnapshot(prefills=able, decodes=decodes)

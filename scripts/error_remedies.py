@@ -46,7 +46,6 @@ REMEDIES = {
     "engine_failed": "Look for the traceback in the node's log. The node goes on; a request that fails each time is a bug to report.",
     "grammar_violated": "A bug, or nodes of two releases with different grammar libraries: give all nodes of a cluster the same release.",
     "not_now": "The message says what the node is doing. Drain it before it is turned; wait until it has loaded.",
-    "members_unwritable": "The router cannot write to its temporary directory: free some room there, or set `TMPDIR`.",
     "message_invalid": "Something that is no node speaks to a node's port, or two releases too far apart: look at the server's log, and keep "
     "strangers from the ports.",
     "message_too_large": "As `message_invalid`.",

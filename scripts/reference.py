@@ -26,12 +26,7 @@ from tandem.router.arguments import IGNORED_FLAGS
 from tandem.wire.errors import TandemError, errors_by_code
 
 # Errors that nothing else here imports: a page must not depend on what a process has imported by chance.
-for module in (
-    "tandem.engine.errors",
-    "tandem.node.life",
-    "tandem.router.membership_files",
-    "tandem.router.nodes_api",
-):
+for module in ("tandem.engine.errors", "tandem.node.life", "tandem.router.nodes_api"):
     import_module(module)
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"

@@ -204,6 +204,7 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
         num_strangers: Connections to the node's links that were turned away, by their key or the lack of
             one, or hung up while they were greeted.
         num_invalid: Frames that were no message.
+        is_draining: It takes nothing new; older nodes report that at `GET /server_info` only.
     """
 
     num_running: int = 0
@@ -236,6 +237,7 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int = -1
     # Behind the prefix cache, fastest first.
     tiers: list[TierLoad] = []
+    is_draining: bool = False
 
 
 class Pong(Message, frozen=True, kw_only=True):

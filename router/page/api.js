@@ -31,7 +31,7 @@ async function answered(response) {
   throw new Error(message);
 }
 
-/** Fetch the overview, with requests and events that are younger than `after`. */
+/** Fetch the overview, with requests that ended after `after`. */
 export async function overview(after) {
   const signal = AbortSignal.timeout(TIMEOUT_MS);
   const response = await fetch(`/overview?after=${after}`, { headers: headers(), signal, cache: "no-store" });

@@ -1,24 +1,22 @@
 // The row of headline numbers, each with the curve of the last two minutes.
 
 import { byId, el, keyed, say, set, svg } from "./dom.js";
-import { NONE, count, rate, seconds } from "./format.js";
+import { count, rate, seconds } from "./format.js";
 
 // A curve that has just begun grows from the right.
 const FEWEST_STEPS = 30;
 
 /** Return the numbers in the order they are read: label, value, what is under it, its curve's name. */
-function numbers(store, limits) {
-  const { rates, totals, histograms, num_in_flight: running, num_queued: queued } = store.overview;
-  const [good, ended] = store.goodput(limits);
+function numbers(store) {
+  const { rates, totals, latencies, num_in_flight: running, num_queued: queued } = store.overview;
   const failed = totals.num_failed ? `${count(totals.num_failed)} failed` : `${count(totals.num_finished)} finished`;
   return [
     ["requests/s", rate(rates.requests), failed, "requests"],
     ["in flight", count(running), "now", "inFlight"],
     ["queued", count(queued), totals.num_refused ? `${count(totals.num_refused)} refused` : "none refused", "queued"],
-    ["TTFT", seconds(histograms.ttft.p50_s), `p99 ${seconds(histograms.ttft.p99_s)}`, "ttft"],
-    ["ITL", seconds(histograms.itl.p50_s), `p99 ${seconds(histograms.itl.p99_s)}`, "itl"],
+    ["TTFT", seconds(latencies.ttft.p50_s), `p99 ${seconds(latencies.ttft.p99_s)}`, "ttft"],
+    ["ITL", seconds(latencies.itl.p50_s), `p99 ${seconds(latencies.itl.p99_s)}`, "itl"],
     ["tokens/s", rate(rates.generated_tokens), `${rate(rates.prompt_tokens)} of prompts`, "tokens"],
-    ["goodput", ended ? `${Math.round((100 * good) / ended)} %` : NONE, ended ? `${good} of ${ended}` : "last minute", ""],
     ["replays", count(totals.num_replays), "since the start", ""],
   ];
 }
@@ -51,6 +49,6 @@ function draw(curve, values) {
 }
 
 /** Draw the numbers. */
-export function showHeadline(store, limits) {
-  keyed(byId("numbers"), numbers(store, limits), ([label]) => label, make, update(store.history));
+export function showHeadline(store) {
+  keyed(byId("numbers"), numbers(store), ([label]) => label, make, update(store.history));
 }

@@ -17,7 +17,6 @@ export function prepareKeys(actions) {
     n: ["nodes: arrows move, Enter shows one in full", focusOn("nodes")],
     r: ["recent requests: arrows move, Enter shows one in full", focusOn("recent")],
     p: ["playground: Ctrl+Enter sends, Esc stops", focusOn("prompt")],
-    e: ["events", focusOn("events")],
     t: ["dark or light", actions.theme],
     ".": ["hold the picture still, or go on", actions.pause],
   };

@@ -2,10 +2,8 @@
 
 import { KeyWanted, keepKey, overview } from "./api.js";
 import { byId, say } from "./dom.js";
-import { showEvents } from "./events.js";
 import { clock, plural } from "./format.js";
 import { showHeadline } from "./headline.js";
-import { showHistograms } from "./histograms.js";
 import { prepareKeys } from "./keys.js";
 import { prepareNodes, showNodes } from "./nodes.js";
 import { preparePlayground } from "./playground.js";
@@ -42,15 +40,12 @@ async function turn() {
 function draw() {
   const seen = store.overview;
   if (!seen) return;
-  const limits = readLimits();
   say(byId("model"), seen.model);
   say(byId("health"), seen.detail);
   byId("health").dataset.serving = seen.is_serving;
-  showHeadline(store, limits);
+  showHeadline(store);
   showNodes(seen);
-  showHistograms(seen, limits);
   showRequests(store);
-  showEvents(store);
   const silent = seen.silent_workers.length ? `, ${seen.silent_workers.length} silent` : "";
   say(byId("version"), `Tandem ${seen.version}`);
   say(byId("workers"), `${plural(seen.num_workers, "edge worker")}${silent}`);
@@ -60,21 +55,12 @@ function draw() {
 function found() {
   document.body.dataset.connection = "live";
   byId("banner").hidden = true;
-  if (lostAt === null) return;
-  const now = Date.now() / 1000;
-  store.tell({ id: `page-${now}`, at_unix_s: now, kind: "router", node: "", count: 1,
-    text: `the router answers again, after ${plural(Math.round(now - lostAt), "second")}` });
   lostAt = null;
 }
 
 /** The router did not answer, or not as one. */
 function lost(error) {
-  const now = Date.now() / 1000;
-  if (lostAt === null) {
-    lostAt = now;
-    store.tell({ id: `page-${now}`, at_unix_s: now, kind: "lost", node: "", count: 1, text: "the router does not answer" });
-    if (store.overview) showEvents(store);
-  }
+  lostAt ??= Date.now() / 1000;
   document.body.dataset.connection = "lost";
   byId("banner").hidden = false;
   const why = error.name === "TypeError" || error.name === "TimeoutError" ? "it cannot be reached" : error.message;
@@ -85,21 +71,6 @@ function askForKey(isWrong) {
   byId("key-wrong").hidden = !isWrong;
   document.body.dataset.connection = "locked";
   if (!byId("key-dialog").open) byId("key-dialog").showModal();
-}
-
-function readLimits() {
-  return { ttftS: Number(byId("slo-ttft").value) / 1000, itlS: Number(byId("slo-itl").value) / 1000 };
-}
-
-function prepareLimits() {
-  for (const [id, usual] of [["slo-ttft", 1000], ["slo-itl", 100]]) {
-    byId(id).value = localStorage.getItem(`tandem-${id}`) ?? usual;
-    byId(id).addEventListener("input", () => {
-      localStorage.setItem(`tandem-${id}`, byId(id).value);
-      draw();
-    });
-  }
-  byId("slo").addEventListener("submit", (event) => event.preventDefault());
 }
 
 function prepareKeyDialog() {
@@ -129,7 +100,6 @@ function changePause() {
 
 prepareNodes(draw);
 prepareRequests(draw);
-prepareLimits();
 prepareKeyDialog();
 preparePlayground(() => store.overview?.model ?? "", askForKey);
 prepareKeys({ theme: changeTheme, pause: changePause });

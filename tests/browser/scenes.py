@@ -4,21 +4,19 @@ import random
 
 import msgspec
 
-from tandem.router.events import Event
 from tandem.router.overview import (
-    Histograms,
+    Latencies,
     NodeRates,
     NodeView,
     Overview,
     PairView,
+    Quantiles,
     Rates,
     Totals,
-    histogram,
 )
 from tandem.wire.messages import NodeLoad, TierLoad
 
 NOW = 1_800_000_000.0
-TTFT_BOUNDS = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10]
 PREFILL, DECODE = "http://10.0.0.1:7000", "http://10.0.1.1:7001"
 
 
@@ -140,13 +138,7 @@ def tiered(prefills: int, decodes: int, **changes) -> Overview:
     return msgspec.structs.replace(made, nodes=nodes)
 
 
-def event(number: int, kind: str, text: str, **changes) -> Event:
-    made = {"id": f"e-{number}", "at_unix_s": NOW - 100 + number, "kind": kind, "text": text}
-    return Event(**made | changes)
-
-
 def overview(nodes=(), pairs=(), **changes) -> Overview:
-    counts = [0, 14, 96, 220, 61, 12, 3, 0, 0, 0, 0]
     made = {
         "now_unix_s": NOW,
         "version": "0.1.0",
@@ -155,17 +147,16 @@ def overview(nodes=(), pairs=(), **changes) -> Overview:
         "model": "SmolLM2-135M-Instruct",
         "nodes": list(nodes),
         "pairs": list(pairs),
-        "histogram_span_s": 300.0,
     }
     if nodes:
         made |= {
             "num_in_flight": 42,
             "rates": Rates(requests=7.3, prompt_tokens=5210.0, generated_tokens=1932.0),
             "totals": Totals(num_finished=4210, num_replays=2),
-            "histograms": Histograms(
-                ttft=histogram(TTFT_BOUNDS, counts),
-                itl=histogram([0.005, 0.01, 0.02, 0.04], [10, 400, 90, 20, 0]),
-                e2e=histogram(TTFT_BOUNDS, [0, 0, 0, 2, 40, 160, 90, 30, 4, 0, 0]),
+            "latencies": Latencies(
+                ttft=Quantiles(p50_s=0.07, p99_s=0.48),
+                itl=Quantiles(p50_s=0.012, p99_s=0.038),
+                e2e=Quantiles(p50_s=1.2, p99_s=7.4),
             ),
         }
     return Overview(**made | changes)

@@ -187,8 +187,11 @@ class FakeNode:
         return NodeInfo(**fields | self._extra)
 
     def now_says(self, **fields) -> None:
-        """Say this of itself from here on."""
+        """Report this of itself from here on, over HTTP, and over its link that it drains."""
         self._extra |= fields
+        if "is_draining" in fields:
+            is_draining = fields["is_draining"]
+            self.engine.load = msgspec.structs.replace(self.engine.load, is_draining=is_draining)
 
     def now_has(self, tokenizer_files, model) -> None:
         """Serve another model, in another life."""

@@ -1,193 +1,480 @@
-import heapq
-import itertools
+"""The queue and its bounds, and admission over nodes that are only numbers, in virtual time."""
+
+import asyncio
+import contextlib
 import math
-import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.admission import Admission
-from tandem.router.config import Limits
-from tandem.router.line import Waiting
-from tandem.wire.errors import DeadlinePassed, Overloaded
+from tandem.router.admission import Admission, Queue, Waiting
+from tandem.router.config import AdmissionConfig, Limits
+from tandem.router.key_limits import KeyLimit
+from tandem.router.metrics import RouterMetrics
+from tandem.router.policy import ClusterSnapshot, NodeSnapshot
+from tandem.wire.errors import DeadlinePassed, Overloaded, RateLimited
+from tandem.wire.messages import NodeLoad
+from tests.router.fake_node import request
+from tests.router.virtual import in_virtual_time
+
+# ── the queue ────────────────────────────────────────────────────────────────────────────────────
+
+KINDS = st.tuples(st.sampled_from("abc"), st.sampled_from((-1, 0, 5)))
+# A request that comes, one that leaves (by its number), or a place that becomes free.
+STEPS = st.lists(st.one_of(KINDS, st.integers(0, 50), st.none()), max_size=60)
 
 
-def waiting(
-    expires=math.inf, *, arrived=0.0, client="a", priority=0, num_tokens=1, has_deadline=False
-):
-    return Waiting(client, priority, num_tokens, arrived, expires, has_deadline)
+def waiting(client="a", priority=0, num_tokens=1, expires=math.inf, *, arrived=0.0, deadline=False):
+    return Waiting(client, priority, num_tokens, arrived, expires, deadline)
 
 
-def fill(admission, count, **fields):
-    for _ in range(count):
-        assert admission.join(waiting(**fields), 0.0) is None
+def queue_of(clients="", **limits) -> Queue:
+    queue = Queue(Limits(**limits))
+    for client in clients:
+        assert queue.join(waiting(client), 0.0) is None
+    return queue
 
 
-class Places:
-    """Some places, each held for a time that is drawn, by requests that come as a Poisson stream."""
-
-    def __init__(self, seed, *, num_places=16, service_s=0.5, max_wait_s=60.0) -> None:
-        self.rng = random.Random(seed)
-        self.num_places, self.service_s = num_places, service_s
-        self.admission = Admission(Limits(max_wait_s=max_wait_s))
-        self.begin_s = 0.05
-        self.num_good = self.num_late = 0
-
-    @property
-    def rate(self) -> float:
-        return self.num_places / self.service_s
-
-    def run(self, rate, seconds, patience_s, count_from=5.0):
-        """Return the requests a second that began within their clients' patience."""
-        numbers, now, num_free = itertools.count(), 0.0, self.num_places
-        events = [(self.rng.expovariate(rate), next(numbers), None)]
-        while events and now < seconds:
-            now, _, ends = heapq.heappop(events)
-            if ends is None:
-                heapq.heappush(events, (now + self.rng.expovariate(rate), next(numbers), None))
-                one = waiting(now + patience_s, arrived=now, has_deadline=True)
-                assert self.admission.join(one, now) is None
-            else:
-                num_free += 1
-            while num_free and (taken := self.admission.take()) is not None:
-                if self.admission.is_too_late(taken, now):
-                    self.num_late += 1
-                    continue
-                num_free -= 1
-                self.admission.began(self.begin_s, now)
-                self.num_good += now > count_from and now + self.begin_s <= taken.expires
-                ends_at = now + self.rng.uniform(0.5, 1.5) * self.service_s
-                heapq.heappush(events, (ends_at, next(numbers), taken))
-        return self.num_good / (seconds - count_from)
+def clients_in_order(queue) -> str:
+    return "".join(taken.client for taken in iter(queue.take, None))
 
 
-@pytest.mark.parametrize("factor", [1.5, 2, 10])
-@pytest.mark.parametrize("seed", range(2))
-def test_goodput_beyond_capacity_is_what_it_is_at_capacity(seed, factor):
-    places = Places(seed)
-    goodput = places.run(factor * places.rate, 40.0, patience_s=1.0)
-    assert goodput >= 0.95 * places.rate
+def test_clients_take_turns_however_many_requests_one_has():
+    assert clients_in_order(queue_of("aaaabbc")) == "abcabaa"
 
 
-def test_no_request_is_too_late_where_there_is_enough():
-    places = Places(0)
-    places.run(0.7 * places.rate, 120.0, patience_s=1.0)
-    assert places.num_late == 0
+def test_a_client_that_comes_late_waits_one_turn_of_each_other_client():
+    queue = queue_of("aaaa")
+    assert queue.take().client == "a"
+    queue.join(waiting("b"), 0.0)
+    assert clients_in_order(queue) == "abaa"
 
 
-# What may happen to a queue: so much time passes, a request comes, the next one is taken or leaves, a first
-# token comes after so long.
-EVENTS = st.one_of(
-    st.tuples(st.just("pass"), st.floats(0, 1e4)),
-    st.tuples(st.just("join"), st.sampled_from([None, 0.0, 0.5, 60.0, 1e4])),
-    st.tuples(st.sampled_from(["take", "leave"]), st.none()),
-    st.tuples(st.just("began"), st.floats(0, 1e4)),
-)
+def test_a_client_whose_requests_leave_loses_no_turn_for_the_others():
+    queue = queue_of("bb")
+    gone = [waiting("a") for _ in range(50)]
+    for one in [*gone, stays := waiting("a")]:
+        queue.join(one, 0.0)
+    for one in gone:
+        assert queue.leave(one)
+    assert [queue.take().client, queue.take()] == ["b", stays]
 
 
-def live(admission, limits, history) -> float:
-    """Have a queue live through a history; return what time it is then."""
-    now, inside = 0.0, []
-    for event, value in history:
-        if event == "pass":
-            now += value
-        elif event == "began":
-            admission.began(value, now)
-        elif event == "join" and (value is None or value > 0) and len(inside) < limits.max_requests:
-            deadline = None if value is None else now + value
-            expires = admission.expiry(now, deadline)
-            inside.append(waiting(expires, arrived=now, has_deadline=expires == deadline))
-            assert admission.join(inside[-1], now) is None  # there is room
-        elif event == "take" and inside:
-            assert admission.take() is inside.pop(0)
-        elif event == "leave" and inside:
-            assert admission.leave(inside.pop())
-    return now
+@given(STEPS)
+def test_the_highest_priority_goes_first_and_a_clients_own_keep_their_order(steps):
+    queue, inside = queue_of(), []
+    for step in steps:
+        if isinstance(step, tuple):
+            inside.append(waiting(*step, num_tokens=len(inside) + 1))
+            queue.join(inside[-1], 0.0)
+        elif step is None:
+            taken = queue.take()
+            assert (taken is None) == (not inside)
+            if taken is not None:
+                assert taken.priority == max(each.priority for each in inside)
+                kind = taken.client, taken.priority
+                assert taken is next(e for e in inside if (e.client, e.priority) == kind)
+                inside.remove(taken)
+        elif step < len(inside):
+            gone = inside.pop(step)
+            assert queue.leave(gone)
+            assert not queue.leave(gone)
+        assert len(queue) == len(inside)
+        assert queue.num_tokens == sum(each.num_tokens for each in inside)
 
 
-@given(st.lists(EVENTS, max_size=40), st.sampled_from([None, 0.01, 60.0]))
-def test_from_any_history_a_queue_with_room_takes_a_newcomer(history, patience_s):
-    limits = Limits(max_requests=4)
-    admission = Admission(limits)
-    now = live(admission, limits, history)
-    newcomer = waiting(
-        now + (patience_s or limits.max_wait_s), arrived=now, has_deadline=patience_s is not None
-    )
-    if len(admission) == limits.max_requests:
-        admission.take()
-    assert admission.join(newcomer, now) is None
-    assert list(iter(admission.take, None))[-1] is newcomer
+@given(st.lists(KINDS, min_size=1, max_size=30), KINDS)
+def test_no_request_is_rejected_for_an_equal(there, newcomer):
+    queue = queue_of(max_requests=len(there))
+    for kind in there:
+        queue.join(waiting(*kind), 0.0)
+    one_more = waiting(*newcomer)
+    with contextlib.suppress(Overloaded):
+        rejected = queue.join(one_more, 0.0)
+        assert rejected.priority == min(priority for _, priority in there) <= one_more.priority
+        # It would not get its place back from the newcomer.
+        with contextlib.suppress(Overloaded):
+            assert queue.join(rejected, 0.0) is not one_more
 
 
-def test_a_full_queue_tells_how_long_its_next_request_has_waited():
-    admission = Admission(Limits(max_requests=2))
-    assert admission.retry_after_s(0.0) == 1
-    fill(admission, 2)
+def test_a_client_that_fills_the_queue_does_not_keep_others_out():
+    queue = queue_of("g" * 10, max_requests=10)
+    for _ in range(5):
+        assert queue.join(waiting("modest"), 0.0).client == "g"
+    with pytest.raises(Overloaded):  # now they have as much as each other
+        queue.join(waiting("modest"), 0.0)
+
+
+def test_a_higher_priority_takes_the_place_of_the_last():
+    queue, first, last, high = queue_of(max_requests=2), waiting(), waiting(), waiting(priority=1)
+    assert [queue.join(each, 0.0) for each in (first, last, high)] == [None, None, last]
+    assert [queue.take(), queue.take(), queue.take()] == [high, first, None]
+
+
+def test_the_queue_is_bounded_in_tokens_but_for_one_alone():
+    queue = queue_of(max_tokens=100)
+    queue.join(waiting(num_tokens=1000), 0.0)
+    with pytest.raises(Overloaded):
+        queue.join(waiting(num_tokens=1), 0.0)
+    queue.take()
+    queue.join(waiting(num_tokens=60), 0.0)
+    queue.join(waiting(num_tokens=40), 0.0)
+    with pytest.raises(Overloaded):  # and a place that the last would leave is not enough
+        queue.join(waiting(num_tokens=50, priority=1), 0.0)
+
+
+def test_a_full_queue_names_how_long_its_next_request_has_waited():
+    queue = queue_of(max_requests=2)
+    assert queue.retry_after_s(0.0) == 1
+    for _ in range(2):
+        queue.join(waiting(), 0.0)
     for now, after_s in ((0.3, 1), (6.5, 7)):
         with pytest.raises(Overloaded) as refused:
-            admission.join(waiting(), now)
+            queue.join(waiting(), now)
         assert refused.value.retry_after_s == after_s
 
 
-def test_one_with_a_higher_priority_takes_the_place_of_the_last_in_line():
-    admission = Admission(Limits(max_requests=2))
-    first, last = waiting(), waiting()
-    admission.join(first, 0.0)
-    admission.join(last, 0.0)
-    with pytest.raises(Overloaded):
-        admission.join(waiting(), 0.0)
-    high = waiting(priority=1)
-    assert admission.join(high, 0.0) is last
-    assert [admission.take(), admission.take()] == [high, first]
-
-
-def test_a_client_that_fills_the_line_does_not_keep_others_out():
-    admission = Admission(Limits(max_requests=10))
-    fill(admission, 10, client="greedy")
-    for _ in range(5):
-        sent_away = admission.join(waiting(client="modest"), 0.0)
-        assert sent_away.client == "greedy"
-    with pytest.raises(Overloaded):  # now they have as much as each other
-        admission.join(waiting(client="modest"), 0.0)
-
-
-def test_the_line_is_bounded_in_tokens_but_for_one_alone():
-    admission = Admission(Limits(max_tokens=100))
-    admission.join(waiting(num_tokens=1000), 0.0)
-    with pytest.raises(Overloaded):
-        admission.join(waiting(num_tokens=1), 0.0)
-    admission.take()
-    admission.join(waiting(num_tokens=60), 0.0)
-    admission.join(waiting(num_tokens=40), 0.0)
-
-
-def test_a_time_that_is_over_is_the_clients_error_or_the_lines():
-    admission = Admission(Limits(max_wait_s=5.0))
+def test_a_wait_that_is_over_is_the_clients_error_or_the_queues():
+    queue = queue_of(max_wait_s=5.0)
     with pytest.raises(DeadlinePassed):
-        admission.join(waiting(1.0, has_deadline=True), 1.0)
-    assert admission.expiry(10.0, None) == admission.expiry(10.0, 99.0) == 15.0
-    assert admission.expiry(10.0, 11.0) == 11.0
-    assert isinstance(admission.too_late(waiting(has_deadline=True), 0.0), DeadlinePassed)
-    assert isinstance(admission.too_late(waiting(), 0.0), Overloaded)
+        queue.join(waiting(expires=1.0, deadline=True), 1.0)
+    assert queue.expiry(10.0, None) == queue.expiry(10.0, 99.0) == 15.0
+    assert queue.expiry(10.0, 11.0) == 11.0
+    assert isinstance(queue.too_late(waiting(), 0.0), Overloaded)
 
 
-def test_a_request_that_could_not_begin_in_time_is_not_started_and_slowness_is_forgotten():
-    admission = Admission(Limits())
-    for _ in range(50):
-        admission.began(2.0, now=0.0)
-    assert admission.is_too_late(waiting(1.0, has_deadline=True), 0.0)
-    assert not admission.is_too_late(waiting(1.0), 0.0)
-    # While no request is started none is seen to begin: the measure must not keep them all out.
-    assert not admission.is_too_late(waiting(31.0, has_deadline=True), 30.0)
+# ── admission ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_one_that_leaves_is_not_taken():
-    admission = Admission(Limits())
-    gone, stays = waiting(), waiting()
-    admission.join(gone, 0.0)
-    admission.join(stays, 0.0)
-    assert admission.leave(gone)
-    assert not admission.leave(gone)
-    assert admission.take() is stays
-    assert admission.take() is None
+class Rig:
+    """Admission to a decode with some places; an admitted request is on the node until it leaves."""
+
+    def __init__(self, num_places=1, *, is_up=True, **config) -> None:
+        self.num_places, self.is_up = num_places, is_up
+        self.inside, self.seen, self.ends = [], [], {}
+        self.metrics = RouterMetrics()
+        self.admission = Admission(self._snapshot, AdmissionConfig(**config), self.metrics)
+
+    def _snapshot(self):
+        common = {"is_up": self.is_up, "fingerprint": "m"}
+        prefill = NodeSnapshot("p", "prefill", load=NodeLoad(num_transferring=99), **common)
+        load, num = NodeLoad(max_running=self.num_places), len(self.inside)
+        decode = NodeSnapshot("d", "decode", load=load, in_flight_requests=num, **common)
+        return ClusterSnapshot((prefill,), (decode,))
+
+    async def serve(self, name, **fields):
+        """Be admitted, and stay until the test has the request leave."""
+        async with self.admission.admitted(request(request_id=name, **fields)) as admitted:
+            if admitted is None:
+                self.seen.append("abort")
+                return
+            self.inside.append(name)
+            self.seen.append(admitted.request)
+            self.ends[name] = asyncio.Event()
+            try:
+                await self.ends[name].wait()
+            finally:
+                self.inside.remove(name)
+
+    async def leave(self, name):
+        self.ends[name].set()
+        await settled()
+
+    def counted(self, name) -> float:
+        lines = self.metrics.render(ClusterSnapshot((), ()), {}).splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+async def settled() -> None:
+    """Let every task run that can, and the time pass for which a count of places is used."""
+    await asyncio.sleep(0.001)
+
+
+@contextlib.asynccontextmanager
+async def requests():
+    """Yield a function that sends requests; those that are left at the end are cancelled."""
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+
+        async def send(rig, name, **fields):
+            tasks.append(group.create_task(rig.serve(name, **fields), name=name))
+            await settled()
+            return tasks[-1]
+
+        yield send
+        for task in tasks:
+            task.cancel()
+
+
+@in_virtual_time
+async def test_requests_start_while_there_is_room_and_the_rest_as_it_becomes_free():
+    rig = Rig(num_places=2)
+    async with requests() as send:
+        for name in "abcd":
+            await send(rig, name)
+        assert rig.inside == ["a", "b"]
+        assert rig.counted("tandem_router_queued_requests ") == 2
+        await rig.leave("a")
+        assert rig.inside == ["b", "c"]
+        await rig.leave("b")
+        assert rig.inside == ["c", "d"]
+        assert rig.counted("tandem_router_queued_requests ") == 0
+        assert rig.counted("tandem_router_queue_wait_seconds_count") == 4
+    assert not any(rig.admission.leftovers.values())
+
+
+@pytest.mark.parametrize(("role", "other"), [("prefill", "decode"), ("decode", "prefill")])
+@in_virtual_time
+async def test_a_node_put_aside_gives_places_only_while_no_other_of_its_role_is_up(role, other):
+    def node(url, role, *, is_up=True, is_aside=False):
+        load = NodeLoad(max_running=2 if url == "d" else 1000)
+        return NodeSnapshot(url, role, is_up, is_aside, fingerprint="m", load=load)
+
+    def num_places(*nodes):
+        partners = tuple(node(f"partner {i}", other) for i in range(20))
+        prefills, decodes = (nodes, partners) if role == "prefill" else (partners, nodes)
+        snapshot = ClusterSnapshot(prefills, decodes)
+        return Admission(lambda: snapshot, AdmissionConfig(), RouterMetrics())._free(0.0)
+
+    aside, well = node("d", role, is_aside=True), node("d", role)
+    assert num_places(aside, well) == num_places(well) > 0
+    assert num_places(aside, node("d", role, is_up=False)) == num_places(aside) > 0
+
+
+@in_virtual_time
+async def test_a_request_between_two_attempts_keeps_its_place_and_takes_no_second_one():
+    rig = Rig()
+    async with requests() as send:
+        await send(rig, "a")
+        await send(rig, "b")
+        rig.inside.remove("a")  # its node died, and it waits for another
+        rig.admission.look()
+        await settled()
+        assert rig.inside == []
+        rig.inside.append("a")
+        rig.num_places = 2
+        rig.admission.look()
+        await settled()
+        assert rig.inside == ["a", "b"]
+
+
+@in_virtual_time
+async def test_a_higher_priority_starts_first():
+    rig = Rig()
+    async with requests() as send:
+        for name, priority in (("a", 0), ("b", 0), ("c", 7)):
+            await send(rig, name, priority=priority)
+        await rig.leave("a")
+        assert rig.inside == ["c"]
+
+
+@in_virtual_time
+async def test_room_that_a_load_reports_is_used_within_a_millisecond():
+    rig = Rig()
+    async with requests() as send:
+        await send(rig, "a")
+        await send(rig, "b")
+        rig.num_places = 2
+        rig.admission.look()  # as at every change of a node
+        await settled()
+        assert rig.inside == ["a", "b"]
+
+
+@in_virtual_time
+async def test_nothing_looks_while_nothing_changes():
+    rig = Rig()
+    async with requests() as send:
+        await send(rig, "a")
+        await send(rig, "b")
+        rig.num_places = 2
+        await asyncio.sleep(5.0)
+        assert rig.inside == ["a"]
+        assert rig.admission._looking is None
+
+
+@in_virtual_time
+async def test_a_client_that_goes_away_leaves_the_queue_at_once():
+    rig = Rig()
+    async with requests() as send:
+        await send(rig, "a")
+        gone = await send(rig, "b")
+        await send(rig, "c")
+        gone.cancel()
+        await settled()
+        assert rig.counted("tandem_router_queued_requests ") == 1
+        assert rig.counted('tandem_router_requests_total{outcome="cancelled"}') == 1
+        await rig.leave("a")
+        assert rig.inside == ["c"]
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+@in_virtual_time
+async def test_a_place_is_never_lost_to_a_client_that_goes_away_as_it_becomes_free(num_turns):
+    rig = Rig()
+    async with requests() as send:
+        await send(rig, "a")
+        gone = await send(rig, "b")
+        await send(rig, "c")
+        rig.ends["a"].set()
+        for _ in range(num_turns):  # before it is started, and after, when it is not awake yet
+            await asyncio.sleep(0)
+        gone.cancel()
+        await settled()
+        assert rig.inside == ["c"]
+
+
+@in_virtual_time
+async def test_a_full_queue_rejects_with_when_to_come_back():
+    rig = Rig(limits=Limits(max_requests=1))
+    async with requests() as send:
+        await send(rig, "a")
+        await send(rig, "b")
+        await asyncio.sleep(2.5)
+        with pytest.raises(Overloaded) as refused:
+            await rig.serve("c")
+        assert refused.value.retry_after_s == 3
+        assert rig.counted('tandem_router_refused_total{reason="overloaded"}') == 1
+
+
+@in_virtual_time
+async def test_a_request_that_yields_to_a_higher_priority_is_rejected():
+    rig = Rig(limits=Limits(max_requests=1))
+    async with requests() as send:
+        await send(rig, "a")
+        low = asyncio.ensure_future(rig.serve("low"))
+        await settled()
+        await send(rig, "high", priority=1)
+        with pytest.raises(Overloaded):
+            await low
+        await rig.leave("a")
+        assert rig.inside == ["high"]
+
+
+@in_virtual_time
+async def test_a_deadline_that_passed_on_arrival_is_not_started_though_there_is_room():
+    with pytest.raises(DeadlinePassed):
+        await Rig().serve("a", deadline_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("limits", "fields", "error"),
+    [
+        ({}, {"deadline_s": 2.0}, DeadlinePassed),
+        ({"max_wait_s": 2.0}, {}, Overloaded),
+        ({"max_wait_s": 2.0}, {"deadline_s": 9.0}, Overloaded),
+    ],
+)
+@in_virtual_time
+async def test_a_wait_ends_with_the_clients_deadline_or_the_queues_limit(limits, fields, error):
+    rig = Rig(limits=Limits(**limits))
+    async with requests() as send:
+        await send(rig, "a")
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(error):
+            await rig.serve("b", **fields)
+        assert asyncio.get_running_loop().time() == pytest.approx(began + 2.0)
+        assert rig.counted(f'tandem_router_refused_total{{reason="{error.code}"}}') == 1
+        # However long it waited in vain, the next one is queued and starts.
+        later = await send(rig, "c")
+        await rig.leave("a")
+        assert rig.inside == ["c"]
+        later.cancel()
+
+
+@in_virtual_time
+async def test_a_queued_request_is_aborted_by_its_id():
+    rig = Rig()
+    async with requests() as send:
+        await send(rig, "a")
+        await send(rig, "b")
+        assert not rig.admission.abort("a")
+        assert rig.admission.abort("b")
+        assert not rig.admission.abort("b")
+        await settled()
+        assert rig.seen[-1] == "abort"
+        await rig.leave("a")
+        assert rig.inside == []
+
+
+@in_virtual_time
+async def test_nodes_are_told_the_time_left_and_not_the_client():
+    rig = Rig()
+    async with requests() as send:
+        await send(rig, "a")
+        await send(rig, "b", client="12345678", deadline_s=9.0)
+        await asyncio.sleep(4.0)
+        await rig.leave("a")
+        assert rig.seen[-1].deadline_s == pytest.approx(5.0, abs=0.01)
+        assert rig.seen[-1].client == ""
+
+
+@in_virtual_time
+async def test_while_no_pair_can_serve_newcomers_start_and_queued_requests_wait_on():
+    rig = Rig()
+    async with requests() as send:
+        await send(rig, "a")
+        await send(rig, "b")
+        rig.is_up = False
+        await asyncio.sleep(1.0)
+        await send(rig, "c")
+        assert rig.inside == ["a", "c"]
+
+
+@in_virtual_time
+async def test_room_is_that_of_the_model_served_before_all_nodes_were_away():
+    up = {"a"}
+
+    def nodes():
+        load = NodeLoad(max_running=1)
+        served = [{"is_up": name in up, "fingerprint": name, "load": load} for name in "ba"]
+        return ClusterSnapshot(
+            tuple(NodeSnapshot("p", "prefill", **fields) for fields in served),
+            tuple(
+                NodeSnapshot("d", "decode", in_flight_requests=f["fingerprint"] == "a", **f)
+                for f in served
+            ),
+        )
+
+    limits = Limits(max_requests=0)
+    admission = Admission(nodes, AdmissionConfig(limits=limits), RouterMetrics())
+    for up in ({"a"}, set(), {"a", "b"}):
+        await settled()
+        refused = pytest.raises(Overloaded) if up else contextlib.nullcontext()
+        with refused:
+            async with admission.admitted(request()) as admitted:
+                assert admitted is not None
+
+
+@in_virtual_time
+async def test_without_admission_all_start_at_once():
+    rig = Rig(is_on=False)
+    async with requests() as send:
+        for name in "abc":
+            await send(rig, name)
+        assert rig.inside == ["a", "b", "c"]
+
+
+@in_virtual_time
+async def test_what_a_key_has_running_or_queued_is_bounded():
+    rig = Rig(key_limits={"default": KeyLimit(requests_in_flight=2)})
+    async with requests() as send:
+        await send(rig, "a", client="k1")
+        await send(rig, "b", client="k1")
+        with pytest.raises(RateLimited):
+            await rig.serve("c", client="k1")
+        await send(rig, "d", client="k2")
+        await rig.leave("a")
+        await send(rig, "e", client="k1")
+        assert rig.counted('tandem_router_refused_total{reason="rate_limit_exceeded"}') == 1
+
+
+@in_virtual_time
+async def test_a_keys_tokens_are_those_of_prompt_and_answer():
+    rig = Rig(num_places=9, key_limits={"default": KeyLimit(tokens_per_minute=60)})
+    async with rig.admission.admitted(request(prompt_ids=range(1, 31), client="k")) as admitted:
+        admitted.answered(60)
+    with pytest.raises(RateLimited) as refused:
+        await rig.serve("b", client="k")
+    # 90 of 60 are used, and three more are asked for, at one a second.
+    assert refused.value.retry_after_s == 33

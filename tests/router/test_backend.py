@@ -8,6 +8,7 @@ import pytest
 from tandem.router.backend import ClusterBackend
 from tandem.router.cluster import Cluster
 from tandem.router.config import PrefillTarget, RouterConfig
+from tandem.router.membership import Announcement, Membership
 from tandem.router.policies import POLICIES
 from tandem.wire.errors import (
     Aborted,
@@ -39,14 +40,14 @@ from tests.router.fake_node import FakeNode, logprobs, request, until
 
 @asynccontextmanager
 async def watched(
-    prefills, decodes, max_attempts=3, node_wait_s=0.0, files=None, policy="least_load", **fields
+    prefills, decodes, max_attempts=3, node_wait_s=0.0, policy="least_load", **fields
 ):
     config = RouterConfig(
         prefills=tuple(PrefillTarget(node.url) for node in prefills),
         decodes=tuple(node.url for node in decodes),
         **fields,
     )
-    cluster = Cluster(config, files)
+    cluster = Cluster(config)
     rng = random.Random(0)
     backend = ClusterBackend(cluster, POLICIES[policy], max_attempts, rng, node_wait_s)
     async with asyncio.TaskGroup() as tasks:
@@ -60,6 +61,12 @@ class Setup:
 
     def __init__(self, prefills, decodes, backend) -> None:
         self.prefills, self.decodes, self.backend = prefills, decodes, backend
+        self.membership = Membership(backend._cluster.members.members)
+
+    def announce(self, url, **fields) -> None:
+        """Announce or remove a node, as over HTTP."""
+        self.membership.announce(Announcement(url=url, **fields))
+        self.backend._cluster.apply(self.membership.members())
 
     def others(self, node):
         (other,) = [
@@ -516,11 +523,11 @@ async def test_a_request_is_aborted_while_it_waits_for_a_node():
         prefill.engine.say(start_prefill, 0, [10])
         await until(lambda: reader.token_ids == [10])
         decode.engine.close()
-        waiters = setup.backend._cluster.waiters
-        await until(lambda: len(waiters) == 1)
+        waits = setup.backend._node_wait
+        await until(lambda: len(waits) == 1)
         assert await setup.backend.abort("r1")
         assert await reader.result() == ([10], "abort")
-        assert len(waiters) == 0
+        assert len(waits) == 0
 
 
 async def test_an_abort_that_comes_as_an_attempt_fails_is_not_lost():
@@ -574,6 +581,7 @@ async def test_a_node_that_hands_over_is_passed_over_at_once_and_its_partner_is_
         prefill, start_prefill, decode, start_decode = await setup.pair_of()
         prefill.engine.say(start_prefill, 0, [10])
         await until(lambda: reader.token_ids == [10])
+        decode.now_says(is_draining=True)
         decode.engine.fail(start_decode, NodeDraining("handed over"))
         await prefill.engine.next(Cancel)
         prefill, start_prefill, second, _ = await setup.pair_of(attempt=1)
@@ -679,7 +687,7 @@ async def test_requests_of_one_group_go_to_one_pair():
             prefill.engine.say(start, 0, [2], "stop")
         assert [await reader.result() for reader in readers] == [([2], "stop")] * 3
         assert setup.others(prefill).engine.is_idle()
-        assert len(setup.backend._groups) == 0
+        assert setup.backend.leftovers["groups"] == 0
 
 
 async def test_a_group_whose_pair_fails_moves_as_one():

@@ -13,8 +13,7 @@ from tandem.frontend.tls import server_context
 from tandem.frontend.tokenizer_files import tokenizer_hash
 from tandem.router.cluster import Cluster
 from tandem.router.config import PrefillTarget, RouterConfig
-from tandem.router.membership import Said
-from tandem.router.membership_files import MemberFiles, new_member_files
+from tandem.router.membership import Member, Members
 from tandem.router.node_http import INFO_TIMEOUT_S
 from tandem.router.node_watch import FIRST_ANSWER_TIMEOUT_S, LAST_RETRY_S
 from tandem.wire.errors import ConfigInvalid
@@ -92,21 +91,22 @@ async def test_a_node_that_changes_its_role_is_used_in_the_new_one():
     async with cluster(prefills=prefills, decodes=decodes) as setup:
         turned = prefills[1]
         turned.role = "decode"
+        turned.restart_engine()
         await until(lambda: len(setup.backend._cluster.snapshot().decodes) == 2)
         assert [n.url for n in setup.backend._cluster.snapshot().prefills] == [prefills[0].url]
         await until(lambda: all(n.is_up for n in setup.backend._cluster.snapshot().decodes))
         turned.role = "prefill"
+        turned.restart_engine()
         await until(lambda: len(setup.backend._cluster.snapshot().prefills) == 2)
 
 
-async def test_a_removed_node_ends_its_streams_and_is_forgotten_with_the_last(tmp_path: Path):
+async def test_a_removed_node_ends_its_streams_and_is_forgotten_with_the_last():
     prefills, decodes = [FakeNode("prefill")], [FakeNode("decode") for _ in range(2)]
-    files = MemberFiles(str(tmp_path))
-    async with cluster(prefills=prefills, decodes=decodes, files=files) as setup:
+    async with cluster(prefills=prefills, decodes=decodes) as setup:
         async with reading(setup) as running:
             _, _, decode, start = await setup.pair_of()
             watched_cluster = setup.backend._cluster
-            watched_cluster.say(Said(url=decode.url, is_removed=True))
+            setup.announce(decode.url, is_removed=True)
             node = watched_cluster.node(decode.url)
             assert (node.is_up, node.shown_reason) == (False, "was removed")
             assert [n.is_up for n in watched_cluster.snapshot().decodes].count(True) == 1
@@ -114,21 +114,20 @@ async def test_a_removed_node_ends_its_streams_and_is_forgotten_with_the_last(tm
             assert await running.result() == ([7], "stop")
         await until(lambda: watched_cluster.roster.find(decode.url) is None)
         assert not watched_cluster.node(decode.url).is_up
-        watched_cluster.say(Said(url=decode.url))
+        setup.announce(decode.url)
         await until(lambda: watched_cluster.node(decode.url).is_up)
 
 
-async def test_a_node_removed_at_once_hands_its_streams_to_another(tmp_path: Path):
+async def test_a_node_removed_at_once_hands_its_streams_to_another():
     prefills, decodes = [FakeNode("prefill")], [FakeNode("decode") for _ in range(2)]
-    files = MemberFiles(str(tmp_path))
     async with (
-        cluster(prefills=prefills, decodes=decodes, files=files) as setup,
+        cluster(prefills=prefills, decodes=decodes) as setup,
         reading(setup) as running,
     ):
         _, _, decode, start = await setup.pair_of()
         decode.engine.say(start, 0, [7])
         await until(lambda: running.token_ids == [7])
-        setup.backend._cluster.say(Said(url=decode.url, is_removed=True, hands_over=True))
+        setup.announce(decode.url, is_removed=True, hands_over=True)
         _, _, other, start = await setup.pair_of(attempt=1)
         assert other is setup.others(decode)
         assert start.request.prompt_ids == [1, 2, 3, 7]
@@ -137,24 +136,13 @@ async def test_a_node_removed_at_once_hands_its_streams_to_another(tmp_path: Pat
         await until(lambda: setup.backend._cluster.roster.find(decode.url) is None)
 
 
-async def test_a_node_without_a_role_is_asked_for_it(tmp_path: Path):
+async def test_a_node_without_a_role_is_asked_for_it():
     prefills, decodes, third = [FakeNode("prefill")], [FakeNode("decode")], FakeNode("decode")
-    files = MemberFiles(str(tmp_path))
-    async with third.serving(), cluster(prefills=prefills, decodes=decodes, files=files) as setup:
-        setup.backend._cluster.say(Said(url=third.url))
+    async with third.serving(), cluster(prefills=prefills, decodes=decodes) as setup:
+        setup.announce(third.url)
         assert setup.backend._cluster.node(third.url).role == ""
         await until(lambda: setup.backend._cluster.node(third.url).is_up)
         assert third.url in [node.url for node in setup.backend._cluster.snapshot().decodes]
-
-
-async def test_a_node_whose_lease_ran_out_while_it_was_away_is_forgotten(tmp_path: Path):
-    prefills, decodes = [FakeNode("prefill")], [FakeNode("decode")]
-    files = MemberFiles(str(tmp_path))
-    async with cluster(prefills=prefills, decodes=decodes, files=files) as setup:
-        setup.backend._cluster.say(Said(url="http://127.0.0.1:1", role="decode", ttl_s=0.1))
-        assert len(setup.backend._cluster.decodes) == 2
-        await until(lambda: len(setup.backend._cluster.decodes) == 1)
-        assert files.read() == {}
 
 
 async def test_tokenizers_of_models_that_no_node_has_any_more_are_let_go():
@@ -202,8 +190,8 @@ async def test_sampling_defaults_are_those_of_the_nodes_unless_the_router_takes_
     ("node", "sentence"),
     [
         (lambda: FakeNode("colocated"), "is a colocated node, not a prefill or a decode"),
-        (lambda: FakeNode("prefill", is_healthy=False), "says that it is not healthy"),
-        (lambda: FakeNode("prefill", bootstrap_port=None), "tells no bootstrap port"),
+        (lambda: FakeNode("prefill", is_healthy=False), "reports that it is not healthy"),
+        (lambda: FakeNode("prefill", bootstrap_port=None), "reports no bootstrap port"),
         (
             lambda: FakeNode("prefill", model=model_info(tokenizer_hash="other")),
             "other files than the node announced",
@@ -221,16 +209,15 @@ async def test_a_node_that_cannot_be_used_is_named_with_the_reason(node, sentenc
         assert not backend.health().is_serving
 
 
-async def test_removing_nodes_at_once_uses_up_no_attempt(tmp_path: Path):
-    files = MemberFiles(str(tmp_path))
+async def test_removing_nodes_at_once_uses_up_no_attempt():
     async with (
-        cluster(num_decodes=2, files=files, max_attempts=1) as setup,
+        cluster(num_decodes=2, max_attempts=1) as setup,
         reading(setup) as reader,
     ):
         _, _, decode, start = await setup.pair_of()
         decode.engine.say(start, 0, [10])
         await until(lambda: reader.token_ids == [10])
-        setup.backend._cluster.say(Said(url=decode.url, is_removed=True, hands_over=True))
+        setup.announce(decode.url, is_removed=True, hands_over=True)
         _, _, decode, start = await setup.pair_of(attempt=1)
         decode.engine.say(start, 1, [11], "stop")
         assert await reader.result() == ([10, 11], "stop")
@@ -300,12 +287,11 @@ async def test_a_node_is_shown_no_key_of_a_client_and_not_the_operators(secret):
         http=HttpOptions(api_keys=("client",)),
         cluster_secret=secret,
     )
-    with new_member_files() as files:
-        made = Cluster(config, files)
-        async with FakeNode("decode").serving() as node, asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(made.run())
-            made.say(Said(url=node.url, role="decode"))
-            await until(lambda: node.keys_shown)
-            running.cancel()
+    made = Cluster(config)
+    async with FakeNode("decode").serving() as node, asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(made.run())
+        made.apply(Members(members=[Member(node.url, "decode")]))
+        await until(lambda: node.keys_shown)
+        running.cancel()
     operator = operator_key(secret)
     assert node.keys_shown == {f"Bearer {reader_key(operator)}" if secret else ""}

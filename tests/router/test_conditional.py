@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.conditional import stays_on_decode, tokens_to_compute, with_stand_ins
 from tandem.router.policies import POLICIES
-from tandem.router.policy import ClusterSnapshot, choose, usable_fingerprint
+from tandem.router.policy import (
+    ClusterSnapshot,
+    choose,
+    stays_on_decode,
+    tokens_to_compute,
+    usable_fingerprint,
+    with_stand_ins,
+)
 from tandem.wire.errors import NoNodeAvailable, OutOfPages, PeerLost
 from tandem.wire.generation import LogprobsWanted
 from tandem.wire.messages import Cancel, NodeLoad, Pong, StartColocated, StartDecode, StartPrefill

@@ -12,9 +12,8 @@ from tandem.frontend import server
 from tandem.frontend.app import create_app
 from tandem.frontend.options import FrontendOptions, HttpOptions, TlsFiles
 from tandem.frontend.server import listen
-from tandem.router.door import Door
-from tandem.router.doorman import STUCK_AFTER_S, Candidate, Doorman, least_loaded
-from tandem.router.pool import Row, new_pool
+from tandem.router.control import Status
+from tandem.router.doorman import STUCK_AFTER_S, Candidate, Door, Doorman, least_loaded
 from tests.certificates import make_certificates
 from tests.frontend.fakes import FakeBackend
 from tests.patience import PATIENCE_S
@@ -24,17 +23,17 @@ from tests.router.fake_node import until
 def busy(
     num_handed=0, *, closed=0, streams=0, turn=0, is_stuck=False, is_serving=True
 ) -> Candidate:
-    row = Row(
+    status = Status(
         is_open=True,
         is_serving=is_serving,
         num_received=num_handed,
         num_closed=closed,
         num_streams=streams,
     )
-    return Candidate(row, num_handed, turn, is_stuck)
+    return Candidate(status, num_handed, turn, is_stuck)
 
 
-CLOSED = Candidate(Row())
+CLOSED = Candidate(Status())
 
 
 @pytest.mark.parametrize(
@@ -62,22 +61,32 @@ class Idle:
     num_streams = 0
 
 
+class Known:
+    """A worker as its parent knows it."""
+
+    def __init__(self) -> None:
+        self.status = Status()
+
+    def report(self, status: Status) -> None:
+        self.status = status
+
+
 class Workers:
     """A doorman and the workers that a test starts, each answering with its index."""
 
-    def __init__(self, pool, sock) -> None:
-        self.pool, self._address = pool, sock.getsockname()
+    def __init__(self, sock) -> None:
+        self.known, self._address = [Known(), Known()], sock.getsockname()
         self.now = 0.0
         self.tls: TlsFiles | None = None
         self.stall_timeout_s = 60.0
-        self.doorman = Doorman(sock, pool, clock=lambda: self.now)
+        self.doorman = Doorman(sock, self.known, clock=lambda: self.now)
         self._writers = []
 
     @asynccontextmanager
     async def working(self, *indices: int):
         async with AsyncExitStack() as stack:
             for index in indices:
-                door = Door(self.door_of(index), self.pool, index, Idle())
+                door = Door(self.door_of(index), Idle(), self.known[index].report)
                 await stack.enter_async_context(door.serving(self._app(index), 0.1))
             yield
 
@@ -123,8 +132,8 @@ class Workers:
 
 @pytest.fixture
 async def workers():
-    with new_pool(2) as pool, listen("127.0.0.1", 0) as sock:
-        made = Workers(pool, sock)
+    with listen("127.0.0.1", 0) as sock:
+        made = Workers(sock)
         made.doorman.open()
         yield made
         made.close()
@@ -142,7 +151,7 @@ async def test_connections_that_closed_make_room_for_others(workers):
         for owner, (_, writer) in zip(owners, clients, strict=True):
             if owner == 0:
                 writer.close()
-        await until(lambda: workers.pool.row(0).num_connections == 0)
+        await until(lambda: workers.known[0].status.num_connections == 0)
         assert await workers.who_answers(3) == [0, 0, 0]
 
 
@@ -154,16 +163,19 @@ async def test_a_connection_waits_until_a_worker_is_open(workers):
 
 
 async def test_what_waits_for_a_worker_that_died_goes_to_another(workers):
-    workers.pool.write(0, Row(is_open=True, is_serving=True))  # it took nothing from its door yet
+    workers.known[0].report(
+        Status(is_open=True, is_serving=True)
+    )  # it took nothing from its door yet
     asking = asyncio.ensure_future(workers.who_answers(100))  # more than are handed in one turn
     await until(lambda: workers.doorman._doorways[0].turn == 100)
     async with workers.working(1):
-        workers.doorman.worker_gone(0, pid=1)
+        workers.known[0].report(Status())
+        workers.doorman.worker_gone(0)
         assert await asking == [1] * 100
 
 
 async def test_a_worker_that_takes_nothing_is_passed_over(workers):
-    workers.pool.write(0, Row(is_open=True, is_serving=True))
+    workers.known[0].report(Status(is_open=True, is_serving=True))
     await workers.connect()
     await until(lambda: workers.doorman._doorways[0].turn)
     workers.now += STUCK_AFTER_S + 0.1
@@ -172,7 +184,7 @@ async def test_a_worker_that_takes_nothing_is_passed_over(workers):
 
 
 async def test_a_full_door_holds_connections_back_and_loses_none(workers):
-    workers.pool.write(0, Row(is_open=True, is_serving=True))
+    workers.known[0].report(Status(is_open=True, is_serving=True))
     asking = asyncio.ensure_future(workers.who_answers(400))
     # A door holds fewer: the doorman waits, and tries again.
     await until(lambda: workers.doorman._resuming is not None)
@@ -180,12 +192,12 @@ async def test_a_full_door_holds_connections_back_and_loses_none(workers):
         assert await asking == [0] * 400
 
 
-async def test_a_row_says_what_its_worker_has(workers):
+async def test_a_status_has_what_its_worker_has(workers):
     async with workers.working(0, 1):
         await workers.who_answers(6)
-        assert [row.num_connections for row in workers.pool.rows()] == [3, 3]
-        assert all(row.is_open for row in workers.pool.rows())
-    assert not any(row.is_open for row in workers.pool.rows())
+        await until(lambda: [one.status.num_connections for one in workers.known] == [3, 3])
+        assert all(one.status.is_open for one in workers.known)
+    assert not any(one.status.is_open for one in workers.known)
 
 
 async def test_a_client_that_never_says_hello_does_not_hold_up_the_end(
@@ -197,7 +209,7 @@ async def test_a_client_that_never_says_hello_does_not_hold_up_the_end(
     async with asyncio.timeout(PATIENCE_S):
         async with workers.working(0):
             reader, _ = await workers.connect()
-            await until(lambda: workers.pool.row(0).num_connections == 1)
+            await until(lambda: workers.known[0].status.num_connections == 1)
         assert await reader.read() == b""
 
 
@@ -208,6 +220,6 @@ async def test_a_connection_that_cannot_be_served_is_closed_and_its_worker_goes_
             for number in (1, 2):
                 reader, _ = await workers.connect()
                 assert await reader.read() == b""
-                await until(lambda: workers.pool.row(0).num_closed == number)  # noqa: B023
-            assert workers.pool.row(0).is_open
+                await until(lambda: workers.known[0].status.num_closed == number)  # noqa: B023
+            assert workers.known[0].status.is_open
     assert [log["event"] for log in logs] == ["edge_worker.connection_failed"] * 2

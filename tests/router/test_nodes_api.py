@@ -10,23 +10,33 @@ from tandem.frontend.app import create_app
 from tandem.frontend.options import FrontendOptions, HttpOptions
 from tandem.router.cluster import Cluster
 from tandem.router.config import RouterConfig
-from tandem.router.membership_files import new_member_files
+from tandem.router.membership import Membership
 from tandem.router.nodes_api import NodesApi
 from tests.frontend.fakes import FakeBackend
 
 URL, ID = "http://10.0.0.1:7000", "10.0.0.1:7000"
 
 
+class Parent:
+    """The membership, as the parent process keeps it."""
+
+    def __init__(self, cluster) -> None:
+        self._cluster, self._membership = cluster, Membership(())
+
+    async def announce(self, announcement) -> None:
+        self._membership.announce(announcement)
+        self._cluster.apply(self._membership.members())
+
+
 @asynccontextmanager
 async def serving(*, key="", api_keys=()):
     """Yield a client of a router without nodes, which visits none either."""
     options = FrontendOptions(operator_key=key, http=HttpOptions(api_keys=api_keys))
-    with new_member_files() as files:
-        config = RouterConfig(prefills=(), decodes=(), takes_announced=True)
-        app = create_app(FakeBackend(None), options)
-        app.add_routes(NodesApi(Cluster(config, files)).routes())
-        async with TestClient(TestServer(app)) as client:
-            yield client
+    cluster = Cluster(RouterConfig(prefills=(), decodes=(), takes_announced=True))
+    app = create_app(FakeBackend(None), options)
+    app.add_routes(NodesApi(cluster, Parent(cluster)).routes())
+    async with TestClient(TestServer(app)) as client:
+        yield client
 
 
 async def post(client, **body) -> tuple[int, dict]:
@@ -126,7 +136,7 @@ async def test_who_has_an_api_key_cannot_have_a_node_of_its_own_used():
 
 
 async def test_how_many_may_be_announced_is_bounded(monkeypatch):
-    monkeypatch.setattr("tandem.router.nodes_api.MAX_SAID", 2)
+    monkeypatch.setattr("tandem.router.membership.MAX_ANNOUNCED", 2)
     async with serving() as client:
         for host in ("a", "b"):
             assert (await post(client, url=f"http://{host}:1"))[0] == 200

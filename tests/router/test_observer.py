@@ -4,26 +4,18 @@ import asyncio
 import random
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
-import pytest
 from aiohttp.test_utils import TestClient, TestServer
+from structlog.testing import capture_logs
 
 from tandem.frontend.app import create_app
-from tandem.frontend.edge import EDGE
 from tandem.frontend.options import FrontendOptions, HttpOptions
-from tandem.router import siblings as siblings_module
 from tandem.router.backend import ClusterBackend
 from tandem.router.cluster import Cluster
 from tandem.router.config import PrefillTarget, RouterConfig, node_id
-from tandem.router.events import TIER_EVENTS
+from tandem.router.console import OverviewApi, PageFiles
 from tandem.router.observer import Observer
-from tandem.router.overview_api import OverviewApi
-from tandem.router.page_files import PageFiles
 from tandem.router.policies import POLICIES
-from tandem.router.pool import new_pool
-from tandem.router.siblings import Siblings
-from tandem.wire.errors import PeerLost
-from tandem.wire.messages import NodeLoad, StartDecode, StartPrefill, TierLoad
-from tests.patience import PATIENCE_S
+from tandem.wire.messages import NodeLoad, StartPrefill, TierLoad
 from tests.router.fake_node import FakeNode, request, until
 
 KEY = {"Authorization": "Bearer k"}
@@ -45,7 +37,7 @@ class Watched:
         http = HttpOptions(api_keys=("k",))
         page = PageFiles()
         self.app = create_app(backend, FrontendOptions(http=http, open_paths=page.paths))
-        self.observer = Observer(cluster, backend, self.app[EDGE].metrics, self.clock)
+        self.observer = Observer(cluster, backend, self.clock)
         self.api = OverviewApi(self.observer)
         self.app.add_routes([*self.api.routes(), *page.routes()])
 
@@ -108,32 +100,6 @@ async def test_a_request_shows_as_a_running_pair_with_what_is_pushed_and_is_gone
         assert overview.rates.requests > 0
 
 
-async def test_a_death_is_an_event_of_the_node_and_a_replay_one_of_the_request():
-    async with watching() as watched, aclosing(watched.backend.generate(request())) as deltas:
-        watched.look(0)
-        assert {event.kind for event in watched.backend.events.all()} == {"up"}
-        first = asyncio.ensure_future(anext(deltas))
-        start = await watched.prefill.engine.next(StartPrefill)
-        # The two halves come over links of their own, in either order.
-        await until(lambda: not all(decode.engine.is_idle() for decode in watched.decodes))
-        [decode] = [decode for decode in watched.decodes if not decode.engine.is_idle()]
-        await decode.engine.next(StartDecode)
-        watched.prefill.engine.fail(start, PeerLost("the writer was lost"))
-        again = await watched.prefill.engine.next(StartPrefill)
-        watched.prefill.engine.say(again, 0, [7], reason="stop")
-        await first
-        decode.now_says(is_healthy=False)
-        await until(lambda: not watched.cluster.node(decode.url).is_up)
-        events = watched.look(2).events
-        [replay] = [event for event in events if event.kind == "replay"]
-        assert replay.text == "the writer was lost (peer_lost)"
-        [down] = [event for event in events if event.kind == "down"]
-        assert (down.node, down.text) == (
-            decode.url,
-            "decode is down: says that it is not healthy",
-        )
-
-
 async def test_what_a_node_counted_before_it_was_known_is_the_work_of_no_second():
     node = FakeNode("decode")
     node.engine.load = NodeLoad(generated_tokens=9_000_000)
@@ -143,7 +109,7 @@ async def test_what_a_node_counted_before_it_was_known_is_the_work_of_no_second(
         )
         backend = ClusterBackend(cluster, POLICIES["least_load"], 3, random.Random(0))
         clock = Clock()
-        observer = Observer(cluster, backend, create_app(backend)[EDGE].metrics, clock)
+        observer = Observer(cluster, backend, clock)
         observer.look()  # as a worker begins, before any node has answered
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(cluster.run())
@@ -154,52 +120,18 @@ async def test_what_a_node_counted_before_it_was_known_is_the_work_of_no_second(
             running.cancel()
 
 
-async def test_a_link_that_is_made_anew_tells_no_corruption_again():
+async def test_a_tiers_trouble_is_logged_once_and_so_is_its_end():
     async with watching() as watched:
         decode = watched.decodes[0]
-        watched.look(0)
-        await watched.loads(decode, NodeLoad(num_corrupted=3))
-        watched.look(1)
-        client = watched.cluster.node(decode.url).client
-        told = client.load
-        client.answered.clear()  # as a new link is until the engine's first word on it
-        client.load = NodeLoad()
-        watched.look(2)
-        client.answered.set()
-        client.load = told
-        events = watched.look(3).events
-        assert [event.count for event in events if event.kind == "corrupted"] == [1]
-
-
-async def test_a_store_that_a_node_cannot_reach_is_an_event_and_silence_is_none():
-    async with watching() as watched:
-        decode = watched.decodes[0]
-        for at, state in enumerate(["up", "backing_off", "backing_off", "up"]):
-            await watched.loads(decode, NodeLoad(tiers=[TierLoad(name="redis", state=state)]))
-            overview = watched.look(at)
+        with capture_logs() as logs:
+            for at, state in enumerate(["up", "backing_off", "backing_off", "up"]):
+                await watched.loads(decode, NodeLoad(tiers=[TierLoad(name="redis", state=state)]))
+                overview = watched.look(at)
         assert watched.node(decode, overview).load.tiers == [TierLoad(name="redis")]
-        client = watched.cluster.node(decode.url).client
-        client.answered.clear()  # as a new link is until the engine's first word on it
-        watched.look(5)
-        client.answered.set()
-        events = [event for event in watched.look(6).events if event.kind in TIER_EVENTS]
-        assert [(event.kind, event.text, event.node) for event in events] == [
-            ("tier", "decode's tier redis is backing off", decode.url),
-            ("tier up", "decode's tier redis is up", decode.url),
+        told = [
+            (entry["log_level"], entry["state"]) for entry in logs if entry["event"] == "node.tier"
         ]
-
-
-async def test_refusals_of_one_second_are_one_event_with_their_number():
-    async with watching() as watched:
-        watched.look(0)
-        for _ in range(3):
-            with pytest.raises(Exception, match="was over on arrival"):
-                await anext(watched.backend.generate(request(deadline_s=0.0)))
-        events = [event for event in watched.look(1).events if event.kind == "refused"]
-        assert [(event.count, event.text) for event in events] == [
-            (3, "not started: deadline passed")
-        ]
-        assert watched.look(2).totals.num_refused == 3
+        assert told == [("warning", "backing_off"), ("info", "up")]
 
 
 async def test_a_document_is_made_four_times_a_second_however_many_look():
@@ -214,7 +146,7 @@ async def test_a_document_is_made_four_times_a_second_however_many_look():
 
 async def test_clients_get_it_with_their_key_and_the_page_without():
     async with watching() as watched, TestClient(TestServer(watched.app)) as client:
-        watched.backend.recent.request_ended({"request_id": "r", "phases": []})
+        watched.observer.request_ended({"request_id": "r", "phases": []})
         watched.look(0)
         async with client.get("/overview") as response:
             assert response.status == 401
@@ -230,7 +162,7 @@ async def test_clients_get_it_with_their_key_and_the_page_without():
             f"/overview?after={shown['now_unix_s'] + 60}", headers=KEY
         ) as response:
             later = await response.json()
-        assert (later["recent"], later["events"]) == ([], [])
+        assert later["recent"] == []
         assert later["nodes"] == shown["nodes"]
         async with client.get("/") as response:
             assert response.status == 200
@@ -242,22 +174,3 @@ async def test_clients_get_it_with_their_key_and_the_page_without():
             assert response.content_type == "text/javascript"
         async with client.get("/page/../worker.py") as response:
             assert response.status in {401, 404}
-
-
-async def test_whichever_worker_is_asked_all_are_in_the_answer(monkeypatch):
-    monkeypatch.setattr(siblings_module, "TIMEOUT_S", PATIENCE_S)
-    async with AsyncExitStack() as stack:
-        pool = stack.enter_context(new_pool(3))
-        workers = [await stack.enter_async_context(watching()) for _ in range(2)]
-        for index, watched in enumerate(workers):
-            siblings = Siblings(pool, index)
-            await stack.enter_async_context(
-                siblings.reachable(watched.app[EDGE], overview=watched.api)
-            )
-            watched.backend.recent.request_ended({"request_id": f"of {index}", "phases": []})
-            watched.look(0)
-        client = await stack.enter_async_context(TestClient(TestServer(workers[1].app)))
-        async with client.get("/overview", headers=KEY) as response:
-            shown = await response.json()
-        assert (shown["num_workers"], shown["silent_workers"]) == (2, [2])
-        assert {timings["request_id"] for timings in shown["recent"]} == {"of 0", "of 1"}

@@ -3,18 +3,17 @@
 import msgspec
 import pytest
 
-from tandem.router.events import Event
 from tandem.router.overview import (
-    Histograms,
-    HistogramView,
+    Latencies,
     NodeRates,
     NodeView,
     Overview,
     PairView,
+    Quantiles,
     Rates,
     Totals,
     after,
-    histogram,
+    latencies,
     merged,
     shared_pushes,
 )
@@ -36,10 +35,6 @@ def pair(prefill, decode, running, tokens=0.0) -> PairView:
     )
 
 
-def event(id_, at, node="") -> Event:
-    return Event(id=id_, at_unix_s=at, kind="k", text="t", node=node)
-
-
 def ended(request_id, at) -> dict:
     return {"request_id": request_id, "ended_unix_s": at}
 
@@ -57,7 +52,6 @@ def test_what_workers_count_is_added_up_and_what_they_watch_is_the_asked_ones():
         nodes=[node(P, in_flight_requests=1, zone="own"), node(D)],
         totals=Totals(num_finished=5, num_replays=1),
         rates=Rates(requests=2.0, generated_tokens=70.0),
-        events=[event("a1", 3, node=D), event("a2", 5)],
         recent=[ended("x", 1), ended("z", 6)],
     )
     other = overview(
@@ -66,7 +60,6 @@ def test_what_workers_count_is_added_up_and_what_they_watch_is_the_asked_ones():
         nodes=[node(P, in_flight_requests=4, zone="other"), node(E, in_flight_requests=1)],
         totals=Totals(num_finished=7, num_refused=3),
         rates=Rates(requests=0.5, generated_tokens=70.0),
-        events=[event("b1", 3, node=D), event("b2", 4)],
         recent=[ended("y", 2)],
     )
     both = merged(own, [other], [2])
@@ -79,7 +72,6 @@ def test_what_workers_count_is_added_up_and_what_they_watch_is_the_asked_ones():
     assert both.totals == Totals(num_finished=12, num_replays=1, num_refused=3)
     # Tokens are counted by nodes, of which both workers see the same.
     assert both.rates == Rates(requests=2.5, generated_tokens=70.0)
-    assert [each.id for each in both.events] == ["a1", "b2", "a2"]
     assert [each["request_id"] for each in both.recent] == ["x", "y", "z"]
 
 
@@ -101,44 +93,32 @@ def test_a_pair_that_was_given_nothing_lately_pushes_nothing():
     ]
 
 
-def test_times_are_added_up_by_bucket_whoever_measured_nothing():
-    def with_ttft(view):
-        return overview(histograms=Histograms(ttft=view))
-
-    measured = histogram([0.1, 0.2], [1, 2, 3])
-    both = merged(
-        with_ttft(HistogramView()), [with_ttft(measured), with_ttft(measured)], []
-    ).histograms
-    assert both.ttft == histogram([0.1, 0.2], [2, 4, 6])
-    assert both.itl == HistogramView()
+def timed(ttft_s, e2e_s, num_output_tokens=11, outcome="finished") -> dict:
+    fields = {"ttft_s": ttft_s, "e2e_s": e2e_s, "num_output_tokens": num_output_tokens}
+    return {**fields, "outcome": outcome, "ended_unix_s": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("counts", "p50", "p99"),
-    [
-        ([0, 0, 0], None, None),
-        ([10, 0, 0], 0.05, 0.099),
-        ([0, 10, 0], 0.2, 0.298),
-        ([5, 0, 5], 0.1, 0.3),  # beyond the last bound nothing more is known
-        ([], None, None),
-    ],
-)
-def test_quantiles_are_read_from_buckets(counts, p50, p99):
-    view = histogram([0.1, 0.3], counts)
-    assert view.p50_s == pytest.approx(p50)
-    assert view.p99_s == pytest.approx(p99)
+def test_latencies_are_those_of_all_workers_requests_that_finished():
+    own = overview(recent=[timed(number / 100, 1 + number / 100) for number in range(1, 100)])
+    unfinished = [timed(None, 9.0, outcome="failed"), timed(7.0, 9.0, outcome="cancelled")]
+    both = merged(own, [overview(recent=[timed(1.0, 3.0), *unfinished])], []).latencies
+    assert both.ttft == Quantiles(p50_s=0.5, p99_s=0.99)
+    assert both.e2e == Quantiles(p50_s=1.5, p99_s=1.99)
+    assert both.itl.p50_s == pytest.approx(0.1)
+
+
+def test_one_token_has_no_time_between_tokens_and_no_request_no_latency():
+    assert latencies([timed(0.2, 0.2, num_output_tokens=1)]).itl == Quantiles()
+    assert latencies([]) == Latencies()
 
 
 def test_a_client_gets_what_is_younger_than_what_it_has():
-    shown = overview(events=[event("a", 3), event("b", 5)], recent=[ended("x", 4), ended("y", 5)])
+    shown = overview(recent=[ended("x", 4), ended("y", 5)])
     newer = after(shown, 4)
-    assert [each.id for each in newer.events] == ["b"]
     assert [each["request_id"] for each in newer.recent] == ["y"]
     assert after(shown, 0) == shown
 
 
 def test_an_overview_passes_between_workers_as_it_is():
-    shown = overview(
-        nodes=[node(P)], pairs=[pair(P, D, 1)], events=[event("a", 3)], recent=[ended("x", 4)]
-    )
+    shown = overview(nodes=[node(P)], pairs=[pair(P, D, 1)], recent=[ended("x", 4)])
     assert msgspec.convert(msgspec.json.decode(msgspec.json.encode(shown)), Overview) == shown

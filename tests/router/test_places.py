@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 
-from tandem.router.places import FIRST_LINE, UNTOLD, Pace, Places
+from tandem.router.places import FIRST_LINE, Pace, Places
 from tandem.router.policy import NodeSnapshot
 from tandem.wire.messages import NodeLoad
 
@@ -48,11 +48,6 @@ def test_a_decode_without_pages_has_no_room_however_few_it_runs():
     fits = at_decode(pages_free=20, own=4, own_tokens=4 * 64, num_own=4, num_edges=1, **pages)
     assert fits == 20 // 5
     assert at_decode(pages_free=60, num_running=8, num_waiting=2, num_edges=1, **pages) == 0
-
-
-def test_an_older_node_is_not_counted_twice():
-    assert at_decode(own=10, num_running=10) == UNTOLD - 10
-    assert at_decode(own=2, num_running=10) == UNTOLD - 10
 
 
 def test_a_role_without_nodes_has_no_room():

@@ -17,7 +17,7 @@ from tandem.router.config import PrefillTarget, RouterConfig
 from tandem.router.nodes_api import NodesApi
 from tandem.router.policies import POLICIES
 from tandem.router.policy import NodeSnapshot
-from tandem.router.tiers import MAX_TIERS, UNKNOWN_SHARE, KnownPrefixes, share_saved
+from tandem.router.prefixes import MAX_TIERS, UNKNOWN_SHARE, KnownPrefixes, share_saved
 from tandem.wire.messages import CacheReport, NodeLoad, StartPrefill, TierLoad
 from tandem.wire.prefix_blocks import BLOCK_TOKENS, MAX_BLOCKS, block_names, pack_names
 from tandem.wire.prefix_journal import PrefixJournal
@@ -385,5 +385,5 @@ async def test_operators_see_what_is_where():
 
 def app_of(cluster) -> web.Application:
     app = web.Application()
-    app.add_routes(NodesApi(cluster).routes())
+    app.add_routes(NodesApi(cluster, link=None).routes())
     return app

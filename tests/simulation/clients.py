@@ -191,7 +191,7 @@ class Client:
             is_right = not num_attempts and self._is_crowded(waited_s)
         elif isinstance(error, NoNodeAvailable):
             # A loop that stands still delivers it late, when a node may have come up since.
-            is_delayed = waited_s > self.router.backend._node_wait_s + 1e-9
+            is_delayed = waited_s > self.router.backend._node_wait.limit_s + 1e-9
             is_serving = self.router.cluster.health().is_serving and not is_delayed
             is_right = not world.is_undisturbed and not is_serving
         else:
@@ -204,15 +204,12 @@ class Client:
         )
 
     def _is_late(self, waited_s: float) -> bool:
-        """Tell whether the client's time was over, or would have been before its first token."""
+        """Tell whether the client's deadline passed before its first token."""
         if self.request.deadline_s is None or self.token_ids:
             return False
-        loop, gate = self.router.world.loop, self.router.backend._gate
-        expected_s = gate._admission._begin.expected_s(loop.time())
-        has_started = self.router.world.num_attempts(self.router, self.name) > 0
-        return waited_s + (0.0 if has_started else expected_s) >= self.request.deadline_s - 1e-9
+        return waited_s >= self.request.deadline_s - 1e-9
 
     def _is_crowded(self, waited_s: float) -> bool:
-        gate, limits = self.router.backend._gate, self.router.world.plan.admission.limits
-        is_full = len(gate._admission) >= limits.max_requests
+        limits = self.router.world.plan.admission.limits
+        is_full = self.router.backend.leftovers["queued"] >= limits.max_requests
         return is_full or waited_s >= limits.max_wait_s - 1e-9

@@ -12,7 +12,6 @@ import secrets
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import structlog
 import zmq
@@ -20,7 +19,6 @@ import zmq
 import tandem.kvtransfer.control
 import tandem.kvtransfer.prefill_links
 import tandem.kvtransfer.push_worker
-import tandem.router.cluster
 import tandem.router.node_http
 import tandem.wire.async_link
 import tandem.wire.channel
@@ -83,7 +81,6 @@ def _places():
     return [
         *places,
         *_clocks(),
-        (tandem.router.cluster, "time", time, SimpleNamespace(monotonic=_now)),
         (zmq, "Context", zmq.Context, _refused("socket")),
         (threading.Thread, "start", threading.Thread.start, _refused("thread")),
     ]

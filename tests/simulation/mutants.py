@@ -25,12 +25,12 @@ from tandem.kvtransfer.session import (
 from tandem.node.deadlines import Deadlines
 from tandem.node.drain import Drain
 from tandem.node.loop import EngineLoop
-from tandem.router.attempt import Progress
+from tandem.router.admission import Admission
 from tandem.router.backend import ClusterBackend
-from tandem.router.gate import Gate
+from tandem.router.cluster import Roster
 from tandem.router.node import Work
-from tandem.router.replays import Replays
-from tandem.router.roster import Roster
+from tandem.router.progress import Progress
+from tandem.router.request import Replays
 from tandem.wire.errors import NodeDraining, PeerLost
 from tests.simulation.scenarios import ALL, FAILING, ORDERED
 
@@ -162,7 +162,9 @@ MUTANTS = {
     ALL: {
         "prompts computed on decode count for ever": changed(Work, "prompt_done", _nothing),
         "an answer that began ends with its deadline": changed(Progress, "_left_s", _always_left),
-        "the gate keeps the place of who has left": changed(Gate, "_left", _nothing),
+        "admission keeps the place of a request that has left": changed(
+            Admission, "_left", _nothing
+        ),
         "an abort reaches only those that run": changed(ClusterBackend, "abort", _abort_on_nodes),
     },
 }

@@ -20,7 +20,7 @@ from tandem.node.life import Event, Life, State
 from tandem.node.loop import EngineLoop
 from tandem.node.supervisor import HAND_OVER_S
 from tandem.prefill.role import PrefillRole
-from tandem.router.membership import Said
+from tandem.router.membership import Announcement
 from tandem.wire.errors import PeerLost
 from tandem.wire.ids import new_epoch
 from tandem.wire.messages import ToEngine
@@ -257,14 +257,14 @@ class SimulatedNode:
     def _end(self) -> None:
         """End as its parent has it end, and begin anew before long."""
         if self.shape.announces_after_s is not None:
-            self._say(Said(url=self.url, role=self.role_name, is_removed=True))
+            self._say(Announcement(url=self.url, role=self.role_name, is_removed=True))
         self.process.later(self.world.draw.uniform(0.0, 0.01), self.kill)
         self.world.loop.call_later(self.world.draw.uniform(0.05, 6.0), self.restart)
 
     def _announce(self) -> None:
         """Have the routers know of it, over and over."""
         if self.life.state is not State.ENDED:
-            self._say(Said(url=self.url, role=self.role_name, ttl_s=TTL_S))
+            self._say(Announcement(url=self.url, role=self.role_name, ttl_s=TTL_S))
             self.process.later(INTERVAL_S, self._announce)
 
     def _say(self, said) -> None:

@@ -1,14 +1,12 @@
-"""Routers: the real cluster and backend, with what is said of their nodes in files of their own."""
+"""Routers: the real membership, cluster and backend, in one process."""
 
 import asyncio
 import random
-import tempfile
 
 from tandem.router.backend import ClusterBackend
 from tandem.router.cluster import Cluster
 from tandem.router.config import PrefillTarget, RouterConfig
-from tandem.router.membership import Said
-from tandem.router.membership_files import MemberFiles
+from tandem.router.membership import Announcement, Membership, listed_members
 from tandem.router.policies import POLICIES
 from tests.simulation.processes import Process
 
@@ -22,7 +20,6 @@ class SimulatedRouter:
         self.world, self.host = world, host
         self.process = Process(world, host)
         self._tasks = []
-        self._directory = tempfile.TemporaryDirectory(prefix="simulated-router-")
         self.process.context.run(self._build)
 
     def _build(self) -> None:
@@ -34,7 +31,8 @@ class SimulatedRouter:
             takes_announced=True,
             local_prefill_threshold=plan.local_prefill_threshold,
         )
-        self.cluster = Cluster(config, MemberFiles(self._directory.name))
+        self.membership = Membership(listed_members(config))
+        self.cluster = Cluster(config)
         rng = random.Random(self.world.draw.getrandbits(32))
         wait_s = self.world.draw.choice((0.0, NODE_WAIT_S))
         self.backend = ClusterBackend(
@@ -46,6 +44,18 @@ class SimulatedRouter:
             admission=plan.admission,
         )
         self.run(self.cluster.run())
+        self.run(self._expire())
+
+    async def _expire(self) -> None:
+        """Forget announcements that were not repeated, as the parent process does."""
+        while True:
+            if self.membership.expire(self.world.loop.time(), self._is_up):
+                self.cluster.apply(self.membership.members())
+            await asyncio.sleep(1.0)
+
+    def _is_up(self, url: str) -> bool:
+        node = self.cluster.roster.find(url)
+        return node is not None and node.is_up
 
     def run(self, coroutine) -> asyncio.Task:
         """Run a task in this process."""
@@ -66,14 +76,11 @@ class SimulatedRouter:
         for task in self._tasks:
             task.cancel()
 
-    def close(self) -> None:
-        """Remove its files."""
-        self._directory.cleanup()
-
-    def hear(self, said: Said) -> None:
-        """Be told of a node, as over HTTP."""
+    def hear(self, one: Announcement) -> None:
+        """Take an announcement, as over HTTP."""
         if not self.process.is_dead:
-            self.process.context.run(self.cluster.say, said)
+            self.membership.announce(one)
+            self.process.context.run(self.cluster.apply, self.membership.members())
 
     def leftovers(self) -> str:
         """Say what it still holds of any request; empty when nothing."""
@@ -85,14 +92,6 @@ class SimulatedRouter:
             counts = (node.in_flight_requests, node.in_flight_tokens, num_streams, node._own_tokens)
             if any(counts):
                 found.append(f"{node.url}: requests, tokens, streams, own prompts {counts}")
-        gate, waiters = self.backend._gate, self.cluster.waiters
-        held = {
-            "inside the gate": gate._num_inside,
-            "in line": len(gate._admission),
-            "waiting at the gate": len(gate._entries) + len(gate._by_id),
-            "waiting for nodes": len(waiters),
-            "known to wait": len(waiters._waiters),
-            "groups": len(self.backend._groups),
-        }
+        held = self.backend.leftovers
         found += [f"{name} {number}" for name, number in held.items() if number]
         return "; ".join(found)

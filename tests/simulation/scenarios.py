@@ -36,8 +36,6 @@ def run_plan(name: str, plan: Plan, seed: int, misfortune, **more) -> World:
             run_in_virtual_time(lambda loop: world.run(loop, misfortune))
     except Exception as error:
         raise Failure(name, error, world) from error
-    finally:
-        world.close()
     return world
 
 

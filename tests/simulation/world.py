@@ -9,7 +9,7 @@ import structlog
 
 from tandem.kvtransfer.transports.loopback import Fault
 from tandem.router.config import AdmissionConfig
-from tandem.router.membership import Said
+from tandem.router.membership import Announcement
 from tandem.router.node_http import NodeUnusable
 from tandem.wire.errors import TandemError
 from tandem.wire.messages import StartColocated, StartDecode, StartPrefill
@@ -131,11 +131,6 @@ class World:
             router.end()
         self._raise()
 
-    def close(self) -> None:
-        """Leave nothing on the disk."""
-        for router in self.routers:
-            router.close()
-
     @property
     def is_calm(self) -> bool:
         """Whether nothing fails and nothing takes long, whatever is ordered."""
@@ -243,14 +238,16 @@ class World:
             for other in others
         )
         self._removed[node] = comes_back or not stays
-        self._tell(Said(url=node.url, role=node.role_name, is_removed=True, hands_over=hands_over))
+        self._tell(
+            Announcement(url=node.url, role=node.role_name, is_removed=True, hands_over=hands_over)
+        )
 
     def add(self, node) -> None:
         """Have all routers know a node that was removed, unless it is for good."""
         if self._removed.pop(node, False):
-            self._tell(Said(url=node.url, role=node.role_name))
+            self._tell(Announcement(url=node.url, role=node.role_name))
 
-    def _tell(self, said: Said) -> None:
+    def _tell(self, said: Announcement) -> None:
         self.note("order", f"{said}")
         for router in self.routers:
             router.hear(said)

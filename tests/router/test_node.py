@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.router.standing import Standing
+from tandem.router.node import Standing
 from tandem.wire.errors import (
     Aborted,
     EngineFailed,

@@ -3,7 +3,7 @@ import socket
 import pytest
 
 from tandem.router.config import DnsTarget
-from tandem.router.discovery_dns import ABSENCE_BELIEVED_S, DnsSource, resolve
+from tandem.router.discovery import ABSENCE_BELIEVED_S, DnsSource, resolve
 from tandem.router.membership import Member
 
 NO_SUCH_NAME = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -56,7 +56,7 @@ async def test_a_name_that_stays_away_is_believed_in_the_end_and_a_dead_name_ser
     async def no_pause(_seconds):
         pass
 
-    monkeypatch.setattr("tandem.router.discovery_dns.asyncio.sleep", no_pause)
+    monkeypatch.setattr("tandem.router.discovery.asyncio.sleep", no_pause)
     num_asked = int(ABSENCE_BELIEVED_S / 2.0)
     lost = [NO_SERVER] * 10 * num_asked
     source = source_of(["10.0.0.1"], *lost, ["10.0.0.1"], interval_s=2.0)

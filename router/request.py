@@ -1,0 +1,425 @@
+"""One request from its admission to its last token: the one task that serves it pulls tokens from here.
+
+```
+ place: a pair ──▶ attempt 0 on (prefill, decode), or on decode alone ──finish──▶ done
+   ▲                    │ a node failed, and another attempt may help
+   └────────────────────┘ another pair, prompt + sent tokens, the index continues
+```
+
+Streams, nodes that come up and an abort all wake the same event. What an attempt failed with decides, in `Replays`,
+whether there is another:
+
+```
+ an error that no retry helps ────────────────────────────────▶ the client gets it
+ rejected for want of room: elsewhere, once; then ────────────▶ the client gets it and should wait
+ handed over by a node that drains: elsewhere, and no attempt is used up
+ lost, failed, timed out: another pair, up to `max_attempts` ─▶ AttemptsUsedUp
+```
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from typing_extensions import override
+
+from tandem.router.cluster import Cluster
+from tandem.router.node import Node, Work
+from tandem.router.pairing import Group, Pairing
+from tandem.router.policy import Asked, Pair, tokens_to_compute
+from tandem.router.progress import Progress
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import (
+    AttemptsUsedUp,
+    NodeDraining,
+    NoNodeAvailable,
+    Overloaded,
+    PeerLost,
+    TandemError,
+)
+from tandem.wire.generation import GenerateRequest
+from tandem.wire.ids import new_room
+from tandem.wire.messages import StartColocated, StartDecode, StartPrefill, TokenDelta
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+
+# A rolling update of a large cluster hands a long answer over a few times; more means that a node is broken.
+MAX_HAND_OVERS = 32
+
+
+class Replays:
+    """The attempts of one request.
+
+    Args:
+        max_attempts: How many may fail; at least 1.
+    """
+
+    def __init__(self, max_attempts: int) -> None:
+        self._max_attempts = max_attempts
+        self._num_failed = self._num_handed_over = 0
+        self._was_rejected = False
+
+    def after(self, error: TandemError) -> None:
+        """Return if another attempt may help after one that ended with `error`.
+
+        Raises:
+            TandemError: The client is sent this instead.
+        """
+        if not error.is_retryable:
+            raise error
+        if isinstance(error, Overloaded):
+            if self._was_rejected:
+                raise error
+            self._was_rejected = True
+            return
+        if isinstance(error, NodeDraining) and self._num_handed_over < MAX_HAND_OVERS:
+            self._num_handed_over += 1
+            return
+        self._num_failed += 1
+        if self._num_failed < self._max_attempts:
+            return
+        if self._max_attempts == 1:
+            raise error
+        raise AttemptsUsedUp(self._num_failed, error) from error
+
+
+class Attempt:
+    """One attempt at a request: both halves on a pair, or all of it on decode. Its owner closes it.
+
+    Args:
+        wake: Set whenever something arrives.
+
+    Raises:
+        TandemError: A node was lost since it was chosen, or cannot take the request; nothing is left.
+    """
+
+    def __init__(
+        self, cluster: Cluster, progress: Progress, pair: Pair, number: int, wake: asyncio.Event
+    ) -> None:
+        self._progress, self._pair = progress, pair
+        self._prefill: Work | None = None
+        self._arrived: deque[tuple[str, TokenDelta]] = deque()
+        self._is_decoding = False
+        request, decode = progress.remaining(), cluster.node(pair.decode)
+        with ExitStack() as works:
+            if pair.prefill:
+                prefill = cluster.node(pair.prefill)
+                start_decode, start_prefill = _halves(request, prefill, number)
+                self._decode = works.enter_context(decode.start(start_decode, wake))
+                self._prefill = works.enter_context(prefill.start(start_prefill, wake))
+            else:
+                start = StartColocated(request=request, attempt=number)
+                num_cached = Asked.of(request).cached_tokens(decode.snapshot())
+                num_new = tokens_to_compute(request, num_cached)
+                self._decode = works.enter_context(decode.start(start, wake, num_new))
+            self._works = works.pop_all()
+
+    def take(self) -> TokenDelta | None:
+        """Return what arrived next that is new to the client; None while nothing is.
+
+        Raises:
+            TandemError: A half failed before the end.
+        """
+        self._decode.stream.tap = None
+        while not self._progress.is_finished and (arrived := self._next()) is not None:
+            node, delta = arrived
+            if delta.phases:
+                self._progress.trail.heard(delta.phases, node)
+            if new := self._progress.accept(delta):
+                return new
+        return None
+
+    def listen(self) -> None:
+        """Let ordinary tokens of decode through at once, until something else arrives.
+
+        Only once decode has sent a token: then nothing but its tokens can follow.
+        """
+        if self._is_decoding:
+            self._decode.stream.tap = self._progress
+
+    def close(self) -> None:
+        """Give back the shares of both nodes; cancel what still runs. Safe to call twice."""
+        if self._prefill is not None and self._progress.is_finished:
+            # Decode does not know a finish that came from prefill: it is cancelled.
+            self._prefill.done()
+        self._works.close()
+
+    def _next(self) -> tuple[str, TokenDelta] | None:
+        """Return what waits in either stream, prefill's first: it has the first token."""
+        if self._arrived:
+            return self._arrived.popleft()
+        prefill, decode = self._prefill, self._decode
+        if prefill is None:
+            delta = decode.stream.take()
+            if delta is not None and delta.token_ids:
+                decode.prompt_done()
+        else:
+            if not prefill.is_done and (delta := prefill.stream.take()) is not None:
+                return self._pair.prefill, delta
+            # The nodes' links do not keep pace with each other: while prefill owes log-probabilities of the
+            # prompt, which come before all tokens, decode's tokens wait. Its failure does not.
+            owes = self._progress.awaits_prompt_logprobs and prefill.stream.is_open
+            if owes and not decode.stream.is_empty:
+                return None
+            delta = decode.stream.take()
+            if delta is not None:
+                # Decode sends once every page landed: prefill's part is done, and cannot fail any more.
+                prefill.done()
+        if delta is None:
+            return None
+        self._is_decoding = self._is_decoding or bool(delta.token_ids)
+        if prefill is not None and delta.finish is not None:
+            # Prefill may have reported phases since, which the last delta is to carry.
+            late = prefill.stream.take_late()
+            self._arrived.extend((self._pair.prefill, each) for each in late)
+        self._arrived.append((self._pair.decode, delta))
+        return self._arrived.popleft()
+
+
+def _halves(
+    request: GenerateRequest, prefill: Node, attempt: int
+) -> tuple[StartDecode, StartPrefill]:
+    """Return the two halves of an attempt, which meet in a room of their own."""
+    room = new_room()
+    if prefill.bootstrap_port is None:
+        raise PeerLost(f"prefill node {prefill.url} reports no bootstrap port any more")
+    decode = StartDecode(
+        request=request,
+        room=room,
+        bootstrap_host=prefill.host,
+        bootstrap_port=prefill.bootstrap_port,
+        attempt=attempt,
+    )
+    return decode, StartPrefill(request=request, room=room, attempt=attempt)
+
+
+class RequestAborted(Exception):
+    """The request was aborted by its id."""
+
+
+class NodeWait:
+    """The requests of one edge worker that wait until a role has a node.
+
+    Args:
+        limit_s: How long each may wait.
+        max_requests: That may wait at once.
+    """
+
+    def __init__(self, limit_s: float, max_requests: int) -> None:
+        self.limit_s, self._max_requests = limit_s, max_requests
+        # Ordered: the longest wait looks first, and a simulation follows from its seed alone.
+        self._events: dict[asyncio.Event, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def wake_all(self) -> None:
+        """A node may have come up."""
+        for event in self._events:
+            event.set()
+
+    async def until(self, event: asyncio.Event, deadline: float) -> bool:
+        """Wait for an event from now on; False when too many wait, or the loop's `deadline` passed."""
+        if len(self._events) >= self._max_requests:
+            return False
+        event.clear()
+        self._events[event] = None
+        try:
+            async with asyncio.timeout_at(deadline):
+                await event.wait()
+        except TimeoutError:
+            return False
+        finally:
+            del self._events[event]
+        return True
+
+
+class PairUse:
+    """What one edge worker has given to one pair.
+
+    Attributes:
+        num_running: Attempts now.
+        num_started: Attempts ever.
+        num_tokens: Of the prompts of all of them.
+    """
+
+    __slots__ = ("num_running", "num_started", "num_tokens")
+
+    def __init__(self) -> None:
+        self.num_running = self.num_started = self.num_tokens = 0
+
+
+class PairsInUse:
+    """The pairs that were given attempts, counted as those begin and end."""
+
+    def __init__(self) -> None:
+        self.uses: dict[Pair, PairUse] = {}
+
+    def begin(self, pair: Pair, num_tokens: int) -> None:
+        """Count an attempt with a prompt of so many tokens."""
+        use = self.uses.setdefault(pair, PairUse())
+        use.num_running += 1
+        use.num_started += 1
+        use.num_tokens += num_tokens
+
+    def end(self, pair: Pair) -> None:
+        """Count the end of an attempt."""
+        self.uses[pair].num_running -= 1
+
+    def forget(self, urls: set[str]) -> None:
+        """Forget idle pairs with a node that is none of `urls`."""
+        for pair, use in tuple(self.uses.items()):
+            if not use.num_running and not urls.issuperset(pair.urls):
+                del self.uses[pair]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shared:
+    """What all requests of one edge worker share.
+
+    Attributes:
+        max_attempts: How many attempts at one request may fail; at least 1.
+        on_replay: Called with the request, the pair and the error of each attempt that another one follows.
+    """
+
+    cluster: Cluster
+    pairing: Pairing
+    waits: NodeWait
+    max_attempts: int
+    on_replay: "Callable[[Progress, Pair, TandemError], None]"
+    pairs: PairsInUse = field(default_factory=PairsInUse)
+
+
+class Request:
+    """One admitted request. Its task awaits `next` inside `running`, until that returns None."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared, self._cluster = shared, shared.cluster
+        self._replays = Replays(shared.max_attempts)
+        self._wake = asyncio.Event()
+        self._is_aborted = False
+        self._fingerprint = ""
+        self._number = 0
+        self._pair: Pair | None = None
+        self._attempt: Attempt | None = None
+        self._failed: set[Pair] = set()
+        self._lost: TandemError | None = None
+
+    @override
+    def __repr__(self) -> str:
+        return f"<Request attempt={self._number} on {self._pair}>"
+
+    @contextmanager
+    def running(self, progress: Progress, group: Group) -> Iterator[None]:
+        """Serve `progress` inside the block; on leaving, nothing of it runs any more."""
+        self._progress, self._group = progress, group
+        try:
+            yield
+        finally:
+            self._end_attempt()
+
+    def abort(self) -> None:
+        """End the request with reason `abort`, whatever it waits for."""
+        self._is_aborted = True
+        self._wake.set()
+
+    async def next(self) -> TokenDelta | None:
+        """Return what is new to the client, once it is there; None after the last.
+
+        Raises:
+            TandemError: No further attempt may help.
+        """
+        try:
+            while not self._progress.is_finished:
+                self._check()
+                if self._pair is None:
+                    self._pair = await self._place()
+                try:
+                    attempt = self._attempt or self._begin_attempt(self._pair)
+                    delta = attempt.take()
+                except TandemError as error:
+                    self._lose(self._pair, error)
+                    continue
+                if delta is not None:
+                    return delta
+                attempt.listen()
+                await self._wake.wait()
+                self._wake.clear()
+        except RequestAborted:
+            return self._progress.aborted()
+        return None
+
+    def _check(self) -> None:
+        if self._is_aborted:
+            raise RequestAborted
+
+    async def _place(self) -> Pair:
+        """Choose the pair of the next attempt; wait for nodes that a role lacks.
+
+        Raises:
+            NoNodeAvailable: They did not come in time.
+        """
+        if not self._fingerprint:
+            self._fingerprint = await self._when_up(self._cluster.fingerprint)
+        pair = await self._when_up(self._choose)
+        # A router that is cut off loses its nodes one after the other, all within a moment: without a look
+        # each of them would cost the same request an attempt.
+        while self._lost is not None and not await self._are_alive(pair):
+            pair = await self._when_up(self._choose)
+        self._check()
+        self._progress.trail.end("pair", pair.decode)
+        return pair
+
+    def _choose(self) -> Pair:
+        return self._shared.pairing.pair_for(
+            self._group, self._progress.to_place(), self._fingerprint, self._failed, self._lost
+        )
+
+    async def _are_alive(self, pair: Pair) -> bool:
+        clients = [self._cluster.node(url).client for url in pair.urls]
+        return all([client is not None and await client.is_alive() for client in clients])
+
+    async def _when_up(self, look: Callable[[], T]) -> T:
+        """Return what `look` returns, waiting for nodes while it raises `NoNodeAvailable`."""
+        deadline = asyncio.get_running_loop().time() + self._shared.waits.limit_s
+        while True:
+            self._check()
+            try:
+                return look()
+            except NoNodeAvailable:
+                if not await self._shared.waits.until(self._wake, deadline):
+                    raise
+
+    def _begin_attempt(self, pair: Pair) -> Attempt:
+        number, self._number = self._number, self._number + 1
+        self._wake.clear()
+        self._check()
+        attempt = Attempt(self._cluster, self._progress, pair, number, self._wake)
+        self._attempt = attempt
+        self._shared.pairs.begin(pair, len(self._progress.to_place().prompt_ids))
+        return attempt
+
+    def _end_attempt(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None and self._pair is not None:
+            attempt.close()
+            self._shared.pairs.end(self._pair)
+
+    def _lose(self, pair: Pair, error: TandemError) -> None:
+        """End an attempt that failed; the next one takes another pair.
+
+        Raises:
+            TandemError: There is no next one.
+        """
+        self._end_attempt()
+        self._pair = None
+        self._replays.after(error)
+        self._progress.trail.lost()
+        self._failed.add(pair)
+        self._lost = error
+        self._shared.on_replay(self._progress, pair, error)
