@@ -24,7 +24,7 @@ from tandem.kvtransfer.events import (
     Safe,
     SenderEvent,
 )
-from tandem.kvtransfer.layer_push import PageRun, Wrote
+from tandem.kvtransfer.push_room import PageRun, Wrote
 from tandem.kvtransfer.receiver import ReceiverStatistics
 from tandem.kvtransfer.sender import SenderStatistics
 from tandem.plan.agenda import Agenda, NodeClock
