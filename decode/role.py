@@ -16,8 +16,8 @@ from tandem.engine.core import Engine
 from tandem.engine.request import ActiveRequest, Stage
 from tandem.engine.results import Token
 from tandem.engine.waiting import Line
-from tandem.kvtransfer.agent import Receiver
 from tandem.kvtransfer.events import Failed, Landed, Lost
+from tandem.kvtransfer.group import Receiver
 from tandem.node.answers import Answers, Ticket
 from tandem.node.deadlines import Deadlines, not_started
 from tandem.node.load import engine_load, hit_rate, tier_hits, token_usage

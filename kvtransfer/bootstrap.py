@@ -1,26 +1,26 @@
-"""Prefill's links: the bootstrap port, who is connected to it, and who has gone silent.
+"""Prefill's links: the bootstrap port, and the ranks of decode that are connected to it.
 
 ```
  Hello ─▶ another model: Refused
        ├▶ this rank holds none of its heads: Redirect to one that does
        └▶ a worker connects by the best transport that works ─▶ Welcome ─▶ Grant, Withdraw ...
- LinkPing both ways; a link that is silent, broken or closed is lost, once, and never comes back:
- whoever still speaks on it is told so, and says Hello again on a new one
+ a link that is silent, broken or closed is lost: once, and it never comes back. A decode that
+ still sends on it is refused, and sends Hello again on a new one
 ```
 
-Where several ranks hold heads of the one that said Hello, it is told the ports of all of them.
+Where several ranks hold heads of the one that sent Hello, it receives the ports of all of them.
 
-Knows nothing of rooms. Everything runs in the agent's control thread, except the workers' writes.
+Knows nothing of rooms. Everything runs in the agent's control thread, except the workers' jobs.
 """
 
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from tandem.kvtransfer.control import TURN_S, ControlThread
+from tandem.kvtransfer.control import TURN_S, ControlThread, Rhythm, Worker
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import HeadRange
-from tandem.kvtransfer.push_worker import PushWorker
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sharding import Links, Shard, held_heads, links_of, pair_ranks
 from tandem.kvtransfer.transports.base import Connection, Transport
@@ -56,14 +56,14 @@ MAX_OFFERS = 16
 
 @dataclass(frozen=True, slots=True)
 class SenderEnd:
-    """What prefill is, to those who say Hello.
+    """What prefill is to decode nodes.
 
     Attributes:
         epoch: Of this process.
         fingerprint: Equal at both ends exactly when their KV is interchangeable.
         layout: Of the own pool, which `region` holds.
         transports: Those that may be used.
-        rank_ports: Where the ranks after this one take theirs; only rank 0's port is known outside.
+        rank_ports: Bootstrap ports of the ranks after this one; only rank 0's is known outside.
         shard: Which of the node's ranks this is.
     """
 
@@ -78,7 +78,7 @@ class SenderEnd:
 
 @dataclass(eq=False, slots=True)
 class DecodeLink:
-    """A rank of a decode node that said Hello, and the worker that writes to it.
+    """A rank of a decode node that sent Hello, and the worker that writes to it.
 
     Attributes:
         part: Its number among the ranks of its node that we push to.
@@ -86,28 +86,34 @@ class DecodeLink:
         heads: Those that we push to it.
         more_ports: Of the other ranks of our node that push to it, where this one knows them.
         failure: Why a message could not be sent, once one could not.
+        connection: Put in by the worker.
     """
 
     peer: Peer
     epoch: Epoch
     layout: KVLayout
-    worker: PushWorker
+    worker: Worker
     last_heard_s: float
     part: int
     num_parts: int
     heads: HeadRange
     more_ports: list[int]
     failure: PeerLost | None = None
+    connection: Connection | None = None
+
+    def hang_up(self) -> None:
+        """Close the connection, if there is one. Any thread may call it, and twice."""
+        if self.connection is not None:
+            self.connection.close()
 
 
 class BootstrapPort:
-    """Keeps the links.
+    """Keeps prefill's links.
 
     Args:
         end: What we are.
         inbox: The bound port; closed by `close`.
-        heartbeat: Of the links.
-        clock: Seconds.
+        control: Runs everything here but the workers' jobs.
         heard: Called with every Grant and Withdraw of a link that stands.
         lost: Called once when a link is lost; its worker is closed already.
     """
@@ -116,23 +122,23 @@ class BootstrapPort:
         self,
         end: SenderEnd,
         inbox: Inbox[ToPrefill],
+        control: ControlThread,
         *,
         heartbeat: Heartbeat,
         clock: Callable[[], float],
         heard: Callable[[DecodeLink, Grant | Withdraw], None],
         lost: Callable[[DecodeLink, TandemError], None],
     ) -> None:
-        self._end, self._inbox = end, inbox
-        self._heartbeat, self._clock = heartbeat, clock
+        self._end, self._inbox, self._control = end, inbox, control
+        self._clock, self._rhythm = clock, Rhythm(heartbeat, clock())
         self._heard, self._lost = heard, lost
         self._links: dict[Peer, DecodeLink] = {}
-        self._ending: list[PushWorker] = []  # of lost links; perhaps in a write still
-        self._next_ping_s = clock()
+        self._ending: list[Worker] = []  # of lost links; perhaps in a write still
         self.num_refused = 0
 
     @property
     def num_strangers(self) -> int:
-        """See `Inbox.num_strangers`."""
+        """Connections that sent no valid message."""
         return self._inbox.num_strangers
 
     @property
@@ -140,12 +146,12 @@ class BootstrapPort:
         """Links that stand or are being connected."""
         return len(self._links)
 
-    def turn(self, waker: Waker, control: ControlThread) -> None:
-        """Wait a moment, hear all that came, ping, and drop the silent."""
+    def turn(self, waker: Waker) -> None:
+        """Wait a moment, take all that came, ping, and drop the silent."""
         wait([self._inbox], TURN_S, waker)
         # All of it before anybody is judged silent: it may be us who were slow.
         while (envelope := self._inbox.receive()) is not None:
-            self._hear(envelope.peer, envelope.message, control)
+            self._hear(envelope.peer, envelope.message)
         self._keep_alive(self._clock())
 
     def send(self, link: DecodeLink, message: Message) -> None:
@@ -155,9 +161,8 @@ class BootstrapPort:
         try:
             self._inbox.send(link.peer, message)
         except PeerLost as error:
-            link.failure = (
-                error  # lost in the next turn, when the room that speaks has come to rest
-            )
+            # Lost in the next turn, when the room whose message it is has come to rest.
+            link.failure = error
 
     def drop(self, link: DecodeLink, error: TandemError) -> None:
         """Lose a link; no-op when it is lost already."""
@@ -166,22 +171,22 @@ class BootstrapPort:
         log.warning("kv_link.lost", decode_epoch=link.epoch, reason=str(error))
         self._refuse(link.peer, error)
         del self._links[link.peer]
-        link.worker.close()
+        link.worker.close(link.hang_up)
         self._ending = [each for each in self._ending if each.is_running] + [link.worker]
         self._lost(link, error)
 
     def close(self) -> None:
         """Hang up on everybody. After it no write of ours is under way."""
         for link in self._links.values():
-            link.worker.close()
+            link.worker.close(link.hang_up)
         for worker in (*self._ending, *(link.worker for link in self._links.values())):
             worker.join()
         self._inbox.close()
 
-    def _hear(self, peer: Peer, message: ToPrefill, control: ControlThread) -> None:
+    def _hear(self, peer: Peer, message: ToPrefill) -> None:
         link = self._links.get(peer)
         if isinstance(message, Hello):
-            self._greet(peer, message, control)
+            self._greet(peer, message)
         elif link is None or message.epoch != link.epoch:
             self.num_refused += 1
             self._refuse(peer, PeerLost("prefill does not know this link: it restarted or gave up"))
@@ -190,34 +195,21 @@ class BootstrapPort:
             if not isinstance(message, LinkPing):
                 self._heard(link, message)
 
-    def _greet(self, peer: Peer, hello: Hello, control: ControlThread) -> None:
+    def _greet(self, peer: Peer, hello: Hello) -> None:
         try:
             layout = self._check(hello)
             sources, targets = self._links_of(hello, layout)
-        except (LayoutMismatch, TransferRefused) as error:
-            return self._turn_away(peer, error)
-        ports = self._ports_of(sources)
-        if hello.tp_rank not in targets:
-            return self._redirect(peer, ports)
-        olds = [
-            each for each in self._links.values() if peer == each.peer or each.epoch == hello.epoch
-        ]
-        for old in olds:
-            self.drop(old, PeerLost("decode made a new link"))
-        chosen: list[str] = []
-
-        def connect() -> Connection:
-            name, connection = choose(hello.offers, self._end.transports, self._end.region)
-            chosen.append(name)
-            return connection
-
-        def connected(error: TandemError | None) -> None:
-            control.post(lambda: self._welcome(link, "".join(chosen), error))
-
-        try:
-            worker = PushWorker(connect, connected)
-        except TransferFailed as error:
-            return self._turn_away(peer, error)
+            if hello.tp_rank not in targets:
+                return self._redirect(peer, self._ports_of(sources))
+            for old in list(self._links.values()):
+                if peer == old.peer or old.epoch == hello.epoch:
+                    self.drop(old, PeerLost("decode made a new link"))
+            worker = Worker("kv-push", self._control)
+        except (LayoutMismatch, TransferRefused, TransferFailed) as error:
+            see = f"tandem docs errors#{error.code}"
+            log.warning("kv_link.refused", reason=str(error), see=see)
+            self.num_refused += 1
+            return self._refuse(peer, error)
         self._links[peer] = link = DecodeLink(
             peer,
             hello.epoch,
@@ -227,14 +219,15 @@ class BootstrapPort:
             list(targets).index(hello.tp_rank),
             len(targets),
             targets[hello.tp_rank],
-            ports,
+            self._ports_of(sources),
         )
-        return None
 
-    def _turn_away(self, peer: Peer, error: TandemError) -> None:
-        log.warning("kv_link.refused", reason=str(error), see=f"tandem docs errors#{error.code}")
-        self.num_refused += 1
-        self._refuse(peer, error)
+        def connect() -> str:
+            name, link.connection = choose(hello.offers, self._end.transports, self._end.region)
+            return name
+
+        worker.submit(connect, partial(self._welcome, link), partial(self.drop, link))
+        return None
 
     def _check(self, hello: Hello) -> KVLayout:
         if len(hello.offers) > MAX_OFFERS:
@@ -272,11 +265,9 @@ class BootstrapPort:
         ports = self._end.rank_ports
         return [ports[rank - 1] for rank in sources if rank] if ports else []
 
-    def _welcome(self, link: DecodeLink, transport: str, error: TandemError | None) -> None:
-        if error is not None:
-            return self.drop(link, error)
+    def _welcome(self, link: DecodeLink, transport: str) -> None:
         if self._links.get(link.peer) is not link:
-            return None  # lost while it was being connected
+            return  # lost while it was being connected
         log.info("kv_link.up", decode_epoch=link.epoch, transport=transport)
         welcome = Welcome(
             epoch=self._end.epoch,
@@ -285,7 +276,7 @@ class BootstrapPort:
             first_head=link.heads.destination_first,
             num_heads=link.heads.num_heads,
         )
-        return self.send(link, welcome)
+        self.send(link, welcome)
 
     def _redirect(self, peer: Peer, ports: Sequence[int]) -> None:
         if not ports:
@@ -300,16 +291,16 @@ class BootstrapPort:
             self._inbox.send(peer, Refused(error=error.info()))
 
     def _keep_alive(self, now_s: float) -> None:
+        is_ping_due = self._rhythm.is_ping_due(now_s)
         for link in list(self._links.values()):
-            if link.failure is not None:
-                self.drop(link, link.failure)
-            elif now_s - link.last_heard_s > self._heartbeat.silence_s:
-                self.drop(link, PeerLost(f"decode was silent for {self._heartbeat.silence_s:g} s"))
-        if now_s < self._next_ping_s:
-            return
-        self._next_ping_s = now_s + self._heartbeat.interval_s
-        for link in list(self._links.values()):
-            self.send(link, LinkPing(epoch=self._end.epoch))
+            try:
+                if link.failure is not None:
+                    raise link.failure
+                self._rhythm.check("decode", link.last_heard_s, now_s)
+            except PeerLost as error:
+                self.drop(link, error)
+            if is_ping_due:
+                self.send(link, LinkPing(epoch=self._end.epoch))
 
 
 def _shard_of(hello: Hello) -> Shard:

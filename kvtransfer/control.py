@@ -1,25 +1,26 @@
-"""What both agents are made of: a control thread, workers, and an outbox of events for the role's loop.
+"""What both agents are made of: a control thread, a worker for each link, and an outbox of events.
 
 ```
- role ── post ─▶ control thread ── submit ─▶ worker: transports, names, checksums
+ role ── post ─▶ control thread ── submit ─▶ worker: transports, host names, writes, checksums
                    messages, sessions  ◀── result ──┘
 ```
 
-The control thread answers the heartbeats of all links, so it only moves messages and events: whatever may
-take longer is a job of a worker, of which each link has one.
+The control thread answers the heartbeats of all links, so it only moves messages and events. Whatever
+may take longer is a job of the link's worker.
 """
 
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from tandem.telemetry.log import get_logger
 from tandem.wire.channel import Waker
-from tandem.wire.errors import TandemError, TransferFailed
+from tandem.wire.errors import PeerLost, TandemError, TransferFailed
+from tandem.wire.heartbeat import Heartbeat
 from tandem.wire.ids import Room
 
 log = get_logger("kvtransfer.control")
@@ -45,7 +46,7 @@ def transport_errors() -> Iterator[None]:
 
 
 class RoomEvent(Protocol):
-    """What an agent tells its role."""
+    """What an agent reports to its role."""
 
     @property
     def room(self) -> Room:
@@ -60,8 +61,8 @@ T = TypeVar("T")
 class Outbox(Generic[E]):
     """Events on their way to the role's loop.
 
-    It settles the race between a role that gives a room up and news that is already queued: of a
-    cancelled room the role hears one last thing, `cancelled(room)`, whatever the last thing was.
+    The role may give a room up while events of it are queued. Of such a room the role receives one
+    more event, `cancelled(room)`, in place of the last one.
     `open`, `cancel` and `take` belong to the role's thread, `put` to the agent's.
 
     Args:
@@ -79,7 +80,7 @@ class Outbox(Generic[E]):
         self._cancelled: set[Room] = set()
 
     def open(self, room: Room) -> None:
-        """Begin to speak of `room`."""
+        """The role began with `room`."""
         self._live.add(room)
 
     def cancel(self, room: Room) -> bool:
@@ -98,10 +99,10 @@ class Outbox(Generic[E]):
     def take(self) -> Iterator[E]:
         """Yield what is queued, oldest first. What is not taken stays: an error loses no other event."""
         for _ in range(len(self._queue)):
-            if (told := self._tell(self._queue.popleft())) is not None:
+            if (told := self._settled(self._queue.popleft())) is not None:
                 yield told
 
-    def _tell(self, event: E) -> E | None:
+    def _settled(self, event: E) -> E | None:
         is_last = isinstance(event, self._last)
         is_cancelled = event.room in self._cancelled
         if is_last:
@@ -157,6 +158,33 @@ class ControlThread:
             log.exception("kv_control.failed")
 
 
+class Rhythm:
+    """When to ping all links, and which has been silent for too long.
+
+    ZMTP's own heartbeats do not replace our pings: libzmq's thread answers them for a process that does
+    nothing else any more, and a ROUTER hears of no disconnection.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, now_s: float) -> None:
+        self._heartbeat, self._next_ping_s = heartbeat, now_s
+
+    def is_ping_due(self, now_s: float) -> bool:
+        """Tell whether it is time to ping; the next time is an interval later."""
+        is_due = now_s >= self._next_ping_s
+        if is_due:
+            self._next_ping_s = now_s + self._heartbeat.interval_s
+        return is_due
+
+    def check(self, who: str, last_heard_s: float, now_s: float) -> None:
+        """Look whether a peer is silent.
+
+        Raises:
+            PeerLost: It has been, for too long.
+        """
+        if now_s - last_heard_s > self._heartbeat.silence_s:
+            raise PeerLost(f"{who} was silent for {self._heartbeat.silence_s:g} s")
+
+
 def start_thread(name: str, run: Callable[[], None]) -> threading.Thread:
     """Return a thread that runs `run`. The process may end before it does.
 
@@ -173,10 +201,18 @@ def start_thread(name: str, run: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-class Worker:
-    """Does one job after another in a thread of its own. The control thread is told what came of each.
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A piece of work. A job of a room is forgotten when the room is stopped or the worker closed."""
 
-    All but the jobs belongs to the control thread.
+    room: Room | None
+    do: Callable[[], None]
+
+
+class Worker:
+    """Does the jobs of one link, one after another, in a thread of its own.
+
+    The control thread receives the outcome of each job. Every method belongs to the control thread.
 
     Raises:
         TransferFailed: This process may have no more threads.
@@ -184,19 +220,29 @@ class Worker:
 
     def __init__(self, name: str, control: ControlThread) -> None:
         self._control = control
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: deque[_Job] = deque()
+        self._running: Room | None = None
+        self._is_ended = False
         self._num_open = 0
-        start_thread(name, self._run)  # not waited for: a library may hang for good
+        self._changed = threading.Condition()
+        self._thread = start_thread(name, self._run)  # not waited for: a library may hang for good
 
     def submit(
         self,
         job: Callable[[], T],
         then: Callable[[T], None],
         failed: Callable[[TandemError], None],
+        room: Room | None = None,
     ) -> None:
-        """Queue a job; `then` is called with its result, or `failed` with what either of the two raised."""
+        """Queue a job.
+
+        Args:
+            then: Called with the result of the job, in the control thread.
+            failed: Called with the error that `job` or `then` raised, in the control thread.
+            room: What the job is for; see `stop` and `close`.
+        """
         self._num_open += 1
-        self._jobs.put(lambda: self._do(job, then, failed))
+        self._add(_Job(room, partial(self._do, job, then, failed)))
 
     def after(self, call: Callable[[], None]) -> None:
         """Make a call when the jobs so far are done: at once, if there are none."""
@@ -205,13 +251,73 @@ class Worker:
         else:
             call()
 
+    def stop(self, room: Room, stopped: Callable[[], None]) -> None:
+        """Forget the queued jobs of `room`; post `stopped` behind the outcome of one that runs."""
+        with self._changed:
+            self._forget(lambda job: job.room == room)
+            if self._running == room:
+                self._jobs.appendleft(_Job(None, partial(self._control.post, stopped)))
+                return
+        self._control.post(stopped)
+
+    def close(self, hang_up: Callable[[], None]) -> None:
+        """Forget the queued jobs of rooms and end the thread. Does not wait for it.
+
+        Args:
+            hang_up: Makes the job under way fail. Called twice where there is one.
+        """
+        with self._changed:
+            self._forget(lambda job: job.room is not None)
+            is_running = self._running is not None
+        self._add(_Job(None, partial(_attempt, hang_up, _ignore)))
+        self.end()
+        if is_running:
+            # Not here: the control thread answers heartbeats, and a library takes its time.
+            try:
+                start_thread("kv-hang-up", partial(_attempt, hang_up, _ignore))
+            except TransferFailed:  # here after all: this process may have no more threads
+                _attempt(hang_up, _ignore)
+
     def end(self) -> None:
         """End the thread after the jobs so far."""
-        self._jobs.put(None)
+        with self._changed:
+            self._is_ended = True
+            self._changed.notify()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread has not ended."""
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait for the thread to end."""
+        self._thread.join()
+
+    def _add(self, job: _Job) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify()
+
+    def _forget(self, is_unwanted: Callable[[_Job], bool]) -> None:
+        kept = deque(job for job in self._jobs if not is_unwanted(job))
+        self._num_open -= len(self._jobs) - len(kept)
+        self._jobs = kept
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
+        while (job := self._next()) is not None:
+            job.do()
+            # Behind the outcome: a stop that comes between the two is answered behind it as well.
+            with self._changed:
+                self._running = None
+
+    def _next(self) -> _Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._is_ended)
+            if not self._jobs:
+                return None
+            job = self._jobs.popleft()
+            self._running = job.room
+            return job
 
     def _do(
         self,
@@ -224,9 +330,9 @@ class Worker:
                 outcome = partial(_attempt, partial(then, job()), failed)
         except TandemError as error:
             outcome = partial(failed, error)
-        self._control.post(partial(self._tell, outcome))
+        self._control.post(partial(self._report, outcome))
 
-    def _tell(self, outcome: Callable[[], None]) -> None:
+    def _report(self, outcome: Callable[[], None]) -> None:
         self._num_open -= 1
         outcome()
 
@@ -237,3 +343,7 @@ def _attempt(call: Callable[[], None], failed: Callable[[TandemError], None]) ->
             call()
     except TandemError as error:
         failed(error)
+
+
+def _ignore(_error: TandemError) -> None:
+    """A link that cannot be hung up on is gone."""

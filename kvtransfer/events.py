@@ -1,7 +1,13 @@
-"""What the agents tell their roles. Each names its room; the last of a room's events ends it."""
+"""What the agents report to their roles. Each event names its room; the last of a room's events ends it.
+
+Also how long hand-offs take, as the agent of each end sees them, for operators.
+"""
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
+from tandem.telemetry.histogram import Histogram
 from tandem.wire.errors import TandemError
 from tandem.wire.generation import TokenLogprobs
 from tandem.wire.ids import Room
@@ -19,7 +25,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class PushDone:
-    """Last: everything landed and decode was told. The own pages may be reused."""
+    """Last: all KV is in decode's memory, and decode has been notified. The own pages may be reused."""
 
     room: Room
     pushed_bytes: int
@@ -77,3 +83,50 @@ class Safe:
 
 
 ReceiverEvent = Landed | Failed | Lost | Safe
+
+# ── times ────────────────────────────────────────────────────────────────────────────────────────
+
+# From a page within one machine to a long prompt over a slow network, or a queue for pages.
+_SECONDS = (
+    *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2),
+    *(0.5, 1.0, 2.0, 5.0, 10.0, 30.0),
+)
+
+
+class SenderTimes:
+    """Times of a prefill agent's hand-offs. Its control thread writes, any thread may read.
+
+    Attributes:
+        bootstrap_seconds: From the request to the grant of its pages.
+        push_seconds: From when the first pages of a room could be pushed to the end of its last
+            write. Rooms of which decode had everything are left out.
+        push_exposed_seconds: The part of it behind the last chunk, when nothing is computed beside it.
+        num_lost_links: Decode nodes whose link broke or fell silent.
+    """
+
+    def __init__(self) -> None:
+        self.bootstrap_seconds = Histogram(_SECONDS)
+        self.push_seconds = Histogram(_SECONDS)
+        self.push_exposed_seconds = Histogram(_SECONDS)
+        self.num_lost_links = 0
+
+    @override
+    def __repr__(self) -> str:
+        return f"SenderTimes(push={self.push_seconds!r})"
+
+
+class ReceiverTimes:
+    """Times of a decode agent's hand-offs. Its control thread writes, any thread may read.
+
+    Attributes:
+        granted_seconds: From a grant to the prompt in its pages. Until then they are of no use.
+        num_lost_links: Prefill nodes whose link broke or fell silent.
+    """
+
+    def __init__(self) -> None:
+        self.granted_seconds = Histogram(_SECONDS)
+        self.num_lost_links = 0
+
+    @override
+    def __repr__(self) -> str:
+        return f"ReceiverTimes(granted={self.granted_seconds!r})"

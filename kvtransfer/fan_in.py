@@ -1,143 +1,144 @@
-"""One room on all ranks, or over all links of a rank, as one: a pure state machine. No I/O, no clock.
+"""One room over several members, as one: a pure state machine. No I/O, no clock.
 
 ```
- OPEN     every rank does its part of the hand-off, and none failed
- ENDING   the room failed on a rank or was given up; the others are told, and one may still write
- OVER     every rank said its last word: no write of any can be under way
+ open     every member does its part of the hand-off, and none failed
+ ending   the room failed at a member or was given up; the others end it too, and one may still write
+ over     every member reported its last event: no write of any can be under way
 ```
 
-What happened on one rank is counted by `RoomFanIn`, which turns it into the few events of the table.
-What is said of ranks here holds for the links of one rank as well (`parts.py`).
-The rule: the last word to the role is said when every rank has said its own, and is good only if
-all of theirs were. A rank that failed makes the others end as well, since pages are the same on all.
+A member is a link of one rank, or a rank of one node. Both report the same events as the whole: an agent
+makes one room of its links, and a node one room of its ranks' agents. The role receives the last event
+when every member has reported its own. It is a good one only if all of theirs were. A member that failed
+makes the others end as well, since the pages are the same on all.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
 
 from typing_extensions import override
 
-from tandem.wire.errors import TandemError
+from tandem.kvtransfer.events import (
+    Failed,
+    Granted,
+    Landed,
+    Lost,
+    PushDone,
+    ReceiverEvent,
+    Released,
+    Safe,
+    SenderEvent,
+)
+from tandem.wire.errors import PeerLost, TandemError
+from tandem.wire.ids import Room
+
+E = TypeVar("E")
 
 
-class GroupState(Enum):
-    """Where a room is, over all ranks."""
-
-    OPEN = "open"
-    ENDING = "ending"
-    OVER = "over"
-
-
-class GroupEvent(Enum):
-    """What changes that."""
-
-    ALL_GRANTED = "all granted"
-    """Prefill: the last rank was granted its pages."""
-    ONE_FAILED = "one failed"
-    """A rank said its last word and it was a bad one, or that it will be."""
-    GIVEN_UP = "given up"
-    """The role wants an end."""
-    ALL_ENDED = "all ended"
-    """The last rank said its last word."""
-
-
-class GroupAction(Enum):
-    """What the driver does. END goes to ranks, TELL to the role."""
-
-    TELL_GRANTED = "tell granted"
-    END_OTHERS = "end the others"
-    TELL_LOST = "tell lost"
-    TELL_DONE = "tell done"
-    TELL_ENDED = "tell ended"
-
-
-Arrow = tuple[GroupState, tuple[GroupAction, ...]]
-
-_S, _E, _A = GroupState, GroupEvent, GroupAction
-
-TRANSITIONS: Mapping[GroupState, Mapping[GroupEvent, Arrow]] = {
-    _S.OPEN: {
-        _E.ALL_GRANTED: (_S.OPEN, (_A.TELL_GRANTED,)),
-        _E.ONE_FAILED: (_S.ENDING, (_A.END_OTHERS, _A.TELL_LOST)),
-        _E.GIVEN_UP: (_S.ENDING, (_A.END_OTHERS,)),
-        _E.ALL_ENDED: (_S.OVER, (_A.TELL_DONE,)),
-    },
-    _S.ENDING: {
-        _E.ALL_GRANTED: (_S.ENDING, ()),  # the grant crossed with the end
-        _E.ONE_FAILED: (_S.ENDING, ()),
-        _E.GIVEN_UP: (_S.ENDING, ()),
-        _E.ALL_ENDED: (_S.OVER, (_A.TELL_ENDED,)),
-    },
-    _S.OVER: {},
-}
-
-
-@dataclass(slots=True)
-class _Rank:
-    is_granted: bool = False
-    has_ended: bool = False
-
-
-class RoomFanIn:
-    """One room over all ranks.
-
-    Each method returns what to do, in order.
+class RoomFanIn(ABC, Generic[E]):
+    """One room over its members.
 
     Attributes:
-        error: The first that a rank gave; None when the role gave the room up before.
+        is_ending: The room cannot end well any more. Its driver ends the live members once.
+        error: The first that a member reported; None when the role gave the room up before.
     """
 
-    def __init__(self, num_ranks: int) -> None:
-        self._ranks = [_Rank() for _ in range(num_ranks)]
-        self.state = GroupState.OPEN
+    def __init__(self, room: Room, num_members: int = 1) -> None:
+        self.room = room
+        self._num_members = num_members
+        self._ended: set[int] = set()
+        self.is_ending = False
         self.error: TandemError | None = None
 
     @property
-    def live_ranks(self) -> list[int]:
-        """Ranks that have not said their last word: a write may be under way there."""
-        return [number for number, rank in enumerate(self._ranks) if not rank.has_ended]
+    def live_members(self) -> list[int]:
+        """Members without a last event: a write may be under way there."""
+        return [member for member in range(self._num_members) if member not in self._ended]
 
-    def widen(self, num_ranks: int) -> None:
-        """There are more ranks than was known; none has said anything yet."""
-        assert self.state is not GroupState.OVER, "a room that is over has no more ranks"
-        self._ranks += [_Rank() for _ in range(num_ranks - len(self._ranks))]
+    @property
+    def is_over(self) -> bool:
+        """Whether every member has reported its last event."""
+        return len(self._ended) == self._num_members
 
-    def granted(self, rank: int) -> list[GroupAction]:
-        """A rank's pages were granted."""
-        self._ranks[rank].is_granted = True
-        return self._apply(_E.ALL_GRANTED) if all(r.is_granted for r in self._ranks) else []
+    def widen(self, num_members: int) -> None:
+        """There are more members than was known; none of them has reported anything yet."""
+        assert not self.is_over, "a room that is over has no more members"
+        self._num_members = num_members
 
-    def ended(self, rank: int) -> list[GroupAction]:
-        """A rank said its last word, and it is well."""
-        assert not self._ranks[rank].has_ended, f"rank {rank} ended twice"
-        self._ranks[rank].has_ended = True
-        return [] if self.live_ranks else self._apply(_E.ALL_ENDED)
-
-    def lost(self, error: TandemError | None) -> list[GroupAction]:
-        """A rank failed; its last word is still to come."""
-        if self.state is GroupState.OPEN:
-            self.error = error
-        return self._apply(_E.ONE_FAILED)
-
-    def failed(self, rank: int, error: TandemError | None) -> list[GroupAction]:
-        """A rank said its last word, and it is a bad one."""
-        # Marked first: the rank needs no order to end.
-        assert not self._ranks[rank].has_ended, f"rank {rank} ended twice"
-        self._ranks[rank].has_ended = True
-        actions = self.lost(error)
-        return actions if self.live_ranks else actions + self._apply(_E.ALL_ENDED)
-
-    def give_up(self) -> list[GroupAction]:
+    def give_up(self) -> None:
         """The role wants an end."""
-        return self._apply(_E.GIVEN_UP)
+        assert not self.is_over, "a room that is over was given up"
+        self.is_ending = True
 
-    def _apply(self, event: GroupEvent) -> list[GroupAction]:
-        arrow = TRANSITIONS[self.state].get(event)
-        assert arrow is not None, f"{event.name} in state {self.state.name}"
-        self.state, actions = arrow
-        return list(actions)
+    @abstractmethod
+    def hear(self, member: int, event: E) -> list[E]:
+        """Take what a member reports; return what the role is to receive."""
+
+    def _end(self, member: int) -> bool:
+        """Note the last event of a member; return whether it was the last of all."""
+        assert member not in self._ended, f"member {member} ended twice"
+        self._ended.add(member)
+        return self.is_over
+
+    def _fail(self, error: TandemError | None) -> None:
+        if not self.is_ending:
+            self.is_ending, self.error = True, error
 
     @override
     def __repr__(self) -> str:
-        return f"RoomFanIn({self.state.name}, live={self.live_ranks}, error={self.error!r})"
+        name, live = type(self).__name__, self.live_members
+        return f"{name}({self.room}, ending={self.is_ending}, live={live}, error={self.error!r})"
+
+
+class PushFanIn(RoomFanIn[SenderEvent]):
+    """A room at prefill."""
+
+    def __init__(self, room: Room, num_members: int = 1) -> None:
+        super().__init__(room, num_members)
+        self._granted: set[int] = set()
+        self._pushed_bytes = 0
+
+    @override
+    def hear(self, member: int, event: SenderEvent) -> list[SenderEvent]:
+        match event:
+            case Granted():
+                self._granted.add(member)
+                is_all = len(self._granted) == self._num_members
+                return [event] if is_all and not self.is_ending else []
+            case PushDone():
+                self._pushed_bytes += event.pushed_bytes
+            case Released():
+                self._fail(event.error)
+        if not self._end(member):
+            return []
+        if self.is_ending:
+            return [Released(self.room, self.error)]
+        return [PushDone(self.room, self._pushed_bytes)]
+
+
+class LandFanIn(RoomFanIn[ReceiverEvent]):
+    """A room at decode. Of several `Landed` that of member 0 counts: it reports the most."""
+
+    def __init__(self, room: Room, num_members: int = 1) -> None:
+        super().__init__(room, num_members)
+        self._landed: Landed | None = None
+
+    @override
+    def hear(self, member: int, event: ReceiverEvent) -> list[ReceiverEvent]:
+        was_ending = self.is_ending
+        match event:
+            case Landed() if member == 0:
+                self._landed = event
+            case Failed() | Lost():
+                self._fail(event.error)
+            case _:
+                pass
+        is_over = not isinstance(event, Lost) and self._end(member)
+        if self.is_ending and not was_ending:
+            error = self.error or PeerLost("prefill gave the request up")
+            return [Failed(self.room, error) if is_over else Lost(self.room, error)]
+        if not is_over:
+            return []
+        if self.is_ending:
+            return [Safe(self.room)]
+        assert self._landed is not None
+        return [self._landed]

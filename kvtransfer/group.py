@@ -1,39 +1,168 @@
-"""The agents of all ranks of a node as one agent: commands go to every rank, events come from all.
+"""The agents of all ranks of a node as one agent: calls go to every rank, events come from all.
 
-The role speaks to a group as to a single agent and is told the same, with one difference: where a
-`DecodeAgent` says `Failed`, a group says `Lost` and, once every rank is safe, `Safe`. What is said
-when is the table in `fan_in.py`. Everything here runs in the role's thread.
+The role uses a group as it uses a single agent. `fan_in.py` decides what the role receives when.
+Everything here runs in the role's thread.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 from typing_extensions import override
 
-from tandem.kvtransfer.agent import Receiver, ReceiverRank, Sender, SenderRank
-from tandem.kvtransfer.control import Outbox
+from tandem.kvtransfer.control import Outbox, RoomEvent
 from tandem.kvtransfer.events import (
     Failed,
-    Granted,
     Landed,
-    Lost,
     PushDone,
     ReceiverEvent,
     Released,
     Safe,
     SenderEvent,
 )
-from tandem.kvtransfer.fan_in import GroupAction, GroupState, RoomFanIn
-from tandem.kvtransfer.layer_push import PageRun, Wrote
+from tandem.kvtransfer.fan_in import LandFanIn, PushFanIn, RoomFanIn
+from tandem.kvtransfer.push_room import PageRun, Wrote
 from tandem.kvtransfer.receiver import ReceiverStatistics
 from tandem.kvtransfer.sender import SenderStatistics
-from tandem.wire.errors import PeerLost, TandemError
+from tandem.wire.errors import TandemError
 from tandem.wire.generation import TokenLogprobs
 from tandem.wire.ids import Room
 
+E = TypeVar("E", bound=RoomEvent)
 
-class PrefillGroup:
-    """The prefill agents of all ranks; see `PrefillAgent`.
+
+class SenderRank(Protocol):
+    """What a group asks of the prefill agent of one rank; `PrefillAgent` has the contracts."""
+
+    def expect(self, room: Room) -> None:
+        """A request came."""
+        ...
+
+    def push(self, room: Room, page_ids: Sequence[int], first_page_index: int) -> None:
+        """Queue own pages to be written."""
+        ...
+
+    def push_by_layer(self, runs: Sequence[PageRun]) -> Wrote:
+        """A forward begins that completes these pages."""
+        ...
+
+    def finish(self, room: Room, first_token: int, seed: int, cached_tokens: int = 0) -> None:
+        """Every page was pushed."""
+        ...
+
+    def abort(self, room: Room, error: TandemError | None = None) -> None:
+        """Give a room up."""
+        ...
+
+    def events(self) -> Iterator[SenderEvent]:
+        """Yield what happened and was not taken yet."""
+        ...
+
+
+class Sender(SenderRank, Protocol):
+    """What the role asks of its prefill agent, be it one or one on every rank."""
+
+    @override
+    def finish(
+        self,
+        room: Room,
+        first_token: int,
+        seed: int,
+        cached_tokens: int = 0,
+        *,
+        logprobs: TokenLogprobs | None = None,
+    ) -> None: ...
+
+    def statistics(self) -> SenderStatistics:
+        """Return what is held now and was done so far."""
+        ...
+
+    def close(self) -> None:
+        """Hang up on everybody."""
+        ...
+
+
+class ReceiverRank(Protocol):
+    """What a group asks of the decode agent of one rank; `DecodeAgent` has the contracts."""
+
+    def request(
+        self,
+        room: Room,
+        bootstrap_host: str,
+        bootstrap_port: int,
+        page_ids: Sequence[int],
+        have_tokens: int = 0,
+    ) -> None:
+        """Grant pages to a prefill."""
+        ...
+
+    def withdraw(self, room: Room, error: TandemError | None = None) -> None:
+        """Take the pages back."""
+        ...
+
+    def events(self) -> Iterator[ReceiverEvent]:
+        """Yield what happened and was not taken yet."""
+        ...
+
+
+class Receiver(ReceiverRank, Protocol):
+    """What the role asks of its decode agent, be it one or one on every rank."""
+
+    def statistics(self) -> ReceiverStatistics:
+        """Return what is held now and was done so far."""
+        ...
+
+    def close(self) -> None:
+        """Cut every prefill off."""
+        ...
+
+
+class _Group(ABC, Generic[E]):
+    """The rooms of a node, each over all ranks."""
+
+    def __init__(self, outbox: Outbox[E]) -> None:
+        self._outbox = outbox
+        self._rooms: dict[Room, RoomFanIn[E]] = {}
+
+    @abstractmethod
+    def _take(self) -> Iterator[tuple[int, E]]:
+        """Yield what happened on each rank and was not taken yet."""
+
+    @abstractmethod
+    def _end(self, rank: int, room: Room, error: TandemError | None) -> None:
+        """Have a rank end a room."""
+
+    def events(self) -> Iterator[E]:
+        """Yield what happened and was not taken yet, oldest first."""
+        for rank, event in self._take():
+            fan_in = self._rooms[event.room]
+            was_ending = fan_in.is_ending
+            for each in fan_in.hear(rank, event):
+                self._outbox.put(each)
+            if fan_in.is_over:
+                del self._rooms[event.room]
+            elif fan_in.is_ending and not was_ending:
+                self._end_all(fan_in, fan_in.error)
+        return self._outbox.take()
+
+    def _open(self, fan_in: RoomFanIn[E]) -> None:
+        self._outbox.open(fan_in.room)
+        self._rooms[fan_in.room] = fan_in
+
+    def _give_up(self, room: Room, error: TandemError | None) -> None:
+        fan_in = self._rooms.get(room) if self._outbox.cancel(room) else None
+        if fan_in is not None and not fan_in.is_ending:
+            fan_in.give_up()
+            self._end_all(fan_in, error)
+
+    def _end_all(self, fan_in: RoomFanIn[E], error: TandemError | None) -> None:
+        for rank in fan_in.live_members:
+            self._end(rank, fan_in.room, error)
+
+
+class PrefillGroup(_Group[SenderEvent]):
+    """The prefill agents of all ranks.
 
     Args:
         own: Of rank 0.
@@ -41,29 +170,24 @@ class PrefillGroup:
     """
 
     def __init__(self, own: Sender, others: Sequence[SenderRank]) -> None:
+        super().__init__(Outbox(None, (PushDone, Released), Released))
         self._own = own
         self._ranks: list[SenderRank] = [own, *others]
-        self._rooms: dict[Room, RoomFanIn] = {}
-        self._have_tokens: dict[Room, int] = {}
-        self._pushed: dict[Room, int] = {}
         self._pushed_bytes = 0
-        self._outbox: Outbox[SenderEvent] = Outbox(None, (PushDone, Released), Released)
 
     def expect(self, room: Room) -> None:
-        """See `PrefillAgent.expect`."""
-        self._outbox.open(room)
-        self._rooms[room] = RoomFanIn(len(self._ranks))
-        self._pushed[room] = self._have_tokens[room] = 0
+        """A request came: every rank waits for its grant."""
+        self._open(PushFanIn(room, len(self._ranks)))
         for rank in self._ranks:
             rank.expect(room)
 
     def push(self, room: Room, page_ids: Sequence[int], first_page_index: int) -> None:
-        """See `PrefillAgent.push`."""
+        """Queue own pages on every rank, to be written."""
         for rank in self._ranks:
             rank.push(room, page_ids, first_page_index)
 
     def push_by_layer(self, runs: Sequence[PageRun]) -> Wrote:
-        """See `PrefillAgent.push_by_layer`. Each rank is told of layers by its own forward."""
+        """A forward begins. The forward of each rank reports its layers to that rank's agent."""
         for rank in self._ranks[1:]:
             rank.push_by_layer(runs)
         return self._own.push_by_layer(runs)
@@ -77,76 +201,42 @@ class PrefillGroup:
         *,
         logprobs: TokenLogprobs | None = None,
     ) -> None:
-        """See `PrefillAgent.finish`. What decode is told beside the KV comes from rank 0."""
+        """Every page was pushed. What decode receives beside the KV comes from rank 0."""
         self._own.finish(room, first_token, seed, cached_tokens, logprobs=logprobs)
         for rank in self._ranks[1:]:
             rank.finish(room, first_token, seed, cached_tokens)
 
     def abort(self, room: Room, error: TandemError | None = None) -> None:
-        """See `PrefillAgent.abort`."""
-        if self._outbox.cancel(room) and room in self._rooms:
-            self._act(room, self._rooms[room].give_up(), error)
-
-    def events(self) -> Iterator[SenderEvent]:
-        """See `PrefillAgent.events`."""
-        for number, rank in enumerate(self._ranks):
-            for event in rank.events():
-                self._hear(number, event)
-        return self._outbox.take()
+        """Give a room up on every rank."""
+        self._give_up(room, error)
 
     def statistics(self) -> SenderStatistics:
-        """Return those of rank 0, with the bytes that all ranks pushed for rooms that are done."""
+        """Return those of rank 0, with the bytes that all ranks pushed and saved."""
         own = self._own.statistics()
-        saved_bytes = own.saved_bytes * len(self._ranks)
         return msgspec.structs.replace(
-            own, pushed_bytes=self._pushed_bytes, saved_bytes=saved_bytes
+            own,
+            pushed_bytes=self._pushed_bytes,
+            saved_bytes=own.saved_bytes * len(self._ranks),
         )
 
     def close(self) -> None:
         """Close rank 0's agent; the others end with their ranks."""
         self._own.close()
 
-    def _hear(self, rank: int, event: SenderEvent) -> None:
-        fan_in = self._rooms[event.room]
-        self._act(event.room, self._count(fan_in, rank, event), fan_in.error)
-
-    def _count(self, fan_in: RoomFanIn, rank: int, event: SenderEvent) -> list[GroupAction]:
-        match event:
-            case Granted():
-                self._have_tokens[event.room] = event.have_tokens
-                return fan_in.granted(rank)
-            case PushDone():
-                self._pushed[event.room] += event.pushed_bytes
-                return fan_in.ended(rank)
-            case Released():
-                return fan_in.failed(rank, event.error)
-
-    def _act(self, room: Room, actions: Sequence[GroupAction], error: TandemError | None) -> None:
-        fan_in = self._rooms[room]
-        for action in actions:
-            match action:
-                case GroupAction.TELL_GRANTED:
-                    self._outbox.put(Granted(room, self._have_tokens[room]))
-                case GroupAction.END_OTHERS:
-                    for rank in fan_in.live_ranks:
-                        self._ranks[rank].abort(room, error)
-                case GroupAction.TELL_LOST:
-                    pass  # prefill's pages are in use until the end, whatever the end
-                case GroupAction.TELL_DONE:
-                    self._pushed_bytes += self._pushed[room]
-                    self._outbox.put(PushDone(room, self._pushed[room]))
-                case GroupAction.TELL_ENDED:
-                    self._outbox.put(Released(room, fan_in.error))
-        if fan_in.state is GroupState.OVER:
-            del self._rooms[room], self._pushed[room], self._have_tokens[room]
+    @override
+    def _take(self) -> Iterator[tuple[int, SenderEvent]]:
+        for number, rank in enumerate(self._ranks):
+            for event in rank.events():
+                self._pushed_bytes += event.pushed_bytes if isinstance(event, PushDone) else 0
+                yield number, event
 
     @override
-    def __repr__(self) -> str:
-        return f"PrefillGroup({len(self._ranks)} ranks, {len(self._rooms)} rooms)"
+    def _end(self, rank: int, room: Room, error: TandemError | None) -> None:
+        self._ranks[rank].abort(room, error)
 
 
-class DecodeGroup:
-    """The decode agents of all ranks; see `DecodeAgent`.
+class DecodeGroup(_Group[ReceiverEvent]):
+    """The decode agents of all ranks.
 
     Args:
         own: Of rank 0.
@@ -154,11 +244,9 @@ class DecodeGroup:
     """
 
     def __init__(self, own: Receiver, others: Sequence[ReceiverRank]) -> None:
+        super().__init__(Outbox(None, (Landed, Failed, Safe), Safe))
         self._own = own
         self._ranks: list[ReceiverRank] = [own, *others]
-        self._rooms: dict[Room, RoomFanIn] = {}
-        self._landed: dict[Room, Landed] = {}
-        self._outbox: Outbox[ReceiverEvent] = Outbox(None, (Landed, Safe), Safe)
 
     def request(
         self,
@@ -168,23 +256,14 @@ class DecodeGroup:
         page_ids: Sequence[int],
         have_tokens: int = 0,
     ) -> None:
-        """See `DecodeAgent.request`."""
-        self._outbox.open(room)
-        self._rooms[room] = RoomFanIn(len(self._ranks))
+        """Grant the same pages of every rank."""
+        self._open(LandFanIn(room, len(self._ranks)))
         for rank in self._ranks:
             rank.request(room, bootstrap_host, bootstrap_port, page_ids, have_tokens)
 
     def withdraw(self, room: Room, error: TandemError | None = None) -> None:
-        """See `DecodeAgent.withdraw`."""
-        if self._outbox.cancel(room) and room in self._rooms:
-            self._act(room, self._rooms[room].give_up(), error)
-
-    def events(self) -> Iterator[ReceiverEvent]:
-        """See `DecodeAgent.events`."""
-        for number, rank in enumerate(self._ranks):
-            for event in rank.events():
-                self._hear(number, event)
-        return self._outbox.take()
+        """Take the pages of every rank back."""
+        self._give_up(room, error)
 
     def statistics(self) -> ReceiverStatistics:
         """Return those of rank 0, with the bytes of all ranks, whose pages are of one size."""
@@ -199,42 +278,12 @@ class DecodeGroup:
         """Close rank 0's agent; the others end with their ranks."""
         self._own.close()
 
-    def _hear(self, rank: int, event: ReceiverEvent) -> None:
-        fan_in = self._rooms[event.room]
-        self._act(event.room, self._count(fan_in, rank, event), fan_in.error)
-
-    def _count(self, fan_in: RoomFanIn, rank: int, event: ReceiverEvent) -> list[GroupAction]:
-        match event:
-            case Landed():
-                if rank == 0:  # all say the same of the prompt, and rank 0 the most
-                    self._landed[event.room] = event
-                return fan_in.ended(rank)
-            case Safe():
-                return fan_in.ended(rank)
-            case Failed():
-                return fan_in.failed(rank, event.error)
-            case Lost():
-                return fan_in.lost(event.error)
-
-    def _act(self, room: Room, actions: Sequence[GroupAction], error: TandemError | None) -> None:
-        fan_in = self._rooms[room]
-        tell: dict[GroupAction, Callable[[], ReceiverEvent]] = {
-            GroupAction.TELL_LOST: lambda: Lost(
-                room, fan_in.error or PeerLost("a rank of prefill gave the request up")
-            ),
-            GroupAction.TELL_DONE: lambda: self._landed[room],
-            GroupAction.TELL_ENDED: lambda: Safe(room),
-        }
-        for action in actions:
-            if action is GroupAction.END_OTHERS:
-                for rank in fan_in.live_ranks:
-                    self._ranks[rank].withdraw(room, error)
-            else:
-                self._outbox.put(tell[action]())
-        if fan_in.state is GroupState.OVER:
-            self._rooms.pop(room)
-            self._landed.pop(room, None)
+    @override
+    def _take(self) -> Iterator[tuple[int, ReceiverEvent]]:
+        for number, rank in enumerate(self._ranks):
+            for event in rank.events():
+                yield number, event
 
     @override
-    def __repr__(self) -> str:
-        return f"DecodeGroup({len(self._ranks)} ranks, {len(self._rooms)} rooms)"
+    def _end(self, rank: int, room: Room, error: TandemError | None) -> None:
+        self._ranks[rank].withdraw(room, error)

@@ -9,9 +9,9 @@
                      lost, once, and the next `want` makes a new one
 ```
 
-Every call of a transport is a job of the link's worker, in the order in which they were asked for, and
-messages follow the jobs before them; the last job of a lost link is its fence, which may have to wait for a
-stopped writer. Everything else runs in the agent's control thread. Knows nothing of rooms.
+Every call of a transport is a job of the link's worker, in order, and messages follow the jobs before
+them. The last job of a lost link is its fence, which may have to wait for a stopped writer. Everything
+else runs in the agent's control thread. Knows nothing of rooms.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from tandem.kvtransfer.control import TURN_S, ControlThread, Worker, transport_errors
+from tandem.kvtransfer.control import TURN_S, ControlThread, Rhythm, Worker, transport_errors
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.sharding import Shard
 from tandem.kvtransfer.transports.base import Admission, Listener, PeerKey
@@ -58,7 +58,7 @@ OPEN_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ReceiverEnd:
-    """What decode is, to those it says Hello to.
+    """What decode is to prefill nodes.
 
     Attributes:
         epoch: Of this process.
@@ -82,10 +82,10 @@ class PrefillLink:
     Attributes:
         host: As it was wanted; `ip` is its address, once that is known.
         address: The port that was wanted; the socket's own may be another after a Redirect.
-        admissions: By transport name. The worker puts them in before the link is open, and takes out what
-            it has fenced.
+        admissions: By transport name. The worker puts them in before the link is open, and takes out
+            what it has fenced.
         socket: None until the link is open.
-        epoch: Prefill's, once it said Welcome.
+        epoch: Prefill's, once it sent Welcome.
         transport: The one it took; the others are fenced then.
         is_fence_due: That failed, and is to be tried again.
         more_ports: Of other ranks of prefill that hold heads of ours; known once the link is up.
@@ -111,12 +111,12 @@ class PrefillLink:
 
     @property
     def is_up(self) -> bool:
-        """Whether prefill said Welcome."""
+        """Whether prefill sent Welcome."""
         return self.epoch is not None
 
 
 class PrefillLinks:
-    """Keeps the links.
+    """Keeps decode's links.
 
     Args:
         end: What we are.
@@ -146,15 +146,15 @@ class PrefillLinks:
     ) -> None:
         self._end, self._control, self._key, self._clock = end, control, key, clock
         self._connect_timeout_s, self._heartbeat = connect_timeout_s, heartbeat
+        self._rhythm = Rhythm(heartbeat, clock())
         self._up, self._heard, self._lost, self._fenced = up, heard, lost, fenced
         self._links: dict[str, PrefillLink] = {}
         self._closing = threading.Event()
-        self._next_ping_s = clock()
         self.num_refused = 0
 
     @property
     def num_violations(self) -> int:
-        """Writes that our listeners refused, as far as they see and count them."""
+        """Writes that our listeners refused, as far as they can tell."""
         return sum(getattr(each, "num_violations", 0) for each in self._end.listeners.values())
 
     @property
@@ -219,7 +219,7 @@ class PrefillLinks:
         link.worker.after(partial(self._send, link, message))
 
     def turn(self, waker: Waker) -> None:
-        """Wait a moment, hear all that came, ping, and drop the silent."""
+        """Wait a moment, take all that came, ping, and drop the silent."""
         links = list(self._links.values())
         sockets = [link.socket for link in links if link.socket is not None]
         is_connecting = any(link.socket and not link.is_greeted for link in links)
@@ -249,7 +249,7 @@ class PrefillLinks:
             link.worker.submit(
                 partial(self._cut_off, link),
                 lambda _none: self._fenced(link),
-                lambda _error: None,  # we are closed, and tell nobody
+                lambda _error: None,  # we are closed, and report to nobody
             )
             link.worker.end()
 
@@ -329,7 +329,7 @@ class PrefillLinks:
         if link.is_up or welcome.transport not in link.admissions or not has_such_heads:
             self.num_refused += 1
             return self.drop(
-                link, PeerLost("prefill said Welcome twice, or to another offer or rank")
+                link, PeerLost("prefill sent Welcome twice, or for another offer or rank")
             )
         link.epoch, link.transport = welcome.epoch, welcome.transport
         if not link.is_redirected:
@@ -407,22 +407,27 @@ class PrefillLinks:
             raise failure
 
     def _keep_alive(self, now_s: float) -> None:
-        is_ping_due = now_s >= self._next_ping_s
-        if is_ping_due:
-            self._next_ping_s = now_s + self._heartbeat.interval_s
+        is_ping_due = self._rhythm.is_ping_due(now_s)
         for link in list(self._links.values()):
-            if not link.is_up and now_s >= link.deadline_s:
-                self.drop(link, _no_answer(link))
-            elif link.socket is None:
-                continue
-            elif not link.is_greeted:
-                self._greet(link, link.socket)
-            elif now_s - link.last_heard_s > self._heartbeat.silence_s and link.is_up:
-                self.drop(link, PeerLost(f"prefill was silent for {self._heartbeat.silence_s:g} s"))
-            elif is_ping_due:
-                self._ping(link, link.socket)
-                if link.is_fence_due:
-                    self._fence_unused(link)
+            try:
+                self._keep_one_alive(link, now_s, is_ping_due=is_ping_due)
+            except PeerLost as error:
+                self.drop(link, error)
+
+    def _keep_one_alive(self, link: PrefillLink, now_s: float, *, is_ping_due: bool) -> None:
+        if not link.is_up and now_s >= link.deadline_s:
+            raise _no_answer(link)
+        if link.socket is None:
+            return None
+        if not link.is_greeted:
+            return self._greet(link, link.socket)
+        if link.is_up:
+            self._rhythm.check("prefill", link.last_heard_s, now_s)
+        if is_ping_due:
+            link.socket.send(LinkPing(epoch=self._end.epoch))
+            if link.is_fence_due:
+                self._fence_unused(link)
+        return None
 
     def _greet(self, link: PrefillLink, socket: Link[FromPrefill]) -> None:
         hello = Hello(
@@ -437,12 +442,6 @@ class PrefillLinks:
         with contextlib.suppress(PeerLost):  # there is no connection yet
             socket.send(hello)
             link.is_greeted = True
-
-    def _ping(self, link: PrefillLink, socket: Link[FromPrefill]) -> None:
-        try:
-            socket.send(LinkPing(epoch=self._end.epoch))
-        except PeerLost as error:
-            self.drop(link, error)
 
 
 def _no_answer(link: PrefillLink) -> PeerLost:

@@ -1,22 +1,99 @@
-"""One part of a room at prefill: what the role gave to push, and where it goes. No sockets."""
+"""What prefill has to push, and where it goes: a room, its parts, and layers while they are computed.
 
-from collections.abc import Sequence
+```
+ decode, --tp 2   room ─┬─ part 0 ── link ──▶ rank 0      ┐ each part is a hand-off of its own, with
+                        └─ part 1 ── link ──▶ rank 1      ┘ a session; the fan-in makes one of them
+```
+
+Until it is known how many ranks of decode our heads go to, a room has one part, which stands for all.
+
+```
+ forward begins ─▶ push_by_layer(runs) ─▶ wrote(0) wrote(1) ... ─▶ forward ends ─▶ push: what is left
+                                          └─ every so many layers: push(run, layers)
+```
+
+Nothing depends on `wrote`: a forward that reports no layers is pushed as a whole. No sockets here.
+"""
+
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
 from tandem.kvtransfer.bootstrap import DecodeLink
 from tandem.kvtransfer.checksum import PushSums
+from tandem.kvtransfer.fan_in import PushFanIn
 from tandem.kvtransfer.layout import KVLayout
-from tandem.kvtransfer.parts import RoomParts
 from tandem.kvtransfer.plan import CopyPlan, PagedTokens, plan_copies
-from tandem.kvtransfer.push_worker import PushWorker
 from tandem.kvtransfer.session import SenderState, Session, sender_session
-from tandem.kvtransfer.transfer_times import PushTimes
 from tandem.wire.errors import TransferRefused
 from tandem.wire.hand_off import Grant, Landed
 from tandem.wire.ids import Room
+
+# ── layers while they are computed ───────────────────────────────────────────────────────────────
+
+Wrote = Callable[[int], None]
+"""Called with a layer's number once its K and V are in the pool; layers come in order."""
+
+# Layers are put together until a push has as much. What a push costs beside the copy (two threads are
+# woken, copies are planned) is then small: with 4 MiB on two busy cores pushes of a 1k prompt fell
+# behind its layers, with 8 MiB they do not. The last pushes of a forward halve, down to a quarter of
+# it: nothing is computed any more beside the very last.
+LEAST_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PageRun:
+    """Own pages of a room that a forward completes: the prompt's pages `first_page_index` on."""
+
+    room: Room
+    page_ids: Sequence[int]
+    first_page_index: int
+
+
+class LayerPush(Protocol):
+    """`PrefillAgent.push`."""
+
+    def __call__(
+        self, room: Room, page_ids: Sequence[int], first_page_index: int, layers: range | None
+    ) -> None:
+        """Queue the layers that are computed and were not pushed yet."""
+        ...
+
+
+def layers_at_a_time(runs: Sequence[PageRun], layout: KVLayout, least_bytes: int) -> int:
+    """Return how many layers of these pages have that many bytes."""
+    num_pages = sum(len(run.page_ids) for run in runs)
+    if not num_pages:
+        return layout.num_layers
+    return min(
+        layout.num_layers, -(-least_bytes * layout.num_layers // (num_pages * layout.page_bytes))
+    )
+
+
+def push_by_layer(
+    push: LayerPush, runs: Sequence[PageRun], layout: KVLayout, least_bytes: int = LEAST_BYTES
+) -> Wrote:
+    """Return what a forward that completes `runs` calls. Any one thread may."""
+    enough = layers_at_a_time(runs, layout, least_bytes)
+    least = layers_at_a_time(runs, layout, least_bytes // 4)
+    num_pushed = 0
+
+    def wrote(layer: int) -> None:
+        nonlocal num_pushed
+        num_written = layer + 1
+        num_left = layout.num_layers - num_written
+        if num_written - num_pushed >= min(enough, max(num_left, least)) or not num_left:
+            num_pushed = num_written
+            for run in runs:
+                push(run.room, run.page_ids, run.first_page_index, range(num_written))
+
+    return wrote
+
+
+# ── rooms ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,46 +109,95 @@ class Push:
     layers: range | None = None
 
 
-class PushParts(RoomParts):
-    """The parts of one room.
+class PushRoom:
+    """One request at prefill, over all links that it goes over.
 
     Attributes:
         is_expected: Whether the role asked for the room. From then on it has all its parts.
-        pushed_bytes: Of the parts that are done.
-        times: Since the role asked for it.
+        parts: Those that are not over, by number.
+        fan_in: What all of them reported.
+        expected_s: When the role asked for the room; None before.
+        pushed_s: When the role pushed the first of its pages or layers; None before.
+        finished_s: When the role had pushed all; None before.
     """
 
-    is_expected = False
-    pushed_bytes = 0
-
     def __init__(self, room: Room) -> None:
-        super().__init__(room)
-        self.times = PushTimes()
+        self.room = room
+        self.is_expected = False
+        self.parts: dict[int, PushPart] = {}
+        self.fan_in = PushFanIn(room)
+        self._num_parts = 1
+        self._is_spread = False  # whether it is known how many parts there are
+        self.expected_s: float | None = None
+        self.pushed_s: float | None = None
+        self.finished_s: float | None = None
 
-    def expect(self, now_s: float) -> None:
-        """The role asked for the room."""
+    def expect(self, now_s: float, deadline_s: float) -> list["PushPart"]:
+        """The role asked for the room, perhaps again: return all its parts.
+
+        Args:
+            deadline_s: Of the parts that nobody granted yet.
+        """
         self.is_expected = True
-        self.times = PushTimes(expected_s=now_s)
-        if self.has_ended:
-            self.reopen()
-            self.pushed_bytes = 0
+        self.expected_s, self.pushed_s, self.finished_s = now_s, None, None
+        if self.fan_in.is_over:  # a part of the attempt before may still answer for it
+            self.fan_in = PushFanIn(self.room, self._num_parts)
+        for number in range(self._num_parts):
+            if number not in self.parts:
+                self.parts[number] = PushPart(self, number, deadline_s)
+        return list(self.parts.values())
+
+    def grant_fault(self, link: DecodeLink) -> str:
+        """Return why this room cannot be granted over this link, or an empty string."""
+        part = self.parts.get(link.part)
+        if part is not None and part.grant is not None:
+            return "this room is granted already"
+        if not self._is_spread:
+            return ""
+        if self._num_parts != link.num_parts:
+            return "this room is granted by a node of another size"
+        if part is None and self.is_expected and not self.fan_in.is_over:
+            return "this room is over"
+        return ""
+
+    def granted(self, link: DecodeLink, deadline_s: float) -> "PushPart":
+        """Return the part of a link that grants it now.
+
+        Args:
+            deadline_s: If the role has not asked for the room yet.
+        """
+        if not self._is_spread:
+            self._spread(link.num_parts)
+        if link.part not in self.parts:
+            self.parts[link.part] = PushPart(self, link.part, deadline_s)
+        return self.parts[link.part]
+
+    def _spread(self, num_parts: int) -> None:
+        """It is known how many ranks decode has: make the parts beside the first."""
+        self._num_parts, self._is_spread = num_parts, True
+        if not self.fan_in.is_over:
+            self.fan_in.widen(num_parts)
+        if (first := self.parts.get(0)) is not None:  # the role asked for the room already
+            self.parts |= {number: first.twin(number) for number in range(1, num_parts)}
 
 
-@dataclass(slots=True)
-class PushRoom:
-    """Everything known of one part.
+@dataclass(eq=False, slots=True)
+class PushPart:
+    """One room over one link.
 
     Attributes:
         deadline_s: When the half that is missing is given up.
-        link: Who granted, once somebody has.
+        link: That of the grant, once there is one.
         pending: Pushes that came before the grant.
-        landed: What to say at the end, once the role has finished.
+        landed: What decode is to receive at the end, once the role has finished.
         num_layers_pushed: Of the run of own pages that begins at this place in the prompt.
         own_pages: By their place in the prompt, own pages of which every layer was pushed.
         sums: Of what is pushed; None where nothing is hashed. Used by the worker alone.
         refusal: Of one of its jobs; no other is done after that. Used by the worker alone.
     """
 
+    room: PushRoom
+    number: int
     deadline_s: float
     session: Session[SenderState] = field(default_factory=sender_session)
     link: DecodeLink | None = None
@@ -84,18 +210,24 @@ class PushRoom:
     refusal: TransferRefused | None = None
     pushed_bytes: int = 0
 
+    def twin(self, number: int) -> "PushPart":
+        """Return the same for another link. Only before it is granted."""
+        assert self.grant is None
+        return PushPart(
+            self.room,
+            number,
+            self.deadline_s,
+            copy(self.session),
+            pending=list(self.pending),
+            landed=self.landed,
+        )
+
     @property
     def destination(self) -> PagedTokens:
         """Where the prompt goes. Only once it is granted."""
         assert self.grant is not None
         assert self.link is not None
         return PagedTokens(self.link.layout, self.grant.page_ids, self.grant.have_tokens)
-
-    @property
-    def worker(self) -> PushWorker:
-        """Who writes. Only once it is granted."""
-        assert self.link is not None
-        return self.link.worker
 
     def take(self, push: Push, layout: KVLayout) -> tuple[PagedTokens, range]:
         """Return the own pages of a push and their layers that were not pushed before."""
@@ -107,13 +239,6 @@ class PushRoom:
         if layers.stop == num_layers:
             self.own_pages.update(enumerate(push.page_ids, first))
         return PagedTokens(layout, push.page_ids, first * layout.page_size), layers
-
-    def twin(self) -> "PushRoom":
-        """Return the same for another link. Only before it is granted."""
-        assert self.grant is None
-        return PushRoom(
-            self.deadline_s, copy(self.session), pending=list(self.pending), landed=self.landed
-        )
 
     def plan(self, own: PagedTokens, layers: range) -> CopyPlan:
         """Return the copies for own pages: from what decode has not, to the end of its grant.
@@ -155,7 +280,7 @@ class PushRoom:
         return min(index * page_size, self.destination.end_token)
 
     def sum_up(self, layout: KVLayout) -> None:
-        """Add the checksums to what will be said. Called by the worker, after `check_complete`."""
+        """Add the checksums to what decode is to receive. In the worker, after `check_complete`."""
         if self.sums is None or not self.destination.page_ids:
             return
         assert self.landed is not None

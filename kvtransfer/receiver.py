@@ -1,4 +1,4 @@
-"""Decode's end: grants pages to prefill nodes, and says when they are the role's again.
+"""Decode's end: grants pages to prefill nodes, and reports when they are the role's again.
 
 ```
  request ─▶ (granted) ─▶ Landed                                          granted → held
@@ -9,43 +9,30 @@
 
 On the right is what the role does with the pages it named in `request`. After `withdraw` the next
 and last event of the room is `Safe`, whatever crossed with it. What happens in between is the table
-in `session.py`, for each part of the room, that is for each rank of prefill that holds heads of ours
-(`parts.py`); who is connected is kept by `prefill_links.py`.
+in `session.py`. It holds for each part of the room, that is for each rank of prefill that holds heads of
+ours; the links are kept by `prefill_links.py`.
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 
 import msgspec
 from typing_extensions import override
 
-from tandem.kvtransfer.checksum import Verify
+from tandem.kvtransfer.checksum import Verify, arrived_sums, sampled_slabs
 from tandem.kvtransfer.control import ControlThread, Outbox, transport_errors
-from tandem.kvtransfer.events import Failed, Landed, Lost, ReceiverEvent, Safe
-from tandem.kvtransfer.fan_in import GroupAction
-from tandem.kvtransfer.grant_room import GrantParts, GrantRoom
+from tandem.kvtransfer.events import Failed, Landed, Lost, ReceiverEvent, ReceiverTimes, Safe
+from tandem.kvtransfer.fan_in import LandFanIn
 from tandem.kvtransfer.layout import KVLayout
-from tandem.kvtransfer.parts import Part
+from tandem.kvtransfer.plan import HeadRange, PagedTokens
 from tandem.kvtransfer.prefill_links import PrefillLink, PrefillLinks, ReceiverEnd
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.session import (
-    Action,
-    CorruptedArrived,
-    Event,
-    Fenced,
-    LandedArrived,
-    LinkLost,
-    LinkReady,
-    ReceiverState,
-    ReleasedArrived,
-    TimedOut,
-    WithdrawAsked,
-)
+from tandem.kvtransfer.session import Action, Event, ReceiverState, Session, receiver_session
 from tandem.kvtransfer.sharding import Shard
-from tandem.kvtransfer.transfer_times import ReceiverTimes
 from tandem.kvtransfer.transports.base import Pool, Transport
 from tandem.kvtransfer.transports.registry import listen
 from tandem.telemetry.log import get_logger
@@ -64,6 +51,69 @@ from tandem.wire.ids import Epoch, Room
 from tandem.wire.keys import ChannelKey
 
 log = get_logger("kvtransfer.receiver")
+
+
+class LandRoom:
+    """One request at decode, over all links that it goes over.
+
+    Attributes:
+        parts: The first determines over how many links the room goes, once its own is up. Its Landed
+            reports the most: prefill's rank 0 wrote it, if that has heads of ours.
+        fan_in: What all of them reported.
+        granted_s: When the first part was granted; None before.
+    """
+
+    def __init__(
+        self, room: Room, link: PrefillLink, page_ids: Sequence[int], have_tokens: int
+    ) -> None:
+        self.room, self.page_ids, self.have_tokens = room, page_ids, have_tokens
+        self.fan_in = LandFanIn(room)
+        self.is_spread = False
+        self.granted_s: float | None = None
+        self.parts = [LandPart(self, 0, link)]
+
+    def spread(self, links: Sequence[PrefillLink]) -> list["LandPart"]:
+        """Make the parts for these links, which are those beside the first."""
+        self.is_spread = True
+        self.fan_in.widen(1 + len(links))
+        new = [LandPart(self, number, link) for number, link in enumerate(links, 1)]
+        self.parts += new
+        return new
+
+
+@dataclass(eq=False, slots=True)
+class LandPart:
+    """One room over one link.
+
+    Attributes:
+        link: To the rank of prefill that pushes it.
+        deadline_s: When prefill is given up.
+        has_last_word: Prefill sent Landed or Released; the link's worker takes the pages back, and
+            looks at them.
+        landed: What prefill sent at the end.
+    """
+
+    room: LandRoom
+    number: int
+    link: PrefillLink
+    deadline_s: float = float("inf")
+    session: Session[ReceiverState] = field(default_factory=receiver_session)
+    has_last_word: bool = False
+    landed: hand_off.Landed | None = None
+
+    def verify(self, landed: hand_off.Landed, layout: KVLayout, region: MemoryRegion) -> str:
+        """Return what is wrong with the bytes that arrived, or an empty string."""
+        granted = PagedTokens(layout, self.room.page_ids, self.room.have_tokens)
+        end_token = landed.end_token or granted.end_token
+        if not 0 <= granted.end_token - end_token < layout.page_size:
+            return f"tokens up to {end_token} were written and {granted.end_token} granted"
+        slabs = sampled_slabs(landed.room, layout, landed.checksum_one_in)
+        heads = HeadRange(0, self.link.heads.start, len(self.link.heads))
+        sums = arrived_sums(region, granted, end_token, slabs, heads)
+        if sums == landed.checksums:
+            return ""
+        num_bad = sum(a != b for a, b in zip_longest(sums, landed.checksums))
+        return f"{num_bad} of {len(sums)} pages have other bytes than were sent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,9 +197,8 @@ class DecodeAgent:
         self._is_verified = verify != "off"
         self._timeouts, self._clock = timeouts or ReceiverTimeouts(), clock
         self._outbox: Outbox[ReceiverEvent] = Outbox(waker, (Landed, Failed, Safe), Safe)
-        self._rooms: dict[Room, GrantParts] = {}
-        self._parts: dict[Part, GrantRoom] = {}  # those that are not over
-        self._told: Counter[Action] = Counter()
+        self._rooms: dict[Room, LandRoom] = {}  # until the last of their parts is over
+        self._done: Counter[Action] = Counter()
         self.times = ReceiverTimes()
         self._num_corrupted = self._received_bytes = self._saved_bytes = 0
         self._control = ControlThread("kv-decode", self._turn)
@@ -195,7 +244,7 @@ class DecodeAgent:
     def withdraw(self, room: Room, error: TandemError | None = None) -> None:
         """Take the pages back; they are quarantined until `Safe`. No-op when the room is over.
 
-        Prefill is told `error`, and its client by it.
+        Prefill receives `error`, and reports it to its client.
         """
         if self._outbox.cancel(room):
             why = error or Aborted("decode gave the request up")
@@ -207,15 +256,15 @@ class DecodeAgent:
 
     def statistics(self) -> ReceiverStatistics:
         """Return what is held now and was done so far."""
-        states = Counter(entry.session.state for entry in list(self._parts.values()))
+        states = Counter(part.session.state for part in self._parts())
         return ReceiverStatistics(
             num_links=self._links.num_links,
             num_reserving=states[ReceiverState.RESERVING],
             num_granted=states[ReceiverState.GRANTED],
             num_withdrawn=states[ReceiverState.WITHDRAWN],
             num_fencing=states[ReceiverState.FENCING],
-            num_landed=self._told[Action.TELL_LANDED],
-            num_failed=self._told[Action.TELL_FAILED] + self._told[Action.TELL_LOST],
+            num_landed=self._done[Action.TELL_LANDED],
+            num_failed=self._done[Action.TELL_FAILED] + self._done[Action.TELL_LOST],
             num_corrupted=self._num_corrupted,
             num_refused=self._links.num_refused + self._links.num_violations,
             received_bytes=self._received_bytes,
@@ -236,13 +285,22 @@ class DecodeAgent:
     def _turn(self, waker: Waker) -> None:
         self._links.turn(waker)
         now_s = self._clock()
-        for part, entry in list(self._parts.items()):
-            if now_s < entry.deadline_s:
+        for part in self._parts():
+            if now_s < part.deadline_s:
                 continue
-            if entry.session.state is ReceiverState.GRANTED:
-                self._apply(part, TimedOut(_too_late(entry)))
-            elif entry.session.state is ReceiverState.WITHDRAWN and not entry.has_last_word:
-                self._links.drop(entry.link, PeerLost("prefill does not answer a Withdraw"))
+            if part.session.state is ReceiverState.GRANTED:
+                self._apply(part, Event.TIMED_OUT, _too_late(part))
+            elif part.session.state is ReceiverState.WITHDRAWN and not part.has_last_word:
+                self._links.drop(part.link, PeerLost("prefill does not answer a Withdraw"))
+
+    def _parts(self, link: PrefillLink | None = None) -> list[LandPart]:
+        """Return the parts that are not over, or those over one link. Any thread may call it."""
+        return [
+            part
+            for room in list(self._rooms.values())
+            for part in list(room.parts)
+            if not part.session.is_over and (link is None or part.link is link)
+        ]
 
     def _request(
         self, room: Room, host: str, port: int, page_ids: Sequence[int], have_tokens: int
@@ -253,199 +311,180 @@ class DecodeAgent:
         except TandemError as error:
             self._outbox.put(Failed(room, error))
             return
-        self._parts[Part(room, 0)] = first = GrantRoom(link, page_ids, have_tokens)
-        self._rooms[room] = GrantParts(room, first)
+        self._rooms[room] = entry = LandRoom(room, link, page_ids, have_tokens)
         if link.is_up:
-            self._ready(Part(room, 0))
+            self._ready(entry.parts[0])
 
-    def _ready(self, part: Part) -> None:
-        """The link of a part is up. The first one's says over which others the room goes as well."""
-        if not self._rooms[part.room].is_spread:
+    def _ready(self, part: LandPart) -> None:
+        """The link of a part is up. The first one's names the others that the room goes over."""
+        if not part.room.is_spread:
             self._spread(part.room)
-        self._apply(part, LinkReady())
+        self._apply(part, Event.LINK_READY)
 
-    def _spread(self, room: Room) -> None:
-        entry = self._rooms[room]
-        first, links = entry.first, [entry.first.link]
+    def _spread(self, room: LandRoom) -> None:
+        links = [first := room.parts[0].link]
         try:
-            for port in first.link.more_ports:
+            for port in first.more_ports:
                 with transport_errors():
-                    link = self._links.want(first.link.host, port)
+                    link = self._links.want(first.host, port)
                 links += [] if link in links else [link]
         except TandemError as error:
-            entry.spread(1)
-            self._tell(room, entry.fan_in.lost(error))
+            room.spread([])
+            self._report(room.parts[0], Lost(room.room, error))
             return
-        for part, link in zip(entry.spread(len(links)), links[1:], strict=True):
-            self._parts[part] = GrantRoom(link, first.page_ids, first.have_tokens)
-            if link.is_up:
-                self._apply(part, LinkReady())
-
-    def _part_of(self, link: PrefillLink, room: Room) -> Part | None:
-        """Return the part of a room that goes over a link, unless it is over."""
-        for part in self._rooms[room].parts if room in self._rooms else ():
-            entry = self._parts.get(part)
-            if entry is not None and entry.link is link:
-                return part
-        return None
-
-    def _parts_of(self, link: PrefillLink) -> list[Part]:
-        return [part for part, entry in self._parts.items() if entry.link is link]
+        for part in room.spread(links[1:]):
+            if part.link.is_up:
+                self._apply(part, Event.LINK_READY)
 
     def _link_up(self, link: PrefillLink) -> None:
-        for part in self._parts_of(link):
+        for part in self._parts(link):
             self._ready(part)
 
     def _link_lost(self, link: PrefillLink, error: TandemError) -> None:
         self.times.num_lost_links += 1
-        for part in self._parts_of(link):
+        for part in self._parts(link):
             # A last word that has come counts, if it is looked at before the room's deadline.
-            if not self._parts[part].has_last_word:
-                self._apply(part, LinkLost(error))
+            if not part.has_last_word:
+                self._apply(part, Event.LINK_LOST, error)
 
     def _link_fenced(self, link: PrefillLink) -> None:
-        for part in self._parts_of(link):
-            self._apply(part, Fenced())
+        for part in self._parts(link):
+            self._apply(part, Event.FENCED)
 
     def _hear(self, link: PrefillLink, message: hand_off.Landed | hand_off.Released) -> None:
         """Take prefill's last word on a room: it counts once the pages are ours again, and looked at."""
-        part = self._part_of(link, message.room)
-        if part is None or (entry := self._parts[part]).has_last_word:
+        room = self._rooms.get(message.room)
+        parts = [] if room is None else [part for part in room.parts if part.link is link]
+        if not parts or parts[0].session.is_over or parts[0].has_last_word:
             return  # it came twice, or for a room of somebody else
-        entry.has_last_word = True
+        (part,) = parts
+        part.has_last_word = True
         if isinstance(message, hand_off.Landed):
-            entry.landed = message
+            part.landed = message
         self._links.revoke(
             link,
             message.room,
-            partial(self._look, entry, message),
-            partial(self._apply, part),
-            partial(self._not_taken_back, link, part),
+            partial(self._look, part, message),
+            lambda looked: self._apply(part, *looked),
+            partial(self._not_taken_back, part),
         )
 
-    def _look(self, entry: GrantRoom, word: hand_off.Landed | hand_off.Released) -> Event:
+    def _look(
+        self, part: LandPart, word: hand_off.Landed | hand_off.Released
+    ) -> tuple[Event, TandemError | None]:
         """Compare what arrived with what was sent. In the link's worker."""
         if isinstance(word, hand_off.Released):
-            return ReleasedArrived(None if word.error is None else error_of_far_side(word.error))
+            error = None if word.error is None else error_of_far_side(word.error)
+            return Event.RELEASED_ARRIVED, error
         if not word.checksums or not self._is_verified:
-            return LandedArrived()
-        if not (fault := entry.verify(word, self._layout, self._region)):
-            return LandedArrived()
+            return Event.LANDED_ARRIVED, None
+        if not (fault := part.verify(word, self._layout, self._region)):
+            return Event.LANDED_ARRIVED, None
         log.warning(
             "kv_push.corrupted",
             room=word.room,
             reason=fault,
             see="tandem docs errors#kv_corrupted",
         )
-        return CorruptedArrived(KVCorrupted(fault))
+        return Event.CORRUPTED_ARRIVED, KVCorrupted(fault)
 
-    def _not_taken_back(self, link: PrefillLink, part: Part, error: TandemError) -> None:
+    def _not_taken_back(self, part: LandPart, error: TandemError) -> None:
         """Only a fence makes these pages safe now."""
-        self._apply(part, LinkLost(error))
-        self._links.drop(link, error)
+        self._apply(part, Event.LINK_LOST, error)
+        self._links.drop(part.link, error)
 
-    def _apply(self, part: Part, event: Event) -> None:
-        entry = self._parts.get(part)
-        if entry is None:
-            return  # over, and forgotten: this crossed with the last word
-        self._num_corrupted += isinstance(event, CorruptedArrived)
-        for action in entry.session.apply(event):
-            self._told[action] += 1
-            self._act(part, entry, action)
-        if entry.session.is_over:
-            del self._parts[part]
-            if self._rooms[part.room].has_ended:
-                del self._rooms[part.room]
+    def _apply(self, part: LandPart, event: Event, error: TandemError | None = None) -> None:
+        if part.session.is_over:
+            return  # this crossed with the last word
+        self._num_corrupted += event is Event.CORRUPTED_ARRIVED
+        for action in part.session.apply(event, error):
+            self._done[action] += 1
+            self._act(part, action)
+        if part.room.fan_in.is_over and self._rooms.get(part.room.room) is part.room:
+            del self._rooms[part.room.room]
 
-    def _act(self, part: Part, entry: GrantRoom, action: Action) -> None:
-        error = entry.session.error or PeerLost("prefill gave the request up")
-        room, fan_in = part.room, self._rooms[part.room].fan_in
+    def _act(self, part: LandPart, action: Action) -> None:
+        room = part.room.room
+        error = part.session.error or PeerLost("prefill gave the request up")
         match action:
             case Action.PERMIT:
-                self._links.permit(entry.link, room, entry.page_ids)
+                self._links.permit(part.link, room, part.room.page_ids)
             case Action.SEND_GRANT:
-                now_s, parts = self._clock(), self._rooms[room]
-                entry.deadline_s = now_s + self._timeouts.landed_s
-                parts.granted_s = now_s if parts.granted_s is None else parts.granted_s
-                self._send_grant(room, entry)
+                self._send_grant(part)
             case Action.SEND_WITHDRAW:
-                self._send_withdraw(room, entry, error)
-            case Action.REVOKE:
-                pass  # it is done before the last word is looked at: see `_hear`
-            case Action.FENCE:
-                pass  # the whole link is: `PrefillLinks.drop` fences it when all its rooms know
+                self._send_withdraw(part, error)
             case Action.TELL_LANDED:
-                self._tell(room, fan_in.ended(part.number))
+                self._report(part, _landed(part))
             case Action.TELL_FAILED:
-                self._tell(room, fan_in.failed(part.number, error))
+                self._report(part, Failed(room, error))
             case Action.TELL_LOST:
-                self._tell(room, fan_in.lost(error))
+                self._report(part, Lost(room, error))
             case Action.TELL_SAFE:
-                self._tell(room, fan_in.ended(part.number))
+                self._report(part, Safe(room))
             case _:
                 raise AssertionError(action)
 
-    def _tell(self, room: Room, actions: Sequence[GroupAction]) -> None:
-        """Do what follows from what one part said."""
-        entry = self._rooms[room]
-        error = entry.fan_in.error or PeerLost("prefill gave the request up")
-        is_over = GroupAction.TELL_ENDED in actions
-        for action in actions:
-            match action:
-                case GroupAction.END_OTHERS:
-                    self._control.post(partial(self._end_parts, room, error))
-                case GroupAction.TELL_LOST:
-                    self._outbox.put(Failed(room, error) if is_over else Lost(room, error))
-                case GroupAction.TELL_DONE:
-                    if entry.granted_s is not None:
-                        self.times.granted_seconds.observe(self._clock() - entry.granted_s)
-                    self._tell_landed(room, entry.first)
-                case GroupAction.TELL_ENDED if GroupAction.TELL_LOST not in actions:
-                    self._outbox.put(Safe(room))
+    def _report(self, part: LandPart, event: ReceiverEvent) -> None:
+        """Report what happened to one part, as far as it is true of all."""
+        fan_in = part.room.fan_in
+        was_ending = fan_in.is_ending
+        for each in fan_in.hear(part.number, event):
+            if isinstance(each, Landed):
+                self._observe(part.room)
+            self._outbox.put(each)
+        if fan_in.is_ending and not was_ending:
+            why = fan_in.error or PeerLost("prefill gave the request up")
+            self._control.post(partial(self._end_parts, part.room, why))
+
+    def _observe(self, room: LandRoom) -> None:
+        if room.granted_s is not None:
+            self.times.granted_seconds.observe(self._clock() - room.granted_s)
+        self._received_bytes += len(room.page_ids) * self._layout.page_bytes
+        self._saved_bytes += room.have_tokens * self._layout.all_heads_bytes
 
     def _give_up(self, room: Room, why: TandemError) -> None:
         entry = self._rooms.get(room)
-        if entry is not None and entry.fan_in.give_up():
-            self._end_parts(room, why)
+        if entry is not None and not entry.fan_in.is_ending:
+            entry.fan_in.give_up()
+            self._end_parts(entry, why)
 
-    def _end_parts(self, room: Room, why: TandemError) -> None:
-        entry = self._rooms.get(room)
-        for part in () if entry is None else entry.parts:
-            self._apply(part, WithdrawAsked(why))
+    def _end_parts(self, room: LandRoom, why: TandemError) -> None:
+        for part in room.parts:
+            self._apply(part, Event.WITHDRAW_ASKED, why)
 
-    def _send_grant(self, room: Room, entry: GrantRoom) -> None:
+    def _send_grant(self, part: LandPart) -> None:
+        now_s, room = self._clock(), part.room
+        part.deadline_s = now_s + self._timeouts.landed_s
+        room.granted_s = now_s if room.granted_s is None else room.granted_s
         grant = hand_off.Grant(
             epoch=self._epoch,
-            room=room,
-            page_ids=list(entry.page_ids),
-            have_tokens=entry.have_tokens,
+            room=room.room,
+            page_ids=list(room.page_ids),
+            have_tokens=room.have_tokens,
         )
-        self._links.send(entry.link, grant)
+        self._links.send(part.link, grant)
 
-    def _send_withdraw(self, room: Room, entry: GrantRoom, error: TandemError) -> None:
+    def _send_withdraw(self, part: LandPart, error: TandemError) -> None:
         # It waits for the link's jobs. A link whose jobs take longer than this hangs, and is dropped.
-        entry.deadline_s = self._clock() + self._timeouts.landed_s
-        withdraw = hand_off.Withdraw(epoch=self._epoch, room=room, error=error.info())
-        self._links.send(entry.link, withdraw)
+        part.deadline_s = self._clock() + self._timeouts.landed_s
+        withdraw = hand_off.Withdraw(epoch=self._epoch, room=part.room.room, error=error.info())
+        self._links.send(part.link, withdraw)
 
         def sent() -> None:
-            entry.deadline_s = self._clock() + self._timeouts.released_s
+            part.deadline_s = self._clock() + self._timeouts.released_s
 
-        entry.link.worker.after(sent)
-
-    def _tell_landed(self, room: Room, entry: GrantRoom) -> None:
-        landed = entry.landed
-        assert landed is not None
-        self._received_bytes += len(entry.page_ids) * self._layout.page_bytes
-        self._saved_bytes += entry.have_tokens * self._layout.all_heads_bytes
-        self._outbox.put(
-            Landed(
-                room, landed.first_token, landed.seed, landed.cached_tokens, landed.first_logprobs
-            )
-        )
+        part.link.worker.after(sent)
 
 
-def _too_late(entry: GrantRoom) -> TransferTimeout:
-    if entry.has_last_word:
+def _landed(part: LandPart) -> Landed:
+    word = part.landed
+    assert word is not None
+    return Landed(
+        part.room.room, word.first_token, word.seed, word.cached_tokens, word.first_logprobs
+    )
+
+
+def _too_late(part: LandPart) -> TransferTimeout:
+    if part.has_last_word:
         return TransferTimeout("the transport did not take the pages back in time")
     return TransferTimeout("prefill did not push in time")

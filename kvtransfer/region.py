@@ -52,7 +52,7 @@ Read = Callable[[Sequence[slice]], Iterable[Buffer]]
 
 
 class MemoryRegion:
-    """One contiguous piece of memory. Whoever makes it closes it.
+    """One contiguous piece of memory. Its maker closes it.
 
     Attributes:
         path: The file another process can map; None for private memory.

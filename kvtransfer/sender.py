@@ -1,17 +1,18 @@
-"""Prefill's end: owns the bootstrap port, takes grants, pushes pages, says what landed.
+"""Prefill's end: owns the bootstrap port, takes grants, pushes pages, reports what landed.
 
 The role calls `expect`, then `push` as pages (or layers of them) are computed and `finish` after the
 last; it may do so before the grant has come, the agent keeps it. Then one of
 
-- `PushDone`: all of it is in decode's memory and decode has been told. The pages may be reused.
-- `Released`: nothing more will be written, decode has been told. The pages may be reused.
+- `PushDone`: all of it is in decode's memory and decode has been notified. The pages may be reused.
+- `Released`: nothing more will be written, and decode has been notified. The pages may be reused.
 
 ends the room. `abort` may be called at any time before that, and then `Released(room)` follows. What
-happens in between, and what decode and the network may do to it, is the table in `session.py`; it
-holds for each part of the room, that is for each rank of decode that our heads go to (`parts.py`).
+happens in between, and what decode and the network may do to it, is the table in `session.py`. It
+holds for each part of the room, that is for each rank of decode that our heads go to (`push_room.py`).
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,30 +24,21 @@ from typing_extensions import override
 from tandem.kvtransfer.bootstrap import BootstrapPort, DecodeLink, SenderEnd
 from tandem.kvtransfer.checksum import PushSums, Verify, one_in, sampled_slabs
 from tandem.kvtransfer.control import ControlThread, Outbox
-from tandem.kvtransfer.events import Granted, PushDone, Released, SenderEvent
-from tandem.kvtransfer.fan_in import GroupAction
-from tandem.kvtransfer.layer_push import LEAST_BYTES, PageRun, Wrote, push_by_layer
-from tandem.kvtransfer.parts import Part
-from tandem.kvtransfer.push_room import Push, PushRoom, grant_fault
-from tandem.kvtransfer.push_rooms import PushRooms
-from tandem.kvtransfer.session import (
-    AbortAsked,
-    Action,
-    Event,
-    Expected,
-    GrantArrived,
-    LinkLost,
-    SenderState,
-    TimedOut,
-    WithdrawArrived,
-    WriteFailed,
-    WritesDone,
-    WritesStopped,
+from tandem.kvtransfer.events import Granted, PushDone, Released, SenderEvent, SenderTimes
+from tandem.kvtransfer.fan_in import PushFanIn
+from tandem.kvtransfer.push_room import (
+    LEAST_BYTES,
+    PageRun,
+    Push,
+    PushPart,
+    PushRoom,
+    Wrote,
+    grant_fault,
+    push_by_layer,
 )
-from tandem.kvtransfer.transfer_times import SenderTimes
-from tandem.kvtransfer.transports.base import Connection
+from tandem.kvtransfer.session import Action, Event, SenderState
 from tandem.telemetry.log import get_logger
-from tandem.wire import hand_off, messages
+from tandem.wire import hand_off
 from tandem.wire.channel import Inbox, Waker
 from tandem.wire.errors import (
     Aborted,
@@ -126,7 +118,7 @@ class PrefillAgent:
         end: Who we are and the pool we push from.
         waker: Rung whenever `events` has something.
         key: Requires decode nodes to know the cluster's secret.
-        least_bytes: Of a push of layers; see `layer_push`.
+        least_bytes: Of a push of layers; see `push_room`.
         verify: How much of each page is in the checksums that decode is given, to find a corrupted one.
 
     Attributes:
@@ -155,14 +147,20 @@ class PrefillAgent:
         heartbeat = self._timeouts.heartbeat
         inbox: Inbox[hand_off.ToPrefill] = Inbox(address, hand_off.ToPrefill, key, heartbeat)
         self.port = inbox.port
+        self._control = ControlThread("kv-prefill", self._turn)
         self._bootstrap = BootstrapPort(
-            end, inbox, heartbeat=heartbeat, clock=clock, heard=self._hear, lost=self._lose
+            end,
+            inbox,
+            self._control,
+            heartbeat=heartbeat,
+            clock=clock,
+            heard=self._hear,
+            lost=self._lose,
         )
         self._outbox: Outbox[SenderEvent] = Outbox(waker, (PushDone, Released), Released)
-        self._rooms = PushRooms()
+        self._rooms: dict[Room, PushRoom] = {}  # until the last of their parts is over
         self.times = SenderTimes()
         self._num_landed = self._num_released = self._pushed_bytes = self._saved_bytes = 0
-        self._control = ControlThread("kv-prefill", self._turn)
         self._control.start()
 
     # ── the role's side ──────────────────────────────────────────────────────────────────────────
@@ -191,10 +189,10 @@ class PrefillAgent:
         """
         push = Push(page_ids, first_page_index, layers)
         now_s = self._clock()
-        self._control.post(lambda: self._push_room(room, push, now_s))
+        self._control.post(lambda: self._push_all(room, push, now_s))
 
     def push_by_layer(self, runs: Sequence[PageRun]) -> Wrote:
-        """A forward begins that completes these pages: return what it tells of its layers.
+        """A forward begins that completes these pages: return what it calls for each layer.
 
         They are pushed while it runs. At its end `push` is called for each run as ever: it adds what
         is left.
@@ -210,7 +208,7 @@ class PrefillAgent:
         *,
         logprobs: TokenLogprobs | None = None,
     ) -> None:
-        """Every page was pushed: tell decode as soon as all of them landed."""
+        """Every page was pushed: notify decode as soon as all of them landed."""
         landed = hand_off.Landed(
             epoch=self._end.epoch,
             room=room,
@@ -221,10 +219,10 @@ class PrefillAgent:
             checksum_one_in=self._one_in,
         )
         now_s = self._clock()
-        self._control.post(lambda: self._finish_room(room, landed, now_s))
+        self._control.post(lambda: self._finish_all(room, landed, now_s))
 
     def abort(self, room: Room, error: TandemError | None = None) -> None:
-        """Give a room up; decode is told `error`. `Released` follows. No-op when it is over."""
+        """Give a room up; decode receives `error`. `Released` follows. No-op when it is over."""
         if self._outbox.cancel(room):
             why = error or Aborted("prefill gave the request up")
             self._control.post(lambda: self._give_up(room, why))
@@ -235,7 +233,7 @@ class PrefillAgent:
 
     def statistics(self) -> SenderStatistics:
         """Return what is held now and was done so far."""
-        states = self._rooms.states()
+        states = Counter(part.session.state for part in self._parts())
         return SenderStatistics(
             num_links=self._bootstrap.num_links,
             num_waiting=states[SenderState.WAITING],
@@ -261,229 +259,226 @@ class PrefillAgent:
     # ── the control thread ───────────────────────────────────────────────────────────────────────
 
     def _turn(self, waker: Waker) -> None:
-        self._bootstrap.turn(waker, self._control)
+        self._bootstrap.turn(waker)
         now_s = self._clock()
-        for part, entry in self._rooms.parts():
-            if entry.session.state in WAITS and now_s >= entry.deadline_s:
-                self._apply(part, TimedOut(TransferTimeout("the other half did not come in time")))
+        for part in self._parts():
+            if part.session.state in WAITS and now_s >= part.deadline_s:
+                self._apply(
+                    part, Event.TIMED_OUT, TransferTimeout("the other half did not come in time")
+                )
+
+    def _parts(self) -> list[PushPart]:
+        """Return all parts that are not over. Any thread may call it."""
+        rooms = list(self._rooms.values())
+        return [part for room in rooms for part in list(room.parts.values())]
+
+    def _parts_of(self, room: Room) -> list[PushPart]:
+        """Return those of one room; none when it ended while the role computed."""
+        entry = self._rooms.get(room)
+        return [] if entry is None else list(entry.parts.values())
 
     def _hear(self, link: DecodeLink, message: hand_off.Grant | hand_off.Withdraw) -> None:
-        part = Part(message.room, link.part)
+        room = self._rooms.get(message.room)
+        part = None if room is None else room.parts.get(link.part)
         if isinstance(message, hand_off.Grant):
             return self._take_grant(link, message, part)
-        entry = self._rooms.part(part)
-        if entry is None or entry.link is not link:
+        if part is None or part.link is not link:
             # Over, and forgotten, or never granted over this link: no write of it is under way here.
-            word = hand_off.Released(epoch=self._end.epoch, room=message.room)
-            return self._bootstrap.send(link, word)
+            return self._release(link, message.room, None)
         told = message.error
         why = Aborted("decode withdrew its grant") if told is None else error_of_far_side(told)
-        return self._apply(part, WithdrawArrived(why))
+        return self._apply(part, Event.WITHDRAW_ARRIVED, why)
 
     def _lose(self, link: DecodeLink, error: TandemError) -> None:
         self.times.num_lost_links += 1
-        for part, entry in self._rooms.parts():
-            if entry.link is link:
-                self._apply(part, LinkLost(error))
+        for part in self._parts():
+            if part.link is link:
+                self._apply(part, Event.LINK_LOST, error)
 
     def _expect(self, room: Room, now_s: float) -> None:
-        for part in self._rooms.expect(room, now_s, self._clock() + self._timeouts.grant_s):
-            self._apply(part, Expected())
+        entry = self._rooms.setdefault(room, PushRoom(room))
+        for part in entry.expect(now_s, self._clock() + self._timeouts.grant_s):
+            self._apply(part, Event.EXPECTED)
 
-    def _for_parts(self, room: Room, do: Callable[[Part], None]) -> None:
-        """Do something for each part; nothing when the room ended while the role computed."""
-        entry = self._rooms.room(room)
-        for part in () if entry is None else entry.parts:
-            do(part)
-
-    def _take_grant(self, link: DecodeLink, grant: hand_off.Grant, part: Part) -> None:
-        entry = self._rooms.part(part)
-        if entry is not None and entry.grant is not None and entry.link is link:
+    def _take_grant(self, link: DecodeLink, grant: hand_off.Grant, known: PushPart | None) -> None:
+        if known is not None and known.grant is not None and known.link is link:
             # Released would end the first grant at decode, under writes that are still going on.
             self._bootstrap.num_refused += 1
             return self._bootstrap.drop(link, PeerLost("decode granted a room twice"))
-        if fault := grant_fault(grant, link.layout) or self._rooms.grant_fault(part, link):
+        room = self._rooms.get(grant.room) or PushRoom(grant.room)
+        if fault := grant_fault(grant, link.layout) or room.grant_fault(link):
             self._bootstrap.num_refused += 1
-            info = TransferRefused(fault).info()
-            word = hand_off.Released(epoch=self._end.epoch, room=grant.room, error=info)
-            return self._bootstrap.send(link, word)
-        deadline_s = self._clock() + self._timeouts.early_grant_s
-        entry = self._rooms.granted(part, link, deadline_s)
-        entry.link, entry.grant = link, grant
+            return self._release(link, grant.room, TransferRefused(fault))
+        self._rooms[grant.room] = room
+        part = room.granted(link, self._clock() + self._timeouts.early_grant_s)
+        part.link, part.grant = link, grant
         if self._one_in and link.heads.num_heads:
             slabs = sampled_slabs(grant.room, self._end.layout, self._one_in)
-            entry.sums = PushSums(self._end.region, entry.destination, slabs, link.heads)
-        return self._apply(part, GrantArrived())
+            part.sums = PushSums(self._end.region, part.destination, slabs, link.heads)
+        return self._apply(part, Event.GRANT_ARRIVED)
 
-    def _push_room(self, room: Room, push: Push, now_s: float) -> None:
-        entry = self._rooms.room(room)
-        if entry is not None and entry.times.pushed_s is None:
-            entry.times.pushed_s = now_s
-        self._for_parts(room, partial(self._push, push=push))
+    def _push_all(self, room: Room, push: Push, now_s: float) -> None:
+        entry = self._rooms.get(room)
+        if entry is not None and entry.pushed_s is None:
+            entry.pushed_s = now_s
+        for part in self._parts_of(room):
+            self._push(part, push)
 
-    def _push(self, part: Part, push: Push) -> None:
-        entry = self._rooms.part(part)
-        if entry is None:
-            return  # it ended while the role computed
-        if entry.session.state is SenderState.WAITING:
-            entry.pending.append(push)
-        elif entry.session.state is SenderState.PUSHING:
-            self._write(part, entry, push)
+    def _push(self, part: PushPart, push: Push) -> None:
+        if part.session.state is SenderState.WAITING:
+            part.pending.append(push)
+        elif part.session.state is SenderState.PUSHING:
+            self._write(part, push)
 
-    def _write(self, part: Part, entry: PushRoom, push: Push) -> None:
-        own, layers = entry.take(push, self._end.layout)
+    def _write(self, part: PushPart, push: Push) -> None:
+        own, layers = part.take(push, self._end.layout)
         if not layers:
-            return None  # they were pushed while they were computed
+            return  # they were pushed while they were computed
 
-        def write(connection: Connection) -> None:
+        def write() -> None:
             # This takes seconds for a long prompt between pages of unlike sizes.
-            plan = entry.plan(own, layers)
+            plan = part.plan(own, layers)
             if not len(plan):
                 return  # decode has it all
-            connection.write(part.room, plan)
-            if entry.sums is not None:
+            assert part.link is not None
+            assert part.link.connection is not None
+            part.link.connection.write(part.room.room, plan)
+            if part.sums is not None:
                 with _no_byte_under_way():
-                    entry.sums.add(own, layers)
+                    part.sums.add(own, layers)
 
-        return self._submit(part, entry, write, None)
+        self._submit(part, write, lambda _none: None)
 
-    def _finish_room(self, room: Room, landed: hand_off.Landed, now_s: float) -> None:
-        if (entry := self._rooms.room(room)) is not None:
-            entry.times.finished_s = now_s
-        self._for_parts(room, partial(self._finish, landed=landed))
+    def _finish_all(self, room: Room, landed: hand_off.Landed, now_s: float) -> None:
+        if (entry := self._rooms.get(room)) is not None:
+            entry.finished_s = now_s
+        for part in self._parts_of(room):
+            self._finish(part, landed)
 
-    def _finish(self, part: Part, landed: hand_off.Landed) -> None:
-        entry = self._rooms.part(part)
-        if entry is None:
-            return
-        entry.landed = landed
-        if entry.session.state is SenderState.PUSHING:
-            self._conclude(part, entry)
+    def _finish(self, part: PushPart, landed: hand_off.Landed) -> None:
+        part.landed = landed
+        if part.session.state is SenderState.PUSHING:
+            self._conclude(part)
 
-    def _conclude(self, part: Part, entry: PushRoom) -> None:
+    def _conclude(self, part: PushPart) -> None:
         """Queue the end behind the writes: checksums, then Landed."""
         try:
-            entry.check_complete(self._end.layout.page_size)
+            part.check_complete(self._end.layout.page_size)
         except TransferRefused as error:
-            return self._apply(part, WriteFailed(error))
+            return self._apply(part, Event.WRITE_FAILED, error)
 
-        def sum_up(_connection: Connection) -> None:
+        def sum_up() -> None:
             with _no_byte_under_way():
-                entry.sum_up(self._end.layout)
+                part.sum_up(self._end.layout)
 
-        return self._submit(part, entry, sum_up, WritesDone())
+        return self._submit(part, sum_up, lambda _none: self._apply(part, Event.WRITES_DONE))
 
     def _submit(
-        self, part: Part, entry: PushRoom, job: Callable[[Connection], None], success: Event | None
+        self, part: PushPart, job: Callable[[], None], then: Callable[[None], None]
     ) -> None:
-        assert entry.link is not None
-
-        def do(connection: Connection) -> None:
-            if entry.refusal is not None:
-                raise entry.refusal  # of a job before this one: the room is about to be stopped
+        def do() -> None:
+            if part.refusal is not None:
+                raise part.refusal  # of a job before this one: the room is about to be stopped
             try:
-                job(connection)
+                job()
             except TransferRefused as error:
-                entry.refusal = error
+                part.refusal = error
                 raise
 
-        entry.worker.submit(part.room, do, partial(self._report, part, entry.link, success))
+        assert part.link is not None
+        part.link.worker.submit(do, then, partial(self._write_failed, part), part.room.room)
 
-    def _report(
-        self, part: Part, link: DecodeLink, success: Event | None, error: TandemError | None
-    ) -> None:
-        """A worker is done with a job; called from its thread."""
+    def _write_failed(self, part: PushPart, error: TandemError) -> None:
         if isinstance(error, TransferRefused):
-            self._control.post(partial(self._apply, part, WriteFailed(error)))
-        elif error is not None:
-            # Bytes may still be under way: only decode's fence ends them, so no Released may be sent.
-            self._control.post(partial(self._bootstrap.drop, link, error))
-        elif success is not None:
-            self._control.post(partial(self._apply, part, success))
+            return self._apply(part, Event.WRITE_FAILED, error)
+        # Bytes may still be under way: only decode's fence ends them, so no Released may be sent.
+        assert part.link is not None
+        return self._bootstrap.drop(part.link, error)
 
-    def _apply(self, part: Part, event: Event) -> None:
-        entry = self._rooms.part(part)
-        if entry is None:
-            return  # over, and forgotten: this crossed with the last word
-        before = entry.session.state
-        for action in entry.session.apply(event):
-            self._act(part, entry, action)
-        state = entry.session.state
+    def _apply(self, part: PushPart, event: Event, error: TandemError | None = None) -> None:
+        if part.session.is_over:
+            return  # this crossed with the last word
+        before = part.session.state
+        for action in part.session.apply(event, error):
+            self._act(part, action)
+        state, room = part.session.state, part.room
         if state is SenderState.REFUSING and before is not state:
-            entry.deadline_s = self._clock() + self._timeouts.early_grant_s
-        if entry.session.is_over:
-            self._rooms.end(part)
+            part.deadline_s = self._clock() + self._timeouts.early_grant_s
+        if part.session.is_over:
+            del room.parts[part.number]
+            if not room.parts:
+                del self._rooms[room.room]
 
-    def _act(self, part: Part, entry: PushRoom, action: Action) -> None:
-        error, room = entry.session.error, self._rooms.room(part.room)
-        assert room is not None
+    def _act(self, part: PushPart, action: Action) -> None:
+        error, room = part.session.error, part.room.room
         match action:
             case Action.TELL_GRANTED:
-                self._tell(part.room, room.fan_in.granted(part.number), entry)
-                self._flush(part, entry)
+                self._report(part, Granted(room, part.destination.first_token))
+                self._flush(part)
             case Action.STOP_WRITES:
-                stopped = partial(self._apply, part, WritesStopped())
-                entry.worker.stop(part.room, lambda: self._control.post(stopped))
+                assert part.link is not None
+                part.link.worker.stop(room, partial(self._apply, part, Event.WRITES_STOPPED))
             case Action.SEND_LANDED:
-                assert entry.landed is not None
+                assert part.landed is not None
+                assert part.link is not None
                 self._num_landed += 1
-                self._pushed_bytes += entry.pushed_bytes
-                self._saved_bytes += (
-                    entry.destination.first_token * self._end.layout.all_heads_bytes
-                )
-                self._send(entry, entry.landed)
+                self._pushed_bytes += part.pushed_bytes
+                first_token = part.destination.first_token
+                self._saved_bytes += first_token * self._end.layout.all_heads_bytes
+                self._bootstrap.send(part.link, part.landed)
             case Action.SEND_RELEASED:
-                info = None if error is None else error.info()
-                word = hand_off.Released(epoch=self._end.epoch, room=part.room, error=info)
-                self._send(entry, word)
+                assert part.link is not None
+                self._release(part.link, room, error)
             case Action.TELL_PUSHED:
-                room.pushed_bytes += entry.pushed_bytes
-                self._tell(part.room, room.fan_in.ended(part.number), entry)
+                self._report(part, PushDone(room, part.pushed_bytes))
             case Action.TELL_RELEASED:
                 self._num_released += 1
-                self._tell(part.room, room.fan_in.failed(part.number, error), entry)
+                self._report(part, Released(room, error))
             case _:
                 raise AssertionError(action)
 
-    def _tell(self, room: Room, actions: Sequence[GroupAction], entry: PushRoom) -> None:
-        """Do what follows from what one part said."""
-        parts = self._rooms.room(room)
-        assert parts is not None
-        for action in actions:
-            match action:
-                case GroupAction.TELL_GRANTED:
-                    self.times.granted(parts.times, self._clock())
-                    self._outbox.put(Granted(room, entry.destination.first_token))
-                case GroupAction.END_OTHERS:
-                    why = parts.fan_in.error or Aborted("another part of the request ended")
-                    self._control.post(partial(self._end_parts, room, why))
-                case GroupAction.TELL_LOST:
-                    pass  # the own pages are in use until the end, whatever the end
-                case GroupAction.TELL_DONE:
-                    if parts.pushed_bytes:  # else decode had it all
-                        self.times.landed(parts.times, self._clock())
-                    self._outbox.put(PushDone(room, parts.pushed_bytes))
-                case GroupAction.TELL_ENDED:
-                    self._outbox.put(Released(room, parts.fan_in.error))
+    def _release(self, link: DecodeLink, room: Room, error: TandemError | None) -> None:
+        info = None if error is None else error.info()
+        word = hand_off.Released(epoch=self._end.epoch, room=room, error=info)
+        self._bootstrap.send(link, word)
+
+    def _report(self, part: PushPart, event: SenderEvent) -> None:
+        """Report what happened to one part, as far as it is true of all."""
+        fan_in = part.room.fan_in
+        was_ending = fan_in.is_ending
+        for each in fan_in.hear(part.number, event):
+            self._observe(part.room, each)
+            self._outbox.put(each)
+        if fan_in.is_ending and not was_ending:
+            why = fan_in.error or Aborted("another part of the request ended")
+            self._control.post(partial(self._end_parts, part.room, fan_in, why))
+
+    def _observe(self, room: PushRoom, event: SenderEvent) -> None:
+        now_s, times = self._clock(), self.times
+        if isinstance(event, Granted) and room.expected_s is not None:
+            times.bootstrap_seconds.observe(now_s - room.expected_s)
+        if isinstance(event, PushDone) and event.pushed_bytes:  # else decode had it all
+            if room.pushed_s is not None:
+                times.push_seconds.observe(now_s - room.pushed_s)
+            if room.finished_s is not None:
+                times.push_exposed_seconds.observe(now_s - room.finished_s)
 
     def _give_up(self, room: Room, why: TandemError) -> None:
-        entry = self._rooms.room(room)
-        if entry is not None and not entry.has_ended and entry.fan_in.give_up():
-            self._end_parts(room, why)
+        entry = self._rooms.get(room)
+        if entry is not None and not (entry.fan_in.is_over or entry.fan_in.is_ending):
+            entry.fan_in.give_up()
+            self._end_parts(entry, entry.fan_in, why)
 
-    def _end_parts(self, room: Room, why: TandemError) -> None:
-        entry = self._rooms.room(room)
-        if entry is not None and not entry.has_ended:
-            self._for_parts(room, lambda part: self._apply(part, AbortAsked(why)))
+    def _end_parts(self, room: PushRoom, fan_in: PushFanIn, why: TandemError) -> None:
+        """End a room, unless it is over, or the role has begun with it anew."""
+        if room.fan_in is fan_in and not fan_in.is_over:
+            for part in list(room.parts.values()):
+                self._apply(part, Event.ABORT_ASKED, why)
 
-    def _send(self, entry: PushRoom, message: messages.Message) -> None:
-        assert entry.link is not None
-        self._bootstrap.send(entry.link, message)
-
-    def _flush(self, part: Part, entry: PushRoom) -> None:
+    def _flush(self, part: PushPart) -> None:
         """Do what the role asked for before the grant came."""
-        pending, entry.pending = entry.pending, []
+        pending, part.pending = part.pending, []
         for push in pending:
             self._push(part, push)
-        if entry.landed is not None:
-            self._finish(part, entry.landed)
+        if part.landed is not None:
+            self._finish(part, part.landed)

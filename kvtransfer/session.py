@@ -6,16 +6,20 @@
  WAITING    the request came, no grant yet       GRANTED    the grant is sent: prefill may write
  GRANTED_EARLY  the grant came, no request yet   READY      landed; the pages hold the prompt
  PUSHING    both came: writes may be in flight   WITHDRAWN  Withdraw is sent, no answer yet
- LANDED     every write landed, and said so      FENCING    prefill is lost; its writes are being
+ LANDED     every write landed, Landed sent      FENCING    prefill is lost; its writes are being
  RELEASING  stopping the writes in flight                   made impossible
- RELEASED   stopped, and said so                 CLOSED     no write can arrive any more
+ RELEASED   stopped, Released sent               CLOSED     no write can arrive any more
  REFUSING   one half came and was given up;
             the other is answered when it comes
 ```
 
 A driver feeds events and carries out the actions it gets back. The rule the tables keep: prefill
-says `Landed` or `Released` once, and only when no write of the room is in flight; decode takes pages
+sends `Landed` or `Released` once, and only when no write of the room is in flight; decode takes pages
 for its own only after one of the two, or after the fence.
+
+Two things happen before an event and are no actions: decode revokes the room's grant before it looks at
+what has landed (`LandedArrived`, `CorruptedArrived`, `ReleasedArrived`), and fences a lost link as a whole
+(`Fenced`).
 """
 
 from collections.abc import Mapping
@@ -28,70 +32,38 @@ from typing_extensions import override
 from tandem.wire.errors import TandemError
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happened to a room. `error` says why, where there is a why."""
+class Event(Enum):
+    """Something that happened to a room, at the end that is named; an error may come with it."""
 
-    error: TandemError | None = None
-
-
-class Expected(Event):
+    EXPECTED = "Expected"
     """Prefill: the request came."""
-
-
-class GrantArrived(Event):
+    GRANT_ARRIVED = "GrantArrived"
     """Prefill: decode's grant came."""
-
-
-class WithdrawArrived(Event):
+    WITHDRAW_ARRIVED = "WithdrawArrived"
     """Prefill: decode wants its pages back."""
-
-
-class AbortAsked(Event):
+    ABORT_ASKED = "AbortAsked"
     """Prefill: this end gave the request up."""
-
-
-class WritesDone(Event):
+    WRITES_DONE = "WritesDone"
     """Prefill: everything is pushed and landed."""
-
-
-class WriteFailed(Event):
+    WRITE_FAILED = "WriteFailed"
     """Prefill: a write was refused, and none of its bytes is under way."""
-
-
-class WritesStopped(Event):
+    WRITES_STOPPED = "WritesStopped"
     """Prefill: asked to stop, and no write is in flight any more."""
-
-
-class LinkReady(Event):
-    """Decode: prefill said Welcome."""
-
-
-class LandedArrived(Event):
-    """Decode: prefill said Landed, and the bytes are those it meant."""
-
-
-class CorruptedArrived(Event):
-    """Decode: prefill said Landed, and the bytes are others."""
-
-
-class ReleasedArrived(Event):
-    """Decode: prefill said Released."""
-
-
-class WithdrawAsked(Event):
+    LINK_READY = "LinkReady"
+    """Decode: prefill sent Welcome."""
+    LANDED_ARRIVED = "LandedArrived"
+    """Decode: prefill sent Landed; the grant is revoked, and the bytes are those that were sent."""
+    CORRUPTED_ARRIVED = "CorruptedArrived"
+    """Decode: prefill sent Landed; the grant is revoked, and the bytes are others."""
+    RELEASED_ARRIVED = "ReleasedArrived"
+    """Decode: prefill sent Released, and the grant is revoked."""
+    WITHDRAW_ASKED = "WithdrawAsked"
     """Decode: this end wants the pages back."""
-
-
-class Fenced(Event):
+    FENCED = "Fenced"
     """Decode: no write of the lost prefill can arrive any more."""
-
-
-class LinkLost(Event):
+    LINK_LOST = "LinkLost"
     """Both: the far side is gone, or never was there."""
-
-
-class TimedOut(Event):
+    TIMED_OUT = "TimedOut"
     """Both: the next thing did not come in time."""
 
 
@@ -131,8 +103,6 @@ class Action(Enum):
     PERMIT = "permit"
     SEND_GRANT = "send Grant"
     SEND_WITHDRAW = "send Withdraw"
-    REVOKE = "revoke"
-    FENCE = "fence"
     TELL_LANDED = "tell landed"
     TELL_FAILED = "tell failed"
     TELL_LOST = "tell lost"
@@ -154,87 +124,87 @@ def _to(state: State, *actions: Action) -> Step[State]:
     return Step(state, actions)
 
 
-Table = Mapping[State, Mapping[type[Event], Step[State]]]
+Table = Mapping[State, Mapping[Event, Step[State]]]
 
-_S, _R, _A = SenderState, ReceiverState, Action
+_S, _R, _A, _E = SenderState, ReceiverState, Action, Event
 
 SENDER: Table[SenderState] = {
     _S.NEW: {
-        Expected: _to(_S.WAITING),
-        GrantArrived: _to(_S.GRANTED_EARLY),
+        _E.EXPECTED: _to(_S.WAITING),
+        _E.GRANT_ARRIVED: _to(_S.GRANTED_EARLY),
     },
     _S.WAITING: {
-        GrantArrived: _to(_S.PUSHING, _A.TELL_GRANTED),
-        AbortAsked: _to(_S.REFUSING, _A.TELL_RELEASED),
-        TimedOut: _to(_S.REFUSING, _A.TELL_RELEASED),
+        _E.GRANT_ARRIVED: _to(_S.PUSHING, _A.TELL_GRANTED),
+        _E.ABORT_ASKED: _to(_S.REFUSING, _A.TELL_RELEASED),
+        _E.TIMED_OUT: _to(_S.REFUSING, _A.TELL_RELEASED),
     },
     _S.GRANTED_EARLY: {
-        Expected: _to(_S.PUSHING, _A.TELL_GRANTED),
-        WithdrawArrived: _to(_S.REFUSING, _A.SEND_RELEASED),
+        _E.EXPECTED: _to(_S.PUSHING, _A.TELL_GRANTED),
+        _E.WITHDRAW_ARRIVED: _to(_S.REFUSING, _A.SEND_RELEASED),
         # The room was over, and is granted a second time: the role gave up the first.
-        AbortAsked: _to(_S.REFUSING, _A.SEND_RELEASED),
-        LinkLost: _to(_S.REFUSING),
-        TimedOut: _to(_S.REFUSING, _A.SEND_RELEASED),
+        _E.ABORT_ASKED: _to(_S.REFUSING, _A.SEND_RELEASED),
+        _E.LINK_LOST: _to(_S.REFUSING),
+        _E.TIMED_OUT: _to(_S.REFUSING, _A.SEND_RELEASED),
     },
     _S.PUSHING: {
-        WritesDone: _to(_S.LANDED, _A.SEND_LANDED, _A.TELL_PUSHED),
-        WithdrawArrived: _to(_S.RELEASING, _A.STOP_WRITES),
-        AbortAsked: _to(_S.RELEASING, _A.STOP_WRITES),
-        WriteFailed: _to(_S.RELEASING, _A.STOP_WRITES),
-        LinkLost: _to(_S.RELEASING, _A.STOP_WRITES),
+        _E.WRITES_DONE: _to(_S.LANDED, _A.SEND_LANDED, _A.TELL_PUSHED),
+        _E.WITHDRAW_ARRIVED: _to(_S.RELEASING, _A.STOP_WRITES),
+        _E.ABORT_ASKED: _to(_S.RELEASING, _A.STOP_WRITES),
+        _E.WRITE_FAILED: _to(_S.RELEASING, _A.STOP_WRITES),
+        _E.LINK_LOST: _to(_S.RELEASING, _A.STOP_WRITES),
     },
     _S.RELEASING: {
-        WritesStopped: _to(_S.RELEASED, _A.SEND_RELEASED, _A.TELL_RELEASED),
+        _E.WRITES_STOPPED: _to(_S.RELEASED, _A.SEND_RELEASED, _A.TELL_RELEASED),
         # These crossed with the stop: it is under way already, and WritesStopped still follows.
-        WritesDone: _to(_S.RELEASING),
-        WithdrawArrived: _to(_S.RELEASING),
-        AbortAsked: _to(_S.RELEASING),
-        WriteFailed: _to(_S.RELEASING),
-        LinkLost: _to(_S.RELEASING),
+        _E.WRITES_DONE: _to(_S.RELEASING),
+        _E.WITHDRAW_ARRIVED: _to(_S.RELEASING),
+        _E.ABORT_ASKED: _to(_S.RELEASING),
+        _E.WRITE_FAILED: _to(_S.RELEASING),
+        _E.LINK_LOST: _to(_S.RELEASING),
     },
     _S.REFUSING: {
-        GrantArrived: _to(_S.RELEASED, _A.SEND_RELEASED),
-        Expected: _to(_S.RELEASED, _A.TELL_RELEASED),
-        TimedOut: _to(_S.RELEASED),
-        # The half that was given up may still say so itself.
-        WithdrawArrived: _to(_S.REFUSING),
-        AbortAsked: _to(_S.REFUSING),
-        LinkLost: _to(_S.REFUSING),
+        _E.GRANT_ARRIVED: _to(_S.RELEASED, _A.SEND_RELEASED),
+        _E.EXPECTED: _to(_S.RELEASED, _A.TELL_RELEASED),
+        _E.TIMED_OUT: _to(_S.RELEASED),
+        # The half that was given up may still report that itself.
+        _E.WITHDRAW_ARRIVED: _to(_S.REFUSING),
+        _E.ABORT_ASKED: _to(_S.REFUSING),
+        _E.LINK_LOST: _to(_S.REFUSING),
     },
     # Over: the last word crossed with these.
-    _S.LANDED: {WithdrawArrived: _to(_S.LANDED), AbortAsked: _to(_S.LANDED)},
-    _S.RELEASED: {WithdrawArrived: _to(_S.RELEASED), AbortAsked: _to(_S.RELEASED)},
+    _S.LANDED: {_E.WITHDRAW_ARRIVED: _to(_S.LANDED), _E.ABORT_ASKED: _to(_S.LANDED)},
+    _S.RELEASED: {_E.WITHDRAW_ARRIVED: _to(_S.RELEASED), _E.ABORT_ASKED: _to(_S.RELEASED)},
 }
 
 RECEIVER: Table[ReceiverState] = {
     _R.RESERVING: {
-        LinkReady: _to(_R.GRANTED, _A.PERMIT, _A.SEND_GRANT),
-        WithdrawAsked: _to(_R.CLOSED, _A.TELL_SAFE),
-        LinkLost: _to(_R.CLOSED, _A.TELL_FAILED),
+        _E.LINK_READY: _to(_R.GRANTED, _A.PERMIT, _A.SEND_GRANT),
+        _E.WITHDRAW_ASKED: _to(_R.CLOSED, _A.TELL_SAFE),
+        _E.LINK_LOST: _to(_R.CLOSED, _A.TELL_FAILED),
     },
     _R.GRANTED: {
-        LandedArrived: _to(_R.READY, _A.REVOKE, _A.TELL_LANDED),
-        CorruptedArrived: _to(_R.CLOSED, _A.REVOKE, _A.TELL_FAILED),
-        ReleasedArrived: _to(_R.CLOSED, _A.REVOKE, _A.TELL_FAILED),
-        WithdrawAsked: _to(_R.WITHDRAWN, _A.SEND_WITHDRAW),
-        TimedOut: _to(_R.WITHDRAWN, _A.SEND_WITHDRAW, _A.TELL_LOST),
-        LinkLost: _to(_R.FENCING, _A.FENCE, _A.TELL_LOST),
+        _E.LANDED_ARRIVED: _to(_R.READY, _A.TELL_LANDED),
+        _E.CORRUPTED_ARRIVED: _to(_R.CLOSED, _A.TELL_FAILED),
+        _E.RELEASED_ARRIVED: _to(_R.CLOSED, _A.TELL_FAILED),
+        _E.WITHDRAW_ASKED: _to(_R.WITHDRAWN, _A.SEND_WITHDRAW),
+        _E.TIMED_OUT: _to(_R.WITHDRAWN, _A.SEND_WITHDRAW, _A.TELL_LOST),
+        _E.LINK_LOST: _to(_R.FENCING, _A.TELL_LOST),
     },
     _R.WITHDRAWN: {
-        LandedArrived: _to(_R.CLOSED, _A.REVOKE, _A.TELL_SAFE),  # crossed with the Withdraw
-        CorruptedArrived: _to(_R.CLOSED, _A.REVOKE, _A.TELL_SAFE),
-        ReleasedArrived: _to(_R.CLOSED, _A.REVOKE, _A.TELL_SAFE),
-        LinkLost: _to(_R.FENCING, _A.FENCE),
-        WithdrawAsked: _to(_R.WITHDRAWN),
+        _E.LANDED_ARRIVED: _to(_R.CLOSED, _A.TELL_SAFE),  # crossed with the Withdraw
+        _E.CORRUPTED_ARRIVED: _to(_R.CLOSED, _A.TELL_SAFE),
+        _E.RELEASED_ARRIVED: _to(_R.CLOSED, _A.TELL_SAFE),
+        _E.LINK_LOST: _to(_R.FENCING),
+        _E.WITHDRAW_ASKED: _to(_R.WITHDRAWN),
     },
     _R.FENCING: {
-        Fenced: _to(_R.CLOSED, _A.TELL_SAFE),
-        WithdrawAsked: _to(_R.FENCING),
-        LinkLost: _to(_R.FENCING),
+        _E.FENCED: _to(_R.CLOSED, _A.TELL_SAFE),
+        _E.WITHDRAW_ASKED: _to(_R.FENCING),
+        _E.LINK_LOST: _to(_R.FENCING),
     },
     # Over: the role's withdrawal crossed with the news.
-    _R.READY: {WithdrawAsked: _to(_R.READY)},
-    _R.CLOSED: {WithdrawAsked: _to(_R.CLOSED)},
+    _R.READY: {_E.WITHDRAW_ASKED: _to(_R.READY)},
+    _R.CLOSED: {_E.WITHDRAW_ASKED: _to(_R.CLOSED)},
 }
 
 OVER: frozenset[Enum] = frozenset({_S.LANDED, _S.RELEASED, _R.READY, _R.CLOSED})
@@ -247,7 +217,7 @@ class UnexpectedEvent(TandemError):
     is_public = False
 
     def __init__(self, state: Enum, event: Event) -> None:
-        super().__init__(f"{type(event).__name__} in state {state.name}")
+        super().__init__(f"{event.value} in state {state.name}")
         self.state, self.event = state, event
 
 
@@ -269,17 +239,20 @@ class Session(Generic[State]):
         """Whether this end has nothing more to do."""
         return self.state in OVER
 
-    def apply(self, event: Event) -> tuple[Action, ...]:
+    def apply(self, event: Event, error: TandemError | None = None) -> tuple[Action, ...]:
         """Move to the next state and return what to do, in order.
+
+        Args:
+            error: Why it happened, where there is a reason.
 
         Raises:
             UnexpectedEvent: The table has no such arrow; nothing changed.
         """
-        step = self._table[self.state].get(type(event))
+        step = self._table[self.state].get(event)
         if step is None:
             raise UnexpectedEvent(self.state, event)
         self.state = step.state
-        self.error = self.error or event.error
+        self.error = self.error or error
         return step.actions
 
     @override
@@ -304,5 +277,5 @@ def diagram(table: Table[State]) -> str:
         for event, step in arrows.items():
             does = ", ".join(action.value for action in step.actions)
             target = "·" if step.state is state else step.state.name
-            lines.append(f"{state.name:<14}{event.__name__:<18}→ {target:<14}{does}".rstrip())
+            lines.append(f"{state.name:<14}{event.value:<18}→ {target:<14}{does}".rstrip())
     return "\n".join(lines)

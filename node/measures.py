@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing_extensions import override
 
 from tandem.engine.step_counts import StepCounts
-from tandem.kvtransfer.transfer_times import ReceiverTimes, SenderTimes
+from tandem.kvtransfer.events import ReceiverTimes, SenderTimes
 from tandem.telemetry.histogram import Histogram, Spread
 from tandem.wire.errors import TandemError
 from tandem.wire.ids import Epoch

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing_extensions import override
 
 from tandem.kvtransfer.events import ReceiverEvent, SenderEvent
-from tandem.kvtransfer.layer_push import PageRun, Wrote
+from tandem.kvtransfer.push_room import PageRun, Wrote
 from tandem.kvtransfer.receiver import DecodeAgent
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sender import PrefillAgent

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from tandem.engine.core import Engine
 from tandem.engine.request import ActiveRequest
 from tandem.engine.results import CompletePages, Token
-from tandem.kvtransfer.agent import Sender
 from tandem.kvtransfer.events import Granted, PushDone, Released
-from tandem.kvtransfer.layer_push import PageRun, Wrote
+from tandem.kvtransfer.group import Sender
+from tandem.kvtransfer.push_room import PageRun, Wrote
 from tandem.node.answers import Answers, Ticket
 from tandem.node.deadlines import Deadlines, not_started
 from tandem.node.load import engine_load, hit_rate, tier_hits, token_usage

@@ -78,8 +78,10 @@ class Listener(Protocol):
     What concerns one peer is called in the order of the protocol, by a worker of its link: other links
     do not wait for it.
 
-    A listener that sees the writes may have an attribute `num_violations`: how many it refused because no
-    grant, or no admitted peer, stood behind them.
+    A listener that sees the writes checks each against its grant (`Permits`), and may have an attribute
+    `num_violations`: how many it refused because no grant, or no admitted peer, stood behind them. A
+    one-sided listener sees none: its `permit` and `revoke` check nothing, and its fence is all that keeps a
+    peer out that breaks the protocol.
     """
 
     def admit(self, toward_host: str) -> Admission:
@@ -95,7 +97,7 @@ class Listener(Protocol):
         ...
 
     def permit(self, peer: PeerKey, room: Room, page_ids: Sequence[int]) -> None:
-        """Accept writes of `room` from `peer` into these pages, and no others."""
+        """Accept writes of `room` from `peer` into these pages, as far as the listener sees writes."""
         ...
 
     def revoke(self, peer: PeerKey, room: Room) -> None:
@@ -160,7 +162,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TransportConfig:
-    """What a transport may be told.
+    """Settings of transports.
 
     Attributes:
         host: Address to listen on; 0.0.0.0 and :: mean all.
@@ -180,34 +182,54 @@ class TransportConfig:
 TransportFactory = Callable[[TransportConfig], Transport]
 
 
-class Permits:
-    """Which pages each room may be written into, for one peer. Guarded by its owner's lock."""
+class Paged(Protocol):
+    """What is known of a pool beside its bytes."""
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self._pages: dict[Room, frozenset[int]] = {}
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        ...
+
+    @property
+    def num_pages(self) -> int:
+        """How many there are."""
+        ...
+
+
+# No request has this room: it is what a page without a grant holds.
+NO_ROOM = -(1 << 63)
+
+
+class Permits:
+    """The room that may write each page of a pool, for one peer. Guarded by its owner's lock.
+
+    Args:
+        rooms: Where the rooms are kept, an int64 for each page; None: in memory of their own.
+    """
+
+    def __init__(self, pool: Paged, rooms: Int64s | None = None) -> None:
+        self._page_bytes, self._pool_bytes = pool.page_bytes, pool.page_bytes * pool.num_pages
+        self._rooms = np.full(pool.num_pages, NO_ROOM, np.int64) if rooms is None else rooms
 
     def permit(self, room: Room, page_ids: Sequence[int]) -> None:
         """Open these pages for `room`."""
-        self._pages[room] = frozenset(page_ids)
+        self._rooms[np.asarray(page_ids, np.int64)] = room
 
     def revoke(self, room: Room) -> None:
         """Close the pages of `room`; closing the unknown does nothing."""
-        self._pages.pop(room, None)
+        self._rooms[self._rooms == room] = NO_ROOM
 
     def check(self, room: Room, plan: CopyPlan) -> None:
-        """Refuse a plan that leaves the pages of `room`. The sizes may be lies.
+        """Refuse a plan that leaves the pages of `room`. Room and sizes may be lies.
 
         Raises:
             TransferRefused: Naming the first page outside.
         """
-        granted = self._pages.get(room)
-        if granted is None:
-            raise TransferRefused(f"room {room} has no live grant here")
-        check_bounds(self._pool.size_bytes, plan.destination_offset, plan.size_bytes)
-        pages = touched_pages(plan.destination_offset, plan.size_bytes, self._pool.page_bytes)
-        if outside := set(np.unique(pages).tolist()) - granted:
-            raise TransferRefused(f"page {min(outside)} is not granted to room {room}")
+        check_bounds(self._pool_bytes, plan.destination_offset, plan.size_bytes)
+        pages = touched_pages(plan.destination_offset, plan.size_bytes, self._page_bytes)
+        outside = pages[(self._rooms[pages] != room) | (room == NO_ROOM)]
+        if len(outside):
+            raise TransferRefused(f"page {outside.min()} is not granted to room {room}")
 
 
 def check_bounds(pool_bytes: int, offset: Int64s, size_bytes: Int64s) -> None:

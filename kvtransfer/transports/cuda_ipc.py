@@ -1,26 +1,32 @@
 """One host, GPUs: prefill maps decode's pool, and the push is a copy from device to device.
 
 The pool is exported as a handle of CUDA's IPC, which travels in the offer. Rooms, lock and fence are
-shm's (`shm_control`), beside a file that stands for the pool. A batch is copied and waited for inside a
-turn, so whoever has the lock knows that no copy is under way; a fence of a writer that died in a turn
-waits until its process is gone, since the driver stops the copies of a process when it clears up
-behind it. For that both ends must see each other's process ids: one pid namespace.
+those of `shm`, beside a file that stands for the pool. A batch is copied and waited for inside a turn, so
+the holder of the lock knows that no copy is under way. A fence of a writer that died in a turn waits until
+its process is gone, since the driver stops the copies of a process when it clears up behind it. For
+that both ends must see each other's process ids: one pid namespace.
 
 What a prompt's forward wrote must be complete before `write` is called: the copies run on a stream of
-their own. How a device is reached is `DeviceMemory`, so that tests run all of this on a CPU.
+their own.
 
-The CUDA side (`cuda_driver`) has not run on a GPU; everything above that seam has run without one.
+Memory is exported, mapped and copied through the driver's C interface. Its library is wherever a GPU works
+and its interface does not change, so neither torch's private storage calls nor a CUDA toolkit are needed.
+torch uses the same primary context. Tests run all but the driver's calls on a CPU.
 """
 
+import ctypes
 import os
-from typing import Annotated, Protocol
+import struct
+from contextlib import suppress
+from functools import cache
+from typing import Annotated
 
 import msgspec
 
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Pool, TransportConfig, check_bounds
-from tandem.kvtransfer.transports.shm_control import (
+from tandem.kvtransfer.transports.shm import (
     BATCH_BYTES,
     BATCH_COPIES,
     ControlListener,
@@ -28,45 +34,14 @@ from tandem.kvtransfer.transports.shm_control import (
     WriterEnd,
     read_offer,
 )
-from tandem.wire.errors import PeerLost, TransferRefused
+from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from tandem.wire.hand_off import TransportOffer
 from tandem.wire.ids import Room
 
-
-class RemoteMemory(Protocol):
-    """Another process's pool, mapped. Any thread may call, one at a time."""
-
-    def copy(self, plan: CopyPlan) -> None:
-        """Copy from the own region into the pool; return when the device is done.
-
-        Raises:
-            PeerLost: The device failed, and may still be copying.
-        """
-        ...
-
-    def close(self) -> None:
-        """Unmap."""
-        ...
-
-
-class DeviceMemory(Protocol):
-    """A kind of memory that one process exports and another of this host maps."""
-
-    def export(self, region: MemoryRegion) -> bytes:
-        """Return the handle of a region, at most 256 bytes.
-
-        Raises:
-            ConfigInvalid: It is not this kind of memory, or cannot be exported.
-        """
-        ...
-
-    def open(self, handle: bytes, size_bytes: int, source: MemoryRegion) -> RemoteMemory:
-        """Map the region that a peer exported, to copy into it from `source`.
-
-        Raises:
-            TransferRefused: It cannot be mapped here, or is smaller than `size_bytes`.
-        """
-        ...
+HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
+LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the stream that torch calls default
+EXPORTED = struct.Struct(f"<{HANDLE_BYTES}sQ")  # of the allocation, and where in it the pool begins
 
 
 class _Offer(ControlOffer, frozen=True, kw_only=True):
@@ -87,21 +62,13 @@ class CudaIpcTransport:
     name = "cuda_ipc"
 
     def __init__(
-        self, config: TransportConfig | None = None, memory: DeviceMemory | None = None
+        self, config: TransportConfig | None = None, memory: "CudaMemory | None" = None
     ) -> None:
         del config
-        if memory is None:
-            from tandem.kvtransfer.transports.cuda_driver import CudaMemory
-
-            memory = CudaMemory()
-        self._memory = memory
+        self._memory = memory or CudaMemory()
 
     def listen(self, pool: Pool) -> ControlListener:
-        """Begin to receive.
-
-        Raises:
-            ConfigInvalid: The pool is not in a device's memory, or cannot be exported.
-        """
+        """Begin to receive."""
         handle = self._memory.export(pool.region)
         stands_for_pool = MemoryRegion.shared(1, "device")
         assert stands_for_pool.path is not None
@@ -111,18 +78,14 @@ class CudaIpcTransport:
         )
 
     def connect(self, offer: TransportOffer, region: MemoryRegion) -> "CudaIpcConnection":
-        """Map the pool that `offer` names.
-
-        Raises:
-            TransferRefused: It is another host's or namespace's, or the device is not seen from here.
-        """
+        """Map the pool that `offer` names."""
         return CudaIpcConnection(offer, region, self._memory)
 
 
 class CudaIpcConnection:
     """Maps the pool and the control file of one listener."""
 
-    def __init__(self, offer: TransportOffer, region: MemoryRegion, memory: DeviceMemory) -> None:
+    def __init__(self, offer: TransportOffer, region: MemoryRegion, memory: "CudaMemory") -> None:
         facts = read_offer(offer, _Offer)
         if facts.pid_namespace != _pid_namespace():
             raise TransferRefused("the pool's owner is in another pid namespace")
@@ -160,3 +123,147 @@ class CudaIpcConnection:
 
 def _pid_namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
+
+
+# ── the driver ───────────────────────────────────────────────────────────────────────────────────
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]  # type: ignore[mutable-override]
+
+
+class CudaMemory:
+    """Pools in the memory of NVIDIA GPUs."""
+
+    def export(self, region: MemoryRegion) -> bytes:
+        """Return the handle of the allocation that holds `region`, and the region's place in it."""
+        if not region.device.startswith("cuda"):
+            raise ConfigInvalid("transport cuda_ipc needs a pool in GPU memory")
+        device = _device(region.device)
+        try:
+            base, _ = device.allocation(region.address)
+            handle = _IpcHandle()
+            device.call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
+        except _CudaError as error:
+            # torch's expandable segments, for one, are not memory that CUDA's IPC knows.
+            raise ConfigInvalid(
+                f"this GPU memory cannot be exported ({error}); run without "
+                "expandable_segments in PYTORCH_CUDA_ALLOC_CONF"
+            ) from error
+        return EXPORTED.pack(bytes(handle.reserved), region.address - base)
+
+    def open(self, handle: bytes, size_bytes: int, source: MemoryRegion) -> "CudaPool":
+        """Map a pool into the context of the device that holds `source`."""
+        if not source.device.startswith("cuda"):
+            raise TransferRefused("the own pool is not in GPU memory")
+        try:
+            reserved, offset = EXPORTED.unpack(handle)
+            return CudaPool(_device(source.device), source, reserved, offset, size_bytes)
+        except (struct.error, ConfigInvalid, _CudaError) as error:
+            raise TransferRefused(f"cannot map the peer's GPU memory: {error}") from error
+
+
+class CudaPool:
+    """A peer's pool, mapped, and a stream to copy into it."""
+
+    def __init__(
+        self, device: "_Device", source: MemoryRegion, handle: bytes, offset: int, size_bytes: int
+    ) -> None:
+        self._device, self._source = device, source
+        self._mapped = device.open_handle(handle)
+        self._begin = self._mapped + offset
+        self._stream = ctypes.c_void_p()
+        try:
+            _, mapped_bytes = device.allocation(self._mapped)
+            device.call("cuStreamCreate", ctypes.byref(self._stream), NON_BLOCKING)
+        except _CudaError:
+            self.close()
+            raise
+        if offset + size_bytes > mapped_bytes:
+            self.close()
+            raise TransferRefused("the peer's GPU memory is smaller than its offer says")
+
+    def copy(self, plan: CopyPlan) -> None:
+        """Start all copies, then wait for them."""
+        try:
+            for begin, to, size in plan.copies():
+                self._device.call(
+                    "cuMemcpyAsync",
+                    ctypes.c_uint64(self._begin + to),
+                    ctypes.c_uint64(self._source.address + begin),
+                    ctypes.c_size_t(size),
+                    self._stream,
+                )
+            self._device.call("cuStreamSynchronize", self._stream)
+        except _CudaError as error:
+            raise PeerLost(f"a copy between GPUs failed: {error}") from error
+
+    def close(self) -> None:
+        """Give up stream and mapping."""
+        with suppress(_CudaError):  # a device that failed gives everything up by itself
+            if self._stream.value:
+                self._device.call("cuStreamDestroy_v2", self._stream)
+            self._device.call("cuIpcCloseMemHandle", ctypes.c_uint64(self._mapped))
+
+
+class _CudaError(Exception):
+    """The driver refused a call."""
+
+
+class _Device:
+    """The driver, with the primary context of one GPU."""
+
+    def __init__(self, ordinal: int) -> None:
+        try:
+            self._driver = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise ConfigInvalid(f"there is no NVIDIA driver here: {error}") from error
+        self._context: ctypes.c_void_p | None = None
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        try:
+            self.call("cuInit", 0)
+            self.call("cuDeviceGet", ctypes.byref(device), ordinal)
+            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        except _CudaError as error:
+            raise ConfigInvalid(f"GPU {ordinal} cannot be used: {error}") from error
+        self._context = context
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Call a function of the driver in this device's context.
+
+        Raises:
+            _CudaError: It returned an error.
+        """
+        if self._context is not None:  # each thread has a current context of its own
+            self._check("cuCtxSetCurrent", self._driver.cuCtxSetCurrent(self._context))
+        self._check(name, getattr(self._driver, name)(*arguments))
+
+    def allocation(self, address: int) -> tuple[int, int]:
+        """Return where the allocation around an address begins, and its bytes."""
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        self.call(
+            "cuMemGetAddressRange_v2",
+            ctypes.byref(base),
+            ctypes.byref(size),
+            ctypes.c_uint64(address),
+        )
+        return base.value, size.value
+
+    def open_handle(self, handle: bytes) -> int:
+        """Map what another process exported, and return where it begins here."""
+        mapped = ctypes.c_uint64()
+        by_value = _IpcHandle.from_buffer_copy(handle)
+        self.call("cuIpcOpenMemHandle_v2", ctypes.byref(mapped), by_value, LAZY_PEER_ACCESS)
+        return mapped.value
+
+    def _check(self, name: str, status: int) -> None:
+        if status:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorName(status, ctypes.byref(text))
+            raise _CudaError(f"{name}: {(text.value or b'unknown error').decode()}")
+
+
+@cache
+def _device(name: str) -> _Device:
+    """Return the device that torch calls `cuda:N`."""
+    return _Device(int(name.partition(":")[2] or 0))

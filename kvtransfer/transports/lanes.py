@@ -1,14 +1,14 @@
 """What two-sided transports share: a stream announces each batch, a lane beside it brings the bytes.
 
 ```
- sender   ──▶ header and table, as on a TCP stream (tcp_frames)                  ┐
+ sender   ──▶ header and table, as on a TCP stream (tcp_stream)                  ┐
  listener ──▶ one byte: READY, or REFUSED and the end                            │ repeated
      lane ══▶ the bytes                                                          │
  listener ──▶ one byte: LANDED                                                   ┘
 ```
 
-The stream is what proves who the peer is and what tells that it is gone, whatever the lane runs on.
-This file has the sending end; `tcp_listener` is the receiving one.
+The stream authenticates the peer and shows when it is gone, whatever the lane runs on.
+This file has the sending end; `tcp_stream` has the receiving one.
 """
 
 import contextlib
@@ -24,16 +24,16 @@ import numpy as np
 from tandem.kvtransfer import plan
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports import tcp_frames as frames
+from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.base import check_bounds
 from tandem.kvtransfer.transports.tcp import open_stream
-from tandem.kvtransfer.transports.tcp_listener import TcpOffer
+from tandem.kvtransfer.transports.tcp_stream import TcpOffer
 from tandem.wire.errors import PeerLost, TransferRefused
 from tandem.wire.hand_off import TransportOffer
 from tandem.wire.ids import Room
 
 READY = b"\x03"
-# What a peer may say in a handshake: addresses and names, far below this.
+# The largest message of a handshake: addresses and names, far below this.
 MAX_BLOB_BYTES = 64 << 10
 GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 

@@ -54,11 +54,7 @@ class LoopbackTransport:
         return LoopbackListener(pool, self._listeners)
 
     def connect(self, offer: TransportOffer, region: MemoryRegion) -> "LoopbackConnection":
-        """Connect to a listener of this object.
-
-        Raises:
-            TransferRefused: The offer is not from here.
-        """
+        """Connect to a listener of this object."""
         peer = PeerKey(str(offer.descriptor.get("peer")))
         listener = self._listeners.get(peer)
         if listener is None:
@@ -162,7 +158,7 @@ class LoopbackConnection:
         self.is_closed = False
 
     def write(self, room: Room, plan: CopyPlan) -> None:
-        """Copy, or do what the script says."""
+        """Copy, or do what is scripted."""
         match self._transport.next_fault():
             case "fail":
                 raise PeerLost("scripted: the peer is gone")

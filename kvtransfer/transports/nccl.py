@@ -1,6 +1,6 @@
 """A torch.distributed group for each pair of processes: NCCL between GPUs, gloo between CPUs.
 
-What is said on the stream and who may write where: `lanes.py`, `tcp_listener.py`. A group of two is
+The messages on the stream and the checks of writes are in `lanes.py` and `tcp_stream.py`. A group of two is
 made when a peer connects and goes with it; the global group of the process is left alone. Its store
 is the stream, so nobody joins who did not prove himself there.
 
@@ -34,9 +34,9 @@ from typing_extensions import override
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import DeviceRegion, MemoryRegion
 from tandem.kvtransfer.transports import lanes
-from tandem.kvtransfer.transports import tcp_frames as frames
+from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.base import Pool, TransportConfig
-from tandem.kvtransfer.transports.tcp_listener import OpenPages, TcpListener
+from tandem.kvtransfer.transports.tcp_stream import OpenPages, TcpListener
 from tandem.wire.errors import PeerLost
 from tandem.wire.hand_off import TransportOffer
 
@@ -63,11 +63,7 @@ class NcclTransport:
         self._config = config or TransportConfig()
 
     def listen(self, pool: Pool) -> TcpListener:
-        """Begin to receive.
-
-        Raises:
-            ConfigInvalid: The host is not an address of this machine.
-        """
+        """Begin to receive."""
         return TcpListener(
             pool,
             self._config.host,
@@ -76,11 +72,7 @@ class NcclTransport:
         )
 
     def connect(self, offer: TransportOffer, region: MemoryRegion) -> lanes.LaneConnection:
-        """Make a group with the listener.
-
-        Raises:
-            TransferRefused: Nobody answers at the offer's address.
-        """
+        """Make a group with the listener."""
         return lanes.LaneConnection(
             offer, region, lambda stream, region: GroupLane(stream, _tensor(region), SENDER)
         )

@@ -6,39 +6,38 @@
    peer b ── ReceivingEnd                                 ◀──── SendingEnd of another node
 ```
 
-Such a library knows memory and no rooms, so each peer has a table beside the pool, an int64 a page: the
-room that may write it. The sending end reads the entries of the pages it is about to write, from the
-owner's memory and in every `write`, and refuses what is not its room's.
-
 What holds against whom:
 
 - *A write after the fence* is impossible for anybody. Each peer writes through a receiving end made for
   it alone, and the fence destroys that end: its sockets and queues, and its registration. What each
   library leaves for that is in the docstring of its module.
-- *A write outside the pool and the table* is refused by the library where it checks registrations.
-- *A write outside the grant, or after it was revoked*, is refused by the sending end itself. A peer that
-  keeps the protocol cannot do it, also not in a race: it says `Landed` or `Released`, which is what a
-  revocation waits for, when nothing of the room is under way. A peer that lies can until it is fenced.
+- *A write outside the pool* is refused by the library where it checks registrations.
+- *A write outside the grant, or after it was revoked*, is seen by nobody. A peer that keeps the protocol
+  makes none, also not in a race: it sends `Landed` or `Released`, which is what a revocation waits for,
+  when nothing of the room is under way. A peer that lies can until it is fenced.
+
+Each end has a token beside the pool, one random number that the offer names. A writer reads it when it
+connects, and so finds out whether the owner answers, and is the one that made the offer.
 """
 
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Protocol
+from typing import Annotated, Generic, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
-from tandem.kvtransfer.plan import CopyPlan, Int64s, touched_pages
+from tandem.kvtransfer.plan import CopyPlan, Int64s
 from tandem.kvtransfer.region import DeviceRegion, MemoryRegion
 from tandem.kvtransfer.transports.base import Admission, PeerKey, Pool, check_bounds, new_peer_key
 from tandem.wire.errors import PeerLost, TransferRefused
 from tandem.wire.hand_off import TransportOffer
 from tandem.wire.ids import Room
 
-NO_ROOM = -1
 CONNECT_TIMEOUT_S = 5.0
 # A look at a library's queue that takes longer has moved bytes: an idle one takes 1 to 3 µs.
 BUSY_S = 10e-6
@@ -46,16 +45,12 @@ BUSY_S = 10e-6
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 200e-6
 # From the shortest to the longest in 4 ms: a pause inside a stream of bytes must not grow.
 GROWTH = 1.05
-# In which threads that waited for the interpreter have it: each takes half a millisecond at most.
-BREATH_S = 0.01
-# 128 MiB of table, and a terabyte of pool in pages of 64 KiB.
-MAX_PAGES = 1 << 24
 ADDRESS_END = 1 << 57  # of what a process can have on any 64-bit machine
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A piece to register. Whoever registers it holds it, so that it stays mapped meanwhile.
+    """A piece to register. The end that registers it holds it, so that it stays mapped meanwhile.
 
     Attributes:
         owner: An array or tensor over it.
@@ -79,26 +74,9 @@ class Memory:
         return cls(owner, region.address, region.size_bytes, region.device)
 
     @classmethod
-    def of_table(cls, rooms: Int64s) -> "Memory":
-        """Return a table of rooms, or a copy of one."""
-        return cls(rooms, rooms.ctypes.data, rooms.nbytes)
-
-
-class Destroyer:
-    """Destroys the ends of one transport, one at a time.
-
-    A library's destructor may hold the interpreter, for a second at worst. Heartbeats go out before it
-    and after it, and two in a row would last longer than a peer waits for one.
-    """
-
-    def __init__(self) -> None:
-        self._turn = threading.Lock()
-
-    def destroy(self, end: "ReceivingEnd | SendingEnd") -> None:
-        """Destroy an end, or wait until another thread has. Safe to call twice."""
-        with self._turn:
-            end.close()
-            time.sleep(BREATH_S)
+    def of_token(cls, token: Int64s) -> "Memory":
+        """Return an end's token, or a copy of one."""
+        return cls(token, token.ctypes.data, token.nbytes)
 
 
 Address = Annotated[int, msgspec.Meta(ge=1, lt=ADDRESS_END)]
@@ -119,51 +97,36 @@ class Pace:
 
 
 class ReceivingEnd(Protocol):
-    """A library's object that lets one peer write into the pool, and read its table.
-
-    Not for several threads at once, but for `expect_writes`.
-    """
+    """A library's object that lets one peer write into the pool, and read its token."""
 
     @property
     def facts(self) -> Mapping[str, str | int]:
         """What the peer needs to connect, beside the addresses."""
         ...
 
-    def expect_writes(self, *, are_expected: bool) -> None:
-        """Say whether any room is granted: without one nothing is urgent."""
-        ...
-
     def close(self) -> None:
-        """Destroy it. After this returns nothing of that peer can be written. Safe to call twice."""
+        """Destroy it. After this returns nothing of that peer can be written.
+
+        Safe to call twice: the second call returns no sooner than the first.
+        """
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Peer:
-    rooms: Int64s
-    end: ReceivingEnd
+End = TypeVar("End", bound=ReceivingEnd)
 
 
-class OneSidedListener:
-    """A receiving end, and a table of rooms, for each peer.
+class OneSidedListener(Generic[End]):
+    """A receiving end for each peer.
 
     Args:
         pool: Where peers write.
         name: Of the transport, for offers.
-        open_end: Makes the end for the peer at this host, around the pool and this table.
-        destroyer: Of the transport's ends.
+        open_end: Makes the end for the peer at this host, around the pool and this token.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        name: str,
-        open_end: Callable[[str, Int64s], ReceivingEnd],
-        destroyer: Destroyer,
-    ) -> None:
+    def __init__(self, pool: Pool, name: str, open_end: Callable[[str, Int64s], End]) -> None:
         self._pool, self._name, self._open_end = pool, name, open_end
-        self._destroyer = destroyer
-        self._peers: dict[PeerKey, _Peer] = {}
+        self._ends: dict[PeerKey, End] = {}
 
     def admit(self, toward_host: str) -> Admission:
         """Make an end for one more peer.
@@ -171,50 +134,42 @@ class OneSidedListener:
         Raises:
             TransferRefused: The library cannot.
         """
-        key, rooms = new_peer_key(), np.full(self._pool.num_pages, NO_ROOM, np.int64)
-        end = self._open_end(toward_host, rooms)
-        self._peers[key] = _Peer(rooms, end)
+        key, token = new_peer_key(), np.array([secrets.randbits(62)], np.int64)
+        self._ends[key] = end = self._open_end(toward_host, token)
         places = Places(
             pool_address=self._pool.region.address,
-            table_address=rooms.ctypes.data,
-            page_bytes=self._pool.page_bytes,
-            num_pages=self._pool.num_pages,
+            pool_bytes=self._pool.size_bytes,
+            token_address=token.ctypes.data,
+            token=int(token[0]),
         )
         descriptor = {**end.facts, **msgspec.structs.asdict(places)}
         return Admission(key, TransportOffer(name=self._name, descriptor=descriptor))
 
     def permit(self, peer: PeerKey, room: Room, page_ids: Sequence[int]) -> None:
-        """Mark the pages as this room's."""
-        if page_ids:
-            known = self._peers[peer]
-            known.rooms[np.asarray(page_ids)] = room
-            known.end.expect_writes(are_expected=True)
+        """Do nothing: no write is seen here."""
 
     def revoke(self, peer: PeerKey, room: Room) -> None:
-        """Unmark the pages of this room: its writer has said that nothing is under way."""
-        if known := self._peers.get(peer):
-            known.rooms[known.rooms == room] = NO_ROOM
-            known.end.expect_writes(are_expected=bool((known.rooms != NO_ROOM).any()))
+        """Do nothing: its writer has reported that nothing of the room is under way."""
 
     def fence(self, peer: PeerKey) -> None:
         """Destroy the peer's end. Waits for nobody outside this process."""
-        if known := self._peers.get(peer):
-            self._destroyer.destroy(known.end)  # a second fence returns no sooner than the first
-            self._peers.pop(peer, None)
+        if end := self._ends.get(peer):
+            end.close()
+            self._ends.pop(peer, None)
 
     def close(self) -> None:
         """Fence everybody."""
-        for peer in list(self._peers):
+        for peer in list(self._ends):
             self.fence(peer)
 
 
 class Places(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of an offer that all have: where pool and table are in the owner's process."""
+    """The part of an offer that all have: where pool and token are in the owner's process."""
 
     pool_address: Address
-    table_address: Address
-    page_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 48)]
-    num_pages: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGES)]
+    pool_bytes: Annotated[int, msgspec.Meta(ge=1, lt=ADDRESS_END)]
+    token_address: Address
+    token: int
 
 
 class SendingEnd(Protocol):
@@ -224,7 +179,7 @@ class SendingEnd(Protocol):
     """
 
     def read(self, address: int, into: Int64s) -> int:
-        """Begin to read from the peer. The array is the connection's copy of the table."""
+        """Begin to read from the peer. The array is the one that the end was made around."""
         ...
 
     def writes(self, plan: CopyPlan) -> Iterable[int]:
@@ -245,17 +200,16 @@ class SendingEnd(Protocol):
 
 
 class OneSidedConnection:
-    """Looks at the table, then writes.
+    """Writes to one listener.
 
     Args:
         places: From the offer.
         region: What is written from.
-        open_end: Makes the end, around the region and the array that will hold the table.
+        open_end: Makes the end, around the region and the array into which it reads the token.
         max_under_way: Transfers begun before the first of them is waited for.
-        destroyer: Of the transport's ends.
 
     Raises:
-        TransferRefused: Nobody answers.
+        TransferRefused: Nobody answers, or another process does.
     """
 
     def __init__(
@@ -264,43 +218,35 @@ class OneSidedConnection:
         region: MemoryRegion,
         open_end: Callable[[Int64s], SendingEnd],
         max_under_way: int,
-        destroyer: Destroyer,
     ) -> None:
+        if places.pool_address + places.pool_bytes > ADDRESS_END:
+            raise TransferRefused("the offer's pool is larger than memory can be")
         self._places, self._max_under_way = places, max_under_way
-        self._destroyer = destroyer
         self._source = Memory.of_region(region)
         self._mutex = threading.Lock()
         self._is_closed = False
-        self._rooms = np.full(_bounded(places), NO_ROOM, np.int64)
-        self._end = open_end(self._rooms)
+        token = np.zeros(1, np.int64)
+        self._end = open_end(token)
         try:
-            self._read_rooms(0, places.num_pages, time.monotonic() + CONNECT_TIMEOUT_S)
+            reading = self._end.read(places.token_address, token)
+            self._wait(reading, time.monotonic() + CONNECT_TIMEOUT_S)
         except PeerLost as error:
             self.close()
             raise TransferRefused(f"the owner of the pool does not answer: {error}") from error
+        if token[0] != places.token:
+            self.close()
+            raise TransferRefused("another process answers in place of the pool's owner")
 
     def write(self, room: Room, plan: CopyPlan) -> None:
-        """Check the room of every page, then write, a few transfers at a time."""
-        pool_bytes = self._places.page_bytes * self._places.num_pages
+        """Write a few transfers at a time."""
+        del room
         check_bounds(self._source.size_bytes, plan.source_offset, plan.size_bytes)
-        check_bounds(pool_bytes, plan.destination_offset, plan.size_bytes)
+        check_bounds(self._places.pool_bytes, plan.destination_offset, plan.size_bytes)
         with self._mutex:
             if self._is_closed:
                 raise PeerLost("the connection is closed")
             if len(plan):
-                self._check(room, plan)
                 self._write(plan)
-
-    def _check(self, room: Room, plan: CopyPlan) -> None:
-        pages = touched_pages(plan.destination_offset, plan.size_bytes, self._places.page_bytes)
-        self._read_rooms(int(pages.min()), int(pages.max()) + 1)
-        outside = pages[self._rooms[pages] != room]
-        if len(outside):
-            raise TransferRefused(f"page {outside[0]} is not granted to room {room}")
-
-    def _read_rooms(self, begin: int, end: int, deadline_s: float = float("inf")) -> None:
-        address = self._places.table_address + begin * self._rooms.itemsize
-        self._wait(self._end.read(address, self._rooms[begin:end]), deadline_s)
 
     def _write(self, plan: CopyPlan) -> None:
         addresses = CopyPlan(
@@ -330,13 +276,4 @@ class OneSidedConnection:
         """End a write under way at its next look, then destroy the end."""
         self._is_closed = True
         with self._mutex:
-            self._destroyer.destroy(self._end)
-
-
-def _bounded(places: Places) -> int:
-    """Return the number of pages, if a process can have such a pool."""
-    pool_end = places.pool_address + places.page_bytes * places.num_pages
-    table_end = places.table_address + 8 * places.num_pages
-    if max(pool_end, table_end) > ADDRESS_END:
-        raise TransferRefused("the offer's pool is larger than memory can be")
-    return places.num_pages
+            self._end.close()

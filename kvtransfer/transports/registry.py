@@ -1,8 +1,8 @@
-"""Which transports there are, and which one two ends take. Built-in ones and installed ones."""
+"""Which transports there are, built-in and installed ones, and which one two ends take."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 
 from tandem.kvtransfer.region import MemoryRegion
@@ -27,34 +27,41 @@ BUILT_IN = {
     "shm": "tandem.kvtransfer.transports.shm:ShmTransport",
     "tcp": "tandem.kvtransfer.transports.tcp:TcpTransport",
     "cuda_ipc": "tandem.kvtransfer.transports.cuda_ipc:CudaIpcTransport",
-    "file": "tandem.kvtransfer.transports.file:FileTransport",
     "nccl": "tandem.kvtransfer.transports.nccl:NcclTransport",
     "ucx": "tandem.kvtransfer.transports.ucx:UcxTransport",
     "nixl": "tandem.kvtransfer.transports.nixl:NixlTransport",
-    "mooncake": "tandem.kvtransfer.transports.mooncake:MooncakeTransport",
 }
 # What `auto` means, best first: offers are made, and tried, in this order.
 AUTO = ("shm", "tcp")
 AUTO_ON_GPUS = ("cuda_ipc", "nixl")
 # Those that only reach pools in the CPU's memory.
 CPU_ONLY = frozenset({"shm", "tcp", "file", "ucx", "mooncake"})
+# Those that are packages of their own (`contrib/`).
+PACKAGES = {"file": "tandem-file", "mooncake": "tandem-mooncake"}
 # What `auto` looks for before it takes a transport that stands on it.
 LIBRARIES = {"nixl": "nixl_cu12"}
 
 
-def transports(name: str, config: TransportConfig, device: str = "cpu") -> list[Transport]:
+def transports(
+    name: str,
+    config: TransportConfig,
+    device: str = "cpu",
+    installed: Iterable[EntryPoint] | None = None,
+) -> list[Transport]:
     """Return the transports that `--transfer-backend name` allows, best first.
 
     Args:
         name: `auto` for the best of the built-in ones, or one name; several may be joined with commas.
         config: Passed to each.
         device: Whose memory the pool is in.
+        installed: Transports beside the built-in ones; None: those of the installed packages.
 
     Raises:
         ConfigInvalid: There is none of that name, what it stands on is not installed, or it does not
             reach that memory.
     """
-    return [_factory(each)(config) for each in names_of(name, device)]
+    found = list(entry_points(group=GROUP) if installed is None else installed)
+    return [_make(each, config, found) for each in names_of(name, device)]
 
 
 def names_of(name: str, device: str = "cpu") -> list[str]:
@@ -125,21 +132,30 @@ def _may_be_loaded(name: str) -> bool:
     return name not in LIBRARIES or find_spec(LIBRARIES[name]) is not None
 
 
-def _factory(name: str) -> TransportFactory:
+def _make(name: str, config: TransportConfig, installed: Sequence[EntryPoint]) -> Transport:
+    missing = f"--transfer-backend {name} needs a library that is not here"
     if place := BUILT_IN.get(name):
         module, _, attribute = place.partition(":")
         try:
             built_in: TransportFactory = getattr(import_module(module), attribute)
+            return built_in(config)
         except ImportError as error:
             raise ConfigInvalid(
-                f"--transfer-backend {name} needs a library that is not here ({error}): "
-                f"pip install 'tandem-serve[{name}]'",
-                topic=CHOOSING,
+                f"{missing} ({error}): pip install 'tandem-serve[{name}]'", topic=CHOOSING
             ) from error
-        return built_in
-    for entry in entry_points(group=GROUP, name=name):
-        factory: TransportFactory = entry.load()
-        return factory
+    for entry in installed:
+        if entry.name != name:
+            continue
+        try:
+            factory: TransportFactory = entry.load()
+        except ImportError as error:
+            raise ConfigInvalid(f"{missing}: {error}", topic=CHOOSING) from error
+        return factory(config)
+    if name in PACKAGES:
+        raise ConfigInvalid(
+            f"--transfer-backend {name} is a package of its own: pip install {PACKAGES[name]}",
+            topic=CHOOSING,
+        )
     raise ConfigInvalid(
         f"no transport {name!r} is installed; there are: {', '.join(known())}", topic=CHOOSING
     )

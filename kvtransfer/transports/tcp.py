@@ -1,27 +1,32 @@
 """Sockets between any two hosts: several streams, straight from and into pool memory.
 
-This file has the transport and the sending end; `tcp_listener` receives, `tcp_frames` has what is
-said on a stream. A write is done when the listener has acknowledged that every byte is in memory.
+This file has the transport and the sending end; `tcp_stream` has what the two ends exchange, and the receiving
+end. A write is done when the listener has acknowledged that every byte is in memory.
 """
 
+import fcntl
+import ipaddress
 import socket
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports import tcp_frames as frames
+from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.base import Pool, TransportConfig, check_bounds, need_cpu_memory
-from tandem.kvtransfer.transports.interfaces import address_of, family_of
-from tandem.kvtransfer.transports.tcp_listener import TcpListener, TcpOffer
+from tandem.kvtransfer.transports.tcp_stream import TcpListener, TcpOffer
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from tandem.wire.hand_off import TransportOffer
 from tandem.wire.ids import Room
 
 # Below this a second stream costs more than it brings.
 SHARE_BYTES = 4 << 20
+SIOCGIFADDR = 0x8915  # netdevice(7)
+IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
 class TcpTransport:
@@ -40,20 +45,12 @@ class TcpTransport:
             self._host = address_of(config.interface, family_of(config.host))
 
     def listen(self, pool: Pool) -> TcpListener:
-        """Begin to receive on a free port.
-
-        Raises:
-            ConfigInvalid: The host is not an address of this machine, or the pool is not the CPU's.
-        """
+        """Begin to receive on a free port."""
         need_cpu_memory(self.name, pool)
         return TcpListener(pool, self._host)
 
     def connect(self, offer: TransportOffer, region: MemoryRegion) -> "TcpConnection":
-        """Open the streams.
-
-        Raises:
-            TransferRefused: Nobody answers at the offer's address.
-        """
+        """Open the streams."""
         return TcpConnection(offer, region, self._config)
 
 
@@ -129,7 +126,7 @@ def open_stream(facts: TcpOffer, interface: str = "") -> socket.socket:
 
     Raises:
         OSError: Nobody answers there.
-        PeerLost: Whoever does, does not accept us.
+        PeerLost: The listener there does not accept us.
         ConfigInvalid: There is no such interface.
     """
     # From the interface's address: binding to the device itself takes rights that nodes should not need.
@@ -147,3 +144,55 @@ def open_stream(facts: TcpOffer, interface: str = "") -> socket.socket:
         stream.close()
         raise
     return stream
+
+
+# ── network interfaces ───────────────────────────────────────────────────────────────────────────
+
+
+def address_of(name: str, family: socket.AddressFamily) -> str:
+    """Return the IPv4 (AF_INET) or IPv6 (AF_INET6) address of a network interface.
+
+    Raises:
+        ConfigInvalid: There is no such interface, or it has no such address.
+    """
+    names = [each for _, each in socket.if_nameindex()]
+    if name not in names:
+        raise ConfigInvalid(
+            f"--transfer-interface {name}: there is no such network interface; "
+            f"there are: {', '.join(names)}"
+        )
+    if found := _ipv6(name) if family is socket.AF_INET6 else _ipv4(name):
+        return found
+    kind, other = ("IPv6", "0.0.0.0") if family is socket.AF_INET6 else ("IPv4", "::")
+    raise ConfigInvalid(
+        f"--transfer-interface {name} has no {kind} address; --host says which kind: try {other}"
+    )
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Return which kind of address a host is; a name counts as IPv4."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _ipv4(name: str) -> str:
+    request = struct.pack("256s", name.encode())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            answer = fcntl.ioctl(sock, SIOCGIFADDR, request)
+        except OSError:
+            return ""
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _ipv6(name: str) -> str:
+    try:
+        lines = IPV6_ADDRESSES.read_text().splitlines()
+    except OSError:  # a kernel without IPv6
+        return ""
+    for line in lines:
+        digits, _, _, _, _, interface = line.split()
+        address = ipaddress.IPv6Address(bytes.fromhex(digits))
+        # Link-local ones mean something else on each host.
+        if interface == name and not address.is_link_local:
+            return str(address)
+    return ""

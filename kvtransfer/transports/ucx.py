@@ -1,6 +1,6 @@
 """UCX through `ucxx`: RDMA, or whatever network UCX finds, without NIXL.
 
-What is said on the stream and who may write where: `lanes.py`, `tcp_listener.py`. Each copy is one
+The messages on the stream and the checks of writes are in `lanes.py` and `tcp_stream.py`. Each copy is one
 tagged message from the sender's pool into the receiver's.
 
 The fence. UCX's Python side knows two-sided messages only: bytes land because the receiver takes them,
@@ -21,9 +21,9 @@ import numpy as np
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports import lanes
-from tandem.kvtransfer.transports import tcp_frames as frames
+from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.base import Pool, TransportConfig
-from tandem.kvtransfer.transports.tcp_listener import OpenPages, TcpListener
+from tandem.kvtransfer.transports.tcp_stream import OpenPages, TcpListener
 from tandem.wire.errors import PeerLost
 from tandem.wire.hand_off import TransportOffer
 
@@ -60,19 +60,11 @@ class UcxTransport:
         self._config = config or TransportConfig()
 
     def listen(self, pool: Pool) -> TcpListener:
-        """Begin to receive.
-
-        Raises:
-            ConfigInvalid: The host is not an address of this machine.
-        """
+        """Begin to receive."""
         return TcpListener(pool, self._config.host, self.name, self._open_lane)
 
     def connect(self, offer: TransportOffer, region: MemoryRegion) -> lanes.LaneConnection:
-        """Connect an endpoint to the listener's.
-
-        Raises:
-            TransferRefused: Nobody answers at the offer's address.
-        """
+        """Connect an endpoint to the listener's."""
         return lanes.LaneConnection(offer, region, self._open_lane)
 
     def _open_lane(self, stream: socket.socket, region: MemoryRegion) -> "UcxLane":
@@ -97,7 +89,7 @@ class UcxLane:
         self._events = select.poll()
         self._events.register(self._worker.epoll_file_descriptor, select.POLLIN)
         self._events.register(stream, lanes.GONE)
-        # A tag nobody else knows: whoever finds the worker's address still reaches no page.
+        # A tag nobody else knows: a stranger that finds the worker's address still reaches no page.
         tag = secrets.token_bytes(TAG_BYTES)
         with lanes.handshake(stream):
             lanes.send_blob(stream, tag + self._worker.address.tobytes())
@@ -120,7 +112,7 @@ class UcxLane:
         self._run([self._endpoint.tag_send(Array(view), self._peers_tag) for view in views])
 
     def receive(self, batch: CopyPlan, open_pages: OpenPages) -> None:
-        """Post the receives, say so, and see to them."""
+        """Post the receives, report READY, and complete them."""
         with open_pages(batch):
             if _is_staged(batch):
                 staging = np.empty(batch.total_bytes, np.uint8)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.kvtransfer.transports.nixl_environment import check_environment
+from tandem.kvtransfer.transports.nixl import check_environment
 from tandem.node.flags import build_parser, read_config
 from tandem.router.arguments import parse
 from tests.deploy.container import start

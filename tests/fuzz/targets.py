@@ -19,7 +19,6 @@ from tandem.frontend.server import listen, serving
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sender import SenderTimeouts
 from tandem.kvtransfer.transports.base import Permits, Pool
-from tandem.kvtransfer.transports.file_batches import read_batch
 from tandem.kvtransfer.transports.tcp import open_stream
 from tandem.wire import hand_off, messages
 from tandem.wire.channel import Link, wait
@@ -28,7 +27,8 @@ from tandem.wire.errors import MessageInvalid, PeerLost, TransferRefused
 from tandem.wire.generation import GenerateRequest, SamplingParams
 from tandem.wire.ids import Epoch, Room
 from tests.frontend.fakes import FakeBackend
-from tests.kvtransfer import test_agents as rig
+from tests.kvtransfer import rig
+from tests.kvtransfer.makers import contributed
 from tests.trust.node_rig import Cluster
 from tests.trust.test_tcp_port import NUM_PAGES, PAGE, ROOM, Port
 
@@ -177,6 +177,9 @@ def kv_port() -> Iterator[Target]:
 def kv_file() -> Iterator[Target]:
     """A batch of a peer that knows the directory's secret is refused, or lies inside its grant."""
     nonce = bytes(16)
+    contributed()
+    from tandem_file.batches import read_batch
+
     with (
         tempfile.TemporaryDirectory() as directory,
         MemoryRegion.private(PAGE * NUM_PAGES) as region,

@@ -12,8 +12,7 @@ import torch
 
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports.cuda_driver import CudaMemory
-from tandem.kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from tandem.kvtransfer.transports.cuda_ipc import CudaIpcTransport, CudaMemory
 from tandem.wire.errors import PeerLost, TransferRefused
 from tandem.wire.hand_off import TransportOffer
 from tandem.wire.ids import Room

@@ -22,11 +22,11 @@ from tandem.kvtransfer.receiver import DecodeAgent
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sender import PrefillAgent
 from tandem.kvtransfer.transports.base import TransportConfig
-from tandem.kvtransfer.transports.registry import transports
 from tandem.wire.channel import Waker
 from tandem.wire.heartbeat import DEFAULT_HEARTBEAT
 from tandem.wire.ids import Room, new_epoch
 from tests.calm import CALM, calm_receiver, calm_sender
+from tests.kvtransfer.makers import all_transports
 
 LAYOUT = KVLayout(
     num_pages=64,
@@ -223,7 +223,7 @@ class DecodeNode(Node):
 
 def main(kind, transport, host, directory, mood):
     os.dup2(2, 1)
-    allowed = transports(transport, TransportConfig(host=host, directory=directory))
+    allowed = all_transports(transport, TransportConfig(host=host, directory=directory))
     heartbeat = {"calm": CALM, "alert": DEFAULT_HEARTBEAT}[mood]
     node = {"prefill": PrefillNode, "decode": DecodeNode}[kind](allowed, host, heartbeat)
     node.run()

@@ -19,17 +19,15 @@ class FarNode:
     """A process of `far_node.py`.
 
     Args:
-        namespace: Network namespace to run in; empty for ours.
+        prefix: What begins its command, to run on another host.
         mood: `alert` where a test is about silence.
     """
 
-    def __init__(self, kind, transport, directory, host=LOCAL, namespace="", mood="calm"):
-        command = [sys.executable, str(FAR_NODE), kind, transport, host, str(directory), mood]
-        if namespace:
-            command = ["ip", "netns", "exec", namespace, *command]
+    def __init__(self, kind, transport, directory, host=LOCAL, prefix=(), mood="calm"):
+        node = [sys.executable, str(FAR_NODE), kind, transport, host, str(directory), mood]
         self.kind, self.host, self.port, self.region = kind, host, 0, ""
         self.process = subprocess.Popen(
-            command,
+            [*prefix, *node],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": "src:."},

@@ -1,16 +1,58 @@
-"""Every transport that can be tried here, made as tests need it."""
+"""Every transport that can be tried here, made as tests need it: built-in ones, and those of `contrib/`."""
 
 import os
+import sys
+import tempfile
+import tomllib
+from functools import cache
+from importlib.metadata import EntryPoint
+from pathlib import Path
 
-from tandem.kvtransfer.transports.base import Transport, TransportConfig
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import Pool, Transport, TransportConfig
 from tandem.kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from tandem.kvtransfer.transports.loopback import LoopbackTransport
-from tandem.kvtransfer.transports.registry import transports
+from tandem.kvtransfer.transports.registry import BUILT_IN, GROUP, transports
+from tandem.wire.errors import ConfigInvalid
 from tests.kvtransfer.host_device import HostDevice
-from tests.kvtransfer.installed import cross_process
 
 DIRECTORY = "TANDEM_TEST_DIRECTORY"
 """Names the environment variable that tells transport `file` where to work."""
+
+
+@cache
+def contributed() -> tuple[EntryPoint, ...]:
+    """Return the entry points of the packages in `contrib/`, which need not be installed."""
+    found = []
+    for project in sorted(Path(__file__).parents[2].glob("contrib/*/pyproject.toml")):
+        sys.path.append(str(project.parent))
+        named = tomllib.loads(project.read_text())["project"]["entry-points"][GROUP]
+        found += [EntryPoint(name, place, GROUP) for name, place in named.items()]
+    return tuple(found)
+
+
+def all_transports(name: str, config: TransportConfig) -> list[Transport]:
+    """Return what the registry makes of a name where the packages of `contrib/` are installed."""
+    return transports(name, config, installed=contributed())
+
+
+@cache
+def cross_process() -> tuple[str, ...]:
+    """Return the names of those that can write a pool of CPU memory here."""
+    names = (*BUILT_IN, *(entry.name for entry in contributed()))
+    with tempfile.TemporaryDirectory() as directory:
+        config = TransportConfig(directory=directory)
+        return tuple(name for name in names if _can_listen(name, config))
+
+
+def _can_listen(name: str, config: TransportConfig) -> bool:
+    with MemoryRegion.shared(4096, "probe") as region:
+        try:
+            all_transports(name, config)[0].listen(Pool(region, 4096, 1)).close()
+        except ConfigInvalid:
+            return False
+    return True
+
 
 # Of those for GPUs the transport itself runs, over memory of the host.
 OTHER_PROCESS = tuple(dict.fromkeys((*cross_process(), "cuda_ipc")))
@@ -23,5 +65,5 @@ def make(name: str) -> Transport:
         return LoopbackTransport()
     if name == "cuda_ipc":
         return CudaIpcTransport(memory=HostDevice())
-    [made] = transports(name, TransportConfig(directory=os.environ.get(DIRECTORY, "")))
-    return made
+    config = TransportConfig(directory=os.environ.get(DIRECTORY, ""))
+    return all_transports(name, config)[0]

@@ -1,24 +1,16 @@
 """Both agents in one process, over a real wire, with each transport."""
 
-import os
 import threading
-from contextlib import ExitStack
 
-import numpy as np
 import pytest
 
-from tandem.kvtransfer.bootstrap import SenderEnd
 from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
-from tandem.kvtransfer.layout import KVLayout
-from tandem.kvtransfer.receiver import DecodeAgent
-from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.sender import PrefillAgent
+from tandem.kvtransfer.plan import PagedTokens, plan_copies
 from tandem.kvtransfer.session import SenderState
 from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.loopback import Fault, LoopbackListener, LoopbackTransport
 from tandem.kvtransfer.transports.shm import ShmTransport
 from tandem.kvtransfer.transports.tcp import TcpTransport
-from tandem.wire.channel import Inbox, Link, Waker, wait
 from tandem.wire.errors import (
     Aborted,
     EngineFailed,
@@ -28,139 +20,22 @@ from tandem.wire.errors import (
     TransferRefused,
     TransferTimeout,
 )
-from tandem.wire.hand_off import FromPrefill, Grant, Hello, LinkPing, Refused, ToPrefill, Welcome
-from tandem.wire.ids import Epoch, Room
+from tandem.wire.ids import Room
 from tandem.wire.keys import ChannelKey
-from tests.calm import CALM, LONG_S, CalmHeartbeat, calm_receiver, calm_sender
-from tests.patience import PATIENCE_S, patiently
-
-ROOM = Room(42)
-PROMPT_PAGES = [3, 1, 7, 8]
-DECODE_PAGES = [5, 6, 2, 0]
-
-
-def layout(**changes):
-    return KVLayout(
-        **{
-            "num_pages": 16,
-            "page_size": 4,
-            "num_layers": 2,
-            "num_kv_heads": 2,
-            "head_dim": 8,
-            "dtype": "float32",
-            "itemsize": 4,
-            **changes,
-        }
-    )
-
-
-# Of files in /dev/shm: other processes run tests, too.
-OWN_NAME = f"agents-{os.getpid()}"
-
-
-class FakeClock:
-    """Seconds that pass when told to."""
-
-    def __init__(self):
-        self.now_s = 1000.0
-
-    def __call__(self):
-        return self.now_s
-
-
-class Node:
-    """A role's loop, as far as a test needs one: waits for the next event of an agent."""
-
-    def __init__(self, agent, waker, region):
-        self.agent, self.waker, self.region = agent, waker, region
-        self._seen = []
-
-    def next(self, kind=None):
-        """Return the next event, which must be of this kind."""
-        for _ in patiently():
-            self._seen += self.agent.events()
-            if self._seen:
-                event = self._seen.pop(0)
-                assert kind is None or isinstance(event, kind), event
-                return event
-            wait([], 0.1, self.waker)
-        raise AssertionError("no event")
-
-    def wait_until(self, condition):
-        """Look at the statistics until they are so."""
-        for _ in patiently():
-            if condition(self.agent.statistics()):
-                return
-            wait([], 0.005, self.waker)
-        raise AssertionError(self.agent.statistics())
-
-    def close(self):
-        self.agent.close()
-        self.waker.close()
-        self.region.close()
-
-
-class Cluster:
-    """Makes nodes; closes them all at the end."""
-
-    def __init__(self, stack):
-        self._stack = stack
-        self.use(LoopbackTransport())
-        self.clock = FakeClock()
-
-    def use(self, transport, *others):
-        self.transport, self.transports = transport, [transport, *others]
-
-    def prefill(
-        self, address="tcp://127.0.0.1:0", *, fingerprint="llama", shape=None, epoch=1, **more
-    ):
-        shape = shape or layout()
-        region, waker = MemoryRegion.private(shape.pool_bytes), Waker()
-        region.array()[:] = np.random.default_rng(epoch).integers(
-            0, 256, shape.pool_bytes, np.uint8
-        )
-        end = SenderEnd(Epoch(epoch), fingerprint, shape, region, self.transports)
-        more = {"timeouts": calm_sender(), **more}
-        node = Node(PrefillAgent(address, end, waker=waker, **more), waker, region)
-        self._stack.callback(node.close)
-        return node
-
-    def decode(self, *, fingerprint="llama", shape=None, epoch=2, **more):
-        shape = shape or layout()
-        region, waker = MemoryRegion.shared(shape.pool_bytes, OWN_NAME), Waker()
-        agent = DecodeAgent(
-            epoch=Epoch(epoch),
-            fingerprint=fingerprint,
-            layout=shape,
-            region=region,
-            transports=self.transports,
-            waker=waker,
-            **{"timeouts": calm_receiver(), **more},
-        )
-        node = Node(agent, waker, region)
-        self._stack.callback(node.close)
-        return node
-
-
-@pytest.fixture
-def cluster():
-    with ExitStack() as stack:
-        yield Cluster(stack)
-
-
-def pages(node, page_ids, shape=None):
-    shape = shape or layout()
-    return node.region.array().reshape(shape.num_pages, -1)[page_ids]
-
-
-def request(decode, prefill, page_ids=DECODE_PAGES, have_tokens=0, room=ROOM):
-    decode.agent.request(room, "127.0.0.1", prefill.agent.port, page_ids, have_tokens)
-
-
-def push_all(prefill, page_ids=PROMPT_PAGES, room=ROOM):
-    prefill.agent.push(room, page_ids, 0)
-    prefill.agent.finish(room, first_token=9, seed=77, cached_tokens=4)
-
+from tests.calm import calm_receiver, calm_sender
+from tests.kvtransfer.rig import (
+    DECODE_PAGES,
+    OWN_NAME,
+    PROMPT_PAGES,
+    ROOM,
+    layout,
+    pages,
+    push_all,
+    request,
+    serve_the_next,
+    until,
+)
+from tests.patience import PATIENCE_S
 
 # ── the happy path ───────────────────────────────────────────────────────────────────────────────
 
@@ -422,7 +297,7 @@ def test_a_prefill_that_does_not_answer_a_withdraw_is_cut_off(cluster):
     assert cluster.transport.hanging.wait(PATIENCE_S)
     decode.agent.withdraw(ROOM)
     # What a cut takes with it that has not arrived, prefill would never hear.
-    until(lambda: prefill.agent._rooms.states()[SenderState.RELEASING])
+    until(lambda: any(p.session.state is SenderState.RELEASING for p in prefill.agent._parts()))
     assert list(decode.agent.events()) == []
     cluster.clock.now_s += 10.5
     assert decode.next() == Safe(ROOM)
@@ -658,116 +533,92 @@ def test_a_decode_that_goes_away_releases_prefills_pages(cluster, make):
     assert isinstance(prefill.next(Released).error, PeerLost)
 
 
-def test_a_decode_that_falls_silent_is_lost(cluster):
-    prefill = cluster.prefill(clock=cluster.clock)
-    # It beats by its own clock: a word of it after the jump would be news.
-    decode = cluster.decode(timeouts=calm_receiver(heartbeat=CalmHeartbeat(LONG_S)))
+# ── late writes ──────────────────────────────────────────────────────────────────────────────────
+
+MARK = 7
+
+
+def mark(decode, page_ids=DECODE_PAGES):
+    """Write into pages that came back, as their next owner does; return a check that it stays."""
+    pages_of = decode.region.array().reshape(layout().num_pages, -1)
+    pages_of[page_ids] = MARK
+
+    def check():
+        assert (pages_of[page_ids] == MARK).all()
+
+    return check
+
+
+def connection_of(prefill):
+    (link,) = prefill.agent._bootstrap._links.values()
+    return link.connection
+
+
+@pytest.mark.parametrize("make", [LoopbackTransport, ShmTransport, TcpTransport])
+@pytest.mark.parametrize("end", ["landed", "released", "withdrawn"])
+def test_after_the_last_word_the_pages_are_closed_to_a_link_that_stands(cluster, make, end):
+    cluster.use(make())
+    prefill, decode = cluster.prefill(), cluster.decode()
     prefill.agent.expect(ROOM)
     request(decode, prefill)
     prefill.next(Granted)
-    cluster.clock.now_s += LONG_S + 1
-    assert isinstance(prefill.next(Released).error, PeerLost)
-
-
-def test_a_prefill_that_falls_silent_is_lost(cluster):
-    with Inbox("tcp://127.0.0.1:0", ToPrefill, heartbeat=CALM) as inbox:
-        decode = cluster.decode(clock=cluster.clock)
-        decode.agent.request(ROOM, "127.0.0.1", inbox.port, DECODE_PAGES)
-        hello = receive(inbox)
-        inbox.send(hello.peer, Welcome(epoch=Epoch(5), transport="loopback"))
-        while not isinstance(receive(inbox).message, Grant):
-            pass
-        cluster.clock.now_s += LONG_S + 1
-        assert isinstance(decode.next(Lost).error, PeerLost)
-        assert decode.next() == Safe(ROOM)
-
-
-def until(is_so):
-    """Return when a thread has come so far; it rings nothing."""
-    for _ in patiently():
-        if is_so():
-            return
-        wait([], 0.005)
-    raise AssertionError("it never came so far")
-
-
-def receive(end):
-    for _ in patiently():
-        if (got := end.receive()) is not None:
-            return got
-        wait([end], 0.1)
-    raise AssertionError("nothing came")
-
-
-# ── strangers ────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.fixture
-def stranger(cluster):
-    prefill = cluster.prefill()
-    link = Link(f"tcp://127.0.0.1:{prefill.agent.port}", FromPrefill, heartbeat=CALM)
-
-    def say(message):
-        while True:
-            try:
-                return link.send(message)
-            except PeerLost:
-                wait([link], 0.001)
-
-    yield say, lambda: receive(link)
-    link.close()
-
-
-def greet(say, hear, listener):
-    offer = listener.admit("127.0.0.1").offer
-    say(Hello(epoch=Epoch(2), fingerprint="llama", layout=layout().to_info(), offers=[offer]))
-    while not isinstance(hear(), Welcome):
-        pass
-
-
-def test_whoever_did_not_say_hello_is_told_so(stranger):
-    say, hear = stranger
-    say(LinkPing(epoch=Epoch(2)))
-    assert isinstance(hear(), Refused)
-
-
-def test_a_message_of_another_epoch_is_refused(stranger, cluster):
-    from tandem.kvtransfer.transports.base import Pool
-
-    say, hear = stranger
-    with MemoryRegion.private(layout().pool_bytes) as region:
-        listener = cluster.transport.listen(Pool(region, layout().page_bytes, 16))
-        greet(say, hear, listener)
-        say(Grant(epoch=Epoch(3), room=ROOM, page_ids=[1]))
-        while isinstance(answer := hear(), LinkPing):
-            pass
-        assert isinstance(answer, Refused)
-
-
-@pytest.mark.parametrize(
-    ("page_ids", "have_tokens"), [([16], 0), ([-1], 0), ([1, 1], 0), ([1], 3), ([1], -4)]
-)
-def test_a_senseless_grant_is_released_at_once(stranger, cluster, page_ids, have_tokens):
-    from tandem.kvtransfer.transports.base import Pool
-
-    say, hear = stranger
-    with MemoryRegion.private(layout().pool_bytes) as region:
-        greet(say, hear, cluster.transport.listen(Pool(region, layout().page_bytes, 16)))
-        say(Grant(epoch=Epoch(2), room=ROOM, page_ids=page_ids, have_tokens=have_tokens))
-        while isinstance(answer := hear(), LinkPing):
-            pass
-        assert answer.room == ROOM
-        assert answer.error.code == "transfer_refused"
-
-
-def test_a_layout_of_nothing_is_refused(stranger):
-    say, hear = stranger
-    info = layout().to_info()
-    nothing = type(info)(
-        **{**{f: getattr(info, f) for f in info.__struct_fields__}, "page_size": 0}
+    match end:
+        case "landed":
+            push_all(prefill)
+            decode.next(Landed)
+        case "released":
+            prefill.agent.abort(ROOM)
+            decode.next(Failed)
+        case "withdrawn":
+            decode.agent.withdraw(ROOM)
+            decode.next(Safe)
+    stays = mark(decode)
+    whole = plan_copies(
+        PagedTokens(layout(), PROMPT_PAGES), PagedTokens(layout(), DECODE_PAGES), range(16)
     )
-    say(Hello(epoch=Epoch(2), fingerprint="llama", layout=nothing, offers=[]))
-    assert hear().error.code == "layout_mismatch"
+    with pytest.raises(TransferRefused):
+        connection_of(prefill).write(ROOM, whole)
+    stays()
+    assert decode.agent.statistics().num_links == 1
+
+
+def test_a_write_that_comes_after_landed_finds_the_pages_closed(cluster):
+    cluster.use(LoopbackTransport([Fault("late")]))
+    prefill, decode = cluster.prefill(verify="off"), cluster.decode()
+    prefill.agent.expect(ROOM)
+    request(decode, prefill)
+    push_all(prefill)
+    decode.next(Landed)
+    stays = mark(decode)
+    with pytest.raises(TransferRefused):
+        cluster.transport.release()
+    stays()
+
+
+def test_a_grant_withdrawn_while_its_push_is_queued_is_safe_at_once_and_never_written(cluster):
+    cluster.use(LoopbackTransport([Fault("hang")]))
+    prefill, decode = cluster.prefill(), cluster.decode()
+    other = Room(43)
+    for room, granted in ((ROOM, DECODE_PAGES), (other, [9, 10])):
+        prefill.agent.expect(room)
+        request(decode, prefill, granted, room=room)
+        assert prefill.next(Granted).room == room
+    push_all(prefill)
+    assert cluster.transport.hanging.wait(PATIENCE_S)
+    push_all(prefill, [4, 5], other)
+    decode.agent.withdraw(other)
+    assert decode.next() == Safe(other)  # while the write of the other room hangs
+    assert isinstance(prefill.next(Released).error, Aborted)
+    stays = mark(decode, [9, 10])
+    cluster.transport.release()
+    assert decode.next(Landed).room == ROOM
+    prefill.next(PushDone)
+    serve_the_next(prefill, decode)  # behind all that was queued
+    stays()
+    assert decode.agent.statistics().num_refused == 0, "a write of it was begun"
+
+
+# ── the end ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_closed_agents_leave_no_thread_and_no_file(cluster):

@@ -1,154 +1,132 @@
-"""The fan-in of one room: whatever order the ranks speak in, the role hears what is true of all."""
+"""The fan-in of one room: in whatever order its members report, the role receives what is true of all."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.kvtransfer.fan_in import TRANSITIONS, GroupAction, GroupEvent, GroupState, RoomFanIn
+from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
+from tandem.kvtransfer.fan_in import LandFanIn, PushFanIn
 from tandem.wire.errors import PeerLost
+from tandem.wire.ids import Room
 
-A = GroupAction
-LAST = {A.TELL_DONE, A.TELL_ENDED}
-
-# What one rank may say, in order; `give up` is the role's. What a rank says after it was told to end
-# is its choice too: the news may have crossed with the order.
-RANK_STORIES = [
-    ["granted", "ended"],
-    ["granted", "failed"],
-    ["granted", "lost", "ended"],
-    ["failed"],
-    ["lost", "ended"],
-]
+ROOM = Room(42)
+LAST = (PushDone, Released, Landed, Failed, Safe)
 
 
-def play(fan_in: RoomFanIn, who: int | str, word: str) -> list[GroupAction]:
-    if word == "give up":
-        return fan_in.give_up()
-    if word == "granted":
-        return fan_in.granted(who)
-    if word == "ended":
-        return fan_in.ended(who)
-    if word == "failed":
-        return fan_in.failed(who, PeerLost(f"of rank {who}"))
-    return fan_in.lost(PeerLost(f"of rank {who}"))
+def error_of(member):
+    return PeerLost(f"of member {member}")
+
+
+# What one member may report, in order. Whatever it reports after it was told to end is its choice too: the
+# news may have crossed with the order.
+STORIES = {
+    PushFanIn: [
+        lambda _: [Granted(ROOM, 8), PushDone(ROOM, 100)],
+        lambda n: [Granted(ROOM, 8), Released(ROOM, error_of(n))],
+        lambda n: [Released(ROOM, error_of(n))],
+    ],
+    LandFanIn: [
+        lambda n: [Landed(ROOM, n, 0, 0)],
+        lambda n: [Failed(ROOM, error_of(n))],
+        lambda n: [Lost(ROOM, error_of(n)), Safe(ROOM)],
+        lambda _: [Safe(ROOM)],
+    ],
+}
 
 
 @st.composite
 def transcripts(draw):
-    """Return (number of ranks, words of ranks and role in some order, each rank's in its own)."""
-    num_ranks = draw(st.integers(1, 3))
-    left = {rank: list(draw(st.sampled_from(RANK_STORIES))) for rank in range(num_ranks)}
-    if draw(st.booleans()):
-        left["role"] = ["give up"]
+    """Return (fan-in, members, what members and role say, in some order)."""
+    kind, num_members = draw(st.sampled_from([PushFanIn, LandFanIn])), draw(st.integers(1, 3))
+    # A room is safe at one member only after it was ended.
+    first = [story for story in STORIES[kind] if story(0) != [Safe(ROOM)]]
+    is_given_up = draw(st.booleans())
+    left = {n: draw(st.sampled_from(STORIES[kind]))(n) for n in range(num_members)}
+    if not is_given_up and all(story == [Safe(ROOM)] for story in left.values()):
+        left[0] = draw(st.sampled_from(first))(0)
     words = []
+    if is_given_up:
+        words.append(("role", None))
     while any(left.values()):
         who = draw(st.sampled_from([name for name, story in left.items() if story]))
         words.append((who, left[who].pop(0)))
-    return num_ranks, words
+    return kind, num_members, words
+
+
+def is_bad(event):
+    return not isinstance(event, Granted | PushDone | Landed)
 
 
 @given(transcripts())
-def test_the_last_word_comes_once_when_every_rank_has_ended_and_is_the_worst_of_theirs(transcript):
-    num_ranks, words = transcript
-    fan_in = RoomFanIn(num_ranks)
-    said: list[GroupAction] = []
-    ended: set[object] = set()
-    ordered_to_end: list[int] = []
-    granted: set[object] = set()
-    is_good = True
-    for who, word in words:
-        if fan_in.state is GroupState.OVER:
-            assert word == "give up"  # the driver drops it: the room is forgotten
+def test_the_last_event_comes_once_when_every_member_has_ended_and_is_the_worst_of_theirs(told):
+    kind, num_members, words = told
+    fan_in, said, ended, was_bad = kind(ROOM, num_members), [], set(), False
+    for who, event in words:
+        if event == Safe(ROOM) and not fan_in.is_ending and who not in ended:
+            fan_in.give_up()  # by the role, as in every run in which a part is safe without an error
+            was_bad = True
+        if who == "role":
+            fan_in.give_up()
+            was_bad = True
             continue
-        is_good = is_good and word not in ("failed", "lost", "give up")
-        ended |= {who} if word in ("ended", "failed") else set()
-        granted |= {who} if word == "granted" else set()
-        actions = play(fan_in, who, word)
-        if A.END_OTHERS in actions:
-            ordered_to_end += fan_in.live_ranks
-            assert not ended & set(fan_in.live_ranks)
-        if A.TELL_GRANTED in actions:
-            assert len(granted) == num_ranks
-            assert is_good
-        said += actions
-        has_last = bool(LAST & set(said))
-        assert has_last == (len(ended) == num_ranks), (who, word)
-    assert sum(action in LAST for action in said) == 1
-    assert said[-1] in LAST
-    assert said[-1] is (A.TELL_DONE if is_good else A.TELL_ENDED)
-    assert said.count(A.TELL_LOST) <= 1
-    assert said.count(A.TELL_GRANTED) <= 1
-    assert len(ordered_to_end) == len(set(ordered_to_end))
+        was_ending = fan_in.is_ending
+        heard = fan_in.hear(who, event)
+        ended |= {who} if isinstance(event, LAST) else set()
+        was_bad = was_bad or is_bad(event)
+        assert fan_in.is_ending == was_bad
+        assert fan_in.live_members == [n for n in range(num_members) if n not in ended]
+        if fan_in.is_ending and not was_ending:
+            assert str(who) in str(fan_in.error)
+        said += heard
+        assert any(isinstance(each, LAST) for each in said) == (len(ended) == num_members)
+    last = said[-1]
+    assert sum(isinstance(each, LAST) for each in said) == 1
+    assert isinstance(last, PushDone | Landed) != was_bad
+    if isinstance(last, Landed):
+        assert last.first_token == 0, "member 0 reports the most"
+    if isinstance(last, PushDone):
+        assert last.pushed_bytes == 100 * num_members
+    assert sum(isinstance(each, Lost) for each in said) <= 1
+    assert sum(isinstance(each, Granted) for each in said) <= 1
 
 
-@given(transcripts())
-def test_a_failed_rank_ends_all_that_have_not_ended(transcript):
-    num_ranks, words = transcript
-    fan_in = RoomFanIn(num_ranks)
-    for who, word in words:
-        before = fan_in.state
-        if before is GroupState.OVER:
-            return
-        actions = play(fan_in, who, word)
-        if before is GroupState.OPEN and fan_in.state is not GroupState.OPEN and word != "ended":
-            assert actions[0] is A.END_OTHERS
-            assert (A.TELL_LOST in actions) == (word != "give up")
-            assert fan_in.error is None or str(who) in str(fan_in.error)
+@pytest.mark.parametrize("num_members", [2, 3])
+def test_pages_are_not_safe_while_one_member_may_still_write(num_members):
+    fan_in = LandFanIn(ROOM, num_members)
+    error = PeerLost("x")
+    assert fan_in.hear(0, Failed(ROOM, error)) == [Lost(ROOM, error)]
+    for member in range(1, num_members - 1):
+        assert fan_in.hear(member, Safe(ROOM)) == []
+    assert fan_in.live_members == [num_members - 1]
+    assert fan_in.hear(num_members - 1, Safe(ROOM)) == [Safe(ROOM)]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_pages_are_not_safe_while_one_rank_may_still_write(num_ranks):
-    fan_in = RoomFanIn(num_ranks)
-    assert fan_in.failed(0, PeerLost("x")) == [A.END_OTHERS, A.TELL_LOST]
-    for rank in range(1, num_ranks - 1):
-        assert fan_in.ended(rank) == []
-    assert fan_in.live_ranks == [num_ranks - 1]
-    assert fan_in.ended(num_ranks - 1) == [A.TELL_ENDED]
+def test_a_room_is_granted_when_all_its_members_are():
+    fan_in = PushFanIn(ROOM, 2)
+    assert fan_in.hear(1, Granted(ROOM, 4)) == []
+    assert fan_in.hear(0, Granted(ROOM, 4)) == [Granted(ROOM, 4)]
 
 
 def test_a_landing_that_crossed_with_an_end_is_no_landing():
-    fan_in = RoomFanIn(2)
+    fan_in = LandFanIn(ROOM, 2)
     fan_in.give_up()
-    assert fan_in.ended(0) == []
-    assert fan_in.ended(1) == [A.TELL_ENDED]
+    assert fan_in.hear(0, Landed(ROOM, 1, 2, 3)) == []
+    assert fan_in.hear(1, Landed(ROOM, 1, 2, 3)) == [Safe(ROOM)]
     assert fan_in.error is None
 
 
-def test_a_last_word_said_twice_is_a_bug_by_name():
-    fan_in = RoomFanIn(2)
-    fan_in.ended(0)
-    with pytest.raises(AssertionError, match="rank 0 ended twice"):
-        fan_in.ended(0)
+def test_a_member_that_ends_twice_is_a_bug_by_name():
+    fan_in = LandFanIn(ROOM, 2)
+    fan_in.hear(0, Safe(ROOM))
+    with pytest.raises(AssertionError, match="member 0 ended twice"):
+        fan_in.hear(0, Safe(ROOM))
 
 
-def test_nothing_can_happen_to_a_room_that_is_over():
-    fan_in = RoomFanIn(1)
-    fan_in.ended(0)
-    with pytest.raises(AssertionError, match="GIVEN_UP in state OVER"):
-        fan_in.give_up()
-
-
-def test_every_state_but_the_last_knows_every_event():
-    for state, arrows in TRANSITIONS.items():
-        expected = set() if state is GroupState.OVER else set(GroupEvent)
-        assert set(arrows) == expected
-
-
-@given(transcripts(), st.booleans())
-def test_a_room_whose_ranks_are_known_late_ends_as_if_they_had_been_known(transcript, is_given_up):
-    num_ranks, words = transcript
-    late, early = RoomFanIn(1), RoomFanIn(num_ranks)
-    if is_given_up:
-        assert late.give_up() == early.give_up()
-    late.widen(num_ranks)
-    for who, word in words:
-        if early.state is not GroupState.OVER:
-            assert play(late, who, word) == play(early, who, word)
-    assert late.state is early.state
-
-
-def test_a_room_that_is_over_has_no_more_ranks():
-    fan_in = RoomFanIn(1)
-    fan_in.ended(0)
-    with pytest.raises(AssertionError, match="has no more ranks"):
-        fan_in.widen(2)
+def test_members_that_are_known_late_count_from_the_beginning():
+    fan_in = PushFanIn(ROOM)
+    fan_in.give_up()
+    fan_in.widen(2)
+    assert fan_in.hear(0, Released(ROOM)) == []
+    assert fan_in.hear(1, PushDone(ROOM, 1)) == [Released(ROOM)]
+    with pytest.raises(AssertionError, match="has no more members"):
+        fan_in.widen(3)

@@ -4,15 +4,14 @@ Both nodes are processes; what dies does so while its bytes are landing. Each ti
 say so, have all its pages back, and do the next hand-off with a healthy peer.
 """
 
-import os
 import signal
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 
-from tests.kvtransfer.bad_link import HOSTS, BadLink
+from tests.faults.network import Network, has_network
 from tests.kvtransfer.fault_rig import FarNode, begin_push, hand_off
-from tests.kvtransfer.installed import cross_process
+from tests.kvtransfer.makers import cross_process
 from tests.patience import PATIENCE_S
 
 
@@ -30,7 +29,7 @@ class Nodes:
 
 
 def pytest_generate_tests(metafunc):
-    if "nodes" in metafunc.fixturenames and "link_of" not in metafunc.fixturenames:
+    if "nodes" in metafunc.fixturenames and "network" not in metafunc.fixturenames:
         metafunc.parametrize("nodes", cross_process(), indirect=True)
 
 
@@ -104,38 +103,31 @@ def test_a_decode_stopped_while_it_is_written_is_lost_to_prefill_and_finds_out(n
 # ── links ────────────────────────────────────────────────────────────────────────────────────────
 
 # Namespaces need root: without it these are not collected at all, and the rest stands for itself.
-if os.geteuid() == 0:
+if has_network():
 
     @pytest.fixture
-    def link_of(request):
-        """Returns a function that makes a bad link."""
+    def network():
+        with closing(Network(["prefill", "decode"])) as made:
+            yield made
 
-        def make(**how):
-            link = BadLink(**how)
-            request.addfinalizer(link.close)
-            return link
-
-        return make
-
-    def start_apart(nodes, link, mood):
-        """Start a prefill and a decode node with the link between them."""
+    def start_apart(nodes, network, mood):
+        """Start a prefill and a decode node with a network between them."""
         return [
-            nodes.start(kind, host=host, namespace=namespace, mood=mood)[0]
-            for kind, host, namespace in zip(
-                ("prefill", "decode"), HOSTS, link.namespaces, strict=True
-            )
+            nodes.start(
+                kind, host=network.addresses[kind], prefix=network.command(kind), mood=mood
+            )[0]
+            for kind in ("prefill", "decode")
         ]
 
     @pytest.mark.parametrize("nodes", ["tcp"], indirect=True)
-    def test_a_cut_link_ends_the_room_at_both_ends_and_a_mended_one_serves_the_next(nodes, link_of):
-        link = link_of()
-        prefill, decode = start_apart(nodes, link, "alert")
+    def test_a_cut_link_ends_the_room_at_both_ends_and_a_mended_one_serves_the_next(nodes, network):
+        prefill, decode = start_apart(nodes, network, "alert")
         begin_push(prefill, decode, 1)
-        link.cut()
+        network.set_link("decode", is_cut=True)
         assert notices(decode, "Lost", 1)["error"] == "peer_lost"
         notices(decode, "Safe", 1)
         assert notices(prefill, "Released", 1)["error"] == "peer_lost"
-        link.mend()
+        network.set_link("decode", is_cut=False)
         hand_off(prefill, decode, 2)
         report = decode.report()
         assert report["is_all_free"]
@@ -143,10 +135,9 @@ if os.geteuid() == 0:
         assert prefill.report()["is_all_free"]
 
     @pytest.mark.parametrize("nodes", ["tcp"], indirect=True)
-    def test_a_slow_link_that_loses_packets_hands_off_every_byte(nodes, link_of):
-        link = link_of(delay_s=0.01, loss=0.01)
-        prefill, decode = start_apart(nodes, link, "calm")
+    def test_a_slow_link_that_loses_packets_hands_off_every_byte(nodes, network):
+        network.set_link("decode", delay_ms=10, loss=0.01)
+        prefill, decode = start_apart(nodes, network, "calm")
         hand_off(prefill, decode, 1)
-        assert link.num_lost
         assert decode.report()["is_all_free"]
         assert prefill.report()["is_all_free"]

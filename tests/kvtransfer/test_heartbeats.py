@@ -1,44 +1,37 @@
-"""Whatever a transport, a resolver or a checksum takes its time over, other links hear the heartbeat.
+"""Heartbeats: whatever takes its time, other links hear them, and who is silent is lost in time.
 
-Each of them is held until the test lets go, so nothing here depends on how fast a machine is. None of them
-may be called by a control thread in any test of this file, held or not.
+Transports, resolvers and checksums are held until the test lets go, so nothing here depends on how fast a
+machine is. None of them may be called by a control thread in any test of this file, held or not.
 """
 
 import socket
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import pytest
 
-from tandem.kvtransfer.bootstrap import SenderEnd
-from tandem.kvtransfer.events import Failed, Landed
-from tandem.kvtransfer.receiver import DecodeAgent
+from tandem.kvtransfer import events
+from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, Safe
+from tandem.kvtransfer.receiver import ReceiverTimeouts
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.sender import PrefillAgent
+from tandem.kvtransfer.transports import tcp_stream
 from tandem.kvtransfer.transports.base import Pool
 from tandem.kvtransfer.transports.loopback import (
     LoopbackConnection,
     LoopbackListener,
     LoopbackTransport,
 )
-from tandem.wire.channel import Inbox, Link, Waker, wait
+from tandem.kvtransfer.transports.tcp import TcpTransport
+from tandem.kvtransfer.transports.tcp_stream import HANDSHAKE_TIMEOUT_S
+from tandem.wire.channel import wait
 from tandem.wire.errors import PeerLost, TransferRefused
-from tandem.wire.hand_off import (
-    FromPrefill,
-    Grant,
-    Hello,
-    LinkPing,
-    Refused,
-    Released,
-    ToPrefill,
-    Welcome,
-    Withdraw,
-)
+from tandem.wire.hand_off import Grant, Hello, LinkPing, Refused, Released, Welcome, Withdraw
 from tandem.wire.hand_off import Landed as LandedWord
-from tandem.wire.ids import Epoch, Room
+from tandem.wire.heartbeat import DEFAULT_HEARTBEAT
+from tandem.wire.ids import Room
 from tests.calm import CalmHeartbeat, calm_receiver, calm_sender
-from tests.kvtransfer.test_agents import layout
+from tests.kvtransfer import rig
+from tests.kvtransfer.rig import ROOM, layout
 from tests.patience import PATIENCE_S, patiently
 
 OFTEN = CalmHeartbeat(0.02)
@@ -153,30 +146,16 @@ class HeldPages(Sequence):
         return self._page_ids[index]
 
 
-class Prefill:
-    """A prefill that does what a test says: its bootstrap port and nothing behind it."""
+class Prefill(rig.FakePrefill):
+    """A prefill that counts heartbeats."""
 
-    def __init__(self, epoch):
-        self.epoch = Epoch(epoch)
-        self.inbox: Inbox[ToPrefill] = Inbox("tcp://127.0.0.1:0", ToPrefill, heartbeat=OFTEN)
-        self.port = self.inbox.port
-        self._peer = None
+    def __init__(self, stack, epoch):
+        super().__init__(stack, epoch, heartbeat=OFTEN)
 
-    def next(self, kind):
-        for _ in patiently():
-            while (envelope := self.inbox.receive()) is not None:
-                self._peer = envelope.peer
-                if isinstance(envelope.message, kind):
-                    return envelope.message
-            wait([self.inbox], 0.1)
-        raise AssertionError(f"no {kind}")
-
-    def say(self, message):
-        self.inbox.send(self._peer, message)
-
-    def welcome(self):
-        self.next(Hello)
-        self.say(Welcome(epoch=self.epoch, transport="loopback"))
+    def link_up(self, decode, room=0):
+        self.meet(decode, Room(room), [room])
+        self.welcome()
+        assert self.next(Grant).room == room
 
     def hear_beats(self):
         """Forget those on their way, and wait for more than can be."""
@@ -201,85 +180,40 @@ def let_go(holds):
 
 
 @pytest.fixture
-def prefills():
-    made = [Prefill(11), Prefill(12)]
-    yield made
-    for each in made:
-        each.inbox.close()
-
-
-class Decode:
-    def __init__(self, holds):
-        self.region = HeldRegion.private(layout().pool_bytes)
-        self.region.hold = holds["read"]
-        self.waker = Waker()
-        self.agent = DecodeAgent(
-            epoch=Epoch(2),
-            fingerprint="llama",
-            layout=layout(),
-            region=self.region,
-            transports=[HeldTransport(holds)],
-            waker=self.waker,
-            timeouts=calm_receiver(heartbeat=OFTEN),
-        )
-
-    def ask(self, prefill, room, host="127.0.0.1"):
-        self.agent.request(Room(room), host, prefill.port, [room])
-
-    def next(self, kind):
-        for _ in patiently():
-            for event in self.agent.events():
-                assert isinstance(event, kind), event
-                return event
-            wait([], 0.1, self.waker)
-        raise AssertionError(f"no {kind}")
+def prefills(stack):
+    return [Prefill(stack, 11), Prefill(stack, 12)]
 
 
 @pytest.fixture
-def decode(holds, let_go):
-    made = Decode(holds)
-    yield made
-    let_go()
-    made.agent.close()
-    made.waker.close()
-    made.region.close()
+def decode(cluster, stack, holds, let_go):
+    cluster.use(HeldTransport(holds))
+    made = cluster.decode(timeouts=calm_receiver(heartbeat=OFTEN))
+    region = HeldRegion.private(layout().pool_bytes)
+    stack.callback(region.close)
+    region.hold, made.agent._region = holds["read"], region
+    stack.callback(let_go)
+    return made
 
 
 # ── decode ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def landed(prefill, room, checksums=()):
-    return LandedWord(
-        epoch=prefill.epoch,
-        room=Room(room),
-        first_token=9,
-        seed=77,
-        checksums=list(checksums),
-        checksum_one_in=1,
-    )
-
-
-def link_up(decode, prefill, room=0):
-    decode.ask(prefill, room)
-    prefill.welcome()
-    assert prefill.next(Grant).room == room
-
-
 def test_a_slow_admission_of_one_prefill_silences_no_other(decode, prefills, holds, let_go):
     first, second = prefills
-    link_up(decode, first)
+    first.link_up(decode)
     holds["admit"].begin()
-    decode.ask(second, 1)
+    decode.agent.request(Room(1), "127.0.0.1", second.port, [1])
     assert holds["admit"].reached.wait(PATIENCE_S)
     first.hear_beats()
     let_go()
+    second.next(Hello)
     second.welcome()
     assert second.next(Grant).room == 1
 
 
 def test_a_slow_resolver_silences_no_link(decode, prefills, holds, let_go, monkeypatch):
     first, second = prefills
-    link_up(decode, first)
+    first.link_up(decode)
     resolve = socket.getaddrinfo
 
     def resolve_slowly(host, *rest, **more):
@@ -289,16 +223,17 @@ def test_a_slow_resolver_silences_no_link(decode, prefills, holds, let_go, monke
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve_slowly)
     holds["resolve"].begin()
-    decode.ask(second, 1, host=SLOW)
+    decode.agent.request(Room(1), SLOW, second.port, [1])
     assert holds["resolve"].reached.wait(PATIENCE_S)
     first.hear_beats()
     let_go()
+    second.next(Hello)
     second.welcome()
     assert second.next(Grant).room == 1
 
 
 def test_a_name_that_is_not_known_fails_the_request_saying_so(decode, prefills):
-    decode.ask(prefills[0], 0, host="nowhere.invalid")
+    decode.agent.request(Room(0), "nowhere.invalid", prefills[0].port, [0])
     error = decode.next(Failed).error
     assert isinstance(error, PeerLost)
     assert "cannot resolve nowhere.invalid" in error.message
@@ -308,10 +243,10 @@ def test_slow_checksums_of_one_room_silence_no_link_not_even_their_own(
     decode, prefills, holds, let_go
 ):
     first, second = prefills
-    link_up(decode, first)
-    link_up(decode, second, 1)
+    first.link_up(decode)
+    second.link_up(decode, 1)
     holds["read"].begin()
-    first.say(landed(first, 0, checksums=[1]))
+    first.landed(Room(0), checksums=[1])
     assert holds["read"].reached.wait(PATIENCE_S)
     first.hear_beats()
     second.hear_beats()
@@ -324,11 +259,10 @@ def test_a_slow_revocation_silences_no_link_and_holds_the_last_word_back(
     decode, prefills, holds, let_go, end
 ):
     first, second = prefills
-    link_up(decode, first)
-    link_up(decode, second, 1)
+    first.link_up(decode)
+    second.link_up(decode, 1)
     holds["revoke"].begin()
-    word = Released(epoch=first.epoch, room=Room(0)) if end is Released else landed(first, 0)
-    first.say(word)
+    (first.released if end is Released else first.landed)(Room(0))
     assert holds["revoke"].reached.wait(PATIENCE_S)
     first.hear_beats()
     second.hear_beats()
@@ -341,22 +275,23 @@ def test_a_slow_permission_silences_no_link_and_the_grant_follows_it(
     decode, prefills, holds, let_go
 ):
     first, second = prefills
-    link_up(decode, first)
+    first.link_up(decode)
     holds["permit"].begin()
-    decode.ask(second, 1)
+    decode.agent.request(Room(1), "127.0.0.1", second.port, [1])
+    second.next(Hello)
     second.welcome()
     assert holds["permit"].reached.wait(PATIENCE_S)
     first.hear_beats()
     decode.agent.withdraw(Room(1))  # must not overtake the grant
     let_go()
-    words = [second.next((Grant, Withdraw)) for _ in range(2)]
+    words = [second.next(Grant, Withdraw) for _ in range(2)]
     assert [type(word) for word in words] == [Grant, Withdraw]
 
 
 def test_a_slow_fence_silences_no_other_link(decode, prefills, holds, let_go):
     first, second = prefills
-    link_up(decode, first)
-    link_up(decode, second, 1)
+    first.link_up(decode)
+    second.link_up(decode, 1)
     holds["fence"].begin()
     second.say(Refused(error=PeerLost("restarting").info()))
     assert holds["fence"].reached.wait(PATIENCE_S)
@@ -367,9 +302,9 @@ def test_a_landed_prompt_counts_although_its_prefill_ends_while_it_is_checked(
     decode, prefills, holds, let_go
 ):
     first = prefills[0]
-    link_up(decode, first)
+    first.link_up(decode)
     holds["revoke"].begin()
-    first.say(landed(first, 0))
+    first.landed(Room(0))
     assert holds["revoke"].reached.wait(PATIENCE_S)
     first.say(Refused(error=PeerLost("it ends").info()))
     for _ in patiently():
@@ -383,98 +318,51 @@ def test_a_landed_prompt_counts_although_its_prefill_ends_while_it_is_checked(
 # ── prefill ──────────────────────────────────────────────────────────────────────────────────────
 
 
-class DecodeEnd:
-    """A decode that does what a test says: its link, and a listener for what is pushed."""
+class Decode(rig.FakeDecode):
+    """A decode that counts heartbeats."""
 
-    def __init__(self, prefill, transport, epoch):
-        self.epoch = Epoch(epoch)
-        self.region = MemoryRegion.private(layout().pool_bytes)
-        self._listener = transport.listen(Pool(self.region, layout().page_bytes, 16))
-        self._link: Link[FromPrefill] = Link(
-            f"tcp://127.0.0.1:{prefill.port}", FromPrefill, heartbeat=OFTEN
-        )
-        self.admission = self._listener.admit("127.0.0.1")
+    def __init__(self, stack, port, transport, epoch):
+        super().__init__(stack, port, transport, epoch, heartbeat=OFTEN)
 
-    def say(self, message):
-        for _ in patiently():
-            try:
-                return self._link.send(message)
-            except PeerLost:
-                wait([self._link], 0.005)
-        raise AssertionError("no connection")
+    def link_up(self):
+        assert isinstance(self.hello(), Welcome)
 
-    def hello(self, epoch=0):
-        self.say(
-            Hello(
-                epoch=epoch or self.epoch,
-                fingerprint="llama",
-                layout=layout().to_info(),
-                offers=[self.admission.offer],
-            )
-        )
-
-    def grant(self, room):
-        self._listener.permit(self.admission.peer, Room(room), [room])
-        self.say(Grant(epoch=self.epoch, room=Room(room), page_ids=[room]))
-
-    def next(self, kind):
-        for _ in patiently():
-            while (message := self._link.receive()) is not None:
-                if isinstance(message, kind):
-                    return message
-            wait([self._link], 0.1)
-        raise AssertionError(f"no {kind}")
+    def permit(self, room):
+        self.listener.permit(self.admission.peer, Room(room), [room])
+        self.grant([room], Room(room))
 
     def hear_beats(self):
-        while self._link.receive() is not None:
+        while self.link.receive() is not None:
             pass
         for _ in range(NUM_BEATS):
             self.next(LinkPing)
 
-    def close(self):
-        self._link.close()
-        self.region.close()
-
 
 @pytest.fixture
-def pushing(holds, let_go):
-    """Yield a prefill, and a function that makes a decode end."""
-    transport = HeldTransport(holds)
-    region = MemoryRegion.private(layout().pool_bytes)
-    end = SenderEnd(Epoch(1), "llama", layout(), region, [transport])
-    with ExitStack() as stack:
-        agent = PrefillAgent("tcp://127.0.0.1:0", end, timeouts=calm_sender(heartbeat=OFTEN))
-
-        def make(epoch):
-            made = DecodeEnd(agent, transport, epoch)
-            stack.callback(made.close)
-            return made
-
-        yield agent, make
-        let_go()
-        agent.close()
-    region.close()
+def pushing(cluster, stack, holds, let_go):
+    """Return a prefill's agent, and two decode ends."""
+    cluster.use(HeldTransport(holds))
+    agent = cluster.prefill(timeouts=calm_sender(heartbeat=OFTEN)).agent
+    ends = [Decode(stack, agent.port, cluster.transport, epoch) for epoch in (21, 22)]
+    stack.callback(let_go)
+    return agent, *ends
 
 
 def test_a_slow_connection_to_one_decode_silences_no_other(pushing, holds):
-    _, make = pushing
-    first, second = make(21), make(22)
-    first.hello()
-    first.next(Welcome)
+    _, first, second = pushing
+    first.link_up()
     holds["connect"].begin()
-    second.hello()
+    second.introduce()
     assert holds["connect"].reached.wait(PATIENCE_S)
     first.hear_beats()
 
 
 def test_a_long_plan_of_copies_to_one_decode_silences_no_link(pushing, holds):
-    agent, make = pushing
-    first, second = make(21), make(22)
+    agent, first, second = pushing
     for each in (first, second):
-        each.hello()
-        each.next(Welcome)
+        each.link_up()
     agent.expect(Room(1))
-    second.grant(1)
+    second.permit(1)
     holds["plan"].begin()
     agent.push(Room(1), HeldPages([1], holds["plan"]), 0, range(1))
     assert holds["plan"].reached.wait(PATIENCE_S)
@@ -484,18 +372,108 @@ def test_a_long_plan_of_copies_to_one_decode_silences_no_link(pushing, holds):
 
 @pytest.mark.parametrize("is_writing", [False, True])
 def test_a_slow_hang_up_on_one_decode_silences_no_other(pushing, holds, is_writing):
-    agent, make = pushing
-    first, second = make(21), make(22)
+    agent, first, second = pushing
     for each in (first, second):
-        each.hello()
-        each.next(Welcome)
+        each.link_up()
     if is_writing:
         holds["write"].begin()
         agent.expect(Room(1))
-        second.grant(1)
+        second.permit(1)
         agent.push(Room(1), [1], 0)
         assert holds["write"].reached.wait(PATIENCE_S)
     holds["close"].begin()
-    second.hello()  # anew: the link before it is lost
+    second.introduce()  # anew: the link before it is lost
     assert holds["close"].reached.wait(PATIENCE_S)
     first.hear_beats()
+
+
+# ── silence ──────────────────────────────────────────────────────────────────────────────────────
+
+# What operators are promised; and how long a peer may at least be silent, busy as it may be.
+NOTICED_WITHIN_S, FORGIVEN_S = 2.0, 1.5
+
+
+def has_turned(agent):
+    """Return when the control thread has looked at all its links at the time that it is."""
+    for _ in range(2):
+        is_done = threading.Event()
+        agent._control.post(is_done.set)
+        assert is_done.wait(PATIENCE_S)
+
+
+def check_silence(node, clock):
+    """Let time pass in which nothing comes from the only peer."""
+    node.wait_until(lambda now: now.num_links == 1)
+    clock.now_s += FORGIVEN_S
+    has_turned(node.agent)
+    assert node.agent.statistics().num_links == 1
+    clock.now_s += NOTICED_WITHIN_S - FORGIVEN_S
+    has_turned(node.agent)
+    assert node.agent.statistics().num_links == 0
+
+
+def test_a_decode_that_falls_silent_is_lost_in_two_seconds(cluster, stack):
+    limits = calm_sender(heartbeat=DEFAULT_HEARTBEAT)
+    prefill = cluster.prefill(timeouts=limits, clock=cluster.clock)
+    decode = rig.FakeDecode(stack, prefill.agent.port, cluster.transport)
+    assert isinstance(decode.hello(), Welcome)
+    prefill.agent.expect(ROOM)
+    decode.grant([1])
+    prefill.next(Granted)
+    check_silence(prefill, cluster.clock)
+    assert isinstance(prefill.next(events.Released).error, PeerLost)
+
+
+def test_a_prefill_that_falls_silent_is_lost_in_two_seconds(cluster, stack):
+    limits = calm_receiver(heartbeat=DEFAULT_HEARTBEAT)
+    decode = cluster.decode(timeouts=limits, clock=cluster.clock)
+    prefill = rig.FakePrefill(stack)
+    prefill.meet(decode)
+    prefill.welcome()
+    prefill.next(Grant)
+    check_silence(decode, cluster.clock)
+    assert isinstance(decode.next(Lost).error, PeerLost)
+    assert decode.next() == Safe(ROOM)
+
+
+def test_a_prefill_that_never_answers_hello_fails_the_request_in_time(cluster, stack):
+    limits = ReceiverTimeouts(heartbeat=calm_receiver().heartbeat)
+    decode = cluster.decode(timeouts=limits, clock=cluster.clock)
+    rig.FakePrefill(stack).meet(decode)
+    cluster.clock.now_s += 4.9
+    has_turned(decode.agent)
+    assert not list(decode.agent.events())
+    cluster.clock.now_s += 0.2
+    assert isinstance(decode.next(Failed).error, PeerLost)
+    decode.wait_until(lambda now: now.num_links == 0)
+
+
+@pytest.fixture
+def listener(stack):
+    region = stack.enter_context(MemoryRegion.private(4096))
+    made = TcpTransport().listen(Pool(region, 4096, 1))
+    stack.callback(made.close)
+    return made
+
+
+def stream_to(listener, stack):
+    facts = listener.admit("127.0.0.1").offer.descriptor
+    stream = socket.create_connection((facts["host"], facts["port"]), PATIENCE_S)
+    return stack.enter_context(stream)
+
+
+def test_a_stream_that_never_proves_itself_is_cut_in_time(listener, stack, monkeypatch):
+    assert HANDSHAKE_TIMEOUT_S == 5.0  # as it is where tests need no patience
+    monkeypatch.setattr(tcp_stream, "HANDSHAKE_TIMEOUT_S", 0.05)
+    stream = stream_to(listener, stack)
+    assert len(stream.recv(tcp_stream.CHALLENGE_BYTES)) == tcp_stream.CHALLENGE_BYTES
+    assert stream.recv(1) == b""
+
+
+def test_no_more_streams_than_that_wait_to_prove_themselves(listener, stack):
+    strangers = [stream_to(listener, stack) for _ in range(64)]
+    for each in strangers:
+        assert each.recv(1)
+    assert stream_to(listener, stack).recv(1) == b""
+    strangers[0].close()
+    rig.until(lambda: stream_to(listener, stack).recv(1))

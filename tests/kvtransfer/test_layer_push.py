@@ -1,5 +1,5 @@
-from tandem.kvtransfer.layer_push import PageRun, layers_at_a_time, push_by_layer
 from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.push_room import PageRun, layers_at_a_time, push_by_layer
 from tandem.wire.ids import Room
 
 LAYOUT = KVLayout(64, 16, 8, 2, 4, "float32", 4)  # 1 KiB a layer of a page

@@ -1,88 +1,54 @@
 """A peer that lies, field by field: the other end stays whole, says so, and serves the next."""
 
-from contextlib import ExitStack
-
 import msgspec
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from tandem.kvtransfer.bootstrap import MAX_OFFERS
 from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Safe
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports.base import Pool
 from tandem.wire import hand_off
-from tandem.wire.channel import Inbox, Link, wait
+from tandem.wire.channel import wait
 from tandem.wire.errors import ErrorInfo, PeerLost, TransferRefused
 from tandem.wire.ids import Epoch, Room
-from tests.calm import CALM, calm_receiver
-from tests.kvtransfer import test_agents as rig
-from tests.kvtransfer.test_agents import DECODE_PAGES, ROOM
+from tests.calm import calm_receiver
+from tests.kvtransfer import rig
+from tests.kvtransfer.rig import DECODE_PAGES, ROOM, serve_the_next
 from tests.patience import patiently
 
 HUGE = 2**62
 
 
-@pytest.fixture
-def cluster():
-    with ExitStack() as stack:
-        yield rig.Cluster(stack)
-
-
-def serve_the_next(prefill, decode):
-    """Do a hand-off between two honest ends."""
-    room = Room(777)
-    prefill.agent.expect(room)
-    rig.request(decode, prefill, room=room)
-    rig.push_all(prefill, room=room)
-    assert isinstance(prefill.next(), Granted)
-    assert isinstance(prefill.next(), PushDone)
-    assert isinstance(decode.next(), Landed)
-
-
 # ── a decode that lies to prefill ────────────────────────────────────────────────────────────────
 
 
-class LyingDecode:
-    """A link to a prefill's port, and a pool that it could write."""
+class LyingDecode(rig.FakeDecode):
+    """A decode of one prefill of its own."""
 
-    def __init__(self, cluster, stack):
+    def __init__(self, stack, cluster):
         self.prefill = cluster.prefill()
-        address = f"tcp://127.0.0.1:{self.prefill.agent.port}"
-        self.link = Link(address, hand_off.FromPrefill, heartbeat=CALM)
-        stack.callback(self.link.close)
-        region = stack.enter_context(MemoryRegion.private(rig.layout().pool_bytes))
-        self.listener = cluster.transport.listen(Pool(region, rig.layout().page_bytes, 16))
-
-    def say(self, message):
-        while True:
-            try:
-                return self.link.send(message)
-            except PeerLost:
-                wait([self.link], 0.001)
-
-    def hear(self):
-        while isinstance(answer := rig.receive(self.link), hand_off.LinkPing):
-            pass
-        return answer
-
-    def hello(self, **lies):
-        honest = hand_off.Hello(
-            epoch=Epoch(2),
-            fingerprint="llama",
-            layout=rig.layout().to_info(),
-            offers=[self.listener.admit("127.0.0.1").offer],
-        )
-        self.say(msgspec.structs.replace(honest, **lies))
-        return self.hear()
+        super().__init__(stack, self.prefill.agent.port, cluster.transport)
 
 
 @pytest.fixture
-def liar(cluster):
-    with ExitStack() as stack:
-        liar = LyingDecode(cluster, stack)
-        yield liar
-        serve_the_next(liar.prefill, cluster.decode(epoch=9))
+def liar(cluster, stack):
+    liar = LyingDecode(stack, cluster)
+    yield liar
+    serve_the_next(liar.prefill, cluster.decode(epoch=9))
+
+
+def test_whoever_did_not_say_hello_is_told_so(liar):
+    liar.say(hand_off.LinkPing(epoch=Epoch(2)))
+    assert isinstance(liar.next(), hand_off.Refused)
+
+
+def test_a_message_of_another_epoch_is_refused(liar):
+    liar.hello()
+    liar.grant([1], epoch=Epoch(3))
+    assert isinstance(liar.next(), hand_off.Refused)
+    assert not liar.prefill.agent.statistics().num_early_grants
 
 
 def absurd(**sizes):
@@ -127,7 +93,7 @@ def test_a_second_hello_on_a_link_ends_the_first(liar, epoch):
     liar.say(hand_off.Grant(epoch=Epoch(2), room=ROOM, page_ids=[1]))
     liar.prefill.wait_until(lambda now: now.num_early_grants == 1)
     assert isinstance(liar.hello(epoch=Epoch(epoch)), hand_off.Refused)
-    assert isinstance(liar.hear(), hand_off.Welcome)
+    assert isinstance(liar.next(), hand_off.Welcome)
     liar.prefill.wait_until(lambda now: now.num_early_grants == 0)
     assert liar.prefill.agent.statistics().num_links == 1
 
@@ -135,6 +101,11 @@ def test_a_second_hello_on_a_link_ends_the_first(liar, epoch):
 @pytest.mark.parametrize(
     "lies",
     [
+        {"page_ids": [16]},
+        {"page_ids": [-1]},
+        {"page_ids": [1, 1]},
+        {"have_tokens": 3},
+        {"have_tokens": -4},
         {"page_ids": [HUGE]},
         {"page_ids": [-HUGE]},
         {"page_ids": list(range(17))},
@@ -146,7 +117,7 @@ def test_a_second_hello_on_a_link_ends_the_first(liar, epoch):
 def test_a_grant_that_lies_is_released_at_once(liar, lies):
     liar.hello()
     liar.say(hand_off.Grant(**{"epoch": Epoch(2), "room": ROOM, "page_ids": [1], **lies}))
-    assert liar.hear().error.code == "transfer_refused"
+    assert liar.next().error.code == "transfer_refused"
     assert liar.prefill.agent.statistics().num_early_grants == 0
     assert liar.prefill.agent.statistics().num_refused == 1
 
@@ -157,7 +128,7 @@ def test_a_grant_for_tokens_beyond_every_prompt_is_released_when_prefill_has_fin
     liar.prefill.agent.expect(ROOM)
     assert liar.prefill.next(Granted).have_tokens == HUGE
     rig.push_all(liar.prefill)
-    assert isinstance(liar.hear(), hand_off.Released)
+    assert isinstance(liar.next(), hand_off.Released)
     assert liar.prefill.next().error.code == "transfer_refused"
 
 
@@ -165,7 +136,7 @@ def test_a_room_granted_twice_costs_the_link_since_writes_of_the_first_go_on(lia
     liar.hello()
     for page in (1, 2):
         liar.say(hand_off.Grant(epoch=Epoch(2), room=ROOM, page_ids=[page]))
-    assert isinstance(liar.hear(), hand_off.Refused)
+    assert isinstance(liar.next(), hand_off.Refused)
     liar.prefill.wait_until(lambda now: now.num_links == 0)
 
 
@@ -173,7 +144,7 @@ def test_a_room_granted_twice_costs_the_link_since_writes_of_the_first_go_on(lia
 def test_a_withdraw_of_a_room_of_nobody_is_answered_and_the_link_stays(liar, room):
     liar.hello()
     liar.say(hand_off.Withdraw(epoch=Epoch(2), room=room))
-    answer = liar.hear()
+    answer = liar.next()
     assert (type(answer), answer.room) == (hand_off.Released, room)
     assert liar.prefill.agent.statistics().num_links == 1
 
@@ -183,9 +154,9 @@ def test_a_withdraw_of_a_room_that_is_over_is_answered_again(liar):
     liar.say(hand_off.Grant(epoch=Epoch(2), room=ROOM, page_ids=[], have_tokens=16))
     liar.prefill.agent.expect(ROOM)
     rig.push_all(liar.prefill)
-    assert isinstance(liar.hear(), hand_off.Landed)
+    assert isinstance(liar.next(), hand_off.Landed)
     liar.say(hand_off.Withdraw(epoch=Epoch(2), room=ROOM))
-    assert isinstance(liar.hear(), hand_off.Released)
+    assert isinstance(liar.next(), hand_off.Released)
     assert isinstance(liar.prefill.next(), Granted)
     assert isinstance(liar.prefill.next(), PushDone)
 
@@ -196,7 +167,7 @@ def test_a_withdraw_over_another_link_than_the_grant_is_answered_and_stops_nothi
     liar.prefill.wait_until(lambda now: now.num_early_grants == 1)
     liar.hello()
     liar.say(hand_off.Withdraw(epoch=Epoch(2), room=ROOM))
-    assert isinstance(liar.hear(), hand_off.Released)
+    assert isinstance(liar.next(), hand_off.Released)
     liar.prefill.agent.expect(ROOM)
     rig.push_all(liar.prefill)
     decode.next(Landed)
@@ -208,43 +179,34 @@ def test_a_withdraw_over_another_link_than_the_grant_is_answered_and_stops_nothi
 # ── a prefill that lies to decode ────────────────────────────────────────────────────────────────
 
 
-class LyingPrefill:
+class LyingPrefill(rig.FakePrefill):
     """A port that decode takes for a prefill's."""
 
-    def __init__(self, decode, stack):
+    def __init__(self, stack, decode):
+        super().__init__(stack)
         self.decode = decode
-        self.inbox = stack.enter_context(
-            Inbox("tcp://127.0.0.1:0", hand_off.ToPrefill, heartbeat=CALM)
-        )
-        decode.agent.request(ROOM, "127.0.0.1", self.inbox.port, DECODE_PAGES)
-        envelope = rig.receive(self.inbox)
-        self.peer, self.hello = envelope.peer, envelope.message
+        self.hello = self.meet(decode)
 
-    def say(self, message):
-        self.inbox.send(self.peer, message)
-
-    def welcome(self, transport="loopback"):
+    def stand(self, transport="loopback"):
         """Be an honest prefill as far as the grant."""
-        self.say(hand_off.Welcome(epoch=Epoch(5), transport=transport))
-        while not isinstance(rig.receive(self.inbox).message, hand_off.Grant):
-            pass
-
-    def landed(self, **lies):
-        honest = {"epoch": Epoch(5), "room": ROOM, "first_token": 9, "seed": 77}
-        self.say(hand_off.Landed(**{**honest, **lies}))
-
-    def released(self, **lies):
-        self.say(hand_off.Released(**{"epoch": Epoch(5), "room": ROOM, **lies}))
+        self.welcome(transport=transport)
+        self.next(hand_off.Grant)
 
 
 @pytest.fixture
-def false_prefill(cluster):
-    with ExitStack() as stack:
-        decode = cluster.decode(timeouts=calm_receiver(connect_s=10), clock=cluster.clock)
-        yield LyingPrefill(decode, stack)
-        serve_the_next(cluster.prefill(), decode)
-        now = decode.agent.statistics()
-        assert (now.num_reserving, now.num_granted, now.num_withdrawn, now.num_fencing) == (0,) * 4
+def false_prefill(cluster, stack):
+    decode = cluster.decode(timeouts=calm_receiver(connect_s=10), clock=cluster.clock)
+    yield LyingPrefill(stack, decode)
+    serve_the_next(cluster.prefill(), decode)
+    now = decode.agent.statistics()
+    assert (now.num_reserving, now.num_granted, now.num_withdrawn, now.num_fencing) == (0,) * 4
+
+
+def is_cut_off(false_prefill, cluster):
+    """Check that a link that lied is gone, and what it was offered."""
+    assert false_prefill.decode.agent.statistics().num_links == 0
+    with MemoryRegion.private(64) as source, pytest.raises(TransferRefused):
+        cluster.transport.connect(false_prefill.hello.offers[0], source)
 
 
 def failed_in_time(decode, clock):
@@ -260,7 +222,7 @@ def failed_in_time(decode, clock):
 
 @pytest.mark.parametrize("room", [ROOM, Room(ROOM + 1)])
 def test_a_write_outside_the_grant_is_refused_and_counted(cluster, false_prefill, room):
-    false_prefill.welcome()
+    false_prefill.stand()
     decode, page_bytes = false_prefill.decode, rig.layout().page_bytes
     ungranted = min(set(range(16)) - set(DECODE_PAGES))
     plan = CopyPlan(*(np.array([each]) for each in (0, ungranted * page_bytes, page_bytes)))
@@ -273,17 +235,43 @@ def test_a_write_outside_the_grant_is_refused_and_counted(cluster, false_prefill
     decode.next(Failed)
 
 
-@pytest.mark.parametrize("transport", ["carrier pigeon", "", "x" * 100_000])
-def test_a_welcome_to_what_was_not_offered_fails_the_request(false_prefill, transport):
-    false_prefill.say(hand_off.Welcome(epoch=Epoch(5), transport=transport))
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"transport": "carrier pigeon"},
+        {"transport": ""},
+        {"transport": "x" * 100_000},
+        {"first_head": -1},
+        {"first_head": 1},
+        {"num_heads": 3},
+        {"num_heads": -1},
+        {"first_head": HUGE, "num_heads": HUGE},
+    ],
+)
+def test_a_welcome_to_what_was_not_offered_fails_the_request_and_costs_the_link(
+    cluster, false_prefill, lie
+):
+    false_prefill.welcome(**lie)
     assert isinstance(false_prefill.decode.next(Failed).error, PeerLost)
+    false_prefill.decode.wait_until(lambda now: now.num_links == 0)
 
 
-def test_a_second_welcome_costs_the_link(false_prefill):
-    false_prefill.welcome()
-    false_prefill.say(hand_off.Welcome(epoch=Epoch(6), transport="loopback"))
+def test_a_second_welcome_costs_the_link(cluster, false_prefill):
+    false_prefill.stand()
+    false_prefill.welcome(epoch=Epoch(6))
     assert isinstance(false_prefill.decode.next(Lost).error, PeerLost)
     assert false_prefill.decode.next() == Safe(ROOM)
+    is_cut_off(false_prefill, cluster)
+
+
+def test_a_rank_is_redirected_once(cluster, false_prefill, stack):
+    own = rig.FakePrefill(stack)
+    false_prefill.say(hand_off.Redirect(epoch=Epoch(5), port=own.port))
+    assert own.next(hand_off.Hello) == false_prefill.hello
+    with capture_logs() as told:
+        own.say(hand_off.Redirect(epoch=Epoch(5), port=false_prefill.port))
+        assert "redirected twice" in false_prefill.decode.next(Failed).error.message
+    assert "kv_control.failed" not in [line["event"] for line in told]
 
 
 @pytest.mark.parametrize("port", [-HUGE, -1, 0, 1, 65536, HUGE])
@@ -292,30 +280,31 @@ def test_a_redirect_to_a_port_of_nobody_fails_the_request(cluster, false_prefill
     assert isinstance(failed_in_time(false_prefill.decode, cluster.clock).error, PeerLost)
 
 
-def test_a_redirect_of_a_link_that_is_up_costs_the_link(false_prefill):
-    false_prefill.welcome()
+def test_a_redirect_of_a_link_that_is_up_costs_the_link(cluster, false_prefill):
+    false_prefill.stand()
     false_prefill.say(hand_off.Redirect(epoch=Epoch(5), port=false_prefill.inbox.port))
     assert isinstance(false_prefill.decode.next(Lost).error, PeerLost)
     assert false_prefill.decode.next() == Safe(ROOM)
+    is_cut_off(false_prefill, cluster)
 
 
 @pytest.mark.parametrize("checksums", [[1], [1] * 3, [0] * 4, [1] * 5, [2**64 - 1] * 1_000_000])
 def test_a_landed_with_other_checksums_or_another_number_of_them_fails(false_prefill, checksums):
-    false_prefill.welcome()
+    false_prefill.stand()
     false_prefill.landed(checksums=checksums)
     assert false_prefill.decode.next(Failed).error.code == "kv_corrupted"
 
 
 @pytest.mark.parametrize("checksums", [[-1] * 4, [-(2**63)] * 4])
 def test_checksums_that_are_none_fail(false_prefill, checksums):
-    false_prefill.welcome()
+    false_prefill.stand()
     false_prefill.landed(checksums=checksums)
     assert false_prefill.decode.next(Failed).error.code == "kv_corrupted"
 
 
 @pytest.mark.parametrize("lie", [{"epoch": Epoch(6)}, {"room": Room(43)}, {"room": Room(-HUGE)}])
 def test_last_words_of_another_life_or_room_are_passed_over(false_prefill, lie):
-    false_prefill.welcome()
+    false_prefill.stand()
     false_prefill.landed(**lie)
     false_prefill.released(**lie)
     false_prefill.released()
@@ -328,7 +317,7 @@ def test_a_landed_before_the_welcome_is_passed_over(cluster, false_prefill):
 
 
 def test_a_second_last_word_is_passed_over(false_prefill):
-    false_prefill.welcome()
+    false_prefill.stand()
     false_prefill.released()
     false_prefill.landed()
     assert isinstance(false_prefill.decode.next(), Failed)
@@ -336,7 +325,7 @@ def test_a_second_last_word_is_passed_over(false_prefill):
 
 @pytest.mark.parametrize("status", [-1, 0, 200, 999, HUGE])
 def test_an_error_with_a_status_that_is_none_keeps_its_words(false_prefill, status):
-    false_prefill.welcome()
+    false_prefill.stand()
     info = ErrorInfo(code="no such code", message="so it is", status=status)
     false_prefill.released(error=info)
     error = false_prefill.decode.next(Failed).error
@@ -344,7 +333,7 @@ def test_an_error_with_a_status_that_is_none_keeps_its_words(false_prefill, stat
 
 
 def test_a_refusal_of_a_link_that_is_up_is_a_loss(false_prefill):
-    false_prefill.welcome()
+    false_prefill.stand()
     false_prefill.say(hand_off.Refused(error=ErrorInfo(code="", message="")))
     false_prefill.decode.next(Lost)
     assert false_prefill.decode.next() == Safe(ROOM)
@@ -352,7 +341,7 @@ def test_a_refusal_of_a_link_that_is_up_is_a_loss(false_prefill):
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x80" * 1000, bytes(1 << 20)])
 def test_bytes_that_are_no_message_are_passed_over(false_prefill, frame):
-    false_prefill.welcome()
+    false_prefill.stand()
     false_prefill.inbox.socket.send_multipart([false_prefill.peer, frame])
     false_prefill.released()
     assert false_prefill.decode.next(Failed).room == ROOM

@@ -1,20 +1,20 @@
 """What becomes of a room at decode when a transport fails in a way that no contract names."""
 
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import pytest
 
 from tandem.kvtransfer import prefill_links
 from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, Safe
 from tandem.kvtransfer.transports.loopback import LoopbackListener, LoopbackTransport
-from tandem.wire.channel import Inbox, wait
+from tandem.wire.channel import wait
 from tandem.wire.errors import TransferFailed, TransferTimeout
-from tandem.wire.hand_off import Grant, Released, ToPrefill, Welcome, Withdraw
-from tandem.wire.ids import Epoch, Room
-from tests.calm import CALM, calm_receiver
-from tests.kvtransfer import test_agents as rig
-from tests.kvtransfer.test_agents import ROOM
+from tandem.wire.hand_off import Grant, Withdraw
+from tandem.wire.ids import Room
+from tests.calm import calm_receiver
+from tests.kvtransfer import rig
+from tests.kvtransfer.rig import ROOM
 from tests.patience import PATIENCE_S, patiently
 
 
@@ -82,11 +82,10 @@ class FailingListener(LoopbackListener):
 
 
 @pytest.fixture
-def cluster():
-    with ExitStack() as stack:
-        made = rig.Cluster(stack)
-        made.use(Failing())
-        yield made
+def cluster(stack):
+    made = rig.Cluster(stack)
+    made.use(Failing())
+    return made
 
 
 @pytest.fixture
@@ -275,18 +274,17 @@ def test_decode_is_told_that_prefill_has_no_thread_for_its_link(ends, monkeypatc
     assert prefill.agent.statistics().num_refused == 1
 
 
-def test_a_room_that_goes_over_two_links_is_lost_if_there_is_a_thread_for_one(cluster, monkeypatch):
-    decode = cluster.decode()
-    with Inbox("tcp://127.0.0.1:0", ToPrefill, heartbeat=CALM) as inbox:
-        decode.agent.request(ROOM, "127.0.0.1", inbox.port, [1])
-        peer = rig.receive(inbox).peer
-        with no_threads(monkeypatch):
-            inbox.send(peer, Welcome(epoch=Epoch(5), transport="loopback", more_ports=[1]))
-            assert isinstance(decode.next(Lost).error, TransferFailed)
-        while not isinstance(rig.receive(inbox).message, Withdraw):
-            pass
-        inbox.send(peer, Released(epoch=Epoch(5), room=ROOM))
-        assert decode.next() == Safe(ROOM)
+def test_a_room_that_goes_over_two_links_is_lost_if_there_is_a_thread_for_one(
+    cluster, stack, monkeypatch
+):
+    decode, prefill = cluster.decode(), rig.FakePrefill(stack)
+    prefill.meet(decode)
+    with no_threads(monkeypatch):
+        prefill.welcome(more_ports=[1])
+        assert isinstance(decode.next(Lost).error, TransferFailed)
+    prefill.next(Withdraw)
+    prefill.released()
+    assert decode.next() == Safe(ROOM)
 
 
 def test_an_offer_that_is_not_taken_and_cannot_be_fenced_holds_no_room_up(cluster):
@@ -306,14 +304,14 @@ def test_an_offer_that_is_not_taken_and_cannot_be_fenced_holds_no_room_up(cluste
     assert decode.agent.statistics().num_links == 1
 
 
-def test_a_grant_that_cannot_be_sent_costs_the_link(cluster):
+def test_a_grant_that_cannot_be_sent_costs_the_link(cluster, stack):
     decode = cluster.decode(clock=cluster.clock)  # no ping finds the link broken
-    with Inbox("tcp://127.0.0.1:0", ToPrefill, heartbeat=CALM) as inbox:
-        decode.agent.request(ROOM, "127.0.0.1", inbox.port, [1])
-        inbox.send(rig.receive(inbox).peer, Welcome(epoch=Epoch(5), transport="loopback"))
-        while not isinstance(rig.receive(inbox).message, Grant):
-            pass
-        port = inbox.port
+    prefill = rig.FakePrefill(stack)
+    prefill.meet(decode)
+    prefill.welcome()
+    prefill.next(Grant)
+    prefill.inbox.close()
+    port = prefill.port
     for number, _ in enumerate(patiently()):
         if events := list(decode.agent.events()):
             break

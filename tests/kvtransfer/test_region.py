@@ -121,7 +121,7 @@ def test_a_tensor_with_gaps_is_no_region():
         MemoryRegion.of_tensor(tensor)
 
 
-@pytest.mark.parametrize("name", ["shm", "tcp", "file"])
+@pytest.mark.parametrize("name", ["shm", "tcp"])
 def test_transports_of_the_cpu_refuse_a_devices_memory(name, tmp_path):
     [transport] = transports(name, TransportConfig(directory=str(tmp_path)))
     with pytest.raises(ConfigInvalid, match="memory"):

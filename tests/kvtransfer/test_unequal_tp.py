@@ -1,6 +1,5 @@
 """Nodes of different tensor-parallel sizes, all ranks in one process: every head of every page."""
 
-from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -15,17 +14,17 @@ from tandem.kvtransfer.receiver import DecodeAgent
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sender import PrefillAgent
 from tandem.kvtransfer.sharding import Shard, held_heads
-from tandem.kvtransfer.transports.base import Pool
 from tandem.kvtransfer.transports.loopback import Fault, LoopbackTransport
 from tandem.kvtransfer.transports.shm import ShmTransport
 from tandem.kvtransfer.transports.tcp import TcpTransport
-from tandem.wire.channel import Link, Waker, wait
+from tandem.wire.channel import Waker, wait
 from tandem.wire.errors import Aborted, LayoutMismatch, PeerLost, TandemError
-from tandem.wire.hand_off import FromPrefill, Grant, Hello, LinkPing, Welcome, Withdraw
 from tandem.wire.hand_off import Landed as LandedWord
 from tandem.wire.hand_off import Released as ReleasedWord
-from tandem.wire.ids import Epoch, Room, new_epoch
-from tests.calm import CALM, calm_receiver, calm_sender
+from tandem.wire.hand_off import Welcome
+from tandem.wire.ids import Room, new_epoch
+from tests.calm import calm_receiver, calm_sender
+from tests.kvtransfer.rig import FakeDecode
 from tests.patience import PATIENCE_S, patiently
 
 ROOM = Room(42)
@@ -172,12 +171,6 @@ class Decode(Half):
             assert isinstance(events[-1], Failed | Safe)
             self.cache.reclaim(self.pages)
         return events
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as opened:
-        yield opened
 
 
 def check_hand_off(prefill, decode):
@@ -475,81 +468,51 @@ def test_a_rank_that_holds_another_share_than_its_own_is_refused(stack):
 
 
 @pytest.fixture
-def stranger(stack):
-    """Return what to say to, and to hear from, a prefill of one rank with four heads."""
+def strangers(stack):
+    """Return a prefill of one rank with four heads, and what makes a rank of decode linked to it."""
     transport = LoopbackTransport()
     prefill = Prefill(stack, 1, 4, [transport])
-    address = f"tcp://127.0.0.1:{prefill.agents[0].port}"
-    links = [Link(address, FromPrefill, heartbeat=CALM) for _ in range(2)]
-    for each in links:
-        stack.callback(each.close)
 
-    def say(link, message):
-        while True:
-            try:
-                return link.send(message)
-            except PeerLost:
-                wait([link], 0.001)
+    def link(number, tp_rank, tp_size):
+        shape = replace(prefill.layouts[0], num_kv_heads=4 // tp_size)
+        made = FakeDecode(stack, prefill.agents[0].port, transport, number, shape)
+        welcome = made.hello(tp_rank=tp_rank, tp_size=tp_size, model_kv_heads=4)
+        assert isinstance(welcome, Welcome)
+        return made
 
-    def hear(link):
-        for _ in patiently():
-            while (message := link.receive()) is not None:
-                if not isinstance(message, LinkPing):
-                    return message
-            wait([link], 0.1)
-        raise AssertionError("nothing came")
-
-    def greet(link, number, tp_rank, tp_size):
-        layout = replace(prefill.layouts[0], num_kv_heads=4 // tp_size)
-        region = stack.enter_context(MemoryRegion.private(layout.pool_bytes))
-        listener = transport.listen(Pool(region, layout.page_bytes, NUM_PAGES))
-        hello = Hello(
-            epoch=Epoch(number),
-            fingerprint="llama",
-            layout=layout.to_info(),
-            offers=[listener.admit("127.0.0.1").offer],
-            tp_rank=tp_rank,
-            tp_size=tp_size,
-            model_kv_heads=4,
-        )
-        say(link, hello)
-        assert isinstance(hear(link), Welcome)
-
-    return prefill, links, say, hear, greet
+    return prefill, link
 
 
-def test_nodes_of_two_sizes_cannot_grant_parts_of_one_room(stranger):
-    prefill, links, say, hear, greet = stranger
-    greet(links[0], 5, tp_rank=0, tp_size=2)
-    greet(links[1], 6, tp_rank=1, tp_size=4)
-    say(links[0], Grant(epoch=Epoch(5), room=ROOM, page_ids=[1]))
+def test_nodes_of_two_sizes_cannot_grant_parts_of_one_room(strangers):
+    prefill, link = strangers
+    first, second = link(5, tp_rank=0, tp_size=2), link(6, tp_rank=1, tp_size=4)
+    first.grant([1])
     prefill.wait_until(lambda now: now.num_early_grants)
-    say(links[1], Grant(epoch=Epoch(6), room=ROOM, page_ids=[1]))
-    word = hear(links[1])
-    assert isinstance(word, ReleasedWord)
+    second.grant([1])
+    word = second.next(ReleasedWord)
     assert word.error.message == "this room is granted by a node of another size"
 
 
-def test_a_part_that_is_over_cannot_be_granted_again_while_others_go_on(stranger):
-    prefill, links, say, hear, greet = stranger
-    greet(links[0], 5, tp_rank=0, tp_size=2)
+def test_a_part_that_is_over_cannot_be_granted_again_while_others_go_on(strangers):
+    prefill, link = strangers
+    first = link(5, tp_rank=0, tp_size=2)
     prefill.group.expect(ROOM)
-    say(links[0], Grant(epoch=Epoch(5), room=ROOM, page_ids=[]))
+    first.grant([])
     prefill.group.finish(ROOM, 9, 77, 0)
-    assert isinstance(hear(links[0]), LandedWord)
-    say(links[0], Grant(epoch=Epoch(5), room=ROOM, page_ids=[]))
-    assert "this room is over" in hear(links[0]).error.message
+    assert isinstance(first.next(), LandedWord)
+    first.grant([])
+    assert "this room is over" in first.next().error.message
 
 
-def test_a_request_whose_grant_was_taken_back_by_one_rank_fails_at_once(stranger):
-    prefill, links, say, hear, greet = stranger
-    greet(links[0], 5, tp_rank=0, tp_size=2)
-    say(links[0], Grant(epoch=Epoch(5), room=ROOM, page_ids=[1]))
-    say(links[0], Withdraw(epoch=Epoch(5), room=ROOM))
-    assert isinstance(hear(links[0]), ReleasedWord)
+def test_a_request_whose_grant_was_taken_back_by_one_rank_fails_at_once(strangers):
+    prefill, link = strangers
+    first = link(5, tp_rank=0, tp_size=2)
+    first.grant([1])
+    first.withdraw()
+    assert isinstance(first.next(), ReleasedWord)
     prefill.group.expect(ROOM)
     assert isinstance(prefill.next().error, Aborted)
     prefill.is_idle()
-    greet(links[1], 6, tp_rank=1, tp_size=2)
-    say(links[1], Grant(epoch=Epoch(6), room=ROOM, page_ids=[1]))
-    assert hear(links[1]).error.code == "aborted"  # the other rank's grant is answered, too
+    second = link(6, tp_rank=1, tp_size=2)
+    second.grant([1])
+    assert second.next().error.code == "aborted"  # the other rank's grant is answered, too

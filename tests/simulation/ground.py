@@ -18,7 +18,6 @@ import zmq
 
 import tandem.kvtransfer.control
 import tandem.kvtransfer.prefill_links
-import tandem.kvtransfer.push_worker
 import tandem.router.node_http
 import tandem.wire.async_link
 import tandem.wire.channel
@@ -47,7 +46,6 @@ REPLACED = {
     tandem.wire.hosts.resolve: sockets.resolve,
     tandem.kvtransfer.control.ControlThread: threads.SimulatedControlThread,
     tandem.kvtransfer.control.Worker: threads.SimulatedWorker,
-    tandem.kvtransfer.push_worker.PushWorker: threads.SimulatedPushWorker,
     tandem.router.node_http.fetch_info: fetch_info,
 }
 

@@ -15,12 +15,10 @@ from tandem.kvtransfer.session import (
     RECEIVER,
     SENDER,
     Action,
+    Event,
     ReceiverState,
     SenderState,
     Step,
-    WithdrawArrived,
-    WithdrawAsked,
-    WritesDone,
 )
 from tandem.node.deadlines import Deadlines
 from tandem.node.drain import Drain
@@ -33,6 +31,7 @@ from tandem.router.progress import Progress
 from tandem.router.request import Replays
 from tandem.wire.errors import NodeDraining, PeerLost
 from tests.simulation.scenarios import ALL, FAILING, ORDERED
+from tests.simulation.threads import SimulatedWorker
 
 _S, _R, _A = SenderState, ReceiverState, Action
 
@@ -76,8 +75,19 @@ def _free_granted(cancel, role, ticket):
         role._engine.reclaim(half.active)
 
 
-def _land_at_once(_original, agent, part, _entry):
-    agent._apply(part, WritesDone())
+def _land_at_once(_original, agent, part):
+    agent._apply(part, Event.WRITES_DONE)
+
+
+def _stop_at_once(_original, worker, _room, stopped):
+    worker._control.post(stopped)
+
+
+def _fenced_at_once(drop, links, link, error):
+    is_first = links._is_kept(link)
+    drop(links, link, error)
+    if is_first:
+        links._fenced(link)
 
 
 def _give_up(_original, _replays, error):
@@ -142,10 +152,30 @@ MUTANTS = {
         ),
         "prefill never gives pages back": changed(Engine, "release", _nothing),
         "decode frees on its own Withdraw": arrow(
-            RECEIVER, _R.GRANTED, WithdrawAsked, _R.CLOSED, _A.SEND_WITHDRAW, _A.TELL_SAFE
+            RECEIVER, _R.GRANTED, Event.WITHDRAW_ASKED, _R.CLOSED, _A.SEND_WITHDRAW, _A.TELL_SAFE
         ),
         "prefill answers a Withdraw under its own writes": arrow(
-            SENDER, _S.PUSHING, WithdrawArrived, _S.RELEASED, _A.SEND_RELEASED, _A.TELL_RELEASED
+            SENDER,
+            _S.PUSHING,
+            Event.WITHDRAW_ARRIVED,
+            _S.RELEASED,
+            _A.SEND_RELEASED,
+            _A.TELL_RELEASED,
+        ),
+        "decode waits for ever after a Landed that crossed": arrow(
+            RECEIVER, _R.WITHDRAWN, Event.LANDED_ARRIVED, _R.WITHDRAWN
+        ),
+        "decode waits for ever after a Released that crossed": arrow(
+            RECEIVER, _R.WITHDRAWN, Event.RELEASED_ARRIVED, _R.WITHDRAWN
+        ),
+        "prefill does not stop its writes when the link is lost": arrow(
+            SENDER, _S.PUSHING, Event.LINK_LOST, _S.PUSHING
+        ),
+        "prefill sends Landed when it is granted": arrow(
+            SENDER, _S.WAITING, Event.GRANT_ARRIVED, _S.LANDED, _A.TELL_GRANTED, _A.TELL_PUSHED
+        ),
+        "prefill reports that it stopped while a write goes on": changed(
+            SimulatedWorker, "stop", _stop_at_once
         ),
         "a silent prefill is not noticed": changed(PrefillLinks, "_keep_alive", _nothing),
     },
@@ -187,4 +217,18 @@ OF_BLOWS = {
 WASTEFUL = {
     "a client leaves": changed(EngineClient, "cancel", _nothing),
     "its router dies": changed(EngineLoop, "_drop_lost_edges", _nothing),
+}
+
+# Seen where prefills are stopped in the middle of a write.
+OF_STOPPED_WRITERS = {
+    "decode frees when Landed is late": arrow(
+        RECEIVER, _R.GRANTED, Event.TIMED_OUT, _R.CLOSED, _A.SEND_WITHDRAW, _A.TELL_FAILED
+    ),
+    "decode does not fence a lost link": arrow(
+        RECEIVER, _R.GRANTED, Event.LINK_LOST, _R.CLOSED, _A.TELL_FAILED
+    ),
+    "decode does not fence a link lost after Withdraw": arrow(
+        RECEIVER, _R.WITHDRAWN, Event.LINK_LOST, _R.CLOSED, _A.TELL_SAFE
+    ),
+    "a fence is called done when it begins": changed(PrefillLinks, "drop", _fenced_at_once),
 }

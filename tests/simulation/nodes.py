@@ -4,7 +4,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tandem.decode.role import DecodeRole
+from tandem.engine.pages import PageState
 from tandem.kvtransfer.bootstrap import SenderEnd
+from tandem.kvtransfer.plan import touched_pages
 from tandem.kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sender import PrefillAgent, SenderTimeouts
@@ -32,7 +34,7 @@ from tests.simulation.toy import CONTEXT, EOS, VOCAB, toy_engine, toy_layout
 ENGINE_PORT, BOOTSTRAP_PORT = 9000, 8998
 # Shorter than the product's: a scenario is over in seconds.
 SENDER_TIMEOUTS = SenderTimeouts(grant_s=12.0, early_grant_s=8.0)
-RECEIVER_TIMEOUTS = ReceiverTimeouts(connect_s=4.0, landed_s=20.0, released_s=5.0)
+CONNECT_S, RELEASED_S = 4.0, 5.0
 IDLE_S = 0.25
 
 
@@ -54,13 +56,30 @@ class NodeShape:
 
 
 class OneSidedListener(LoopbackListener):
-    """Receives as memory does that a network card writes into: only a fence keeps a peer out."""
+    """Receives as memory does that a network card writes into: only a fence keeps a peer out.
+
+    The judge sees each write: it must lie in pages that are granted to its room, or in quarantine for it.
+    """
+
+    def __init__(self, pool, listeners) -> None:
+        super().__init__(pool, listeners)
+        self._owners = {}  # rooms, by the page that was granted last
+
+    def permit(self, peer, room, page_ids):
+        super().permit(peer, room, page_ids)
+        self._owners |= dict.fromkeys(page_ids, room)
 
     @contextmanager
     def writing(self, peer, room, plan):
-        del room, plan
         if peer not in self._permits:
             raise PeerLost("this peer was fenced")
+        world = self.process.world
+        (node,) = [node for node in world.nodes if node.process is self.process]
+        pages = touched_pages(plan.destination_offset, plan.size_bytes, self._pool.page_bytes)
+        for page in set(pages.tolist()):
+            state, owner = node.engine.cache._pool.state(page), self._owners.get(page)
+            is_right = owner == room and state in (PageState.GRANTED, PageState.QUARANTINED)
+            world.check(is_right, f"room {room} writes into page {page}, {state} of room {owner}")
         yield self._pool.region
 
 
@@ -77,9 +96,20 @@ class SimulatedTransport(LoopbackTransport):
         return listener
 
     def connect(self, offer, region):
-        connection: LoopbackConnection = super().connect(offer, region)
-        connection.far = connection._listener.process
+        plain = super().connect(offer, region)
+        connection = SimulatedConnection(self, plain._listener, plain._peer, region)
+        connection.far = plain._listener.process
+        CURRENT.get().worker.connection = connection
         return connection
+
+
+class SimulatedConnection(LoopbackConnection):
+    """Writes to a process that may be gone."""
+
+    def write(self, room, plan):
+        if self.far.is_dead:
+            raise PeerLost("its process is gone")
+        super().write(room, plan)
 
 
 class SimulatedNode:
@@ -152,7 +182,9 @@ class SimulatedNode:
                 region=region,
                 transports=[world.transport],
                 waker=waker,
-                timeouts=RECEIVER_TIMEOUTS,
+                timeouts=ReceiverTimeouts(
+                    connect_s=CONNECT_S, landed_s=world.plan.landed_s, released_s=RELEASED_S
+                ),
                 clock=world.loop.time,
                 verify=shape.verify,
             )

@@ -22,7 +22,8 @@ class Process:
         self.world, self.host = world, host
         self.is_dead = self.is_stopped = False
         self.connections = []
-        self.jobs = []  # of push workers, that are under way
+        self.jobs = []  # workers with a write under way
+        self.worker = None  # the one whose job runs
         self._waiting = []
         self.context = contextvars.copy_context()
         self.context.run(CURRENT.set, self)

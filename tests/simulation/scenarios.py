@@ -190,5 +190,82 @@ def run_crowded() -> World:
     return run_plan("crowded", plan, 0, _nothing)
 
 
+# ── under a writer that stands still ─────────────────────────────────────────────────────────────
+
+
+def run_stopped_writers(seed: int) -> World:
+    """Stop prefills in the middle of a write, and let them go on while decode fences them.
+
+    Decode has pages for two requests and many wait for them, so a page that is freed too early is reused
+    before the write of its last owner ends.
+
+    Raises:
+        Failure: It broke a promise.
+    """
+    draw = random.Random(seed)
+    clients = [
+        Client(
+            request=GenerateRequest(
+                request_id=f"q{i}",
+                prompt_ids=[2 + draw.randrange(900) for _ in range(draw.randint(14, 20))],
+                sampling=SamplingParams(max_new_tokens=30, temperature=0.0, ignore_eos=True),
+            ),
+            begins_s=draw.uniform(0.0, 3.0),
+        )
+        for i in range(12)
+    ]
+    plan = Plan(
+        prefills=[NodeShape(num_pages=80, page_size=4)] * 2,
+        decodes=[NodeShape(num_pages=30, page_size=4)],
+        clients=clients,
+        max_attempts=20,
+        write_pace=50.0,
+        fence_pace=2000.0,
+        landed_s=draw.choice([20.0, 1.0]),
+    )
+
+    async def misfortune(world: World) -> None:
+        world.num_faults += 1
+        while any(client.ended_s < 0 for client in clients):
+            await asyncio.sleep(0.01)
+            for node in world.nodes:
+                if node.is_up and node.process.jobs and draw.random() < 0.2:
+                    node.stop()
+                    world.loop.call_later(draw.uniform(1.8, 3.5), node.go_on)
+
+    return run_plan(f"stopped writers {seed}", plan, seed, misfortune)
+
+
+# ── silence ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def seconds_to_notice(kind: str, target: str) -> float:
+    """Return how long the other end of a hand-off takes to lose a node that falls silent in a write.
+
+    Args:
+        kind: Of `strike`.
+    """
+    took_s = []
+
+    async def misfortune(world: World) -> None:
+        prefill, decode = world.nodes
+        while not prefill.process.jobs:  # noqa: ASYNC110 - no time passes
+            await asyncio.sleep(0.001)
+        node, other = (prefill, decode) if target == "prefill" else (decode, prefill)
+        world.num_faults += 1
+        begin_s = world.loop.time()
+        strike(world, kind, node)
+        while not other.agent.times.num_lost_links:  # noqa: ASYNC110 - no time passes
+            await asyncio.sleep(0.01)
+        took_s.append(world.loop.time() - begin_s)
+        await world.answered(within_s=60.0)
+
+    plan = small_plan()
+    plan.prefills, plan.decodes = plan.prefills[:1], plan.decodes[:1]
+    plan.write_pace = 100.0
+    run_plan(f"{kind} {target}", plan, 0, misfortune)
+    return took_s[0]
+
+
 async def _nothing(world: World) -> None:
     """Nothing goes wrong."""

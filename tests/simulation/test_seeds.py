@@ -10,8 +10,16 @@ import pytest
 import zmq
 
 from tests.simulation.ground import simulated
-from tests.simulation.mutants import LATE, MUTANTS, WASTEFUL
-from tests.simulation.scenarios import Failure, run_abandoned, run_crowded, run_seed, seeds_of
+from tests.simulation.mutants import LATE, MUTANTS, OF_STOPPED_WRITERS, WASTEFUL
+from tests.simulation.scenarios import (
+    Failure,
+    run_abandoned,
+    run_crowded,
+    run_seed,
+    run_stopped_writers,
+    seconds_to_notice,
+    seeds_of,
+)
 from tests.simulation.virtual_time import Stuck, run_in_virtual_time
 
 
@@ -36,6 +44,24 @@ def test_a_product_that_is_wrong_in_one_place_is_caught(rest, name):
             run_seed(seed)
     # Of a change that raises by itself nothing is learned.
     assert "mutants.py" not in str(caught.value)
+
+
+def test_no_write_of_a_prefill_that_stood_still_reaches_a_page_of_somebody_else():
+    worlds = [run_stopped_writers(seed) for seed in range(6)]
+    assert sum(world.replays for world in worlds) > 10
+
+
+@pytest.mark.parametrize("name", OF_STOPPED_WRITERS)
+def test_a_decode_that_reuses_pages_before_the_fence_is_caught(name):
+    with OF_STOPPED_WRITERS[name], pytest.raises(Failure, match="writes into page"):
+        for seed in range(20):
+            run_stopped_writers(seed)
+
+
+@pytest.mark.parametrize("target", ["prefill", "decode"])
+@pytest.mark.parametrize("kind", ["stop", "power off", "cut off"])
+def test_a_node_that_falls_silent_in_a_hand_off_is_lost_within_two_seconds(kind, target):
+    assert 1.0 < seconds_to_notice(kind, target) <= 2.0
 
 
 def test_what_is_too_late_is_not_begun():

@@ -5,9 +5,7 @@ from functools import partial
 
 import tandem.kvtransfer.control
 from tandem.kvtransfer.control import Worker
-from tandem.kvtransfer.push_worker import _attempt as attempt
 from tandem.telemetry.log import get_logger
-from tandem.wire.errors import PeerLost
 from tests.simulation.processes import CURRENT, Repeated
 from tests.simulation.sockets import SimulatedWaker
 
@@ -55,24 +53,25 @@ class SimulatedControlThread:
             log.exception("kv_control.failed")
 
 
-class SimulatedPushWorker:
-    """See `tandem.kvtransfer.push_worker.PushWorker`. A write takes a while, and its bytes move at the end of it.
+class SimulatedWorker(Worker):
+    """See `tandem.kvtransfer.control.Worker`. Its jobs take a while.
 
-    That is the worst moment: whoever reuses a page under a write finds it overwritten, and whoever
-    reuses the page that is read has the wrong bytes sent.
+    A job of a room is a write, whose bytes move at the end of it. That is the worst moment: whoever reuses a
+    page under a write finds it overwritten, and whoever reuses the page that is read has the wrong bytes sent.
+    The last job of a link at decode is its fence, which takes longer than others.
+
+    Attributes:
+        connection: What it writes through, once it has connected.
     """
 
-    def __init__(self, connect, connected) -> None:
-        self._connect, self._connected = connect, connected
-        self._process = CURRENT.get()
+    def __init__(self, name, control) -> None:
+        del name
+        self._control, self._process = control, CURRENT.get()
         self._world = self._process.world
-        self._connection = None
-        self._tasks = deque()
-        self._running = None
-        self._number = 0
-        self._stops = []
-        self._is_closed = False
-        self._process.later(self._world.latency(), self._open)
+        self.connection = None
+        self._jobs, self._num_open = deque(), 0
+        self._running, self._number, self._stops = None, 0, []
+        self._is_ended = self._is_closed = False
 
     @property
     def is_running(self) -> bool:
@@ -81,102 +80,74 @@ class SimulatedPushWorker:
     def join(self) -> None:
         """There is no thread."""
 
-    def submit(self, room, job, done) -> None:
-        if not self._is_closed:
-            self._tasks.append((room, job, done))
-            self._next()
+    def submit(self, job, then, failed, room=None) -> None:
+        if self._is_closed:
+            return
+        self._num_open += 1
+        self._jobs.append((room, partial(self._do, job, then, failed)))
+        self._next()
 
     def stop(self, room, stopped) -> None:
-        self._tasks = deque(task for task in self._tasks if task[0] != room)
+        self._jobs = deque(job for job in self._jobs if job[0] != room)
         if self._running is not None and self._running[0] == room:
             self._stops.append(stopped)
         else:
-            stopped()
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._tasks.clear()
-        if self._connection is not None:
-            self._connection.close()
-            if self._running is not None:  # it fails
-                self._process.later(self._world.latency(), partial(self._end, self._number))
-
-    def _open(self) -> None:
-        def connect():
-            self._connection = self._connect()
-
-        self._connected(attempt(connect))
-        if self._is_closed and self._connection is not None:
-            self._connection.close()
-        self._next()
-
-    def _next(self) -> None:
-        if self._running is None and self._connection is not None and self._tasks:
-            self._running = self._tasks.popleft()
-            self._world.note(
-                "write begins", f"{self._process.host} room {self._running[0] % 1000}", "w"
-            )
-            self._process.jobs.append(self)
-            self._number += 1
-            self._process.later(self._world.write_s(), partial(self._end, self._number))
-
-    def finish_of_the_dead(self) -> None:
-        """The process died in the middle of a write, and the bytes were on their way."""
-        _, job, _ = self._running
-        attempt(lambda: job(self._connection))
-
-    def _end(self, number: int, num_tries: int = 0) -> None:
-        if number != self._number or self._running is None:
-            return
-        far, here = self._connection.far, self._process.host
-        if self._world.network.is_cut(here, far.host) and not self._is_closed:
-            if num_tries < 10:
-                self._process.later(0.3, partial(self._end, number, num_tries + 1))
-                return
-            self._connection.close()
-        room, job, done = self._running
-        self._process.jobs.remove(self)
-        error = (
-            PeerLost("its process is gone")
-            if far.is_dead
-            else attempt(lambda: job(self._connection))
-        )
-        self._world.note("write ends", f"{here} room {room % 1000} {error or ''}", "w")
-        self._running = None
-        stops, self._stops = self._stops, []
-        done(error)
-        for stopped in stops:
-            stopped()
-        self._next()
-
-
-class SimulatedWorker(Worker):
-    """Its jobs take a while. The last job of a link is its fence, which takes longer."""
-
-    def __init__(self, name, control) -> None:
-        del name
-        self._control, self._process = control, CURRENT.get()
-        self._jobs, self._num_open, self._is_busy, self._is_ended = deque(), 0, False, False
-
-    def submit(self, job, then, failed) -> None:
-        self._num_open += 1
-        self._jobs.append(partial(self._do, job, then, failed))
-        self._next()
+            self._control.post(stopped)
 
     def end(self) -> None:
         self._is_ended = True
 
+    def close(self, hang_up) -> None:
+        self._is_closed = True
+        self._jobs = deque(job for job in self._jobs if job[0] is None)
+        hang_up()
+        if self._running is not None and self._running[0] is not None:  # it fails
+            self._process.later(self._world.latency(), partial(self._finish, self._number))
+
+    def finish_of_the_dead(self) -> None:
+        """The process died in the middle of a write, and the bytes were on their way."""
+        self._running[1]()
+
     def _next(self) -> None:
-        if self._jobs and not self._is_busy:
-            self._is_busy = True
-            self._process.later(self._process.world.latency(), self._begin)
+        if self._running is not None or not self._jobs:
+            return
+        self._running = self._jobs.popleft()
+        self._number += 1
+        if self._running[0] is None:
+            self._process.later(self._world.latency(), partial(self._begin, self._number))
+        else:
+            self._note("write begins")
+            self._process.jobs.append(self)
+            self._process.later(self._world.write_s(), partial(self._finish, self._number))
 
-    def _begin(self) -> None:
-        is_fence = self._is_ended and len(self._jobs) == 1
-        self._process.later(self._process.world.fence_s() if is_fence else 0.0, self._finish)
+    def _begin(self, number) -> None:
+        is_fence = self._is_ended and not self._jobs
+        delay_s = self._world.fence_s() if is_fence else 0.0
+        self._process.later(delay_s, partial(self._finish, number))
 
-    def _finish(self) -> None:
-        job = self._jobs.popleft()
-        self._is_busy = False
+    def _finish(self, number, num_tries: int = 0) -> None:
+        if number != self._number or self._running is None:
+            return
+        room, job = self._running
+        if room is not None:
+            is_cut = self._world.network.is_cut(self._process.host, self.connection.far.host)
+            if is_cut and not self._is_closed:
+                if num_tries < 10:
+                    self._process.later(0.3, partial(self._finish, number, num_tries + 1))
+                    return
+                self.connection.close()
+            self._process.jobs.remove(self)
+        self._process.worker = self
         job()
+        if room is not None:
+            self._note("write ends")
+        elif self._is_closed and self.connection is not None:
+            self.connection.close()
+        self._running = None
+        stops, self._stops = self._stops, []
+        for stopped in stops:
+            self._control.post(stopped)
         self._next()
+
+    def _note(self, what) -> None:
+        self._world.note(what, f"{self._process.host} room {self._running[0] % 1000}", "w")

@@ -43,6 +43,7 @@ class Plan:
         is_one_sided: Nothing but a fence keeps a writer out.
         fence_pace: Mean seconds of a fence, in `pace`.
         write_pace: Mean seconds of a write of pages, in `pace`.
+        landed_s: How long decode waits for the KV of a grant.
         max_attempts: That may fail, of each request.
         local_prefill_threshold: See `RouterConfig`.
         spikes: Of how many frames or passes one takes a hundred times as long.
@@ -60,6 +61,7 @@ class Plan:
     is_one_sided: bool = True
     fence_pace: float = 20.0
     write_pace: float = 4.0
+    landed_s: float = 20.0
     write_faults: list[Fault] = field(default_factory=list)
     spikes: float = 0.0
 

@@ -17,8 +17,8 @@ from tandem.wire.errors import PeerLost
 from tandem.wire.hand_off import FromPrefill, Hello, Refused, ToPrefill, Welcome
 from tandem.wire.ids import Epoch, Room
 from tests.calm import CALM, calm_receiver, calm_sender
-from tests.kvtransfer import test_agents as rig
-from tests.kvtransfer.test_lies import serve_the_next
+from tests.kvtransfer import rig
+from tests.kvtransfer.rig import serve_the_next
 from tests.patience import patiently
 from tests.trust.hostile import frames_of
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports import tcp_frames as frames
+from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.base import Pool
 from tandem.kvtransfer.transports.tcp import TcpOffer, TcpTransport, open_stream
 from tandem.wire.errors import PeerLost

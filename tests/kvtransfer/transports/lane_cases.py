@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from tandem.kvtransfer.transports import tcp_frames as frames
+from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.wire.errors import PeerLost
 from tests.kvtransfer.transports.lane_rig import (
     LIES,

@@ -1,13 +1,15 @@
 """A pool behind a listener, and raw streams to it: to say on them what no honest sender says."""
 
+from contextlib import closing, nullcontext
+
 import numpy as np
 
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports import tcp_frames as frames
+from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.base import Pool
 from tandem.kvtransfer.transports.tcp import open_stream
-from tandem.kvtransfer.transports.tcp_listener import TcpOffer
+from tandem.kvtransfer.transports.tcp_stream import TcpOffer
 from tandem.wire.ids import Room
 from tests.patience import PATIENCE_S
 
@@ -56,9 +58,8 @@ class LaneRig:
             stream.settimeout(PATIENCE_S)
             for each in said:
                 stream.sendall(each)
-            answer = frames.receive_exactly(stream, 1)
-            lane.close()
-        return answer
+            with lane if isinstance(lane, nullcontext) else closing(lane):
+                return frames.receive_exactly(stream, 1)
 
     def wait_until_open(self):
         """Return when the listener is in the middle of a batch."""

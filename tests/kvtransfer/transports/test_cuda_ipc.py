@@ -11,8 +11,7 @@ import pytest
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import SHM_DIR, MemoryRegion
 from tandem.kvtransfer.transports.base import Pool, TransportConfig
-from tandem.kvtransfer.transports.cuda_driver import CudaMemory
-from tandem.kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from tandem.kvtransfer.transports.cuda_ipc import CudaIpcTransport, CudaMemory
 from tandem.kvtransfer.transports.registry import transports
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from tandem.wire.hand_off import TransportOffer

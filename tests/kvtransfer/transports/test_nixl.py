@@ -56,7 +56,6 @@ def test_nothing_lands_that_this_process_did_not_read(listener, region):
     with MemoryRegion.private(POOL_BYTES) as source:
         source.array()[:] = 1
         connection = NixlTransport().connect(admission.offer, source)
-        connection._check = lambda *_: None  # a peer that does not even look at its table
         errors = []
 
         def write():
@@ -66,7 +65,7 @@ def test_nothing_lands_that_this_process_did_not_read(listener, region):
                 errors.append(error)
 
         writing = threading.Thread(target=write)
-        with listener._peers[admission.peer].end._lock:
+        with listener._ends[admission.peer]._lock:
             writing.start()
             writing.join(0.05)
             assert writing.is_alive()
@@ -103,11 +102,11 @@ def test_metadata_that_is_cut_short_is_refused(listener, region, cut):
     ("name", "value"),
     [
         ("metadata", "A" * (1 << 17)),
-        ("num_pages", 1 << 40),
-        ("page_bytes", 0),
+        ("pool_bytes", 1 << 60),
+        ("pool_bytes", 0),
         ("pool_address", -1),
         ("pool_address", (1 << 57) - 1),
-        ("table_address", 1 << 60),
+        ("token_address", 1 << 60),
     ],
 )
 def test_an_offer_of_a_senseless_size_is_refused(listener, region, name, value):

@@ -1,6 +1,6 @@
 import pytest
 
-from tandem.kvtransfer.transports.nixl_environment import check_environment
+from tandem.kvtransfer.transports.nixl import check_environment
 from tandem.wire.errors import ConfigInvalid
 
 

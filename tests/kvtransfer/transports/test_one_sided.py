@@ -8,13 +8,10 @@ import pytest
 
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports.base import Pool
 from tandem.kvtransfer.transports.one_sided import (
     LONGEST_PAUSE_S,
     SHORTEST_PAUSE_S,
-    Destroyer,
     OneSidedConnection,
-    OneSidedListener,
     Pace,
     Places,
 )
@@ -22,25 +19,23 @@ from tandem.wire.errors import PeerLost, TransferRefused
 from tandem.wire.ids import Room
 from tests.patience import PATIENCE_S
 
-ROOM, OTHER = Room(1), Room(2)
+ROOM = Room(1)
 PAGE_BYTES, NUM_PAGES = 4096, 8
 
 
 class Library:
-    """A sending end that writes nowhere: transfers of `hangs` are never done."""
+    """A sending end that writes nowhere: while it hangs no transfer is done."""
 
-    def __init__(self, table, copy):
-        self.table, self.copy = table, copy
+    def __init__(self, token, copy):
+        self.token, self.copy = token, copy
         self.num_begun = self.num_open = self.most_open = 0
-        self.reads = []
         self.hangs = False
         self.looked = Event()
         self.is_closed = False
 
     def read(self, address, into):
-        first = (address - self.table.ctypes.data) // 8
-        self.reads.append((first, len(into)))
-        into[:] = self.table[first : first + len(into)]
+        assert address == self.token.ctypes.data
+        into[:] = self.token
         return self._begin()
 
     def writes(self, plan):
@@ -65,23 +60,27 @@ class Library:
 
 @pytest.fixture
 def made():
-    table = np.full(NUM_PAGES, int(ROOM), np.int64)
+    with MemoryRegion.private(PAGE_BYTES * NUM_PAGES) as region:
+        connection, library = connect(region, token=7)
+        yield connection, library
+        connection.close()
+
+
+def connect(region, token):
+    """Connect to an owner whose token is 7, by an offer that names this one."""
+    own, libraries = np.array([7], np.int64), []
     places = Places(
         pool_address=PAGE_BYTES,
-        table_address=table.ctypes.data,
-        page_bytes=PAGE_BYTES,
-        num_pages=NUM_PAGES,
+        pool_bytes=PAGE_BYTES * NUM_PAGES,
+        token_address=own.ctypes.data,
+        token=token,
     )
-    libraries = []
 
     def open_end(copy):
-        libraries.append(Library(table, copy))
+        libraries.append(Library(own, copy))
         return libraries[0]
 
-    with MemoryRegion.private(PAGE_BYTES * NUM_PAGES) as region:
-        connection = OneSidedConnection(places, region, open_end, 3, Destroyer())
-        yield connection, libraries[0]
-        connection.close()
+    return OneSidedConnection(places, region, open_end, 3), libraries[0]
 
 
 def pages(*numbers):
@@ -89,18 +88,12 @@ def pages(*numbers):
     return CopyPlan(at, at, np.full(len(numbers), PAGE_BYTES, np.int64))
 
 
-def test_a_write_reads_the_rooms_of_its_own_pages_only(made):
-    connection, library = made
-    connection.write(ROOM, pages(3, 2, 5))
-    assert library.reads == [(0, NUM_PAGES), (2, 4)]
-
-
-def test_a_page_of_another_room_is_refused_before_anything_is_written(made):
-    connection, library = made
-    library.table[4] = OTHER
-    with pytest.raises(TransferRefused, match="page 4"):
-        connection.write(ROOM, pages(3, 4))
-    assert library.num_begun == 2  # the two reads
+def test_an_offer_of_another_process_at_the_same_address_is_refused():
+    with (
+        MemoryRegion.private(PAGE_BYTES) as region,
+        pytest.raises(TransferRefused, match="another"),
+    ):
+        connect(region, token=8)
 
 
 def test_no_more_transfers_are_under_way_than_allowed(made):
@@ -128,40 +121,3 @@ def test_pauses_grow_while_nothing_happens_and_are_short_again_after_work():
     assert idle == sorted(idle)
     assert idle[-1] == LONGEST_PAUSE_S
     assert pace.next_pause_s(1e-3) == SHORTEST_PAUSE_S
-
-
-class SlowEnd:
-    """A receiving end that is destroyed only when the test says so."""
-
-    def __init__(self):
-        self.facts = {}
-        self.is_begun, self.may_end = Event(), Event()
-
-    def expect_writes(self, *, are_expected):
-        pass
-
-    def close(self):
-        self.is_begun.set()
-        assert self.may_end.wait(PATIENCE_S)
-
-
-def test_ends_are_destroyed_one_at_a_time():
-    ends = []
-
-    def open_end(_host, _rooms):
-        ends.append(SlowEnd())
-        return ends[-1]
-
-    with MemoryRegion.private(PAGE_BYTES * NUM_PAGES) as region, ThreadPoolExecutor(2) as threads:
-        pool = Pool(region, PAGE_BYTES, NUM_PAGES)
-        listener = OneSidedListener(pool, "library", open_end, Destroyer())
-        peers = [listener.admit("127.0.0.1").peer for _ in range(2)]
-        fences = [threads.submit(listener.fence, peers[0])]
-        assert ends[0].is_begun.wait(PATIENCE_S)
-        fences.append(threads.submit(listener.fence, peers[1]))
-        ends[1].may_end.set()
-        assert not ends[1].is_begun.wait(0.1)  # although nothing else holds it up
-        ends[0].may_end.set()
-        for fence in fences:
-            fence.result(PATIENCE_S)
-        assert ends[1].is_begun.is_set()

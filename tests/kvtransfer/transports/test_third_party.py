@@ -15,9 +15,9 @@ from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.registry import known, transports
 from tandem.wire.errors import TransferRefused
 from tandem.wire.ids import Room
-from tests.kvtransfer import test_agents as agents
+from tests.kvtransfer import rig as agents
 from tests.kvtransfer import test_transports as conformance
-from tests.kvtransfer.test_agents import DECODE_PAGES, PROMPT_PAGES, ROOM
+from tests.kvtransfer.rig import DECODE_PAGES, PROMPT_PAGES, ROOM
 from tests.kvtransfer.test_lies import LyingPrefill
 
 PAGE = Path(__file__).parents[3] / "docs" / "transports.md"
@@ -110,8 +110,8 @@ def test_a_decode_agent_fences_the_example_and_serves_the_next_prefill(cluster):
 def test_a_decode_agent_counts_what_the_example_refused(cluster, transport):
     decode = cluster.decode()
     with ExitStack() as stack, MemoryRegion.private(64) as source:
-        prefill = LyingPrefill(decode, stack)
-        prefill.welcome(transport.name)
+        prefill = LyingPrefill(stack, decode)
+        prefill.stand(transport.name)
         connection = transport.connect(prefill.hello.offers[0], source)
         with pytest.raises(TransferRefused):
             connection.write(Room(ROOM + 1), CopyPlan(*(np.array([each]) for each in (0, 0, 64))))

@@ -3,9 +3,9 @@
 import pytest
 
 from tandem.kvtransfer.transports import lanes
-from tandem.kvtransfer.transports import tcp_frames as frames
+from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.tcp import open_stream
-from tandem.kvtransfer.transports.tcp_listener import TcpOffer
+from tandem.kvtransfer.transports.tcp_stream import TcpOffer
 from tandem.kvtransfer.transports.ucx import UcxLane, UcxTransport
 from tandem.wire.errors import PeerLost
 from tests.kvtransfer.transports.lane_cases import *  # noqa: F403

@@ -1,8 +1,7 @@
 """A shared directory (NFS, Ceph, a local disk): prefill writes files, decode reads them into its pool.
 
 No bytes of KV go from one end to the other by themselves, so the pools need no network between them.
-This file has the transport and the sending end; `file_listener` receives, `file_batches` has what lies
-where. The listener copies, so it alone decides what lands: a batch is read into memory of its own,
+This file has the transport and the sending end; `listener` receives, `batches` has what lies where. The listener copies, so it alone decides what lands: a batch is read into memory of its own,
 compared with its checksum, and copied only while its room has a live grant. A write returns when the
 listener has renamed its files, and fails when the listener's beat stops.
 
@@ -22,17 +21,11 @@ import msgspec
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Pool, TransportConfig, check_bounds, need_cpu_memory
-from tandem.kvtransfer.transports.file_batches import (
-    BATCH_BYTES,
-    MAX_COPIES,
-    Pace,
-    Pulse,
-    write_batch,
-)
-from tandem.kvtransfer.transports.file_listener import FileListener, FileOffer
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from tandem.wire.hand_off import TransportOffer
 from tandem.wire.ids import Room
+from tandem_file.batches import BATCH_BYTES, MAX_COPIES, Pace, Pulse, write_batch
+from tandem_file.listener import FileListener, FileOffer
 
 # One batch is written, one is read, one is copied. What a link takes of the disk is three batches.
 MAX_SENT = 3

@@ -5,13 +5,8 @@ import threading
 
 import numpy as np
 import pytest
-
-from tandem.kvtransfer.plan import CopyPlan
-from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports import file_batches
-from tandem.kvtransfer.transports.base import Pool, TransportConfig
-from tandem.kvtransfer.transports.file import FileTransport
-from tandem.kvtransfer.transports.file_batches import (
+from tandem_file import batches as file_batches
+from tandem_file.batches import (
     BEAT_S,
     SILENT_AFTER_S,
     Pulse,
@@ -20,6 +15,11 @@ from tandem.kvtransfer.transports.file_batches import (
     sweep,
     write_batch,
 )
+from tandem_file.transport import FileTransport
+
+from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import Pool, TransportConfig
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from tandem.wire.hand_off import TransportOffer
 from tandem.wire.ids import Room

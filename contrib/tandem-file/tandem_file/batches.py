@@ -34,7 +34,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tandem.kvtransfer.plan import CopyPlan
-from tandem.kvtransfer.transports.tcp_frames import COPY_BYTES, HEADER, plan_of, table_of
+from tandem.kvtransfer.transports.tcp_stream import COPY_BYTES, HEADER, plan_of, table_of
 from tandem.wire.errors import PeerLost, TransferRefused
 
 # With what `remove` adds: whoever removed it may have died meanwhile.

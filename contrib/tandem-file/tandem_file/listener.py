@@ -17,7 +17,11 @@ from typing import Annotated
 import msgspec
 
 from tandem.kvtransfer.transports.base import Admission, PeerKey, Permits, Pool, new_peer_key
-from tandem.kvtransfer.transports.file_batches import (
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tandem.wire.hand_off import TransportOffer
+from tandem.wire.ids import Room
+from tandem_file.batches import (
     BEAT_S,
     Batch,
     Pace,
@@ -27,12 +31,8 @@ from tandem.kvtransfer.transports.file_batches import (
     remove,
     sweep,
 )
-from tandem.telemetry.log import get_logger
-from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
-from tandem.wire.hand_off import TransportOffer
-from tandem.wire.ids import Room
 
-log = get_logger("kvtransfer.file")
+log = get_logger("tandem_file")
 
 # Half a minute of own beats: an outage of the file server stops the count along with all beats. Who
 # is silent for so long has long lost its links.

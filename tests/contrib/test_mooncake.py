@@ -1,15 +1,18 @@
-"""What is Mooncake's own; what it shares is in `test_transports` and `test_one_sided`."""
+"""What is Mooncake's own; what it shares is in `tests/kvtransfer`."""
+
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from tandem_mooncake import PIECE_BYTES, PIECES_UNDER_WAY, MooncakeTransport
 
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Pool
-from tandem.kvtransfer.transports.mooncake import PIECE_BYTES, PIECES_UNDER_WAY, MooncakeTransport
 from tandem.wire.errors import PeerLost, TransferRefused
 from tandem.wire.hand_off import TransportOffer
 from tandem.wire.ids import Room
+from tests.patience import PATIENCE_S
 
 ROOM = Room(1)
 PAGE_BYTES, NUM_PAGES = 4096, 2 * PIECES_UNDER_WAY
@@ -65,11 +68,24 @@ def test_a_write_beside_the_registered_memory_is_refused_by_the_engine(listener,
         ("port", 0),
         ("port", 1 << 16),
         ("protocol", "carrier_pigeon"),
-        ("num_pages", 1 << 40),
-        ("table_address", 8),
+        ("pool_bytes", 1 << 60),
+        ("token_address", 8),
     ],
 )
 def test_an_offer_of_a_senseless_size_is_refused(listener, region, name, value):
     descriptor = {**listener.admit("127.0.0.1").offer.descriptor, name: value}
     with pytest.raises(TransferRefused):
         MooncakeTransport().connect(TransportOffer(name="mooncake", descriptor=descriptor), region)
+
+
+def test_engines_are_destroyed_one_at_a_time(region):
+    transport = MooncakeTransport()
+    listener = transport.listen(Pool(region, PAGE_BYTES, NUM_PAGES))
+    peer = listener.admit("127.0.0.1").peer
+    with ThreadPoolExecutor(1) as thread:
+        with transport._turn:  # as if another one was being destroyed
+            fence = thread.submit(listener.fence, peer)
+            assert not fence.done()
+            assert listener._ends[peer]._engine is not None
+        fence.result(PATIENCE_S)
+    listener.close()

@@ -1,18 +1,31 @@
-"""The receiving end of TCP: checks every header, then reads straight into the pool.
+"""What the two ends of a TCP stream exchange, and the receiving end.
 
-A thread accepts, and one more serves each stream. Bytes are read only after their header was found
+```
+ listener ──▶ 16 random bytes
+ sender   ──▶ peer key (16), blake2b of those bytes keyed with the peer's secret (32)
+ listener ──▶ one byte: ACCEPTED, or the end
+ sender   ──▶ room int64, number of copies int64, then for each copy int64 offset and int64 size,
+              then the bytes themselves, copy after copy                         ┐ repeated
+ listener ──▶ one byte: LANDED, or REFUSED and the end                           ┘
+```
+
+Integers are little-endian. The secret itself never travels here: it came with the offer.
+
+The receiving end reads straight into the pool. A thread accepts, and one more serves each stream. Bytes are read only after their header was found
 to lie inside a live grant of that peer; anything else ends the stream and is counted. While a stream
 reads into the pages of a room it is marked with that room, so that a revocation or a fence can cut it
 and wait until it has let go of the pages.
 
 Transports that move bytes by other means listen here too: peers prove themselves and announce each
-batch on a stream, and a `Lane` beside it brings the bytes.
+batch on a stream, and a `Lane` beside it brings the bytes (`lanes.py`).
 """
 
 import contextlib
+import hashlib
 import hmac
 import secrets
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -21,10 +34,10 @@ from functools import partial
 from typing import Annotated, Protocol
 
 import msgspec
+import numpy as np
 
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports import tcp_frames as frames
 from tandem.kvtransfer.transports.base import Admission, PeerKey, Permits, Pool, new_peer_key
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
@@ -33,9 +46,121 @@ from tandem.wire.ids import Room
 
 log = get_logger("kvtransfer.tcp")
 
+HEADER = struct.Struct("<qq")
+CHALLENGE_BYTES = 16
+KEY_BYTES = 16
+PROOF_BYTES = 32
+COPY_BYTES = 16
+ACCEPTED, LANDED, REFUSED = b"\x02", b"\x01", b"\x00"
+
+# A batch is checked and acknowledged as a whole: long enough to hide the round trip.
+BATCH_BYTES = 32 << 20
+# A table of 128 KiB. No honest sender passes it, so a listener reads no larger one.
+MAX_COPIES = 8192
+# Of one system call, measured best on loopback with blocks of 16 and of 64 KiB. The kernel's limit is
+# 1,024 views.
+CALL_BYTES = 4 << 20
+MAX_IOVECS = 512
+HANDSHAKE_TIMEOUT_S = 5.0
 # Streams that have not yet proved who they are; each holds a thread for at most 5 s.
 MAX_STRANGERS = 64
 ACCEPT_RETRY_S = 0.1
+
+
+# ── what is on a stream ──────────────────────────────────────────────────────────────────────────
+
+
+def proof(secret: bytes, challenge: bytes) -> bytes:
+    """Return what shows that the caller knows `secret`."""
+    return hashlib.blake2b(challenge, key=secret, digest_size=PROOF_BYTES).digest()
+
+
+def receive_exactly(sock: socket.socket, size_bytes: int) -> bytes:
+    """Return the next `size_bytes` bytes.
+
+    Raises:
+        PeerLost: The stream ended, broke or timed out before.
+    """
+    data = bytearray(size_bytes)
+    receive_into(sock, [memoryview(data)])
+    return bytes(data)
+
+
+def receive_into(sock: socket.socket, views: Sequence[memoryview]) -> None:
+    """Fill all views from the stream.
+
+    Raises:
+        PeerLost: The stream ended, broke or timed out before.
+    """
+    _move(lambda some: sock.recvmsg_into(some, 0, socket.MSG_WAITALL)[0], views)
+
+
+def send_from(sock: socket.socket, views: Sequence[memoryview]) -> None:
+    """Send all views.
+
+    Raises:
+        PeerLost: The stream broke.
+    """
+    _move(sock.sendmsg, views)
+
+
+def shut_down(sock: socket.socket) -> None:
+    """Wake the threads that send or receive on the socket; closing alone does not."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def table_of(room: int, batch: CopyPlan) -> bytes:
+    """Return the header and table of one batch."""
+    table = np.stack((batch.destination_offset, batch.size_bytes), axis=1)
+    return HEADER.pack(room, len(batch)) + table.astype("<i8").tobytes()
+
+
+def plan_of(table: bytes) -> CopyPlan:
+    """Return the destinations in a received table; the source side is the stream."""
+    columns = np.frombuffer(table, "<i8").reshape(-1, 2)
+    return CopyPlan(np.zeros(len(columns), np.int64), columns[:, 0], columns[:, 1])
+
+
+def _move(call: Callable[[list[memoryview]], int], views: Sequence[memoryview]) -> None:
+    for some, num_bytes in _calls(views):
+        left, num_left = some, num_bytes
+        while num_left:
+            try:
+                moved = call(left)
+            except OSError as error:
+                raise PeerLost(f"the stream broke: {error}") from error
+            if not moved:
+                raise PeerLost("the stream ended")
+            num_left -= moved
+            if num_left:  # hardly ever, and views are many where they are small
+                left = _without(left, moved)
+
+
+def _calls(views: Sequence[memoryview]) -> Iterator[tuple[list[memoryview], int]]:
+    """Yield the views of each system call, and their bytes."""
+    some: list[memoryview] = []
+    num_bytes = 0
+    for view in views:
+        some.append(view)
+        num_bytes += len(view)
+        if num_bytes >= CALL_BYTES or len(some) == MAX_IOVECS:
+            yield some, num_bytes
+            some, num_bytes = [], 0
+    yield some, num_bytes
+
+
+def _without(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """Return what is left of `views` after their first `num_bytes` bytes."""
+    left = []
+    for view in views:
+        if num_bytes < len(view):
+            left.append(view[num_bytes:])
+        num_bytes = max(0, num_bytes - len(view))
+    return left
+
+
+# ── the listener ─────────────────────────────────────────────────────────────────────────────────
 
 
 class TcpOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +205,7 @@ class _StreamItself:
     def receive(self, batch: CopyPlan, open_pages: OpenPages) -> None:
         with open_pages(batch):
             views = [self._pool[to : to + size] for _, to, size in batch.copies()]
-            frames.receive_into(self._stream, views)
+            receive_into(self._stream, views)
 
     def close(self) -> None:
         pass
@@ -160,7 +285,7 @@ class TcpListener:
             known.permits.revoke(room)
             for stream, reads in known.reading.items():
                 if reads == room:
-                    frames.shut_down(stream)
+                    shut_down(stream)
             self._changed.wait_for(lambda: room not in known.reading.values())
 
     def fence(self, peer: PeerKey) -> None:
@@ -170,13 +295,13 @@ class TcpListener:
                 return
             known.is_fenced = True
             for stream in known.reading:
-                frames.shut_down(stream)
+                shut_down(stream)
             self._changed.wait_for(lambda: all(room is None for room in known.reading.values()))
 
     def close(self) -> None:
         """Stop listening and fence everybody."""
         self._closing.set()
-        frames.shut_down(self._server)
+        shut_down(self._server)
         self._acceptor.join()
         self._server.close()
         for peer in list(self._peers):
@@ -207,7 +332,7 @@ class TcpListener:
             finally:
                 self._strangers.release()
             try:
-                frames.send_from(stream, [memoryview(frames.ACCEPTED)])
+                send_from(stream, [memoryview(ACCEPTED)])
                 with contextlib.closing(self._open_lane(stream, self._pool.region)) as lane:
                     self._receive_batches(stream, peer, lane)
             except PeerLost:
@@ -219,16 +344,16 @@ class TcpListener:
     def _greet(self, stream: socket.socket) -> _Peer:
         # Answers are a byte each: without it the second waits 40 ms for the first to be acknowledged.
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        stream.settimeout(frames.HANDSHAKE_TIMEOUT_S)
-        challenge = secrets.token_bytes(frames.CHALLENGE_BYTES)
-        frames.send_from(stream, [memoryview(challenge)])
-        answer = frames.receive_exactly(stream, frames.KEY_BYTES + frames.PROOF_BYTES)
-        key = PeerKey(answer[: frames.KEY_BYTES].decode("ascii", "replace"))
+        stream.settimeout(HANDSHAKE_TIMEOUT_S)
+        challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        send_from(stream, [memoryview(challenge)])
+        answer = receive_exactly(stream, KEY_BYTES + PROOF_BYTES)
+        key = PeerKey(answer[:KEY_BYTES].decode("ascii", "replace"))
         with self._changed:
             peer = self._peers.get(key)
-            # Compared even for the unknown, so that time tells nothing.
-            expected = frames.proof(peer.secret if peer else bytes(32), challenge)
-            if not hmac.compare_digest(expected, answer[frames.KEY_BYTES :]) or peer is None:
+            # Compared even for the unknown, so that the time it takes reveals nothing.
+            expected = proof(peer.secret if peer else bytes(32), challenge)
+            if not hmac.compare_digest(expected, answer[KEY_BYTES:]) or peer is None:
                 raise TransferRefused("a stream without the secret of a live peer")
             stream.settimeout(None)
             peer.reading[stream] = None  # from here on `_serve` sees to it that it goes again
@@ -240,15 +365,15 @@ class TcpListener:
                 self._receive_batch(stream, peer, lane)
         except TransferRefused as error:
             self._count(error)
-            frames.send_from(stream, [memoryview(frames.REFUSED)])
+            send_from(stream, [memoryview(REFUSED)])
 
     def _receive_batch(self, stream: socket.socket, peer: _Peer, lane: Lane) -> None:
-        room, num_copies = frames.HEADER.unpack(frames.receive_exactly(stream, frames.HEADER.size))
-        if not 0 < num_copies <= frames.MAX_COPIES:
+        room, num_copies = HEADER.unpack(receive_exactly(stream, HEADER.size))
+        if not 0 < num_copies <= MAX_COPIES:
             raise TransferRefused(f"a table of {num_copies} copies")
-        batch = frames.plan_of(frames.receive_exactly(stream, num_copies * frames.COPY_BYTES))
+        batch = plan_of(receive_exactly(stream, num_copies * COPY_BYTES))
         lane.receive(batch, partial(self._open_pages, stream, peer, Room(room)))
-        frames.send_from(stream, [memoryview(frames.LANDED)])
+        send_from(stream, [memoryview(LANDED)])
 
     @contextlib.contextmanager
     def _open_pages(

@@ -1,0 +1,14 @@
+"""The packages of `contrib/` can be imported here, installed or not."""
+
+import pytest
+
+from tandem.kvtransfer.transports import one_sided
+from tests.kvtransfer.makers import cross_process
+from tests.patience import PATIENCE_S
+
+collect_ignore = [f"test_{name}.py" for name in {"mooncake"} - {*cross_process()}]
+
+
+@pytest.fixture(autouse=True)
+def _has_patience(monkeypatch):
+    monkeypatch.setattr(one_sided, "CONNECT_TIMEOUT_S", PATIENCE_S)

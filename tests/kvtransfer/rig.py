@@ -1,0 +1,258 @@
+"""Both agents in one process, over a real wire, and peers of theirs that do what a test says."""
+
+import os
+
+import numpy as np
+
+from tandem.kvtransfer.bootstrap import SenderEnd
+from tandem.kvtransfer.events import Granted, Landed, PushDone
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.receiver import DecodeAgent
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.sender import PrefillAgent
+from tandem.kvtransfer.transports.base import Pool
+from tandem.kvtransfer.transports.loopback import LoopbackTransport
+from tandem.wire import hand_off
+from tandem.wire.channel import Inbox, Link, Waker, wait
+from tandem.wire.errors import PeerLost
+from tandem.wire.ids import Epoch, Room
+from tests.calm import CALM, calm_receiver, calm_sender
+from tests.patience import patiently
+
+ROOM = Room(42)
+PROMPT_PAGES = [3, 1, 7, 8]
+DECODE_PAGES = [5, 6, 2, 0]
+
+
+def layout(**changes):
+    return KVLayout(
+        **{
+            "num_pages": 16,
+            "page_size": 4,
+            "num_layers": 2,
+            "num_kv_heads": 2,
+            "head_dim": 8,
+            "dtype": "float32",
+            "itemsize": 4,
+            **changes,
+        }
+    )
+
+
+# Of files in /dev/shm: other processes run tests, too.
+OWN_NAME = f"agents-{os.getpid()}"
+
+
+class FakeClock:
+    """Seconds that pass when told to."""
+
+    def __init__(self):
+        self.now_s = 1000.0
+
+    def __call__(self):
+        return self.now_s
+
+
+class Node:
+    """A role's loop, as far as a test needs one: waits for the next event of an agent."""
+
+    def __init__(self, agent, waker, region):
+        self.agent, self.waker, self.region = agent, waker, region
+        self._seen = []
+
+    def next(self, kind=None):
+        """Return the next event, which must be of this kind."""
+        for _ in patiently():
+            self._seen += self.agent.events()
+            if self._seen:
+                event = self._seen.pop(0)
+                assert kind is None or isinstance(event, kind), event
+                return event
+            wait([], 0.1, self.waker)
+        raise AssertionError("no event")
+
+    def wait_until(self, condition):
+        """Look at the statistics until they are so."""
+        for _ in patiently():
+            if condition(self.agent.statistics()):
+                return
+            wait([], 0.005, self.waker)
+        raise AssertionError(self.agent.statistics())
+
+    def close(self):
+        self.agent.close()
+        self.waker.close()
+        self.region.close()
+
+
+class Cluster:
+    """Makes nodes; closes them all at the end."""
+
+    def __init__(self, stack):
+        self._stack = stack
+        self.use(LoopbackTransport())
+        self.clock = FakeClock()
+
+    def use(self, transport, *others):
+        self.transport, self.transports = transport, [transport, *others]
+
+    def prefill(
+        self, address="tcp://127.0.0.1:0", *, fingerprint="llama", shape=None, epoch=1, **more
+    ):
+        shape = shape or layout()
+        region, waker = MemoryRegion.private(shape.pool_bytes), Waker()
+        region.array()[:] = np.random.default_rng(epoch).integers(
+            0, 256, shape.pool_bytes, np.uint8
+        )
+        end = SenderEnd(Epoch(epoch), fingerprint, shape, region, self.transports)
+        more = {"timeouts": calm_sender(), **more}
+        node = Node(PrefillAgent(address, end, waker=waker, **more), waker, region)
+        self._stack.callback(node.close)
+        return node
+
+    def decode(self, *, fingerprint="llama", shape=None, epoch=2, **more):
+        shape = shape or layout()
+        region, waker = MemoryRegion.shared(shape.pool_bytes, OWN_NAME), Waker()
+        agent = DecodeAgent(
+            epoch=Epoch(epoch),
+            fingerprint=fingerprint,
+            layout=shape,
+            region=region,
+            transports=self.transports,
+            waker=waker,
+            **{"timeouts": calm_receiver(), **more},
+        )
+        node = Node(agent, waker, region)
+        self._stack.callback(node.close)
+        return node
+
+
+def pages(node, page_ids, shape=None):
+    shape = shape or layout()
+    return node.region.array().reshape(shape.num_pages, -1)[page_ids]
+
+
+def request(decode, prefill, page_ids=DECODE_PAGES, have_tokens=0, room=ROOM):
+    decode.agent.request(room, "127.0.0.1", prefill.agent.port, page_ids, have_tokens)
+
+
+def push_all(prefill, page_ids=PROMPT_PAGES, room=ROOM):
+    prefill.agent.push(room, page_ids, 0)
+    prefill.agent.finish(room, first_token=9, seed=77, cached_tokens=4)
+
+
+def until(is_so):
+    """Return when a thread has come so far; it rings nothing."""
+    for _ in patiently():
+        if is_so():
+            return
+        wait([], 0.005)
+    raise AssertionError("it never came so far")
+
+
+def receive(end):
+    for _ in patiently():
+        if (got := end.receive()) is not None:
+            return got
+        wait([end], 0.1)
+    raise AssertionError("nothing came")
+
+
+def serve_the_next(prefill, decode):
+    """Do a hand-off between two honest ends."""
+    room = Room(777)
+    prefill.agent.expect(room)
+    request(decode, prefill, room=room)
+    push_all(prefill, room=room)
+    assert isinstance(prefill.next(), Granted)
+    assert isinstance(prefill.next(), PushDone)
+    assert isinstance(decode.next(), Landed)
+
+
+class FakePrefill:
+    """A bootstrap port and nothing behind it."""
+
+    def __init__(self, stack, epoch=5, heartbeat=CALM):
+        self.epoch = Epoch(epoch)
+        inbox = Inbox("tcp://127.0.0.1:0", hand_off.ToPrefill, heartbeat=heartbeat)
+        self.inbox = stack.enter_context(inbox)
+        self.port, self.peer = inbox.port, None
+
+    def next(self, *kinds):
+        """Return the next message of these kinds."""
+        while True:
+            envelope = receive(self.inbox)
+            self.peer = envelope.peer
+            if isinstance(envelope.message, kinds):
+                return envelope.message
+
+    def say(self, message):
+        self.inbox.send(self.peer, message)
+
+    def meet(self, decode, room=ROOM, page_ids=DECODE_PAGES):
+        """Have decode connect; return its Hello."""
+        decode.agent.request(room, "127.0.0.1", self.port, page_ids)
+        return self.next(hand_off.Hello)
+
+    def welcome(self, **lies):
+        self.say(hand_off.Welcome(**{"epoch": self.epoch, "transport": "loopback", **lies}))
+
+    def landed(self, room=ROOM, **more):
+        honest = {"epoch": self.epoch, "room": room, "first_token": 9, "seed": 77}
+        self.say(hand_off.Landed(**{**honest, **more}))
+
+    def released(self, room=ROOM, **more):
+        self.say(hand_off.Released(**{"epoch": self.epoch, "room": room, **more}))
+
+
+class FakeDecode:
+    """A link to a prefill's port, and a pool that prefill may write."""
+
+    def __init__(self, stack, port, transport, epoch=2, shape=None, heartbeat=CALM):
+        self.epoch, self.shape = Epoch(epoch), shape or layout()
+        self.region = stack.enter_context(MemoryRegion.private(self.shape.pool_bytes))
+        pool = Pool(self.region, self.shape.page_bytes, self.shape.num_pages)
+        self.listener = transport.listen(pool)
+        self.link = Link(f"tcp://127.0.0.1:{port}", hand_off.FromPrefill, heartbeat=heartbeat)
+        stack.callback(self.link.close)
+
+    def say(self, message):
+        """Send, once there is a connection."""
+        for _ in patiently():
+            try:
+                return self.link.send(message)
+            except PeerLost:
+                wait([self.link], 0.001)
+        raise AssertionError("no connection")
+
+    def next(self, *kinds):
+        """Return the next message of these kinds; of any but pings where none is named."""
+        while True:
+            message = receive(self.link)
+            is_wanted = isinstance(message, kinds) or not kinds
+            if is_wanted and (kinds or not isinstance(message, hand_off.LinkPing)):
+                return message
+
+    def introduce(self, **lies):
+        """Say Hello, or lie."""
+        self.admission = self.listener.admit("127.0.0.1")
+        honest = {
+            "epoch": self.epoch,
+            "fingerprint": "llama",
+            "layout": self.shape.to_info(),
+            "offers": [self.admission.offer],
+        }
+        self.say(hand_off.Hello(**{**honest, **lies}))
+
+    def hello(self, **lies):
+        """Say Hello, or lie; return the answer."""
+        self.introduce(**lies)
+        return self.next()
+
+    def grant(self, page_ids, room=ROOM, **lies):
+        self.say(
+            hand_off.Grant(**{"epoch": self.epoch, "room": room, "page_ids": page_ids, **lies})
+        )
+
+    def withdraw(self, room=ROOM, **more):
+        self.say(hand_off.Withdraw(epoch=self.epoch, room=room, **more))

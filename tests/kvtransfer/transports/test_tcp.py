@@ -1,0 +1,125 @@
+"""What is TCP's own: its streams, and `--transfer-interface` with the one interface that every machine has."""
+
+import contextlib
+import socket
+
+import numpy as np
+import pytest
+
+from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.plan import PagedTokens, plan_copies
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports import tcp
+from tandem.kvtransfer.transports import tcp_stream as frames
+from tandem.kvtransfer.transports.base import Pool, TransportConfig
+from tandem.kvtransfer.transports.tcp import TcpTransport, address_of
+from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tests.kvtransfer.transports.lane_cases import (  # noqa: F401 - of every stream
+    test_a_copy_that_leaves_the_pool_is_refused_unread_and_counted,
+    test_a_room_without_a_grant_is_refused_unread_and_counted,
+    test_a_table_of_a_senseless_length_is_refused_unread_and_counted,
+    test_copies_that_together_pass_the_pool_are_refused_unread_and_counted,
+    test_small_and_odd_copies_land_where_the_plan_says_and_nowhere_else,
+)
+from tests.kvtransfer.transports.lane_rig import PAGE_BYTES, ROOM, LaneRig, copies
+
+
+@pytest.fixture
+def rig():
+    made = LaneRig(TcpTransport(), lambda *_: contextlib.nullcontext())
+    yield made
+    made.close()
+
+
+def test_a_stream_without_the_secret_is_cut(rig):
+    facts = rig.admission.offer.descriptor
+    with socket.create_connection((facts["host"], facts["port"])) as stream:
+        challenge = frames.receive_exactly(stream, frames.CHALLENGE_BYTES)
+        stream.sendall(facts["peer"].encode() + frames.proof(bytes(32), challenge))
+        with pytest.raises(PeerLost):
+            frames.receive_exactly(stream, 1)
+    assert rig.listener.num_violations == 1
+
+
+def test_a_peer_that_breaks_its_word_and_still_sends_is_cut_by_the_revocation(rig):
+    stream, _ = rig.stream()
+    with stream:
+        stream.sendall(frames.table_of(ROOM, copies((0, 0, PAGE_BYTES))) + b"\xff" * 10)
+        rig.wait_until_open()
+        rig.listener.revoke(rig.admission.peer, ROOM)
+        with pytest.raises(PeerLost):
+            frames.receive_exactly(stream, 1)
+
+
+def test_a_large_write_goes_over_several_streams():
+    layout = KVLayout(64, 16, 8, 8, 64, "bfloat16", 2)
+    with (
+        MemoryRegion.private(layout.pool_bytes) as source,
+        MemoryRegion.private(layout.pool_bytes) as destination,
+    ):
+        source.array()[:] = np.random.default_rng(0).integers(0, 256, layout.pool_bytes, np.uint8)
+        transport = TcpTransport(TransportConfig(host="::1", num_streams=3))
+        listener = transport.listen(Pool(destination, layout.page_bytes, 64))
+        admission = listener.admit("::1")
+        connection = transport.connect(admission.offer, source)
+        listener.permit(admission.peer, ROOM, range(64))
+        pages = PagedTokens(layout, range(64))
+        connection.write(ROOM, plan_copies(pages, pages, range(64 * 16)))
+        assert (source.array() == destination.array()).all()
+        connection.close()
+        listener.close()
+
+
+def test_a_listener_on_every_address_offers_the_one_toward_the_peer():
+    transport = TcpTransport(TransportConfig(host="0.0.0.0"))
+    with MemoryRegion.private(4096) as region:
+        listener = transport.listen(Pool(region, 4096, 1))
+        assert listener.admit("127.0.0.1").offer.descriptor["host"] == "127.0.0.1"
+        listener.close()
+
+
+# ── interfaces ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_kernel_tells_the_addresses_of_an_interface():
+    assert address_of("lo", socket.AF_INET) == "127.0.0.1"
+    assert address_of("lo", socket.AF_INET6) == "::1"
+
+
+def test_an_unknown_interface_is_refused_naming_those_there_are():
+    with pytest.raises(ConfigInvalid, match=r"--transfer-interface ib7: .* there are: .*lo"):
+        TcpTransport(TransportConfig(interface="ib7"))
+
+
+def test_an_interface_without_such_an_address_is_refused(tmp_path, monkeypatch):
+    link_local = tmp_path / "if_inet6"
+    link_local.write_text("fe800000000000000000000000000001 01 80 20 80       lo\n")
+    for path in (link_local, tmp_path / "nowhere"):
+        monkeypatch.setattr(tcp, "IPV6_ADDRESSES", path)
+        with pytest.raises(ConfigInvalid, match="no IPv6 address"):
+            TcpTransport(TransportConfig(host="::", interface="lo"))
+
+
+@pytest.mark.parametrize(("host", "address"), [("0.0.0.0", "127.0.0.1"), ("::", "::1")])
+def test_streams_come_from_the_interface_and_go_to_its_address(host, address):
+    transport = TcpTransport(TransportConfig(host=host, interface="lo"))
+    with MemoryRegion.private(4096) as region:
+        listener = transport.listen(Pool(region, 4096, 1))
+        admission = listener.admit("192.0.2.1")
+        assert admission.offer.descriptor["host"] == address
+        connection = transport.connect(admission.offer, region)
+        assert {stream.getsockname()[0] for stream in connection._streams} == {address}
+        connection.close()
+        listener.close()
+
+
+def test_an_offer_of_the_other_family_is_refused_if_the_interface_has_no_such_address(
+    tmp_path, monkeypatch
+):
+    with MemoryRegion.private(4096) as region:
+        listener = TcpTransport(TransportConfig(host="::1")).listen(Pool(region, 4096, 1))
+        monkeypatch.setattr(tcp, "IPV6_ADDRESSES", tmp_path / "nowhere")
+        here = TcpTransport(TransportConfig(interface="lo"))
+        with pytest.raises(TransferRefused, match="no IPv6 address"):
+            here.connect(listener.admit("::1").offer, region)
+        listener.close()
