@@ -17,17 +17,14 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from tandem.engine.collector import Collector
 from tandem.engine.config import EngineConfig
 from tandem.engine.core import Engine
-from tandem.engine.forward import Ints, Wrote
-from tandem.engine.launched import Launched
+from tandem.engine.forward import Batch, Ints, Slots, Wrote
 from tandem.engine.request import ActiveRequest
-from tandem.engine.results import CompletePages
-from tandem.engine.scheduler import RETRY_FORWARDS, Batch, Scheduler
+from tandem.engine.scheduler import _DECAY_PER_STEP, _LEAST_SHARE, RETRY_FORWARDS, Scheduler
 from tandem.engine.shape import ModelShape
 from tandem.engine.simulated import SimulatedLauncher, SimulatedOutcome
-from tandem.engine.slots import Rows, Slots
+from tandem.engine.step import CompletePages, Launched
 from tandem.plan.agenda import NodeClock
 from tandem.plan.seam import NodeKind
 from tandem.wire.generation import GenerateRequest
@@ -76,7 +73,7 @@ class PlannedLauncher(SimulatedLauncher):
     def _tokens_at(self, keys: npt.NDArray[np.uint64], indexes: Ints) -> Ints:
         return np.zeros(len(indexes), np.int64)
 
-    def decode_s(self, num_requests: int, num_read: Rows) -> Seconds:
+    def decode_s(self, num_requests: int, num_read: Ints) -> Seconds:
         """Return how long forwards over answers alone take that read so many tokens."""
         times = self._profile.decode
         reading_ms = times.per_context_token_ms * num_read
@@ -139,7 +136,7 @@ class LeapingScheduler(Scheduler):
         """Do what `next_batch` and `advance` do in `count` forwards over all answers."""
         slots, rows = self.slots, self._decode_rows()
         for _ in range(count):
-            self._growth.stepped()
+            self.growth_share = max(_LEAST_SHARE, self.growth_share * _DECAY_PER_STEP)
         before, self._num_forwards = self._num_forwards, self._num_forwards + count
         self._num_changes += self._num_forwards // RETRY_FORWARDS - before // RETRY_FORWARDS
         wanted = self._pages_wanted(count)
@@ -162,7 +159,7 @@ class LeapingScheduler(Scheduler):
         can_run = self.slots.num_tokens[rows] < self.slots.max_tokens[rows]
         return self.decodes == decodes and bool(can_run.all())
 
-    def rows(self) -> Rows:
+    def rows(self) -> Ints:
         """Return the slots of all answers."""
         return self._decode_rows()
 
@@ -193,7 +190,6 @@ class LeapingEngine(Engine):
         super().__init__(self.launcher, shape, config, kind.num_tokens // kind.page_size)
         self.scheduler = LeapingScheduler(self.cache, config, self.max_tokens)
         self._scheduler = self.scheduler
-        self._collector = Collector(self._scheduler, shape, self._end)
         self._host_step_s = kind.host_step_s
 
     @property
@@ -244,7 +240,7 @@ class LeapingEngine(Engine):
         for active in self.scheduler.decodes:
             active.token_ids += [0] * count
             took(active)
-        self._collector.num_tokens += count * len(rows)
+        self.num_generated_tokens += count * len(rows)
         busy_s = float(leap.took_s[done:until].sum())
         self.launcher.leapt(float(leap.ends_s[until - 1]), busy_s)
         launched.indexes = (slots.next_index[rows] - 1).tolist()

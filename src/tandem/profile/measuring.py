@@ -14,9 +14,8 @@ import numpy as np
 from typing_extensions import override
 
 from tandem.engine.core import Engine
-from tandem.engine.launched import Launched
-from tandem.engine.request import ActiveRequest
-from tandem.engine.step_counts import StepCounts
+from tandem.engine.request import ActiveRequest, Stage
+from tandem.engine.step import Launched, StepCounts
 from tandem.profile.grid import GROWTH_TOKENS, DecodePoint, PrefillPoint
 from tandem.wire.generation import GenerateRequest, SamplingParams
 from tandem.wire.ids import RequestId
@@ -123,8 +122,10 @@ class Bench:
         self._land(token_ids, max_new_tokens=1)
 
     def _land(self, token_ids: list[int], max_new_tokens: int = GROWTH_TOKENS) -> ActiveRequest:
-        active = self._engine.check(self._request(token_ids, max_new_tokens))
-        has_room = self._engine.reserve(active)
+        active = self._engine.check(self._request(token_ids, max_new_tokens), is_remote=True)
+        self._engine.queue(active)
+        self._engine.admit()
+        has_room = active.stage is Stage.RESERVED
         assert has_room, f"no room for {active}"
         self._engine.land(active, first_token=0, seed=0)
         return active
