@@ -1,7 +1,7 @@
 """What a decode node does with a request.
 
 ```
- start ──▶ in line for pages ──▶ granted: prefill may write ──Landed──▶ running ──▶ end
+ start ──▶ queued in the engine ─▶ granted: prefill may write ──Landed──▶ running ──▶ end
                   │                 │ cancel, lost: pages quarantined      ▲
                   │                 └──Failed, Safe: no write can arrive; pages free
                   └──whole request, its prompt is computed here────────────┘
@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from tandem.engine.core import Engine
 from tandem.engine.request import ActiveRequest, Stage
-from tandem.engine.results import Token
-from tandem.engine.waiting import Line
+from tandem.engine.step import Token
 from tandem.kvtransfer.events import Failed, Landed, Lost
 from tandem.kvtransfer.group import Receiver
 from tandem.node.answers import Answers, Ticket
@@ -75,13 +74,13 @@ class DecodeRole:
         self._tiering = tiering or Tiering(engine)
         self._max_running = max_running
         self._max_waiting, self._clock = max_waiting, clock
-        self._line: Line[_Half] = Line(lambda half: half.active.rank)
         self._deadlines: Deadlines[_Half] = Deadlines()
         self._granted: dict[Room, _Half] = {}  # quarantined ones included
         self._by_ticket: dict[Ticket, _Half] = {}
-        self._by_active: dict[ActiveRequest, _Half] = {}  # running
+        self._by_active: dict[ActiveRequest, _Half] = {}  # queued, granted, running
         self._num_aborted = self._num_corrupted = 0
         self._logged = NodeLoad()
+        engine.watch_reserved(self._granted_to)
 
     @property
     def has_work(self) -> bool:
@@ -101,17 +100,18 @@ class DecodeRole:
         hand_off = message if isinstance(message, StartDecode) else None
         if hand_off is not None and self._is_used(hand_off.room):
             raise InvalidRequest(f"room {hand_off.room} is in use")
-        if len(self._line) >= self._max_waiting:
-            raise Overloaded(f"{len(self._line)} requests wait for pages; try again later")
-        active = self._engine.check(message.request)
+        num_waiting = self._engine.num_waiting + len(self._tiering.awaited)
+        if num_waiting >= self._max_waiting:
+            raise Overloaded(f"{num_waiting} requests wait for pages; try again later")
+        active = self._engine.check(message.request, is_remote=hand_off is not None)
         half = _Half(ticket, hand_off, active, Timeline(self._clock))
-        self._by_ticket[ticket] = half
-        self._line.add(half)
+        self._by_ticket[ticket] = self._by_active[active] = half
         self._deadlines.note(half, message.request.deadline_s)
-        if hand_off is None:
-            prefix = active.token_ids[: active.num_matchable]
-            self._tiering.begin(half, prefix, message.request.cache_salt)
-        self._admit()
+        prefix = active.token_ids[: active.num_matchable]
+        salt = message.request.cache_salt
+        if hand_off is not None or not self._tiering.begin(half, prefix, salt):
+            self._engine.queue(active)
+        self._engine.admit()
 
     def cancel(self, ticket: Ticket) -> None:
         """See `Role.cancel`."""
@@ -131,6 +131,7 @@ class DecodeRole:
                 self._landed(half, event)
             elif isinstance(event, Lost):
                 self._fail(half, event.error)
+                self._by_active.pop(half.active, None)
                 self._engine.quarantine(half.active)
             else:
                 self._safe(half, event.error if isinstance(event, Failed) else None)
@@ -138,7 +139,12 @@ class DecodeRole:
         for ready in self._tiering.ready():
             ready.owner.active.from_tiers = ready.from_tiers
             ready.owner.timeline.end("kv_tier")
-        self._admit()
+            self._engine.queue(ready.owner.active)
+        for half in self._deadlines.passed():
+            if self._is_waiting(half):
+                self._fail(half, not_started())
+                self._let_go(half)
+        self._engine.admit()
 
     def step(self) -> None:
         """See `Role.step`."""
@@ -166,9 +172,9 @@ class DecodeRole:
     def fail_all(self, error: TandemError) -> None:
         """See `Role.fail_all`."""
         for active, half in list(self._by_active.items()):
-            self._engine.cancel(active)
-            self._fail(half, error)
-        self._by_active.clear()
+            if active.stage is Stage.RUNNING or active.is_begun:
+                self._fail(half, error)
+                self._let_go(half)
 
     def hand_over(self, error: TandemError) -> None:
         """See `Role.hand_over`."""
@@ -183,12 +189,12 @@ class DecodeRole:
     def load(self) -> NodeLoad:
         """See `Role.load`."""
         moved = self._agent.statistics()
-        prompts = [half.active.num_prompt for half in self._line if half.hand_off is None]
+        awaited = self._tiering.awaited
         return engine_load(
             self._engine,
             max_running=self._max_running,
-            num_waiting=len(self._line),
-            queued_tokens=sum(prompts),
+            num_waiting=len(awaited),
+            queued_tokens=sum(half.active.num_prompt for half in awaited),
             num_transferring=len(self._granted),
             received_bytes=moved.received_bytes,
             saved_bytes=moved.saved_bytes,
@@ -206,10 +212,11 @@ class DecodeRole:
         num_generated = now.generated_tokens - before.generated_tokens
         if not num_generated:
             return None
+        num_new = sum(map(self._is_waiting, self._by_active.values()))
         return (
             f"Decode batch, #running-req: {now.num_running}, "
             f"#token: {now.pages_held * now.page_size}, token usage: {token_usage(now):.2f}, "
-            f"#prealloc-req: {len(self._line)}, #transfer-req: {len(self._granted)}, "
+            f"#prealloc-req: {num_new}, #transfer-req: {len(self._granted)}, "
             f"#retracted-req: {now.num_retracted - before.num_retracted}, "
             f"gen throughput (token/s): {num_generated / elapsed_s:.2f}, "
             f"#queue-req: {now.num_waiting}, cache hit rate: {hit_rate(now, before):.2f}"
@@ -218,37 +225,19 @@ class DecodeRole:
 
     def _is_used(self, room: Room) -> bool:
         return room in self._granted or any(
-            half.hand_off is not None and half.hand_off.room == room for half in self._line
+            half.hand_off is not None and half.hand_off.room == room
+            for half in self._by_active.values()
+            if self._is_waiting(half)
         )
 
-    def _admit(self) -> None:
-        """Give pages to those in line; nobody overtakes one that lacks pages."""
-        for half in self._deadlines.passed():
-            if half in self._line:
-                self._line.remove(half)
-                self._fail(half, not_started())
-        for half in list(self._line):
-            if self._tiering.is_awaited(half):
-                continue
-            if len(self._granted) + self._engine.num_running >= self._max_running:
-                return
-            try:
-                is_admitted = self._grant(half) if half.hand_off else self._begin(half)
-            except TandemError as error:
-                self._line.remove(half)
-                self._fail(half, error)
-                continue
-            if is_admitted:
-                self._line.remove(half)
-            elif not half.active.is_held and half.active.compiling is None:
-                return
-            # Else another brings its prompt, or its grammar is being compiled.
+    def _is_waiting(self, half: _Half) -> bool:
+        """Tell whether a half has never had pages."""
+        return half.active.stage is Stage.WAITING and not half.active.is_begun
 
-    def _grant(self, half: _Half) -> bool:
-        """Have prefill write the prompt's pages; False when they are short."""
+    def _granted_to(self, active: ActiveRequest) -> None:
+        """Have prefill write a prompt into the pages that were set aside for it."""
+        half = self._by_active[active]
         assert half.hand_off is not None
-        if not self._engine.reserve(half.active):
-            return False
         room = half.hand_off.room
         self._granted[room] = half
         half.since_s = half.timeline.now()
@@ -256,34 +245,23 @@ class DecodeRole:
             room,
             half.hand_off.bootstrap_host,
             half.hand_off.bootstrap_port,
-            half.active.granted_pages,
-            half.active.num_computed,
+            active.granted_pages,
+            active.num_computed,
         )
-        return True
-
-    def _begin(self, half: _Half) -> bool:
-        """Compute the prompt here, beside the answers; False when pages are short."""
-        if not self._engine.enter(half.active):
-            return False
-        self._by_active[half.active] = half
-        return True
 
     def _let_go(self, half: _Half, error: TandemError | None = None) -> None:
         """Stop a half that nobody waits for any more. Prefill is told `error`."""
         self._tiering.cancel(half)
-        if half in self._line:
-            self._line.remove(half)
-        elif half.active.stage is Stage.RESERVED:
+        del self._by_active[half.active]
+        if half.active.stage is Stage.RESERVED:
             assert half.hand_off is not None
             self._engine.quarantine(half.active)
             self._agent.withdraw(half.hand_off.room, error)
         else:
-            del self._by_active[half.active]
             self._engine.cancel(half.active)
 
     def _landed(self, half: _Half, event: Landed) -> None:
         del self._granted[event.room]
-        self._by_active[half.active] = half
         half.timeline.beside("landed", half.since_s)
         half.since_s = half.timeline.now()
         try:
@@ -324,6 +302,7 @@ class DecodeRole:
         """No write can arrive any more: free the granted pages, and fail who still waits."""
         assert half.hand_off is not None
         del self._granted[half.hand_off.room]
+        self._by_active.pop(half.active, None)
         self._engine.cancel(half.active)
         self._engine.reclaim(half.active)
         if error is not None:

@@ -2,16 +2,10 @@
 
 Registered under `NAME` with `AttentionInterface`; with `AttentionMaskInterface` on purpose not:
 transformers then makes no mask, nor waits for the GPU to tell whether it needs one. Each attention layer
-finds the forward under way by its own `attending` (`paged_model.py`), since not every model passes
-arguments on; a backend writes the layer's K and V into the pool and attends over the pages. A model whose attention asks for anything else is refused when it is loaded
-(`observation.py`), and here at any later forward: nothing is ignored.
-
-| backend | for | file |
-|---|---|---|
-| `torch` | any device, type and feature; the reference | `attention_torch.py` |
-| `cpu` | float32 and bfloat16 on CPUs: decoding rows read the pages where they are | `attention_cpu.py` |
-| `triton` | GPUs; our own kernels, any head dim and type | `attention_triton.py` |
-| `flashinfer` | GPUs, 16-bit types; FlashInfer's kernels, where it is installed | `attention_flashinfer.py` |
+finds the forward under way by its own `attending`, since not every model passes arguments on; a backend
+(`attention_backends.py`) writes the layer's K and V into the pool and attends over the pages. A model whose
+attention asks for anything else is refused when it is loaded (`observation.py`), and here at any later
+forward: nothing is ignored.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -214,7 +208,7 @@ class PagedPast:
 
 @dataclass(slots=True, eq=False)
 class PagedBatch:
-    """Where the rows of one forward read and write KV. See `ForwardInputs` for the order of rows.
+    """Where the rows of one forward read and write KV. Rows are in the order of `ForwardInputs`.
 
     Attributes:
         page_table: Shape (num_seqs, max_pages), int32, on the pool's device.
@@ -250,6 +244,13 @@ class PagedBatch:
     def dtype(self) -> torch.dtype:
         """Of the pool."""
         return self.pool.dtype
+
+    def once(self, key: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return what `make` returned for this key first: of layers that are alike, one makes it."""
+        found: torch.Tensor | None = self.scratch.get(key)
+        if found is None:
+            self.scratch[key] = found = make()
+        return found
 
     def write(self, layer: LayerInputs) -> None:
         """Put K and V of every row into the pool, in the pool's type."""
@@ -307,7 +308,7 @@ class Attending:
         windows: For layers that do not bring their window themselves.
         attend: Takes what a layer brings; returns shape (num_rows, num_heads, value_dim).
         past: What the model was given for its cache.
-        wrote: See `PagedBatch`.
+        wrote: As in `PagedBatch`.
     """
 
     latents: Mapping[int, Latents]
@@ -346,6 +347,70 @@ class Attending:
         return attended
 
 
+class PagedModel:
+    """A transformers model that attends through pages.
+
+    Args:
+        module: The causal language model. Its attention modules are given an attribute `attending`.
+        latents, chunks, windows: As in `Attending`.
+        has_past: Whether the model is given `PagedPast` for its cache, or nothing.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        latents: Mapping[int, Latents] | None = None,
+        chunks: Mapping[int, int] | None = None,
+        windows: Mapping[int, int] | None = None,
+        has_past: bool = True,
+    ) -> None:
+        self.module = module
+        self.has_past = has_past
+        self._attending = Attending(latents or {}, chunks or {}, windows or {})
+        for each in module.modules():
+            if isinstance(getattr(each, "layer_idx", None), int):
+                each.attending = self._attending  # type: ignore[assignment]
+
+    def logits(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+        attend: Callable[[LayerInputs], torch.Tensor],
+        *,
+        wrote: Callable[[int], None] | None = None,
+        past: PagedPast | None = None,
+    ) -> torch.Tensor:
+        """Run the model over rows of any number of sequences.
+
+        Args:
+            token_ids, positions: Shape (num_rows,), int64.
+            logit_rows: Shape (num_logits,), int64.
+            attend, wrote: As in `Attending`.
+            past: Of these positions; None makes one that keeps what latents need.
+
+        Returns:
+            Shape (num_logits, vocab_size).
+        """
+        attending = self._attending
+        past = past or PagedPast(positions, attending.latents)
+        attending.attend, attending.wrote, attending.past = attend, wrote, past
+        try:
+            output = self.module(
+                input_ids=token_ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                past_key_values=past if self.has_past else None,
+                use_cache=False,
+                logits_to_keep=logit_rows,
+            )
+        finally:
+            # They hold the pool, and K and V of the last layers.
+            attending.attend = attending.wrote = attending.past = None
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -367,8 +432,8 @@ def paged_attention(
         key: Shape (1, num_kv_heads, num_rows, key_dim).
         value: Shape (1, num_kv_heads, num_rows, value_dim).
         attention_mask: None: which keys a row sees is the batch's.
-        scaling, sliding_window, softcap: See `Scoring`; `scaling` is 1/sqrt(key_dim) when None.
-        s_aux: See `LayerInputs.sinks`.
+        scaling, sliding_window, softcap: As in `Scoring`; `scaling` is 1/sqrt(key_dim) when None.
+        s_aux: As `LayerInputs.sinks`.
         others: Whatever else the model passes.
 
     Returns:

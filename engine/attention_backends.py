@@ -1,4 +1,12 @@
-"""Which attention backend an engine uses."""
+"""The table of attention backends: which run where, and which an engine uses.
+
+| backend | for | file |
+|---|---|---|
+| `torch` | any device, type and feature; the reference | `attention_torch.py` |
+| `cpu` | float32 and bfloat16 on CPUs: decoding rows read the pages where they are | `attention_cpu.py` |
+| `flashinfer` | GPUs, 16-bit types; FlashInfer's kernels, where it is installed | `attention_flashinfer.py` |
+| `triton` | GPUs, any head dim and type; our own kernels, where FlashInfer's do not run | `attention_triton.py` |
+"""
 
 from importlib.util import find_spec
 
@@ -11,98 +19,86 @@ from tandem.engine.config import AttentionName, EngineConfig
 from tandem.engine.shape import ModelShape
 from tandem.wire.errors import ConfigInvalid
 
+# What a backend is imported from, and how that is installed.
+_LIBRARIES = {
+    "triton": {"triton": "triton>=3.5"},
+    "flashinfer": {"flashinfer": "tandem-serve[flashinfer]", "triton": "triton>=3.5"},
+}
+
 
 def choose_backend(config: EngineConfig, shape: ModelShape) -> AttentionBackend:
     """Return the backend that was asked for, or the fastest that runs here.
 
     Raises:
-        ConfigInvalid: The one asked for does not run here; the sentence says why, and what does.
+        ConfigInvalid: The one asked for does not run here; the error names what does.
     """
     name = config.attention_backend
     if name == "auto":
         name = fastest(config, shape)
+    elif refusal := _refusal(name, config, shape):
+        raise ConfigInvalid(refusal)
     match name:
         case "cpu":
-            return _cpu(config, shape)
+            return CpuAttention()
         case "triton":
-            return _triton(config, shape)
+            from tandem.engine.attention_triton import TritonAttention
+
+            processors = torch.cuda.get_device_properties(config.device).multi_processor_count
+            return TritonAttention(processors)
         case "flashinfer":
-            return _flashinfer(config, shape)
+            from tandem.engine.attention_flashinfer import FlashInferAttention
+            from tandem.engine.attention_triton import write
+
+            return FlashInferAttention(config.device, write)
         case _:
             return TorchAttention()
 
 
 def fastest(config: EngineConfig, shape: ModelShape) -> AttentionName:
     """Name the backend that is fastest among those that run on the device with this model."""
-    if config.device == "cpu":
-        return "cpu" if CpuAttention.supports(getattr(torch, shape.kv_dtype)) else "torch"
-    if not _is_gpu(config) or find_spec("triton") is None:
-        return "torch"
-    if find_spec("flashinfer") is not None:
-        from tandem.engine.attention_flashinfer import FlashInferAttention
-
-        if FlashInferAttention.supports(shape):
-            return "flashinfer"
-    from tandem.engine.attention_triton import TritonAttention
-
-    return "triton" if TritonAttention.supports(shape) else "torch"
+    names: tuple[AttentionName, ...] = ("cpu", "flashinfer", "triton")
+    return next((name for name in names if not _refusal(name, config, shape)), "torch")
 
 
-def _cpu(config: EngineConfig, shape: ModelShape) -> AttentionBackend:
-    if config.device != "cpu" or not CpuAttention.supports(getattr(torch, shape.kv_dtype)):
-        raise ConfigInvalid(
+def _refusal(name: AttentionName, config: EngineConfig, shape: ModelShape) -> str:
+    """Return why a backend does not run here with this model, and what to give; empty when it does."""
+    if name == "cpu" and (
+        config.device != "cpu" or not CpuAttention.supports(getattr(torch, shape.kv_dtype))
+    ):
+        return (
             "--attention-backend cpu reads float32 and bfloat16 KV on a CPU; "
             "give --attention-backend auto"
         )
-    return CpuAttention()
+    return _refusal_of_gpu(name, config, shape) if name in _LIBRARIES else ""
 
 
-def _triton(config: EngineConfig, shape: ModelShape) -> AttentionBackend:
-    _check_gpu(config)
-    _check_installed("triton", "triton>=3.5")
-    from tandem.engine.attention_triton import TritonAttention
-
-    if not TritonAttention.supports(shape):
-        raise ConfigInvalid(
+def _refusal_of_gpu(name: AttentionName, config: EngineConfig, shape: ModelShape) -> str:
+    if config.device.split(":", maxsplit=1)[0] != "cuda":
+        return (
+            f"--attention-backend {name} runs on GPUs and the device is {config.device}; "
+            "give --device cuda, or --attention-backend auto"
+        )
+    for module, requirement in _LIBRARIES[name].items():
+        if find_spec(module) is None:
+            return (
+                f"this attention backend needs {module}: run pip install '{requirement}', or give "
+                "--attention-backend torch"
+            )
+    if name == "flashinfer" and not _flashinfer_supports(shape):
+        has = ", ".join(sorted({str(layer.key_dim) for layer in shape.kv_layers} | shape.attention))
+        return (
+            "--attention-backend flashinfer knows 16-bit types and head dims 64, 128 and 256; this "
+            f"model has {shape.dtype} and {has}: give --attention-backend triton"
+        )
+    # Layers that our kernels do not know go through torch, which no graph can record.
+    if name == "triton" and shape.attention & {"latents", "unequal"}:
+        return (
             "--attention-backend triton needs K and V of one size, which this model's layers do not "
             "have: give --attention-backend torch"
         )
-
-    processors = torch.cuda.get_device_properties(config.device).multi_processor_count
-    return TritonAttention(processors)
+    return ""
 
 
-def _flashinfer(config: EngineConfig, shape: ModelShape) -> AttentionBackend:
-    _check_gpu(config)
-    _check_installed("flashinfer", "tandem-serve[flashinfer]")
-    _check_installed("triton", "triton>=3.5")
-    from tandem.engine.attention_flashinfer import FlashInferAttention
-    from tandem.engine.attention_triton import write
-
-    if not FlashInferAttention.supports(shape):
-        has = ", ".join(sorted({str(layer.key_dim) for layer in shape.kv_layers} | shape.attention))
-        raise ConfigInvalid(
-            f"--attention-backend flashinfer knows 16-bit types and head dims 64, 128 and 256; this "
-            f"model has {shape.dtype} and {has}: give --attention-backend triton"
-        )
-    return FlashInferAttention(config.device, write)
-
-
-def _is_gpu(config: EngineConfig) -> bool:
-    return config.device.split(":", maxsplit=1)[0] == "cuda"
-
-
-def _check_gpu(config: EngineConfig) -> None:
-    if not _is_gpu(config):
-        raise ConfigInvalid(
-            f"--attention-backend {config.attention_backend} runs on GPUs and the device is "
-            f"{config.device}; give --device cuda, or --attention-backend auto"
-        )
-
-
-def _check_installed(module: str, requirement: str) -> None:
-    if find_spec(module) is None:
-        raise ConfigInvalid(
-            f"this attention backend needs {module}: run pip install '{requirement}', or give "
-            "--attention-backend torch"
-        )
+def _flashinfer_supports(shape: ModelShape) -> bool:
+    has_sizes = all(layer.key_dim in (0, 64, 128, 256) for layer in shape.kv_layers)
+    return shape.dtype in ("bfloat16", "float16") and has_sizes and not shape.attention

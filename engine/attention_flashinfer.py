@@ -17,7 +17,6 @@ import torch
 
 from tandem.engine.attention import LayerInputs, PagedBatch, Scoring, to_device
 from tandem.engine.forward import Ints32
-from tandem.engine.shape import ModelShape
 
 # FlashInfer's own advice, as its examples have it: partial results of split keys.
 _WORKSPACE_BYTES = 128 << 20
@@ -114,19 +113,13 @@ class FlashInferAttention:
         # Those of forwards that are not recorded.
         self._wrappers: dict[tuple[Kind, Scoring, torch.Size, torch.Size], _Planned] = {}
 
-    @staticmethod
-    def supports(shape: ModelShape) -> bool:
-        """Tell whether a model with queries of this type and heads of these sizes can be run."""
-        has_sizes = all(layer.key_dim in (0, 64, 128, 256) for layer in shape.kv_layers)
-        return shape.dtype in ("bfloat16", "float16") and has_sizes and not shape.attention
-
     def prepare(self, batch: PagedBatch) -> None:
-        """See `GraphBackend.prepare`."""
+        """Plan anew for a recorded forward."""
         for planned in batch.scratch.values():
             planned.plan(batch)
 
     def attend(self, layer: LayerInputs, batch: PagedBatch) -> torch.Tensor:
-        """See `AttentionBackend.attend`."""
+        """Write K and V, then attend."""
         self._write(batch, layer)
         query, pages = layer.query.contiguous(), batch.pool.layers[layer.index].joined
         out = torch.empty_like(query)

@@ -19,7 +19,7 @@ class TorchAttention:
     name = "torch"
 
     def attend(self, layer: LayerInputs, batch: PagedBatch) -> torch.Tensor:
-        """See `AttentionBackend.attend`."""
+        """Write K and V, then attend."""
         batch.write(layer)
         out = empty_output(layer)
         if batch.num_decodes:
@@ -136,12 +136,13 @@ def _gather_plane(
 ) -> torch.Tensor:
     """Copy K or V of one layer, which begins at element `begin` of a page."""
     _, num_heads, page_size, dim = plane.shape
-    first: torch.Tensor | None = batch.scratch.get(("rows", name, num_heads, dim))
-    if first is None:
+
+    def first_rows() -> torch.Tensor:
         # Rows of `KVPool.rows` begin at every multiple of the page size, as heads do.
         heads = torch.arange(num_heads, device=pages.device).view(-1, *[1] * pages.dim())
-        first = pages.long() * (batch.pool.page_elements // page_size) + heads * dim
-        batch.scratch["rows", name, num_heads, dim] = first
+        return pages.long() * (batch.pool.page_elements // page_size) + heads * dim
+
+    first = batch.once(("rows", name, num_heads, dim), first_rows)
     # Whole rows by index_select: five times as fast as indexing the plane.
     rows = first.flatten() + begin // page_size
     found = _select(batch.pool.rows(page_size * dim), rows)
@@ -157,36 +158,34 @@ def _select(runs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 def _prompt_mask(batch: PagedBatch, sequence: int, num_rows: int, scoring: Scoring) -> torch.Tensor:
     """Return which keys each row of a chunk may see. Shape (num_rows, kv_len)."""
-    name = ("prompt", sequence, scoring.window, scoring.chunk)
-    found: torch.Tensor | None = batch.scratch.get(name)
-    if found is None:
+
+    def mask() -> torch.Tensor:
         keys = torch.arange(int(batch.host_kv_lens[sequence]), device=batch.pool.device)
-        queries = keys[len(keys) - num_rows :].unsqueeze(1)
-        batch.scratch[name] = found = visible(queries, keys, scoring)
-    return found
+        return visible(keys[len(keys) - num_rows :].unsqueeze(1), keys, scoring)
+
+    return batch.once(("prompt", sequence, scoring.window, scoring.chunk), mask)
 
 
 def _decode_mask(batch: PagedBatch, num_keys: int, scoring: Scoring) -> torch.Tensor:
     """Return which keys each decoding row may see. Shape (1, num_decodes, 1, num_keys)."""
-    name = ("decode", scoring.window, scoring.chunk)
-    found: torch.Tensor | None = batch.scratch.get(name)
-    if found is None:
+
+    def mask() -> torch.Tensor:
         keys = torch.arange(num_keys, device=batch.pool.device)
         queries = (batch.kv_lens[: batch.num_decodes].long() - 1).unsqueeze(1)
         # Four dimensions: with three, torch leaves its fast kernel.
-        found = visible(queries, keys, scoring)[None, :, None]
-        batch.scratch[name] = found
-    return found
+        return visible(queries, keys, scoring)[None, :, None]
+
+    return batch.once(("decode", scoring.window, scoring.chunk), mask)
 
 
 def _past_end(batch: PagedBatch, num_keys: int) -> torch.Tensor:
     """Return which keys no decoding row has. Shape (num_decodes, num_keys, 1)."""
-    found: torch.Tensor | None = batch.scratch.get("past end")
-    if found is None:
+
+    def past_end() -> torch.Tensor:
         keys = torch.arange(num_keys, device=batch.pool.device)
-        found = (keys >= batch.kv_lens[: batch.num_decodes, None]).unsqueeze(-1)
-        batch.scratch["past end"] = found
-    return found
+        return (keys >= batch.kv_lens[: batch.num_decodes, None]).unsqueeze(-1)
+
+    return batch.once("past end", past_end)
 
 
 def visible(queries: torch.Tensor, keys: torch.Tensor, scoring: Scoring) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Paged attention for GPUs in our own Triton kernels, which `triton_kernels` and `triton_pages` hold.
+"""Paged attention for GPUs in our own Triton kernels, in `triton_kernels.py`.
 
 How large a block is and how often a decode is split depends on nothing that only the host knows of
 this forward, so a decode-only forward may be recorded into a CUDA graph.
@@ -12,11 +12,10 @@ import numpy as np
 import torch
 import triton
 
-from tandem.engine import triton_kernels, triton_pages
+from tandem.engine import triton_kernels
 from tandem.engine.attention import LayerInputs, PagedBatch, to_device
 from tandem.engine.attention_torch import TorchAttention, empty_output
 from tandem.engine.forward import Ints32
-from tandem.engine.shape import ModelShape
 
 # A split has work for some microseconds, so that a merge is worth it.
 _MIN_KEYS_PER_SPLIT = 256
@@ -75,16 +74,11 @@ class TritonAttention:
         self._num_processors = num_processors
         self._reference = TorchAttention()
 
-    @staticmethod
-    def supports(shape: ModelShape) -> bool:
-        """Tell whether the kernels know every layer; others go through torch, which no graph can record."""
-        return not shape.attention & {"latents", "unequal"}
-
     def prepare(self, batch: PagedBatch) -> None:
-        """See `GraphBackend.prepare`: decodes need nothing beyond the batch."""
+        """Decodes need nothing beyond the batch."""
 
     def attend(self, layer: LayerInputs, batch: PagedBatch) -> torch.Tensor:
-        """See `AttentionBackend.attend`."""
+        """Write K and V, then attend."""
         if batch.pool.layers[layer.index].joined is None:
             return self._reference.attend(layer, batch)
         write(batch, layer)
@@ -120,7 +114,6 @@ class TritonAttention:
             device=out.device,
         )
         sizes = torch.empty(partial.shape[:3], dtype=torch.float32, device=out.device)
-        scoring = layer.scoring
         triton_kernels.attend_decodes[num_decodes, num_kv_heads, num_splits](
             layer.query,
             pages,
@@ -130,29 +123,12 @@ class TritonAttention:
             out,
             partial,
             sizes,
-            layer.query.stride(0),
-            layer.query.stride(1),
-            out.stride(0),
-            batch.page_table.stride(0),
-            pages.stride(0),
-            pages.stride(1),
-            scoring.scale,
-            scoring.softcap or 0.0,
-            scoring.window or 0,
-            scoring.chunk or 0,
+            *_strides(batch, layer, out),
             num_splits=num_splits,
             num_heads=num_heads,
             group=group,
-            page_size=page_size,
-            head_dim=head_dim,
             block_group=max(_MIN_GROUP, triton.next_power_of_2(group)),
-            block_dim=blocks.dim,
-            block_keys=blocks.keys,
-            has_window=scoring.window is not None,
-            has_chunk=scoring.chunk is not None,
-            has_softcap=scoring.softcap is not None,
-            has_sinks=layer.sinks is not None,
-            is_fp8=_is_fp8(batch),
+            **_constants(batch, layer, blocks),
             num_warps=4,
             num_stages=2,
         )
@@ -182,7 +158,7 @@ def write(batch: PagedBatch, layer: LayerInputs) -> None:
     pages = _pages(batch, layer)
     num_kv_heads, page_size, head_dim = pages.shape[2:]
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (layer.key, layer.value))
-    triton_pages.write_rows[len(key),](
+    triton_kernels.write_rows[len(key),](
         key,
         value,
         pages,
@@ -206,15 +182,13 @@ def write(batch: PagedBatch, layer: LayerInputs) -> None:
 
 def _attend_prompts(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) -> None:
     pages = _pages(batch, layer)
-    num_kv_heads, page_size, head_dim = pages.shape[2:]
+    num_kv_heads, _, head_dim = pages.shape[2:]
     group = layer.query.shape[1] // num_kv_heads
     blocks = Blocks.of(head_dim, layer.query.dtype, group, is_fp8=_is_fp8(batch))
     num_rows = blocks.rows // group  # of a tile: of layers of one size
-    tiles: torch.Tensor | None = batch.scratch.get(("tiles", num_rows))
-    if tiles is None:
-        tiles = to_device(prompt_tiles(batch, num_rows), out.device)
-        batch.scratch["tiles", num_rows] = tiles
-    scoring = layer.scoring
+    tiles = batch.once(
+        ("tiles", num_rows), lambda: to_device(prompt_tiles(batch, num_rows), out.device)
+    )
     triton_kernels.attend_prompts[len(tiles), num_kv_heads](
         layer.query,
         pages,
@@ -222,30 +196,44 @@ def _attend_prompts(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) ->
         batch.page_table,
         _sinks(layer),
         out,
-        layer.query.stride(0),
-        layer.query.stride(1),
+        *_strides(batch, layer, out),
+        group=group,
+        block_rows=blocks.rows,
+        **_constants(batch, layer, blocks),
+        num_warps=blocks.num_warps,
+        num_stages=2,
+    )
+
+
+def _strides(batch: PagedBatch, layer: LayerInputs, out: torch.Tensor) -> tuple[int | float, ...]:
+    """Return what the kernels take behind their tensors: strides, then how scores are made."""
+    pages, scoring = _pages(batch, layer), layer.scoring
+    return (
+        *layer.query.stride()[:2],
         out.stride(0),
         batch.page_table.stride(0),
-        pages.stride(0),
-        pages.stride(1),
+        *pages.stride()[:2],
         scoring.scale,
         scoring.softcap or 0.0,
         scoring.window or 0,
         scoring.chunk or 0,
-        group=group,
-        page_size=page_size,
-        head_dim=head_dim,
-        block_rows=blocks.rows,
-        block_dim=blocks.dim,
-        block_keys=blocks.keys,
-        has_window=scoring.window is not None,
-        has_chunk=scoring.chunk is not None,
-        has_softcap=scoring.softcap is not None,
-        has_sinks=layer.sinks is not None,
-        is_fp8=_is_fp8(batch),
-        num_warps=blocks.num_warps,
-        num_stages=2,
     )
+
+
+def _constants(batch: PagedBatch, layer: LayerInputs, blocks: Blocks) -> dict[str, int]:
+    """Return what both kernels are compiled for."""
+    page_size, head_dim = _pages(batch, layer).shape[3:]
+    return {
+        "page_size": page_size,
+        "head_dim": head_dim,
+        "block_dim": blocks.dim,
+        "block_keys": blocks.keys,
+        "has_window": layer.scoring.window is not None,
+        "has_chunk": layer.scoring.chunk is not None,
+        "has_softcap": layer.scoring.softcap is not None,
+        "has_sinks": layer.sinks is not None,
+        "is_fp8": _is_fp8(batch),
+    }
 
 
 def prompt_tiles(batch: PagedBatch, num_rows: int) -> Ints32:

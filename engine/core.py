@@ -1,34 +1,42 @@
 """The engine: requests in, tokens out, one `step` at a time. No loop, no socket, no clock of its own.
 
-A role's loop calls `submit`/`reserve`, `step` and `cancel`, and acts on what they return. A step
-launches one forward and collects one. On a device that computes beside the host the forward
-collected is the one before: the next is prepared and queued while it runs, taking tokens that the
-host has not read yet from the device.
+A role's loop queues requests, calls `step` and `cancel`, and acts on what they return. A step admits whom
+there are pages for, launches one forward and collects one. On a device that computes beside the host, the forward collected is
+the one before: the next is prepared and queued while it runs, taking tokens that the host has not read yet
+from the device.
 
 Every page a request holds goes back through exactly one of `_let_go` (here), `release` (prefill,
 once pushed) or `reclaim` (decode, once no write can arrive).
 """
 
+import itertools
+import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 from typing_extensions import override
 
-from tandem.engine.batcher import Chunk
-from tandem.engine.collector import Collector
 from tandem.engine.config import EngineConfig
-from tandem.engine.forward import Wrote
-from tandem.engine.intake import Intake
-from tandem.engine.kv_cache import KVCache
-from tandem.engine.launched import Launched, Launcher
-from tandem.engine.pages import PageCounts
-from tandem.engine.request import ActiveRequest, Stage
-from tandem.engine.results import CompletePages, Failure, StepResult, Token
+from tandem.engine.errors import GrammarViolated
+from tandem.engine.forward import Chunk, Ints, Wrote
+from tandem.engine.kv_cache import KVCache, PageCounts
+from tandem.engine.request import ActiveRequest, Stage, check_request, seen_by
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.shape import ModelShape
-from tandem.engine.step_counts import StepCounts
-from tandem.wire.errors import EngineFailed, Overloaded, TandemError
-from tandem.wire.generation import GenerateRequest, TokenLogprobs
+from tandem.engine.step import (
+    CompletePages,
+    Computed,
+    Failure,
+    Launched,
+    Launcher,
+    PromptLogprobs,
+    StepCounts,
+    StepResult,
+    Token,
+)
+from tandem.wire.errors import EngineFailed, InvalidRequest, OutOfPages, Overloaded, TandemError
+from tandem.wire.generation import Finish, GenerateRequest, TokenLogprobs
 
 if TYPE_CHECKING:
     from tandem.engine.grammar_compiler import GrammarCompiler
@@ -45,7 +53,8 @@ class Engine:
     Attributes:
         num_prompt_tokens: Prompt tokens so far, cached ones included.
         num_cached_tokens: Those found in the prefix cache.
-        steps: What is counted of forwards.
+        num_generated_tokens: Generated so far, those that another node chose included.
+        steps: Counts of forwards.
     """
 
     def __init__(
@@ -58,8 +67,8 @@ class Engine:
         compiler: "GrammarCompiler | None" = None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        self.shape = shape
         size = config.page_size
+        self.shape = shape
         self.cache = KVCache(
             num_pages,
             size,
@@ -70,23 +79,28 @@ class Engine:
         )
         self._launcher = launcher
         self._config = config
+        self._compiler = compiler
+        self._wake = wake
         self._scheduler = Scheduler(self.cache, config, self.max_tokens)
-        self._collector = Collector(self._scheduler, shape, self._end)
         self._is_overlapped = (
             launcher.is_beside_host if config.is_overlapped is None else config.is_overlapped
         )
-        self._intake = Intake(
-            shape, self.cache, self.max_tokens, launcher, compiler=compiler, wake=wake
-        )
+        self._is_eos = np.zeros(shape.vocab_size, np.bool_)
+        self._is_eos[[i for i in shape.eos_token_ids if i < shape.vocab_size]] = True
+        self._arrivals = itertools.count()
+        self._reserved: Callable[[ActiveRequest], None] = lambda _active: None
         self._begin: Callable[[list[CompletePages]], Wrote] | None = None
-        # In no line yet: their grammar is being compiled.
+        # Not queued yet: their grammar is being compiled.
         self._compiling: list[ActiveRequest] = []
         self._launched: Launched | None = None
         # Nothing could be launched: until something changes, another step would be the same.
         self._is_stuck = False
         self.steps = StepCounts()
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_generated_tokens = 0
+
+    @override
+    def __repr__(self) -> str:
+        return f"Engine({self._scheduler!r})"
 
     # ── what comes in ────────────────────────────────────────────────────────────────────────────
 
@@ -95,68 +109,82 @@ class Engine:
         """Prompt plus generated tokens of one request, at most: context or pool, the smaller."""
         return min(self.shape.context_length, self.cache.num_pages * self.cache.page_size)
 
-    def submit(self, request: GenerateRequest, *, is_prompt_only: bool = False) -> ActiveRequest:
-        """Queue a request.
+    def check(
+        self, request: GenerateRequest, *, is_prompt_only: bool = False, is_remote: bool = False
+    ) -> ActiveRequest:
+        """Return the request in this engine's terms, neither queued nor holding anything.
+
+        Its grammar, if it has one, begins to be compiled.
 
         Args:
             is_prompt_only: End with the first token and keep the pages until `release`.
+            is_remote: Another node computes the prompt: see `watch_reserved`.
 
         Raises:
-            InvalidRequest, OutOfPages, Overloaded: It cannot run here, or not now.
+            InvalidRequest: It cannot be run, or asks for what this node cannot do.
+            OutOfPages: The prompt can never fit into the pool.
         """
-        active = self.check(request, is_prompt_only=is_prompt_only)
-        self.refuse_overload()
-        self.queue(active)
+        num_prompt = len(request.prompt_ids)
+        check_request(request, self.shape)
+        if num_prompt >= self.max_tokens:
+            raise OutOfPages(self.cache.num_pages_for(num_prompt + 1), self.cache.num_pages)
+        self._launcher.check(request)
+        drawn = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
+        new_tokens = max(1, request.sampling.max_new_tokens - request.num_prior_tokens)
+        active = ActiveRequest(
+            request,
+            arrival=next(self._arrivals),
+            max_tokens=min(num_prompt + new_tokens, self.max_tokens),
+            seed=self._launcher.seed(request, drawn),
+            is_prompt_only=is_prompt_only,
+            is_remote=is_remote,
+            token_ids=list(request.prompt_ids),
+            seen=seen_by(request),
+        )
+        if request.sampling.grammar is not None:
+            if self._compiler is None:
+                raise InvalidRequest("this node compiles no grammars")
+            active.compiling = self._compiler.compile(request.sampling.grammar)
+            active.compiling.add_done_callback(lambda _future: self._wake())
         return active
 
     def refuse_overload(self, num_elsewhere: int = 0) -> None:
         """Raise `Overloaded` if no more requests may wait.
 
         Args:
-            num_elsewhere: Requests that wait, beside those here.
+            num_elsewhere: Waiting requests that are not queued here.
         """
         num_waiting = self.num_waiting + num_elsewhere
         if num_waiting >= self._config.max_waiting_requests:
             raise Overloaded(f"{num_waiting} requests are waiting; try again later")
 
     def queue(self, active: ActiveRequest) -> None:
-        """Queue a checked request."""
-        (self._scheduler.waiting.add if active.is_ready else self._compiling.append)(active)
+        """Queue a checked request; a grammar that cannot be compiled fails it in a later step."""
+        (self._scheduler.queue if active.compiling is None else self._compiling.append)(active)
         self._is_stuck = False
 
-    def check(self, request: GenerateRequest, *, is_prompt_only: bool = False) -> ActiveRequest:
-        """See `Intake.check`."""
-        return self._intake.check(request, is_prompt_only=is_prompt_only)
-
-    def enter(self, active: ActiveRequest) -> bool:
-        """Begin a checked request that waited elsewhere; False when it has to wait on.
-
-        For a role that keeps the line itself: as `submit` and its turn in one. What it has to wait for
-        is as for `reserve`.
+    def submit(self, request: GenerateRequest, *, is_prompt_only: bool = False) -> ActiveRequest:
+        """Check a request and queue it.
 
         Raises:
-            TandemError: Its grammar cannot be compiled.
+            InvalidRequest, OutOfPages: As `check`.
+            Overloaded: Too many requests wait.
         """
-        if not active.is_ready or not self._scheduler.enter(active):
-            return False
-        self._count_cached()
-        self._is_stuck = False
-        return True
+        active = self.check(request, is_prompt_only=is_prompt_only)
+        self.refuse_overload()
+        self.queue(active)
+        return active
 
-    def reserve(self, active: ActiveRequest) -> bool:
-        """Set pages aside for a prompt that another node computes; False when it has to wait.
-
-        On success the request holds its cached prefix, and `active.granted_pages` may be written
-        from afar until `land` or `reclaim`. It has to wait for pages, for its grammar, or for another
-        request that brings the same prompt (`active.is_held`).
-
-        Raises:
-            TandemError: Its grammar cannot be compiled.
-        """
-        if not active.is_ready or not self._scheduler.reserve(active):
-            return False
-        active.num_cached = active.num_computed
-        return True
+    def admit(self) -> None:
+        """Give pages to the queue's first requests that have room. `step` does so, too."""
+        for active in self._scheduler.admit():
+            self._is_stuck = False
+            if not active.is_counted:
+                active.num_cached = active.num_computed
+            if active.stage is Stage.RESERVED:
+                self._reserved(active)
+            else:
+                self._count_cached(active)
 
     def land(
         self,
@@ -168,34 +196,39 @@ class Engine:
         """Take over a prompt whose pages all arrived; it decodes from the next step on.
 
         Raises:
-            EngineFailed: The first token is none of the vocabulary.
+            EngineFailed: The first token is not in the vocabulary.
             GrammarViolated: The first token is not one that the grammar allows.
         """
         active.seed = seed
-        self._scheduler.slots.set_seed(active)
         self._scheduler.land(active)
         if not 0 <= first_token < self.shape.vocab_size:
             # Another node chose it: in a batch it would fail every request that runs beside it.
             raise EngineFailed(f"first token {first_token} of {self.shape.vocab_size}")
-        self._is_stuck = False
-        self.num_prompt_tokens += active.num_prompt
-        self.num_cached_tokens += active.num_cached
-        index, slot = active.next_index, active.slot
-        self._scheduler.slots.num_tokens[slot] += 1
-        self._scheduler.slots.next_index[slot] += 1
-        self._scheduler.slots.last_token[slot] = first_token
-        finish = self._collector.accept(active, first_token)
+        active.is_begun, self._is_stuck = True, False
+        self._count_cached(active)
+        self.num_prompt_tokens += active.num_prompt - active.num_cached
+        self._scheduler.slots.landed(active, first_token)
+        index = active.next_index
+        finish = self._accept_last(active, first_token)
         return Token(active, index, first_token, finish, first_logprobs)
 
     def warm_up(self) -> None:
         """Run what is compiled or allocated at its first use. Before the first request."""
         self._launcher.warm_up()
 
+    def watch_reserved(self, reserved: Callable[[ActiveRequest], None]) -> None:
+        """Have `reserved` called when pages are set aside for a prompt that another node computes.
+
+        The request then holds its cached prefix, and `granted_pages` may be written from afar until
+        `land`, or until `quarantine` and `reclaim`.
+        """
+        self._reserved = reserved
+
     def watch_layers(self, begin: Callable[[list[CompletePages]], Wrote]) -> None:
-        """Have `begin` told of the pages that a forward is about to complete.
+        """Have `begin` called with the pages that a forward is about to complete.
 
         What it returns is called with the number of each layer that is in these pages; perhaps from
-        another thread, perhaps not for all. `StepResult.pages` tells of the same pages at the end.
+        another thread, perhaps not for all. `StepResult.pages` names the same pages at the end.
         """
         self._begin = begin
 
@@ -204,24 +237,22 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to compute."""
-        if self._launched is not None or any(_is_settled(active) for active in self._compiling):
+        if self._launched is not None or any(map(_is_compiled, self._compiling)):
             return True
-        has_any = self.num_running or self._scheduler.waiting
-        return bool(not self._is_stuck and has_any)
+        return bool(not self._is_stuck and (self.num_running or self._scheduler.waiting))
 
     def step(self) -> StepResult:
         """Admit, launch a forward, collect one, and return what came out."""
         result = StepResult()
-        self._take_compiled(result)
+        self._queue_compiled(result)
         if self._launched is not None and self._must_collect_first():
-            self._collect(result)
-        before, newest = self._launched, self._launch()
-        self._launched = newest
-        self._is_stuck = before is None and newest is None
+            self._collect_newest(result)
+        before, self._launched = self._launched, self._launch()
+        self._is_stuck = before is None and self._launched is None
         if before is not None:
-            self._collect(result, before)
+            self._collect(before, result)
         if not self._is_overlapped:
-            self._collect(result)
+            self._collect_newest(result)
         return result
 
     # ── what goes back ───────────────────────────────────────────────────────────────────────────
@@ -252,9 +283,11 @@ class Engine:
         self._is_stuck = False
 
     def note_pages(self) -> None:
-        """Pages of the cache came back whose readers were no requests: who lacks pages is tried again."""
+        """Cached pages came back from readers that are no requests: try again who lacks pages."""
         self._scheduler.note_pages()
         self._is_stuck = False
+
+    # ── what is seen of it ───────────────────────────────────────────────────────────────────────
 
     def counts(self) -> PageCounts:
         """Return how many pages are in each state."""
@@ -277,27 +310,31 @@ class Engine:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens to compute: of those that wait all, since what is cached of them may change."""
+        """Prompt tokens to compute here: all of waiting requests, since their cached part may change."""
         waiting = (*self._scheduler.waiting, *self._compiling)
-        return sum(len(active.token_ids) for active in waiting) + sum(
+        return sum(len(active.token_ids) for active in waiting if not active.is_remote) + sum(
             active.num_uncomputed for active in self._scheduler.prompts
         )
-
-    @property
-    def num_generated_tokens(self) -> int:
-        """Tokens generated so far, those that another node chose included."""
-        return self._collector.num_tokens
 
     @property
     def num_retracted(self) -> int:
         """How often a running request had to give its pages back."""
         return self._scheduler.num_retracted
 
-    @override
-    def __repr__(self) -> str:
-        return f"Engine({self._scheduler!r})"
-
     # ── launching ────────────────────────────────────────────────────────────────────────────────
+
+    def _queue_compiled(self, result: StepResult) -> None:
+        """Queue the requests whose grammar was compiled."""
+        for active in self._compiling.copy():
+            try:
+                if not active.is_ready:
+                    continue
+            except TandemError as error:
+                self._end(active)
+                result.failures.append(Failure(active, error))
+            else:
+                self._compiling.remove(active)
+                self._scheduler.queue(active)
 
     def _must_collect_first(self) -> bool:
         """Tell whether the next forward cannot be chosen before the last one's tokens are known."""
@@ -307,10 +344,7 @@ class Engine:
         return bool(slots.is_special[going_on].any()) or self._scheduler.is_short_of_pages
 
     def _launch(self) -> Launched | None:
-        num_waiting = self.num_waiting
-        self._scheduler.admit()
-        if self.num_waiting < num_waiting:
-            self._count_cached()
+        self.admit()
         batch = self._scheduler.next_batch()
         if not batch:
             return None
@@ -320,36 +354,19 @@ class Engine:
         launched = self._launcher.launch(batch, self._scheduler.slots, pages, wrote)
         self._scheduler.advance(batch)
         for end in launched.chunks:
-            end.chunk.request.told_until = max(end.chunk.request.told_until, end.told.stop)
+            request = end.chunk.request
+            request.is_begun, request.told_until = True, max(request.told_until, end.told.stop)
         for request in launched.participants():
             request.num_launched += 1
         self.num_prompt_tokens += sum(chunk.num_tokens for chunk in batch.chunks)
         return launched
 
-    def _count_cached(self) -> None:
-        """Note what newly admitted requests found in the prefix cache."""
-        for active in self._scheduler.prompts:
-            if not active.is_counted:
-                active.is_counted = True
-                active.num_cached = active.num_collected = active.num_computed
-                self.num_cached_tokens += active.num_cached
-                self.num_prompt_tokens += active.num_cached
-
-    # ── collecting ───────────────────────────────────────────────────────────────────────────────
-
-    def _collect(self, result: StepResult, launched: Launched | None = None) -> None:
-        """Read what a forward produced: `launched`, or the newest, which is then none any more."""
-        if launched is None:
-            launched, self._launched = self._launched, None
-        if launched is None:
-            return
-        try:
-            self._collector.collect(launched, result)
-        finally:
-            for request in launched.participants():
-                if request.stage is Stage.ENDED:
-                    self._let_go(request)
-        self.steps.collected(launched)
+    def _count_cached(self, active: ActiveRequest) -> None:
+        """Count what a request found in the prefix cache at its first admission."""
+        if not active.is_counted:
+            active.is_counted = True
+            self.num_cached_tokens += active.num_cached
+            self.num_prompt_tokens += active.num_cached
 
     def _complete_pages(self, chunk: Chunk) -> CompletePages:
         """Return the pages that `chunk` completes; the last one of a prompt may be partly filled."""
@@ -362,18 +379,92 @@ class Engine:
         first, active.num_pushable = active.num_pushable, end
         return CompletePages(active, first, active.page_ids[first:end])
 
-    def _take_compiled(self, result: StepResult) -> None:
-        """Put those whose grammar was compiled in line."""
-        for active in self._compiling.copy():
+    # ── collecting ───────────────────────────────────────────────────────────────────────────────
+
+    def _collect_newest(self, result: StepResult) -> None:
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            self._collect(launched, result)
+
+    def _collect(self, launched: Launched, result: StepResult) -> None:
+        """Wait for a forward and add what it computed to `result`."""
+        participants = launched.participants()
+        try:
             try:
-                if not active.is_ready:
-                    continue
-            except TandemError as error:
-                self._end(active)
-                result.failures.append(Failure(active, error))
-            else:
-                self._compiling.remove(active)
-                self._scheduler.waiting.add(active)
+                tokens = launched.outcome.token_ids()
+                logprobs = launched.outcome.token_logprobs()
+            finally:
+                # Also of a forward that failed: it writes no more, and its pages are to go back.
+                for request in participants:
+                    request.num_launched -= 1
+            self._collect_chunks(launched, result)
+            self._collect_tokens(launched, tokens, logprobs, result)
+        finally:
+            for request in participants:
+                if request.stage is Stage.ENDED:
+                    self._let_go(request)
+        self.steps.collected(launched)
+
+    def _collect_chunks(self, launched: Launched, result: StepResult) -> None:
+        entries = launched.outcome.prompt_logprobs()
+        for end in launched.chunks:
+            mine, entries = entries[: len(end.told)], entries[len(end.told) :]
+            active = end.chunk.request
+            active.num_collected = end.num_computed
+            if active.stage is Stage.ENDED:
+                continue
+            result.chunks.append(Computed(active, end.chunk.num_tokens))
+            if mine or (end.chunk.is_last and _wants_only_position_0(active)):
+                result.prompt_logprobs.append(PromptLogprobs.run(active, end.told.start, mine))
+            if end.chunk.is_last:
+                self._scheduler.computed(active)
+        result.pages += [
+            pages for pages in launched.pages if pages.request.stage is not Stage.ENDED
+        ]
+
+    def _collect_tokens(
+        self,
+        launched: Launched,
+        tokens: Ints,
+        logprobs: dict[int, TokenLogprobs],
+        result: StepResult,
+    ) -> None:
+        slots, out = self._scheduler.slots, result.tokens
+        rows = np.array([request.slot for request in launched.sampled], np.int64)
+        slots.last_token[rows] = tokens
+        slots.num_pending[rows] -= 1
+        may_end = slots.num_tokens[rows] >= slots.max_tokens[rows]
+        may_end |= self._is_eos[tokens] & slots.stops_at_eos[rows]
+        may_end |= slots.ends_specially[rows]
+        columns = zip(
+            launched.sampled, launched.indexes, tokens.tolist(), may_end.tolist(), strict=True
+        )
+        for row, (request, index, token, is_end) in enumerate(columns):
+            if request.stage is Stage.ENDED:
+                continue  # it ended while this forward ran
+            finish = None
+            try:
+                if is_end or request.is_prompt_only:
+                    finish = self._accept_last(request, token)
+                else:
+                    request.accept(token)
+                    self.num_generated_tokens += 1
+            except GrammarViolated as error:
+                self._end(request)
+                result.failures.append(Failure(request, error))
+                continue
+            out.append(
+                Token(request, index, token, finish, logprobs.get(row) if logprobs else None)
+            )
+
+    def _accept_last(self, active: ActiveRequest, token: int) -> Finish | None:
+        """Append a token that may be a request's last here, and end the request when it is."""
+        active.accept(token)
+        self.num_generated_tokens += 1
+        finish = active.finish_at(token, self.shape.eos_token_ids)
+        if finish is not None or active.is_prompt_only:
+            self._end(active)
+        return finish
 
     def _end(self, active: ActiveRequest) -> None:
         if active in self._compiling:
@@ -393,5 +484,11 @@ class Engine:
             self._scheduler.slots.give_back(active)
 
 
-def _is_settled(active: ActiveRequest) -> bool:
+def _is_compiled(active: ActiveRequest) -> bool:
     return active.compiling is None or active.compiling.done()
+
+
+def _wants_only_position_0(active: ActiveRequest) -> bool:
+    wanted = active.request.logprobs
+    is_asked = wanted is not None and wanted.prompt_start == 0
+    return is_asked and active.num_prompt == 1 and len(active.token_ids) == 1

@@ -18,11 +18,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tandem.engine.attention import AttentionBackend, GraphBackend, PagedBatch, to_device
+from tandem.engine.attention import (
+    AttentionBackend,
+    GraphBackend,
+    PagedBatch,
+    PagedModel,
+    to_device,
+)
 from tandem.engine.config import EngineConfig
 from tandem.engine.forward import ForwardInputs, Wrote
 from tandem.engine.kv_pool import KVPool
-from tandem.engine.paged_model import PagedModel
 from tandem.engine.runner import ModelRunner, Runner, with_sampled
 from tandem.engine.shape import ModelShape
 from tandem.telemetry import log as logs
@@ -54,7 +59,7 @@ class GraphRunner:
         runner: Its pool has the scratch page, its backend is a `GraphBackend`.
         num_decodes: Sequences of the largest batch recorded.
         num_pages: Pages of the longest sequence.
-        scratch_page: See `make_pool`.
+        scratch_page: As `make_pool` adds it.
     """
 
     def __init__(
@@ -88,7 +93,7 @@ class GraphRunner:
 
     @property
     def device(self) -> torch.device:
-        """See `Runner.device`."""
+        """The runner's."""
         return self._runner.device
 
     @property
@@ -103,7 +108,7 @@ class GraphRunner:
         sampled: torch.Tensor | None = None,
         wrote: Wrote | None = None,
     ) -> torch.Tensor:
-        """See `Runner.forward`. A replay has no prompt in it, and tells of no layer."""
+        """Replay a forward, or run it; a replay has no prompt in it, and reports no layer."""
         graph = self._graph_for(inputs)
         if graph is None:
             return self._runner.forward(inputs, sampled, wrote)

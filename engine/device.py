@@ -6,7 +6,7 @@ such as too little memory, are errors of what was asked.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -15,23 +15,14 @@ from tandem.engine.errors import DeviceLost
 from tandem.wire.errors import ConfigInvalid
 
 
-class Gpus(Protocol):
-    """The GPUs of this machine, as `torch.cuda` has them."""
-
-    def device_count(self) -> int:
-        """Return how many this process sees."""
-        ...
-
-    def set_device(self, device: int) -> None:
-        """Make one the current device of this thread."""
-        ...
-
-
-def use_device(config: EngineConfig, gpus: Gpus = torch.cuda) -> None:
+def use_device(config: EngineConfig, gpus: Any = torch.cuda) -> None:
     """Have this thread compute on the device of `config`.
 
     Kernels of Triton, streams and events go to the thread's current device, whatever device their tensors
     are on. A thread that makes such things beside the engine's names the device itself.
+
+    Args:
+        gpus: Of this machine, as `torch.cuda` has them.
 
     Raises:
         ConfigInvalid: It is not there.

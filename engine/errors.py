@@ -1,4 +1,4 @@
-"""Errors of the engine's own, beside those of `tandem.wire.errors`."""
+"""Errors of the engine's own. Apart from `step`, which `grammar` must not import: requests have grammars."""
 
 from tandem.wire.errors import EngineFailed
 
@@ -17,5 +17,5 @@ class GrammarViolated(EngineFailed):
 class DeviceLost(BaseException):
     """The device computes nothing any more for this process: only another process may use it.
 
-    No `Exception`: whoever catches those to fail one request and go on must not catch this.
+    Not an `Exception`: code that catches those to fail one request and go on must not catch this.
     """

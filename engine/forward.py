@@ -1,16 +1,175 @@
-"""One forward as numbers: all that a rank needs to compute it, and nothing of requests."""
+"""One forward: the requests in it, their numbers by slot, and the arrays that a rank computes from.
+
+The arrays (`ForwardInputs`) know nothing of requests.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
+
+from tandem.engine.request import ActiveRequest
+from tandem.wire.generation import SamplingParams
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
 
 Wrote = Callable[[int], None]
 """Called with a layer's number once its K and V are in the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next `num_tokens` uncomputed tokens of one prompt.
+
+    Attributes:
+        is_last: Whether the request's next token can be sampled after it.
+    """
+
+    request: ActiveRequest
+    num_tokens: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The requests of one forward.
+
+    Attributes:
+        decodes: One token each.
+        rows: Their slots. Shape (len(decodes),).
+        chunks: Parts of prompts.
+    """
+
+    decodes: list[ActiveRequest]
+    rows: Ints
+    chunks: list[Chunk]
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.chunks)
+
+    def sampled(self) -> list[ActiveRequest]:
+        """Return the requests whose next token the forward chooses, in order."""
+        return self.decodes + [chunk.request for chunk in self.chunks if chunk.is_last]
+
+
+class Slots:
+    """Requests with pages as columns of numbers, so that a step is a few array operations.
+
+    A slot is one row of every column. What changes with each token is here and not in `ActiveRequest`.
+
+    Attributes:
+        page_ids: Pages in order, padded with stale numbers. Shape (num_slots, max_pages).
+        num_pages: Shape (num_slots,), as are all that follow.
+        num_tokens: Tokens that are known or sampled and not yet read.
+        max_tokens: Length at which generation ends; 0 in a free slot.
+        last_token: Valid where `num_pending` is 0.
+        num_pending: Sampled tokens not yet read.
+        source: Row of the newest forward's sampled ids, where `num_pending` is not 0.
+        next_index: Index of the token that the next forward samples.
+        stops_at_eos: Whether an end-of-sequence token ends it.
+        is_special: Whether its logits are changed before a token is chosen: the token before must be
+            known on the host.
+        ends_specially: Whether it has stop ids of its own.
+    """
+
+    def __init__(self, num_slots: int, max_pages: int) -> None:
+        self.page_ids = np.zeros((num_slots, max_pages), np.int32)
+        self.num_pages = np.zeros(num_slots, np.int64)
+        self.num_tokens = np.zeros(num_slots, np.int64)
+        self.max_tokens = np.zeros(num_slots, np.int64)
+        self.last_token = np.zeros(num_slots, np.int64)
+        self.num_pending = np.zeros(num_slots, np.int64)
+        self.source = np.zeros(num_slots, np.int64)
+        self.next_index = np.zeros(num_slots, np.int64)
+        self.seed = np.zeros(num_slots, np.uint64)
+        self.temperature = np.zeros(num_slots, np.float32)
+        self.top_k = np.zeros(num_slots, np.int64)
+        self.top_p = np.zeros(num_slots, np.float64)
+        self.min_p = np.zeros(num_slots, np.float32)
+        self.stops_at_eos = np.zeros(num_slots, np.bool_)
+        self.is_special = np.zeros(num_slots, np.bool_)
+        self.ends_specially = np.zeros(num_slots, np.bool_)
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_used(self) -> int:
+        """Requests that have a slot."""
+        return len(self.num_pages) - len(self._free)
+
+    @property
+    def has_free(self) -> bool:
+        """Whether one more request fits."""
+        return bool(self._free)
+
+    def take(self, active: ActiveRequest) -> None:
+        """Give a request with pages a slot, and fill its columns."""
+        active.slot = slot = self._free.pop()
+        sampling = active.request.sampling
+        self.num_pages[slot] = 0
+        self.add_pages(active, active.page_ids)
+        self.num_tokens[slot] = len(active.token_ids)
+        self.max_tokens[slot] = active.num_prompt if active.is_prompt_only else active.max_tokens
+        self.last_token[slot] = active.token_ids[-1]
+        self.num_pending[slot] = 0
+        self.next_index[slot] = active.next_index
+        self.seed[slot] = active.seed % 2**64
+        self.temperature[slot] = sampling.temperature
+        self.top_k[slot] = sampling.top_k if sampling.top_k > 0 else np.iinfo(np.int64).max
+        self.top_p[slot] = sampling.top_p
+        self.min_p[slot] = sampling.min_p
+        self.stops_at_eos[slot] = not sampling.ignore_eos
+        self.is_special[slot] = _is_special(sampling)
+        self.ends_specially[slot] = bool(sampling.stop_token_ids)
+
+    def give_back(self, active: ActiveRequest) -> None:
+        """Free the slot of a request."""
+        self.max_tokens[active.slot] = self.num_tokens[active.slot] = 0
+        self._free.append(active.slot)
+        active.slot = -1
+
+    def add_pages(self, active: ActiveRequest, page_ids: list[int]) -> None:
+        """Append pages to the request's row of the page table."""
+        slot, start = active.slot, int(self.num_pages[active.slot])
+        self.page_ids[slot, start : start + len(page_ids)] = page_ids
+        self.num_pages[slot] += len(page_ids)
+
+    def launched(self, rows: Ints) -> None:
+        """Count the token that a forward samples for each of these slots, in the order of its rows."""
+        self.num_tokens[rows] += 1
+        self.next_index[rows] += 1
+        self.num_pending[rows] += 1
+        self.source[rows] = np.arange(len(rows))
+
+    def landed(self, active: ActiveRequest, first_token: int) -> None:
+        """Take over the first token and the seed that another node chose."""
+        slot = active.slot
+        self.seed[slot] = active.seed % 2**64
+        self.num_tokens[slot] += 1
+        self.next_index[slot] += 1
+        self.last_token[slot] = first_token
+
+    def remaining_tokens(self) -> Ints:
+        """Return how many tokens each slot may still grow by; 0 in free ones."""
+        remaining: Ints = np.maximum(self.max_tokens - self.num_tokens, 0)
+        return remaining
+
+    @override
+    def __repr__(self) -> str:
+        return f"Slots({self.num_used} of {len(self.num_pages)} used)"
+
+
+def _is_special(sampling: SamplingParams) -> bool:
+    return bool(
+        sampling.logit_bias
+        or sampling.frequency_penalty
+        or sampling.presence_penalty
+        or sampling.repetition_penalty != 1.0
+        or sampling.min_new_tokens
+        or sampling.grammar is not None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +215,81 @@ class ForwardInputs:
         lengths = np.diff(self.query_starts)
         sequences = np.repeat(np.arange(len(lengths)), lengths)
         return self.page_table[sequences, self.positions // page_size].astype(np.int64)
+
+
+def forward_inputs(batch: Batch, slots: Slots, page_size: int) -> ForwardInputs:
+    """Return the inputs of a forward: decoding requests first, then chunks.
+
+    The rows of logits are those whose token is sampled, in that order, then those that prompt
+    log-probabilities are read from, chunk by chunk.
+    """
+    rows = batch.rows
+    lengths = slots.num_tokens[rows]
+    decodes = ForwardInputs(
+        token_ids=slots.last_token[rows],
+        sources=np.where(slots.num_pending[rows] > 0, slots.source[rows], -1),
+        positions=lengths - 1,
+        query_starts=np.arange(len(rows) + 1, dtype=np.int32),
+        kv_lens=lengths.astype(np.int32),
+        page_table=slots.page_ids[rows, : _width(lengths, page_size)],
+        num_decodes=len(rows),
+        logit_rows=np.arange(len(rows)),
+    )
+    return decodes if not batch.chunks else _with_chunks(decodes, batch.chunks, slots, page_size)
+
+
+def prompt_rows(chunk: Chunk) -> range:
+    """Return the prompt positions whose log-probabilities this chunk's logits give.
+
+    The logits at position p are of the token at p + 1; `num_computed` is that before the chunk.
+    """
+    wanted, active = chunk.request.request.logprobs, chunk.request
+    if wanted is None or wanted.prompt_start < 0:
+        return range(0)
+    begin = max(active.num_computed + 1, wanted.prompt_start, active.told_until, 1)
+    end = min(active.num_computed + chunk.num_tokens + 1, active.num_prompt)
+    return range(begin, max(begin, end))
+
+
+def _with_chunks(
+    decodes: ForwardInputs, chunks: list[Chunk], slots: Slots, page_size: int
+) -> ForwardInputs:
+    begins = [chunk.request.num_computed for chunk in chunks]
+    sizes = [chunk.num_tokens for chunk in chunks]
+    ends = _ints(begins) + sizes
+    starts = decodes.num_rows + np.concatenate([[0], np.cumsum(sizes)])
+    token_ids = [
+        chunk.request.token_ids[begin : begin + size]
+        for chunk, begin, size in zip(chunks, begins, sizes, strict=True)
+    ]
+    last_rows = [
+        start - 1 for start, chunk in zip(starts[1:], chunks, strict=True) if chunk.is_last
+    ]
+    told_rows = [
+        np.arange(positions.start, positions.stop) - 1 - begin + start
+        for positions, begin, start in zip(map(prompt_rows, chunks), begins, starts, strict=False)
+    ]
+    width = max(_width(ends, page_size), decodes.page_table.shape[1])
+    rows = np.array([chunk.request.slot for chunk in chunks])
+    table = np.zeros((decodes.num_decodes, width), np.int32)
+    table[:, : decodes.page_table.shape[1]] = decodes.page_table
+    return ForwardInputs(
+        token_ids=np.concatenate([decodes.token_ids, *map(_ints, token_ids)]),
+        sources=np.concatenate([decodes.sources, np.full(sum(sizes), -1)]),
+        positions=np.concatenate(
+            [decodes.positions, *(np.arange(a, b) for a, b in zip(begins, ends, strict=True))]
+        ),
+        query_starts=np.concatenate([decodes.query_starts[:-1], starts]).astype(np.int32),
+        kv_lens=np.concatenate([decodes.kv_lens, ends]).astype(np.int32),
+        page_table=np.concatenate([table, slots.page_ids[rows, :width]]),
+        num_decodes=decodes.num_decodes,
+        logit_rows=np.concatenate([decodes.logit_rows, _ints(last_rows), *told_rows]),
+    )
+
+
+def _width(lengths: Ints, page_size: int) -> int:
+    return -(-int(lengths.max(initial=0)) // page_size)
+
+
+def _ints(values: list[int]) -> Ints:
+    return np.array(values, np.int64)

@@ -1,12 +1,12 @@
 """Which token may come next: the state of each request's grammar and the masks of a batch.
 
-How a grammar goes with the other rules on ends:
+How a grammar combines with the other rules on ends:
 
 - End-of-sequence ids are allowed exactly where the text may end. One ends the grammar; after it only
   they are allowed, so that `ignore_eos` adds nothing but them until the length runs out.
 - `stop_token_ids` outside of the grammar are never chosen; inside they end the generation early.
-- `min_new_tokens` bans ends only while the grammar leaves another choice (`leaves_only` tells):
-  where it does not, the grammar wins and the answer is shorter.
+- `min_new_tokens` bans ends only while the grammar leaves another choice (see `leaves_only`).
+  Where it does not, the grammar wins and the answer is shorter.
 - A state that no token of the vocabulary continues counts as the grammar's end.
 """
 
@@ -27,6 +27,9 @@ class GrammarState:
         compiled: May be shared by any number of states.
         sent: Token ids already generated, by whichever node and attempt.
 
+    Attributes:
+        is_terminated: Whether an end of sequence was accepted.
+
     Raises:
         GrammarViolated: `sent` does not follow the grammar.
     """
@@ -37,12 +40,12 @@ class GrammarState:
         self._eos_token_ids = frozenset(self.matcher.stop_token_ids)
         self._num_accepted = 0
         self._is_dead_end = False
-        self.is_terminated = False  # an end of sequence was accepted
+        self.is_terminated = False
         for token in sent:
             self.accept(token)
 
     def accept(self, token_id: int) -> None:
-        """Go on by one token. Not while a `Pending` that began with this state is unwaited.
+        """Go on by one token. Not while masks that began with this state are being filled.
 
         Raises:
             GrammarViolated: The token is not allowed here.
@@ -60,7 +63,7 @@ class GrammarState:
     def is_complete(self) -> bool:
         """Whether the text so far may be the whole."""
         if not self._is_dead_end and not self.matcher.is_completed():
-            # Nobody may have asked for the mask, in a replay.
+            # In a replay nobody has asked for the mask, which finds a dead end.
             self.fill(xgrammar.allocate_token_bitmask(1, self._vocab_size), 0)
         return self._is_dead_end or self.matcher.is_completed()
 
@@ -86,22 +89,6 @@ class GrammarState:
             _bytes_of(mask)[token >> 3] |= 1 << (token & 7)
 
 
-class Pending:
-    """Masks that a thread fills."""
-
-    def __init__(self, future: Future[torch.Tensor] | None) -> None:
-        self._future = future
-
-    def wait(self) -> torch.Tensor | None:
-        """Return the masks once they are filled.
-
-        Returns:
-            int32 on the CPU, shape (num_rows, ceil(vocab_size / 32)), bit i of a row for token i;
-            None when no row has a grammar.
-        """
-        return None if self._future is None else self._future.result()
-
-
 class GrammarMasks:
     """Fills the masks of a batch in a thread of its own, while the forward runs.
 
@@ -116,14 +103,18 @@ class GrammarMasks:
         self._library = xgrammar.BatchGrammarMatcher()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
 
-    def begin(self, states: Sequence[GrammarState | None]) -> Pending:
-        """Start filling one row for each state; None allows every token.
+    def begin(self, states: Sequence[GrammarState | None]) -> Future[torch.Tensor] | None:
+        """Start filling one row for each state; a state of None allows every token.
 
-        The states must not change before `Pending.wait` returned.
+        The states must not change before the result is there.
+
+        Returns:
+            None when no row has a grammar. Else masks, int32 on the CPU, shape
+            (num_rows, ceil(vocab_size / 32)); bit i of a row is for token i.
         """
         if not any(state is not None for state in states):
-            return Pending(None)
-        return Pending(self._thread.submit(self._fill, list(states)))
+            return None
+        return self._thread.submit(self._fill, list(states))
 
     def close(self) -> None:
         """End the thread."""
@@ -150,7 +141,7 @@ def apply_masks(logits: torch.Tensor, masks: torch.Tensor) -> None:
 
     Args:
         logits: Shape (num_rows, vocab_size).
-        masks: From `Pending.wait`, for the same rows.
+        masks: From `GrammarMasks`, for the same rows.
     """
     # Bytes instead of words: a quarter of the memory while the bits are spread out.
     packed = masks.to(logits.device, non_blocking=True).view(torch.uint8)
@@ -160,10 +151,10 @@ def apply_masks(logits: torch.Tensor, masks: torch.Tensor) -> None:
 
 
 def leaves_only(masks: torch.Tensor, row: int, token_ids: Collection[int]) -> bool:
-    """Return whether a row allows none but these tokens, so that a ban on them must not be.
+    """Return whether a row allows none but these tokens, so that banning them would leave nothing.
 
     Args:
-        masks: From `Pending.wait`, on the CPU.
+        masks: From `GrammarMasks`, on the CPU.
         token_ids: Those outside of the vocabulary count for nothing.
     """
     left = _bytes_of(masks[row]).copy()

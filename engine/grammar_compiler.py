@@ -1,29 +1,27 @@
 """Grammars become automata over the model's tokens, beside the engine's loop.
 
-```
- QUEUED ──worker free──▶ RUNNING ──compiled, refused──▶ SETTLED
-                         RUNNING ──time limit──▶ SETTLED (too complex) ──compiled after all──▶ SETTLED
-```
+xgrammar compiles them and keeps them. It releases the interpreter's lock while it compiles (in one
+compilation of 24 s, another thread never paused for over 9 ms), so threads suffice. A thread cannot be
+ended: one that passes the time limit is left to itself, and holds its worker until it is done.
 
-A compilation runs in a thread: the library gives the interpreter's lock away while it compiles
-(in one of 24 s, another thread never paused for over 9 ms), whereas handing results between processes
-costs more than making them (that one: 160 s and 784 MB of JSON). A thread cannot be ended, so one that
-passes the time limit is left to itself and another takes its place, a few times.
+The vocabulary is read from tokenizer.json by a child process, for which this file is also a program. The
+tokenizer library holds the lock while it parses: 0.4 s for 49 thousand tokens, several times that for the
+largest, in which the engine's loop would stand still and its peers might take the node for lost.
 """
 
 import json
 import os
-import queue
 import re
+import subprocess
+import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import xgrammar
+from transformers import PreTrainedTokenizerFast
 
-from tandem.engine.vocabulary import load_vocabulary
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import EngineFailed, InvalidRequest, Overloaded, TandemError
 from tandem.wire.generation import Grammar
@@ -31,14 +29,10 @@ from tandem.wire.generation import Grammar
 log = get_logger(__name__)
 
 CompiledGrammar = xgrammar.CompiledGrammar
-Compile = Callable[[xgrammar.GrammarCompiler, Grammar], CompiledGrammar]
 
-# One large grammar does not make the next one wait.
-_NUM_WORKERS = 2
-# Threads past the time limit that are replaced; each takes a core until it is done.
-_MAX_LATE = 2
+# One large grammar does not make the next one wait, nor do two that pass their limit.
+_NUM_WORKERS = 3
 _MAX_QUEUED = 256
-_MAX_CACHED = 256
 # The largest of a few dozen real schemas took 21 MB; a chat's tools well under 1 MB.
 _MAX_CACHED_BYTES = 256 << 20
 _MAX_TEXT_BYTES = 256 << 10
@@ -55,38 +49,31 @@ _JSON_CHARACTER = r'(([^\0-\x1f\"\\]) | ("\\" basic_escape))'
 # The library writes \xdf and reads as many digits as follow; \u00df has four. A pair of backslashes
 # is matched so that what follows it is not taken for an escape.
 _SHORT_ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|.)")
-# Where the library's source says it, before what it says.
+# The place in the library's source that begins its errors.
 _ORIGIN = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: |Check failed: \(.*?\) is false: ")
+# Reading a vocabulary takes 3 s for 49 thousand tokens on two cores, nearly all of it imports.
+_VOCABULARY_LIMIT_S = 120
 
 
 class _Job:
-    """A grammar and what became of it; `future` is replaced when it compiles after its limit."""
+    """A grammar that is queued or being compiled."""
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
-        self.future = _new_future()
-        self.timer: threading.Timer | None = None
-        self.is_settled = False
-        self.is_late = False
-        self.size_bytes = 0
-
-    def settle(self) -> Future[CompiledGrammar]:
-        """Return the future that the caller alone has to resolve; needs the lock."""
-        self.is_settled = True
-        return self.future
+        self.future: Future[CompiledGrammar] = Future()
+        self.future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+        self.is_settled = self.is_late = False
 
 
 class GrammarCompiler:
-    """Compiles each grammar once, keeps the last ones, and lets nobody wait for long.
+    """Compiles each grammar once, and lets nobody wait for long.
 
-    The first `compile` also reads the model's vocabulary, which takes seconds; compiling
-    `Grammar(kind="json_object")` at start takes that off the first client.
+    The first `compile` also reads the model's vocabulary, which takes seconds.
 
     Args:
         vocab_size: Width of the logits; may be larger than the tokenizer's vocabulary.
         eos_token_ids: What may follow a finished grammar.
         time_limit_s: After this long a grammar counts as too complex. The vocabulary is not in it.
-        compile_with: Does the work, in a worker thread.
     """
 
     def __init__(
@@ -96,81 +83,65 @@ class GrammarCompiler:
         eos_token_ids: frozenset[int],
         *,
         time_limit_s: float = 10.0,
-        compile_with: Compile | None = None,
     ) -> None:
         self._model = (model_dir, vocab_size, eos_token_ids)
         self._time_limit_s = time_limit_s
-        self._compile_with = compile_with or compile_text
+        self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="grammar-compiler")
         self._lock = threading.Lock()
-        self._jobs: OrderedDict[Grammar, _Job] = OrderedDict()
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._num_workers = self._num_late = 0
+        # Under way. Finished ones are in the library's cache.
+        self._jobs: dict[Grammar, _Job] = {}
+        self._num_late = 0
         self._library: xgrammar.GrammarCompiler | None = None
         self._library_lock = threading.Lock()
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        """Return the compiled grammar as a future; never blocks, equal grammars share one.
+        """Return the compiled grammar as a future; never blocks.
 
         The future cannot be cancelled: others may wait for it. Its exceptions:
             InvalidRequest: The grammar is wrong or too complex, or the model cannot do it.
-            Overloaded: Others' grammars keep every worker busy.
-            EngineFailed: Our fault; the log says more.
+            Overloaded: Other grammars keep every worker busy.
+            EngineFailed: A fault of this node; the log has more.
         """
         with self._lock:
             job = self._jobs.get(grammar)
             if job is not None:
-                self._jobs.move_to_end(grammar)
                 return job.future
-            self._fill_pool()
-            if self._num_workers == 0 or self._queue.qsize() >= _MAX_QUEUED:
-                return _failed(_overloaded())
-            job = self._jobs[grammar] = _Job(grammar)
-            self._queue.put(job)
-            return job.future
+            job = _Job(grammar)
+            has_room = self._num_late < _NUM_WORKERS and len(self._jobs) < _MAX_QUEUED
+            if has_room:
+                self._jobs[grammar] = job
+        try:
+            if has_room:
+                self._workers.submit(self._work, job)
+        except RuntimeError as error:  # the machine allows this process no further thread
+            log.warning("grammar.no_thread", reason=str(error))
+            has_room = False
+        if not has_room:
+            self._settle(job, _overloaded(), is_over=True)
+        return job.future
 
     def close(self) -> None:
-        """End the workers once they are done with what is queued."""
-        for _ in range(_NUM_WORKERS + _MAX_LATE):
-            self._queue.put(None)
+        """Take no more grammars; those under way end in their own time."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
 
-    # ── in the worker threads ────────────────────────────────────────────────────────────────────
-
-    def _fill_pool(self) -> None:
-        """Start what is missing of the workers, unless too many are late; needs the lock."""
-        while (
-            self._num_workers < _NUM_WORKERS
-            and self._num_workers + self._num_late < _NUM_WORKERS + _MAX_LATE
-        ):
-            # A daemon: a runaway compilation must not hold up the end of the process.
-            thread = threading.Thread(target=self._work, name="grammar-compiler", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # the machine allows this process no further thread
-                log.warning("grammar.no_thread", reason=str(error), num_workers=self._num_workers)
-                return
-            self._num_workers += 1
-
-    def _work(self) -> None:
-        while (job := self._queue.get()) is not None:
-            self._settle(job, self._outcome(job))
-            if job.is_late and not self._rejoin():
-                return
-
-    def _outcome(self, job: _Job) -> CompiledGrammar | TandemError:
+    def _work(self, job: _Job) -> None:
+        if job.is_settled:
+            return
+        timer = threading.Timer(self._time_limit_s, self._give_up, [job])
+        timer.daemon = True
         try:
             library = self._ready_library()
-            self._start_clock(job)
-            compiled = self._compile_with(library, job.grammar)
-            job.size_bytes = compiled.memory_size_bytes
+            timer.start()
+            outcome: CompiledGrammar | TandemError = compile_text(library, job.grammar)
         except TandemError as error:
-            return error
+            outcome = error
         except Exception as error:
-            # The top of the thread's loop, and a native library that raises what it likes: the request
-            # that waits fails, and the next one is compiled.
+            # The top of a worker, and a native library that raises what it likes: the request that waits
+            # fails, and the next grammar is compiled.
             log.exception("grammar.failed", kind=job.grammar.kind)
-            return EngineFailed(f"compiling the grammar failed: {type(error).__name__}")
-        else:
-            return compiled
+            outcome = EngineFailed(f"compiling the grammar failed: {type(error).__name__}")
+        timer.cancel()
+        self._settle(job, outcome, is_over=True)
 
     def _ready_library(self) -> xgrammar.GrammarCompiler:
         with self._library_lock:
@@ -178,80 +149,49 @@ class GrammarCompiler:
                 # Half the cores at most: the engine may compute on them.
                 threads = max(1, min(8, (os.cpu_count() or 1) // 2))
                 self._library = xgrammar.GrammarCompiler(
-                    load_vocabulary(*self._model), max_threads=threads, cache_enabled=False
+                    load_vocabulary(*self._model),
+                    max_threads=threads,
+                    cache_limit_bytes=_MAX_CACHED_BYTES,
                 )
             return self._library
 
-    def _start_clock(self, job: _Job) -> None:
-        job.timer = threading.Timer(self._time_limit_s, self._give_up, [job])
-        job.timer.daemon = True
-        job.timer.start()
-
-    def _settle(self, job: _Job, outcome: CompiledGrammar | TandemError) -> None:
-        if job.timer is not None:
-            job.timer.cancel()
-        with self._lock:
-            if job.is_settled:  # too late for those who waited, not for who asks again
-                job.future = _new_future()
-            future = job.settle()
-            if isinstance(outcome, TandemError) and not isinstance(outcome, InvalidRequest):
-                self._forget(job)
-            self._evict()
-        # Outside of the lock: who waits may call back into `compile`.
-        if isinstance(outcome, TandemError):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
-
     def _give_up(self, job: _Job) -> None:
-        """Refuse a request whose grammar takes too long, and replace the worker that it holds."""
-        stranded: list[_Job] = []
+        """Refuse a grammar that takes too long, and those behind it once no worker is left for them."""
         with self._lock:
             if job.is_settled:
                 return
             job.is_late = True
-            future = job.settle()
-            self._num_workers -= 1
             self._num_late += 1
-            self._fill_pool()
-            if self._num_workers == 0:
-                stranded = self._empty_queue()
+            is_stuck = self._num_late == _NUM_WORKERS
+            stranded = list(self._jobs.values()) if is_stuck else []
         log.warning("grammar.too_complex", kind=job.grammar.kind, num_late=self._num_late)
-        future.set_exception(_too_complex())
+        self._settle(job, _too_complex())
         for other in stranded:
-            other.settle().set_exception(_overloaded())
+            if not other.is_late:
+                self._settle(other, _overloaded(), is_over=True)
 
-    def _empty_queue(self) -> list[_Job]:
-        """Take out what no worker is left for; needs the lock."""
-        stranded: list[_Job] = []
-        while not self._queue.empty():
-            if (job := self._queue.get()) is not None:
-                self._forget(job)
-                stranded.append(job)
-        return stranded
+    def _settle(
+        self, job: _Job, outcome: CompiledGrammar | TandemError, *, is_over: bool = False
+    ) -> None:
+        """Resolve a job's future, unless that is done.
 
-    def _rejoin(self) -> bool:
-        """After a late end: True when the pool lacks a worker."""
+        Args:
+            is_over: No worker has it any more, so that the same grammar can be asked for anew.
+        """
         with self._lock:
-            self._num_late -= 1
-            if self._num_workers >= _NUM_WORKERS:
-                return False
-            self._num_workers += 1
-            return True
-
-    def _forget(self, job: _Job) -> None:
-        if self._jobs.get(job.grammar) is job:
-            del self._jobs[job.grammar]
-
-    def _evict(self) -> None:
-        """Drop settled jobs, the longest unasked first, until the bounds hold; needs the lock."""
-        num, size_bytes = len(self._jobs), sum(job.size_bytes for job in self._jobs.values())
-        for job in list(self._jobs.values()):
-            if num <= _MAX_CACHED and size_bytes <= _MAX_CACHED_BYTES:
-                return
+            if is_over:
+                self._num_late -= job.is_late
+                job.is_late = False
+                if self._jobs.get(job.grammar) is job:
+                    del self._jobs[job.grammar]
             if job.is_settled:
-                del self._jobs[job.grammar]
-                num, size_bytes = num - 1, size_bytes - job.size_bytes
+                return
+            job.is_settled = True
+        # Outside of the lock: callbacks may call `compile`.
+        if isinstance(outcome, TandemError):
+            job.future.set_exception(outcome)
+        else:
+            job.future.set_result(outcome)
 
 
 def compile_text(library: xgrammar.GrammarCompiler, grammar: Grammar) -> CompiledGrammar:
@@ -320,18 +260,6 @@ def _name(grammar: Grammar) -> str:
     }[grammar.kind]
 
 
-def _new_future() -> Future[CompiledGrammar]:
-    future: Future[CompiledGrammar] = Future()
-    future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
-    return future
-
-
-def _failed(error: TandemError) -> Future[CompiledGrammar]:
-    future = _new_future()
-    future.set_exception(error)
-    return future
-
-
 def _too_complex() -> InvalidRequest:
     return InvalidRequest(
         "the grammar is too complex to compile in time; "
@@ -341,3 +269,77 @@ def _too_complex() -> InvalidRequest:
 
 def _overloaded() -> Overloaded:
     return Overloaded("other grammars keep the compilers busy; try again later")
+
+
+# ── the vocabulary ───────────────────────────────────────────────────────────────────────────────
+
+
+def load_vocabulary(
+    model_dir: Path, vocab_size: int, eos_token_ids: Iterable[int]
+) -> xgrammar.TokenizerInfo:
+    """Return the bytes of every token id; blocks for seconds, without the interpreter's lock.
+
+    Args:
+        vocab_size: Width of the logits, at least that of the tokenizer.
+        eos_token_ids: What may follow a finished grammar; at least one below `vocab_size`.
+
+    Raises:
+        InvalidRequest: The model has no tokenizer.json, or no end of sequence.
+        EngineFailed: The child died or could not read the file; the log has its output.
+    """
+    if not (model_dir / "tokenizer.json").is_file():
+        raise InvalidRequest(
+            "structured output needs the model's tokenizer, and this model has no tokenizer.json"
+        )
+    ends = [str(token) for token in sorted(eos_token_ids) if 0 <= token < vocab_size]
+    if not ends:
+        raise InvalidRequest(
+            "structured output needs a model with an end-of-sequence token, and this one has none"
+        )
+    program = [sys.executable, "-P", "-m", "tandem.engine.grammar_compiler"]
+    try:
+        done = subprocess.run(  # noqa: S603 - our own module, arguments as a list
+            [*program, str(model_dir), str(vocab_size), *ends],
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_VOCABULARY_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise EngineFailed(f"reading tokenizer.json took over {_VOCABULARY_LIMIT_S} s") from error
+    if done.returncode:
+        words = done.stderr.decode(errors="replace").strip()[-2000:]
+        log.error("grammar.vocabulary_failed", status=done.returncode, stderr=words)
+        raise EngineFailed("structured output is out of order: tokenizer.json cannot be read")
+    return xgrammar.TokenizerInfo.deserialize_json(done.stdout.decode())
+
+
+def _read_vocabulary(
+    model_dir: Path, vocab_size: int, eos_token_ids: list[int]
+) -> xgrammar.TokenizerInfo:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(model_dir / "tokenizer.json"))
+    raw = xgrammar.TokenizerInfo.from_huggingface(
+        tokenizer, vocab_size=vocab_size, stop_token_ids=eos_token_ids
+    )
+    tokens: list[bytes | str] = [""] * vocab_size
+    for token, token_id in tokenizer.get_vocab().items():
+        if token_id < vocab_size:
+            tokens[token_id] = token
+    # The library knows special tokens by their look and takes `<|im_start|>` for its twelve
+    # characters. Without text, no grammar allows it: the detokenizer would leave it out.
+    for token_id, added in tokenizer.added_tokens_decoder.items():
+        if added.special and token_id < vocab_size:
+            tokens[token_id] = ""
+    return xgrammar.TokenizerInfo.from_vocab_and_metadata(tokens, raw.dump_metadata())
+
+
+def main() -> int:
+    """Write the table of `model_dir vocab_size eos_token_id...` to standard output."""
+    model_dir, vocab_size, *ends = sys.argv[1:]
+    info = _read_vocabulary(Path(model_dir), int(vocab_size), [int(end) for end in ends])
+    sys.stdout.write(info.serialize_json())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,20 +1,204 @@
-"""The pool of pages and the prefix cache over it, as one owner of every page."""
+"""Who owns each page of one pool, and the prefix cache over it. Pure bookkeeping: no tensors, no I/O.
 
-from collections.abc import Sequence
+```
+ free ──allocate──▶ held ──release, in the prefix cache──▶ cached ──match──▶ held
+  ▲                  ▲ └───release, not cached──▶ free        └──evict──▶ free
+  │                  └──land────────────────────────────┐
+  ├──grant──▶ granted ──────────────────────────────────┘
+  │             ├──reclaim (the writer reported Released)──▶ free
+  │             └──quarantine (withdrawn, not confirmed)──▶ quarantined
+  └──reclaim (confirmed, or the writer is fenced)────────────────┘
+```
 
-from tandem.engine.pages import PageCounts, PagePool, PageState
+A page granted to a remote writer goes back only through `land` or `reclaim`: with one-sided writes a
+late write into a page that was given to another request corrupts that request silently.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+
+import msgspec
+from typing_extensions import override
+
 from tandem.engine.prefix_cache import MissingPages, PrefixCache, PrefixMatch
 from tandem.wire.page_keys import PageKey, PageSpace
 from tandem.wire.prefix_journal import PrefixJournal
 
 
-class KVCache:
-    """Hands out pages and takes them back.
+class PageState(Enum):
+    """The one state a page is in."""
+
+    FREE = "free"
+    CACHED = "cached"
+    HELD = "held"
+    GRANTED = "granted"
+    QUARANTINED = "quarantined"
+
+
+class PageStateError(AssertionError):
+    """A page was moved along an arrow that does not exist: a bug, named with page and state."""
+
+
+class PageCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Number of pages in each state; they sum to `total`."""
+
+    total: int
+    free: int
+    cached: int
+    held: int
+    granted: int
+    quarantined: int
+
+
+class PagePool:
+    """States and reader counts of pages 0 ... num_pages-1.
+
+    Args:
+        is_cached: Tells whether a page without a reader is kept for what is in it.
+        evict: Called with a number of pages when too few are free; returns that many cached pages,
+            least recently used first, that the prefix cache has now forgotten.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        is_cached: Callable[[int], bool] = lambda _page: False,
+        evict: Callable[[int], Sequence[int]] = lambda _num: (),
+    ) -> None:
+        self.num_pages = num_pages
+        self._is_cached = is_cached
+        self._evict = evict
+        self._states = [PageState.FREE] * num_pages
+        self._readers = [0] * num_pages
+        # Popped from the end, so low ids go first: neighbours are copied in one run.
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._num_in = Counter({PageState.FREE: num_pages})
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` or `grant` could hand out now."""
+        return len(self._free) + self._num_in[PageState.CACHED]
+
+    def allocate(self, num_pages: int) -> list[int] | None:
+        """Hold free pages with one reader, evicting cached ones; None when there are too few."""
+        return self._take(num_pages, PageState.HELD, readers=1)
+
+    def grant(self, num_pages: int) -> list[int] | None:
+        """Set pages aside for a remote writer; None when there are too few."""
+        return self._take(num_pages, PageState.GRANTED, readers=0)
+
+    def hold(self, page_ids: Iterable[int]) -> None:
+        """Add a reader to cached or held pages."""
+        for page in page_ids:
+            if self._states[page] is PageState.CACHED:
+                self._move(page, PageState.HELD)
+            self._require(page, PageState.HELD)
+            self._readers[page] += 1
+
+    def release(self, page_ids: Sequence[int]) -> None:
+        """Drop one reader of each page. The last one frees it, or leaves it cached."""
+        for page in page_ids:
+            self._require(page, PageState.HELD)
+            self._readers[page] -= 1
+            if self._readers[page]:
+                continue
+            if self._is_cached(page):
+                self._move(page, PageState.CACHED)
+            else:
+                self._put_back(page)
+
+    def land(self, page_ids: Iterable[int]) -> None:
+        """Take over granted pages: every byte has arrived. They now have one reader."""
+        for page in page_ids:
+            self._require(page, PageState.GRANTED)
+            self._move(page, PageState.HELD)
+            self._readers[page] = 1
+
+    def quarantine(self, page_ids: Iterable[int]) -> None:
+        """Withdraw a grant whose writer has not confirmed yet."""
+        for page in page_ids:
+            self._require(page, PageState.GRANTED)
+            self._move(page, PageState.QUARANTINED)
+
+    def reclaim(self, page_ids: Iterable[int]) -> None:
+        """Free granted or quarantined pages: no write can arrive any more."""
+        for page in page_ids:
+            self._require(page, PageState.GRANTED, PageState.QUARANTINED)
+            self._put_back(page)
+
+    def forget(self, page_ids: Iterable[int]) -> None:
+        """Free cached pages that the prefix cache has dropped."""
+        for page in page_ids:
+            self._require(page, PageState.CACHED)
+            self._put_back(page)
+
+    def state(self, page: int) -> PageState:
+        """Return the state of one page."""
+        return self._states[page]
+
+    def counts(self) -> PageCounts:
+        """Return how many pages are in each state."""
+        return PageCounts(
+            total=self.num_pages,
+            **{state.value: self._num_in[state] for state in PageState},
+        )
+
+    def check_integrity(self) -> None:
+        """Raise `PageStateError` unless every page is in exactly one state and counted once."""
+        num_in, free = Counter(self._states), set(self._free)
+        if num_in != self._num_in:
+            raise PageStateError(f"counted {self._num_in}, there are {num_in}")
+        if len(free) != len(self._free) or len(free) != num_in[PageState.FREE]:
+            raise PageStateError(f"{len(self._free)} pages on the free list, of {num_in}")
+        for page, (state, readers) in enumerate(zip(self._states, self._readers, strict=True)):
+            if (readers > 0) != (state is PageState.HELD) or (page in free) != (
+                state is PageState.FREE
+            ):
+                raise PageStateError(f"page {page} is {state.value} with {readers} readers")
+
+    def _take(self, num_pages: int, state: PageState, readers: int) -> list[int] | None:
+        if num_pages > self.num_available:
+            return None
+        if num_pages > len(self._free):
+            self.forget(self._evict(num_pages - len(self._free)))
+        taken = [self._free.pop() for _ in range(num_pages)]
+        for page in taken:
+            self._move(page, state)
+            self._readers[page] = readers
+        return taken
+
+    def _put_back(self, page: int) -> None:
+        self._move(page, PageState.FREE)
+        self._readers[page] = 0
+        self._free.append(page)
+
+    def _move(self, page: int, state: PageState) -> None:
+        self._num_in[self._states[page]] -= 1
+        self._num_in[state] += 1
+        self._states[page] = state
+
+    def _require(self, page: int, *allowed: PageState) -> None:
+        state = self._states[page]
+        if state not in allowed:
+            names = " or ".join(s.value for s in allowed)
+            raise PageStateError(f"page {page} is {state.value}, must be {names}")
+
+    @override
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.counts()})"
+
+
+class KVCache(PagePool):
+    """A pool of pages whose contents are remembered by prefix.
 
     Pages of a request are one list, in order: first those matched in the prefix cache, then its own.
 
     Args:
         space: What all its pages have in common; None where no tiers are behind it.
+
+    Attributes:
+        journal: Changes of the prefix cache, which routers follow.
     """
 
     def __init__(
@@ -26,11 +210,11 @@ class KVCache:
         space: PageSpace | None = None,
     ) -> None:
         self.page_size = page_size
-        self.num_pages = num_pages
         self.space = space
         self._is_prefix_cache_enabled = is_prefix_cache_enabled
         self._prefixes = PrefixCache(page_size, self._is_unused, space)
-        self._pool = PagePool(num_pages, self._prefixes.evict)
+        self.journal: PrefixJournal = self._prefixes.journal
+        super().__init__(num_pages, self._prefixes.__contains__, self._prefixes.evict)
 
     def num_pages_for(self, num_tokens: int) -> int:
         """Return how many pages hold `num_tokens`."""
@@ -41,48 +225,28 @@ class KVCache:
         if not self._is_prefix_cache_enabled:
             return PrefixMatch([], 0)
         match = self._prefixes.match(token_ids, salt)
-        self._pool.hold(match.page_ids)
+        self.hold(match.page_ids)
         return match
-
-    @property
-    def journal(self) -> PrefixJournal:
-        """What is in the prefix cache, as routers are told."""
-        return self._prefixes.journal
-
-    @property
-    def num_available(self) -> int:
-        """Pages that could be handed out now: free ones, and cached ones without a reader."""
-        return self._pool.num_available
-
-    def allocate(self, num_pages: int) -> list[int] | None:
-        """Hold free pages; None when there are too few."""
-        return self._pool.allocate(num_pages)
-
-    def grant(self, num_pages: int) -> list[int] | None:
-        """Set pages aside for a remote writer; None when there are too few."""
-        return self._pool.grant(num_pages)
-
-    def land(self, page_ids: Sequence[int]) -> None:
-        """Take over granted pages: every byte has arrived."""
-        self._pool.land(page_ids)
-
-    def quarantine(self, page_ids: Sequence[int]) -> None:
-        """Withdraw a grant whose writer has not confirmed."""
-        self._pool.quarantine(page_ids)
-
-    def reclaim(self, page_ids: Sequence[int]) -> None:
-        """Free granted or quarantined pages: no write can arrive any more."""
-        self._pool.reclaim(page_ids)
 
     def remember(self, token_ids: Sequence[int], page_ids: Sequence[int], salt: str = "") -> None:
         """Put the full pages of a held sequence into the prefix cache."""
         if self._is_prefix_cache_enabled:
             self._prefixes.insert(token_ids, page_ids, salt)
 
+    @override
     def release(self, page_ids: Sequence[int]) -> None:
-        """Drop one reader of each page; remembered ones stay cached."""
+        """Drop one reader of each page, which counts as a use; remembered ones stay cached."""
         self._prefixes.touch(page_ids)
-        self._pool.release(page_ids, self._prefixes.__contains__)
+        super().release(page_ids)
+
+    def flush(self) -> int:
+        """Free every cached page without a reader; return how many."""
+        evicted = self._prefixes.evict(self.num_pages)
+        self.forget(evicted)
+        return len(evicted)
+
+    def _is_unused(self, page: int) -> bool:
+        return self.state(page) is PageState.CACHED
 
     # ── for tiers behind it ──────────────────────────────────────────────────────────────────────
 
@@ -94,7 +258,7 @@ class KVCache:
     def missing(
         self, token_ids: Sequence[int], salt: str = "", at_least: int = 1
     ) -> MissingPages | None:
-        """See `PrefixCache.missing`."""
+        """Return which full pages of a prompt are not cached; None when they are fewer than `at_least`."""
         return self._prefixes.missing(token_ids, salt, at_least)
 
     def adopt(
@@ -130,27 +294,10 @@ class KVCache:
             Their keys by page, parents first.
         """
         taken = self._prefixes.take_unsaved(num_pages, only_unused=only_unused)
-        self._pool.hold(taken)
+        self.hold(taken)
         return taken
 
     def end_save(self, page_ids: Sequence[int], *, is_saved: bool = True) -> None:
         """Drop the reader that `begin_save` added; pages that are not saved are offered again."""
         self._prefixes.saved(page_ids, is_saved=is_saved)
-        self._pool.release(page_ids, self._prefixes.__contains__)
-
-    def flush(self) -> int:
-        """Free every cached page without a reader; return how many."""
-        evicted = self._prefixes.evict(self.num_pages)
-        self._pool.forget(evicted)
-        return len(evicted)
-
-    def counts(self) -> PageCounts:
-        """Return how many pages are in each state."""
-        return self._pool.counts()
-
-    def check_integrity(self) -> None:
-        """Raise `PageStateError` unless every page is in exactly one state."""
-        self._pool.check_integrity()
-
-    def _is_unused(self, page: int) -> bool:
-        return self._pool.state(page) is PageState.CACHED
+        super().release(page_ids)  # no use of theirs

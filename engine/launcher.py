@@ -1,33 +1,28 @@
-"""Launching a forward: inputs, the model, the choice of tokens; all queued on the device, nothing read.
+"""Forwards of a model: inputs, the model, the choice of tokens, all queued on the device.
 
-Masks of grammars are built while the model runs.
+The host reads nothing until the engine collects. Masks of grammars are built while the model runs.
 """
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tandem.engine.device import device_errors
-from tandem.engine.forward import ForwardInputs, Wrote
+from tandem.engine.forward import Batch, ForwardInputs, Ints, Slots, Wrote, forward_inputs
 from tandem.engine.grammar import GrammarMasks, apply_masks
-from tandem.engine.inputs import forward_inputs, prompt_rows
-from tandem.engine.launched import ChunkEnd, Launched, sampled_of
-from tandem.engine.logprobs import logprobs
-from tandem.engine.outcome import LogprobRows, ModelOutcome, OnHost, Stopwatch
 from tandem.engine.request import ActiveRequest
-from tandem.engine.results import CompletePages
 from tandem.engine.runner import Runner
-from tandem.engine.sampler import SamplingColumns, adjustments, sample
-from tandem.engine.scheduler import Batch
+from tandem.engine.sampler import adjustments, sample
 from tandem.engine.shape import ModelShape
-from tandem.engine.slots import Slots
-from tandem.wire.generation import GenerateRequest
+from tandem.engine.step import ChunkEnd, CompletePages, ForwardTimes, Launched
+from tandem.wire.generation import GenerateRequest, TokenLogprobs
 
 
 class ModelLauncher:
-    """Turns batches into forwards of a model under way; a `Launcher`.
+    """A `Launcher` over a model.
 
     Args:
         runner: Computes over the pages that the engine counts.
@@ -44,50 +39,19 @@ class ModelLauncher:
 
     @property
     def is_beside_host(self) -> bool:
-        """See `Launcher.is_beside_host`."""
+        """Whether the device is not the CPU."""
         return self._runner.device.type != "cpu"
 
     def check(self, request: GenerateRequest) -> None:
         """A model computes all that a request can ask for."""
 
     def seed(self, request: GenerateRequest, drawn: int) -> int:
-        """See `Launcher.seed`."""
+        """Return `drawn`."""
         del request
         return drawn
 
-    def launch(
-        self, batch: Batch, slots: Slots, pages: list[CompletePages], wrote: Wrote | None
-    ) -> Launched:
-        """See `Launcher.launch`."""
-        with device_errors(self._runner.device):
-            return self._launch(batch, slots, pages, wrote)
-
-    def _launch(
-        self, batch: Batch, slots: Slots, pages: list[CompletePages], wrote: Wrote | None
-    ) -> Launched:
-        sampled = sampled_of(batch)
-        pending = self._masks.begin([request.grammar for request in sampled])
-        inputs = forward_inputs(batch, slots, self._page_size)
-        stopwatch = Stopwatch(self._runner.device)
-        logits = self._runner.forward(inputs, self._newest, wrote)
-        masks = pending.wait()
-        chunks = [
-            ChunkEnd(chunk, chunk.request.num_computed + chunk.num_tokens, prompt_rows(chunk))
-            for chunk in batch.chunks
-        ]
-        rows = np.array([request.slot for request in sampled], np.int64)
-        columns = SamplingColumns.of(slots, rows)
-        is_special = slots.is_special[rows]
-        ids, told = self._sample(logits[: len(sampled)], sampled, columns, is_special, masks)
-        stopwatch.stop()
-        self._newest = ids
-        prompt_told = _prompt_logprobs(logits[len(sampled) :], chunks)
-        outcome = ModelOutcome(OnHost(ids), told, prompt_told, stopwatch)
-        return Launched(batch, chunks, pages, sampled, columns.indexes.tolist(), outcome)
-
     def warm_up(self) -> None:
-        """See `Launcher.warm_up`."""
-        one = np.zeros(1, np.int64)
+        """Run a forward with a decoding row and a chunk."""
         inputs = ForwardInputs(
             token_ids=np.zeros(3, np.int64),
             sources=np.full(3, -1),
@@ -96,43 +60,111 @@ class ModelLauncher:
             kv_lens=np.array([1, 2], np.int32),
             page_table=np.zeros((2, 2), np.int32),  # what it leaves in page 0 is never read
             num_decodes=1,
-            logit_rows=one,
+            logit_rows=np.zeros(1, np.int64),
         )
         self._runner.forward(inputs)
 
-    def _sample(
+    def launch(
+        self, batch: Batch, slots: Slots, pages: list[CompletePages], wrote: Wrote | None
+    ) -> Launched:
+        """Queue a forward and the choice of its tokens.
+
+        Raises:
+            DeviceLost: The device cannot be used any more.
+        """
+        with device_errors(self._runner.device):
+            return self._launch(batch, slots, pages, wrote)
+
+    def _launch(
+        self, batch: Batch, slots: Slots, pages: list[CompletePages], wrote: Wrote | None
+    ) -> Launched:
+        sampled = batch.sampled()
+        pending = self._masks.begin([request.grammar for request in sampled])
+        inputs = forward_inputs(batch, slots, self._page_size)
+        stopwatch = _Stopwatch(self._runner.device)
+        logits = self._runner.forward(inputs, self._newest, wrote)
+        masks = pending.result() if pending is not None else None
+        chunks = [ChunkEnd.of(chunk) for chunk in batch.chunks]
+        rows = np.array([request.slot for request in sampled], np.int64)
+        raw = logits[: len(sampled)]
+        special = np.flatnonzero(slots.is_special[rows]).tolist()
+        changed = self._changed(raw, sampled, special, masks) if special else raw
+        self._newest = ids = sample(changed, slots, rows)
+        logprobs = _token_logprobs(raw, ids, sampled)
+        stopwatch.stop()
+        prompt_logprobs = _prompt_logprobs(logits[len(sampled) :], chunks)
+        outcome = _ModelOutcome(OnHost(ids), logprobs, prompt_logprobs, stopwatch)
+        indexes = slots.next_index[rows].tolist()
+        return Launched(batch, chunks, pages, sampled, indexes, outcome)
+
+    def _changed(
         self,
         logits: torch.Tensor,
         sampled: Sequence[ActiveRequest],
-        columns: SamplingColumns,
-        is_special: npt.NDArray[np.bool_],
+        special: list[int],
         masks: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, tuple[list[int], LogprobRows] | None]:
-        """Choose the tokens, and the log-probabilities of those rows that want them."""
-        raw = logits
-        if is_special.any():
-            special = np.flatnonzero(is_special).tolist()
-            logits = raw.to(torch.float32, copy=True)
-            requests = [sampled[i] for i in special]
-            if masks is not None:
-                apply_masks(logits, masks)
-            adjustments(special, requests, self._eos_token_ids, masks).apply(logits)
-        ids = sample(logits, columns)
-        rows = [i for i, request in enumerate(sampled) if request.request.logprobs is not None]
-        if not rows:
-            return ids, None
-        num_top = [_num_top(sampled[i]) for i in rows]
-        where = torch.tensor(rows, device=raw.device)
-        found = logprobs(raw[where], ids[where], max(num_top))
-        return ids, (rows, LogprobRows.start(found, num_top))
+    ) -> torch.Tensor:
+        """Return the logits as grammars, penalties and biases of the `special` rows change them."""
+        logits = logits.to(torch.float32, copy=True)
+        if masks is not None:
+            apply_masks(logits, masks)
+        requests = [sampled[row] for row in special]
+        adjustments(special, requests, self._eos_token_ids, masks).apply(logits)
+        return logits
 
 
-def _num_top(active: ActiveRequest) -> int:
-    return 0 if active.request.logprobs is None else active.request.logprobs.num_top
+# ── log-probabilities: of the model's own distribution, before a request's parameters change it ──
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """Log-probabilities of some rows of a forward, on their way to the host.
+
+    Attributes:
+        num_top: How many of the likeliest each row's request wants.
+        tensors: Of the chosen tokens, shape (n,); values and ids of the likeliest in falling order,
+            shape (n, num_top).
+    """
+
+    num_top: list[int]
+    tensors: "OnHost"
+
+    def read(self) -> list[TokenLogprobs]:
+        """Wait for them; return one entry a row."""
+        chosen, values, ids = (tensor.tolist() for tensor in self.tensors.read())
+        return [
+            TokenLogprobs(logprob=own, top=list(zip(ids[:num], values[:num], strict=True)))
+            for num, own, values, ids in zip(self.num_top, chosen, values, ids, strict=True)
+        ]
+
+
+@torch.inference_mode()
+def logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: list[int]) -> LogprobRows:
+    """Start reading the log-probabilities of `tokens`, and as many of the likeliest as each row wants.
+
+    Args:
+        logits: Shape (n, vocab_size).
+        tokens: Shape (n,).
+    """
+    scores = logits.float().log_softmax(dim=-1)
+    top = scores.topk(min(max(num_top), scores.shape[1]), dim=-1)
+    chosen = scores.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return LogprobRows(num_top, OnHost(chosen, top.values, top.indices))
+
+
+def _token_logprobs(
+    logits: torch.Tensor, ids: torch.Tensor, sampled: Sequence[ActiveRequest]
+) -> tuple[list[int], LogprobRows] | None:
+    """Return the rows whose requests want them, and these."""
+    rows = [row for row, request in enumerate(sampled) if request.request.logprobs is not None]
+    if not rows:
+        return None
+    where = torch.tensor(rows, device=logits.device)
+    return rows, logprobs(logits[where], ids[where], [_num_top(sampled[row]) for row in rows])
 
 
 def _prompt_logprobs(logits: torch.Tensor, chunks: Sequence[ChunkEnd]) -> LogprobRows | None:
-    """Start reading the log-probabilities of prompt positions. Logits: one row for each."""
+    """Return those of prompt positions. Logits: one row for each."""
     if not len(logits):
         return None
     ids = [
@@ -141,5 +173,104 @@ def _prompt_logprobs(logits: torch.Tensor, chunks: Sequence[ChunkEnd]) -> Logpro
         for token in end.chunk.request.token_ids[end.told.start : end.told.stop]
     ]
     num_top = [_num_top(end.chunk.request) for end in chunks for _ in end.told]
-    found = logprobs(logits, torch.tensor(ids, device=logits.device), max(num_top))
-    return LogprobRows.start(found, num_top)
+    return logprobs(logits, torch.tensor(ids, device=logits.device), num_top)
+
+
+def _num_top(active: ActiveRequest) -> int:
+    return 0 if active.request.logprobs is None else active.request.logprobs.num_top
+
+
+# ── what a forward computes, on its way from the device ──────────────────────────────────────────
+
+
+class OnHost:
+    """Tensors on their way to the host, so that reading them waits for nothing queued later."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._copies = tensors
+        self._device = tensors[0].device
+        if tensors[0].is_cuda:
+            # Into pinned memory, or the copy would wait for the device here and now.
+            self._copies = tuple(
+                torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+                for t in tensors
+            )
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def read(self) -> tuple[torch.Tensor, ...]:
+        """Wait until they have arrived, and return them."""
+        if self._event is not None:
+            with device_errors(self._device):
+                self._event.synchronize()
+        return self._copies
+
+
+class _Stopwatch:
+    """Times what a device does between its creation and `stop`; the host waits for nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._times = ForwardTimes(0.0)
+        if device.type == "cuda":
+            # Recorded on the stream that computes, where the copy to the host follows: once that was
+            # read, both events are over.
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            self._events = begin, end
+        self._started_s, self._started_cpu_s = time.perf_counter(), time.thread_time()
+
+    def stop(self) -> None:
+        """What is to be timed was queued, or on a CPU done."""
+        if self._events is not None:
+            self._events[1].record()
+        else:
+            self._times = ForwardTimes(
+                time.perf_counter() - self._started_s, time.thread_time() - self._started_cpu_s
+            )
+
+    def times(self) -> ForwardTimes:
+        """Return what was timed. Only once something queued after `stop` was read."""
+        if self._events is None:
+            return self._times
+        begin, end = self._events
+        return ForwardTimes(begin.elapsed_time(end) / 1000)
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelOutcome:
+    """An `Outcome` on a device.
+
+    Attributes:
+        ids: Tokens chosen.
+        of_tokens: Rows with log-probabilities, and these.
+        of_prompts: Those of prompts, chunk by chunk.
+        stopwatch: Stopped before `ids` began to be copied.
+    """
+
+    ids: OnHost
+    of_tokens: tuple[list[int], LogprobRows] | None
+    of_prompts: LogprobRows | None
+    stopwatch: _Stopwatch
+
+    def token_ids(self) -> Ints:
+        """Wait for the forward; return the tokens chosen."""
+        (ids,) = self.ids.read()
+        host: Ints = ids.numpy()
+        return host
+
+    def token_logprobs(self) -> dict[int, TokenLogprobs]:
+        """Return their log-probabilities where wanted, by row."""
+        if self.of_tokens is None:
+            return {}
+        rows, entries = self.of_tokens
+        return dict(zip(rows, entries.read(), strict=True))
+
+    def prompt_logprobs(self) -> list[TokenLogprobs]:
+        """Return those of prompt positions."""
+        return [] if self.of_prompts is None else self.of_prompts.read()
+
+    def times(self) -> ForwardTimes:
+        """Return how long the forward took."""
+        return self.stopwatch.times()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tandem.engine.attention import refusing, text_config_of
+from tandem.engine.attention import PagedModel, refusing, text_config_of
 from tandem.engine.checkpoint import (
     fingerprint,
     in_one_sentence,
@@ -20,7 +20,6 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.fusion import fuse
 from tandem.engine.model_check import ModelCheck
 from tandem.engine.observation import Observed, observe
-from tandem.engine.paged_model import PagedModel
 from tandem.engine.shape import KV_DTYPES, ModelShape, context_length, eos_token_ids, kv_heads
 from tandem.engine.weight_files import weight_files
 from tandem.wire.errors import ConfigInvalid

@@ -18,10 +18,10 @@ from tandem.engine.attention import (
     Kept,
     Latents,
     LayerInputs,
+    PagedModel,
     PagedPast,
 )
 from tandem.engine.attention_torch import empty_output, visible
-from tandem.engine.paged_model import PagedModel
 from tandem.engine.shape import AttentionFeature
 from tandem.wire.hand_off import LayerKV
 

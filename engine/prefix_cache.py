@@ -120,16 +120,8 @@ class PrefixCache:
 
         Source: RadixAttention, Zheng et al. 2024, section 3; whole pages as in vLLM.
         """
-        pages: list[int] = []
-        parent: int | str = salt
-        for start in range(0, len(token_ids) - self._page_size + 1, self._page_size):
-            key = (parent, tuple(token_ids[start : start + self._page_size]))
-            node = self._by_key.get(key)
-            if node is None:
-                return PrefixMatch(pages, start, key)
-            pages.append(node.page)
-            parent = node.number
-        return PrefixMatch(pages, len(pages) * self._page_size)
+        nodes, frontier = self._walk(token_ids, salt)
+        return PrefixMatch([node.page for node in nodes], len(nodes) * self._page_size, frontier)
 
     def insert(self, token_ids: Sequence[int], page_ids: Sequence[int], salt: str = "") -> None:
         """Remember the full pages of a sequence that the caller holds.
@@ -208,20 +200,13 @@ class PrefixCache:
         The cache is not changed, and what is cached of the prompt may be evicted at any time.
         """
         assert self._space is not None
-        parent: int | str = salt
-        name, digest, first = root_name(salt), self._root(salt), 0
-        num_pages = len(token_ids) // self._page_size
-        while first < num_pages:
-            start = first * self._page_size
-            node = self._by_key.get((parent, tuple(token_ids[start : start + self._page_size])))
-            if node is None:
-                break
-            parent, digest, first = node.number, node.content.digest, first + 1
-            if node.content.blocks:
-                name = node.content.blocks[-1]
+        nodes, _ = self._walk(token_ids, salt)
+        first, num_pages = len(nodes), len(token_ids) // self._page_size
         if num_pages - first < at_least:
             return None
-        chain = PageChain(digest, name)
+        names = (node.content.blocks[-1] for node in reversed(nodes) if node.content.blocks)
+        digest = nodes[-1].content.digest if nodes else self._root(salt)
+        chain = PageChain(digest, next(names, root_name(salt)))
         starts = range(first * self._page_size, num_pages * self._page_size, self._page_size)
         return MissingPages(
             first, [chain.next(token_ids, start, self._page_size) for start in starts]
@@ -255,6 +240,19 @@ class PrefixCache:
             elif page in self._by_page:
                 self._unsaved[page] = None
                 self._unsaved.move_to_end(page, last=False)
+
+    def _walk(self, token_ids: Sequence[int], salt: str) -> tuple[list[_Node], Key | None]:
+        """Return the pages of the longest cached prefix, and the name of the first full one that is not."""
+        nodes: list[_Node] = []
+        parent: int | str = salt
+        for start in range(0, len(token_ids) - self._page_size + 1, self._page_size):
+            key = (parent, tuple(token_ids[start : start + self._page_size]))
+            node = self._by_key.get(key)
+            if node is None:
+                return nodes, key
+            nodes.append(node)
+            parent = node.number
+        return nodes, None
 
     def _forget(self, node: _Node) -> None:
         del self._by_key[node.key]

@@ -1,28 +1,33 @@
-"""One request as an engine knows it.
+"""One request as an engine knows it, and the check that lets it in.
 
 ```
  WAITING ──admitted──▶ RUNNING ──last token, cancel──▶ ENDED          colocated
     ▲                     └──retracted──┐
     └───────────────────────────────────┘
  WAITING ──admitted──▶ RUNNING ──first token, cancel──▶ ENDED         prefill: pages stay until release
- RESERVED ──landed──▶ RUNNING ──last token, cancel──▶ ENDED           decode; retracted as above
+ WAITING ──admitted──▶ RESERVED ──landed──▶ RUNNING ──▶ ENDED         decode; retracted as above
 ```
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from tandem.engine.prefix_cache import Key
-from tandem.engine.seen import Seen
-from tandem.wire.generation import Finish, GenerateRequest
+from tandem.engine.shape import ModelShape
+from tandem.wire.errors import InvalidRequest
+from tandem.wire.generation import Finish, GenerateRequest, SamplingParams
 
-if TYPE_CHECKING:  # a simulated engine starts without the library of grammars, and torch under it
+if TYPE_CHECKING:  # a simulated engine starts without xgrammar, which imports torch
     from xgrammar import CompiledGrammar
 
     from tandem.engine.grammar import GrammarState
+
+_INT64 = range(-(2**63), 2**63)
+_FLOAT32_MAX = 3.4028234e38
 
 
 class Stage(Enum):
@@ -34,33 +39,65 @@ class Stage(Enum):
     ENDED = "ended"
 
 
+class Seen:
+    """The distinct tokens of one request, which penalties count.
+
+    Attributes:
+        ids: Distinct tokens of prompt and answer.
+        counts: How often each of `ids` occurs in the answer.
+    """
+
+    def __init__(self, prompt_ids: Iterable[int], output_ids: Iterable[int]) -> None:
+        self.ids: list[int] = []
+        self.counts: list[int] = []
+        self._places: dict[int, int] = {}
+        for token in prompt_ids:
+            self._place(token)
+        for token in output_ids:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        """Count a token of the answer."""
+        self.counts[self._place(token)] += 1
+
+    def _place(self, token: int) -> int:
+        place = self._places.get(token)
+        if place is None:
+            self._places[token] = place = len(self.ids)
+            self.ids.append(token)
+            self.counts.append(0)
+        return place
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class ActiveRequest:
-    """A request between admission and the return of its last page.
+    """A request between its check and the return of its last page.
 
     Attributes:
         arrival: Number in the order of arrival at this engine; a retracted request keeps it.
         max_tokens: Length at which generation ends, prompt included.
-        is_prompt_only: Ends with its first token, which another node continues from.
+        is_prompt_only: Ends with its first token; another node continues from there.
+        is_remote: Another node computes its prompt, into pages granted here; False once it landed.
         token_ids: Prompt, then generated tokens.
         page_ids: In order; page i holds tokens i*page_size ... (i+1)*page_size-1.
         slot: Its row in `Slots` while it has pages; -1 otherwise.
         num_computed: Tokens whose KV is computed or being computed.
-        num_collected: Tokens whose KV is computed: the forward that did it was collected.
-        num_cached: Prompt tokens found in the prefix cache at first.
+        num_collected: Tokens whose KV is in the pages: the forward that computed it was collected.
+        num_cached: Prompt tokens found in the prefix cache at its first admission.
         from_tiers: Tokens of its prompt that tiers brought into the cache for it, by tier.
-        is_counted: Whether these were counted.
-        told_until: Prompt positions before this one have had their log-probabilities told.
+        is_counted: Whether `num_cached` was counted.
+        is_begun: Whether a forward has computed, or computes, any of it.
+        told_until: Prompt positions before this one have had their log-probabilities reported.
         is_released: Nobody reads the pages of this prompt-only request any more.
         num_granted: How many pages at `granted_from` a remote writer may write.
         num_pushable: Pages at the front that launched forwards complete.
         num_launched: Forwards under way that hold a row of it.
-        held_by: A running request that computes the next page of this one's prompt; worth waiting.
+        held_by: A running request that computes the next page of this one's prompt.
         frontier: Name of the first page of its prompt that it computes and others may wait for.
         blocked_at: State of the pages when they did not suffice; -1 when not tried.
-        seen: What penalties count; None when there are none.
-        compiling: Of the grammar, until it is compiled.
-        grammar: Where the answer is in its grammar; None when it has none, or not yet.
+        seen: What penalties count; None when no penalty is set.
+        compiling: The compilation of its grammar, until that is done.
+        grammar: Where the answer is in its grammar; None without one, or before it is compiled.
     """
 
     request: GenerateRequest
@@ -68,6 +105,7 @@ class ActiveRequest:
     max_tokens: int
     seed: int
     is_prompt_only: bool = False
+    is_remote: bool = False
     stage: Stage = Stage.WAITING
     token_ids: list[int] = field(default_factory=list)
     page_ids: list[int] = field(default_factory=list)
@@ -77,6 +115,7 @@ class ActiveRequest:
     num_cached: int = 0
     from_tiers: Mapping[str, int] | None = None
     is_counted: bool = False
+    is_begun: bool = False
     told_until: int = 0
     is_released: bool = False
     granted_from: int = 0
@@ -116,22 +155,16 @@ class ActiveRequest:
         return len(self.token_ids) - self.num_prompt + self.request.num_prior_tokens
 
     @property
-    def is_begun(self) -> bool:
-        """Whether a forward has computed, or computes, any of it."""
-        is_computed = self.num_launched > 0 or self.num_collected > self.num_cached
-        return is_computed or len(self.token_ids) > self.num_prompt
-
-    @property
     def rank(self) -> tuple[int, int]:
-        """Who goes first: the smallest."""
+        """Its place in the queue: the smallest rank goes first."""
         return (-self.request.priority, self.arrival)
 
     @property
     def is_ready(self) -> bool:
-        """Whether all that its first step needs is there: its grammar, if it has one.
+        """Whether its grammar, if it has one, is compiled.
 
         Raises:
-            TandemError: The grammar cannot be compiled; the sentence says why.
+            TandemError: The grammar cannot be compiled.
         """
         if self.compiling is not None and self.compiling.done():
             from tandem.engine.grammar import GrammarState
@@ -142,29 +175,30 @@ class ActiveRequest:
 
     @property
     def is_held(self) -> bool:
-        """Whether waiting for another request's prompt saves computing it twice."""
+        """Whether waiting for another request's prompt avoids computing it twice."""
         return self.held_by is not None and self.held_by.frontier is not None
 
     @property
     def num_matchable(self) -> int:
         """Tokens at the front whose KV may come from the prefix cache.
 
-        The last one is always computed, since its logits give the next token; so is what comes
-        right before a prompt position whose log-probability is wanted.
+        The last one is always computed, since its logits give the next token; so is the token right
+        before a prompt position whose log-probability is wanted here.
         """
         wanted = self.request.logprobs
-        if wanted is None or wanted.prompt_start < 0:
+        if wanted is None or wanted.prompt_start < 0 or self.is_remote:
             return len(self.token_ids) - 1
         return min(max(wanted.prompt_start, 1), len(self.token_ids)) - 1
 
     def accept(self, token: int) -> None:
-        """Append a sampled token.
+        """Append a sampled token; the KV of all tokens before it is computed by then.
 
         Raises:
             GrammarViolated: The grammar does not allow it here; it is not appended.
         """
         if self.grammar is not None:
             self.grammar.accept(token)
+        self.num_collected = len(self.token_ids)
         self.token_ids.append(token)
         if self.seen is not None:
             self.seen.add(token)
@@ -175,3 +209,79 @@ class ActiveRequest:
         if (token in eos_token_ids and not sampling.ignore_eos) or token in sampling.stop_token_ids:
             return Finish(reason="stop", matched=token)
         return Finish(reason="length") if len(self.token_ids) >= self.max_tokens else None
+
+
+def seen_by(request: GenerateRequest) -> Seen | None:
+    """Return the tokens a request has before its first step here; None when no penalty is set."""
+    p = request.sampling
+    if p.repetition_penalty == 1.0 and not p.frequency_penalty and not p.presence_penalty:
+        return None
+    start = len(request.prompt_ids) - request.num_prior_tokens
+    return Seen(request.prompt_ids[:start], request.prompt_ids[start:])
+
+
+# ── the check ────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_request(request: GenerateRequest, shape: ModelShape) -> None:
+    """Check that a model of this shape can be asked for it.
+
+    Raises:
+        InvalidRequest: The prompt is empty, too long or has ids outside the vocabulary, or a number is
+            out of bounds.
+    """
+    prompt = request.prompt_ids
+    if not prompt:
+        raise InvalidRequest("the prompt is empty")
+    if fault := out_of_bounds(request):
+        raise InvalidRequest(fault)
+    if min(prompt) < 0 or max(prompt) >= shape.vocab_size:
+        raise InvalidRequest(f"prompt ids must be in 0 ... {shape.vocab_size - 1}")
+    if any(not 0 <= i < shape.vocab_size for i in request.sampling.logit_bias):
+        raise InvalidRequest(f"logit_bias ids must be in 0 ... {shape.vocab_size - 1}")
+    if len(prompt) >= shape.context_length:
+        raise InvalidRequest(
+            f"the prompt has {len(prompt)} tokens and the context holds "
+            f"{shape.context_length}, the answer included"
+        )
+
+
+def out_of_bounds(request: GenerateRequest) -> str:
+    """Return which number of a request no column of numbers can hold; empty when there is none.
+
+    An edge worker checks what clients send it. Peers are checked here, whatever they sent.
+    """
+    sampling, wanted = request.sampling, request.logprobs
+    integers = [
+        ("max_new_tokens", sampling.max_new_tokens, _INT64),
+        ("min_new_tokens", sampling.min_new_tokens, _INT64),
+        ("top_k", sampling.top_k, _INT64),
+        ("priority", request.priority, _INT64),
+        ("num_prior_tokens", request.num_prior_tokens, range(len(request.prompt_ids) + 1)),
+        *(("stop_token_ids", id_, range(2**31)) for id_ in sampling.stop_token_ids),
+    ]
+    if wanted is not None:
+        integers += [
+            ("num_top", wanted.num_top, range(1 << 10)),
+            ("prompt_start", wanted.prompt_start, _INT64),
+        ]
+    for name, value, bounds in integers:
+        if value not in bounds:
+            return f"{name} is {value}: it must be in {bounds[0]} ... {bounds[-1]}"
+    for name, number in _floats(sampling):
+        if not math.isfinite(number) or abs(number) > _FLOAT32_MAX:
+            return f"{name} is {number}: it must be finite, in 32 bits"
+    if sampling.temperature < 0 or sampling.repetition_penalty <= 0:
+        return "temperature must not be negative, and repetition_penalty must be positive"
+    return ""
+
+
+def _floats(sampling: SamplingParams) -> Iterable[tuple[str, float]]:
+    yield "temperature", sampling.temperature
+    yield "top_p", sampling.top_p
+    yield "min_p", sampling.min_p
+    yield "frequency_penalty", sampling.frequency_penalty
+    yield "presence_penalty", sampling.presence_penalty
+    yield "repetition_penalty", sampling.repetition_penalty
+    for bias in sampling.logit_bias.values():
+        yield "logit_bias", bias

@@ -1,15 +1,19 @@
 """One forward of a model over a batch of rows, reading and writing the paged pool."""
 
+import queue
+import threading
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from tandem.engine.attention import AttentionBackend, PagedBatch, to_device
+from tandem.engine.attention import AttentionBackend, PagedBatch, PagedModel, to_device
 from tandem.engine.forward import ForwardInputs, Wrote
 from tandem.engine.kv_pool import KVPool
-from tandem.engine.layer_events import LayerEvents
-from tandem.engine.paged_model import PagedModel
+from tandem.telemetry.log import get_logger
+
+log = get_logger(__name__)
 
 
 class Runner(Protocol):
@@ -52,7 +56,7 @@ class ModelRunner:
 
     @property
     def device(self) -> torch.device:
-        """See `Runner.device`."""
+        """The pool's."""
         return self.pool.device
 
     @torch.inference_mode()
@@ -62,7 +66,7 @@ class ModelRunner:
         sampled: torch.Tensor | None = None,
         wrote: Wrote | None = None,
     ) -> torch.Tensor:
-        """See `Runner.forward`."""
+        """Compute a forward as `Runner` has it."""
         token_ids = to_device(inputs.token_ids, self.device)
         token_ids = with_sampled(token_ids, inputs, sampled)
         # An empty selection is not supported everywhere; one row is computed and dropped.
@@ -123,9 +127,53 @@ def with_sampled(
 
     Args:
         token_ids: On the device. Shape (num_rows,).
-        sampled: See `Runner.forward`.
+        sampled: As `Runner.forward` takes it.
     """
     if sampled is None or not (inputs.sources >= 0).any():
         return token_ids
     sources = to_device(inputs.sources, token_ids.device)
     return torch.where(sources >= 0, sampled[sources.clamp(min=0)], token_ids)
+
+
+def _cuda_event() -> torch.cuda.Event:
+    # Blocking: a thread that spins would take the core from the one that queues the layers.
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+
+class LayerEvents:
+    """Reports when a layer's K and V are in the pool, where the host runs ahead of the device.
+
+    A forward on a GPU is only queued when attention returns. So an event is queued behind each layer, and
+    a thread of its own waits for one after another. Once a layer of a forward could not be reported, no
+    further one of it is: what `wrote` was not called for is pushed when the forward is collected.
+    """
+
+    def __init__(self, make_event: Callable[[], torch.cuda.Event] = _cuda_event) -> None:
+        self._make_event = make_event
+        self._queued: queue.SimpleQueue[tuple[torch.cuda.Event, int, Wrote]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="kv-layers", daemon=True).start()
+
+    def after(self, wrote: Wrote) -> Wrote:
+        """Return what to call when a layer is queued; `wrote` is called when it is done."""
+
+        def queued(layer: int) -> None:
+            event = self._make_event()
+            event.record()
+            self._queued.put((event, layer, wrote))
+
+        return queued
+
+    def _run(self) -> None:
+        failed: Wrote | None = None
+        while True:
+            event, layer, wrote = self._queued.get()
+            if wrote is failed:
+                continue
+            try:
+                event.synchronize()
+                wrote(layer)
+            except Exception:
+                # The top of the thread's loop: the next forward has layers to report, too. If the device
+                # failed, the engine's own thread finds that out when it reads the forward.
+                log.exception("layers.not_told", layer=layer, effect="the rest is pushed later")
+                failed = wrote

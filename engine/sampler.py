@@ -1,83 +1,59 @@
 """From logits to tokens: penalties, bias, temperature, top-k, top-p, min-p, seeded draws.
 
-All rows of a batch go through the same few operations, queued on the device: nothing here waits
-for it. Reading the chosen ids is the caller's.
+All rows of a batch go through the same few operations, queued on the device: nothing here waits for it.
+Reading the chosen ids is the caller's.
+
+A draw takes one number of noise for each token of the vocabulary, a function of (seed, index, token) alone.
+The token whose logit plus `temperature` times its Gumbel noise is the largest follows the softmax of the
+logits over the temperature. No sum over the vocabulary takes part, so a draw is the same in every batch, on
+every node and in every attempt, and logits that differ in their last bits hardly ever change it.
+
+Source: Gumbel 1954; the generator is Philox4x64-10, Salmon et al. 2011, "Parallel random numbers: as easy as
+1, 2, 3", as numpy has it, with the key (seed, 0) and the counter (block, 0, index, 0). Each 64-bit word is
+the noise of two tokens, the low half of the first.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from tandem.engine.forward import Ints, Slots
 from tandem.engine.grammar import leaves_only
-from tandem.engine.noise import noisiest
-from tandem.engine.penalties import NEG_INF, Adjustments
-from tandem.engine.request import ActiveRequest
-from tandem.engine.slots import Rows, Slots
+from tandem.engine.request import ActiveRequest, Seen
 
+NEG_INF = float("-inf")
 # Hotter than this every token is as likely as any other; noise multiplied by it is still finite.
 _HOTTEST = np.float32(1e30)
+# Blocks of Philox that one program makes on a GPU, with eight tokens each.
+_NUM_BLOCKS = 128
+# The largest float32 below 1.
+_BELOW_ONE = np.float32(1 - 2**-24)
 
-
-@dataclass(frozen=True, slots=True)
-class SamplingColumns:
-    """How the token of each row is chosen. Shape (n,) each.
-
-    Attributes:
-        indexes: Of the tokens to be chosen, among the generated tokens of all attempts.
-    """
-
-    temperature: npt.NDArray[np.float32]
-    top_k: npt.NDArray[np.int64]
-    top_p: npt.NDArray[np.float64]
-    min_p: npt.NDArray[np.float32]
-    seeds: npt.NDArray[np.uint64]
-    indexes: npt.NDArray[np.int64]
-
-    @classmethod
-    def of(cls, slots: Slots, rows: Rows) -> "SamplingColumns":
-        """Return the columns of these slots."""
-        return cls(
-            temperature=slots.temperature[rows],
-            top_k=slots.top_k[rows],
-            top_p=slots.top_p[rows],
-            min_p=slots.min_p[rows],
-            seeds=slots.seed[rows],
-            indexes=slots.next_index[rows],
-        )
-
-    def take(self, rows: Rows) -> "SamplingColumns":
-        """Return some of the rows."""
-        return SamplingColumns(
-            self.temperature[rows],
-            self.top_k[rows],
-            self.top_p[rows],
-            self.min_p[rows],
-            self.seeds[rows],
-            self.indexes[rows],
-        )
+Floats = npt.NDArray[np.float32]
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
+def sample(logits: torch.Tensor, slots: Slots, rows: Ints) -> torch.Tensor:
     """Choose a token for each row.
 
     Args:
         logits: Shape (n, vocab_size).
+        rows: The slots with the parameters of each. Shape (n,).
 
     Returns:
         Token ids on the device of `logits`. Shape (n,).
     """
-    drawn = np.flatnonzero(columns.temperature > 0)
+    drawn = np.flatnonzero(slots.temperature[rows] > 0)
     if not len(drawn):
         return _largest(logits)
     if len(drawn) == len(logits):
-        return _draw(logits, columns)
+        return _draw(logits, slots, rows)
     tokens = _largest(logits)
-    rows = torch.from_numpy(drawn).to(logits.device, non_blocking=True)
-    tokens[rows] = _draw(logits[rows], columns.take(drawn))
+    lines = torch.from_numpy(drawn).to(logits.device, non_blocking=True)
+    tokens[lines] = _draw(logits[lines], slots, rows[drawn])
     return tokens
 
 
@@ -88,48 +64,18 @@ def _largest(logits: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(logits.float().numpy().argmax(axis=-1))
 
 
-def adjustments(
-    rows: Sequence[int],
-    requests: Sequence[ActiveRequest],
-    eos_token_ids: frozenset[int],
-    masks: torch.Tensor | None = None,
-) -> Adjustments:
-    """Return what the parameters of some requests do to their rows of logits.
-
-    Args:
-        rows: Of the requests, in the logits.
-        eos_token_ids: Not chosen before `min_new_tokens`, unless a grammar leaves nothing else.
-        masks: Of grammars, as of `GrammarMasks`; by row of the logits.
-    """
-    found = Adjustments()
-    for row, request in zip(rows, requests, strict=True):
-        p = request.request.sampling
-        if request.seen is not None:
-            if p.repetition_penalty != 1.0:
-                found.penalize(row, request.seen, p.repetition_penalty)
-            if p.frequency_penalty or p.presence_penalty:
-                found.lower(row, request.seen, p.frequency_penalty, p.presence_penalty)
-        if p.logit_bias:
-            found.offsets.add(row, list(p.logit_bias), list(p.logit_bias.values()))
-        if request.next_index < p.min_new_tokens:
-            banned = sorted(eos_token_ids | set(p.stop_token_ids))
-            if masks is None or request.grammar is None or not leaves_only(masks, row, banned):
-                found.bans.add(row, banned, [NEG_INF] * len(banned))
-    return found
-
-
-def _draw(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
+def _draw(logits: torch.Tensor, slots: Slots, rows: Ints) -> torch.Tensor:
     """Draw one token for each row. Logits: shape (n, vocab_size); tokens: shape (n,)."""
     logits = logits.float()
     vocab_size = logits.shape[1]
-    has_top = (columns.top_k < vocab_size).any() or (columns.top_p < 1).any()
-    if has_top or (columns.min_p > 0).any():
-        logits = logits.masked_fill(_cut_off(logits, columns, has_top=bool(has_top)), NEG_INF)
-    temperatures = np.minimum(columns.temperature, _HOTTEST)
-    return noisiest(logits, temperatures, columns.seeds, columns.indexes)
+    has_top = (slots.top_k[rows] < vocab_size).any() or (slots.top_p[rows] < 1).any()
+    if has_top or (slots.min_p[rows] > 0).any():
+        logits = logits.masked_fill(_cut_off(logits, slots, rows, has_top=bool(has_top)), NEG_INF)
+    temperatures = np.minimum(slots.temperature[rows], _HOTTEST)
+    return noisiest(logits, temperatures, slots.seed[rows], slots.next_index[rows])
 
 
-def _cut_off(logits: torch.Tensor, columns: SamplingColumns, *, has_top: bool) -> torch.Tensor:
+def _cut_off(logits: torch.Tensor, slots: Slots, rows: Ints, *, has_top: bool) -> torch.Tensor:
     """Tell which tokens top-k, top-p and min-p leave out. Shape (n, vocab_size), boolean."""
 
     def column(values: npt.NDArray[np.generic]) -> torch.Tensor:
@@ -137,12 +83,12 @@ def _cut_off(logits: torch.Tensor, columns: SamplingColumns, *, has_top: bool) -
 
     # Of the largest it is 0 at any temperature, where quotients of the logits themselves would overflow.
     coldest = np.finfo(np.float32).tiny
-    temperature = column(np.maximum(columns.temperature, coldest))
+    temperature = column(np.maximum(slots.temperature[rows], coldest))
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
-    cut = scaled < column(columns.min_p).log()
+    cut = scaled < column(slots.min_p[rows]).log()
     if has_top:
-        top_k = column(np.minimum(columns.top_k, logits.shape[1]))
-        cut |= scaled < _least_kept(scaled, top_k, column(columns.top_p))
+        top_k = column(np.minimum(slots.top_k[rows], logits.shape[1]))
+        cut |= scaled < _least_kept(scaled, top_k, column(slots.top_p[rows]))
     return cut
 
 
@@ -174,3 +120,179 @@ def _num_candidates(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tenso
     floor = (1 - top_p) / vocab_size
     in_nucleus = (probs >= floor).sum(dim=-1, keepdim=True)
     return int(torch.where(top_k < vocab_size, top_k, in_nucleus).max().clamp(min=1))
+
+
+# ── noise ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def gumbels(seed: int, index: int, vocab_size: int) -> Floats:
+    """Return the noise of one draw. Shape (vocab_size,)."""
+    # As arrays: numpy reads lists of large integers as floats.
+    key, counter = np.array([seed, 0], np.uint64), np.array([0, 0, index, 0], np.uint64)
+    words = np.random.Philox(key=key, counter=counter).random_raw(-(-vocab_size // 2))
+    return gumbels_of(words.view(np.uint32)[:vocab_size])
+
+
+def gumbels_of(words: npt.NDArray[np.uint32]) -> Floats:
+    """Return random words as Gumbel noise, all of it finite."""
+    # Small numbers, which make large noise, keep all of their 32 bits.
+    noise = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2**-32)
+    np.negative(np.minimum(noise, _BELOW_ONE, out=noise), out=noise)
+    np.negative(np.log1p(noise, out=noise), out=noise)
+    gumbel: Floats = np.negative(np.log(noise, out=noise), out=noise)
+    return gumbel
+
+
+def noisiest(
+    logits: torch.Tensor,
+    temperatures: Floats,
+    seeds: npt.NDArray[np.uint64],
+    indexes: Ints,
+) -> torch.Tensor:
+    """Return for each row the token whose logit is the largest with its noise.
+
+    Args:
+        logits: Shape (n, vocab_size), float32.
+        temperatures: What the noise is multiplied by; 0 for none. Shape (n,), as those that follow.
+        seeds, indexes: Name the draw.
+
+    Returns:
+        Token ids on the device of `logits`. Shape (n,).
+    """
+    if logits.is_cuda:
+        return with_noise(logits, temperatures, seeds, indexes).argmax(dim=-1)
+    tokens = np.empty(len(logits), np.int64)
+    # Row by row, so that each is computed as it is alone, and its noise stays in the processor's cache.
+    for row, own in enumerate(logits.numpy()):
+        scores = gumbels(int(seeds[row]), int(indexes[row]), len(own))
+        scores *= temperatures[row]
+        scores += own
+        tokens[row] = scores.argmax()
+    return torch.from_numpy(tokens)
+
+
+def with_noise(
+    logits: torch.Tensor,
+    temperatures: Floats,
+    seeds: npt.NDArray[np.uint64],
+    indexes: Ints,
+) -> torch.Tensor:
+    """Return the logits of `noisiest` with their noise, made on their device by Triton."""
+    # Where a GPU is, torch brought it.
+    from tandem.engine.triton_kernels import add_noise
+
+    def column(values: npt.NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(values).to(logits.device, non_blocking=True)
+
+    num_rows, vocab_size = logits.shape
+    scores = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    add_noise[num_rows, -(-vocab_size // (8 * _NUM_BLOCKS))](
+        logits.contiguous(),
+        scores,
+        column(temperatures),
+        column(seeds.view(np.int64)),
+        column(indexes),
+        vocab_size,
+        num_blocks=_NUM_BLOCKS,
+    )
+    return scores
+
+
+# ── penalties, biases and bans ───────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class Cells:
+    """Entries of a matrix of logits with a number for each."""
+
+    rows: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def add(self, row: int, ids: Sequence[int], values: Sequence[float]) -> None:
+        """Add entries of one row."""
+        self.rows += [row] * len(ids)
+        self.ids += ids
+        self.values += values
+
+    def within(self, vocab_size: int) -> "Cells":
+        """Return those whose id is in the vocabulary."""
+        kept = [i for i, token in enumerate(self.ids) if 0 <= token < vocab_size]
+        rows, ids, values = self.rows, self.ids, self.values
+        return Cells([rows[i] for i in kept], [ids[i] for i in kept], [values[i] for i in kept])
+
+    def on(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return rows, ids and values as tensors beside `logits`. Shape (num_cells,) each."""
+        device = logits.device
+        rows = torch.tensor(self.rows, device=device, dtype=torch.long)
+        ids = torch.tensor(self.ids, device=device, dtype=torch.long)
+        return rows, ids, torch.tensor(self.values, device=device, dtype=logits.dtype)
+
+
+@dataclass(slots=True)
+class Adjustments:
+    """What is done to a batch of logits before a token is chosen, as few operations for all rows.
+
+    Attributes:
+        scales: Repetition penalties, over prompt and answer, as in Keskar et al. 2019.
+        offsets: Frequency and presence penalties and biases, summed.
+        bans: Tokens that cannot be chosen.
+    """
+
+    scales: Cells = field(default_factory=Cells)
+    offsets: Cells = field(default_factory=Cells)
+    bans: Cells = field(default_factory=Cells)
+
+    def penalize(self, row: int, seen: Seen, repetition: float) -> None:
+        """Penalize by a factor what was seen at all."""
+        self.scales.add(row, seen.ids, [repetition] * len(seen.ids))
+
+    def lower(self, row: int, seen: Seen, frequency: float, presence: float) -> None:
+        """Lower what was said, by how often it was said."""
+        counts = np.asarray(seen.counts)
+        said = np.flatnonzero(counts)
+        ids = np.asarray(seen.ids)[said]
+        self.offsets.add(row, ids.tolist(), (-frequency * counts[said] - presence).tolist())
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Change `logits` in place. Shape (num_rows, vocab_size), float32."""
+        if self.scales.rows:
+            rows, ids, factors = self.scales.on(logits)
+            scores = logits[rows, ids]
+            logits[rows, ids] = torch.where(scores > 0, scores / factors, scores * factors)
+        if self.offsets.rows:
+            rows, ids, values = self.offsets.on(logits)
+            logits.index_put_((rows, ids), values, accumulate=True)
+        if self.bans.rows:
+            rows, ids, values = self.bans.within(logits.shape[1]).on(logits)
+            logits[rows, ids] = values
+
+
+def adjustments(
+    rows: Sequence[int],
+    requests: Sequence[ActiveRequest],
+    eos_token_ids: frozenset[int],
+    masks: torch.Tensor | None = None,
+) -> Adjustments:
+    """Return what the parameters of some requests do to their rows of logits.
+
+    Args:
+        rows: Of the requests, in the logits.
+        eos_token_ids: Not chosen before `min_new_tokens`, unless a grammar leaves nothing else.
+        masks: Of grammars, by row of the logits.
+    """
+    found = Adjustments()
+    for row, request in zip(rows, requests, strict=True):
+        p = request.request.sampling
+        if request.seen is not None:
+            if p.repetition_penalty != 1.0:
+                found.penalize(row, request.seen, p.repetition_penalty)
+            if p.frequency_penalty or p.presence_penalty:
+                found.lower(row, request.seen, p.frequency_penalty, p.presence_penalty)
+        if p.logit_bias:
+            found.offsets.add(row, list(p.logit_bias), list(p.logit_bias.values()))
+        if request.next_index < p.min_new_tokens:
+            banned = sorted(eos_token_ids | set(p.stop_token_ids))
+            if masks is None or request.grammar is None or not leaves_only(masks, row, banned):
+                found.bans.add(row, banned, [NEG_INF] * len(banned))
+    return found

@@ -1,77 +1,69 @@
-"""Who has pages, who waits for them, and who runs in the next forward. No tensors.
+"""Which requests have pages, which wait for them, and which run in the next forward. No tensors.
 
 ```
- waiting ──admit──▶ prompts ──last chunk──▶ decodes ──end──▶
-    ▲                  │                       │
-    └────retract───────┴───────────────────────┘   out of pages: the lowest priority, then the youngest
+ waiting ─┬─admit──▶ prompts ──last chunk──▶ decodes ──end──▶
+    ▲     └─admit──▶ reserved ──landed───────▲  │              (another node computes the prompt)
+    └────retract───────┴────────────────────────┘   out of pages: the lowest priority, then the youngest
 ```
 
-Admission counts the prompt and an expected part of what answers may still grow by. When pages run out
-all the same, one request gives its pages back and is computed again later: its tokens are known, so
-it goes on with the next as if nothing had happened. It keeps its place by arrival, so nobody starves:
-the oldest of the highest priority is never retracted while another runs.
+Admission counts the prompt and a share of what answers may still grow by. When pages run out all the
+same, one request gives its pages back and is computed again later: its tokens are known, so it goes on
+as if nothing had happened. It keeps its place by arrival, so nobody starves: the oldest of the highest
+priority is never retracted while another runs, and no newcomer of its priority passes it in the queue.
 """
 
-from dataclasses import dataclass
+from bisect import insort
+from collections.abc import Iterable
 
 import numpy as np
 from typing_extensions import override
 
-from tandem.engine.batcher import Chunk, next_chunks
 from tandem.engine.config import EngineConfig
-from tandem.engine.growth import ExpectedGrowth
+from tandem.engine.forward import Batch, Chunk, Ints, Slots
 from tandem.engine.kv_cache import KVCache
 from tandem.engine.prefix_cache import Key, PrefixMatch
 from tandem.engine.request import ActiveRequest, Stage
-from tandem.engine.slots import Rows, Slots
-from tandem.engine.waiting import Line
 
-# Besides each return of pages: expected growth falls with every token, too.
+# Requests that lack pages are tried again after so many forwards, too: expected growth falls with each.
 RETRY_FORWARDS = 32
 
+# Rows of a prompt whose log-probabilities are wanted each give a row of logits over the vocabulary:
+# of a vocabulary of 128k, 256 such rows are 128 MiB in float32.
+MAX_LOGPROB_ROWS = 256
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The requests of one forward.
-
-    Attributes:
-        decodes: One token each.
-        rows: Their slots. Shape (len(decodes),).
-        chunks: Parts of prompts.
-    """
-
-    decodes: list[ActiveRequest]
-    rows: Rows
-    chunks: list[Chunk]
-
-    def __bool__(self) -> bool:
-        return bool(self.decodes or self.chunks)
+# The share of remaining tokens that pages are kept for. SGLang's schedule starts near here and falls to a
+# tenth over some hundred steps; two retractions in a row bring back nearly everything.
+_FIRST_SHARE, _LEAST_SHARE = 0.5, 0.1
+_DECAY_PER_STEP = 0.998
+_RISE = 0.25
 
 
 class Scheduler:
     """Moves requests between waiting and running.
 
     Attributes:
-        waiting: Requests without pages.
+        waiting: Requests without pages, by rank.
         prompts: Running, prompt not computed; in order of admission.
         decodes: Running, one token a forward; in the order in which they began to decode.
         num_retracted: Since the start.
+        growth_share: Share of the remaining tokens of all answers that pages are kept for. Most answers
+            end long before `max_new_tokens`, so it falls while all goes well; it rises when pages run out.
     """
 
     def __init__(self, cache: KVCache, config: EngineConfig, max_tokens: int) -> None:
         self.cache = cache
         self.slots = Slots(config.max_running_requests, cache.num_pages_for(max_tokens))
-        self.waiting: Line[ActiveRequest] = Line(lambda request: request.rank)
+        self.waiting: list[ActiveRequest] = []
         self.prompts: list[ActiveRequest] = []
         self.decodes: list[ActiveRequest] = []
         self.num_retracted = 0
+        self.growth_share = _FIRST_SHARE
         self._config = config
-        self._growth = ExpectedGrowth()
-        # Which running request computes the page of this name; whoever needs it too waits for it.
+        # Which running request computes the page of this name; others that need it wait for it.
         self._computing: dict[Key, ActiveRequest] = {}
         # Counts what may have made room, so that a request that lacked pages is not tried in vain.
         self._num_changes = self._num_forwards = 0
-        self._rows: Rows | None = None
+        self._rows: Ints | None = None
 
     @property
     def num_running(self) -> int:
@@ -87,56 +79,32 @@ class Scheduler:
 
     # ── in ───────────────────────────────────────────────────────────────────────────────────────
 
-    def admit(self) -> None:
-        """Let in whoever waits first and has room; nobody overtakes one that lacks pages."""
-        for active in list(self.waiting) if self.waiting and self.slots.has_free else ():
+    def queue(self, active: ActiveRequest) -> None:
+        """Have a request wait for pages, at the place of its rank."""
+        insort(self.waiting, active, key=lambda request: request.rank)
+
+    def admit(self) -> list[ActiveRequest]:
+        """Admit the queue's first requests that have room; nobody passes one that lacks pages.
+
+        Returns:
+            Those admitted. They run from the next forward on, or wait for their prompt (`RESERVED`).
+        """
+        admitted: list[ActiveRequest] = []
+        for active in self.waiting.copy() if self.waiting and self.slots.has_free else ():
             if active.is_held:
                 continue
             if not self.slots.has_free or not self._find_pages(active):
-                return
+                break
             if active.held_by is None:
                 self.waiting.remove(active)
-                active.stage = Stage.RUNNING
-                self.prompts.append(active)
-
-    def enter(self, active: ActiveRequest) -> bool:
-        """Let in one that waits elsewhere and whose prompt is computed here; False when it has to wait."""
-        # Those retracted were here before.
-        if self.waiting or not self.slots.has_free or active.is_held:
-            return False
-        if not self._find_pages(active) or active.held_by is not None:
-            return False
-        active.stage = Stage.RUNNING
-        self.prompts.append(active)
-        return True
-
-    def reserve(self, active: ActiveRequest) -> bool:
-        """Set pages aside for a prompt that another node computes; False when it has to wait.
-
-        On success the request holds its cached prefix, and `active.granted_pages` may be written
-        from afar.
-        """
-        # Those retracted were here before.
-        if self.waiting or not self.slots.has_free:
-            return False
-        if active.is_held:
-            return False
-        match = self._match(active, active.num_prompt - 1)
-        if match is None:
-            return False
-        num_own = self.cache.num_pages_for(active.num_prompt) - len(match.page_ids)
-        granted = self.cache.grant(num_own)
-        assert granted is not None
-        active.granted_from, active.num_granted = len(match.page_ids), num_own
-        self._settle(active, match, granted)
-        active.stage = Stage.RESERVED
-        return True
+                admitted.append(active)
+        return admitted
 
     def land(self, active: ActiveRequest) -> None:
         """Take over a prompt whose pages all arrived."""
         self.cache.land(active.granted_pages)
-        active.num_granted = 0
-        active.num_computed = active.num_prompt
+        active.is_remote, active.num_granted = False, 0
+        active.num_computed = active.num_collected = active.num_prompt
         active.stage = Stage.RUNNING
         self.computed(active)
         self._begin_decoding(active)
@@ -146,15 +114,14 @@ class Scheduler:
     @property
     def is_short_of_pages(self) -> bool:
         """Whether the next forward needs more pages than there are."""
-        short = self._short()
-        return len(short) > self.cache.num_available
+        return len(self._short()) > self.cache.num_available
 
     def next_batch(self) -> Batch:
         """Choose what the next forward computes, retracting requests until their pages suffice.
 
         Nothing that is to be retracted may have a forward under way: see `is_short_of_pages`.
         """
-        self._growth.stepped()
+        self.growth_share = max(_LEAST_SHARE, self.growth_share * _DECAY_PER_STEP)
         self._num_forwards += 1
         self._num_changes += not self._num_forwards % RETRY_FORWARDS
         while self.is_short_of_pages:
@@ -189,31 +156,22 @@ class Scheduler:
         last = [chunk.request.slot for chunk in batch.chunks if chunk.is_last]
         if last:
             rows = np.concatenate([rows, np.array(last, np.int64)])
-        self.slots.num_tokens[rows] += 1
-        self.slots.next_index[rows] += 1
-        self.slots.num_pending[rows] += 1
-        self.slots.source[rows] = np.arange(len(rows))
+        self.slots.launched(rows)
 
     def computed(self, active: ActiveRequest) -> None:
         """The KV of a whole prompt is in its pages: let others use it."""
-        self.cache.remember(
-            active.token_ids[: active.num_computed], active.page_ids, active.request.cache_salt
-        )
+        self._remember(active, active.page_ids)
         self._stop_computing(active)
 
     # ── out ──────────────────────────────────────────────────────────────────────────────────────
 
     def leave(self, active: ActiveRequest) -> None:
         """A request takes no part in forwards any more; it keeps its pages."""
-        if active.stage is Stage.WAITING and active in self.waiting:
-            self.waiting.remove(active)
-        elif active.stage is Stage.RUNNING:
-            if active in self.prompts:
-                self.prompts.remove(active)
-            elif active in self.decodes:
-                self.decodes.remove(active)
+        is_waiting = active.stage is Stage.WAITING
+        for requests in (self.waiting,) if is_waiting else (self.prompts, self.decodes):
+            if active in requests:
+                requests.remove(active)
                 self._rows = None
-                active.num_computed = len(active.token_ids) - 1
         self._stop_computing(active)
 
     def give_back(self, active: ActiveRequest) -> None:
@@ -223,8 +181,7 @@ class Scheduler:
         own = active.page_ids[: active.granted_from] + active.page_ids[end:]
         if active.page_ids and not granted:
             own = active.page_ids
-            known = active.token_ids[: active.num_computed]
-            self.cache.remember(known, own, active.request.cache_salt)
+            self._remember(active, own)
         self.cache.release(own)
         self._num_changes += 1
         active.page_ids, active.granted_from = granted, 0
@@ -239,65 +196,69 @@ class Scheduler:
         self._num_changes += 1
 
     def note_pages(self) -> None:
-        """Pages came back in other ways: whoever lacked some is tried again."""
+        """Pages came back in other ways: requests that lack some are tried again."""
         self._num_changes += 1
 
     # ── how ──────────────────────────────────────────────────────────────────────────────────────
 
     def _find_pages(self, active: ActiveRequest) -> bool:
-        """Give a request its cached prefix and pages for its known tokens.
+        """Give a request its cached prefix, pages for the rest of its known tokens, and a slot.
 
         Returns:
             False when pages are short. True also when it is now held by another (`held_by`).
         """
-        match = self._match(active, active.num_matchable)
-        if match is None:
-            return active.held_by is not None
-        own = self.cache.allocate(
-            self.cache.num_pages_for(len(active.token_ids)) - len(match.page_ids)
-        )
-        assert own is not None
-        self._settle(active, match, own)
-        return True
-
-    def _match(self, active: ActiveRequest, num_tokens: int) -> PrefixMatch | None:
-        """Hold the cached prefix if the rest has room too; None when it has to wait.
-
-        Args:
-            num_tokens: How many tokens may come from the cache.
-        """
         active.held_by = None
         if active.blocked_at == self._num_changes:
-            return None
-        match = self.cache.match(active.token_ids[:num_tokens], active.request.cache_salt)
+            return False
+        known = active.token_ids[: active.num_matchable]
+        match = self.cache.match(known, active.request.cache_salt)
+        num_own = self.cache.num_pages_for(len(active.token_ids)) - len(match.page_ids)
         owner = None if match.frontier is None else self._computing.get(match.frontier)
         if owner is not None:
             active.held_by = owner
-        elif self._has_room(active, len(match.page_ids)):
-            active.frontier = match.frontier
-            if match.frontier is not None:
-                self._computing[match.frontier] = active
-            return match
-        else:
+        elif not self._has_room(active, num_own):
             active.blocked_at = self._num_changes
+        else:
+            self._settle(active, match, num_own)
+            return True
         self.cache.release(match.page_ids)
-        return None
+        return owner is not None
 
-    def _has_room(self, active: ActiveRequest, num_matched: int) -> bool:
-        """Tell whether pages suffice for a request's known tokens and the growth of all."""
-        needed = self.cache.num_pages_for(len(active.token_ids)) - num_matched
+    def _has_room(self, active: ActiveRequest, num_pages: int) -> bool:
+        """Tell whether there are so many pages beside those kept for the growth of all answers."""
         available = self.cache.num_available
         if not self.slots.num_used:
-            return needed <= available
+            return num_pages <= available
         length = active.num_prompt if active.is_prompt_only else active.max_tokens
-        own = np.array([length - len(active.token_ids)])
-        remaining = np.append(self.slots.remaining_tokens(), own)
-        return needed + self._growth.num_pages(remaining, self.cache.page_size) <= available
+        remaining = np.append(self.slots.remaining_tokens(), length - len(active.token_ids))
+        kept = int(np.ceil(self.growth_share * remaining / self.cache.page_size).sum())
+        return num_pages + kept <= available
 
-    def _settle(self, active: ActiveRequest, match: PrefixMatch, own: list[int]) -> None:
+    def _settle(self, active: ActiveRequest, match: PrefixMatch, num_own: int) -> None:
+        """Hold the pages of an admitted request."""
+        own = self.cache.grant(num_own) if active.is_remote else self.cache.allocate(num_own)
+        assert own is not None
         active.page_ids = match.page_ids + own
-        active.num_computed = match.num_tokens
+        active.num_computed = active.num_collected = match.num_tokens
+        active.frontier = match.frontier
+        if match.frontier is not None:
+            self._computing[match.frontier] = active
         self.slots.take(active)
+        if active.is_remote:
+            active.granted_from, active.num_granted = len(match.page_ids), num_own
+            active.stage = Stage.RESERVED
+        else:
+            self.prompts.append(active)
+            active.stage = Stage.RUNNING
+
+    def _remember(self, active: ActiveRequest, page_ids: list[int]) -> None:
+        """Put into the prefix cache what is computed for sure.
+
+        The KV of an answer's last token never is: no forward has run over it. Nor is that of a forward
+        that failed.
+        """
+        known = active.token_ids[: active.num_collected]
+        self.cache.remember(known, page_ids, active.request.cache_salt)
 
     def _stop_computing(self, active: ActiveRequest) -> None:
         if active.frontier is not None:
@@ -308,13 +269,13 @@ class Scheduler:
         self.decodes.append(active)
         self._rows = None
 
-    def _decode_rows(self) -> Rows:
+    def _decode_rows(self) -> Ints:
         """Return the slots of the decoding requests, in order."""
         if self._rows is None:
             self._rows = np.array([active.slot for active in self.decodes], np.int64)
         return self._rows
 
-    def _short(self) -> Rows:
+    def _short(self) -> Ints:
         """Return which of the decoding requests have no page for their next token."""
         rows = self._decode_rows()
         slots = self.slots
@@ -329,6 +290,38 @@ class Scheduler:
         self.give_back(active)
         active.stage = Stage.WAITING
         active.num_computed = 0
-        self.waiting.add(active)
+        self.queue(active)
         self.num_retracted += 1
-        self._growth.retracted()
+        self.growth_share = min(1.0, self.growth_share + _RISE)
+
+
+def next_chunks(
+    prompts: Iterable[ActiveRequest], budget: int, new_budget: int | None = None
+) -> list[Chunk]:
+    """Choose the prompt tokens of one forward, first come first served.
+
+    A bound on them keeps a long prompt from making the running answers wait longer than one chunk.
+
+    Args:
+        prompts: Running requests whose prompt is not computed, first come first.
+        budget: Tokens at most.
+        new_budget: Of these, tokens at most of requests without an answer yet; None: all. The client of
+            one that was retracted in its answer already waits for the next token.
+
+    Returns:
+        Chunks with at least one token each, in the order given; empty when nothing is to do.
+    """
+    chunks = []
+    new_budget = budget if new_budget is None else new_budget
+    for request in prompts:
+        is_new = len(request.token_ids) == request.num_prompt
+        num_tokens = min(request.num_uncomputed, budget, new_budget if is_new else budget)
+        wanted = request.request.logprobs
+        if wanted is not None and wanted.prompt_start >= 0:
+            num_tokens = min(num_tokens, MAX_LOGPROB_ROWS)
+        if not num_tokens:
+            continue
+        chunks.append(Chunk(request, num_tokens, num_tokens == request.num_uncomputed))
+        budget -= num_tokens
+        new_budget -= num_tokens if is_new else 0
+    return chunks

@@ -14,27 +14,42 @@ A token is a function of (key, index), and the key one of the prompt, and of the
 greedy. So prefill, decode, another attempt and another day choose the same.
 """
 
+import hashlib
+import json
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tandem.engine.batcher import Chunk
-from tandem.engine.forward import Ints, Wrote
-from tandem.engine.launched import ChunkEnd, ForwardTimes, Launched, sampled_of
-from tandem.engine.profile import Profile, attended_pairs
-from tandem.engine.results import CompletePages
-from tandem.engine.scheduler import Batch
-from tandem.engine.slots import Slots
-from tandem.wire.errors import InvalidRequest
+from tandem.engine.config import EngineConfig
+from tandem.engine.forward import Batch, Chunk, Ints, Slots, Wrote
+from tandem.engine.profile import Profile, SimKV, attended_pairs
+from tandem.engine.shape import (
+    ITEM_BYTES,
+    KV_DTYPES,
+    ModelShape,
+    context_length,
+    eos_token_ids,
+    head_dim,
+    kv_heads,
+)
+from tandem.engine.step import ChunkEnd, CompletePages, ForwardTimes, Launched
+from tandem.engine.weight_files import read_object
+from tandem.wire.errors import ConfigInvalid, InvalidRequest
 from tandem.wire.generation import GenerateRequest, TokenLogprobs
 
 # Beginning of each layer's K and of its V that a forward writes: enough to tell one page from another.
 _MARK_BYTES = 8
+# What config.json has to say by itself; where it does not, transformers knows the architecture's defaults.
+_NEEDED = ("num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 
 
 class SimulatedPages:
@@ -86,7 +101,7 @@ class SimulatedOutcome:
 
     Attributes:
         begin_s: When the device begins with it; it ends at `end_s`.
-        wrote: Told of each of `num_layers` as its share of that time is over.
+        wrote: Called for each of `num_layers` as its share of that time is over.
     """
 
     ids: Ints
@@ -97,7 +112,7 @@ class SimulatedOutcome:
     num_layers: int
 
     def token_ids(self) -> Ints:
-        """See `Outcome.token_ids`."""
+        """Wait until the forward ends; return its tokens."""
         if self.wrote is not None:
             a_layer_s = (self.end_s - self.begin_s) / self.num_layers
             for layer in range(self.num_layers):
@@ -107,15 +122,15 @@ class SimulatedOutcome:
         return self.ids
 
     def token_logprobs(self) -> dict[int, TokenLogprobs]:
-        """There are none: see `SimulatedLauncher.check`."""
+        """There are none: `SimulatedLauncher.check` refuses to."""
         return {}
 
     def prompt_logprobs(self) -> list[TokenLogprobs]:
-        """There are none: see `SimulatedLauncher.check`."""
+        """There are none."""
         return []
 
     def times(self) -> ForwardTimes:
-        """See `Outcome.times`."""
+        """Return how long the forward is."""
         return ForwardTimes(self.end_s - self.begin_s)
 
 
@@ -124,7 +139,7 @@ class SimulatedLauncher:
 
     Args:
         ordinary_ids: What answers are made of.
-        num_layers: How many layers tell that they are written.
+        num_layers: How many layers are reported as written.
         pages: Where prompts leave bytes to push; None where nobody reads them.
     """
 
@@ -147,7 +162,7 @@ class SimulatedLauncher:
         self._idle_at_s = 0.0
 
     def check(self, request: GenerateRequest) -> None:
-        """See `Launcher.check`."""
+        """Refuse what takes probabilities."""
         asked = unsupported(request)
         if asked:
             raise InvalidRequest(
@@ -155,7 +170,7 @@ class SimulatedLauncher:
             )
 
     def seed(self, request: GenerateRequest, drawn: int) -> int:
-        """See `Launcher.seed`."""
+        """Return a key of the prompt, and of the seed unless the request is greedy."""
         num_prompt = len(request.prompt_ids) - request.num_prior_tokens
         return answer_key(
             request.prompt_ids[:num_prompt], drawn if request.sampling.temperature > 0 else 0
@@ -164,8 +179,8 @@ class SimulatedLauncher:
     def launch(
         self, batch: Batch, slots: Slots, pages: list[CompletePages], wrote: Wrote | None
     ) -> Launched:
-        """See `Launcher.launch`."""
-        sampled = sampled_of(batch)
+        """Begin a forward when the one before ends."""
+        sampled = batch.sampled()
         last = np.array([chunk.request.slot for chunk in batch.chunks if chunk.is_last], np.int64)
         rows = np.concatenate([batch.rows, last])
         indexes = slots.next_index[rows]
@@ -174,10 +189,7 @@ class SimulatedLauncher:
         if self._pages is not None:
             for chunk in batch.chunks:
                 self._pages.fill(chunk)
-        chunks = [
-            ChunkEnd(chunk, chunk.request.num_computed + chunk.num_tokens, range(0))
-            for chunk in batch.chunks
-        ]
+        chunks = [ChunkEnd.of(chunk) for chunk in batch.chunks]
         ids = self._tokens_at(slots.seed[rows], indexes)
         outcome = SimulatedOutcome(
             ids, self._clock, begin_s, self._idle_at_s, wrote, self._num_layers
@@ -233,3 +245,102 @@ def unsupported(request: GenerateRequest) -> str:
         "min_new_tokens with stop_token_ids": bool(p.min_new_tokens and p.stop_token_ids),
     }
     return ", ".join(name for name, is_asked in found.items() if is_asked)
+
+
+# ── what is known of the model: its shape and its ordinary tokens ────────────────────────────────
+
+
+class _AddedToken(msgspec.Struct, frozen=True):
+    id: int
+
+
+class _Vocabulary(msgspec.Struct, frozen=True):
+    vocab: dict[str, int] | list[tuple[str, float]] = {}
+
+
+class _TokenizerFile(msgspec.Struct, frozen=True):
+    """Of tokenizer.json what names ids; the rest, merges above all, is passed over unread."""
+
+    model: _Vocabulary = _Vocabulary()
+    added_tokens: list[_AddedToken] = []
+
+
+def read_model(config: EngineConfig, kv: SimKV) -> tuple[ModelShape, Ints]:
+    """Return a model's shape, and the ids that its simulation chooses from.
+
+    Raises:
+        ConfigInvalid: The directory does not describe a model; the sentence says why.
+    """
+    path = Path(config.model_dir)
+    facts = read_object(path / "config.json")
+    text = _text_config(path, facts, trusts_code=config.trust_remote_code)
+    eos = eos_token_ids(path, text)
+    ordinary = _ordinary_ids(path, text.vocab_size, eos)
+    dtype = _dtype(config, facts, text)
+    kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, dtype)
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    digest.update(f"{kv_dtype} {kv}".encode())
+    digest.update(ordinary.tobytes())
+    name = f"{facts.get('model_type', 'model')}-{text.num_hidden_layers}layers"
+    shape = ModelShape(
+        num_layers=text.num_hidden_layers,
+        num_kv_heads=kv_heads(text),
+        head_dim=head_dim(text),
+        vocab_size=text.vocab_size,
+        context_length=context_length(config.context_length, text),
+        eos_token_ids=eos,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        fingerprint=f"{name}-simulated-kv-{kv}-{digest.hexdigest()[:16]}",
+    )
+    return (shape if kv == "real" else _without_kv(shape)), ordinary
+
+
+def _without_kv(shape: ModelShape) -> ModelShape:
+    """Return the same model with as little KV as a page can have: two bytes a token."""
+    return replace(shape, num_layers=1, num_kv_heads=1, head_dim=1, kv_dtype="uint8")
+
+
+def _text_config(path: Path, facts: dict[str, Any], *, trusts_code: bool) -> Any:
+    text = SimpleNamespace(**(facts.get("text_config") or facts))
+    has_width = hasattr(text, "head_dim") or hasattr(text, "hidden_size")
+    if has_width and all(hasattr(text, name) for name in _NEEDED):
+        return text
+    from transformers import AutoConfig
+
+    try:
+        full = AutoConfig.from_pretrained(path, trust_remote_code=trusts_code)
+        text = full.get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigInvalid(f"cannot tell the shape of the model in {path}: {error}") from error
+    missing = [name for name in _NEEDED if not hasattr(text, name)]
+    if missing:
+        raise ConfigInvalid(f"config.json in {path} does not say {', '.join(missing)}: add it")
+    return text
+
+
+def _dtype(config: EngineConfig, facts: dict[str, Any], text: Any) -> str:
+    own = getattr(text, "dtype", None) or facts.get("dtype") or facts.get("torch_dtype")
+    name = config.dtype if config.dtype != "auto" else str(own or "float32")
+    name = name.removeprefix("torch.")
+    if name not in ITEM_BYTES:
+        raise ConfigInvalid(f"config.json names dtype {name}: give --dtype")
+    return name
+
+
+def _ordinary_ids(path: Path, vocab_size: int, eos: frozenset[int]) -> Ints:
+    """Return the ids that are words and parts of words, not marks; all but ends without a tokenizer."""
+    file = path / "tokenizer.json"
+    ids = set(range(vocab_size))
+    if file.is_file():
+        try:
+            read = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile)
+        except msgspec.DecodeError as error:
+            raise ConfigInvalid(f"{file} cannot be read: {error}") from error
+        vocab = read.model.vocab
+        ids &= set(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))
+        ids -= {token.id for token in read.added_tokens}
+    ids -= eos
+    if not ids:
+        raise ConfigInvalid(f"{path} names no token that could be generated")
+    return np.array(sorted(ids), np.int64)

@@ -46,7 +46,7 @@ class ShardedRunner:
 
     @property
     def device(self) -> torch.device:
-        """See `Runner.device`."""
+        """Rank 0's."""
         return self._own.device
 
     def forward(
@@ -55,7 +55,10 @@ class ShardedRunner:
         sampled: torch.Tensor | None = None,
         wrote: Wrote | None = None,
     ) -> torch.Tensor:
-        """See `Runner.forward`, `wrote` being told of the own shard's layers. A forward that raises leaves the others waiting: they are ended."""
+        """Run a forward on every rank; `wrote` is called for the layers of rank 0's shard.
+
+        A forward that raises leaves the other ranks waiting: they are ended.
+        """
         needs_sampled = sampled is not None and bool((inputs.sources >= 0).any())
         try:
             if sampled is not None and needs_sampled:
@@ -77,7 +80,7 @@ def follow(
 
     Args:
         num_sampled: Length of the `sampled` that rank 0 broadcasts first; 0 when it has none.
-        wrote: See `Runner.forward`.
+        wrote: Called for the layers of this rank's shard.
     """
     sampled = None
     if num_sampled:

@@ -1,9 +1,12 @@
-"""Triton kernels of paged attention: attend with prompts, attend with decoding rows.
+"""Triton kernels: rows are written to pages, prompts and decoding rows attend, draws get their noise.
 
-Both read the pool as it is, a layer's view of it: [page][k, v][head][token][dim]. Scores are kept in base 2,
+Both ways to attend read the pool as it is, a layer's view of it: [page][k, v][head][token][dim]. Scores are kept in base 2,
 sums in float32, as in FlashAttention-2 (Dao 2023); a decoding row's keys are split over programs
 and merged by their log-sum-exp, as in Flash-Decoding. No key at or past a sequence's length is loaded.
 A sink is one more score in a head's sum, with a value of zero.
+
+e4m3 goes through its bits, not through Triton's own type, which GPUs before Ada lack: a byte moved into
+a float16 is the value divided by 256.
 """
 
 # Arguments have no types: in a kernel's signature triton evaluates what it finds, and takes only its own.
@@ -13,13 +16,71 @@ A sink is one more score in a head's sum, with a value of zero.
 import triton
 from triton import language as tl
 
-from tandem.engine.triton_pages import from_e4m3
-
 # Below any score; finite, so that a row that has seen no key yet yields no NaN.
 _FAR_BELOW = tl.constexpr(-1.0e30)
+_E4M3_MAX = tl.constexpr(448.0)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # Triton's interpreter multiplies bfloat16 as the integers it keeps them in.
 _IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def _from_e4m3(bits):
+    """Return bytes of e4m3 as float16."""
+    wide = bits.to(tl.uint16)
+    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    # Exponents are biased by 7 there and by 15 here.
+    return half.to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
+def _to_e4m3(value):
+    """Round float32 to the nearest e4m3, ties to even; what is too large becomes ±448."""
+    sign = (value.to(tl.uint32, bitcast=True) >> 24) & 0x80
+    size = tl.minimum(tl.abs(value), _E4M3_MAX)
+    bits = size.to(tl.uint32, bitcast=True)
+    normal = (bits + 0x7FFFF + ((bits >> 20) & 1) - (120 << 23)) >> 20
+    # Where a unit in the last place of 2^14 is e4m3's smallest value: the sum rounds for us.
+    subnormal = (size + 16384.0).to(tl.uint32, bitcast=True) - (141 << 23)
+    return (tl.where(size < 0.015625, subnormal, normal) | sign).to(tl.uint8)
+
+
+@triton.jit
+def write_rows(
+    key,
+    value,
+    pool,
+    write_pages,
+    write_offsets,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    pool_page,
+    pool_value,
+    num_kv_heads: tl.constexpr,
+    page_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_heads: tl.constexpr,
+    block_dim: tl.constexpr,
+    is_fp8: tl.constexpr,
+):
+    """Put K and V of one row into its page. Grid (num_rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    page = tl.load(write_pages + row).to(tl.int64)
+    offset = tl.load(write_offsets + row)
+    heads = tl.arange(0, block_heads)[:, None]
+    dims = tl.arange(0, block_dim)[None, :]
+    is_real = (heads < num_kv_heads) & (dims < head_dim)
+    k = tl.load(key + row * key_row + heads * key_head + dims, mask=is_real, other=0.0)
+    v = tl.load(value + row * value_row + heads * value_head + dims, mask=is_real, other=0.0)
+    target = pool + page * pool_page + (heads * page_size + offset) * head_dim + dims
+    if is_fp8:
+        tl.store(target, _to_e4m3(k.to(tl.float32)), mask=is_real)
+        tl.store(target + pool_value, _to_e4m3(v.to(tl.float32)), mask=is_real)
+    else:
+        tl.store(target, k.to(pool.dtype.element_ty), mask=is_real)
+        tl.store(target + pool_value, v.to(pool.dtype.element_ty), mask=is_real)
 
 
 @triton.jit
@@ -77,8 +138,8 @@ def _attend(
         key = tl.load(elements, mask=is_real, other=0)
         value = tl.load(elements + pool_value, mask=is_real, other=0)
         if is_fp8:
-            key = from_e4m3(key)
-            value = from_e4m3(value)
+            key = _from_e4m3(key)
+            value = _from_e4m3(value)
         key = key.to(query.dtype)
         value = value.to(query.dtype)
         scores = tl.zeros([query.shape[0], block_keys], tl.float32)
@@ -360,3 +421,33 @@ def merge_splits(
     result = tl.sum(parts * weights[:, None], 0) / total
     target = out + sequence * out_row + head * head_dim + dims
     tl.store(target, result.to(out.dtype.element_ty), mask=dims < head_dim)
+
+
+@triton.jit
+def _add_noise(logits, scores, token, vocab_size, word, temperature):
+    is_real = token < vocab_size
+    number = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    # -log(1 - number); of small ones the difference would lose what makes noise large.
+    series = 1 + number * (0.5 + number * (0.33333333 + number * (0.25 + number * 0.2)))
+    exponential = tl.where(number < 0.015625, number * series, -tl.log(1 - number))
+    logit = tl.load(logits + token, mask=is_real, other=0.0)
+    tl.store(scores + token, logit - temperature * tl.log(exponential), mask=is_real)
+
+
+@triton.jit
+def add_noise(logits, scores, temperatures, seeds, indexes, vocab_size, num_blocks: tl.constexpr):
+    """Add the noise of `sampler.gumbels` to some logits of one row. Grid (num_rows, vocab_size / 8 / num_blocks)."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1).to(tl.int64) * num_blocks + tl.arange(0, num_blocks).to(tl.int64)
+    zero = block * 0
+    index = tl.load(indexes + row) + zero
+    # numpy counts before it makes a block.
+    words = tl.philox(tl.load(seeds + row), block + 1, zero, index, zero)
+    temperature = tl.load(temperatures + row)
+    logits += row * vocab_size
+    scores += row * vocab_size
+    for lane in tl.static_range(4):
+        token = block * 8 + 2 * lane
+        low, high = words[lane] & 0xFFFFFFFF, words[lane] >> 32
+        _add_noise(logits, scores, token, vocab_size, low, temperature)
+        _add_noise(logits, scores, token + 1, vocab_size, high, temperature)

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from tandem.engine.core import Engine
 from tandem.engine.request import ActiveRequest
-from tandem.engine.results import Token
+from tandem.engine.step import Token
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.node.answers import Answers, Ticket
 from tandem.node.config import NodeConfig

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from typing_extensions import override
 
-from tandem.engine.step_counts import StepCounts
+from tandem.engine.step import StepCounts
 from tandem.kvtransfer.events import ReceiverTimes, SenderTimes
 from tandem.telemetry.histogram import Histogram, Spread
 from tandem.wire.errors import TandemError

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 from tandem.engine.core import Engine
 from tandem.engine.profile import Simulation
-from tandem.engine.simulated import SimulatedLauncher, SimulatedPages
-from tandem.engine.simulated_model import read_model
+from tandem.engine.simulated import SimulatedLauncher, SimulatedPages, read_model
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.node.config import NodeConfig
 from tandem.node.pool_plan import PoolPlan

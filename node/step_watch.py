@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from tandem.engine.step_counts import StepCounts
+from tandem.engine.step import StepCounts
 
 # Forwards of each kind and size that compile or record something at their first use come early.
 FIRST_FORWARDS = 16

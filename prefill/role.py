@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tandem.engine.core import Engine
 from tandem.engine.request import ActiveRequest
-from tandem.engine.results import CompletePages, Token
+from tandem.engine.step import CompletePages, Token
 from tandem.kvtransfer.events import Granted, PushDone, Released
 from tandem.kvtransfer.group import Sender
 from tandem.kvtransfer.push_room import PageRun, Wrote

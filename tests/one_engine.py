@@ -6,16 +6,16 @@ from pathlib import Path
 
 import torch
 
+from tandem.engine.attention import PagedModel
 from tandem.engine.attention_backends import choose_backend
 from tandem.engine.config import EngineConfig
 from tandem.engine.core import Engine
 from tandem.engine.kv_pool import make_pool
 from tandem.engine.launcher import ModelLauncher
 from tandem.engine.model import load_model
-from tandem.engine.paged_model import PagedModel
-from tandem.engine.results import Token
 from tandem.engine.runner import ModelRunner
 from tandem.engine.shape import ModelShape
+from tandem.engine.step import Token
 from tandem.wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
 from tandem.wire.ids import RequestId
 

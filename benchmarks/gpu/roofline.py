@@ -27,12 +27,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Qw
 from benchmarks.gpu.floors import Device, Line, Work, mean_ratio, table
 from benchmarks.rig import parse, parser_of, result
 from tandem.engine import attention
+from tandem.engine.attention import PagedModel
 from tandem.engine.attention_backends import choose_backend, fastest
 from tandem.engine.config import AttentionName, EngineConfig
 from tandem.engine.cuda_graphs import make_runner
 from tandem.engine.forward import ForwardInputs
 from tandem.engine.kv_pool import KVPool, make_pool
-from tandem.engine.paged_model import PagedModel
 from tandem.engine.runner import Runner
 from tandem.engine.shape import ModelShape
 

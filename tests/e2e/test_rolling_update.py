@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from tandem.engine.config import EngineConfig
-from tandem.engine.simulated import answer_key, tokens_at
-from tandem.engine.simulated_model import read_model
+from tandem.engine.simulated import answer_key, read_model, tokens_at
 from tandem.up import free_ports
 from tests.e2e.cluster import Process, eventually, wait_healthy
 from tests.e2e.test_deaths import unaccounted

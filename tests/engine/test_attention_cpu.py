@@ -6,7 +6,7 @@ import pytest
 import torch
 from numba import types
 
-from tandem.engine import cpu_threads
+from tandem.engine import attention_cpu
 from tandem.engine.attention_cpu import CpuAttention
 from tests.attention_cases import CASES, error, tolerance
 
@@ -39,20 +39,20 @@ def test_every_number_of_threads_gives_the_same_bits(torch_threads):
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_code_runs_once_on_each_of_torchs_threads(torch_threads, num_threads):
     torch_threads(num_threads)
-    number, most = cpu_threads.thread_number(), 8
+    number, most = attention_cpu._thread_number(), 8
 
     @numba.cfunc(types.void(types.CPointer(types.int64)))
     def count(pointer):
         numba.carray(pointer, most)[number()] += 1
 
     counts = np.zeros(most, np.int64)
-    cpu_threads.run(count.address, counts.ctypes.data)
-    assert cpu_threads.num_threads() == num_threads
+    attention_cpu._run(count.address, counts.ctypes.data)
+    assert attention_cpu._num_threads() == num_threads
     assert counts.tolist() == [1] * num_threads + [0] * (most - num_threads)
 
 
 def test_without_torchs_library_one_thread_does_it_all(torch_threads, monkeypatch):
     torch_threads(4)
-    monkeypatch.setattr(cpu_threads, "_library", lambda: None)
-    assert cpu_threads.num_threads() == 1
+    monkeypatch.setattr(attention_cpu, "_library", lambda: None)
+    assert attention_cpu._num_threads() == 1
     assert error(CASES["decodes of group 3"], CpuAttention()) <= 2e-5

@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 
 from tandem.engine.attention_torch import TorchAttention
 from tandem.engine.attention_triton import TritonAttention, prompt_tiles
-from tandem.engine.triton_noise import add_noise
+from tandem.engine.triton_kernels import add_noise
 from tests.attention_cases import CASES, PROMPTS, Case, make, tolerance
 from tests.engine.triton_compiled import Geometry, compile_kernel
 from tests.engine.triton_interpreted import KV_DTYPES, generate

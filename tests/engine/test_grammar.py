@@ -1,4 +1,3 @@
-import io
 import json
 import random
 import re
@@ -6,14 +5,12 @@ import threading
 
 import numpy as np
 import pytest
-import structlog
 import torch
 import xgrammar
 
 from tandem.engine.errors import GrammarViolated
 from tandem.engine.grammar import GrammarMasks, GrammarState, apply_masks, leaves_only
 from tandem.engine.grammar_compiler import GrammarCompiler, compile_text
-from tandem.telemetry import log as logs
 from tandem.wire.errors import EngineFailed, InvalidRequest, Overloaded
 from tandem.wire.generation import Grammar
 from tests.patience import PATIENCE_S, patiently
@@ -86,7 +83,8 @@ def masks_of():
     def fill(states, vocab_size=VOCAB_SIZE):
         if not made:
             made.append(GrammarMasks(vocab_size))
-        return made[0].begin(states).wait()
+        pending = made[0].begin(states)
+        return None if pending is None else pending.result()
 
     yield fill
     for maker in made:
@@ -359,55 +357,51 @@ def test_a_bad_grammar_is_refused_in_words(grammar, words, compiler):
     assert "/project" not in str(caught.value)
 
 
-def test_equal_grammars_share_one_compilation(compiler):
-    first = compiler.compile(schema(POINTS))
-    assert compiler.compile(schema(POINTS)) is first  # done or not
-    first.result()
-    assert compiler.compile(schema(POINTS)) is first
-    assert not first.cancel()
-
-
 class Gate:
     """Compiles at once, except grammars whose text begins with "slow": these wait for `open`."""
 
     def __init__(self):
-        self.is_open, self.was_called = threading.Event(), threading.Event()
+        self.is_open = threading.Event()
         self.calls: list[str] = []
 
     def __call__(self, library, grammar):
         self.calls.append(grammar.text)
-        self.was_called.set()
         if grammar.text.startswith("slow"):
             assert self.is_open.wait(PATIENCE_S)
         return compile_text(library, grammar)
 
 
 @pytest.fixture
-def gated(embedded_model):
+def gate(monkeypatch):
+    gate = Gate()
+    monkeypatch.setattr("tandem.engine.grammar_compiler.compile_text", gate)
+    yield gate
+    gate.is_open.set()
+
+
+@pytest.fixture
+def make_compiler(gate, embedded_model):
     made = []
 
     def make(time_limit_s=300.0):
-        gate = Gate()
-        compiler = GrammarCompiler(
-            embedded_model,
-            VOCAB_SIZE,
-            frozenset({EOS}),
-            time_limit_s=time_limit_s,
-            compile_with=gate,
+        made.append(
+            GrammarCompiler(embedded_model, VOCAB_SIZE, frozenset({EOS}), time_limit_s=time_limit_s)
         )
-        made.append((gate, compiler))
-        return gate, compiler
+        return made[-1]
 
     yield make
-    for gate, compiler in made:
-        gate.is_open.set()
+    gate.is_open.set()
+    for compiler in made:
         compiler.close()
 
 
-def test_a_slow_grammar_delays_neither_the_caller_nor_another_grammar(gated):
-    gate, compiler = gated()
+def test_a_slow_grammar_delays_neither_the_caller_nor_another_and_is_compiled_once(
+    gate, make_compiler
+):
+    compiler = make_compiler()
     slow = compiler.compile(regex("slow"))
     assert compiler.compile(regex("slow")) is slow  # under way
+    assert not slow.cancel()
     assert compiler.compile(regex("fast")).result()
     assert not slow.done()
     gate.is_open.set()
@@ -415,90 +409,61 @@ def test_a_slow_grammar_delays_neither_the_caller_nor_another_grammar(gated):
     assert sorted(gate.calls) == ["fast", "slow"]
 
 
-def test_a_grammar_past_the_time_limit_is_refused_and_kept_if_it_compiles_after_all(gated):
-    gate, compiler = gated(time_limit_s=0.05)
-    with pytest.raises(InvalidRequest, match="too complex"):
-        compiler.compile(regex("slow")).result()
-    with pytest.raises(InvalidRequest, match="too complex"):
-        compiler.compile(regex("slow")).result()
-    assert gate.was_called.wait(PATIENCE_S)  # its time begins to run a moment before
+def test_a_compiled_grammar_is_kept_by_the_library(make_compiler):
+    compiler = make_compiler()
+    compiler.compile(schema(POINTS)).result()
+    size = compiler._library.get_cache_size_bytes()
+    assert size > 0
+    compiler.compile(schema(POINTS)).result()
+    assert compiler._library.get_cache_size_bytes() == size
+
+
+def test_a_grammar_past_the_time_limit_is_refused_and_kept_if_it_compiles_after_all(
+    gate, make_compiler
+):
+    compiler = make_compiler(time_limit_s=0.05)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="too complex"):
+            compiler.compile(regex("slow")).result()
     assert gate.calls == ["slow"]
     gate.is_open.set()
-    while compiler.compile(regex("slow")).exception() is not None:
-        gate.is_open.wait()
-    assert gate.calls == ["slow"]
+    for _ in patiently():
+        if compiler.compile(regex("slow")).exception() is None:
+            break
+    assert compiler.compile(regex("slow")).result(PATIENCE_S)
 
 
-def test_when_every_worker_is_late_new_grammars_are_refused_until_one_is_done(gated):
-    gate, compiler = gated(time_limit_s=0.05)
-    for number in range(4):
-        with pytest.raises(InvalidRequest, match="too complex"):
-            compiler.compile(regex(f"slow{number}")).result()
-    with pytest.raises(Overloaded):
-        compiler.compile(regex("fast")).result()
+def test_when_every_worker_is_late_grammars_are_refused_until_one_is_done(gate, make_compiler):
+    compiler = make_compiler()
+    compiler.compile(regex("warm")).result()  # the vocabulary
+    compiler._time_limit_s = 0.05
+    late = [compiler.compile(regex(f"slow{number}")) for number in range(3)]
+    behind = compiler.compile(regex("behind"))
+    for future in late:
+        assert "too complex" in str(future.exception(PATIENCE_S))
+    assert isinstance(behind.exception(PATIENCE_S), Overloaded)
+    assert isinstance(compiler.compile(regex("fast")).exception(), Overloaded)
+    compiler._time_limit_s = 300.0
     gate.is_open.set()
     for _ in patiently():
         if not isinstance(compiler.compile(regex("fast")).exception(), Overloaded):
             break
-    for _ in patiently():  # its time may be up before it is begun
-        if "fast" in gate.calls:
-            break
-    assert "fast" in gate.calls
+    assert compiler.compile(regex("fast")).result(PATIENCE_S)
 
 
-def test_a_failure_of_ours_is_told_and_not_remembered(gated, monkeypatch):
-    gate, compiler = gated()
-    gate.calls = None  # type: ignore[assignment]
-    with pytest.raises(EngineFailed, match="AttributeError"):
-        compiler.compile(regex("a")).result()
-    gate.calls = []
-    assert compiler.compile(regex("a")).result()
+@pytest.mark.parametrize("broken", [lambda *_: 1 / 0, lambda *_: compile_text()])
+def test_a_failure_of_ours_is_reported_and_not_remembered(make_compiler, monkeypatch, broken):
+    compiler = make_compiler()
+    with monkeypatch.context() as patch:
+        patch.setattr("tandem.engine.grammar_compiler.compile_text", broken)
+        for _ in range(4):  # more than there are workers
+            with pytest.raises(EngineFailed, match="Error"):
+                compiler.compile(regex("a")).result(PATIENCE_S)
+    assert compiler.compile(regex("a")).result(PATIENCE_S)
 
 
-class Interposed(io.StringIO):
-    """A log whose first line waits for what a test does meanwhile."""
-
-    def __init__(self, meanwhile):
-        super().__init__()
-        self._meanwhile = [meanwhile]
-
-    def write(self, text):
-        if self._meanwhile:
-            self._meanwhile.pop()()
-        return super().write(text)
-
-
-def test_who_waits_is_answered_when_a_grammar_compiles_just_as_it_is_given_up(gated):
-    gate, compiler = gated(time_limit_s=0.05)
-    first = compiler.compile(regex("slow"))
-
-    def compile_after_all():
-        gate.is_open.set()
-        for _ in patiently():
-            if compiler.compile(regex("slow")) is not first:
-                return
-
-    logs.configure(stream=Interposed(compile_after_all))
-    try:
-        with pytest.raises(InvalidRequest, match="too complex"):
-            first.result(PATIENCE_S)
-    finally:
-        structlog.reset_defaults()
-    assert compiler.compile(regex("slow")).result(PATIENCE_S)
-
-
-def test_what_is_no_compiled_grammar_is_our_failure(embedded_model):
-    compiler = GrammarCompiler(
-        embedded_model, VOCAB_SIZE, frozenset({EOS}), compile_with=lambda _library, _grammar: None
-    )
-    for _ in range(4):  # more than there are workers
-        with pytest.raises(EngineFailed, match="AttributeError"):
-            compiler.compile(regex("a")).result(PATIENCE_S)
-    compiler.close()
-
-
-def test_a_machine_without_threads_refuses_grammars_until_it_has_some(gated, monkeypatch):
-    _, compiler = gated()
+def test_a_machine_without_threads_refuses_grammars_until_it_has_some(make_compiler, monkeypatch):
+    compiler = make_compiler()
 
     def no_thread(_thread):
         raise RuntimeError("can't start new thread")

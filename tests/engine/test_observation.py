@@ -4,9 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from tandem.engine.attention import NAME, AttentionNotServed, PagedPast, paged_attention, register
+from tandem.engine.attention import (
+    NAME,
+    AttentionNotServed,
+    PagedModel,
+    PagedPast,
+    paged_attention,
+    register,
+)
 from tandem.engine.observation import observe
-from tandem.engine.paged_model import PagedModel
 from tandem.wire.hand_off import LayerKV
 from tests.architectures.configs import cases
 

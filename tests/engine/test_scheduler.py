@@ -1,14 +1,17 @@
 """Admission, growth, retraction, sharing and overlap, with a runner whose tokens give any mistake away."""
 
 import random
+from concurrent.futures import Future
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.engine.core import Engine
-from tandem.engine.request import ActiveRequest
-from tandem.wire.generation import GenerateRequest, SamplingParams
+from tandem.engine.request import ActiveRequest, Stage
+from tandem.engine.scheduler import MAX_LOGPROB_ROWS, next_chunks
+from tandem.wire.errors import InvalidRequest
+from tandem.wire.generation import GenerateRequest, Grammar, LogprobsWanted, SamplingParams
 from tandem.wire.ids import RequestId
 from tests.engine.toy_runner import EOS, toy_answer, toy_engine
 
@@ -24,6 +27,13 @@ def ask(prompt, name="r", *, priority=0, salt="", num_prior=0, **sampling) -> Ge
         cache_salt=salt,
         num_prior_tokens=num_prior,
     )
+
+
+def remote(engine: Engine, request: GenerateRequest) -> ActiveRequest:
+    """Queue a request whose prompt another node computes."""
+    active = engine.check(request, is_remote=True)
+    engine.queue(active)
+    return active
 
 
 def drain(engine: Engine, out: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
@@ -107,7 +117,7 @@ def test_whatever_comes_when_every_answer_is_right_and_every_page_returns(
 @OVERLAP
 def test_a_retracted_request_goes_on_with_the_tokens_it_would_have_had(is_overlapped):
     engine, _ = toy_engine(12, is_overlapped=is_overlapped, is_prefix_cache_enabled=False)
-    engine._scheduler._growth.share = 0.0
+    engine._scheduler.growth_share = 0.0
     for i in range(4):
         engine.submit(ask(prompt_of(8, i), str(i), max_new_tokens=30))
     answers = drain(engine)
@@ -118,7 +128,7 @@ def test_a_retracted_request_goes_on_with_the_tokens_it_would_have_had(is_overla
 
 def test_the_youngest_is_retracted_and_the_oldest_never():
     engine, _ = toy_engine(12, is_prefix_cache_enabled=False)
-    engine._scheduler._growth.share = 0.0
+    engine._scheduler.growth_share = 0.0
     made = [engine.submit(ask(prompt_of(8, i), str(i), max_new_tokens=30)) for i in range(4)]
     retracted = set()
     while engine.has_work:
@@ -131,7 +141,7 @@ def test_the_youngest_is_retracted_and_the_oldest_never():
 
 def test_a_low_priority_gives_its_pages_to_a_high_one():
     engine, _ = toy_engine(12, is_prefix_cache_enabled=False)
-    engine._scheduler._growth.share = 0.0
+    engine._scheduler.growth_share = 0.0
     low = engine.submit(ask(prompt_of(8, 1), "low", max_new_tokens=36, priority=-1))
     answers = {"low": [token.token for token in engine.step().tokens]}
     high = engine.submit(ask(prompt_of(8, 2), "high", max_new_tokens=36, priority=1))
@@ -225,12 +235,13 @@ def test_prompts_of_different_salts_share_nothing():
 
 def test_on_decode_one_prompt_asked_many_times_is_granted_once():
     engine, _ = toy_engine(100)
-    first, second = (engine.check(ask(prompt_of(41), name, max_new_tokens=2)) for name in "ab")
-    assert engine.reserve(first)
-    assert not engine.reserve(second)
+    first, second = (remote(engine, ask(prompt_of(41), name, max_new_tokens=2)) for name in "ab")
+    engine.admit()
+    assert (first.stage, second.stage) == (Stage.RESERVED, Stage.WAITING)
     assert second.is_held
     engine.land(first, first_token=5, seed=0)
-    assert engine.reserve(second)
+    engine.admit()
+    assert second.stage is Stage.RESERVED
     assert (len(first.granted_pages), len(second.granted_pages)) == (0, 1)
     assert second.num_computed == 40
 
@@ -279,3 +290,159 @@ def test_new_prompts_are_computed_in_small_chunks_while_others_are_answered(is_o
     drain(engine, out)
     assert runner.largest == 6
     assert out["second"] == toy_answer(prompt_of(30), 2)
+
+
+# ── what a turn leaves for the next ──────────────────────────────────────────────────────────────
+
+
+@OVERLAP
+@pytest.mark.parametrize("has_stop_id", [False, True])
+@pytest.mark.parametrize("over", [-1, 0, 1])
+def test_turns_that_end_beside_a_page_border_have_the_tokens_of_an_engine_without_a_cache(
+    over, has_stop_id, is_overlapped
+):
+    engine, _ = toy_engine(60, is_overlapped=is_overlapped)
+    tokens = prompt_of(6)
+    for end in (16, 32, 36, 48):  # borders of pages of 4 tokens
+        answer = toy_answer(tokens, end + over - len(tokens))
+        is_clear = has_stop_id and answer.index(answer[-1]) == len(answer) - 1
+        stop = {"max_new_tokens": 99, "stop_token_ids": [answer[-1]]} if is_clear else {}
+        engine.submit(ask(tokens, **{"max_new_tokens": len(answer), **stop}))
+        assert drain(engine)["r"] == answer
+        # The KV of the last token was never computed.
+        tokens += answer
+        match = engine.cache.match(tokens)
+        assert match.num_tokens == (len(tokens) - 1) // 4 * 4
+        engine.cache.release(match.page_ids)
+        tokens += prompt_of(3, seed=end)
+    assert_all_returned(engine)
+
+
+@pytest.mark.parametrize("num_prompt", [7, 8, 9])
+def test_nothing_that_a_failed_forward_was_to_compute_is_cached(num_prompt, monkeypatch):
+    engine, _ = toy_engine(20, is_overlapped=True)
+    launch = engine._launcher.launch
+    monkeypatch.setattr(engine._launcher, "launch", lambda *given: failing(launch(*given)))
+    active = engine.submit(ask(prompt_of(num_prompt), max_new_tokens=5))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        while engine.has_work:
+            engine.step()
+    engine.cancel(active)
+    with pytest.raises(RuntimeError, match="out of memory"):  # the forward launched meanwhile
+        while engine.has_work:
+            engine.step()
+    assert engine.counts().free == 20
+
+
+def failing(launched):
+    class Outcome:
+        def token_ids(self):
+            raise RuntimeError("out of memory")
+
+    launched.outcome = Outcome()
+    return launched
+
+
+# ── the order of the queue ───────────────────────────────────────────────────────────────────────
+
+
+def full_engine():
+    """Return an engine with a retracted request in its queue, and room for short prompts only."""
+    engine, _ = toy_engine(12, is_prefix_cache_enabled=False)
+    engine._scheduler.growth_share = 0.0
+    made = [engine.submit(ask(prompt_of(16, i), str(i), max_new_tokens=20)) for i in range(2)]
+    while not engine.num_retracted:
+        engine.step()
+    engine._scheduler.growth_share = 0.0
+    assert engine._scheduler.waiting == made[1:]
+    assert engine.cache.num_available >= 2
+    return engine, made[1]
+
+
+def test_no_newcomer_passes_a_retracted_request():
+    engine, retracted = full_engine()
+    new = engine.submit(ask(prompt_of(2), "new", max_new_tokens=2))
+    order = []
+    while engine.has_work:
+        result = engine.step()
+        order += [token.request for token in result.tokens if token.request in (retracted, new)]
+        assert new.stage is Stage.WAITING or retracted.stage is not Stage.WAITING
+    assert order.index(retracted) < order.index(new)
+
+
+def test_no_newcomer_is_granted_pages_before_a_retracted_request_has_some():
+    engine, retracted = full_engine()
+    new = remote(engine, ask(prompt_of(2), "new", max_new_tokens=2))
+    while new.stage is Stage.WAITING:
+        engine.admit()
+        assert new.stage is Stage.WAITING or retracted.stage is not Stage.WAITING
+        engine.step()
+    assert new.stage is Stage.RESERVED
+
+
+def test_only_a_higher_priority_passes_a_retracted_request():
+    engine, retracted = full_engine()
+    urgent = engine.submit(ask(prompt_of(2), "urgent", max_new_tokens=2, priority=1))
+    engine.step()
+    assert (urgent.stage, retracted.stage) == (Stage.RUNNING, Stage.WAITING)
+
+
+class Refusing:
+    """A compiler of grammars that refuses every one at once."""
+
+    def compile(self, _grammar):
+        future = Future()
+        future.set_exception(InvalidRequest("the grammar cannot be used"))
+        return future
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_grammar_that_is_refused_at_once_fails_its_request_and_no_other(is_remote):
+    engine, _ = toy_engine(20)
+    engine._compiler = Refusing()
+    grammar = Grammar(kind="regex", text="(")
+    active = engine.check(ask(prompt_of(5), "bad", grammar=grammar), is_remote=is_remote)
+    engine.queue(active)
+    engine.submit(ask(prompt_of(5), "good", max_new_tokens=1))
+    result = engine.step()
+    assert [(failure.request, failure.error.message) for failure in result.failures] == [
+        (active, "the grammar cannot be used")
+    ]
+    assert [token.request.request.request_id for token in result.tokens] == ["good"]
+    assert_all_returned(engine)
+
+
+# ── chunks ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def prompt_request(num_prompt: int, num_tokens: int = 0, logprobs=None) -> ActiveRequest:
+    request = GenerateRequest(
+        request_id=RequestId("r"),
+        prompt_ids=[*range(num_prompt)],
+        sampling=SamplingParams(),
+        logprobs=logprobs,
+    )
+    tokens = [*range(max(num_prompt, num_tokens))]
+    return ActiveRequest(request, arrival=0, max_tokens=9999, seed=0, token_ids=tokens)
+
+
+def sizes(chunks):
+    return [(chunk.num_tokens, chunk.is_last) for chunk in chunks]
+
+
+def test_prompts_share_a_forward_first_come_first_served():
+    prompts = [prompt_request(6) for _ in range(3)]
+    assert sizes(next_chunks(prompts, 8)) == [(6, True), (2, False)]
+
+
+def test_only_a_prompt_that_reports_its_logprobs_goes_in_smaller_chunks():
+    asked = [prompt_request(2000, logprobs=LogprobsWanted(prompt_start=0)), prompt_request(100)]
+    assert sizes(next_chunks(asked, 1000)) == [(MAX_LOGPROB_ROWS, False), (100, True)]
+    alone = prompt_request(2000, logprobs=LogprobsWanted())
+    assert sizes(next_chunks([alone], 1000)) == [(1000, False)]
+
+
+def test_an_answer_that_was_retracted_is_not_bound_by_the_budget_of_new_prompts():
+    new, retracted = prompt_request(6), prompt_request(50, 60)
+    prompts = [new, prompt_request(6), retracted, prompt_request(6)]
+    assert sizes(next_chunks(prompts, 40, 8)) == [(6, True), (2, False), (32, False)]

@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tandem.engine import triton_kernels, triton_pages
+from tandem.engine import triton_kernels
 from tandem.engine.attention_triton import Blocks
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -69,7 +69,7 @@ POINTERS = {"query", "key", "value", "pool", "sinks", "out", *INT32, *INT64, *FL
 
 def compile_kernel(name: str, geometry: Geometry, capability: int):
     """Return one of our kernels as triton compiles it."""
-    kernel = getattr(triton_pages if name == "write_rows" else triton_kernels, name)
+    kernel = getattr(triton_kernels, name)
     known = geometry.constants()
     constants, signature = {}, {}
     for argument, parameter in inspect.signature(kernel.fn).parameters.items():

@@ -18,8 +18,8 @@ from tandem.engine.core import Engine
 from tandem.engine.kv_pool import make_pool
 from tandem.engine.launcher import ModelLauncher
 from tandem.engine.model import load_model
-from tandem.engine.noise import gumbels, with_noise
 from tandem.engine.runner import ModelRunner
+from tandem.engine.sampler import gumbels, with_noise
 from tandem.telemetry import log as logs
 from tests.attention_cases import CASES, PROMPTS, Case, error, error_behind
 from tests.engine.test_core import PAGE, ask, prompts, run

@@ -28,8 +28,7 @@ from tandem.engine.core import Engine
 from tandem.engine.forward import Ints
 from tandem.engine.profile import Profile
 from tandem.engine.shape import ModelShape
-from tandem.engine.simulated import SimulatedLauncher, SimulatedPages
-from tandem.engine.simulated_model import read_model
+from tandem.engine.simulated import SimulatedLauncher, SimulatedPages, read_model
 from tandem.kvtransfer.bootstrap import SenderEnd
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sender import PrefillAgent, SenderTimeouts

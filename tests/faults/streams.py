@@ -11,8 +11,7 @@ import aiohttp
 import numpy as np
 
 from tandem.engine.config import EngineConfig
-from tandem.engine.simulated import answer_key, tokens_at
-from tandem.engine.simulated_model import read_model
+from tandem.engine.simulated import answer_key, read_model, tokens_at
 from tandem.wire.keys import operator_key
 from tests.faults.rig import SECRET
 

@@ -14,7 +14,7 @@ import threading
 
 import numpy as np
 
-from tandem.engine.pages import PagePool
+from tandem.engine.kv_cache import PagePool
 from tandem.kvtransfer.bootstrap import SenderEnd
 from tandem.kvtransfer.events import Failed, Landed, Lost, PushDone, Released, Safe
 from tandem.kvtransfer.layout import KVLayout
@@ -157,7 +157,7 @@ class PrefillNode(Node):
 
     def hear(self, event):
         if isinstance(event, PushDone | Released):
-            self.pool.release(self.pages.pop(event.room), lambda _page: False)
+            self.pool.release(self.pages.pop(event.room))
 
     def more(self):
         return {}
@@ -203,7 +203,7 @@ class DecodeNode(Node):
             case Landed():
                 self.pool.land(pages)
                 say(answer="pages", is_equal=bool((self.memory[pages] == prompt()).all()))
-                self.pool.release(pages, lambda _page: False)
+                self.pool.release(pages)
             case Failed():
                 self.pool.reclaim(pages)
             case Lost():

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tandem.engine.launched import ForwardTimes
-from tandem.engine.step_counts import StepCounts
+from tandem.engine.step import ForwardTimes, StepCounts
 from tandem.node.measures import Measures
 from tandem.wire.errors import Overloaded
 from tandem.wire.ids import Epoch

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from tandem.engine.step_counts import StepCounts
+from tandem.engine.step import StepCounts
 from tandem.node.step_watch import FIRST_FORWARDS, StepWatch
 from tests.patience import PATIENCE_S
 
 HANGS = """
 import ctypes, threading
-from tandem.engine.step_counts import StepCounts
+from tandem.engine.step import StepCounts
 from tandem.node.step_watch import FIRST_FORWARDS, StepWatch
 
 def step():

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tandem.decode.role import DecodeRole
-from tandem.engine.pages import PageState
+from tandem.engine.kv_cache import PageState
 from tandem.kvtransfer.bootstrap import SenderEnd
 from tandem.kvtransfer.plan import touched_pages
 from tandem.kvtransfer.receiver import DecodeAgent, ReceiverTimeouts

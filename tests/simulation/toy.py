@@ -11,9 +11,9 @@ import xxhash
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.core import Engine
-from tandem.engine.inputs import forward_inputs, prompt_rows
-from tandem.engine.launched import ChunkEnd, ForwardTimes, Launched, sampled_of
+from tandem.engine.forward import forward_inputs
 from tandem.engine.shape import ModelShape
+from tandem.engine.step import ChunkEnd, ForwardTimes, Launched
 from tandem.kvtransfer.layout import KVLayout
 from tandem.wire.generation import TokenLogprobs
 
@@ -54,7 +54,7 @@ def answer(prompt, sampling):
 
 @dataclass(frozen=True)
 class ToyOutcome:
-    """See `tandem.engine.launched.Outcome`."""
+    """See `tandem.engine.step.Outcome`."""
 
     ids: np.ndarray
     told: dict
@@ -74,7 +74,7 @@ class ToyOutcome:
 
 
 class ToyLauncher:
-    """See `tandem.engine.launched.Launcher`.
+    """See `tandem.engine.step.Launcher`.
 
     Args:
         memory: Of the pool; it holds ids as four bytes, in each layer's K and V.
@@ -96,15 +96,12 @@ class ToyLauncher:
         """Nothing is compiled."""
 
     def launch(self, batch, slots, pages, wrote):
-        sampled = sampled_of(batch)
+        sampled = batch.sampled()
         inputs = forward_inputs(batch, slots, self._page_size)
         self._write(inputs)
         for layer in range(NUM_LAYERS if wrote is not None else 0):
             wrote(layer)
-        chunks = [
-            ChunkEnd(chunk, chunk.request.num_computed + chunk.num_tokens, prompt_rows(chunk))
-            for chunk in batch.chunks
-        ]
+        chunks = [ChunkEnd.of(chunk) for chunk in batch.chunks]
         rows = np.array([request.slot for request in sampled], np.int64)
         indexes, seeds = slots.next_index[rows].tolist(), slots.seed[rows].tolist()
         known = [self._read(inputs, row) for row in inputs.logit_rows]

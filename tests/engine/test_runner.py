@@ -6,7 +6,7 @@ import pytest
 import structlog
 import torch
 
-from tandem.engine.layer_events import LayerEvents
+from tandem.engine.runner import LayerEvents
 from tests.engine.test_core import PAGE, ask, make_engine
 from tests.patience import PATIENCE_S
 from tests.tiny_models import SIZES

@@ -1,0 +1,277 @@
+"""One step's seams: what is launched and by whom, what comes out of it, and what is counted of it.
+
+```
+ Engine (core.py) ── batch ──▶ Launcher ─┬─ ModelLauncher (launcher.py)      a model on a device, a sampler
+        ◀─ StepResult ── Launched ◀──────┴─ SimulatedLauncher (simulated.py)  a clock, no model
+```
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+from typing_extensions import override
+
+from tandem.engine.forward import Batch, Chunk, Ints, Slots, Wrote, prompt_rows
+from tandem.engine.request import ActiveRequest
+from tandem.telemetry.histogram import Histogram
+from tandem.wire.errors import TandemError
+from tandem.wire.generation import Finish, GenerateRequest, TokenLogprobs
+
+# From a small batch on a fast GPU to a long chunk on a CPU.
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_TOKENS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+# Below so many prompt tokens, reading the weights takes most of a forward.
+_MIN_PROMPT = 64
+# Weight of the newest forward in the cost of a prompt token: the last ten are two thirds of it.
+_NEWEST = 0.1
+
+
+# ── what comes out ───────────────────────────────────────────────────────────────────────────────
+
+
+class Token(msgspec.Struct, frozen=True, gc=False):
+    """One generated token.
+
+    Attributes:
+        index: Among the generated tokens of all attempts.
+        logprobs: When wanted, and known here.
+    """
+
+    request: ActiveRequest
+    index: int
+    token: int
+    finish: Finish | None = None
+    logprobs: TokenLogprobs | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache; reported with the first token only."""
+        is_first = self.index == self.request.request.num_prior_tokens
+        return self.request.num_cached if is_first else 0
+
+    @property
+    def cached_by_tier(self) -> dict[str, int]:
+        """Of these, those that tiers brought for this request."""
+        left, by_tier = self.cached_tokens, {}
+        for name, num_tokens in (self.request.from_tiers or {}).items() if left else ():
+            by_tier[name] = min(left, num_tokens)
+            left -= by_tier[name]
+        return by_tier
+
+
+@dataclass(frozen=True, slots=True)
+class CompletePages:
+    """Pages of a prompt-only request that no later forward changes: they may be pushed."""
+
+    request: ActiveRequest
+    first_page: int
+    page_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of a run of prompt positions; runs of a request come in order."""
+
+    request: ActiveRequest
+    first_position: int
+    entries: list[TokenLogprobs]
+
+    @classmethod
+    def run(
+        cls, active: ActiveRequest, start: int, entries: list[TokenLogprobs]
+    ) -> "PromptLogprobs":
+        """Return a run; position 0, which has no probability, goes with the first."""
+        wanted = active.request.logprobs
+        if start == 1 and wanted is not None and wanted.prompt_start == 0:
+            return cls(active, 0, [TokenLogprobs(logprob=None), *entries])
+        return cls(active, start, entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A chunk of a prompt whose forward was collected."""
+
+    request: ActiveRequest
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request that ended because of an error of its own; it holds nothing any more."""
+
+    request: ActiveRequest
+    error: TandemError
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step produced, for a role to act on."""
+
+    tokens: list[Token] = field(default_factory=list)
+    pages: list[CompletePages] = field(default_factory=list)
+    chunks: list[Computed] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+
+# ── what is launched ─────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardTimes:
+    """How long one forward took.
+
+    Attributes:
+        device_s: From its begin on the device until its tokens were chosen.
+        host_cpu_s: CPU time of the launching thread in that; 0 unless the device is the CPU.
+    """
+
+    device_s: float
+    host_cpu_s: float = 0.0
+
+
+class Outcome(Protocol):
+    """What a forward computes. It is read once, in the order of launches; reading waits for it."""
+
+    def token_ids(self) -> Ints:
+        """Return the tokens chosen, in the order of `Launched.sampled`."""
+        ...
+
+    def token_logprobs(self) -> dict[int, TokenLogprobs]:
+        """Return their log-probabilities where wanted, by row of `Launched.sampled`."""
+        ...
+
+    def prompt_logprobs(self) -> list[TokenLogprobs]:
+        """Return those of prompt positions, `ChunkEnd.told` of chunk after chunk."""
+        ...
+
+    def times(self) -> ForwardTimes:
+        """Return how long it took. Only once its tokens were read."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkEnd:
+    """A launched chunk.
+
+    Attributes:
+        num_computed: Tokens of the request whose KV is computed after it.
+        told: Prompt positions whose log-probabilities it gives.
+    """
+
+    chunk: Chunk
+    num_computed: int
+    told: range
+
+    @classmethod
+    def of(cls, chunk: Chunk) -> "ChunkEnd":
+        """Return the end of a chunk that is being launched."""
+        return cls(chunk, chunk.request.num_computed + chunk.num_tokens, prompt_rows(chunk))
+
+
+@dataclass(slots=True)
+class Launched:
+    """A forward under way.
+
+    Attributes:
+        pages: Pages of prompt-only requests that are complete after it.
+        sampled: Requests whose next token it chooses: those that decode, then those whose prompt ends.
+        indexes: Of these tokens.
+    """
+
+    batch: Batch
+    chunks: list[ChunkEnd]
+    pages: list[CompletePages]
+    sampled: list[ActiveRequest]
+    indexes: list[int]
+    outcome: Outcome
+
+    def participants(self) -> list[ActiveRequest]:
+        """Return every request with a row in it, once."""
+        return [*self.batch.decodes, *(chunk.request for chunk in self.batch.chunks)]
+
+
+class Launcher(Protocol):
+    """Computes forwards and chooses tokens. The engine is given one."""
+
+    @property
+    def is_beside_host(self) -> bool:
+        """Whether forwards run while the host does other things."""
+        ...
+
+    def check(self, request: GenerateRequest) -> None:
+        """Check that it can do what a request asks for.
+
+        Raises:
+            InvalidRequest: It cannot.
+        """
+        ...
+
+    def seed(self, request: GenerateRequest, drawn: int) -> int:
+        """Return the key of a request's draws.
+
+        Args:
+            drawn: The client's seed, or one that was drawn where it gave none.
+        """
+        ...
+
+    def launch(
+        self, batch: Batch, slots: Slots, pages: list[CompletePages], wrote: Wrote | None
+    ) -> Launched:
+        """Begin a forward over `batch`; it may take tokens of the one launched before.
+
+        Args:
+            pages: Those it completes.
+            wrote: Called with the numbers of layers, in order, as their K and V are in the pool;
+                perhaps from another thread, perhaps not for all of them.
+        """
+        ...
+
+    def warm_up(self) -> None:
+        """Run what is compiled or allocated at its first use. Before the first request."""
+        ...
+
+
+# ── what is counted ──────────────────────────────────────────────────────────────────────────────
+
+
+class StepCounts:
+    """Counts of the forwards that were collected, for operators.
+
+    Attributes:
+        device_seconds: Device time of each.
+        requests: Requests in each.
+        tokens: Tokens computed by each: one for each decoding request, and the chunks of prompts.
+        num_collected: Forwards so far.
+        host_cpu_s: CPU time of the engine's thread in all of them; see `ForwardTimes`.
+        prompt_token_s: Recent device time of one prompt token; 0 before any was computed.
+    """
+
+    def __init__(self) -> None:
+        self.device_seconds = Histogram(_SECONDS)
+        self.requests = Histogram(_REQUESTS)
+        self.tokens = Histogram(_TOKENS)
+        self.num_collected = 0
+        self.host_cpu_s = 0.0
+        self.prompt_token_s = 0.0
+
+    def collected(self, launched: Launched) -> None:
+        """Count a forward whose tokens were read."""
+        times, batch = launched.outcome.times(), launched.batch
+        self.num_collected += 1
+        self.device_seconds.observe(times.device_s)
+        self.host_cpu_s += times.host_cpu_s
+        self.requests.observe(len(batch.decodes) + len(batch.chunks))
+        num_prompt = sum(chunk.num_tokens for chunk in batch.chunks)
+        num_tokens = len(batch.decodes) + num_prompt
+        self.tokens.observe(num_tokens)
+        # Dividing a forward's time by its tokens is fair to prompts only where they have most of them.
+        if num_prompt >= max(_MIN_PROMPT, len(batch.decodes)):
+            weight = _NEWEST if self.prompt_token_s else 1.0
+            self.prompt_token_s += weight * (times.device_s / num_tokens - self.prompt_token_s)
+
+    @override
+    def __repr__(self) -> str:
+        return f"StepCounts({self.device_seconds!r})"

@@ -1,0 +1,390 @@
+"""Who owns each page, what is found again by its prefix, and what is saved to tiers and adopted from them."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tandem.engine.kv_cache import KVCache, PagePool, PageState, PageStateError
+from tandem.wire.page_keys import PageSpace, page_keys
+from tandem.wire.prefix_blocks import BLOCK_TOKENS, block_names
+
+PAGE = 4
+SPACE = PageSpace("toy", "float32", PAGE)
+
+
+def tiered(num_pages: int, page_size: int = PAGE) -> KVCache:
+    """Return a cache with tiers behind it."""
+    return KVCache(num_pages, page_size, space=PageSpace("toy", "float32", page_size))
+
+
+def put(cache: KVCache, tokens, salt=""):
+    pages = cache.allocate(cache.num_pages_for(len(tokens)))
+    cache.remember(tokens, pages, salt)
+    cache.release(pages)
+    return pages
+
+
+# ── states of pages ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_granted_page_cannot_be_released_as_if_it_were_held():
+    pool = PagePool(4)
+    pages = pool.grant(2)
+    with pytest.raises(PageStateError, match="is granted, must be held"):
+        pool.release(pages)
+
+
+def test_a_quarantined_page_is_not_handed_out_until_its_writer_is_cut_off():
+    pool = PagePool(2)
+    pages = pool.grant(2)
+    pool.quarantine(pages)
+    assert pool.allocate(1) is None
+    pool.reclaim(pages)
+    assert sorted(pool.allocate(2)) == [0, 1]
+
+
+def test_a_landed_page_cannot_be_landed_twice():
+    pool = PagePool(1)
+    pages = pool.grant(1)
+    pool.land(pages)
+    with pytest.raises(PageStateError):
+        pool.land(pages)
+
+
+def test_a_page_with_two_readers_is_free_after_the_second_lets_go():
+    pool = PagePool(1)
+    pages = pool.allocate(1)
+    pool.hold(pages)
+    pool.release(pages)
+    assert pool.state(0) is PageState.HELD
+    pool.release(pages)
+    assert pool.state(0) is PageState.FREE
+
+
+def test_too_few_pages_take_none():
+    pool = PagePool(3)
+    assert pool.allocate(4) is None
+    assert pool.counts().free == 3
+
+
+def test_integrity_names_a_page_whose_state_and_readers_disagree():
+    pool = PagePool(2)
+    pool.allocate(1)
+    pool._readers[0] = 0
+    with pytest.raises(PageStateError, match="page 0 is held with 0 readers"):
+        pool.check_integrity()
+
+
+# ── the prefix cache ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_match_covers_whole_pages_only():
+    cache = KVCache(8, PAGE)
+    pages = put(cache, list(range(10)))
+    match = cache.match([*range(9), 99])
+    assert (match.page_ids, match.num_tokens) == (pages[:2], 8)
+
+
+def test_the_last_partial_page_goes_free_when_its_request_ends():
+    cache = KVCache(8, PAGE)
+    put(cache, list(range(10)))
+    assert (cache.counts().cached, cache.counts().free) == (2, 6)
+
+
+def test_another_salt_shares_nothing():
+    cache = KVCache(8, PAGE)
+    put(cache, list(range(8)), salt="tenant a")
+    assert cache.match(list(range(8)), "tenant b").page_ids == []
+    assert cache.match(list(range(8)), "tenant a").num_tokens == 8
+
+
+def test_the_same_page_after_another_prefix_is_another_page():
+    cache = KVCache(8, PAGE)
+    put(cache, [1] * PAGE + [5] * PAGE)
+    assert cache.match([2] * PAGE + [5] * PAGE).page_ids == []
+
+
+def test_the_least_recently_used_prefix_is_evicted_first_and_from_its_end():
+    cache = KVCache(4, PAGE)
+    put(cache, [1] * 8)
+    put(cache, [2] * 8)
+    cache.release(cache.match([1] * 8).page_ids)
+    assert cache.allocate(1) is not None
+    assert cache.match([1] * 8).num_tokens == 8
+    assert cache.match([2] * 8).num_tokens == 4
+
+
+def test_a_prefix_in_use_is_not_evicted():
+    cache = KVCache(2, PAGE)
+    put(cache, [1] * 8)
+    cache.match([1] * 8)
+    assert cache.allocate(1) is None
+
+
+def test_flushing_frees_all_that_nobody_reads():
+    cache = KVCache(4, PAGE)
+    put(cache, [1] * 8)
+    in_use = cache.match([1] * 4)
+    put(cache, [2] * 8)
+    assert cache.flush() == 3
+    assert cache.counts().held == len(in_use.page_ids) == 1
+
+
+def test_a_disabled_cache_remembers_nothing():
+    cache = KVCache(4, PAGE, is_prefix_cache_enabled=False)
+    put(cache, [1] * 8)
+    assert cache.match([1] * 8).num_tokens == 0
+    assert cache.counts().free == 4
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=24), min_size=1, max_size=8))
+def test_a_match_is_the_longest_prefix_in_pages_of_what_was_put_in(sequences):
+    cache = KVCache(200, PAGE)
+    for tokens in sequences[:-1]:
+        put(cache, tokens)
+    wanted = sequences[-1]
+    longest = max(
+        (
+            n
+            for tokens in sequences[:-1]
+            for n in range(0, len(tokens) + 1, PAGE)
+            if tokens[:n] == wanted[:n] and n <= len(wanted)
+        ),
+        default=0,
+    )
+    assert cache.match(wanted).num_tokens == longest
+
+
+def test_a_page_cached_anew_behind_another_parent_is_told_of_once():
+    cache = KVCache(3, BLOCK_TOKENS)
+    put(cache, [1] * BLOCK_TOKENS)
+    tokens = [1] * BLOCK_TOKENS + [2] * BLOCK_TOKENS
+    own = cache.allocate(2)  # of a request that computes its own copy of the first page
+    cache.remember(tokens, own)
+    assert cache.allocate(1) is not None  # the cached copy is evicted while the request goes on
+    cache.remember(tokens, own)
+    cache.release(own)
+    assert cache.flush() == 2
+    told = cache.journal.since(-1)
+    assert told is not None
+    assert told.added == []
+
+
+# ── tiers behind it ──────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.lists(st.integers(0, 1), max_size=20), st.integers(0, 20), st.sampled_from(["", "a"]))
+def test_missing_pages_have_the_keys_that_everybody_gives_them(tokens, num_cached, salt):
+    cache = tiered(8)
+    put(cache, tokens[:num_cached], salt)
+    expected = list(page_keys(SPACE, tokens, salt))
+    first = min(num_cached, len(tokens)) // PAGE
+    missing = cache.missing(tokens, salt)
+    if missing is None:
+        assert first == len(expected)
+    else:
+        assert (missing.first_page, missing.keys) == (first, expected[first:])
+
+
+def test_saved_pages_have_the_keys_of_their_content_parents_first():
+    cache = tiered(8)
+    pages = put(cache, list(range(12)))
+    taken = cache.begin_save(8, only_unused=True)
+    assert list(taken) == pages
+    assert list(taken.values()) == list(page_keys(SPACE, list(range(12))))
+
+
+def test_blocks_of_a_prompt_are_named_alike_with_and_without_tiers():
+    size = 48  # no divisor of a block's 128 tokens
+    tokens = list(range(400))
+    for space in (None, PageSpace("toy", "float32", size)):
+        cache = KVCache(9, size, space=space)
+        put(cache, tokens)
+        assert cache.journal.since(0).added == block_names(tokens[: 8 * size])
+
+
+def test_of_a_prefix_the_beginning_is_saved_first_and_of_two_the_one_used_longest_ago():
+    cache = tiered(8)
+    older, newer = put(cache, [1] * 16), put(cache, [2] * 16)
+    for only_unused in (True, False):
+        assert list(cache.begin_save(2, only_unused=only_unused)) == older[:2]
+        older = older[2:]
+    assert list(cache.begin_save(8, only_unused=True)) == newer
+
+
+def test_pages_that_requests_read_are_not_saved_ahead_of_eviction():
+    cache = tiered(8)
+    put(cache, [1] * 8)
+    other = put(cache, [2] * 8)
+    cache.match([1] * 8)
+    assert list(cache.begin_save(8, only_unused=True)) == other
+
+
+def test_a_page_that_is_saved_is_not_offered_again_and_one_that_is_not_is():
+    cache = tiered(8)
+    pages = put(cache, [1] * 12)
+    taken = list(cache.begin_save(2, only_unused=False))
+    assert not set(cache.begin_save(8, only_unused=False)) & set(taken)
+    cache.end_save(taken[:1])
+    cache.end_save(taken[1:], is_saved=False)
+    assert list(cache.begin_save(8, only_unused=False)) == taken[1:]
+    assert set(taken) < set(pages)
+
+
+def test_saving_a_page_does_not_move_its_place_in_eviction():
+    cache = tiered(4)
+    oldest = put(cache, [1] * 8)
+    put(cache, [2] * 8)
+    taken = cache.begin_save(2, only_unused=True)
+    assert list(taken) == oldest
+    assert (
+        cache.allocate(1) is not None
+    )  # meets the pages that are being saved, and passes over them
+    cache.end_save(list(taken))
+    assert cache.allocate(2) is not None
+    assert cache.match([1] * 8).num_tokens == 0
+    assert cache.match([2] * 8).num_tokens == 4
+
+
+def test_an_adopted_prefix_is_found_as_if_it_had_been_computed_here():
+    cache = tiered(8)
+    put(cache, list(range(8)))
+    matched = cache.match(list(range(8))).page_ids
+    placed = cache.allocate(2)
+    cache.adopt(list(range(16)), matched, placed, is_saved=True)
+    assert cache.match(list(range(16))).page_ids == matched + placed
+    assert set(cache.begin_save(8, only_unused=False)) == set(matched)
+
+
+def test_without_a_space_nothing_is_offered_to_be_saved():
+    cache = KVCache(4, PAGE)
+    put(cache, [1] * 16)
+    assert cache.num_unsaved == 0
+    with pytest.raises(AssertionError):
+        cache.missing([1] * 16)
+
+
+# ── all of it ────────────────────────────────────────────────────────────────────────────────────
+
+
+class OwnersOfPages(RuleBasedStateMachine):
+    """Requests come, match, get grants, land, are withdrawn and end; pages are saved and adopted; in any order."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache = tiered(12, 2)
+        self.held: list[tuple[list[int], list[int]]] = []
+        self.granted: list[tuple[list[int], bool]] = []
+        self.saving: list[list[int]] = []
+        self.placing: list[tuple[list[int], list[int], list[int]]] = []
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=10))
+    def admit(self, tokens):
+        match = self.cache.match(tokens)
+        own = self.cache.allocate(self.cache.num_pages_for(len(tokens)) - len(match.page_ids))
+        if own is None:
+            self.cache.release(match.page_ids)
+        else:
+            self.held.append((tokens, match.page_ids + own))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), is_remembered=st.booleans())
+    def end(self, data, is_remembered):
+        tokens, pages = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        if is_remembered:
+            self.cache.remember(tokens, pages)
+        self.cache.release(pages)
+
+    @rule(num_pages=st.integers(1, 4))
+    def grant(self, num_pages):
+        pages = self.cache.grant(num_pages)
+        if pages is not None:
+            self.granted.append((pages, False))
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=8, max_size=8))
+    def land_or_withdraw(self, data, tokens):
+        index = data.draw(st.integers(0, len(self.granted) - 1))
+        pages, is_withdrawn = self.granted.pop(index)
+        if is_withdrawn or data.draw(st.booleans()):
+            self.cache.reclaim(pages)
+        elif data.draw(st.booleans()):
+            self.cache.quarantine(pages)
+            self.granted.append((pages, True))
+        else:
+            self.cache.land(pages)
+            self.held.append((tokens[: len(pages) * 2], pages))
+
+    @rule(num_pages=st.integers(1, 6), only_unused=st.booleans())
+    def save(self, num_pages, only_unused):
+        taken = self.cache.begin_save(num_pages, only_unused=only_unused)
+        assert len(taken) <= num_pages
+        if taken:
+            self.saving.append(list(taken))
+
+    @precondition(lambda self: self.saving)
+    @rule(data=st.data(), is_saved=st.booleans())
+    def saved(self, data, is_saved):
+        pages = self.saving.pop(data.draw(st.integers(0, len(self.saving) - 1)))
+        self.cache.end_save(pages, is_saved=is_saved)
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=4, max_size=10))
+    def place(self, tokens):
+        missing = self.cache.missing(tokens)
+        if missing is None:
+            return
+        matched = self.cache.match(tokens).page_ids
+        assert len(matched) == missing.first_page
+        placed = self.cache.allocate(len(missing.keys))
+        if placed is None:
+            self.cache.release(matched)
+        else:
+            self.placing.append((tokens, matched, placed))
+
+    @precondition(lambda self: self.placing)
+    @rule(data=st.data(), is_whole=st.booleans(), is_saved=st.booleans())
+    def adopt(self, data, is_whole, is_saved):
+        tokens, matched, placed = self.placing.pop(data.draw(st.integers(0, len(self.placing) - 1)))
+        if not is_whole:
+            self.cache.release([*matched, *placed])
+            return
+        self.cache.adopt(tokens, matched, placed, is_saved=is_saved)
+        match = self.cache.match(tokens)
+        assert len(match.page_ids) == len(tokens) // 2
+        self.cache.release(match.page_ids)
+
+    @rule()
+    def flush(self):
+        self.cache.flush()
+
+    @invariant()
+    def every_page_has_one_owner(self):
+        self.cache.check_integrity()
+        held = [pages for _, pages in self.held] + self.saving
+        held += [[*matched, *placed] for _, matched, placed in self.placing]
+        held = {page for pages in held for page in pages}
+        granted = [page for pages, _ in self.granted for page in pages]
+        counts = self.cache.counts()
+        assert counts.held == len(held)
+        assert len(granted) == len(set(granted)) == counts.granted + counts.quarantined
+        assert not held & set(granted)
+        being_saved = [page for pages in self.saving for page in pages]
+        assert len(being_saved) == len(set(being_saved))
+
+    def teardown(self):
+        for _, pages in self.held:
+            self.cache.release(pages)
+        for pages in self.saving:
+            self.cache.end_save(pages)
+        for _, matched, placed in self.placing:
+            self.cache.release([*matched, *placed])
+        for pages, _ in self.granted:
+            self.cache.reclaim(pages)
+        self.cache.flush()
+        assert self.cache.counts().free == 12
+        assert self.cache.num_unsaved == 0
+
+
+TestOwnersOfPages = OwnersOfPages.TestCase
+TestOwnersOfPages.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
