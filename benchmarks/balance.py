@@ -20,13 +20,11 @@ import time
 import urllib.parse
 from collections.abc import AsyncIterator
 
-from tandem.router.tiers import KnownPrefixes
-
 from benchmarks.rig import free_port, parse, parser_of, result
 from benchmarks.stubs import StubNodes
 from tandem.router.policies import POLICIES
 from tandem.router.policy import Asked, ClusterSnapshot, NodeSnapshot, choose
-from tandem.router.prefixes import PromptBlocks
+from tandem.router.prefixes import KnownPrefixes, PromptBlocks
 from tandem.wire.ids import Epoch
 from tandem.wire.messages import CacheReport, NodeLoad, TierLoad
 from tandem.wire.prefix_blocks import block_names, pack_names

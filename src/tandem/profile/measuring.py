@@ -166,9 +166,9 @@ class Bench:
         return device_s
 
     def _land(self, token_ids: list[int], max_new_tokens: int = GROWTH_TOKENS) -> ActiveRequest:
-        active = self._engine.check(self._request(token_ids, max_new_tokens))
-        has_room = self._engine.reserve(active)
-        assert has_room, f"no room for {active}"
+        active = self._engine.check(self._request(token_ids, max_new_tokens), is_remote=True)
+        self._engine.queue(active)
+        self._engine.admit()
         self._engine.land(active, first_token=0, seed=0)
         return active
 

@@ -74,16 +74,13 @@ def picture(
         parts.append(_table("pairs", ["prefill", "decode"], ["requests", "pushed"], rows))
     if overview.recent:
         parts.append(_requests(overview.recent[-num_others:], width))
-    if overview.events:
-        events = overview.events[-num_others:]
-        parts.append(_table("events", ["", "", ""], [], map(_event, reversed(events))))
     return Group(*parts)
 
 
 def _headline(overview: Overview, problem: str) -> Iterator[RenderableType]:
     if problem:
         yield Text(plain(problem), style="bold red")
-    times, rates, totals = overview.histograms, overview.rates, overview.totals
+    times, rates, totals = overview.latencies, overview.rates, overview.totals
     yield Text.assemble(
         ("● ", "green" if overview.is_serving else "red"),
         ("Tandem ", "bold"),
@@ -207,12 +204,6 @@ def _request(timings: dict[str, Any], width: int) -> Cells:
         name = plain(longest["name"]).replace("_", " ") if longest else NONE
         cells.append(f"{name} {seconds(longest['duration_s'])}" if longest else NONE)
     return cells
-
-
-def _event(event: Any) -> Cells:
-    many = f" x{event.count}" if event.count > 1 else ""
-    kind = Text(f"{plain(event.kind)}{many}", style=STYLES.get(event.kind, "green"))
-    return _clock(event.at_unix_s), kind, plain(f"{event.text}  {event.node.partition('://')[2]}")
 
 
 # ── words ────────────────────────────────────────────────────────────────────────────────────────

@@ -56,7 +56,7 @@ def test_a_profile_that_does_not_describe_what_was_measured_is_not_written(tmp_p
         (["--max-error", "0"], "--max-error is 0"),
         (["--longest-context", "-1"], "--longest-context is -1"),
         (["--disable-prefix-cache"], "through the prefix cache"),
-        (["--page-size", "0"], "--page-size is 0"),
+        (["--page-size", "0"], "--page-size/--block-size is 0"),
         (["--device", "cuda:1", "--tp", "2"], "is one device and --tp 2 takes more"),
         (["-o", "/nowhere/profile.json"], "/nowhere/profile.json: No such file"),
     ],

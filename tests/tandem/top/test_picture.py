@@ -20,14 +20,12 @@ def line_with(lines, word) -> str:
     return line
 
 
-def test_headline_nodes_pairs_requests_and_events_are_drawn():
-    overview = scenes.cluster(
-        2, 3, recent=[scenes.timings()], events=[scenes.event(1, "replay", "lost", count=12)]
-    )
+def test_headline_nodes_pairs_and_requests_are_drawn():
+    overview = scenes.cluster(2, 3, recent=[scenes.timings()])
     lines = drawn(overview)
     text = " ".join("\n".join(lines).split())
     facts = ("requests/s 7.3", "in flight 42", "tokens/s 1,932 (+5,210 of prompts)", "replays 2")
-    for fact in (*facts, "replay x12 lost", "prefill decode requests pushed"):
+    for fact in (*facts, "prefill decode requests pushed"):
         assert fact in text
     assert "prefill" in line_with(lines, "10.0.0.2:7000  up")
     assert "prefill 110 ms" in line_with(lines, "r-1 ")
@@ -47,15 +45,11 @@ def test_no_line_is_wider_than_the_terminal(width):
 
 @pytest.mark.parametrize("num_lines", [24, 40, 60])
 def test_a_large_cluster_fits_the_terminal_and_what_is_left_out_is_counted(num_lines):
-    events = [scenes.event(n, "up", f"event {n}") for n in range(50)]
-    overview = scenes.cluster(
-        32, 32, events=events, recent=[scenes.timings(f"r-{n}") for n in range(50)]
-    )
+    overview = scenes.cluster(32, 32, recent=[scenes.timings(f"r-{n}") for n in range(50)])
     lines = drawn(overview, num_lines=num_lines)
     assert len(lines) <= num_lines
     assert " more" in line_with(lines, "nodes, and")
     assert any("r-49" in line for line in lines)
-    assert any("event 49" in line for line in lines)
 
 
 def test_a_problem_stands_above_the_last_state():
@@ -68,7 +62,6 @@ def test_foreign_text_gives_the_terminal_no_orders():
     hostile = "\x1b]0;mine\x07[red]x\x1b[2J\n"
     overview = scenes.overview(
         [scenes.node("decode", 1, id=hostile, zone=hostile, state="down", reason=hostile)],
-        events=[scenes.event(1, "down", hostile)],
         recent=[scenes.timings(hostile)],
         model=hostile,
     )
