@@ -26,7 +26,6 @@ RULES = {
     re.compile(r"\bwho(?:m)?ever\b", re.IGNORECASE): "name the actor",
     re.compile(r"\b(?:wait|waits|waiting|are|is|stand|stands) in line\b"): "write 'queued'",
     re.compile(r"\bas ever\b|\bfor want of\b|\bfor the sake of\b"): "write it plainly",
-    re.compile(r"\banew\b"): "write 'again'",
     re.compile(r"\b(?:are|is|was) told\b"): "name who reports what",
 }
 FENCE = re.compile(r"^([ \t]*)(```|~~~).*?^\1\2\s*?$", re.MULTILINE | re.DOTALL)
