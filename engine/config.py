@@ -38,7 +38,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         chunked_prefill_size: Prompt tokens in one forward. 512 on the CPU, where a chunk of the
             embedded model is then about half a second; 8192 is usual on GPUs.
         local_prefill_tokens: Of new prompts' tokens, those in one forward that also has answers in it;
-            0: as many as `chunked_prefill_size`. A decode node's: see docs/policies.md.
+            0: as many as `chunked_prefill_size`. A decode node's: see docs/conditional.md.
         context_length: 0 takes the model's own.
         is_overlapped: Whether a forward is prepared while the one before runs; None: on devices that
             compute beside the host.

@@ -20,7 +20,7 @@ PolicyName = Literal[
 ]
 
 # With so many tokens in it a step of the embedded model takes as long as four with answers alone, and one of a
-# large model on GPUs less than two: docs/benchmarks.md has the numbers.
+# large model on GPUs less than two: docs/conditional.md has the numbers.
 LOCAL_PREFILL_THRESHOLD = 128
 
 
@@ -145,7 +145,7 @@ class RouterConfig:
         drain_timeout_s: How long running streams go on when the router is told to stop.
         heartbeat_interval_ms: See `Heartbeat`; the same on every node and router.
         local_prefill_threshold: Prompt tokens that a decode node may have to compute by itself at a time;
-            0: none, and a cluster without a prefill node serves nobody. See docs/policies.md.
+            0: none, and a cluster without a prefill node serves nobody. See docs/conditional.md.
         node_ca_certs: Authorities of nodes that speak HTTPS; empty takes the system's.
         tokenizer_dir: Read here instead of asked from the nodes.
         served_model_name: As clients name the model; empty takes the nodes' name.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts import reference
+from scripts import check_style, reference
 from scripts.error_remedies import NOT_OVER_HTTP
 from tandem.__main__ import MODULES
 from tandem.manual.pages import Manual, Page, shipped
@@ -229,3 +229,24 @@ def test_a_topic_that_is_not_there_is_found(tmp_path):
     (tmp_path / "x.py").write_text('raise ConfigInvalid("no", topic="transports#nowhere")\n')
     (topic,) = topics_in(tmp_path / "x.py")
     assert Manual(DOCS).find(topic) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("word " * 31 + "end.", "32 words"),
+        ("The node says that it drains.", "report"),
+        ("Of the two nodes one is lost.", "subject"),
+        ("Ask the router, who knows.", "person"),
+        ("Whoever drains it waits.", "actor"),
+    ],
+)
+def test_prose_that_breaks_the_style_is_found(text, found):
+    ((line, problem),) = check_style.problems_of_page(f"# Title\n\n- item\n- {text}\n")
+    assert line == 4
+    assert found in problem
+
+
+def test_code_and_plain_prose_break_no_style():
+    page = "The router reports it.\n\n```text\nthe node says no\n```\n\nUse `node says`.\n"
+    assert list(check_style.problems_of_page(page)) == []
