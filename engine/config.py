@@ -28,7 +28,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_running_requests: 256: vLLM's default.
         chunked_prefill_size: 512 on the CPU, where a chunk of the embedded model is then about half a
             second; 8192 is usual on GPUs.
-        local_prefill_tokens: See docs/conditional.md. 128: what a router leaves to a decode node by default
+        local_prefill_tokens: See docs/policies.md. 128: what a router leaves to a decode node by default
             fits into one step.
         is_overlapped: Whether a forward is prepared while the one before runs; None: on devices that
             compute beside the host.

@@ -33,7 +33,7 @@ POLICY_ALIASES = {
     "manual": "session",
 }
 # With so many tokens in it a step of the embedded model takes as long as four with answers alone, and one of a
-# large model on GPUs less than two: docs/conditional.md has the numbers.
+# large model on GPUs less than two: docs/policies.md has the numbers.
 LOCAL_PREFILL_THRESHOLD = 128
 
 

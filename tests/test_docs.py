@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts import reference
+from scripts import check_style, reference
 from scripts.error_remedies import NOT_OVER_HTTP
 from tandem.__main__ import MODULES
 from tandem.manual.pages import Manual, Page, shipped
@@ -41,6 +41,7 @@ OURS = [
 FILE = re.compile(rf"`((?:{'|'.join(OURS)}|tests|docs|benchmarks)/[\w/.]*)`")
 LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
 TOPIC = re.compile(r"tandem docs ([a-z][\w-]*(?:#[\w-]+)?)")
+LISTED = re.compile(r"^\*\*(Same|Ignored|Not taken)\*\*: (.+)$", re.MULTILINE)
 HERE = re.compile(r"\| `(--[\w-]+)` \| (same|ignored|not taken|alias of `(--[\w-]+)`) \|")
 each_page = pytest.mark.parametrize(
     "page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix()
@@ -160,7 +161,10 @@ def test_every_error_of_ours_is_told_of():
 )
 def test_flags_of_other_servers_are_taken_as_the_page_says(page, section, command):
     parser = parsers()[command]
-    rows = HERE.findall(shipped().find(f"{page}#{section}"))
+    text = shipped().find(f"{page}#{section}")
+    rows = HERE.findall(text)
+    for said, flags in LISTED.findall(text):
+        rows += [(flag, said.lower(), "") for flag in re.findall(r"`(--[\w-]+)`", flags)]
     assert len(rows) > 5
     assert {flag: said for flag, said, alias in rows if said != taken(parser, flag, alias)} == {}
 
@@ -225,3 +229,24 @@ def test_a_topic_that_is_not_there_is_found(tmp_path):
     (tmp_path / "x.py").write_text('raise ConfigInvalid("no", topic="transports#nowhere")\n')
     (topic,) = topics_in(tmp_path / "x.py")
     assert Manual(DOCS).find(topic) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("word " * 31 + "end.", "32 words"),
+        ("The node says that it drains.", "report"),
+        ("Of the two nodes one is lost.", "subject"),
+        ("Ask the router, who knows.", "person"),
+        ("Whoever drains it waits.", "actor"),
+    ],
+)
+def test_prose_that_breaks_the_style_is_found(text, found):
+    ((line, problem),) = check_style.problems_of_page(f"# Title\n\n- item\n- {text}\n")
+    assert line == 4
+    assert found in problem
+
+
+def test_code_and_plain_prose_break_no_style():
+    page = "The router reports it.\n\n```text\nthe node says no\n```\n\nUse `node says`.\n"
+    assert list(check_style.problems_of_page(page)) == []
