@@ -9,11 +9,12 @@
 ```
 """
 
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tandem.engine.prefix_cache import Key
 from tandem.engine.seen import Seen
@@ -61,6 +62,7 @@ class ActiveRequest:
         seen: What penalties count; None when there are none.
         compiling: Of the grammar, until it is compiled.
         grammar: Where the answer is in its grammar; None when it has none, or not yet.
+        owner: The role's record of the request, which holds the request; the engine never looks at it.
     """
 
     request: GenerateRequest
@@ -89,6 +91,7 @@ class ActiveRequest:
     seen: Seen | None = None
     compiling: "Future[CompiledGrammar] | None" = None
     grammar: "GrammarState | None" = None
+    owner: "weakref.ref[Any] | None" = None
 
     @property
     def num_prompt(self) -> int:

@@ -8,7 +8,7 @@ from tandem.engine.simulated import SimulatedLauncher, SimulatedPages
 from tandem.engine.simulated_model import read_model
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.node.config import NodeConfig
-from tandem.node.pool_plan import PoolPlan
+from tandem.node.pool import PoolPlan
 from tandem.telemetry import log as logs
 from tandem.wire.errors import ConfigInvalid
 

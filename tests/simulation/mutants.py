@@ -22,9 +22,9 @@ from tandem.kvtransfer.session import (
     WithdrawAsked,
     WritesDone,
 )
-from tandem.node.deadlines import Deadlines
-from tandem.node.drain import Drain
+from tandem.node.life import Drain
 from tandem.node.loop import EngineLoop
+from tandem.node.role import Deadlines
 from tandem.router.attempt import Progress
 from tandem.router.backend import ClusterBackend
 from tandem.router.gate import Gate

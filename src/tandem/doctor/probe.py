@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from tandem.doctor.pipe import RankPipe
 from tandem.kvtransfer import measure
 from tandem.kvtransfer.bare_stream import BareStreamTransport
 from tandem.kvtransfer.measure import scattered_pages
@@ -23,7 +24,7 @@ from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Admission, Listener, Pool, Transport, TransportConfig
 from tandem.kvtransfer.transports.registry import transports
-from tandem.node.rank_pipe import RankPipe, claim_stdout
+from tandem.node.process import claim_stdout
 from tandem.telemetry import log as logs
 from tandem.wire.errors import ConfigInvalid, TandemError
 from tandem.wire.hand_off import TransportOffer

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Self
 
+from tandem.doctor.pipe import RankPipe
 from tandem.doctor.probe import FromProbe, ToProbe
-from tandem.node.rank_pipe import RankPipe
 from tandem.wire.errors import PeerLost, TransferTimeout
 
 # How often a wait looks whether the far end is still there.

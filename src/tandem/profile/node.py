@@ -11,7 +11,7 @@ from tandem.engine.core import Engine
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.node.config import NodeConfig
 from tandem.node.model_engine import build_model
-from tandem.node.pool_plan import PoolPlan
+from tandem.node.pool import PoolPlan
 from tandem.node.ranks import Ranks
 from tandem.wire.channel import Waker
 from tandem.wire.errors import TandemError
@@ -29,7 +29,7 @@ def engine_of(config: NodeConfig) -> Iterator[Engine]:
         ConfigInvalid: The model cannot be loaded, or no page fits.
     """
     waker = Waker()
-    ranks = Ranks(config, waker, _rank_ended) if config.engine.tp_size > 1 else None
+    ranks = Ranks(config, waker.wake, _rank_ended) if config.engine.tp_size > 1 else None
     try:
         yield build_model(config, lambda plan: _filled(config, plan), waker, ranks)
     finally:

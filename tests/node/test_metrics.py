@@ -7,7 +7,7 @@ import pytest
 
 from tandem.engine.launched import ForwardTimes
 from tandem.engine.step_counts import StepCounts
-from tandem.node.measures import Measures
+from tandem.node.metrics import Measures
 from tandem.wire.errors import Overloaded
 from tandem.wire.ids import Epoch
 

@@ -1,12 +1,11 @@
-"""Messages between two processes of one node over a pair of pipes: four bytes of length, then msgpack.
+"""Messages between two processes of one host over a pair of pipes: four bytes of length, then msgpack.
 
 A pipe ends when the process at its other end does, however that died; no port and no secret.
 """
 
-import os
 import struct
 import threading
-from typing import IO, Any, BinaryIO, Generic
+from typing import IO, Any, Generic
 
 from tandem.wire.codec import Codec, In
 from tandem.wire.errors import PeerLost
@@ -14,7 +13,6 @@ from tandem.wire.messages import Message
 
 _LENGTH = struct.Struct("<I")
 
-# The page table of a forward is the largest: 256 requests of 1M tokens in pages of 16 are 64 MiB.
 _LIMIT_BYTES = 1 << 30
 
 
@@ -59,20 +57,3 @@ class RankPipe(Generic[In]):
             self._writer.close()
         except OSError:
             return  # what was buffered for a process that is gone
-
-
-def claim_stdout() -> BinaryIO:
-    """Return standard output for ourselves alone; what libraries print there goes to stderr.
-
-    gloo greets on it, in the middle of what the parent reads.
-    """
-    own = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    return own
-
-
-def end_process_after(timeout_s: float) -> None:
-    """End this process with status 1 then, whatever its threads wait for, unless it ended before."""
-    timer = threading.Timer(timeout_s, os._exit, (1,))
-    timer.daemon = True
-    timer.start()
