@@ -42,7 +42,7 @@ from tandem.kvtransfer.sender import PrefillAgent
 from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.registry import transports
 from tandem.node.answers import Ticket
-from tandem.node.engine_host import SWITCH_S
+from tandem.node.process import SWITCH_S
 from tandem.prefill.role import PrefillRole
 from tandem.telemetry import log as logs
 from tandem.wire.channel import Peer, Waker, wait

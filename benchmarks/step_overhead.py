@@ -14,13 +14,13 @@ import time
 import torch
 
 from benchmarks.rig import parse, parser_of, result
+from tandem.decode.role import DecodeRole
 from tandem.engine.config import EngineConfig
 from tandem.engine.core import Engine
 from tandem.engine.forward import ForwardInputs, Wrote
 from tandem.engine.launcher import ModelLauncher
 from tandem.engine.shape import ModelShape
 from tandem.node.answers import Answers
-from tandem.node.colocated import ColocatedRole
 from tandem.node.loop import EngineLoop
 from tandem.wire.channel import Inbox, Link, Waker, wait
 from tandem.wire.errors import PeerLost
@@ -95,7 +95,8 @@ def step_ms(batch: int, steps: int, sampling: SamplingParams) -> float:
     inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
     answers, waker = Answers(inbox, Epoch(1)), Waker()
     engine = make_engine(batch, steps)
-    loop = EngineLoop(ColocatedRole(engine, answers), inbox, answers, waker, log_interval_s=1e9)
+    role = DecodeRole(engine, None, answers, batch, batch)
+    loop = EngineLoop(role, inbox, answers, waker, log_interval_s=1e9)
     done = threading.Event()
     edge = threading.Thread(target=_edge, args=(inbox.port, batch, sampling, done))
     edge.start()

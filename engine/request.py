@@ -10,11 +10,12 @@
 """
 
 import math
+import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tandem.engine.prefix_cache import Key
 from tandem.engine.shape import ModelShape
@@ -98,6 +99,7 @@ class ActiveRequest:
         seen: What penalties count; None when no penalty is set.
         compiling: The compilation of its grammar, until that is done.
         grammar: Where the answer is in its grammar; None without one, or before it is compiled.
+        owner: The role's record of the request, which holds the request; the engine never looks at it.
     """
 
     request: GenerateRequest
@@ -128,6 +130,7 @@ class ActiveRequest:
     seen: Seen | None = None
     compiling: "Future[CompiledGrammar] | None" = None
     grammar: "GrammarState | None" = None
+    owner: "weakref.ref[Any] | None" = None
 
     @property
     def num_prompt(self) -> int:

@@ -1,10 +1,9 @@
 """What an engine process tells edge workers: the tokens of a step in one message each, failures at once."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from tandem.node.measures import Measures
 from tandem.wire.channel import Inbox, Peer
 from tandem.wire.errors import (
     Aborted,
@@ -190,9 +189,9 @@ class Answers:
                 ),
             )
 
-    def measured(self, peer: Peer, measures: Measures) -> None:
-        """Tell what this process counted and timed."""
-        self._send(peer, measures.report(self._epoch))
+    def measured(self, peer: Peer, report: Callable[[Epoch], Measured]) -> None:
+        """Send what this process counted and timed."""
+        self._send(peer, report(self._epoch))
 
     def flush(self) -> list[Ticket]:
         """Send what was queued; return requests that failed because their part of it is too large."""

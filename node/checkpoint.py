@@ -3,6 +3,9 @@
 A directory is taken as it is, after a look at its files: what is wrong with them is told before a process is
 started that imports torch. A GGUF file is converted once to safetensors and kept in a cache, so that only the
 first start is slow. Nothing at all means the embedded model.
+
+`python -m tandem.node.checkpoint SOURCE.gguf TARGET DTYPE` converts, as a process of its own: reading GGUF takes torch and
+most of the memory of a node. The last line of its standard error is the reason of a failure.
 """
 
 import fcntl
@@ -21,7 +24,7 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.shape import GENERATION_CONFIG, generation_config
 from tandem.engine.weight_files import check_no_pointers, check_weights, read_object
 from tandem.telemetry.log import get_logger
-from tandem.wire.errors import ConfigInvalid
+from tandem.wire.errors import ConfigInvalid, TandemError
 from tandem.wire.generation import SamplingDefaults
 
 log = get_logger(__name__)
@@ -163,7 +166,7 @@ def _convert(gguf: Path, target: Path, dtype: str) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / "model"
         done = subprocess.run(  # noqa: S603 - our own module, arguments as a list
-            [sys.executable, "-P", "-m", "tandem.node.convert_gguf", str(gguf), str(made), dtype],
+            [sys.executable, "-P", "-m", "tandem.node.checkpoint", str(gguf), str(made), dtype],
             check=False,
             capture_output=True,
             text=True,
@@ -172,3 +175,53 @@ def _convert(gguf: Path, target: Path, dtype: str) -> None:
             ended = f"cannot convert {gguf}: the conversion ended with status {done.returncode}"
             raise ConfigInvalid((done.stderr.strip().splitlines() or [ended])[-1])
         made.rename(target)
+
+
+# ── in a process of its own ──────────────────────────────────────────────────────────────────────
+
+
+def convert_gguf(source: Path, target: Path, dtype: str) -> None:
+    """Write tokenizer, config and weights of a GGUF file into a new directory.
+
+    Weights are dequantised and written as safetensors of one type.
+
+    Raises:
+        ConfigInvalid: The file is none, not whole, or not of a kind that transformers reads.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tandem.engine.checkpoint import check_complete, in_one_sentence
+
+    target.mkdir(parents=True)
+    with in_one_sentence(f"cannot convert {source}, which may not have been copied whole"):
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source.parent,
+            gguf_file=source.name,
+            dtype=getattr(torch, dtype),
+            output_loading_info=True,
+        )
+    check_complete(model, info, source)
+    # The weights are plain now; transformers refuses to save a model it still takes for quantised.
+    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+        if hasattr(model, name):
+            delattr(model, name)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    tokenizer.save_pretrained(target)
+    model.save_pretrained(target)
+
+
+def main(source: str, target: str, dtype: str) -> int:
+    """Convert a GGUF file; return the exit status."""
+    try:
+        convert_gguf(Path(source), Path(target), dtype)
+    except TandemError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The engine process of a node: reads its config, loads the model, says that it is ready, loops.
+"""The engine process of a node: reads its config, loads the model, reports that it is ready, loops.
 
 ```
  parent (HTTP) ── stdin: a line of NodeConfig, then orders while the parent lives ──▶ engine
@@ -13,8 +13,7 @@ import os
 import signal
 import sys
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
@@ -24,37 +23,39 @@ import msgspec
 from tandem.engine.core import Engine
 from tandem.engine.errors import DeviceLost
 from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.sender import PrefillAgent
 from tandem.node.answers import Answers
 from tandem.node.config import NodeConfig
-from tandem.node.engine_report import Drained, Failed, Order, Ready, Report
-from tandem.node.loop import EngineLoop, Role
-from tandem.node.measures import Measures
-from tandem.node.pool_plan import PoolPlan
-from tandem.node.quick_process import uncollected
-from tandem.node.rank_pipe import claim_stdout, end_process_after
-from tandem.node.ranks import RankProcess, Ranks
-from tandem.node.step_watch import StepWatch
-from tandem.node.tiering import Tiering
-from tandem.node.tiers import make_tiering, open_tiers
+from tandem.node.engine_process import Drained, Failed, Order, Ready, Report
+from tandem.node.loop import EngineLoop
+from tandem.node.metrics import Measures
+from tandem.node.pool import PoolPlan, make_region
+from tandem.node.process import (
+    SWITCH_S,
+    StepWatch,
+    allow_peers,
+    claim_stdout,
+    end_process_after,
+    uncollected,
+)
+from tandem.node.ranks import Ranks
+from tandem.node.role import Role
+from tandem.node.tiering import Tiering, make_tiering
+from tandem.node.tiers import RemoteTiers, TierGroup, Tiers, open_tiers
+from tandem.node.transfer import NodeAgent, RankAgent, join_ranks, open_agent
 from tandem.telemetry import log as logs
 from tandem.wire.channel import Inbox, Waker, tcp_address
-from tandem.wire.descriptors import PER_LINK, allow_descriptors
 from tandem.wire.errors import TandemError
-from tandem.wire.ids import Epoch, new_epoch
-from tandem.wire.keys import ChannelKey, cluster_key
+from tandem.wire.ids import new_epoch
+from tandem.wire.keys import cluster_key
 from tandem.wire.messages import ToEngine
 
 log = logs.get_logger(__name__)
 
 # Time for the loop's last answers after a rank died. On CPUs a forward under way fails at once.
 RANK_LOST_GRACE_S = 2.0
-# For what is given back at the end: some of it may wait for the device.
+# For what is released at the end: some of it may wait for the device.
 DEVICE_LOST_GRACE_S = 2.0
-# How long a thread in the interpreter makes another wait. The pushing thread waits for the loop's after the
-# last layer, when every tenth of a millisecond is in the time to the second token; Python's own is 5 ms.
-SWITCH_S = 0.0005
-# How many there will be nobody says. Each has a link, and up to four streams of its transport.
-NUM_PEERS, DESCRIPTORS_PER_PEER = 64, PER_LINK + 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,51 +63,21 @@ class Parts:
     """What a role is built from.
 
     Attributes:
-        measures: What this process counts for operators; the role's host adds its agent's.
-        tiering: What brings prefixes from the tiers behind the pool, if there are any.
-        others: The ranks beside this one.
+        agent: Of all ranks; None for a node that serves alone.
+        tiering: Brings prefixes from the tiers behind the pool, if there are any.
     """
 
     config: NodeConfig
-    epoch: Epoch
     engine: Engine
+    agent: NodeAgent | None
     answers: Answers
-    waker: Waker
-    key: ChannelKey | None
-    measures: Measures
-    tiering: Tiering[Any]
-    others: Sequence[RankProcess] = ()
+    tiering: Tiering
 
 
-class RoleHost(ABC):
-    """What differs between the engine processes of the roles.
-
-    `memory` is called once, before `role`.
-
-    Attributes:
-        region: What `memory` returned.
-    """
-
-    region: MemoryRegion | None = None
-
-    def memory(self, config: NodeConfig, plan: PoolPlan) -> MemoryRegion | None:
-        """Return the memory of the pool, which stays this host's; None where nobody else needs it."""
-        del config, plan
-        return None
-
-    @abstractmethod
-    def role(self, parts: Parts) -> Role:
-        """Return the role."""
-
-    def bootstrap_port(self) -> int | None:
-        """Return where grants are taken, on prefill."""
-        return None
-
-    def close(self) -> None:  # noqa: B027 - a role that made nothing gives nothing back
-        """Give back what `memory` and `role` made."""
+MakeRole = Callable[[Parts], Role[Any]]
 
 
-def main(host: RoleHost) -> int:
+def main(make_role: MakeRole) -> int:
     """Run an engine process to its end; return its exit status."""
     # Ctrl-C reaches the whole group, and so may SIGTERM; the parent drains, and decides what ends when.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -116,20 +87,14 @@ def main(host: RoleHost) -> int:
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=NodeConfig)
     logs.configure(config.log_level, config.log_format, role=config.role)
     allow_peers()
-    process = _EngineProcess(config, host, parent)
+    process = _EngineProcess(config, make_role, parent)
     try:
         return process.run()
     except TandemError as error:
-        parent.tell(Failed(error=error.info()))
+        parent.report(Failed(error=error.info()))
         return 1
     finally:
-        host.close()
         process.close()
-
-
-def allow_peers() -> None:
-    """Let this process have as many links as it may; warn when they will be few."""
-    allow_descriptors(NUM_PEERS * DESCRIPTORS_PER_PEER, used_for=f"links to {NUM_PEERS} nodes")
 
 
 class _Parent:
@@ -138,8 +103,7 @@ class _Parent:
     def __init__(self, out: BinaryIO) -> None:
         self._out = out
 
-    def tell(self, message: Report) -> None:
-        """Say what became of this process, or of an order."""
+    def report(self, message: Report) -> None:
         self._out.write(msgspec.json.encode(message) + b"\n")
         self._out.flush()
 
@@ -147,42 +111,54 @@ class _Parent:
 class _EngineProcess:
     """From the config to the end of the loop."""
 
-    def __init__(self, config: NodeConfig, host: RoleHost, parent: _Parent) -> None:
-        self._config = config
-        self._host = host
-        self._parent = parent
+    def __init__(self, config: NodeConfig, make_role: MakeRole, parent: _Parent) -> None:
+        self._config, self._make_role, self._parent = config, make_role, parent
         self._waker = Waker()
         self._loop: EngineLoop | None = None
         self._lost_rank: TandemError | None = None
+        self._plan: PoolPlan | None = None
+        self._region: MemoryRegion | None = None
+        self._agent: RankAgent | None = None
         self._ranks = (
-            Ranks(config, self._waker, self._rank_ended) if config.engine.tp_size > 1 else None
+            Ranks(config, self._waker.wake, self._rank_ended) if config.engine.tp_size > 1 else None
         )
+        self._others = [] if self._ranks is None else self._ranks.others
 
     def run(self) -> int:
         """Serve; return the exit status."""
-        config, host, epoch = self._config, self._host, new_epoch()
+        config, epoch = self._config, new_epoch()
         key = cluster_key(config.host, is_insecure=config.is_insecure)
-        engine = build_engine(config, host, self._waker, self._ranks)
-        address, heartbeat = tcp_address(config.host, config.engine_port), config.heartbeat
-        inbox: Inbox[ToEngine] = Inbox(address, ToEngine, key, heartbeat)
-        others = () if self._ranks is None else self._ranks.others
-        stack = open_tiers(config, engine.shape, host.region, self._waker, others)
+        engine = build_engine(config, self._make_region, self._waker, self._ranks)
+        inbox: Inbox[ToEngine] = Inbox(
+            tcp_address(config.host, config.engine_port), ToEngine, key, config.heartbeat
+        )
+        stack = self._open_tiers(engine)
         tiering = make_tiering(config.tiers, engine, stack)
         journals = {} if stack is None else stack.journals()
         answers = Answers(inbox, epoch, engine.cache.journal, journals)
-        measures = Measures(engine.steps)
-        measures.tier_seconds = tiering.seconds
-        parts = Parts(config, epoch, engine, answers, self._waker, key, measures, tiering, others)
-        role = host.role(parts)
+        assert self._plan is not None, "an engine has a pool"
+        self._agent = open_agent(
+            config,
+            self._plan,
+            self._region,
+            epoch=epoch,
+            waker=self._waker,
+            key=key,
+            port=config.transfer.bootstrap_port,
+            rank_ports=[rank.bootstrap_port for rank in self._others],
+        )
+        agent = join_ranks(self._agent, self._others)
+        role = self._make_role(Parts(config, engine, agent, answers, tiering))
+        times = None if self._agent is None else self._agent.times
         watch = StepWatch(config.step_timeout_s, engine.steps)
         loop = self._loop = EngineLoop(
             role,
             inbox,
             answers,
             self._waker,
-            heartbeat=heartbeat,
-            measures=measures,
-            on_drained=self._tell_drained,
+            heartbeat=config.heartbeat,
+            measures=Measures(engine.steps, times, tiering.seconds),
+            on_drained=self._report_drained,
             wait_s=tiering.wait_s,
             turned=watch.turned,
         )
@@ -190,11 +166,11 @@ class _EngineProcess:
             target=_take_orders, args=(loop,), name="parent-watch", daemon=True
         ).start()
         shape = engine.shape
-        self._parent.tell(
+        self._parent.report(
             Ready(
                 epoch=epoch,
                 engine_port=inbox.port,
-                bootstrap_port=host.bootstrap_port(),
+                bootstrap_port=self._agent.port if isinstance(self._agent, PrefillAgent) else None,
                 fingerprint=shape.fingerprint,
                 context_length=shape.context_length,
                 max_prompt_tokens=engine.max_tokens - 1,
@@ -216,35 +192,61 @@ class _EngineProcess:
         return int(self._lost_rank is not None)
 
     def close(self) -> None:
-        """End the other ranks."""
+        """Cut every peer off, release the pool's memory, and end the other ranks."""
+        self._close_memory()
         if self._ranks is not None:
             self._ranks.close()
 
-    def _tell_drained(self, number: int) -> None:
+    def _make_region(self, plan: PoolPlan) -> MemoryRegion | None:
+        self._plan, self._region = plan, make_region(self._config, plan)
+        return self._region
+
+    def _close_memory(self) -> None:
+        if self._agent is not None:
+            self._agent.close()
+        if self._region is not None:
+            self._region.close()
+
+    def _open_tiers(self, engine: Engine) -> Tiers | None:
+        own = open_tiers(self._config, engine.shape, self._region, self._waker)
+        if own is None or not self._others:
+            return own
+        remote = [
+            RemoteTiers(partial(rank.call, "tiers"), partial(rank.take_events, "tiers"))
+            for rank in self._others
+        ]
+        return TierGroup(own, remote)
+
+    def _report_drained(self, number: int) -> None:
         try:
-            self._parent.tell(Drained(number=number))
+            self._parent.report(Drained(number=number))
         except OSError:  # the parent died: the end of standard input stops the loop
             log.debug("engine.parent_gone")
 
     def _rank_ended(self, error: TandemError) -> None:
-        """A rank is gone: what it held of every request is, too. Called by the rank's reader."""
+        """End too: what the rank held of every request is gone. Called by the rank's reader."""
         log.error("rank.died", reason=str(error), effect="the node ends")
         self._lost_rank = error
-        if self._loop is None:
-            self._parent.tell(Failed(error=error.info()))
-            # The main thread may wait for the dead rank for good, and the pool's file would outlive the process.
-            end_process_after(RANK_LOST_GRACE_S)
-            self._host.close()
-            os._exit(1)
-        # The loop answers its requests and ends, unless it waits for the dead rank: NCCL may for ever.
+        # The main thread may wait for the dead rank for good (NCCL does), and the pool's file would outlive the
+        # process.
         end_process_after(RANK_LOST_GRACE_S)
-        self._loop.stop()
+        if self._loop is None:
+            self._parent.report(Failed(error=error.info()))
+            self._close_memory()
+            os._exit(1)
+        self._loop.stop()  # after the answers to its requests
 
 
 def build_engine(
-    config: NodeConfig, host: RoleHost, waker: Waker, ranks: Ranks | None = None
+    config: NodeConfig,
+    make_region: Callable[[PoolPlan], MemoryRegion | None],
+    waker: Waker,
+    ranks: Ranks | None = None,
 ) -> Engine:
-    """Make the engine that was asked for, and its pool in the memory that the role gives.
+    """Make the engine that the config names, and its pool.
+
+    Args:
+        make_region: Returns the pool's memory; None leaves it to torch.
 
     Raises:
         ConfigInvalid: The model cannot be loaded, or no page fits.
@@ -254,11 +256,11 @@ def build_engine(
     if simulation is not None:
         from tandem.node.simulated_engine import build_simulated
 
-        return build_simulated(config, simulation, partial(host.memory, config))
+        return build_simulated(config, simulation, make_region)
     with uncollected():
         from tandem.node.model_engine import build_model
 
-    return build_model(config, partial(host.memory, config), waker, ranks)
+    return build_model(config, make_region, waker, ranks)
 
 
 def _take_orders(loop: EngineLoop) -> None:

@@ -1,4 +1,12 @@
-"""The engine process as its parent sees it: started, ready or failed, watched, drained, stopped."""
+"""The engine process as its parent sees it: started, ready or failed, linked to, drained, stopped.
+
+They exchange lines of JSON:
+
+```
+ parent ── stdin:  NodeConfig, then Drain, Resume ... ──▶ engine       its end is the order to stop
+ parent ◀── stdout: Ready or Failed, then Drained ... ─── engine
+```
+"""
 
 import asyncio
 import os
@@ -7,10 +15,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from tandem.frontend.engine_client import EngineClient
 from tandem.node.config import NodeConfig
-from tandem.node.engine_report import Drain, Drained, Failed, Order, Ready, Resume
 from tandem.telemetry.log import get_logger
-from tandem.wire.errors import EngineFailed, TandemError, error_from_info
+from tandem.wire.errors import EngineFailed, ErrorInfo, TandemError, error_from_info
 
 log = get_logger(__name__)
 
@@ -27,6 +35,50 @@ GLOO_SETTINGS = {"GLOO_SOCKET_IFNAME": "lo"}
 
 # transformers shards a model over the GPUs that it sees, asked for or not.
 WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine serves."""
+
+    epoch: int
+    engine_port: int
+    bootstrap_port: int | None
+    fingerprint: str
+    context_length: int
+    max_prompt_tokens: int
+    vocab_size: int
+    eos_token_ids: list[int]
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine could not start."""
+
+    error: ErrorInfo
+
+
+class Drained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Nothing is left since the drain of this number."""
+
+    number: int
+
+
+class Drain(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Take nothing new, and hand over what is left in `timeout_s`; answered by `Drained`.
+
+    Attributes:
+        number: Of the parent's choice, higher than those before.
+    """
+
+    number: int
+    timeout_s: float
+
+
+class Resume(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Take requests again."""
+
+
+Order = Drain | Resume
+Report = Ready | Failed | Drained
 
 
 class EngineProcess:
@@ -114,3 +166,22 @@ class EngineProcess:
             log.warning("engine.killed", reason=f"it did not stop within {timeout_s:g} s")
             self._process.kill()
             await self._process.wait()
+
+
+async def keep_linked(
+    make: Callable[[], EngineClient], use: Callable[[EngineClient], None]
+) -> None:
+    """Run a node's link to its engine, and a new one whenever it is lost, until cancelled.
+
+    A node that was frozen as a whole (a paused container, a suspended machine) finds each of its links
+    silent for too long when it wakes, this one too; its engine lives on.
+
+    Args:
+        make: Returns another link to the same life of the engine.
+        use: Gets each link before it runs.
+    """
+    while True:
+        client = make()
+        use(client)
+        await client.run()
+        log.warning("engine.link_lost", address=client.address, action="connecting anew")

@@ -13,10 +13,10 @@ from tandem.frontend.engine_client import EngineClient
 from tandem.frontend.tokenizer import Tokenizer
 from tandem.kvtransfer.transports.registry import names_of
 from tandem.node.config import NodeConfig
-from tandem.node.drain import num_left, refusal
-from tandem.node.engine_report import Ready
-from tandem.node.life import Life, State
+from tandem.node.engine_process import Ready
+from tandem.node.life import Life, State, num_left, refusal
 from tandem.node.metrics import NodeView, node_metrics, render
+from tandem.telemetry.version import package_version
 from tandem.wire.errors import InvalidRequest, NoNodeAvailable
 from tandem.wire.generation import GenerateRequest
 from tandem.wire.ids import Room
@@ -29,34 +29,29 @@ LOOP_SILENCE_S = 30.0
 
 
 class LocalBackend:
-    """Serves one node's engines, from before the first is ready until the last ends."""
+    """Serves one node's engines, from before the first is ready until the last ends.
 
-    def __init__(self, config: NodeConfig, version: str, life: Life) -> None:
-        self._config = config
-        self._version = version
-        self._life = life
+    Args:
+        tokenizer: None when the model has none; `tokenizer_hash` is then empty.
+    """
+
+    def __init__(
+        self, config: NodeConfig, life: Life, tokenizer: Tokenizer | None, tokenizer_hash: str
+    ) -> None:
+        self._config, self._life = config, life
+        self._tokenizer, self._tokenizer_hash = tokenizer, tokenizer_hash
         self._ready: Ready | None = None
         self._client: EngineClient | None = None
-        self._tokenizer: Tokenizer | None = None
-        self._tokenizer_hash = ""
         self._metrics = node_metrics(self._view)
 
-    def attach(
-        self,
-        config: NodeConfig,
-        ready: Ready,
-        client: EngineClient,
-        tokenizer: Tokenizer | None,
-        tokenizer_hash: str,
-    ) -> None:
-        """An engine serves: take requests from now on."""
-        self._config, self._ready, self._client = config, ready, client
-        self._tokenizer, self._tokenizer_hash = tokenizer, tokenizer_hash
+    def attach(self, config: NodeConfig, ready: Ready) -> None:
+        """Serve an engine, from its first link on."""
+        self._config, self._ready = config, ready
 
-    def relink(self, client: EngineClient) -> None:
-        """The link to the engine was lost and this is another one."""
+    def link(self, client: EngineClient) -> None:
+        """Use this link to the engine, which may have lost one before."""
         if self._client is not None:
-            # True until it is told anew: counters must not seem to begin again.
+            # True until they are reported anew: counters must not seem to begin again.
             client.load, client.measured = self._client.load, self._client.measured
         self._client = client
 
@@ -162,7 +157,7 @@ class LocalBackend:
         assert ready is not None
         info = NodeInfo(
             role=self._config.role,
-            version=self._version,
+            version=package_version(),
             epoch=ready.epoch,
             engine_port=ready.engine_port,
             bootstrap_port=ready.bootstrap_port,

@@ -1,22 +1,23 @@
 """The engine process's loop: empty the inbox, let the role act, step, answer.
 
-Plain and single-threaded. Whatever a role does beside it (transfers) rings the waker. The loop knows
-who asked for what (`Ticket`) and that an edge worker whose connection broke, or that falls silent, is
-lost; what a request goes through is the role's.
+Plain and single-threaded. Whatever happens beside it (transfers, tiers) rings the waker. The loop knows which
+edge worker sent which request (`Ticket`), and that one whose connection broke, or that falls silent, is lost.
+What a request goes through is the role's.
 """
 
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import Any
 
 import msgspec
 
 from tandem.node.answers import Answers, Ticket
-from tandem.node.drain import Drain, hand_over, num_left, refusal
-from tandem.node.engine_report import Drain as DrainOrder
-from tandem.node.engine_report import Order
-from tandem.node.measures import Measures
+from tandem.node.engine_process import Drain as DrainOrder
+from tandem.node.engine_process import Order
+from tandem.node.life import Drain, hand_over, num_left, refusal
+from tandem.node.metrics import Measures
+from tandem.node.role import Role, Start
 from tandem.telemetry.log import get_logger
 from tandem.wire.channel import Inbox, Peer, Waker, wait
 from tandem.wire.errors import EngineFailed, PeerLost, TandemError
@@ -34,65 +35,10 @@ from tandem.wire.messages import (
 
 log = get_logger(__name__)
 
-Start = StartPrefill | StartDecode | StartColocated
-
 # An idle loop looks around this often: lost edge workers are noticed without any message.
 IDLE_WAIT_S = 0.25
 # A little less, so that an idle loop asks whenever it looks around.
 PROBE_INTERVAL_S = 0.2
-
-
-class Role(Protocol):
-    """What a node does with requests."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether `step` has something to compute."""
-        ...
-
-    def start(self, ticket: Ticket, message: Start) -> None:
-        """Take a request. Its ticket is in no use.
-
-        Raises:
-            TandemError: It is refused; nothing of it is left.
-        """
-        ...
-
-    def tickets(self) -> list[Ticket]:
-        """Return the requests whose edge workers still want them."""
-        ...
-
-    def cancel(self, ticket: Ticket) -> None:
-        """Stop a request at whatever stage it is; unknown ones are no error."""
-        ...
-
-    def poll(self) -> None:
-        """Act on what happened beside the loop."""
-        ...
-
-    def step(self) -> None:
-        """Run one forward and hand out what it produced."""
-        ...
-
-    def fail_all(self, error: TandemError) -> None:
-        """End every request that computes with `error`."""
-        ...
-
-    def hand_over(self, error: TandemError) -> None:
-        """End every request with `error`, whatever its stage; the other half is told it, too."""
-        ...
-
-    def flush_cache(self) -> None:
-        """Drop cached pages without a reader."""
-        ...
-
-    def load(self) -> NodeLoad:
-        """Return the node's load."""
-        ...
-
-    def log_line(self, elapsed_s: float) -> str | None:
-        """Return a line for operators if there was work since the last one."""
-        ...
 
 
 class EngineLoop:
@@ -109,7 +55,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        role: Role,
+        role: Role[Any],
         inbox: Inbox[ToEngine],
         answers: Answers,
         waker: Waker,
@@ -225,7 +171,7 @@ class EngineLoop:
             self._answers.prefixes(peer, message.prefix_position)
             self._answers.tiers(peer, message.tier_positions)
             if message.wants_measures:
-                self._answers.measured(peer, self._measures)
+                self._answers.measured(peer, self._measures.report)
         elif isinstance(message, FlushCache):
             self._role.flush_cache()
             self._tell_load([peer])

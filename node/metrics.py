@@ -1,8 +1,20 @@
-"""What a node's engine tells of itself, for Prometheus. Each name is explained in docs/metrics.md."""
+"""What a node measures, and how Prometheus gets it.
+
+```
+ engine process: Measures ── Measured, with a Pong ──▶ HTTP process: NodeCollector ── METRICS ──▶ GET /metrics
+```
+
+Each metric is declared once, in `METRICS`: its kind, name, help, and where its value comes from. All of them are
+explained in docs/metrics.md. `NodeLoad`, which routers steer by, goes to every edge worker five times a second and
+stays small; `Measured` goes to the node's own HTTP process alone.
+"""
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,77 +28,99 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
+from tandem.engine.step import StepCounts
+from tandem.kvtransfer.events import ReceiverTimes, SenderTimes
 from tandem.node.life import State
-from tandem.node.tier_metrics import tier_families
-from tandem.telemetry.histogram import Spread
+from tandem.telemetry.histogram import Histogram, Spread
 from tandem.telemetry.process_metrics import BuildCollector, ProcessesCollector
+from tandem.wire.errors import TandemError
+from tandem.wire.ids import Epoch
 from tandem.wire.messages import Measured, NodeLoad
 
+# From a step of a few requests to one that compiles something.
+_CPU_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
 PAGE_STATES = ("free", "cached", "held", "granted", "quarantined")
+TIER_STATES = ("up", "backing_off", "full")
 # As operators call it: by the command that starts it.
 ROLE_NAMES = {"colocated": "serve"}
 
-# Field of `NodeLoad`: name without `tandem_`, help.
-GAUGES = {
-    "num_running": ("requests_running", "Requests that take part in steps."),
-    "num_waiting": ("requests_waiting", "Requests that wait for pages, or on prefill for a grant."),
-    "num_transferring": (
-        "requests_transferring",
-        "Requests whose pages are granted, or computed and still being pushed.",
-    ),
-    "max_running": (
-        "requests_running_limit",
-        "Requests that may have pages at a time; 0: told by decode alone.",
-    ),
-    "queued_tokens": ("queued_tokens", "Prompt tokens that wait to be computed."),
-    "page_size": ("page_tokens", "Tokens of KV in one page."),
-    "num_edges": ("edges", "Edge workers that have requests here."),
-}
-COUNTERS = {
-    "prompt_tokens": ("prompt_tokens", "Prompt tokens taken in, cached ones included."),
-    "cached_tokens": ("cached_tokens", "Prompt tokens taken from the prefix cache."),
-    "generated_tokens": ("generated_tokens", "Tokens that the engine generated."),
-    "pushed_bytes": ("pushed_bytes", "Bytes of KV written to decode nodes."),
-    "received_bytes": ("received_bytes", "Bytes of KV that prefill nodes wrote here."),
-    "saved_bytes": (
-        "saved_bytes",
-        "Bytes of KV of prompts handed off that decode had in its prefix cache already.",
-    ),
-    "num_corrupted": (
-        "corrupted",
-        "Hand-offs whose bytes arrived other than they were sent; they are done again.",
-    ),
-    "num_refused_transfers": (
-        "refused_transfers",
-        "Writes, grants and words about KV outside a live grant or link; refused.",
-    ),
-    "num_strangers": (
-        "strangers",
-        "Connections to node links turned away: another secret, or none.",
-    ),
-    "num_invalid": ("invalid", "Frames on node links that were no message."),
-    "num_aborted": ("aborted", "Requests cancelled before their end."),
-    "num_retracted": (
-        "retracted",
-        "How often a running request gave its pages back, to be computed again.",
-    ),
-    "num_failed": ("failed", "Requests that ended with an error."),
-}
-# Of `Measured.spreads` and `Measured.counts`, by the name without `tandem_`.
-HISTOGRAMS = {
-    "bootstrap_seconds": "Seconds from a request's arrival at prefill to decode's grant of pages.",
-    "push_seconds": "Seconds from a prompt's first computed pages to the end of its last write into decode's memory.",
-    "push_exposed_seconds": "Seconds from the end of a prompt's last chunk to the end of its last write.",
-    "granted_seconds": "Seconds for which pages were granted before the prompt had landed in them.",
-    "step_cpu_seconds": "CPU seconds of the engine's thread for one forward, beside computing it.",
-    "step_device_seconds": "Seconds that the device took for one forward and the choice of tokens.",
-    "step_requests": "Requests that took part in one forward.",
-    "step_tokens": "Tokens computed by one forward.",
-}
-COUNTS = {
-    "lost_edges": "Edge workers lost: their connection broke, or they fell silent.",
-    "lost_links": "Links to nodes of the other role lost: broken, silent or cut off.",
-}
+# ── in the engine process ────────────────────────────────────────────────────────────────────────
+
+
+class Measures:
+    """What one engine process did.
+
+    Args:
+        steps: Of its engine; None where there is none to look at.
+        transfers: Of its transfer agent; None for a node that serves alone.
+        tier_seconds: Returns how long requests waited for tiers.
+
+    Attributes:
+        num_lost_edges: Edge workers whose connection broke or that fell silent.
+    """
+
+    def __init__(
+        self,
+        steps: StepCounts | None = None,
+        transfers: SenderTimes | ReceiverTimes | None = None,
+        tier_seconds: Callable[[], Mapping[str, Spread]] = dict,
+    ) -> None:
+        self._steps, self._transfers = steps or StepCounts(), transfers
+        self._tier_seconds = tier_seconds
+        self._step_cpu = Histogram(_CPU_SECONDS)
+        self._cpu_s = 0.0  # since the last forward was collected
+        self._refused: Counter[str] = Counter()
+        self.num_lost_edges = 0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Time the loop's own thread in a step: all but the forward of a device that is the CPU.
+
+        The time counts with the next forward that is collected, as its launch may be a step earlier.
+        """
+        steps, started_s = self._steps, time.thread_time()
+        num_before, device_s = steps.num_collected, steps.host_cpu_s
+        yield
+        self._cpu_s += time.thread_time() - started_s - (steps.host_cpu_s - device_s)
+        if steps.num_collected > num_before:
+            self._step_cpu.observe(max(0.0, self._cpu_s))
+            self._cpu_s = 0.0
+
+    def refused(self, error: TandemError) -> None:
+        """Count a rejected request."""
+        self._refused[error.code] += 1
+
+    def report(self, epoch: Epoch) -> Measured:
+        """Return all of it, by the names of `METRICS`."""
+        return Measured(
+            epoch=epoch,
+            pid=os.getpid(),
+            spreads={
+                "step_cpu_seconds": self._step_cpu.spread(),
+                **{f"step_{name}": spread for name, spread in _spreads_of(self._steps)},
+                **dict(_spreads_of(self._transfers)),
+            },
+            counts={
+                "lost_edges": self.num_lost_edges,
+                "lost_links": 0 if self._transfers is None else self._transfers.num_lost_links,
+            },
+            refused=dict(self._refused),
+            tier_seconds=dict(self._tier_seconds()),
+        )
+
+    @override
+    def __repr__(self) -> str:
+        return f"Measures({self._steps!r}, {self._transfers!r})"
+
+
+def _spreads_of(source: object | None) -> Iterator[tuple[str, Spread]]:
+    """Yield the histograms of an object, by the names of its attributes."""
+    for name, value in () if source is None else vars(source).items():
+        if isinstance(value, Histogram):
+            yield name, value.spread()
+
+
+# ── in the HTTP process ──────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +129,7 @@ class NodeView:
 
     Attributes:
         facts: Labels of `tandem_node_info`, but for the role.
-        measured: None until the engine has told.
+        measured: None until the engine has reported it.
     """
 
     role: str
@@ -103,6 +137,212 @@ class NodeView:
     facts: dict[str, str]
     load: NodeLoad
     measured: Measured | None
+
+
+Kind = type[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]
+Values = Iterable[tuple[tuple[str, ...], float | Spread]]
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """One metric.
+
+    Attributes:
+        name: Without `tandem_`.
+        values: Returns its values, each with its labels but for the role.
+        labels: Their names.
+    """
+
+    kind: Kind
+    name: str
+    help: str
+    values: Callable[[NodeView], Values]
+    labels: tuple[str, ...] = ()
+
+    def family(self, view: NodeView) -> Metric:
+        """Return what Prometheus gets."""
+        role = ROLE_NAMES.get(view.role, view.role)
+        family = self.kind(f"tandem_{self.name}", self.help, labels=["role", *self.labels])
+        for labels, value in self.values(view):
+            if isinstance(family, HistogramMetricFamily):
+                assert isinstance(value, Spread)
+                family.add_metric([role, *labels], _buckets(value), value.total)
+            else:
+                assert not isinstance(value, Spread)
+                family.add_metric([role, *labels], value)
+        return family
+
+
+def _buckets(spread: Spread) -> list[tuple[str, float]]:
+    ends = [*(str(float(bound)) for bound in spread.bounds), "+Inf"]
+    return [
+        (end, float(count))
+        for end, count in zip(ends, itertools.accumulate(spread.counts), strict=True)
+    ]
+
+
+_G, _C, _H = GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily
+
+
+def _load(kind: Kind, field: str, help_text: str, name: str = "") -> Declared:
+    """Declare a field of `NodeLoad`; -1 there is a value that was not reported yet."""
+    name = name or field.removeprefix("num_")
+    return Declared(kind, name, help_text, lambda view: [((), max(0, getattr(view.load, field)))])
+
+
+def _tier(kind: Kind, field: str, help_text: str) -> Declared:
+    """Declare a field of `TierLoad`."""
+    return Declared(
+        kind,
+        f"kv_tier_{field.removeprefix('num_')}",
+        help_text,
+        lambda view: [((tier.name,), getattr(tier, field)) for tier in view.load.tiers],
+        ("tier",),
+    )
+
+
+def _spread(name: str, help_text: str) -> Declared:
+    """Declare one of `Measured.spreads`."""
+    return Declared(_H, name, help_text, lambda view: _found(name, _measured(view).spreads))
+
+
+def _count(name: str, help_text: str) -> Declared:
+    """Declare one of `Measured.counts`."""
+    return Declared(_C, name, help_text, lambda view: _found(name, _measured(view).counts))
+
+
+def _found(name: str, values: Mapping[str, float] | Mapping[str, Spread]) -> Values:
+    return [((), values[name])] if name in values else ()
+
+
+def _measured(view: NodeView) -> Measured:
+    return view.measured or Measured(epoch=Epoch(0), pid=0)
+
+
+def _node_states(view: NodeView) -> Values:
+    return [((state.value,), state is view.state) for state in State]
+
+
+def _pages(view: NodeView) -> Values:
+    return [((state,), getattr(view.load, f"pages_{state}")) for state in PAGE_STATES]
+
+
+def _tier_states(view: NodeView) -> Values:
+    return [((t.name, state), state == t.state) for t in view.load.tiers for state in TIER_STATES]
+
+
+def _tier_costs(view: NodeView) -> Values:
+    # -1: not known yet
+    return [((t.name,), t.token_cost) for t in view.load.tiers if t.token_cost >= 0]
+
+
+def _tier_seconds(view: NodeView) -> Values:
+    return [((tier,), spread) for tier, spread in _measured(view).tier_seconds.items()]
+
+
+def _refused(view: NodeView) -> Values:
+    return [((reason,), num) for reason, num in _measured(view).refused.items()]
+
+
+METRICS = (
+    Declared(
+        _G, "node_state", "1 for the state that the node is in, else 0.", _node_states, ("state",)
+    ),
+    Declared(_G, "pages", "Pages of KV by state.", _pages, ("state",)),
+    _load(_G, "num_running", "Requests that take part in steps.", "requests_running"),
+    _load(
+        _G,
+        "num_waiting",
+        "Requests that wait for pages, or on prefill for a grant.",
+        "requests_waiting",
+    ),
+    _load(
+        _G,
+        "num_transferring",
+        "Requests whose pages are granted, or still being pushed.",
+        "requests_transferring",
+    ),
+    _load(
+        _G,
+        "max_running",
+        "Requests that may have pages at a time; 0 on prefill.",
+        "requests_running_limit",
+    ),
+    _load(_G, "queued_tokens", "Prompt tokens that wait to be computed."),
+    _load(_G, "page_size", "Tokens of KV in one page.", "page_tokens"),
+    _load(_G, "num_edges", "Edge workers that have requests here."),
+    _load(_C, "prompt_tokens", "Prompt tokens taken in, cached ones included."),
+    _load(_C, "cached_tokens", "Prompt tokens taken from the prefix cache."),
+    _load(_C, "generated_tokens", "Tokens that the engine generated."),
+    _load(_C, "pushed_bytes", "Bytes of KV written to decode nodes."),
+    _load(_C, "received_bytes", "Bytes of KV that prefill nodes wrote here."),
+    _load(_C, "saved_bytes", "Bytes of KV not pushed, as decode had them in its prefix cache."),
+    _load(_C, "num_corrupted", "Hand-offs whose bytes arrived changed; they are repeated."),
+    _load(
+        _C, "num_refused_transfers", "Transfer messages and writes rejected: no live grant or link."
+    ),
+    _load(_C, "num_strangers", "Connections to node links rejected for a wrong secret."),
+    _load(_C, "num_invalid", "Frames on node links that were no message."),
+    _load(_C, "num_aborted", "Requests cancelled before their end."),
+    _load(_C, "num_retracted", "How often a running request was retracted and computed again."),
+    _load(_C, "num_failed", "Requests that ended with an error."),
+    _tier(_G, "num_pages", "Pages of KV in the tier, as far as this node knows."),
+    _tier(_G, "num_bytes", "Bytes of KV in the tier, as far as this node knows."),
+    _tier(_G, "limit_bytes", "Bytes that the tier may hold; 0: the store's own limit."),
+    _tier(_C, "hit_tokens", "Prompt tokens that came from the tier."),
+    _tier(_C, "missed_tokens", "Prompt tokens that were not in the tier."),
+    _tier(_C, "late_tokens", "Prompt tokens that the tier did not bring in time."),
+    _tier(_C, "put_bytes", "Bytes of KV put into the tier."),
+    _tier(_C, "got_bytes", "Bytes of KV got from the tier."),
+    _tier(_C, "num_evicted", "Pages that the tier gave up for others."),
+    _tier(_C, "num_corrupted", "Entries whose bytes were wrong; they were removed."),
+    _tier(_C, "num_failures", "Calls to the tier that failed or took too long."),
+    Declared(
+        _G,
+        "kv_tier_state",
+        "1 for the state that the tier is in, else 0.",
+        _tier_states,
+        ("tier", "state"),
+    ),
+    Declared(
+        _G,
+        "kv_tier_token_cost_ratio",
+        "Time to bring a token from the tier by the time to compute one.",
+        _tier_costs,
+        ("tier",),
+    ),
+    Declared(
+        _H,
+        "kv_tier_fetch_seconds",
+        "Seconds that requests waited for tiers, by the slowest that had something.",
+        _tier_seconds,
+        ("tier",),
+    ),
+    _spread(
+        "bootstrap_seconds",
+        "Seconds from a request's arrival at prefill to decode's grant of pages.",
+    ),
+    _spread(
+        "push_seconds", "Seconds from a prompt's first computed pages to the end of its last write."
+    ),
+    _spread(
+        "push_exposed_seconds",
+        "Seconds from the end of a prompt's last chunk to the end of its last write.",
+    ),
+    _spread("granted_seconds", "Seconds from a grant of pages to the prompt in them."),
+    _spread(
+        "step_cpu_seconds",
+        "CPU seconds of the engine's thread for one forward, without computing it.",
+    ),
+    _spread("step_device_seconds", "Seconds of the device for one forward and its sampling."),
+    _spread("step_requests", "Requests that took part in one forward."),
+    _spread("step_tokens", "Tokens computed by one forward."),
+    _count("lost_edges", "Edge workers whose connection broke, or that fell silent."),
+    _count("lost_links", "Links to nodes of the other role that broke or fell silent."),
+    Declared(
+        _C, "refused_requests", "Rejected requests by the code of the error.", _refused, ("reason",)
+    ),
+)
 
 
 class NodeCollector(Collector):
@@ -114,74 +354,15 @@ class NodeCollector(Collector):
     @override
     def collect(self) -> Iterator[Metric]:
         view = self._view()
-        role = ROLE_NAMES.get(view.role, view.role)
-        yield from _of_node(view, role)
-        yield from _of_load(view.load, role)
-        seconds = {} if view.measured is None else view.measured.tier_seconds
-        yield from tier_families(view.load.tiers, seconds, role, _buckets)
-        if view.measured is not None:
-            yield from _of_engine(view.measured, role)
+        info = InfoMetricFamily("tandem_node", "What this node is and has; always 1.")
+        info.add_metric([], {"role": ROLE_NAMES.get(view.role, view.role), **view.facts})
+        yield info
+        for declared in METRICS:
+            yield declared.family(view)
 
     @override
     def __repr__(self) -> str:
         return f"NodeCollector({self._view()!r})"
-
-
-def _of_node(view: NodeView, role: str) -> Iterator[Metric]:
-    info = InfoMetricFamily("tandem_node", "What this node is and has; always 1.")
-    info.add_metric([], {"role": role, **view.facts})
-    yield info
-    states = GaugeMetricFamily(
-        "tandem_node_state",
-        "1 for the state that the node is in, else 0.",
-        labels=["role", "state"],
-    )
-    for state in State:
-        states.add_metric([role, state.value], state is view.state)
-    yield states
-
-
-def _of_load(load: NodeLoad, role: str) -> Iterator[Metric]:
-    pages = GaugeMetricFamily("tandem_pages", "Pages of KV by state.", labels=["role", "state"])
-    for state in PAGE_STATES:
-        pages.add_metric([role, state], getattr(load, f"pages_{state}"))
-    yield pages
-    for field, (name, help_text) in GAUGES.items():
-        gauge = GaugeMetricFamily(f"tandem_{name}", help_text, labels=["role"])
-        gauge.add_metric([role], max(0, getattr(load, field)))  # -1: not told yet
-        yield gauge
-    for field, (name, help_text) in COUNTERS.items():
-        counter = CounterMetricFamily(f"tandem_{name}", help_text, labels=["role"])
-        counter.add_metric([role], getattr(load, field))
-        yield counter
-
-
-def _of_engine(measured: Measured, role: str) -> Iterator[Metric]:
-    for name, help_text in HISTOGRAMS.items():
-        if (spread := measured.spreads.get(name)) is not None:
-            histogram = HistogramMetricFamily(f"tandem_{name}", help_text, labels=["role"])
-            histogram.add_metric([role], _buckets(spread), spread.total)
-            yield histogram
-    for name, help_text in COUNTS.items():
-        counter = CounterMetricFamily(f"tandem_{name}", help_text, labels=["role"])
-        counter.add_metric([role], measured.counts.get(name, 0))
-        yield counter
-    refused = CounterMetricFamily(
-        "tandem_refused_requests",
-        "Requests that were not taken, by why.",
-        labels=["role", "reason"],
-    )
-    for reason, num in measured.refused.items():
-        refused.add_metric([role, reason], num)
-    yield refused
-
-
-def _buckets(spread: Spread) -> list[tuple[str, float]]:
-    ends = [*(str(float(bound)) for bound in spread.bounds), "+Inf"]
-    return [
-        (end, float(count))
-        for end, count in zip(ends, itertools.accumulate(spread.counts), strict=True)
-    ]
 
 
 def node_metrics(view: Callable[[], NodeView]) -> CollectorRegistry:

@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import torch
 
 from tandem.engine.attention_backends import choose_backend
-from tandem.engine.config import config_of_rank
 from tandem.engine.core import Engine
 from tandem.engine.cuda_graphs import is_recording, make_runner
 from tandem.engine.device import use_device
@@ -20,9 +18,8 @@ from tandem.engine.shape import ModelShape
 from tandem.engine.tensor_parallel import ShardedRunner, join, least
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.node.config import NodeConfig
-from tandem.node.pool_memory import bytes_of
-from tandem.node.pool_plan import PoolPlan
-from tandem.node.ranks import Ranks
+from tandem.node.pool import PoolPlan, bytes_of
+from tandem.node.ranks import Ranks, config_for
 from tandem.telemetry import log as logs
 from tandem.wire.channel import Waker
 from tandem.wire.errors import ConfigInvalid
@@ -43,7 +40,7 @@ def build_model(config: NodeConfig, memory: MemoryOf, waker: Waker, ranks: Ranks
     """
     runner: Runner
     if ranks is not None:
-        config = msgspec.structs.replace(config, engine=config_of_rank(config.engine, 0))
+        config = config_for(config, 0)
     use_device(config.engine)
     if ranks is not None:
         join(config.engine, ranks.store)

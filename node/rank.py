@@ -1,136 +1,193 @@
-"""`python -m tandem.node.rank`: one of the ranks beside rank 0, which starts it and ends it.
+"""`python -m tandem.node.rank SOCKET`: one of the ranks beside rank 0, which starts it and ends it; see `ranks.py`."""
 
-It repeats rank 0's forwards on its own shard, and its transfer agent and its tiers do what rank 0's do. All
-that rank 0 says is done in the order it was said: a page is pushed, or saved, after the forward that wrote it.
-"""
-
+import os
 import signal
 import sys
 import threading
 from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+from tandem.engine.forward import ForwardInputs
 from tandem.kvtier.stack import CLOSE_S
-from tandem.node.engine_host import SWITCH_S, allow_peers
-from tandem.node.quick_process import end_process, uncollected
-from tandem.node.rank_agent import RankAgent, rank_agent
-from tandem.node.rank_messages import (
-    Forward,
-    RankFailed,
-    RankReady,
-    RankStart,
-    ToRank,
-    ToTiers,
-    unpack_inputs,
-)
-from tandem.node.rank_pipe import RankPipe, claim_stdout, end_process_after
-from tandem.node.rank_tiers import RankTiersThread
-from tandem.node.tiers import open_rank_tiers
+from tandem.kvtransfer.push_room import PageRun, Wrote
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.sender import PrefillAgent
+from tandem.node.config import NodeConfig
+from tandem.node.pool import PoolPlan, make_region
+from tandem.node.process import SWITCH_S, allow_peers, end_process, end_process_after, uncollected
+from tandem.node.ranks import received
+from tandem.node.tiers import RankTiers, open_tiers
+from tandem.node.transfer import RankAgent, open_agent
 from tandem.telemetry import log as logs
 from tandem.wire.channel import Waker, wait
 from tandem.wire.errors import TandemError
+from tandem.wire.ids import new_epoch
+from tandem.wire.keys import cluster_key
 
 with uncollected():
     from tandem.engine.device import use_device
-    from tandem.engine.runner import Runner
     from tandem.engine.tensor_parallel import follow, join
     from tandem.node.model_engine import build_shard
 
 log = logs.get_logger(__name__)
 
-# How long the end may take after rank 0 hung up: first of a forward under way or of tiers that hang, which takes
+# How long the end may take after rank 0 hung up: first of a forward under way or of tiers that hang, which take
 # `CLOSE_S` twice, then of the agent, whose memory would outlive the process. Less than `STOP_TIMEOUT_S`.
-_END_TIMEOUT_S = 2 * CLOSE_S + 0.5
+END_TIMEOUT_S = 2 * CLOSE_S + 0.5
 
 
-def main() -> int:
+def main(descriptor: int) -> int:
     """Run a rank to its end; return its exit status."""
-    # Rank 0 decides when to end, and says so by hanging up.
+    # Rank 0 decides when to end, and hangs up then.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)
-    pipe: RankPipe[ToRank] = RankPipe(sys.stdin.buffer, claim_stdout(), ToRank)
-    start = pipe.receive()
-    if not isinstance(start, RankStart):
-        return 1
-    config = start.config
+    link = Connection(descriptor)
+    config, store = link.recv()
     logs.configure(
         config.log_level, config.log_format, role=config.role, rank=config.engine.tp_rank
     )
     allow_peers()
     try:
         with ExitStack() as stack:
-            _Rank(start, pipe, stack).run()
+            _Rank(config, store, link, stack).run()
     except TandemError as error:
-        pipe.send(RankFailed(error=error.info()))
+        link.send(("failed", error))
+        return 1
+    except OSError as error:
+        log.info("rank.orphaned", reason=str(error))
         return 1
     return 0
 
 
 class _Rank:
-    """A shard, its agent, and the tiers behind its pool.
+    """A shard of the model, its agent, and the tiers behind its pool.
 
     Args:
-        stack: Gives back what is made here.
+        stack: Releases what is made here.
     """
 
-    def __init__(self, start: RankStart, pipe: RankPipe[ToRank], stack: ExitStack) -> None:
-        self._pipe = pipe
-        self._waker = Waker()
-        stack.callback(self._waker.close)
-        self._told: deque[ToRank] = deque()
+    def __init__(self, config: NodeConfig, store: Path, link: Connection, stack: ExitStack) -> None:
+        self._config, self._link, self._stack = config, link, stack
+        self._sending = threading.Lock()
+        self._calls: deque[tuple[str, str, tuple[object, ...], dict[str, object]]] = deque()
         self._is_over = False
+        self._wrote: Wrote | None = None
+        self._region: MemoryRegion | None = None
+        self._waker, self._tier_waker = Waker(), Waker()
+        for waker in (self._waker, self._tier_waker):
+            stack.callback(waker.close)
         threading.Thread(target=self._read, name="rank-0", daemon=True).start()
-        use_device(start.config.engine)
-        join(start.config.engine, Path(start.store))
-        self._runner, self._agent, self._tiers = self._load(start, stack)
+        use_device(config.engine)
+        join(config.engine, store)
+        stack.callback(self._close_region)
+        self._runner, plan = build_shard(config, self._make_region)
+        self._agent = self._open_agent(plan)
+        self._tiers = self._open_tiers(plan)
+        self._targets = {"rank": self, "agent": self._agent, "tiers": self._tiers}
 
     def run(self) -> None:
-        """Do what is told until rank 0 hangs up."""
-        self._pipe.send(RankReady(bootstrap_port=self._agent.bootstrap_port))
+        """Make rank 0's calls until it hangs up."""
+        self._report("ready", getattr(self._agent, "port", 0))
         while not self._is_over:
             wait([], 1.0, self._waker)
-            while self._told and not self._is_over:
-                self._do(self._told.popleft())
-                self._report()
-            self._report()
+            while self._calls and not self._is_over:
+                target, method, arguments, options = self._calls.popleft()
+                getattr(self._targets[target], method)(*arguments, **options)
+                self._report_transfers()
+            self._report_transfers()
 
-    def _load(
-        self, start: RankStart, stack: ExitStack
-    ) -> tuple[Runner, RankAgent, RankTiersThread | None]:
-        agent = rank_agent(start.config, self._waker)
-        stack.callback(agent.close)
-        runner, plan = build_shard(start.config, agent.memory)
-        agent.start(plan)
-        tiers = open_rank_tiers(start.config, plan.shape, agent.region, self._pipe.send)
-        if tiers is not None:
-            stack.callback(tiers.close)  # before the agent, and with it the pool's memory
-        return runner, agent, tiers
+    def forward(self, inputs: ForwardInputs, num_sampled: int) -> None:
+        """Take part in a forward."""
+        wrote, self._wrote = self._wrote, None
+        follow(self._runner, inputs, num_sampled, wrote)
 
-    def _do(self, message: ToRank) -> None:
-        if isinstance(message, Forward):
-            wrote = self._agent.take_wrote()
-            follow(self._runner, unpack_inputs(message), message.num_sampled, wrote)
-        elif isinstance(message, ToTiers):
-            assert self._tiers is not None
-            self._tiers.do(message)
-        else:
-            self._agent.do(message)
+    def push_by_layer(self, runs: Sequence[PageRun]) -> None:
+        """Have the next forward report its layers to the agent."""
+        assert isinstance(self._agent, PrefillAgent)
+        self._wrote = self._agent.push_by_layer(runs)
 
-    def _report(self) -> None:
-        for event in self._agent.events():
-            self._pipe.send(event)
+    # ── what it has ──────────────────────────────────────────────────────────────────────────────
+
+    def _make_region(self, plan: PoolPlan) -> MemoryRegion | None:
+        self._region = make_region(self._config, plan)
+        return self._region
+
+    def _close_region(self) -> None:
+        if self._region is not None:
+            self._region.close()
+
+    def _open_agent(self, plan: PoolPlan) -> RankAgent | None:
+        config = self._config
+        agent = open_agent(
+            config,
+            plan,
+            self._region,
+            epoch=new_epoch(),
+            waker=self._waker,
+            key=cluster_key(config.host, is_insecure=config.is_insecure),
+        )
+        if agent is not None:
+            self._stack.callback(agent.close)
+        return agent
+
+    def _open_tiers(self, plan: PoolPlan) -> RankTiers | None:
+        opened = open_tiers(self._config, plan.shape, self._region, self._tier_waker)
+        if opened is None:
+            return None
+        engine = self._config.engine
+        space = plan.shape.page_space(engine.page_size, engine.tp_rank, engine.tp_size)
+        tiers = RankTiers(opened, space.shard, self._tier_waker.wake)
+        self._stack.callback(tiers.close)  # before the agent, and with it the pool's memory
+        # Beside the loop: rank 0 looks at its own tiers at the end of a step, and what this rank reported only
+        # then would come a step too late for requests that wait less long than a step takes.
+        thread = threading.Thread(
+            target=self._report_tiers, args=(tiers,), name="kv-tiers", daemon=True
+        )
+        thread.start()
+        self._stack.callback(self._end_reports, thread)
+        return tiers
+
+    # ── towards rank 0 ───────────────────────────────────────────────────────────────────────────
+
+    def _report(self, source: str, event: object) -> None:
+        with self._sending:
+            self._link.send((source, event))
+
+    def _report_transfers(self) -> None:
+        for event in () if self._agent is None else self._agent.events():
+            self._report("agent", event)
+
+    def _report_tiers(self, tiers: RankTiers) -> None:
+        try:
+            while not self._is_over:
+                wait([], tiers.wait_s(), self._tier_waker)
+                for event in tiers.events():
+                    self._report("tiers", event)
+        except OSError:
+            return  # rank 0 is gone; the loop ends
+        except BaseException:
+            # As with an error in the loop: pages that rank 0 holds for this rank would be held for good.
+            log.exception("rank.tiers_failed", effect="the rank ends")
+            os._exit(1)
+
+    def _end_reports(self, thread: threading.Thread) -> None:
+        self._is_over = True
+        self._tier_waker.wake()
+        thread.join()
 
     def _read(self) -> None:
-        while (message := self._pipe.receive()) is not None:
-            self._told.append(message)
+        for call in received(self._link):
+            self._calls.append(call)
             self._waker.wake()
         self._is_over = True
         self._waker.wake()
         # A forward that waits for a rank that is gone may never return.
-        end_process_after(_END_TIMEOUT_S)
+        end_process_after(END_TIMEOUT_S)
 
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(main(int(sys.argv[1])))

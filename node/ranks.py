@@ -1,103 +1,93 @@
-"""The other ranks of a node as rank 0, the engine process, sees them: started, told, watched, ended.
+"""Tensor parallelism: rank 0 decides, and the other ranks do the same with their shards.
 
 ```
- Ranks(...)   processes started, each loading its shard ─▶ wait_ready ─▶ Forward ... ─▶ close
-                 └─ one that fails or ends by itself: `ended` is called once, and the node is over
+ rank 0, the engine process                                rank r: python -m tandem.node.rank SOCKET
+ Ranks.forward, RemoteAgent.push, ... ── (target, method, arguments) ─▶ the rank's runner, agent or tiers
+ RankProcess.take_events ◀──────────────────── (source, event) ──────── what its agent and tiers report
 ```
 
-A rank lives as long as its standard input is open, so none outlives rank 0.
+A rank makes all calls in the order in which rank 0 made them: a page is pushed, or saved, after the forward that
+wrote it. A call has no result. Events that only hold when every rank has reported them are agreed on by rank 0:
+`tandem.kvtransfer.group` for transfers, `tandem.node.tiers` for tiers.
+
+A socket pair joins rank 0 to each rank, and nobody else has its ends, so objects go through it as Python pickles
+them. The socket ends with the process at either end: no rank outlives rank 0, and rank 0 ends without a rank.
 """
 
 import subprocess
 import sys
 import tempfile
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from typing_extensions import override
 
 from tandem.engine.config import config_of_rank
 from tandem.engine.forward import ForwardInputs
+from tandem.kvtransfer.push_room import PageRun, Wrote
 from tandem.node.config import NodeConfig
-from tandem.node.rank_messages import (
-    FetchedHere,
-    FromAgent,
-    FromRank,
-    FromTiers,
-    PlacedHere,
-    RankFailed,
-    RankReady,
-    RankStart,
-    SavedHere,
-    TiersHere,
-    ToRank,
-    pack_inputs,
-)
-from tandem.node.rank_pipe import RankPipe
-from tandem.telemetry.log import get_logger
-from tandem.wire.channel import Waker
-from tandem.wire.errors import EngineFailed, PeerLost, TandemError, error_from_info
+from tandem.telemetry import log as logs
+from tandem.wire.errors import EngineFailed, TandemError
 
-log = get_logger(__name__)
+log = logs.get_logger(__name__)
 
 # A rank has nothing to drain when rank 0 is done; below the 5 s that the HTTP process gives rank 0.
 STOP_TIMEOUT_S = 3.0
 
 
 class RankProcess:
-    """One other rank.
+    """One other rank, as rank 0 sees it.
 
     Args:
+        config: With `engine.tp_rank` and `engine.device` of this rank.
+        store: The file through which the ranks find each other.
         heard: Called, in a thread of this rank's own, whenever there are events to take.
-        ended: Called there once with why, unless `hang_up` was called before.
+        ended: Called there once with the reason, unless `hang_up` was called before.
 
     Attributes:
         bootstrap_port: Where its agent takes grants, once `is_ready` is set; 0 for nowhere.
     """
 
     def __init__(
-        self, start: RankStart, heard: Callable[[], None], ended: Callable[[TandemError], None]
+        self,
+        config: NodeConfig,
+        store: Path,
+        heard: Callable[[], None],
+        ended: Callable[[TandemError], None],
     ) -> None:
-        self.rank = start.config.engine.tp_rank
-        self._events: deque[FromAgent] = deque()
-        self._tier_events: deque[FromTiers] = deque()
+        self.rank = config.engine.tp_rank
         self.bootstrap_port = 0
         self.is_ready = threading.Event()
+        self._events: dict[str, deque[Any]] = defaultdict(deque)
         self._heard, self._ended = heard, ended
         self._is_closing = False
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tandem.node.rank"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+        self._link, theirs = Pipe()
+        self._process = subprocess.Popen(  # noqa: S603 - our own module
+            [sys.executable, "-P", "-m", "tandem.node.rank", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._pipe: RankPipe[FromRank] = RankPipe(
-            self._process.stdout, self._process.stdin, FromRank
-        )
+        theirs.close()
         self._reader = threading.Thread(target=self._read, name=f"rank-{self.rank}", daemon=True)
         self._reader.start()
-        self.send(start)
+        self._send((config, store))
 
-    def send(self, message: ToRank) -> None:
-        """Tell it something. One that is gone is noticed by its reader, not here."""
-        try:
-            self._pipe.send(message)
-        except PeerLost as error:
-            log.debug("rank.unreachable", rank=self.rank, reason=str(error))
+    def call(self, target: str, method: str, *args: object, **kwargs: object) -> None:
+        """Have the rank make a call, after those before. The reader notices a rank that is gone."""
+        self._send((target, method, args, kwargs))
 
-    def take_events(self) -> Iterator[FromAgent]:
-        """Yield what its transfer agent said and nobody took yet, oldest first."""
-        for _ in range(len(self._events)):
-            yield self._events.popleft()
-
-    def take_tier_events(self) -> Iterator[FromTiers]:
-        """Yield what its tiers said, likewise."""
-        for _ in range(len(self._tier_events)):
-            yield self._tier_events.popleft()
+    def take_events(self, source: str) -> Iterator[Any]:
+        """Yield what its agent, or its tiers, reported since the last call, oldest first."""
+        events = self._events[source]
+        for _ in range(len(events)):
+            yield events.popleft()
 
     def kill(self) -> None:
         """End it at once."""
@@ -106,7 +96,7 @@ class RankProcess:
     def hang_up(self) -> None:
         """Ask it to end; `join` waits for that."""
         self._is_closing = True
-        self._pipe.hang_up()
+        self._send(None)
 
     def join(self) -> None:
         """Wait for its end, which is forced after a while."""
@@ -117,24 +107,25 @@ class RankProcess:
             self._process.kill()
             self._process.wait()
         self._reader.join()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._link.close()
+
+    def _send(self, message: object) -> None:
+        try:
+            self._link.send(message)
+        except OSError as error:
+            log.debug("rank.unreachable", rank=self.rank, reason=str(error))
 
     def _read(self) -> None:
         error: TandemError | None = None
-        while (message := self._pipe.receive()) is not None:
-            match message:
-                case RankReady():
-                    self.bootstrap_port = message.bootstrap_port
-                    self.is_ready.set()
-                case RankFailed():
-                    error = error_from_info(message.error)
-                case FetchedHere() | PlacedHere() | SavedHere() | TiersHere():
-                    self._tier_events.append(message)
-                    self._heard()
-                case _:
-                    self._events.append(message)
-                    self._heard()
+        for source, event in received(self._link):
+            if source == "ready":
+                self.bootstrap_port = event
+                self.is_ready.set()
+            elif source == "failed":
+                error = event
+            else:
+                self._events[source].append(event)
+                self._heard()
         if not self._is_closing:
             status = self._process.wait()
             self._ended(error or EngineFailed(f"rank {self.rank} ended with status {status}"))
@@ -148,30 +139,29 @@ class Ranks:
     """All ranks but 0. Also the `Followers` of rank 0's runner.
 
     Args:
-        waker: Rung when one of their agents said something.
+        heard: Called, from any thread, when an agent or the tiers of a rank reported something.
         ended: See `RankProcess`.
     """
 
     def __init__(
-        self, config: NodeConfig, waker: Waker, ended: Callable[[TandemError], None]
+        self, config: NodeConfig, heard: Callable[[], None], ended: Callable[[TandemError], None]
     ) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="tandem-ranks-")
         self.store = Path(self._directory.name) / "store"
         self.others = [
-            RankProcess(self._start_of(config, rank), waker.wake, ended)
+            RankProcess(config_for(config, rank), self.store, heard, ended)
             for rank in range(1, config.engine.tp_size)
         ]
 
     def wait_ready(self) -> None:
-        """Return when every one is ready; one that cannot become so ends the node instead."""
+        """Return when every rank is ready; one that cannot become so ends the node instead."""
         for rank in self.others:
             rank.is_ready.wait()
 
     def forward(self, inputs: ForwardInputs, num_sampled: int) -> None:
         """See `Followers.forward`."""
-        message = pack_inputs(inputs, num_sampled)
         for rank in self.others:
-            rank.send(message)
+            rank.call("rank", "forward", inputs, num_sampled)
 
     def abandon(self) -> None:
         """See `Followers.abandon`."""
@@ -186,8 +176,38 @@ class Ranks:
             rank.join()
         self._directory.cleanup()
 
-    def _start_of(self, config: NodeConfig, rank: int) -> RankStart:
-        engine = config_of_rank(config.engine, rank)
-        return RankStart(
-            config=msgspec.structs.replace(config, engine=engine), store=str(self.store)
-        )
+
+class RemoteAgent:
+    """The transfer agent of another rank, as the group on rank 0 sees it.
+
+    It has the methods of a `SenderRank` or `ReceiverRank`: each is called at the rank.
+    """
+
+    def __init__(self, rank: RankProcess) -> None:
+        self._rank = rank
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        return partial(self._rank.call, "agent", method)
+
+    def push_by_layer(self, runs: Sequence[PageRun]) -> Wrote:
+        """See `SenderRank.push_by_layer`. The rank's own next forward reports the layers to its agent."""
+        self._rank.call("rank", "push_by_layer", runs)
+        return lambda _layer: None
+
+    def events(self) -> Iterator[Any]:
+        """Yield what the agent reported since the last call."""
+        return self._rank.take_events("agent")
+
+
+def config_for(config: NodeConfig, rank: int) -> NodeConfig:
+    """Return the config of one rank of a node."""
+    return msgspec.structs.replace(config, engine=config_of_rank(config.engine, rank))
+
+
+def received(link: Connection) -> Iterator[Any]:
+    """Yield what comes until the far side is gone, or sends None as its last message."""
+    try:
+        while (message := link.recv()) is not None:
+            yield message
+    except (EOFError, OSError):
+        return

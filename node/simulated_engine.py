@@ -7,7 +7,7 @@ from tandem.engine.profile import Simulation
 from tandem.engine.simulated import SimulatedLauncher, SimulatedPages, read_model
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.node.config import NodeConfig
-from tandem.node.pool_plan import PoolPlan
+from tandem.node.pool import PoolPlan
 from tandem.telemetry import log as logs
 from tandem.wire.errors import ConfigInvalid
 

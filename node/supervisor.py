@@ -1,7 +1,8 @@
 """One node from its first signal handler to its last process: its engines, one after another, and its life.
 
-Does what `life.py` says: starts the engine of the node's role, attaches it to the backend, passes orders on to
-it, and ends it. Signals and `operations.py` give the orders.
+Starts the engine of the node's role, attaches it to the backend, passes orders on to it, and ends it, as `life.py`
+allows. Orders come by signals and by the routes of `server.py`. A node that turns is one that ends its engine and
+starts another in the other role.
 """
 
 import asyncio
@@ -15,14 +16,10 @@ from tandem.frontend.engine_client import EngineClient
 from tandem.frontend.tokenizer import Tokenizer
 from tandem.node.announce import LEAVE_TIMEOUT_S, Announcer, warn_of_loopback
 from tandem.node.config import NodeConfig, NodeRole
-from tandem.node.engine_link import keep_linked
-from tandem.node.engine_process import EngineProcess
-from tandem.node.engine_report import Ready
+from tandem.node.engine_process import EngineProcess, Ready, keep_linked
 from tandem.node.life import Event, Life, State
 from tandem.node.local_backend import LocalBackend
-from tandem.node.operations import NodeStatus
 from tandem.telemetry.log import configure, get_logger
-from tandem.telemetry.version import package_version
 from tandem.wire.channel import tcp_address
 from tandem.wire.errors import TandemError
 from tandem.wire.ids import Epoch
@@ -33,6 +30,22 @@ log = get_logger(__name__)
 # From the deadline, when what is left was handed over, to the last page that a peer may still write. A peer
 # that does not answer is found lost after 2 s.
 HAND_OVER_S = 5.0
+
+
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What is answered: how far the node is.
+
+    Attributes:
+        detail: The state for people.
+        num_left: Requests that the node still has to do with.
+        remaining_s: Until what is left is handed over; None unless the node drains.
+    """
+
+    role: str
+    state: str
+    detail: str
+    num_left: int
+    remaining_s: float | None = None
 
 
 class Supervisor:
@@ -60,9 +73,8 @@ class Supervisor:
         operator_key: str,
     ) -> None:
         self._config, self._modules, self._key = config, engine_modules, key
-        self._tokenizer, self._tokenizer_hash = tokenizer, tokenizer_hash
         self._life = Life(config.role)
-        self.backend = LocalBackend(config, package_version(), self._life)
+        self.backend = LocalBackend(config, self._life, tokenizer, tokenizer_hash)
         shown = f"[{config.host}]" if ":" in config.host else config.host
         self._url = f"{config.http.scheme}://{shown}:{port}"
         self._announcer = Announcer(config, port, lambda: self._life.role, operator_key)
@@ -79,7 +91,7 @@ class Supervisor:
     # ── orders ───────────────────────────────────────────────────────────────────────────────────
 
     def status(self) -> NodeStatus:
-        """See `Operated.status`."""
+        """Return how far the node is."""
         num_left, remaining_s = self.backend.num_left, None
         if self._life.state in (State.DRAINING, State.LEAVING):
             remaining_s = max(0.0, self._deadline_s - asyncio.get_running_loop().time())
@@ -92,17 +104,33 @@ class Supervisor:
         )
 
     def drain(self, timeout_s: float | None) -> None:
-        """See `Operated.drain`."""
+        """Take nothing new, finish what is in, hand over what is left then.
+
+        Args:
+            timeout_s: None takes that of the command line.
+
+        Raises:
+            NotNow: The node serves nothing.
+        """
         if self._apply(Event.DRAIN) is State.DRAINING:
             self._drain_engine(self._config.drain_timeout_s if timeout_s is None else timeout_s)
 
     def resume(self) -> None:
-        """See `Operated.resume`."""
+        """Take requests again.
+
+        Raises:
+            NotNow: The node serves nothing, or is about to end.
+        """
         if self._apply(Event.RESUME) is State.SERVING:
             self._engine.resume()
 
     def turn(self, role: NodeRole) -> None:
-        """See `Operated.turn`."""
+        """Begin to become the other role.
+
+        Raises:
+            InvalidRequest: The node has both roles.
+            NotNow: It has requests, or is in no state to.
+        """
         if self._life.turn(role, self.backend.num_left):
             log.info("node.turning", role=role)
             self._changed.set()
@@ -206,10 +234,9 @@ class Supervisor:
             config.heartbeat,
             wants_measures=True,
         )
-        client = make_client()
+        self.backend.attach(config, ready)
         async with asyncio.TaskGroup() as tasks:
-            linked = tasks.create_task(keep_linked(client, make_client, self.backend.relink))
-            self.backend.attach(config, ready, client, self._tokenizer, self._tokenizer_hash)
+            linked = tasks.create_task(keep_linked(make_client, self.backend.link))
             self._apply(Event.LOADED)
             log.info("node.serving", url=self._url)
             died = tasks.create_task(self._engine.wait())

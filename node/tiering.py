@@ -1,4 +1,4 @@
-"""Between the prefix cache and the tiers behind it: what is fetched for whom, and what is saved when.
+"""Between the prefix cache and the tiers behind it: what is fetched for which request, and what is saved when.
 
 ```
  begin ──▶ looking ──Fetched──▶ placing ──Placed──▶ adopted: cached as if it had been computed here
@@ -8,8 +8,8 @@
               └ too late ───────▶ over
 ```
 
-A fetch holds no pages while it looks, so that none stands in the way of a request that runs. Whoever waits for one
-is told by `ready`, at the latest when the limit is over; it then matches in the prefix cache what there is.
+A fetch holds no pages while it looks, so that none stands in the way of a request that runs. `ready` returns a
+request when its wait is over, at the latest after the limit; it then matches in the prefix cache what is there.
 Pages that no tier has are saved beside all that: at once where other nodes can read the tiers, else when few
 pages are left that can be evicted without loss.
 """
@@ -18,23 +18,21 @@ import itertools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 import msgspec
 from typing_extensions import override
 
 from tandem.engine.core import Engine
 from tandem.engine.prefix_cache import MissingPages
+from tandem.engine.request import ActiveRequest
 from tandem.kvtier.events import Fetched, Placed, Saved
-from tandem.node.tier_group import Tiers
+from tandem.kvtier.spec import parse_tiers
+from tandem.node.config import TierConfig
+from tandem.node.tiers import LOOKING_SHARE, Tiers
 from tandem.telemetry.histogram import Histogram, Spread
 from tandem.wire.messages import TierLoad
 from tandem.wire.page_keys import PageKey
 
-T = TypeVar("T")
-
-# Of the limit: what looking may take. The rest is for the copy into the pool.
-LOOKING_SHARE = 0.75
 # Pages of one save: a copy of them is short, and a put of them worth a round trip.
 _SAVED_TOGETHER = 64
 # At most this share of all pages, and that of those that could be handed out now, is held by saves.
@@ -49,25 +47,14 @@ _PROBE_S = 30.0
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
-@dataclass(frozen=True, slots=True)
-class Ready(Generic[T]):
-    """Somebody whose wait is over.
-
-    Attributes:
-        from_tiers: Prompt tokens that are cached now and came from a tier, by its name.
-    """
-
-    owner: T
-    from_tiers: Mapping[str, int]
-
-
 @dataclass(slots=True, eq=False)
-class _Fetch(Generic[T]):
+class _Fetch:
     """Some pages on their way into the pool.
 
     Attributes:
-        owners: Who waits for them.
-        until_s: How long they do.
+        token_ids: Of a prompt, as far as it may come from the cache.
+        waiting: Requests that wait for the pages.
+        until_s: How long they wait.
         matched: While placing: the pages before, held.
         placed: While placing: pages that are written, held.
     """
@@ -76,7 +63,7 @@ class _Fetch(Generic[T]):
     token_ids: Sequence[int]
     salt: str
     missing: MissingPages
-    owners: list[T]
+    waiting: list[ActiveRequest]
     began_s: float
     until_s: float
     matched: list[int] = field(default_factory=list)
@@ -84,12 +71,12 @@ class _Fetch(Generic[T]):
     by_tier: Mapping[str, int] = field(default_factory=dict)
 
 
-class Tiering(Generic[T]):
-    """Fetches prefixes for those who wait, and saves what was computed. Belongs to the loop's thread.
+class Tiering:
+    """Fetches prefixes for requests that wait, and saves what was computed. Belongs to the loop's thread.
 
     Args:
-        stack: None where there are no tiers: then nobody waits.
-        timeout_s: How long an owner waits at most.
+        stack: None where there are no tiers: then no request waits.
+        timeout_s: How long a request waits at most.
         min_tokens: Fewer missing ones are not looked for.
         saves_at_once: Whether pages are saved as soon as they are cached.
     """
@@ -109,25 +96,22 @@ class Tiering(Generic[T]):
         self._min_pages = max(1, -(-min_tokens // engine.cache.page_size))
         self._saves_at_once = saves_at_once
         self._numbers = itertools.count()
-        self._fetches: dict[int, _Fetch[T]] = {}
-        self._by_owner: dict[T, _Fetch[T]] = {}
-        self._ready: list[Ready[T]] = []
+        self._fetches: dict[int, _Fetch] = {}
+        self._waiting: dict[ActiveRequest, _Fetch] = {}
+        self._ready: list[ActiveRequest] = []
         self._saves: dict[int, list[int]] = {}
         self._save_after_s = self._probe_after_s = 0.0
         self._seconds: dict[str, Histogram] = {}
 
     # ── for roles ────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, owner: T, token_ids: Sequence[int], salt: str = "") -> bool:
-        """Look for what is not cached of a prompt.
-
-        Args:
-            owner: Told of by `ready` later.
-            token_ids: What of the prompt may come from the cache. Stays as it is.
+    def begin(self, active: ActiveRequest) -> bool:
+        """Look for what is not cached of a request's prompt; `ready` returns the request later.
 
         Returns:
             False: there is nothing to wait for.
         """
+        token_ids, salt = active.token_ids[: active.num_matchable], active.request.cache_salt
         size = self._cache.page_size
         if self._stack is None or len(token_ids) < self._min_pages * size:
             return False
@@ -141,33 +125,32 @@ class Tiering(Generic[T]):
             fetch = _Fetch(number, token_ids, salt, missing, [], now, now + self._timeout_s)
             self._fetches[number] = fetch
             self._stack.fetch(number, missing.keys)
-        fetch.owners.append(owner)
-        self._by_owner[owner] = fetch
+        fetch.waiting.append(active)
+        self._waiting[active] = fetch
         return True
 
-    def is_awaited(self, owner: T) -> bool:
-        """Tell whether an owner has to wait on."""
-        return owner in self._by_owner
+    @property
+    def waiting(self) -> Collection[ActiveRequest]:
+        """Requests that wait for tiers."""
+        return self._waiting.keys()
 
-    def cancel(self, owner: T) -> None:
-        """An owner waits no longer; one that does not is no error."""
-        fetch = self._by_owner.pop(owner, None)
+    def cancel(self, active: ActiveRequest) -> None:
+        """Have a request wait no longer; one that does not wait is no error."""
+        fetch = self._waiting.pop(active, None)
         if fetch is None:
-            self._ready = [each for each in self._ready if each.owner is not owner]
+            self._ready = [each for each in self._ready if each is not active]
             return
-        fetch.owners.remove(owner)
-        if not fetch.owners and not fetch.placed:
+        fetch.waiting.remove(active)
+        if not fetch.waiting and not fetch.placed:
             self._drop(fetch)
 
-    def ready(self) -> list[Ready[T]]:
-        """Return whose wait is over since the last call."""
+    def ready(self) -> list[ActiveRequest]:
+        """Return the requests whose wait ended since the last call.
+
+        Their `from_tiers` has the prompt tokens that are cached now and came from a tier, by its name.
+        """
         ready, self._ready = self._ready, []
         return ready
-
-    @property
-    def awaited(self) -> Collection[T]:
-        """Owners that wait."""
-        return self._by_owner.keys()
 
     def poll(self) -> None:
         """Act on what the tiers did, end what takes too long, and save."""
@@ -191,7 +174,7 @@ class Tiering(Generic[T]):
         until = [now + at_most_s]
         if self._num_to_save():
             until.append(self._save_after_s)
-        awaited = (fetch.until_s for fetch in self._fetches.values() if fetch.owners)
+        awaited = (fetch.until_s for fetch in self._fetches.values() if fetch.waiting)
         until += itertools.islice(awaited, 1)  # the others began later
         return max(0.0, min(until) - now)
 
@@ -211,7 +194,7 @@ class Tiering(Generic[T]):
         ]
 
     def seconds(self) -> dict[str, Spread]:
-        """Return how long owners waited, by the slowest tier that had something; `none`: none had."""
+        """Return how long requests waited, by the slowest tier that had something; `none`: none had."""
         return {name: histogram.spread() for name, histogram in self._seconds.items()}
 
     @override
@@ -234,11 +217,11 @@ class Tiering(Generic[T]):
         self._probe_after_s = self._clock() + _PROBE_S
         return True
 
-    def _like(self, keys: Sequence[PageKey]) -> _Fetch[T] | None:
+    def _like(self, keys: Sequence[PageKey]) -> _Fetch | None:
         """Return a fetch under way that brings all of these keys, but for less than is worth one."""
         for fetch in self._fetches.values():
             theirs = fetch.missing.keys
-            if theirs[0].digest == keys[0].digest and fetch.owners:
+            if theirs[0].digest == keys[0].digest and fetch.waiting:
                 pairs = zip(theirs, keys, strict=False)
                 same = itertools.takewhile(lambda pair: pair[0].digest == pair[1].digest, pairs)
                 if len(keys) - sum(1 for _ in same) < self._min_pages:
@@ -259,7 +242,7 @@ class Tiering(Generic[T]):
         fetch.until_s = max(fetch.until_s, self._clock() + copying_s)
         self._stack.place(fetch.number, fetch.placed)
 
-    def _take_pages(self, fetch: _Fetch[T], num_pages: int) -> bool:
+    def _take_pages(self, fetch: _Fetch, num_pages: int) -> bool:
         """Hold what the pages follow on, and pages for them; False when that cannot be, or need not."""
         first, size = fetch.missing.first_page, self._cache.page_size
         match = self._cache.match(fetch.token_ids[: (first + num_pages) * size], fetch.salt)
@@ -290,14 +273,14 @@ class Tiering(Generic[T]):
         else:
             self._cache.release([*fetch.matched, *fetch.placed])
         self._engine.note_pages()
-        self._tell_owners(fetch, by_tier)
+        self._end_wait(fetch, by_tier)
 
-    def _drop(self, fetch: _Fetch[T]) -> None:
+    def _drop(self, fetch: _Fetch) -> None:
         """End a fetch that is not placing."""
         assert self._stack is not None
         del self._fetches[fetch.number]
         self._stack.abandon(fetch.number)
-        self._tell_owners(fetch, {})
+        self._end_wait(fetch, {})
 
     def _end_late(self) -> None:
         now = self._clock()
@@ -307,20 +290,20 @@ class Tiering(Generic[T]):
             if fetch.until_s > now:
                 continue
             if fetch.placed:
-                self._tell_owners(fetch, {})
+                self._end_wait(fetch, {})
             else:
                 self._drop(fetch)
 
-    def _tell_owners(self, fetch: _Fetch[T], from_tiers: Mapping[str, int]) -> None:
-        owners, fetch.owners = fetch.owners, []
-        waited_s = self._clock() - fetch.began_s
-        for owner in owners:
-            del self._by_owner[owner]
-            self._ready.append(Ready(owner, from_tiers))
-        if owners:
+    def _end_wait(self, fetch: _Fetch, from_tiers: Mapping[str, int]) -> None:
+        waiting, fetch.waiting = fetch.waiting, []
+        for active in waiting:
+            del self._waiting[active]
+            active.from_tiers = from_tiers
+        self._ready += waiting
+        if waiting:
             slowest = list(from_tiers)[-1] if from_tiers else "none"
             histogram = self._seconds.setdefault(slowest, Histogram(_SECONDS))
-            histogram.observe(waited_s, len(owners))
+            histogram.observe(self._clock() - fetch.began_s, len(waiting))
 
     # ── saving ───────────────────────────────────────────────────────────────────────────────────
 
@@ -354,3 +337,15 @@ class Tiering(Generic[T]):
         self._cache.end_save(self._saves.pop(event.number))
         self._save_after_s = 0.0
         self._engine.note_pages()
+
+
+def make_tiering(config: TierConfig, engine: Engine, stack: Tiers | None) -> Tiering:
+    """Return what brings prefixes from a stack, or from nowhere."""
+    return Tiering(
+        engine,
+        stack,
+        timeout_s=config.timeout_s,
+        min_tokens=config.min_tokens,
+        # What only this node reads is worth a copy when it would be lost; others' prompts come at any time.
+        saves_at_once=any(spec.kind != "host" for spec in parse_tiers(config.specs)),
+    )

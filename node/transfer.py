@@ -1,105 +1,96 @@
-"""The transfer agent of one rank: made alike on every rank of a node."""
+"""The transfer agent of a rank, and of a node: made alike on every rank, by the node's role."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import cast
 
 from tandem.kvtransfer.bootstrap import SenderEnd
-from tandem.kvtransfer.layout import KVLayout
+from tandem.kvtransfer.group import DecodeGroup, PrefillGroup, ReceiverRank, SenderRank
 from tandem.kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sender import PrefillAgent, SenderTimeouts
 from tandem.kvtransfer.sharding import Shard
-from tandem.kvtransfer.transports.base import Transport, TransportConfig
+from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.registry import transports
 from tandem.node.config import NodeConfig
+from tandem.node.pool import PoolPlan
+from tandem.node.ranks import RankProcess, RemoteAgent
 from tandem.wire.channel import Waker, tcp_address
 from tandem.wire.ids import Epoch
 from tandem.wire.keys import ChannelKey
 
-
-@dataclass(frozen=True, slots=True)
-class RankEnd:
-    """What one rank is to the ranks of other nodes.
-
-    Attributes:
-        model_kv_heads: Of the whole model; `layout` has this rank's.
-    """
-
-    epoch: Epoch
-    fingerprint: str
-    layout: KVLayout
-    region: MemoryRegion
-    model_kv_heads: int
+RankAgent = PrefillAgent | DecodeAgent
+NodeAgent = RankAgent | PrefillGroup | DecodeGroup
 
 
-def _transports(config: NodeConfig) -> list[Transport]:
-    told = TransportConfig(
-        host=config.host,
-        interface=config.transfer.interface,
-        directory=config.transfer.directory,
-    )
-    return transports(config.transfer.backend, told, config.engine.device)
-
-
-def make_sender(
+def open_agent(
     config: NodeConfig,
-    end: RankEnd,
+    plan: PoolPlan,
+    region: MemoryRegion | None,
+    *,
+    epoch: Epoch,
     waker: Waker,
     key: ChannelKey | None,
-    *,
-    port: int,
+    port: int = 0,
     rank_ports: Sequence[int] = (),
-) -> PrefillAgent:
-    """Return a rank's prefill agent.
+) -> RankAgent | None:
+    """Return this rank's end of transfers; None for a node that serves alone.
 
     Args:
-        port: Where it takes grants; 0 takes any free one.
-        rank_ports: Where the other ranks do, on rank 0.
+        region: The pool's memory, which outlives the agent.
+        port: Where prefill takes grants; 0 takes any free one.
+        rank_ports: Where the other ranks of prefill do, on rank 0.
     """
-    return PrefillAgent(
-        tcp_address(config.host, port),
-        SenderEnd(
-            end.epoch,
-            end.fingerprint,
-            end.layout,
-            end.region,
-            _transports(config),
-            rank_ports=tuple(rank_ports),
-            shard=_shard(config, end),
-        ),
-        waker=waker,
-        key=key,
-        timeouts=SenderTimeouts(
-            grant_s=config.transfer.grant_timeout_s,
-            early_grant_s=config.transfer.early_grant_timeout_s,
-            heartbeat=config.heartbeat,
-        ),
-        verify=config.transfer.verify,
+    if config.role == "colocated":
+        return None
+    assert region is not None, "a node that transfers has made its pool's memory itself"
+    engine, transfer = config.engine, config.transfer
+    shard = Shard(engine.tp_rank, engine.tp_size, plan.shape.model_kv_heads)
+    told = TransportConfig(
+        host=config.host, interface=transfer.interface, directory=transfer.directory
     )
-
-
-def make_receiver(
-    config: NodeConfig,
-    end: RankEnd,
-    waker: Waker,
-    key: ChannelKey | None,
-) -> DecodeAgent:
-    """Return a rank's decode agent."""
+    allowed = transports(transfer.backend, told, engine.device)
+    if config.role == "prefill":
+        return PrefillAgent(
+            tcp_address(config.host, port),
+            SenderEnd(
+                epoch,
+                plan.shape.fingerprint,
+                plan.layout,
+                region,
+                allowed,
+                rank_ports=tuple(rank_ports),
+                shard=shard,
+            ),
+            waker=waker,
+            key=key,
+            timeouts=SenderTimeouts(
+                grant_s=transfer.grant_timeout_s,
+                early_grant_s=transfer.early_grant_timeout_s,
+                heartbeat=config.heartbeat,
+            ),
+            verify=transfer.verify,
+        )
     return DecodeAgent(
-        epoch=end.epoch,
-        fingerprint=end.fingerprint,
-        layout=end.layout,
-        region=end.region,
-        transports=_transports(config),
+        epoch=epoch,
+        fingerprint=plan.shape.fingerprint,
+        layout=plan.layout,
+        region=region,
+        transports=allowed,
         waker=waker,
         key=key,
-        timeouts=ReceiverTimeouts(
-            landed_s=config.transfer.landed_timeout_s, heartbeat=config.heartbeat
-        ),
-        verify=config.transfer.verify,
-        shard=_shard(config, end),
+        timeouts=ReceiverTimeouts(landed_s=transfer.landed_timeout_s, heartbeat=config.heartbeat),
+        verify=transfer.verify,
+        shard=shard,
     )
 
 
-def _shard(config: NodeConfig, end: RankEnd) -> Shard:
-    return Shard(config.engine.tp_rank, config.engine.tp_size, end.model_kv_heads)
+def join_ranks(own: RankAgent | None, others: Sequence[RankProcess]) -> NodeAgent | None:
+    """Return the agents of all ranks as one; rank 0's own where there are no others."""
+    remote = [RemoteAgent(rank) for rank in others]
+    match own:
+        case PrefillAgent() if remote:
+            return PrefillGroup(own, cast("list[SenderRank]", remote))
+        case DecodeAgent() if remote:
+            return DecodeGroup(own, cast("list[ReceiverRank]", remote))
+        case _:
+            return own

@@ -11,61 +11,57 @@ A whole request of one token is computed without a grant: it shows that the node
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+from typing_extensions import override
+
 from tandem.engine.core import Engine
-from tandem.engine.request import ActiveRequest
 from tandem.engine.step import CompletePages, Token
 from tandem.kvtransfer.events import Granted, PushDone, Released
 from tandem.kvtransfer.group import Sender
 from tandem.kvtransfer.push_room import PageRun, Wrote
 from tandem.node.answers import Answers, Ticket
-from tandem.node.deadlines import Deadlines, not_started
-from tandem.node.load import engine_load, hit_rate, tier_hits, token_usage
-from tandem.node.loop import Start
+from tandem.node.role import (
+    Half,
+    Role,
+    Start,
+    Timeline,
+    cache_hits,
+    not_started,
+    token_usage,
+)
 from tandem.node.tiering import Tiering
-from tandem.node.timeline import Timeline
-from tandem.telemetry.log import get_logger
 from tandem.wire.errors import InvalidRequest, Overloaded, TandemError
 from tandem.wire.generation import Finish, GenerateRequest
 from tandem.wire.ids import Room
 from tandem.wire.messages import NodeLoad, StartColocated, StartPrefill
 
-log = get_logger(__name__)
 
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class _Half:
+@dataclass(slots=True, eq=False, weakref_slot=False)
+class _Half(Half):
     """Prefill's half of one attempt.
 
     Attributes:
-        is_wanted: Whether the client still listens; a cancelled half only waits for its pages.
+        room: None for a whole request, which is not handed off.
         is_granted: Whether decode has set pages aside.
-        active: None until the grant came, and its prefix from the tiers.
-        from_tiers: Tokens of that prefix, by tier.
+        is_queued: Whether the engine has it; before, it waits for the grant and for tiers.
         pushing_s: When its first page was given to the transfer, by the timeline; -1 before.
     """
 
-    ticket: Ticket
-    room: Room
-    request: GenerateRequest
-    timeline: Timeline
-    is_wanted: bool = True
+    room: Room | None = None
     is_granted: bool = False
-    from_tiers: Mapping[str, int] | None = None
-    active: ActiveRequest | None = None
+    is_queued: bool = False
     pushing_s: float = -1.0
 
 
-class PrefillRole:
-    """Computes prompts and hands them off.
+class PrefillRole(Role[_Half]):
+    """Computes prompts and hands them off; see `Role`.
 
     Args:
-        max_waiting: Requests that wait for a grant or for pages; beyond it they are refused.
-        tiering: Brings prefixes from tiers; None: there are none.
+        max_waiting: Requests that may wait for a grant or for pages; one more is rejected.
         pushes_layers: Whether layers are pushed while a forward still runs.
-        clock: Of the phases that edge workers are told.
     """
 
     def __init__(
@@ -75,38 +71,20 @@ class PrefillRole:
         answers: Answers,
         max_waiting: int,
         *,
-        tiering: Tiering["_Half"] | None = None,
+        tiering: Tiering | None = None,
         pushes_layers: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._engine = engine
+        super().__init__(engine, answers, max_waiting, tiering, clock)
         self._agent = agent
-        self._answers = answers
-        self._tiering = tiering or Tiering(engine)
-        self._max_waiting, self._clock = max_waiting, clock
-        self._deadlines: Deadlines[_Half] = Deadlines()
-        self._by_room: dict[Room, _Half] = {}
-        self._by_ticket: dict[Ticket, _Half] = {}
-        self._by_active: dict[ActiveRequest, _Half] = {}
-        self._alone: dict[ActiveRequest, Ticket] = {}  # whole requests of one token
-        self._num_aborted = 0
-        self._logged = NodeLoad()
+        self._by_room: dict[Room, _Half] = {}  # whose pages the transfer may read, wanted or not
         if pushes_layers:
             engine.watch_layers(self._push_by_layer)
 
-    @property
-    def has_work(self) -> bool:
-        """See `Role.has_work`."""
-        return self._engine.has_work
-
-    def tickets(self) -> list[Ticket]:
-        """See `Role.tickets`."""
-        return [*self._by_ticket, *self._alone.values()]
-
+    @override
     def start(self, ticket: Ticket, message: Start) -> None:
-        """See `Role.start`."""
         if isinstance(message, StartColocated):
-            self._start_alone(ticket, message.request)
+            self._start_whole(ticket, message.request)
             return
         if not isinstance(message, StartPrefill):
             raise InvalidRequest("this is a prefill node: it takes the prompt's half of a request")
@@ -115,32 +93,29 @@ class PrefillRole:
         num_waiting = len(self._by_room) - self._engine.num_running
         if num_waiting >= self._max_waiting:
             raise Overloaded(f"{num_waiting} requests are waiting; try again later")
-        checked = self._engine.check(message.request, is_prompt_only=True)
-        half = _Half(ticket, message.room, message.request, Timeline(self._clock))
-        self._by_room[half.room] = self._by_ticket[ticket] = half
-        self._deadlines.note(half, half.request.deadline_s)
-        self._agent.expect(half.room)
-        prefix = checked.token_ids[: checked.num_matchable]
-        self._tiering.begin(half, prefix, message.request.cache_salt)
+        active = self._engine.check(message.request, is_prompt_only=True)
+        half = _Half(ticket, active, Timeline(self._clock), room=message.room)
+        self._by_room[message.room] = self._by_ticket[ticket] = half
+        self._deadlines.note(half, message.request.deadline_s)
+        self._agent.expect(message.room)
+        self._tiering.begin(active)
 
-    def _start_alone(self, ticket: Ticket, request: GenerateRequest) -> None:
+    def _start_whole(self, ticket: Ticket, request: GenerateRequest) -> None:
         if request.sampling.max_new_tokens != 1 or request.logprobs is not None:
             raise InvalidRequest("this is a prefill node: a whole request may have one token here")
-        self._alone[self._engine.submit(request)] = ticket
+        active = self._engine.submit(request)
+        self._by_ticket[ticket] = _Half(ticket, active, Timeline(self._clock), is_queued=True)
 
+    @override
     def cancel(self, ticket: Ticket) -> None:
-        """See `Role.cancel`."""
-        for active in [active for active, owner in self._alone.items() if owner == ticket]:
-            del self._alone[active]
-            self._engine.cancel(active)
         half = self._by_ticket.get(ticket)
         if half is not None:
-            self._part(half)
             self._num_aborted += 1
-            self._abandon(half, None)
+            self._part(half)
+            self._abandon(half)
 
+    @override
     def poll(self) -> None:
-        """See `Role.poll`."""
         for event in self._agent.events():
             half = self._by_room.get(event.room)
             if half is None:
@@ -152,85 +127,60 @@ class PrefillRole:
             else:
                 self._released(half, event)
         self._tiering.poll()
-        for ready in self._tiering.ready():
-            self._fetched(ready.owner, ready.from_tiers)
-        self._drop_late()
+        for half in map(self._half, self._tiering.ready()):
+            if half.is_granted:
+                half.timeline.end("kv_tier")
+                self._queue(half)
+        for half in self._deadlines.passed():
+            if half.is_wanted and not half.active.is_begun:
+                self._end(half, not_started())
 
+    @override
     def step(self) -> None:
-        """See `Role.step`."""
         began = self._clock()
         result = self._engine.step()
         for chunk in result.chunks:
-            if (computed := self._by_active.get(chunk.request)) is not None:
-                computed.timeline.computed(began)
+            self._half(chunk.request).timeline.computed(began)
         for failure in result.failures:
-            if (ticket := self._alone.pop(failure.request, None)) is not None:
-                self._answers.fail(ticket, failure.error)
-                continue
-            half = self._by_active[failure.request]
-            self._fail(half, failure.error)
-            self._abandon(half, failure.error)
+            self._end(self._half(failure.request), failure.error)
         for pages in result.pages:
-            self._push(pages)
+            room = self._pushing(pages)
+            self._agent.push(room, pages.page_ids, pages.first_page)
         for run in result.prompt_logprobs:
-            half = self._by_active[run.request]
-            index = run.request.request.num_prior_tokens  # before its first token
-            self._answers.prompt_logprobs(half.ticket, run.first_position, run.entries, index)
+            self._send_prompt_logprobs(self._half(run.request), run)
         for token in result.tokens:
-            if (ticket := self._alone.pop(token.request, None)) is not None:
-                self._answers.token(ticket, token.index, [token.token], token.finish)
-            else:
-                self._first_token(token)
+            self._first_token(self._half(token.request), token)
 
+    @override
     def fail_all(self, error: TandemError) -> None:
-        """See `Role.fail_all`."""
-        self._fail_alone(error)
-        for half in list(self._by_active.values()):
-            self._fail(half, error)
-            self._abandon(half, error)
+        for half in {*self._by_ticket.values(), *self._by_room.values()}:
+            if half.is_queued:
+                self._end(half, error)
 
+    @override
     def hand_over(self, error: TandemError) -> None:
-        """See `Role.hand_over`."""
-        self._fail_alone(error)
         for half in list(self._by_ticket.values()):
-            self._fail(half, error)
-            self._abandon(half, error)
+            self._end(half, error)
 
-    def _fail_alone(self, error: TandemError) -> None:
-        while self._alone:
-            active, ticket = self._alone.popitem()
-            self._engine.cancel(active)
-            self._answers.fail(ticket, error)
-
-    def flush_cache(self) -> None:
-        """See `Role.flush_cache`."""
-        self._engine.cache.flush()
-
+    @override
     def load(self) -> NodeLoad:
-        """See `Role.load`."""
-        pending = [half for half in self._by_room.values() if half.active is None]
-        moved = self._agent.statistics()
-        return engine_load(
-            self._engine,
-            num_waiting=len(pending),
-            queued_tokens=sum(len(half.request.prompt_ids) for half in pending),
-            num_transferring=len(self._by_active)
-            + len(self._alone)
-            - self._engine.num_running
-            - self._engine.num_waiting,
+        load, moved = self._engine_load(), self._agent.statistics()
+        pending = [half for half in self._by_room.values() if not half.is_queued]
+        num_whole = sum(half.room is None for half in self._by_ticket.values())
+        num_queued = len(self._by_room) - len(pending) + num_whole
+        return msgspec.structs.replace(
+            load,
+            num_waiting=load.num_waiting + len(pending),
+            queued_tokens=load.queued_tokens + sum(half.active.num_prompt for half in pending),
+            num_transferring=num_queued - load.num_running - load.num_waiting,
             pushed_bytes=moved.pushed_bytes,
             saved_bytes=moved.saved_bytes,
             num_refused_transfers=moved.num_refused,
             num_strangers=moved.num_strangers,
-            num_failed=self._answers.num_failed,
-            num_aborted=self._num_aborted,
-            tiers=self._tiering.loads(),
         )
 
-    def log_line(self, elapsed_s: float) -> str | None:
-        """See `Role.log_line`."""
-        now, before = self.load(), self._logged
-        self._logged = now
+    @override
+    def _log_line(self, now: NodeLoad, before: NodeLoad, elapsed_s: float) -> str | None:
         num_cached = now.cached_tokens - before.cached_tokens
         num_new = now.prompt_tokens - before.prompt_tokens - num_cached
         if not num_new:
@@ -238,105 +188,75 @@ class PrefillRole:
         return (
             f"Prefill batch, #new-seq: {now.generated_tokens - before.generated_tokens}, "
             f"#new-token: {num_new}, #cached-token: {num_cached}, "
-            f"token usage: {token_usage(now):.2f}, #running-req: {now.num_running}, "
+            f"{token_usage(now)}, #running-req: {now.num_running}, "
             f"#queue-req: {self._engine.num_waiting}, "
             f"#bootstrap-req: {now.num_waiting - self._engine.num_waiting}, "
             f"#inflight-req: {now.num_transferring}, "
-            f"input throughput (token/s): {num_new / elapsed_s:.2f}, "
-            f"cache hit rate: {hit_rate(now, before):.2f}{tier_hits(now, before)}"
+            f"input throughput (token/s): {num_new / elapsed_s:.2f}, {cache_hits(now, before)}"
         )
 
-    def _drop_late(self) -> None:
-        for half in self._deadlines.passed():
-            if half.is_wanted and not (half.active is not None and half.active.is_begun):
-                late = not_started()
-                self._fail(half, late)
-                self._abandon(half, late)
+    # ── towards the hand-off ─────────────────────────────────────────────────────────────────────
 
     def _granted(self, half: _Half) -> None:
         if not half.is_wanted:
             return
         half.timeline.end("reserve")
         half.is_granted = True
-        if not self._tiering.is_awaited(half):
-            self._submit(half)
+        if half.active not in self._tiering.waiting:
+            self._queue(half)
 
-    def _fetched(self, half: _Half, from_tiers: Mapping[str, int]) -> None:
-        """What tiers have of the prompt is cached, or there was nothing."""
-        half.from_tiers = from_tiers
-        if half.is_granted:
-            half.timeline.end("kv_tier")
-            self._submit(half)
-
-    def _submit(self, half: _Half) -> None:
+    def _queue(self, half: _Half) -> None:
+        half.is_queued = True
         try:
-            half.active = self._engine.submit(half.request, is_prompt_only=True)
-        except TandemError as error:
-            self._fail(half, error)
-            self._abandon(half, error)
-        else:
-            half.active.from_tiers = half.from_tiers
-            self._by_active[half.active] = half
+            self._engine.queue(half.active)
+        except TandemError as error:  # its grammar cannot be compiled
+            self._end(half, error)
 
     def _push_by_layer(self, coming: list[CompletePages]) -> Wrote:
-        rooms = [self._pushing(pages).room for pages in coming]
         return self._agent.push_by_layer(
-            [
-                PageRun(room, pages.page_ids, pages.first_page)
-                for room, pages in zip(rooms, coming, strict=True)
-            ]
+            [PageRun(self._pushing(pages), pages.page_ids, pages.first_page) for pages in coming]
         )
 
-    def _pushing(self, pages: CompletePages) -> _Half:
-        """Return whose pages these are, and note when the first of them went."""
-        half = self._by_active[pages.request]
+    def _pushing(self, pages: CompletePages) -> Room:
+        """Return the room that pages go to, and note when the first of them went."""
+        half = self._half(pages.request)
         if half.pushing_s < 0:
             half.pushing_s = half.timeline.now()
-        return half
+        assert half.room is not None, "pages of a whole request are not pushed"
+        return half.room
 
-    def _push(self, pages: CompletePages) -> None:
-        half = self._pushing(pages)
-        self._agent.push(half.room, pages.page_ids, pages.first_page)
-
-    def _first_token(self, token: Token) -> None:
-        half = self._by_active[token.request]
+    def _first_token(self, half: _Half, token: Token) -> None:
         active = token.request
         half.timeline.end("prefill")
-        self._answers.token(
-            half.ticket,
-            token.index,
-            [token.token],
-            token.finish,
-            token.cached_tokens,
-            cached_by_tier=token.cached_by_tier,
-            logprobs=token.logprobs,
-            phases=half.timeline.take(),
-        )
-        self._agent.finish(
-            half.room, token.token, active.seed, active.num_cached, logprobs=token.logprobs
-        )
+        self._send(half, token, half.timeline.take())
+        if half.room is not None:
+            self._agent.finish(
+                half.room, token.token, active.seed, active.num_cached, logprobs=token.logprobs
+            )
         if token.finish is not None:
             self._part(half)
 
     def _handed_off(self, half: _Half) -> None:
-        assert half.active is not None
-        index = half.active.next_index
         if half.is_wanted:
             half.timeline.beside("push", half.pushing_s)
-            self._answers.token(
-                half.ticket, index, [], Finish(reason="handed_off"), phases=half.timeline.take()
-            )
+            finish, phases = Finish(reason="handed_off"), half.timeline.take()
+            self._answers.token(half.ticket, half.active.next_index, [], finish, phases=phases)
         self._forget(half)
+
+    # ── out ──────────────────────────────────────────────────────────────────────────────────────
 
     def _released(self, half: _Half, event: Released) -> None:
         if event.error is not None:
             self._fail(half, event.error)
-        if half.active is not None:
-            self._engine.cancel(half.active)
+        self._engine.cancel(half.active)
         self._forget(half)
 
+    def _end(self, half: _Half, error: TandemError) -> None:
+        self._fail(half, error)
+        self._abandon(half, error)
+
     def _fail(self, half: _Half, error: TandemError) -> None:
-        """Tell the client; the pages stay until no push reads them."""
+        """Report an error to the client; the pages stay until no push reads them."""
         if half.is_wanted:
             self._part(half)
             self._answers.fail(half.ticket, error)
@@ -344,20 +264,19 @@ class PrefillRole:
     def _part(self, half: _Half) -> None:
         """The client has heard the last of this half: its id may be used again."""
         half.is_wanted = False
-        self._tiering.cancel(half)
+        self._tiering.cancel(half.active)
         del self._by_ticket[half.ticket]
 
-    def _abandon(self, half: _Half, error: TandemError | None) -> None:
+    def _abandon(self, half: _Half, error: TandemError | None = None) -> None:
         """Stop computing and pushing; the agent answers with `Released`, whatever landed."""
-        if half.active is not None:
-            self._engine.cancel(half.active)
-        self._agent.abort(half.room, error)
+        self._engine.cancel(half.active)
+        if half.room is not None:
+            self._agent.abort(half.room, error)
 
     def _forget(self, half: _Half) -> None:
-        """The half is over: give its pages back."""
+        """Give the pages of a half back: its hand-off is over."""
         if half.is_wanted:
             self._part(half)
+        assert half.room is not None
         del self._by_room[half.room]
-        if half.active is not None:
-            del self._by_active[half.active]
-            self._engine.release(half.active)
+        self._engine.release(half.active)

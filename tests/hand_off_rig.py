@@ -11,6 +11,7 @@ from tandem.engine.core import Engine
 from tandem.engine.kv_pool import make_pool
 from tandem.engine.launcher import ModelLauncher
 from tandem.engine.model import load_model
+from tandem.engine.request import ActiveRequest, Stage
 from tandem.engine.runner import ModelRunner
 from tandem.kvtransfer.bootstrap import SenderEnd
 from tandem.kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
@@ -19,8 +20,7 @@ from tandem.kvtransfer.sender import PrefillAgent
 from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.registry import transports
 from tandem.node.answers import Ticket
-from tandem.node.pool_memory import bytes_of
-from tandem.node.pool_plan import PoolPlan
+from tandem.node.pool import PoolPlan, bytes_of
 from tandem.node.tiering import Tiering
 from tandem.prefill.role import PrefillRole
 from tandem.wire.channel import Peer, Waker, wait
@@ -105,8 +105,9 @@ class Pair:
         pushes_layers: bool = True,
         timeouts: ReceiverTimeouts | None = None,
         has_tiers: bool = False,
+        dtype: str = "float32",
     ) -> None:
-        self._has_tiers = has_tiers
+        self._has_tiers, self._dtype = has_tiers, dtype
         self.waker = Waker()
         self.prefill_answers, self.decode_answers = CollectedAnswers(), CollectedAnswers()
         self.colocated = self._engine(path, PAGE)[0]
@@ -170,7 +171,7 @@ class Pair:
     def _engine(self, path, page_size, make_region=None):
         config = EngineConfig(
             model_dir=str(path),
-            dtype="float32",
+            dtype=self._dtype,
             page_size=page_size,
             chunked_prefill_size=24,
             has_tiers=self._has_tiers,
@@ -187,13 +188,20 @@ class Pair:
         return Ticket(Peer(b"edge"), RequestId(name), 0)
 
     def start(
-        self, name: str, prompt, decode_first: bool = True, deadline_s=None, **sampling
+        self,
+        name: str,
+        prompt,
+        decode_first: bool = True,
+        deadline_s=None,
+        num_prior_tokens: int = 0,
+        **sampling,
     ) -> GenerateRequest:
         request = GenerateRequest(
             request_id=RequestId(name),
             prompt_ids=prompt,
             sampling=SamplingParams(**{"temperature": 0, "ignore_eos": True, **sampling}),
             deadline_s=deadline_s,
+            num_prior_tokens=num_prior_tokens,
         )
         room = new_room()
         halves = [
@@ -225,6 +233,11 @@ class Pair:
             if not busy:
                 wait([], 0.01, self.waker)
         raise AssertionError((self.sender.statistics(), self.receiver.statistics()))
+
+    def running(self) -> list[ActiveRequest]:
+        """Return what decode generates for."""
+        halves = [half.active for half in self.decode._by_ticket.values()]
+        return [active for active in halves if active.stage is Stage.RUNNING]
 
     def all_pages_are_back(self) -> bool:
         for engine in (self.prefill_engine, self.decode_engine):

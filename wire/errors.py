@@ -4,7 +4,10 @@ Each class carries its facts as attributes and makes its own sentence. `ErrorInf
 crosses a process border; `error_from_info` gives back an exception of the same class.
 """
 
+from collections.abc import Callable
+
 import msgspec
+from typing_extensions import override
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +48,11 @@ class TandemError(Exception):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
+
+    @override
+    def __reduce__(self) -> tuple[Callable[[ErrorInfo], "TandemError"], tuple[ErrorInfo]]:
+        # Subclasses make their sentence of other arguments, which a pickle would not find again.
+        return error_from_info, (self.info(),)
 
     def info(self) -> ErrorInfo:
         """Return the travelling form."""

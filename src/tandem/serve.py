@@ -6,7 +6,7 @@ from tandem.node.command import NodeCommand, run
 
 COMMAND = NodeCommand(
     role="colocated",
-    engine_modules={"colocated": "tandem.node.colocated"},
+    engine_modules={"colocated": "tandem.decode.engine"},
     default_port=8000,
     summary="Serve a model with prefill and decode in one engine, without transfer.",
     prog="tandem serve",

@@ -140,7 +140,7 @@ def test_every_rank_pushes_to_its_like(pair, decode_first):
     seen = []
 
     def landed() -> bool:
-        running = [each for each in pair.decode._by_active if each.is_begun]
+        running = pair.running()
         seen.extend(page for active in running for page in active.page_ids[:7])
         return bool(running)
 

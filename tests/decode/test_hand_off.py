@@ -35,8 +35,8 @@ def test_the_pages_that_arrive_are_the_pages_that_were_computed(pair):
     def landed() -> bool:
         if (active := halves[0].active) is not None and active.page_ids:
             seen["source"] = list(active.page_ids)
-        for running in (each for each in pair.decode._by_active if each.is_begun):
-            seen["target"] = list(running.page_ids)
+        if running := pair.running():
+            seen["target"] = list(running[0].page_ids)
         return "target" in seen
 
     pair.run_until(landed)

@@ -3,7 +3,7 @@
 import pytest
 
 from tandem.engine.request import Stage
-from tandem.node.drain import hand_over
+from tandem.node.life import hand_over
 from tests.hand_off_rig import Pair, prompt_of
 
 

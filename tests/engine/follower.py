@@ -1,6 +1,7 @@
-"""`python -m tests.engine.follower STORE`: rank 1 of 2, for one model after another, as it is told."""
+"""`python -m tests.engine.follower STORE SOCKET`: rank 1 of 2, for one model after another, as it is told."""
 
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -11,8 +12,7 @@ from tandem.engine.kv_pool import make_pool
 from tandem.engine.model import load_model
 from tandem.engine.runner import ModelRunner
 from tandem.engine.tensor_parallel import follow, join
-from tandem.node.rank_messages import Forward, RankStart, ToRank, unpack_inputs
-from tandem.node.rank_pipe import RankPipe, claim_stdout
+from tandem.node.ranks import received
 from tandem.wire.errors import ConfigInvalid
 
 NUM_PAGES = 64
@@ -27,17 +27,16 @@ def load_shard(config: EngineConfig):
 
 def main() -> None:
     torch.set_num_threads(1)
-    pipe: RankPipe[ToRank] = RankPipe(sys.stdin.buffer, claim_stdout(), ToRank)
     join(EngineConfig(model_dir="", tp_size=2, tp_rank=1), Path(sys.argv[1]))
     runner = None
-    while (message := pipe.receive()) is not None:
-        if isinstance(message, RankStart):
+    for message in received(Connection(int(sys.argv[2]))):
+        if isinstance(message, EngineConfig):
             try:
-                runner, _ = load_shard(message.config.engine)
+                runner, _ = load_shard(message)
             except ConfigInvalid:
                 runner = None
-        elif isinstance(message, Forward):
-            follow(runner, unpack_inputs(message), message.num_sampled)
+        else:
+            follow(runner, *message)
 
 
 if __name__ == "__main__":

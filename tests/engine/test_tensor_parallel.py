@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from multiprocessing import Pipe
 from pathlib import Path
 
 import msgspec
@@ -16,9 +17,6 @@ from tandem.engine.core import Engine
 from tandem.engine.forward import ForwardInputs
 from tandem.engine.launcher import ModelLauncher
 from tandem.engine.tensor_parallel import ShardedRunner, join, least
-from tandem.node.config import NodeConfig
-from tandem.node.rank_messages import FromRank, RankStart, pack_inputs, unpack_inputs
-from tandem.node.rank_pipe import RankPipe
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.generation import GenerateRequest, SamplingParams
 from tandem.wire.ids import RequestId
@@ -35,29 +33,27 @@ class OtherRank:
     """The follower process, as `Followers`."""
 
     def __init__(self, store: Path) -> None:
+        self.link, theirs = Pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engine.follower", str(store)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            [sys.executable, "-m", "tests.engine.follower", str(store), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
         )
-        self.pipe = RankPipe(self.process.stdout, self.process.stdin, FromRank)
+        theirs.close()
         self.is_abandoned = False
 
     def load(self, config: EngineConfig) -> None:
-        node = NodeConfig(role="colocated", served_model_name="m", engine=config)
-        self.pipe.send(RankStart(config=node, store=""))
+        self.link.send(config)
 
     def forward(self, inputs, num_sampled) -> None:
-        self.pipe.send(pack_inputs(inputs, num_sampled))
+        self.link.send((inputs, num_sampled))
 
     def abandon(self) -> None:
         self.is_abandoned = True
 
     def close(self) -> None:
-        self.pipe.hang_up()
+        self.link.close()
         self.process.wait(PATIENCE_S)
-        self.process.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -183,18 +179,6 @@ def test_a_forward_that_fails_here_ends_the_others():
     with pytest.raises(ZeroDivisionError):
         ShardedRunner(Broken(), others).forward(inputs_of([5], [-1]))
     assert others.is_abandoned
-
-
-def test_a_forward_survives_the_journey_between_ranks():
-    inputs = inputs_of([5, 9, 7], [-1, 0, 1])
-    message = msgspec.msgpack.decode(
-        msgspec.msgpack.encode(pack_inputs(inputs, 2)), type=type(pack_inputs(inputs, 2))
-    )
-    arrived = unpack_inputs(message)
-    for name in ForwardInputs.__slots__:
-        here, there = getattr(inputs, name), getattr(arrived, name)
-        assert np.array_equal(here, there), name
-        assert getattr(here, "dtype", None) == getattr(there, "dtype", None), name
 
 
 def test_rank_r_has_its_own_gpu():

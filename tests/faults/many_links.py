@@ -35,7 +35,7 @@ from tandem.kvtransfer.sender import PrefillAgent, SenderTimeouts
 from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.registry import transports
 from tandem.node.answers import Ticket
-from tandem.node.pool_plan import PoolPlan
+from tandem.node.pool import PoolPlan
 from tandem.prefill.role import PrefillRole
 from tandem.wire.channel import Peer, Waker, wait
 from tandem.wire.generation import GenerateRequest, SamplingParams

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.node.pool_bytes import pool_pages
+from tandem.node.pool import pool_pages
 
 PAGE_BYTES, NUM_PAGES = 1 << 16, 9
 

@@ -13,21 +13,17 @@ from tandem.node.config import NodeConfig
 from tests.patience import PATIENCE_S
 
 LOSES_ITS_DEVICE = """
+from tandem.decode.role import DecodeRole
 from tandem.engine.errors import DeviceLost
-from tandem.node.colocated import ColocatedRole
-from tandem.node.engine_host import RoleHost, main
+from tandem.node.engine_host import main
 
-class Role(ColocatedRole):
+class Role(DecodeRole):
     has_work = True
 
     def step(self):
         raise DeviceLost("cuda:0: CUDA error: an illegal memory access was encountered")
 
-class Host(RoleHost):
-    def role(self, parts):
-        return Role(parts.engine, parts.answers)
-
-raise SystemExit(main(Host()))
+raise SystemExit(main(lambda parts: Role(parts.engine, None, parts.answers, 8, 8)))
 """
 
 

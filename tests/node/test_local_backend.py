@@ -8,10 +8,10 @@ import pytest
 from tandem.engine.config import EngineConfig
 from tandem.frontend.engine_client import EngineClient
 from tandem.node.config import NodeConfig
-from tandem.node.engine_report import Ready
+from tandem.node.engine_process import Ready
 from tandem.node.life import Event, Life
 from tandem.node.local_backend import LocalBackend
-from tandem.node.measures import Measures
+from tandem.node.metrics import Measures
 from tandem.wire.channel import Inbox
 from tandem.wire.ids import Epoch
 from tandem.wire.messages import NodeLoad, Pong, ToEngine
@@ -41,17 +41,18 @@ def life():
 
 @pytest.fixture
 def backend(life):
-    backend = LocalBackend(CONFIG, "0", life)
+    backend = LocalBackend(CONFIG, life, None, "")
     told = client()
     told.load = NodeLoad(generated_tokens=70, queued_tokens=-1)
     told.measured = Measures().report(Epoch(1))
-    backend.attach(CONFIG, READY, told, None, "")
+    backend.attach(CONFIG, READY)
+    backend.link(told)
     life.apply(Event.LOADED)
     return backend
 
 
 def test_a_lost_link_to_the_engine_lets_no_counter_begin_again(backend):
-    backend.relink(client())
+    backend.link(client())
     lines = backend.metrics().splitlines()
     assert 'tandem_generated_tokens_total{role="decode"} 70.0' in lines
     assert 'tandem_step_cpu_seconds_count{role="decode"} 0.0' in lines
@@ -73,10 +74,11 @@ def test_a_node_without_an_engine_still_says_what_state_it_is_in(backend, life):
 
 async def test_a_node_whose_loop_does_not_turn_is_unhealthy_though_its_link_stands(life):
     config = msgspec.structs.replace(CONFIG, step_timeout_s=1.0)
-    backend = LocalBackend(config, "0", life)
+    backend = LocalBackend(config, life, None, "")
     inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
     linked = EngineClient(inbox.address)
-    backend.attach(config, READY, linked, None, "")
+    backend.attach(config, READY)
+    backend.link(linked)
     life.apply(Event.LOADED)
     running = asyncio.create_task(linked.run())
 

@@ -6,9 +6,9 @@ import pytest
 
 from tandem.engine.errors import DeviceLost
 from tandem.node.answers import Answers, Ticket
-from tandem.node.engine_report import Drain, Resume
+from tandem.node.engine_process import Drain, Resume
 from tandem.node.loop import IDLE_WAIT_S, PROBE_INTERVAL_S, EngineLoop
-from tandem.node.measures import Measures
+from tandem.node.metrics import Measures
 from tandem.wire.channel import Inbox, Link, Peer, Waker, wait
 from tandem.wire.errors import EngineFailed, InvalidRequest, Overloaded, PeerBehind, PeerLost
 from tandem.wire.generation import Finish, GenerateRequest, SamplingParams, TokenLogprobs

@@ -5,11 +5,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tandem.decode.role import DecodeRole
 from tandem.kvtier.events import Fetched
 from tandem.kvtier.stack import TierCost
 from tandem.node.answers import Ticket
-from tandem.node.colocated import ColocatedRole
-from tandem.node.tiering import LOOKING_SHARE, Tiering
+from tandem.node.tiering import Tiering
+from tandem.node.tiers import LOOKING_SHARE
 from tandem.wire.channel import Peer
 from tandem.wire.errors import EngineFailed
 from tandem.wire.generation import GenerateRequest, SamplingParams
@@ -69,7 +70,9 @@ class Node:
             clock=self.clock,
         )
         self.told = Told()
-        self.role = ColocatedRole(self.engine, self.told, self.clock, tiering=self.tiering)
+        self.role = DecodeRole(
+            self.engine, None, self.told, 100, 100, tiering=self.tiering, clock=self.clock
+        )
 
     def make_stacks(self, runner):
         return [ScriptedStack(runner.pages)]
@@ -104,7 +107,7 @@ class Node:
         for _ in range(400):
             self.turn()
             self.tiers_work()
-            if not (self.role.has_work or self.tiering.awaited or self.is_moving()):
+            if not (self.role.has_work or self.tiering.waiting or self.is_moving()):
                 self.role.poll()
                 if not (self.role.has_work or self.is_moving()):
                     return
@@ -338,7 +341,7 @@ def test_what_others_computed_of_a_prefix_while_it_was_looked_for_is_shared():
 def test_a_request_that_lacks_the_pages_of_a_save_runs_when_it_is_over():
     node = Node(num_pages=16)
     node.start("a", prompt_of(41))
-    while node.role.has_work or node.tiering.awaited:
+    while node.role.has_work or node.tiering.waiting:
         node.turn()
         for number in list(node.stack.looking):
             node.stack.answer_fetch(number)
@@ -350,7 +353,7 @@ def test_a_request_that_lacks_the_pages_of_a_save_runs_when_it_is_over():
         for number in list(node.stack.looking):
             node.stack.answer_fetch(number)
         node.turn()
-    assert node.engine.num_waiting == 1
+    assert node.role.load().num_waiting == 1
     assert not node.role.has_work
     node.run()
     answers(node, "b", prompt)
@@ -465,7 +468,7 @@ def test_a_stack_that_takes_nothing_now_is_asked_again_after_a_moment(node):
 
 def test_a_loop_sleeps_while_saves_are_under_way(node):
     node.start("a", prompt_of(80))
-    while node.role.has_work or node.tiering.awaited:
+    while node.role.has_work or node.tiering.waiting:
         node.turn()
         for number in list(node.stack.looking):
             node.stack.answer_fetch(number)
@@ -477,7 +480,9 @@ def test_a_loop_sleeps_while_saves_are_under_way(node):
 def test_those_who_wait_for_tiers_are_counted_and_failed_as_all_others_are(node):
     node.start("a", prompt_of(41))
     assert (node.role.load().num_waiting, node.role.load().queued_tokens) == (1, 41)
-    node.role.fail_all(EngineFailed("as the loop does"))
+    node.role.fail_all(EngineFailed("of a forward, in which it has no part"))
+    assert node.told.failed == {}
+    node.role.hand_over(EngineFailed("as the loop does"))
     assert node.told.failed == {"a": "engine_failed"}
     assert node.role.load().num_waiting == 0
     node.run()
@@ -515,7 +520,7 @@ class AnyOrder(RuleBasedStateMachine):
     def turns(self, num):
         for _ in range(num):
             self.node.turn()
-        for active in self.node.tiering.awaited:
+        for active in self.node.tiering.waiting:
             waited_s = self.node.clock.now - self.began[active.request.request_id]
             assert waited_s < (2 - LOOKING_SHARE) * LIMIT_S
 

@@ -1,14 +1,13 @@
 """Stacks of tiers that do what a test says, over a toy engine whose KV is the tokens themselves."""
 
+import pickle  # noqa: TID251 - as the pipe between ranks does
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tandem.kvtier.events import Fetched, Placed, Saved
 from tandem.kvtier.stack import TierCost
-from tandem.node.rank_messages import FromRank, FromTiers, ToRank
-from tandem.node.rank_tiers import RankTiers
-from tandem.wire.codec import Codec
+from tandem.node.tiers import RankTiers
 from tandem.wire.messages import TierLoad
 from tandem.wire.page_keys import PageKey
 from tandem.wire.prefix_journal import PrefixJournal
@@ -118,35 +117,35 @@ class ScriptedStack:
 
 
 class FakeRank:
-    """Rank 1 with its tiers and no process: what is said goes over the wire's bytes, and waits until `work`.
+    """Rank 1 with its tiers and no process: calls and events are pickled, and wait until `work`.
 
     Attributes:
         tiers: At the rank.
     """
 
     def __init__(self, stack: ScriptedStack, clock: Clock) -> None:
-        self.tiers = RankTiers(stack, "1/2", clock)
-        self._to_rank, self._from_rank = Codec(ToRank, 1 << 20), Codec(FromRank, 1 << 20)
-        self._told: deque[bytes] = deque()
-        self._said: deque[bytes] = deque()
+        self.tiers = RankTiers(stack, "1/2", clock=clock)
+        self._calls: deque[bytes] = deque()
+        self._events: deque[bytes] = deque()
 
-    # ── what rank 0 knows of it: see `RankProcess` ───────────────────────────────────────────────
+    # ── what rank 0 knows of it ──────────────────────────────────────────────────────────────────
 
-    def send(self, message: ToRank) -> None:
-        self._told.append(self._to_rank.encode(message))
+    def call(self, method: str, *arguments: object) -> None:
+        self._calls.append(pickle.dumps((method, arguments)))
 
-    def take_tier_events(self) -> Iterator[FromTiers]:
-        while self._said:
-            yield self._from_rank.decode(self._said.popleft())
+    def take_events(self) -> Iterator[object]:
+        while self._events:
+            yield pickle.loads(self._events.popleft())
 
     # ── what a test says ─────────────────────────────────────────────────────────────────────────
 
-    def work(self, num_messages: int = 1000) -> None:
-        """Make passes of the rank's loop, over that many messages."""
-        for _ in range(min(num_messages, len(self._told))):
-            self.tiers.do(self._to_rank.decode(self._told.popleft()))
+    def work(self, num_calls: int = 1000) -> None:
+        """Make passes of the rank's loop, over that many calls."""
+        for _ in range(min(num_calls, len(self._calls))):
+            method, arguments = pickle.loads(self._calls.popleft())
+            getattr(self.tiers, method)(*arguments)
             self._report()
         self._report()
 
     def _report(self) -> None:
-        self._said += [self._from_rank.encode(event) for event in self.tiers.events()]
+        self._events += [pickle.dumps(event) for event in self.tiers.events()]

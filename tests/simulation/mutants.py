@@ -20,9 +20,9 @@ from tandem.kvtransfer.session import (
     SenderState,
     Step,
 )
-from tandem.node.deadlines import Deadlines
-from tandem.node.drain import Drain
+from tandem.node.life import Drain
 from tandem.node.loop import EngineLoop
+from tandem.node.role import Deadlines
 from tandem.router.admission import Admission
 from tandem.router.backend import ClusterBackend
 from tandem.router.cluster import Roster

@@ -17,7 +17,7 @@ from tandem.kvtransfer.transports.loopback import (
 )
 from tandem.node.announce import INTERVAL_S, TTL_S
 from tandem.node.answers import Answers
-from tandem.node.engine_report import Drain, Resume
+from tandem.node.engine_process import Drain, Resume
 from tandem.node.life import Event, Life, State
 from tandem.node.loop import EngineLoop
 from tandem.node.supervisor import HAND_OVER_S

@@ -10,7 +10,6 @@ from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sender import PrefillAgent
 from tandem.kvtransfer.transports.loopback import LoopbackTransport
 from tandem.node.answers import Answers
-from tandem.node.colocated import ColocatedRole
 from tandem.node.loop import EngineLoop
 from tandem.prefill.role import PrefillRole
 from tandem.wire.channel import Inbox, Link, Waker, wait
@@ -108,7 +107,7 @@ class Cluster:
 
         def both(engine, answers, waker):
             del waker
-            return ColocatedRole(engine, answers)
+            return DecodeRole(engine, None, answers, 8, 8)
 
         self.nodes = [
             Node(stack, make, epoch) for epoch, make in enumerate((prefill, decode, both), 1)

@@ -5,9 +5,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from tandem.kvtier.stack import TierCost
-from tandem.node.rank_tiers import SAVE_WAIT_S, RemoteTiers
-from tandem.node.tier_group import TierGroup, load_of_node
+from tandem.kvtier.stack import CLOSE_S, TierCost
+from tandem.node import rank as rank_process
+from tandem.node.ranks import STOP_TIMEOUT_S
+from tandem.node.tiers import SAVE_WAIT_S, RemoteTiers, TierGroup, load_of_node
 from tandem.wire.messages import TierLoad
 from tests.engine.toy_runner import ShardedToyRunner
 from tests.node import test_tiering
@@ -26,7 +27,7 @@ class TwoRanks(Node):
 
     def tiers(self):
         self.rank = FakeRank(self.stacks[1], self.clock)
-        return TierGroup(self.stacks[0], [RemoteTiers(self.rank)])
+        return TierGroup(self.stacks[0], [RemoteTiers(self.rank.call, self.rank.take_events)])
 
     def tiers_work(self):
         self.rank.work()
@@ -85,7 +86,7 @@ def test_a_rank_that_has_nothing_is_a_miss_that_waits_for_no_other(node):
     node.stacks[1].answer_fetch(number)
     node.rank.work()
     node.turn()  # rank 0 looks still
-    assert not node.tiering.awaited
+    assert not node.tiering.waiting
     assert not node.stacks[0].looking
     node.run()
     answers(node, "b", prompt)
@@ -98,10 +99,10 @@ def test_a_rank_that_says_nothing_costs_a_request_no_more_than_its_limit(node):
     node.start("b", prompt)
     node.stacks[0].answer_all()
     node.turn()
-    assert len(node.tiering.awaited) == 1
+    assert len(node.tiering.waiting) == 1
     node.clock.now += test_tiering.LIMIT_S
     node.turn()
-    assert not node.tiering.awaited
+    assert not node.tiering.waiting
     # Its answer comes when nobody waits any more.
     node.rank.work(1)
     node.stacks[1].answer_all()
@@ -129,7 +130,7 @@ def test_a_copy_that_fails_on_one_rank_is_a_miss(node, broken):
     node.turn()
     node.rank.work()
     for rank, stack in enumerate(node.stacks):
-        assert len(node.tiering.awaited) == 1  # until both are done
+        assert len(node.tiering.waiting) == 1  # until both are done
         (number,) = stack.placing
         stack.answer_place(number, is_whole=rank != broken)
         node.rank.work()
@@ -141,7 +142,7 @@ def test_a_copy_that_fails_on_one_rank_is_a_miss(node, broken):
 
 def test_pages_are_held_until_both_ranks_have_copied_them(node):
     node.start("a", prompt_of(41))
-    while node.role.has_work or node.tiering.awaited:
+    while node.role.has_work or node.tiering.waiting:
         node.turn()
         node.rank.work()
         for stack in node.stacks:
@@ -167,10 +168,10 @@ def test_a_rank_without_room_saves_as_soon_as_it_has_some(node):
         node.turn()
         node.tiers_work()
     assert node.engine.counts().held
-    assert 0 < node.rank.tiers.wait_s(1.0) < 0.2
+    assert 0 < node.rank.tiers.wait_s() < 0.2
     node.stacks[1].is_full = False
     node.run()
-    assert node.rank.tiers.wait_s(1.0) == 1.0
+    assert node.rank.tiers.wait_s() == 1.0
     assert [len(stack.content) for stack in node.stacks] == [5, 5]
 
 
@@ -212,9 +213,9 @@ def test_a_tier_takes_what_it_takes_on_the_slowest_rank(node):
 def test_what_a_rank_holds_is_told_when_it_changed_and_not_at_once(node):
     def told():
         node.rank.work()
-        return [type(message).__name__ for message in node.rank.take_tier_events()]
+        return [type(message).__name__ for message in node.rank.take_events()]
 
-    assert told() == ["TiersHere"]
+    assert told() == ["TierReport"]
     node.clock.now += 5
     assert told() == []
     node.clock.now += 5
@@ -222,7 +223,7 @@ def test_what_a_rank_holds_is_told_when_it_changed_and_not_at_once(node):
     node.stacks[1].content[b"page"] = 0
     assert told() == []
     node.clock.now += 1
-    assert told() == ["TiersHere"]
+    assert told() == ["TierReport"]
 
 
 def test_what_ranks_hold_each_for_itself_is_added_up():
@@ -253,6 +254,11 @@ def test_of_a_store_that_every_rank_sees_whole_the_size_is_not_added_up():
     ]
     whole = load_of_node(loads[0], loads[1:])
     assert (whole.num_pages, whole.limit_bytes, whole.put_bytes) == (4, 0, 7)
+
+
+def test_a_rank_whose_tiers_hang_has_time_left_to_give_back_its_memory():
+    # A stack waits that long for calls, and then for tiers to close.
+    assert 2 * CLOSE_S < rank_process.END_TIMEOUT_S < STOP_TIMEOUT_S
 
 
 class AnyOrder(test_tiering.AnyOrder):

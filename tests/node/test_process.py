@@ -1,19 +1,20 @@
-"""A loop that hangs ends its process, whatever it hangs in; one that turns does not."""
+"""How engine processes end, also those whose loop hangs, and import."""
 
 import faulthandler
+import gc
 import subprocess
 import sys
 
 import pytest
 
 from tandem.engine.step import StepCounts
-from tandem.node.step_watch import FIRST_FORWARDS, StepWatch
+from tandem.node.process import FIRST_FORWARDS, StepWatch, uncollected
 from tests.patience import PATIENCE_S
 
 HANGS = """
 import ctypes, threading
 from tandem.engine.step import StepCounts
-from tandem.node.step_watch import FIRST_FORWARDS, StepWatch
+from tandem.node.process import FIRST_FORWARDS, StepWatch
 
 def step():
     {hang}
@@ -77,3 +78,34 @@ def test_a_pass_has_its_whole_limit_though_the_watchdog_is_wound_up_once_a_secon
         assert ends - now >= 300
         now += 0.15
     assert len(armed) <= 16
+
+
+ENDS = """
+import atexit, sys
+from tandem.node.process import end_process
+atexit.register(print, "taken apart")
+sys.stdout.write("said")
+end_process(3)
+"""
+
+
+def test_a_process_that_ends_at_once_has_said_what_it_had_to_say():
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("said", "", 3)
+
+
+def test_the_collector_rests_inside_and_goes_on_whatever_happens():
+    with pytest.raises(ImportError), uncollected():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off():
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tandem.engine.step import ForwardTimes, StepCounts
-from tandem.node.measures import Measures
+from tandem.node.metrics import Measures
 from tandem.wire.errors import Overloaded
 from tandem.wire.ids import Epoch
 

@@ -1,0 +1,75 @@
+"""The memory of a pool in the CPU's memory, and its pages between it and tiers; a GPU's are in tests/gpu."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tandem.kvtransfer.region import MemoryRegion
+from tandem.node.pool import bytes_of, make_region, pool_pages
+from tests.node.test_flags import read
+
+PAGE_BYTES = 64
+
+
+@pytest.fixture(params=["private", "shared"])
+def region(request):
+    # One page more than is counted, and a rest that is no page.
+    with getattr(MemoryRegion, request.param)(5 * PAGE_BYTES + 8) as made:
+        made.array()[:] = [i // PAGE_BYTES for i in range(5 * PAGE_BYTES + 8)]
+        yield made
+
+
+def test_pages_are_read_in_the_order_asked_for(region):
+    pages = pool_pages(region, PAGE_BYTES)
+    memory = pages.host_memory(3 * PAGE_BYTES)
+    views = [memory[i * PAGE_BYTES : (i + 1) * PAGE_BYTES] for i in range(3)]
+    pages.read([4, 0, 2], views)
+    assert bytes(memory) == bytes([4] * PAGE_BYTES + [0] * PAGE_BYTES + [2] * PAGE_BYTES)
+
+
+def test_pages_are_written_where_they_belong_and_nowhere_else(region):
+    pages = pool_pages(region, PAGE_BYTES)
+    pages.write([3, 1], [memoryview(bytes([30] * PAGE_BYTES)), memoryview(bytearray(PAGE_BYTES))])
+    expected = [0, 0, 2, 30, 4]
+    assert region.array()[: 5 * PAGE_BYTES].reshape(5, -1)[:, 0].tolist() == expected
+    assert set(region.array()[5 * PAGE_BYTES :].tolist()) == {5}
+
+
+def test_a_page_of_another_length_is_not_written(region):
+    pages = pool_pages(region, PAGE_BYTES)
+    with pytest.raises(ValueError, match="broadcast"):
+        pages.write([1], [memoryview(bytes(PAGE_BYTES - 1))])
+
+
+@pytest.mark.parametrize(
+    ("role", "backend", "is_shared"),
+    [
+        ("decode", "auto", True),
+        ("decode", "shm", True),
+        ("decode", "shm,tcp", True),
+        ("decode", "tcp", False),
+        ("prefill", "auto", False),
+    ],
+)
+def test_a_pool_is_in_shared_memory_where_a_prefill_may_map_it(role, backend, is_shared):
+    config, _ = read("--transfer-backend", backend, role=role)
+    with make_region(config, SimpleNamespace(memory_bytes=4096)) as region:
+        assert (region.path is not None) == is_shared
+
+
+def test_a_node_that_serves_alone_makes_memory_only_for_tiers():
+    plan = SimpleNamespace(memory_bytes=4096)
+    config, _ = read(role="colocated")
+    assert make_region(config, plan) is None
+    config, _ = read("--kv-tier", "host:1MiB", role="colocated")
+    with make_region(config, plan) as region:
+        assert region.size_bytes == 4096
+
+
+def test_the_bytes_of_a_region_are_the_regions_own():
+    region = MemoryRegion.private(4096)
+    bytes_of(region)[5] = 7
+    assert region.buffer[5] == 7
+    on_device = torch.zeros(4096, dtype=torch.uint8)
+    assert bytes_of(MemoryRegion.of_tensor(on_device)) is on_device
