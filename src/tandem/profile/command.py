@@ -148,7 +148,7 @@ def _engine_of(config: NodeConfig, cache_dir: Path | None) -> Iterator[Engine]:
     from tandem.kvtransfer.region import MemoryRegion
     from tandem.node.command import default_cache_dir
     from tandem.node.model_engine import build_model
-    from tandem.node.pool_plan import PoolPlan
+    from tandem.node.pool import PoolPlan
     from tandem.node.ranks import Ranks
     from tandem.wire.channel import Waker
 
@@ -166,7 +166,7 @@ def _engine_of(config: NodeConfig, cache_dir: Path | None) -> Iterator[Engine]:
 
     sys.stderr.write(f"loading {config.served_model_name} …\n")
     waker = Waker()
-    ranks = Ranks(config, waker, _rank_ended) if settings.tp_size > 1 else None
+    ranks = Ranks(config, waker.wake, _rank_ended) if settings.tp_size > 1 else None
     try:
         yield build_model(config, filled, waker, ranks)
     finally:
