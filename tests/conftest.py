@@ -23,8 +23,18 @@ settings.register_profile("tandem", derandomize=True, **CALM)
 settings.register_profile("long", max_examples=2000, print_blob=True, **CALM)
 settings.load_profile("tandem")
 
+# Folders of tests that start whole clusters.
+CLUSTERS = ("e2e", "faults", "kubernetes")
+
 # They need programs of the system: each has a command of its own (`make help`).
 collect_ignore = ["browser"]
+
+
+def pytest_itemcollected(item):
+    """Mark the tests of clusters by their folder: they take most of the time."""
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    if folder in CLUSTERS:
+        item.add_marker("cluster")
 
 
 def pytest_collection_finish():

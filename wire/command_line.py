@@ -25,7 +25,7 @@ from typing_extensions import override
 
 _FALSE = {"", "0", "false", "no", "off"}
 _TRUE = {"1", "true", "yes", "on"}
-_LAYERS = ("help", "help_all", "config", "version")  # flags that no lower layer may give
+_LAYERS = ("help", "help_all", "config")  # flags that no lower layer may give
 
 
 class Parser(argparse.ArgumentParser):
@@ -68,7 +68,10 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         given = list(sys.argv[1:] if args is None else args)
         self._add_negations()
-        return super().parse_known_args([*self._lower_layers(given), *given], namespace)
+        parsed, unknown = super().parse_known_args([*self._lower_layers(given), *given], namespace)
+        for name in _LAYERS:  # flags of this parser, not of the command
+            vars(parsed).pop(name, None)
+        return parsed, unknown
 
     @override
     def parse_args(  # type: ignore[override]

@@ -50,6 +50,7 @@ def refused(*argv: str, env=None) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_one_command_starts_a_cluster_that_answers_and_ctrl_c_ends_it(tiny_model):
     port = free_ports(1)[0]
     model = ("--model", str(tiny_model("llama")))

@@ -141,6 +141,7 @@ def assert_gives(url: str, oracle) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_a_cluster_through_shared_memory_gives_the_tokens_of_one_engine(oracle, cluster):
     assert_gives(cluster.url, oracle)
 

@@ -106,6 +106,7 @@ def check_answers(url: str, model) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 @pytest.mark.parametrize("kv", ["real", "none"])
 def test_a_simulated_cluster_loses_a_decode_node_and_no_token(described_model, profile, kv):
     flags = ("--model", str(described_model), *FLAGS, *QUIET, "--verify-kv", "always")

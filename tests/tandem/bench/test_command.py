@@ -153,7 +153,6 @@ async def test_a_stopped_load_says_what_was_measured_and_gives_up_the_rest(
         (("--url", "http://127.0.0.1:1"), 1, "does not answer"),
         (("--url", "nowhere"), 2, "give a URL such as"),
         (("--trace", "/no/such/file"), 2, "No such file"),
-        (("--html", "/no/such/directory/page.html"), 2, "--html /no/such/directory"),
     ],
 )
 async def test_what_cannot_be_is_refused_before_any_load(argv, status, told):
