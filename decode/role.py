@@ -157,7 +157,9 @@ class DecodeRole(Role[_Half]):
     @override
     def fail_all(self, error: TandemError) -> None:
         for half in list(self._by_ticket.values()):
-            if half.active.stage is Stage.RUNNING or half.active.is_begun:
+            # One that ended in the step that failed has lost its last word with it.
+            has_part = half.active.stage in (Stage.RUNNING, Stage.ENDED) or half.active.is_begun
+            if has_part:
                 self._engine.cancel(half.active)
                 self._fail(half, error)
 

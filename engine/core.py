@@ -35,11 +35,14 @@ from tandem.engine.step import (
     StepResult,
     Token,
 )
+from tandem.telemetry.log import get_logger
 from tandem.wire.errors import EngineFailed, InvalidRequest, OutOfPages, Overloaded, TandemError
 from tandem.wire.generation import Finish, GenerateRequest, TokenLogprobs
 
 if TYPE_CHECKING:
     from tandem.engine.grammar_compiler import GrammarCompiler
+
+log = get_logger(__name__)
 
 
 class Engine:
@@ -329,8 +332,12 @@ class Engine:
             try:
                 if not active.is_ready:
                     continue
-            except TandemError as error:
+            except Exception as error:
+                # One that stayed here would fail every step that follows.
                 self._end(active)
+                if not isinstance(error, TandemError):
+                    log.exception("engine.grammar_failed")
+                    error = EngineFailed(f"the grammar cannot be used: {error}")
                 result.failures.append(Failure(active, error))
             else:
                 self._compiling.remove(active)

@@ -166,9 +166,10 @@ class _Rank:
             while not self._is_over:
                 wait([], tiers.wait_s(), self._tier_waker)
                 for event in tiers.events():
-                    self._report("tiers", event)
-        except OSError:
-            return  # rank 0 is gone; the loop ends
+                    try:
+                        self._report("tiers", event)
+                    except OSError:
+                        return  # rank 0 is gone; the loop ends
         except BaseException:
             # As with an error in the loop: pages that rank 0 holds for this rank would be held for good.
             log.exception("rank.tiers_failed", effect="the rank ends")
@@ -180,13 +181,15 @@ class _Rank:
         thread.join()
 
     def _read(self) -> None:
-        for call in received(self._link):
-            self._calls.append(call)
+        try:
+            for call in received(self._link):
+                self._calls.append(call)
+                self._waker.wake()
+        finally:
+            self._is_over = True
             self._waker.wake()
-        self._is_over = True
-        self._waker.wake()
-        # A forward that waits for a rank that is gone may never return.
-        end_process_after(END_TIMEOUT_S)
+            # A forward that waits for a rank that is gone may never return.
+            end_process_after(END_TIMEOUT_S)
 
 
 if __name__ == "__main__":

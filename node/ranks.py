@@ -117,15 +117,20 @@ class RankProcess:
 
     def _read(self) -> None:
         error: TandemError | None = None
-        for source, event in received(self._link):
-            if source == "ready":
-                self.bootstrap_port = event
-                self.is_ready.set()
-            elif source == "failed":
-                error = event
-            else:
-                self._events[source].append(event)
-                self._heard()
+        try:
+            for source, event in received(self._link):
+                if source == "ready":
+                    self.bootstrap_port = event
+                    self.is_ready.set()
+                elif source == "failed":
+                    error = event
+                else:
+                    self._events[source].append(event)
+                    self._heard()
+        except Exception as broken:  # its next message may depend on one that cannot be read
+            log.exception("rank.message_unreadable", rank=self.rank, effect="the node ends")
+            error = EngineFailed(f"rank {self.rank} sent a message that cannot be read: {broken!r}")
+            self._process.kill()
         if not self._is_closing:
             status = self._process.wait()
             self._ended(error or EngineFailed(f"rank {self.rank} ended with status {status}"))

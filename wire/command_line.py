@@ -70,7 +70,8 @@ class Parser(argparse.ArgumentParser):
         self._add_negations()
         parsed, unknown = super().parse_known_args([*self._lower_layers(given), *given], namespace)
         for name in _LAYERS:  # flags of this parser, not of the command
-            vars(parsed).pop(name, None)
+            if hasattr(parsed, name):
+                delattr(parsed, name)
         return parsed, unknown
 
     @override
