@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 from tandem.node.checkpoint import resolve_model
@@ -40,6 +41,14 @@ def pytest_itemcollected(item):
 def pytest_collection_finish():
     """Look for what can go again."""
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before():
+    """Undo what a test made of the log: its stream is closed with the test."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 @pytest.fixture(scope="session")

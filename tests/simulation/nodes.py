@@ -77,7 +77,7 @@ class OneSidedListener(LoopbackListener):
         (node,) = [node for node in world.nodes if node.process is self.process]
         pages = touched_pages(plan.destination_offset, plan.size_bytes, self._pool.page_bytes)
         for page in set(pages.tolist()):
-            state, owner = node.engine.cache._pool.state(page), self._owners.get(page)
+            state, owner = node.engine.cache.state(page), self._owners.get(page)
             is_right = owner == room and state in (PageState.GRANTED, PageState.QUARANTINED)
             world.check(is_right, f"room {room} writes into page {page}, {state} of room {owner}")
         yield self._pool.region

@@ -232,7 +232,7 @@ def test_ctrl_c_in_the_middle_of_measuring_leaves_no_process_behind():
         (("--transfer-backend", "pigeon"), "no transport 'pigeon' is installed; there are: shm"),
         (("--node", "10.0.0.1:7000"), "is not a node's URL"),
         (("--port", "70000"), "give 1 to 65535"),
-        (("--page-size", "0"), "--page-size is 0"),
+        (("--page-size", "0"), "--page-size/--block-size is 0"),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_to_give(argv, words):

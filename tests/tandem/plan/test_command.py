@@ -132,7 +132,8 @@ def test_the_commands_of_a_check_are_printed_and_parse(node, tmp_path, capsys):
     args, rest = commands["up"].parse_known_args(up)
     assert (args.prefills, args.decodes) == (5, 1)
     for role in ("prefill", "decode"):
-        assert commands[role].parse_args(rest).max_total_tokens == 100_000
+        given = vars(commands[role].parse_args(rest))
+        assert given["engine.max_total_tokens"] == 100_000
 
 
 @pytest.mark.slow
