@@ -36,6 +36,10 @@ DOCUMENT: web.AppKey[Callable[[], dict[str, Any]]] = web.AppKey("document")
 PAGE: web.AppKey[Callable[[], web.Response]] = web.AppKey("page")
 
 
+# What a request of `/abort_request` asked for, once it is checked.
+ABORTED = "tandem.aborted"
+
+
 class AbortBody(Body):
     """`/abort_request`."""
 
@@ -187,20 +191,11 @@ async def flush_cache(request: web.Request) -> web.Response:
 
 async def abort_request(request: web.Request) -> web.Response:
     """End a request by the id its client gave; an unknown one is no error. Operators may end all."""
-    return await _abort(request, is_trusted=False)
-
-
-async def abort_for_sibling(request: web.Request) -> web.Response:
-    """End requests here that another edge worker of this router was allowed to end."""
-    return await _abort(request, is_trusted=True)
-
-
-async def _abort(request: web.Request, *, is_trusted: bool) -> web.Response:
     edge = request.app[EDGE]
     body = await edge.read(await request.read(), lambda data: validate(AbortBody, data))
+    request[ABORTED] = body
     if body.abort_all:
-        if not is_trusted:
-            require_operator(request)
+        require_operator(request)
         return json_response(answers.Aborted(await edge.abort_all()))
     if not body.rid:
         raise InvalidRequest("rid: is missing")

@@ -34,6 +34,10 @@ MAX_STEP_S = 86_400.0
 MAX_DRAIN_S = 86_400.0
 
 
+def _host_tier(unit: str, size: str) -> str:
+    return f"host:{float(size):g}{unit}" if float(size) else ""
+
+
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How KV moves.
 
@@ -132,9 +136,13 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
             "fastest first; see `tandem docs tiers`",
             # SGLang's and vLLM's names for the host's memory.
             aliases={
-                "--hicache-size": lambda size: f"host:{float(size):g}GB",
-                "--kv-offloading-size": lambda size: f"host:{float(size):g}GiB",
+                "--hicache-size": partial(_host_tier, "GB"),
+                "--kv-offloading-size": partial(_host_tier, "GiB"),
             },
+            # A host tier is the fastest, and these flags do not give its place. An empty one is none.
+            parse=lambda specs: tuple(
+                sorted(filter(None, specs), key=lambda spec: not spec.startswith("host:"))
+            ),
         ),
     ] = ()
     timeout_s: Annotated[

@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from tandem.frontend.options import HttpOptions, with_files
-from tandem.router.config import PrefillTarget, RouterConfig, prefill_targets, read_bootstrap_ports
+from tandem.router.config import (
+    KubernetesTarget,
+    PrefillTarget,
+    RouterConfig,
+    prefill_targets,
+    read_bootstrap_ports,
+)
 from tandem.wire.command_line import HelpFormatter, Parser
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.options import add_flags, read_flags
@@ -118,23 +124,23 @@ def parse(argv: Sequence[str], prog: str = "tandem lb") -> RouterConfig:
         SystemExit: A wrong flag (2), or --help (0).
     """
     args = build_parser(prog).parse_args(argv)
-    config = read_flags(
+    pods = read_flags(KubernetesTarget, args, prefix="kubernetes.")
+    if pods.is_on != bool(pods.prefill_selector or pods.decode_selector):
+        raise ConfigInvalid(
+            "--discover-kubernetes goes with --kubernetes-prefill-selector or "
+            "--kubernetes-decode-selector: give the labels of the pods that are nodes",
+            topic="membership#kubernetes",
+        )
+    return read_flags(
         RouterConfig,
         args,
+        kubernetes=pods if pods.is_on else None,
         prefills=_with_ports(
             prefill_targets(args.prefills), read_bootstrap_ports(args.bootstrap_ports)
         ),
         http=with_files(read_flags(HttpOptions, args, prefix="http.")),
         ignored_flags=tuple(dict.fromkeys(args.ignored)),
     )
-    pods = config.kubernetes
-    if pods is not None and pods.is_on != bool(pods.prefill_selector or pods.decode_selector):
-        raise ConfigInvalid(
-            "--discover-kubernetes goes with --kubernetes-prefill-selector or "
-            "--kubernetes-decode-selector: give the labels of the pods that are nodes",
-            topic="membership#kubernetes",
-        )
-    return config
 
 
 def _with_ports(

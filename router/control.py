@@ -10,7 +10,6 @@ One edge worker reaches the others through the parent: its `Ask` is sent on to e
 """
 
 import asyncio
-import contextlib
 import itertools
 import os
 import socket
@@ -151,9 +150,13 @@ async def opened(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.Str
 
 async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     """Yield lines until the far side ends. The last one of a process that was killed may be cut off."""
-    with contextlib.suppress(ConnectionError):
+    try:
         while (received := await reader.readline()).endswith(b"\n"):
             yield received
+    except ConnectionError:
+        return
+    except ValueError:  # a line beyond the limit: only this link ends
+        log.exception("edge_worker.line_too_long", limit_bytes=LINE_LIMIT_BYTES)
 
 
 class _Questions(Generic[T]):

@@ -103,6 +103,7 @@ class Attempt:
     ) -> None:
         self._progress, self._pair = progress, pair
         self._prefill: Work | None = None
+        self._is_ended_by_prefill = False
         self._arrived: deque[tuple[str, TokenDelta]] = deque()
         self._is_decoding = False
         request, decode = progress.remaining(), cluster.node(pair.decode)
@@ -131,6 +132,8 @@ class Attempt:
             if delta.phases:
                 self._progress.trail.heard(delta.phases, node)
             if new := self._progress.accept(delta):
+                is_prefills = self._prefill is not None and node == self._pair.prefill
+                self._is_ended_by_prefill = new.finish is not None and is_prefills
                 return new
         return None
 
@@ -144,7 +147,7 @@ class Attempt:
 
     def close(self) -> None:
         """Give back the shares of both nodes; cancel what still runs. Safe to call twice."""
-        if self._prefill is not None and self._progress.is_finished:
+        if self._prefill is not None and self._is_ended_by_prefill:
             # Decode does not know a finish that came from prefill: it is cancelled.
             self._prefill.done()
         self._works.close()

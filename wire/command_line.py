@@ -148,12 +148,12 @@ class Parser(argparse.ArgumentParser):
         """Let `--no-x` take back an `--x` of a lower layer."""
         for action in list(self._actions):
             name = _name_of(action)
-            is_switch = action.nargs == 0 and action.const is True
+            is_switch = action.nargs == 0 and isinstance(action.const, bool)
             if is_switch and f"--no-{name}" not in self._option_string_actions:
                 self.add_argument(
                     f"--no-{name}",
                     dest=action.dest,
-                    action="store_false",
+                    action="store_false" if action.const else "store_true",
                     default=argparse.SUPPRESS,
                     help=argparse.SUPPRESS,
                 )
@@ -164,7 +164,8 @@ class Parser(argparse.ArgumentParser):
         words: list[str] = []
         for action in self._layered_actions():
             variable = _variable_of(action)
-            if action.dest not in taken and (text := self._environment.get(variable)) is not None:
+            # Empty is not set: as compose files and scripts pass on what nobody gave.
+            if action.dest not in taken and (text := self._environment.get(variable)):
                 taken.add(action.dest)
                 words += self._words_of(action, _typed(action, text, variable, self), variable)
         for name, value in self._config_file(given).items():
@@ -202,9 +203,13 @@ class Parser(argparse.ArgumentParser):
         try:
             text = Path(path).read_text(encoding="utf-8")
             read = tomllib.loads(text) if path.endswith(".toml") else yaml.safe_load(text)
-        except (OSError, UnicodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
-            reason = " ".join(str(error).split())
-            self.error(f"--config {path}: {reason}")
+        except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
+            self.error(f"--config {path}: {error}")
+        except yaml.YAMLError as error:
+            # Without the text of the line: it may be a secret.
+            mark = getattr(error, "problem_mark", None)
+            where = "" if mark is None else f" in line {mark.line + 1}"
+            self.error(f"--config {path}: not YAML{where}: {getattr(error, 'problem', '')}")
         if read is None:
             return {}
         if not isinstance(read, dict) or not all(isinstance(key, str) for key in read):
@@ -220,6 +225,8 @@ class Parser(argparse.ArgumentParser):
             if not value:
                 return []
             return [name]
+        if value is False and "off" in (action.choices or ()):
+            value = "off"  # as YAML reads it
         values = value if isinstance(value, list) else [value]
         if any(isinstance(each, dict) for each in values):
             self.error(f"{where}: give a value or a list")
@@ -283,4 +290,7 @@ def _typed(action: argparse.Action, text: str, variable: str, parser: Parser) ->
             parser.error(f"{variable} is {text!r}: give 1 or 0")
         return text.lower() in _TRUE
     is_repeated = isinstance(action.default, list) or action.nargs in ("+", "*")
-    return shlex.split(text) if is_repeated else text
+    try:
+        return shlex.split(text) if is_repeated else text
+    except ValueError as error:
+        parser.error(f"{variable}: {error}")

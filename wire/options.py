@@ -189,7 +189,8 @@ def _add(group: Any, option: Option, default: Any) -> None:
 def _value(option: Option, value: Any) -> Any:
     flag = option.flag
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if not (math.isfinite(value) and flag.ge <= value <= flag.le):
+        is_number = isinstance(value, int) or math.isfinite(value)
+        if not (is_number and flag.ge <= value <= flag.le):
             raise ConfigInvalid(f"{'/'.join(flag.names)} is {value:g}: give {_bounds(flag)}")
         if flag.scale != 1:
             value = value * flag.scale

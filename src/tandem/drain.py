@@ -56,6 +56,7 @@ def build_parser() -> Parser:
     """Return the parser."""
     parser = Parser(
         "tandem drain",
+        environment={},  # TANDEM_API_KEY is a client's key, and this command needs the operator's
         description="Have a node take nothing new, wait for what it has, and say when it is empty.",
         epilog=EXAMPLES,
     )

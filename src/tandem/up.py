@@ -21,6 +21,8 @@ from rich.text import Text
 
 from tandem.node.config import NodeConfig
 from tandem.node.flags import add_simulation_flags
+from tandem.node.flags import build_parser as build_node_parser
+from tandem.router.arguments import build_parser as build_router_parser
 from tandem.router.arguments import parse
 from tandem.router.config import RouterConfig
 from tandem.wire.command_line import HelpFormatter, Parser, split_flags
@@ -182,6 +184,10 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--prefills and --decodes are at least 1")
     ports = free_ports(2 * args.prefills + args.decodes)
     processes = members(parser, argv, ports, os.cpu_count() or 1)
+    # This command gave each process its flags; a variable would give the router's to nodes, too.
+    others = (build_node_parser("tandem up", "prefill", "", 0), build_router_parser())
+    for variable in set().union(*(each.variables() for each in (parser, *others))):
+        os.environ.pop(variable, None)
     try:
         router = parse(processes[-1].argv[1:])
     except ConfigInvalid as error:
@@ -191,9 +197,6 @@ def main(argv: Sequence[str]) -> int:
             "--ssl-ca-certs: this command has no certificate with which to ask its own router whether it "
             "serves; start prefill, decode and lb one by one"
         )
-    # This command gave each process its flags; a variable would give the router's to nodes, too.
-    for variable in parser.variables():
-        os.environ.pop(variable, None)
     cluster = Cluster(processes, Console(highlight=False))
     status: int = uvloop.run(cluster.run(router.host, router.port, router.http.scheme))
     return status
