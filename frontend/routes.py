@@ -36,15 +36,15 @@ DOCUMENT: web.AppKey[Callable[[], dict[str, Any]]] = web.AppKey("document")
 PAGE: web.AppKey[Callable[[], web.Response]] = web.AppKey("page")
 
 
-# What a request of `/abort_request` asked for, once it is checked.
-ABORTED = "tandem.aborted"
-
-
 class AbortBody(Body):
     """`/abort_request`."""
 
     rid: Annotated[str, Field(max_length=512)] = ""
     abort_all: bool = False
+
+
+# What a request of `/abort_request` asked for, once it is checked.
+ABORTED = web.RequestKey("ABORTED", AbortBody)
 
 
 def _health_response(health: Health) -> web.Response:

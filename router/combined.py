@@ -19,7 +19,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from tandem.frontend.edge import EDGE
 from tandem.frontend.middleware import json_response
-from tandem.frontend.routes import ABORTED, AbortBody
+from tandem.frontend.routes import ABORTED
 from tandem.router.control import Answers, Kind, ParentLink, Status
 from tandem.router.metrics import render_pool
 from tandem.router.nodes_api import NODES_ROUTE, NodesApi
@@ -73,7 +73,7 @@ def answering(link: ParentLink, metrics_directory: str) -> Middleware:
             text = render_pool(metrics_directory, loads, lambda: _pids(workers))
             return web.Response(text=text, content_type="text/plain", charset="utf-8")
         if request.path == ABORT_ROUTE:
-            asked: AbortBody = request[ABORTED]  # not its raw body, which may be of any size
+            asked = request[ABORTED]  # not its raw body, which may be of any size
             wanted = _Abort(asked.rid, asked.abort_all)
             others = await link.ask("abort", msgspec.json.encode(wanted).decode())
             return json_response(merge_abort(_read(own), others))

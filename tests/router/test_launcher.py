@@ -91,7 +91,7 @@ async def test_a_router_that_may_open_too_few_files_warns_at_its_start():
             sys.executable,
             "-P",
             "-m",
-            "router",
+            "tandem.router",
             "--port",
             "0",
             *NOWHERE,
