@@ -129,11 +129,9 @@ def test_the_commands_of_a_check_are_printed_and_parse(node, tmp_path, capsys):
     (_, _, *up), (_, _, *bench) = lines
     commands = parsers()
     assert commands["bench"].parse_args(bench).trace == tmp_path / "load.jsonl"
-    args, rest = commands["up"].parse_known_args(up)
-    assert (args.prefills, args.decodes) == (5, 1)
-    for role in ("prefill", "decode"):
-        given = vars(commands[role].parse_args(rest))
-        assert given["engine.max_total_tokens"] == 100_000
+    given = vars(commands["up"].parse_args(up))
+    assert (given["prefills"], given["decodes"]) == (5, 1)
+    assert given["engine.max_total_tokens"] == 100_000
 
 
 @pytest.mark.slow
