@@ -8,7 +8,8 @@ from tandem.wire.keys import operator_key
 def test_every_command_takes_the_clusters_secret_from_a_file(tmp_path, monkeypatch, capsys):
     file = tmp_path / "key"
     file.write_text("s3cret\n")
-    monkeypatch.delenv("TANDEM_CLUSTER_KEY", raising=False)
+    # The command sets it. Set it first, so that it is taken back after this test.
+    monkeypatch.setenv("TANDEM_CLUSTER_KEY", "")
     monkeypatch.setenv("TANDEM_CLUSTER_KEY_FILE", str(file))
     monkeypatch.setattr("sys.argv", ["tandem", "operator-key"])
     assert main() == 0
