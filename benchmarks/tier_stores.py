@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import redis
+from tandem.wire.prefixes import PageKey, PageSpace, page_keys
 
 from benchmarks.rig import parse, parser_of, result
 from tandem.kvtier.disk import DiskTier
@@ -34,7 +35,6 @@ from tandem.kvtier.memory import copy_page, views_of
 from tandem.kvtier.redis import RedisTier
 from tandem.kvtier.store_url import parse_redis_url
 from tandem.kvtier.tier import Tier
-from tandem.wire.page_keys import PageKey, PageSpace, page_keys
 
 PAGE_BYTES, PAGE_SIZE = 2 << 20, 16
 SPACE = PageSpace("benchmark", "bfloat16", PAGE_SIZE)

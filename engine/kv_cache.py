@@ -19,11 +19,10 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
 import msgspec
+from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal
 from typing_extensions import override
 
 from tandem.engine.prefix_cache import MissingPages, PrefixCache, PrefixMatch
-from tandem.wire.page_keys import PageKey, PageSpace
-from tandem.wire.prefix_journal import PrefixJournal
 
 
 class PageState(Enum):

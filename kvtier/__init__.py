@@ -8,5 +8,5 @@
  spec.py    `--kv-tier host:8GiB`, read
 ```
 
-It is given the pool's bytes (`PoolPages`) and keys (`tandem.wire.page_keys`); it knows no model, no request, no tensor.
+It is given the pool's bytes (`PoolPages`) and keys (`tandem.wire.prefixes`); it knows no model, no request, no tensor.
 """

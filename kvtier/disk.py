@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import random
 
+from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal
 from typing_extensions import override
 
 from tandem.kvtier.disk_files import EntryCorrupted, PageFile, find_directory
@@ -30,8 +31,6 @@ from tandem.kvtier.tier import PoolPages, TierFailed
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.messages import TierLoad
-from tandem.wire.page_keys import PageKey, PageSpace
-from tandem.wire.prefix_journal import PrefixJournal
 
 log = get_logger("kvtier.disk")
 

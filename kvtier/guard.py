@@ -22,13 +22,13 @@ from functools import partial
 from random import random
 from typing import Any, Generic, TypeVar
 
+from tandem.wire.prefixes import PageKey
 from typing_extensions import override
 
 from tandem.kvtier.cost import CostMeter
 from tandem.kvtier.memory import PageRun
 from tandem.kvtier.tier import Loan, Tier, TierFailed
 from tandem.telemetry.log import get_logger
-from tandem.wire.page_keys import PageKey
 
 log = get_logger("kvtier.stack")
 

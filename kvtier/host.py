@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal
 from typing_extensions import override
 
 from tandem.kvtier.memory import copy_page, views_of
@@ -23,8 +24,6 @@ from tandem.kvtier.spec import TierSpec
 from tandem.kvtier.tier import PoolPages
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.messages import TierLoad
-from tandem.wire.page_keys import PageKey, PageSpace
-from tandem.wire.prefix_journal import PrefixJournal
 
 
 def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> "HostTier":

@@ -4,10 +4,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from tandem.wire.prefixes import PageKey
 from typing_extensions import override
 
 from tandem.kvtier.tier import Loan
-from tandem.wire.page_keys import PageKey
 
 # One allocation. Pinning memory takes longer than filling it, so pieces are made together and kept.
 SLAB_BYTES = 16 << 20

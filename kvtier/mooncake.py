@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from mooncake.store import MooncakeDistributedStore
+from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal
 from typing_extensions import override
 
 from tandem.kvtier.entry import STORE_HEADER_BYTES, KnownPages, is_entry_of, store_header
@@ -25,8 +26,6 @@ from tandem.kvtier.store_url import MooncakeAddress, parse_mooncake_url
 from tandem.kvtier.tier import PoolPages, TierFailed
 from tandem.telemetry.log import get_logger
 from tandem.wire.messages import TierLoad
-from tandem.wire.page_keys import PageKey, PageSpace
-from tandem.wire.prefix_journal import PrefixJournal
 
 log = get_logger("kvtier.mooncake")
 

@@ -26,6 +26,7 @@ from typing import Any, cast
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal
 from typing_extensions import override
 
 from tandem.kvtier.entry import STORE_HEADER_BYTES, KnownPages, is_entry_of, store_header
@@ -35,8 +36,6 @@ from tandem.kvtier.store_url import RedisAddress, parse_redis_url
 from tandem.kvtier.tier import PoolPages, TierFailed
 from tandem.telemetry.log import get_logger
 from tandem.wire.messages import TierLoad
-from tandem.wire.page_keys import PageKey, PageSpace
-from tandem.wire.prefix_journal import PrefixJournal
 
 log = get_logger("kvtier.redis")
 

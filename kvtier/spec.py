@@ -15,12 +15,12 @@ from importlib import import_module
 from typing import cast
 
 import msgspec
+from tandem.wire.prefixes import PageSpace
 from typing_extensions import override
 
 from tandem.kvtier.store_url import REDIS_SCHEMES, parse_mooncake_url, parse_redis_url
 from tandem.kvtier.tier import PoolPages, Tier
 from tandem.wire.errors import ConfigInvalid
-from tandem.wire.page_keys import PageSpace
 
 _EXAMPLES = (
     "give host:SIZE, disk:PATH:SIZE or the URL of a store, "

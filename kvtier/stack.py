@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from tandem.wire.prefixes import PageKey, PrefixJournal
 
 from tandem.kvtier.cost import Mean, TierCost
 from tandem.kvtier.events import Fetched, Placed, Saved, TierEvent
@@ -33,8 +34,6 @@ from tandem.kvtier.tier import PoolPages, Tier, TierFailed
 from tandem.telemetry.log import get_logger
 from tandem.wire.channel import Waker
 from tandem.wire.messages import TierLoad
-from tandem.wire.page_keys import PageKey
-from tandem.wire.prefix_journal import PrefixJournal
 
 log = get_logger("kvtier.stack")
 

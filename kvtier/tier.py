@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from tandem.wire.prefixes import PageKey, PrefixJournal
+
 from tandem.wire.errors import TandemError
 from tandem.wire.messages import TierLoad
-from tandem.wire.page_keys import PageKey
-from tandem.wire.prefix_journal import PrefixJournal
 
 
 class TierFailed(TandemError):

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+from tandem.wire.prefixes import PageKey
 from typing_extensions import override
 
 from tandem.engine.core import Engine
@@ -31,7 +32,6 @@ from tandem.node.config import TierConfig
 from tandem.node.tiers import LOOKING_SHARE, Tiers
 from tandem.telemetry.histogram import Histogram, Spread
 from tandem.wire.messages import TierLoad
-from tandem.wire.page_keys import PageKey
 
 # Pages of one save: a copy of them is short, and a put of them worth a round trip.
 _SAVED_TOGETHER = 64

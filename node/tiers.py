@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from tandem.wire.prefixes import PageKey, PrefixJournal, shard_key
 from typing_extensions import override
 
 from tandem.engine.shape import ModelShape
@@ -30,8 +31,6 @@ from tandem.node.pool import pool_pages
 from tandem.telemetry.log import get_logger
 from tandem.wire.channel import Waker
 from tandem.wire.messages import TierLoad
-from tandem.wire.page_keys import PageKey, shard_key
-from tandem.wire.prefix_journal import PrefixJournal
 
 log = get_logger(__name__)
 

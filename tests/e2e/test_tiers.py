@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tandem.wire.prefixes import PageSpace, page_keys, shard_key
 
 from tandem.kvtransfer.region import SHM_DIR
 from tandem.up import free_ports
 from tandem.wire.generation import SamplingParams
-from tandem.wire.page_keys import PageSpace, page_keys, shard_key
 from tests.e2e.cluster import (
     START_TIMEOUT_S,
     Process,

@@ -10,6 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from hypothesis import given
 from hypothesis import strategies as st
+from tandem.wire.prefixes import BLOCK_TOKENS, MAX_BLOCKS, PrefixJournal, block_names, pack_names
 
 from tandem.router.backend import ClusterBackend
 from tandem.router.cluster import Cluster
@@ -19,8 +20,6 @@ from tandem.router.policies import POLICIES
 from tandem.router.policy import NodeSnapshot
 from tandem.router.prefixes import MAX_TIERS, UNKNOWN_SHARE, KnownPrefixes, share_saved
 from tandem.wire.messages import CacheReport, NodeLoad, StartPrefill, TierLoad
-from tandem.wire.prefix_blocks import BLOCK_TOKENS, MAX_BLOCKS, block_names, pack_names
-from tandem.wire.prefix_journal import PrefixJournal
 from tests.router.fake_node import FakeNode, request, until
 from tests.router.test_policy import asking, chosen, decode, node, prefill
 
