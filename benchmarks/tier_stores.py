@@ -31,8 +31,7 @@ from tandem.kvtier.disk import DiskTier
 from tandem.kvtier.entry import FILE_HEADER_BYTES, STORE_HEADER_BYTES
 from tandem.kvtier.host import HostTier
 from tandem.kvtier.memory import copy_page, views_of
-from tandem.kvtier.redis import RedisTier
-from tandem.kvtier.store_url import parse_redis_url
+from tandem.kvtier.redis import RedisTier, parse_url
 from tandem.kvtier.tier import Tier
 from tandem.wire.page_keys import PageKey, PageSpace, page_keys
 
@@ -79,7 +78,7 @@ def get(tier: Tier, keys: Sequence[PageKey], pool: Pool | None) -> None:
         assert len(loan.pages) == len(some)
         if pool is not None:
             pool.write(range(first, first + len(some)), loan.pages)
-        loan.close()
+        loan.release()
 
 
 def bare_read(paths: Sequence[Path], into: Sequence[memoryview]) -> None:
@@ -183,7 +182,7 @@ def main() -> None:
         read = measure(reads, args.rounds, num_bytes, time.thread_time)
         disk.close()
     with redis_server(args.server) as path:
-        tier = RedisTier("redis", parse_redis_url(f"unix://{path}"), source, SPACE, timeout_s=30)
+        tier = RedisTier("redis", parse_url(f"unix://{path}"), source, SPACE, timeout_s=30)
         tier.put(keys, source.pages)
         client = redis.Redis(unix_socket_path=str(path))
         names = [f"tandem:kv:1:{key.digest.hex()}".encode() for key in keys]

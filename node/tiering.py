@@ -25,8 +25,8 @@ from typing_extensions import override
 from tandem.engine.core import Engine
 from tandem.engine.prefix_cache import MissingPages
 from tandem.engine.request import ActiveRequest
-from tandem.kvtier.events import Fetched, Placed, Saved
 from tandem.kvtier.spec import parse_tiers
+from tandem.kvtier.stack import Fetched, Placed, Saved
 from tandem.node.config import TierConfig
 from tandem.node.tiers import LOOKING_SHARE, Tiers
 from tandem.telemetry.histogram import Histogram, Spread

@@ -20,10 +20,8 @@ import msgspec
 from typing_extensions import override
 
 from tandem.engine.shape import ModelShape
-from tandem.kvtier.cost import TierCost
-from tandem.kvtier.events import Fetched, Placed, Saved, TierEvent
 from tandem.kvtier.spec import make_tier, parse_tiers
-from tandem.kvtier.stack import TierStack
+from tandem.kvtier.stack import Fetched, Placed, Saved, TierCost, TierEvent, TierStack
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.node.config import NodeConfig
 from tandem.node.pool import pool_pages

@@ -5,8 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tandem.kvtier.events import Fetched, Placed, Saved
-from tandem.kvtier.stack import TierCost
+from tandem.kvtier.stack import Fetched, Placed, Saved, TierCost
 from tandem.node.tiers import RankTiers
 from tandem.wire.messages import TierLoad
 from tandem.wire.page_keys import PageKey
