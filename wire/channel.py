@@ -52,7 +52,7 @@ class Envelope(Generic[In]):
     message: In
 
 
-def new_socket(kind: int) -> zmq.Socket[bytes]:
+def _new_socket(kind: int) -> zmq.Socket[bytes]:
     """Return a socket of the context that all links of this process share."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     # Looked at when the first socket is made. Its default ends at 341 links.
@@ -60,17 +60,10 @@ def new_socket(kind: int) -> zmq.Socket[bytes]:
     return context.socket(kind)
 
 
-def why(error: zmq.ZMQError) -> str:
+def _why(error: zmq.ZMQError) -> str:
     """Return why a socket cannot be made, bound or connected, and what helps."""
     is_limit = error.errno in (errno.EMFILE, errno.ENFILE)
     return f"{error.strerror}: {REMEDY}" if is_limit else str(error.strerror)
-
-
-def check_resolved(address: str) -> None:
-    """Raise ValueError for an address that libzmq would have to resolve."""
-    scheme, _, place = address.partition("://")
-    if scheme == "tcp" and not is_address(place.rpartition(":")[0]):
-        raise ValueError(f"resolve the name in {address} before you connect a link to it")
 
 
 def configure(
@@ -136,17 +129,15 @@ class Inbox(Generic[In]):
         self.num_invalid = 0
         try:
             with contextlib.ExitStack() as undo:
-                self.socket = undo.enter_context(new_socket(zmq.ROUTER))
+                self.socket = undo.enter_context(_new_socket(zmq.ROUTER))
                 configure(self.socket, key, heartbeat, is_server=True)
-                self._handshakes = Handshakes(
-                    self.socket, has_key=key is not None, events=zmq.EVENT_CLOSED
-                )
+                self._handshakes = Handshakes(self.socket, has_key=key is not None)
                 undo.callback(self._handshakes.close)
                 self.socket.bind(address)
                 undo.pop_all()
         except zmq.ZMQError as error:
             raise ConfigInvalid(
-                f"cannot listen on {address}: {why(error)}; choose another port or address"
+                f"cannot listen on {address}: {_why(error)}; choose another port or address"
             ) from error
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -200,7 +191,7 @@ class Inbox(Generic[In]):
             return
         # A socket that is closed is unbound some time later.
         self.socket.unbind(self.address)
-        self._handshakes.wait_for(zmq.EVENT_CLOSED, UNBIND_TIMEOUT_S)
+        self._handshakes.wait_closed(UNBIND_TIMEOUT_S)
         self._handshakes.close()
         self.socket.close(linger=0)
 
@@ -215,7 +206,10 @@ class Link(Generic[In]):
     """The connecting end, for a plain loop.
 
     Args:
-        address: Without a name of a host; see `tandem.wire.hosts.resolve`.
+        address: Without a name of a host; see `resolve`.
+
+    Attributes:
+        handshakes: What libzmq reports of the connection.
 
     Raises:
         PeerLost: The address cannot be one, or this process may open no more. That nobody answers
@@ -229,25 +223,27 @@ class Link(Generic[In]):
         key: ChannelKey | None = None,
         heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
     ) -> None:
-        check_resolved(address)
+        scheme, _, place = address.partition("://")
+        if scheme == "tcp" and not is_address(place.rpartition(":")[0]):
+            raise ValueError(f"resolve the name in {address} before you connect a link to it")
         self._codec: Codec[In] = Codec(incoming)
         self.address = address
         try:
             with contextlib.ExitStack() as undo:
-                self.socket = undo.enter_context(new_socket(zmq.DEALER))
+                self.socket = undo.enter_context(_new_socket(zmq.DEALER))
                 configure(self.socket, key, heartbeat, is_server=False)
-                self._handshakes = Handshakes(self.socket, has_key=key is not None)
-                undo.callback(self._handshakes.close)
+                self.handshakes = Handshakes(self.socket, has_key=key is not None)
+                undo.callback(self.handshakes.close)
                 self.socket.connect(address)
                 undo.pop_all()
         except zmq.ZMQError as error:
-            raise PeerLost(f"cannot connect to {address}: {why(error)}") from error
+            raise PeerLost(f"cannot connect to {address}: {_why(error)}") from error
 
     @property
     def refusal(self) -> str:
         """Why the last handshake failed; empty when none did."""
-        self._handshakes.look()
-        return self._handshakes.reason
+        self.handshakes.look()
+        return self.handshakes.reason
 
     def receive(self) -> In | None:
         """Return the next message, or None when there is none now. Invalid bytes are passed over."""
@@ -274,7 +270,7 @@ class Link(Generic[In]):
 
     def close(self) -> None:
         """Close the socket and forget unsent messages. Safe to call twice."""
-        self._handshakes.close()
+        self.handshakes.close()
         self.socket.close(linger=0)
 
 
