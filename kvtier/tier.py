@@ -13,11 +13,8 @@ from tandem.wire.prefix_journal import PrefixJournal
 NEVER_S = math.inf
 
 
-class TierFailed(TandemError):
+class TierFailed(TandemError, code="tier_failed", status=503):
     """A tier is away, slow or rejects calls. The node retries it later; no request fails."""
-
-    code = "tier_failed"
-    status = 503
 
 
 class PoolPages(Protocol):

@@ -7,7 +7,7 @@ import zmq
 
 from tandem.wire.channel import Link, tcp_address
 from tandem.wire.codec import In
-from tandem.wire.errors import ChannelClosed, PeerLost
+from tandem.wire.errors import PeerLost
 from tandem.wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from tandem.wire.hosts import resolve
 from tandem.wire.keys import ChannelKey
@@ -75,13 +75,13 @@ class AsyncLink(Generic[In]):
         """Return every message that has arrived, at least one. Invalid bytes are passed over.
 
         Raises:
-            ChannelClosed: `close` was called.
+            PeerLost: `close` was called.
         """
         # One that is slower than its peer finds something each time, and others must run all the same.
         await asyncio.sleep(0)
         while True:
             if self._link.socket.closed:
-                raise ChannelClosed(f"link to {self.address} was closed")
+                raise PeerLost(f"link to {self.address} was closed")
             self._arrived.clear()
             messages: list[In] = []
             while len(messages) < MAX_DRAINED and (message := self._link.receive()) is not None:
