@@ -74,9 +74,8 @@ class LogprobsWanted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Log-probabilities that come with the tokens, of the model's own distribution.
 
     Attributes:
-        num_top: How many of the likeliest tokens to tell beside the chosen one; 0 tells none.
-        prompt_start: First prompt position that is told of; -1 tells of none. Position 0 has no
-            probability: nothing stands before it.
+        num_top: How many of the likeliest tokens to report beside the chosen one.
+        prompt_start: First prompt position that is reported; -1: none. Position 0 has no probability.
     """
 
     num_top: int = 0
@@ -107,11 +106,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
             first to be retracted.
         group: Requests of one group have the same prompt and go to the same pair, which computes it
             once. Empty: a group of its own.
-        session: What clients call the conversation that this is one turn of. For the router, which does
-            not send it on.
+        session: What clients call the conversation that this is one turn of. Never sent to nodes.
         logprobs: None: not wanted.
-        client: Whose it is: a short name of an API key, which does not tell the key. Known to the
-            router alone and never sent to nodes.
+        client: A short name of an API key, which does not reveal the key. Never sent to nodes.
         deadline_s: Seconds left, when this was sent, in which it is worth starting; None: always.
     """
 
@@ -133,8 +130,8 @@ class Phase(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         name: See `tandem.frontend.timings`, which has all of them.
-        start_s: Since whoever tells of it took the request, by its own clock.
-        node: URL; empty where it is clear who tells, or the router itself.
+        start_s: Since the reporter took the request, by its own clock.
+        node: URL; empty where the reporter is clear, or the router itself.
     """
 
     name: str

@@ -42,9 +42,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
         engine_port: Where its engine's inbox listens for edge workers.
         bootstrap_port: Where a prefill listens for grants; None on other roles.
         max_prompt_tokens: The longest prompt its pool can ever hold.
-        tp_size: Processes that share its model; 0: an older node, which does not tell.
-        heartbeat_interval_ms: Of its links (`--heartbeat-interval-ms`); 0: an older node, which does not tell.
-        zone: Where it stands, as operators name it.
+        tp_size: Processes that share its model; 0: an older node, which does not report it.
+        heartbeat_interval_ms: Of its links (`--heartbeat-interval-ms`); 0: an older node.
         transports: By which its KV may move, best first; empty on other roles and older nodes.
         is_draining: It takes nothing new; what runs on it goes on.
         zone: Where it stands, as `--zone` said: nodes of one zone are near each other.
