@@ -82,19 +82,6 @@ def test_what_one_node_puts_another_gets(open_tier):
     assert one.load().store == other.load().store != ""
 
 
-def test_what_was_put_outlives_the_node(open_tier):
-    of = keys(3)
-    first = open_tier()
-    put(first, of)
-    store = first.load().store
-    first.close()
-    second = open_tier()
-    second.scan()
-    load = second.load()
-    assert (load.num_pages, load.num_bytes, load.store) == (3, 3 * FILE_BYTES, store)
-    assert got(second, of) == contents(of)
-
-
 def test_files_are_for_their_user_alone(open_tier, tmp_path):
     put(open_tier(), keys(2))
     top = tmp_path / "kv" / "tandem-kv-1"
@@ -417,16 +404,6 @@ def test_a_disk_that_stays_full_is_not_written_to_for_a_while_and_read_all_the_s
     assert tier.load().state == "up"
 
 
-def test_a_clock_that_is_set_back_makes_no_pause_longer(open_tier, tmp_path, monkeypatch):
-    now = [time.time()]
-    tier, new = open_tier(clock=lambda: now[0]), keys(2)
-    full = FullDisk(monkeypatch, tmp_path, -1)
-    assert put(tier, new) == 0
-    full.room = 100
-    now[0] -= 86400
-    assert put(tier, new) == 2
-
-
 def test_a_path_that_cannot_be_a_directory_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nothing")):
@@ -518,17 +495,6 @@ def test_a_file_system_that_does_not_answer_costs_no_page(open_tier, tmp_path, m
         tier.get(of)
     assert len(files(tmp_path)) == 2
     assert tier.load().num_corrupted == 0
-
-
-def test_pages_are_found_while_the_first_scan_is_under_way(open_tier, monkeypatch):
-    of = keys(3)
-    put(open_tier(), of)
-    tier = open_tier()
-    tier._index.begin_scan()
-    assert got(tier, of) == contents(of)
-    assert put(tier, keys(4)) == 1
-    tier._index.end_scan()
-    assert tier.load().num_pages == 4
 
 
 WRITER = textwrap.dedent(

@@ -81,14 +81,6 @@ def test_what_was_used_longest_ago_goes_first():
     assert kept(tier, old + young + new) == [True, True, False, False, True, True]
 
 
-def test_of_a_run_that_is_too_long_the_first_pages_are_kept():
-    tier, run = tier_of(3), keys(5)
-    assert tier.put(run, views(run)) == 3
-    assert num_kept(tier, run) == 3
-    assert tier.put(run, views(run)) == 0
-    assert num_kept(tier, run) == 3
-
-
 def test_lent_pages_are_neither_evicted_nor_written():
     tier, run = tier_of(2), keys(2)
     tier.put(run, views(run))
@@ -163,24 +155,3 @@ def test_lent_pages_stay_what_they_were_and_no_slot_is_lost(actions):
     last = keys(5, first_token=99)
     assert tier.put(last, views(last)) == 5
     assert set(tier.journal.since(-1).added) == names(last)
-
-
-def test_threads_that_put_and_get_at_once_see_whole_pages_only():
-    tier = tier_of(6)
-    wrong = []
-
-    def work(first):
-        for number in range(150):
-            run = keys(3, first_token=(first + number) % 4)
-            tier.put(run, views(run))
-            loan = tier.get(run)
-            wrong.extend(k for p, k in zip(loan.pages, run, strict=False) if bytes(p) != content(k))
-            loan.release()
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert len(tier._free) + len(tier._kept) == 6

@@ -4,7 +4,6 @@ import contextlib
 import random
 import re
 import ssl
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -118,12 +117,6 @@ def test_what_is_there_is_not_written_again(server, tier_at):
     assert b"calls=9," in server.ask("INFO", "commandstats").partition(b"cmdstat_set:")[2]
 
 
-def test_other_salts_find_nothing(server, tier_at):
-    tier = tier_at(server.url)
-    tier.put(some_keys(4, "one"), some_pages(4))
-    assert num_got(tier, some_keys(4, "other")) == 0
-
-
 def test_many_threads_may_call_it_at_once(server, tier_at):
     tier = tier_at(server.url)
     runs = [(some_keys(20, str(seed)), some_pages(20, seed)) for seed in range(8)]
@@ -153,14 +146,6 @@ def test_entries_go_when_nobody_asks_for_them_in_time(server, tier_at):
 
 
 # Which store it is.
-
-
-def test_two_urls_of_one_server_are_one_store(server, tier_at):
-    tiers = [tier_at(url) for url in (server.url, server.tcp_url, server.tcp_url[:-2])]
-    for tier in tiers:
-        assert tier.load().store == ""
-        num_got(tier, some_keys(1))
-    assert len({tier.load().store for tier in tiers}) == 1
 
 
 def test_nodes_that_find_nothing_of_each_others_are_told_apart(server, tier_at):
@@ -363,24 +348,6 @@ def test_a_server_that_loads_its_data_fails_until_it_has_it(server, tier_at):
     server.ask("CONFIG", "SET", "key-load-delay", "0")
 
 
-def test_a_server_with_no_room_for_another_client_fails(tier_at):
-    with a_server("--maxclients", "1") as server:
-        first, second = tier_at(server.url), tier_at(server.url)
-        num_got(first, some_keys(1))
-        with pytest.raises(TierFailed):
-            num_got(second, some_keys(1))
-        first.close()
-
-
-def test_what_speaks_another_protocol_fails(tier_at):
-    with a_server() as server, Relay(server) as relay:
-        tier = tier_at(f"redis://127.0.0.1:{relay.port}", timeout_s=SOON_S)
-        answer_in_time(lambda: num_got(tier, some_keys(1)))
-        relay.stops_after = 0
-        with pytest.raises(TierFailed):
-            num_got(tier, some_keys(1))
-
-
 # Who may, and who sees.
 
 
@@ -408,13 +375,6 @@ def test_only_who_has_the_password_gets_in_and_nobody_is_told_it(tier_at, login,
         said += f"{tier!r} {tier.load()}" + "".join(capfd.readouterr())
         assert f"127.0.0.1:{server.port}" in said
         assert not re.search("let-me|secret", said)
-
-
-def test_the_password_may_stand_in_a_file(tier_at, tmp_path):
-    (tmp_path / "password").write_text("of a file\n")
-    with a_server("--requirepass", "of a file") as server:
-        tier = tier_at(f"{server.url}?password_file={tmp_path / 'password'}")
-        assert tier.put(some_keys(1), some_pages(1)) == 1
 
 
 def test_an_account_with_no_more_rights_than_documented_is_enough(server, tier_at):
@@ -458,23 +418,3 @@ def test_a_server_need_not_be_there_when_a_tier_is_made_or_closed(tmp_path):
     assert tier.load().store == ""
     tier.close()
     tier.close()
-
-
-def test_a_tier_that_is_closed_ends_calls_under_way(server):
-    tier = make_redis(server.url, timeout_s=PATIENCE_S)
-    keys = some_keys(1)
-    tier.put(keys, some_pages(1))
-    server.freeze()
-    failed = threading.Event()
-
-    def get():
-        with pytest.raises(TierFailed):
-            tier.get(keys)
-        failed.set()
-
-    caller = threading.Thread(target=get)
-    caller.start()
-    while not failed.wait(0.01):
-        tier.close()
-    caller.join()
-    server.thaw()

@@ -32,15 +32,6 @@ def test_a_path_may_have_colons():
 
 
 @pytest.mark.parametrize(
-    "url",
-    ["redis://u:p@h:1/2", "rediss://h", "valkey://[::1]:7/0", "unix:///run/redis.sock?db=1"],
-)
-def test_urls_of_stores_are_kept_as_they_are(url):
-    spec = parse_tier(url)
-    assert (spec.kind, spec.url) == ("redis", url)
-
-
-@pytest.mark.parametrize(
     ("text", "advice"),
     [
         ("host", "no size; give one such as"),

@@ -11,7 +11,6 @@ from tandem.kvtier import guard
 from tandem.kvtier.disk import DiskTier
 from tandem.kvtier.entry import FILE_HEADER_BYTES
 from tandem.kvtier.host import HostTier
-from tandem.kvtier.memory import SLAB_BYTES
 from tandem.kvtier.stack import Fetched, Placed, Saved
 from tandem.kvtier.tier import NEVER_S, TierFailed
 from tests.kvtier.fakes import (
@@ -85,21 +84,6 @@ def test_pages_are_read_off_the_pool_once_and_put_into_every_tier():
         assert slow.was_put.wait(PATIENCE_S)
         assert fast.store == slow.store == {key.digest: content(key) for key in of}
         assert len(reads) == 1
-
-
-def test_a_saved_page_may_change_in_the_pool_while_it_is_put():
-    tier = FakeTier("tier")
-    hanging = Hanging(tier, "put")
-    of = keys(1)
-    with Rig(tier) as rig:
-        [page] = rig.pool.fill(of)
-        rig.stack.save(3, of, [page])
-        assert rig.next() == Saved(3)
-        assert hanging.begun.wait(PATIENCE_S)
-        rig.pool.pages[page][:] = bytes(PAGE_BYTES)
-        hanging.end()
-        assert tier.was_put.wait(PATIENCE_S)
-        assert tier.store[of[0].digest] == content(of[0])
 
 
 def test_a_tier_that_hangs_delays_a_fetch_to_its_time_limit_and_what_was_there_counts():
@@ -261,20 +245,6 @@ def test_a_copy_into_the_pool_that_fails_is_told_and_gives_its_memory_back():
         assert not rig.stack.loads()[0].hit_tokens
 
 
-def test_a_copy_off_the_pool_that_fails_is_over_all_the_same():
-    tier = FakeTier("tier")
-    with Rig(tier) as rig:
-
-        def fail():
-            raise RuntimeError("device lost")
-
-        rig.pool.before_read = fail
-        assert rig.stack.save(1, keys(2), [1, 2])
-        assert rig.next() == Saved(1)
-        assert not tier.num_calls
-        assert not rig.stack._memory.num_lent
-
-
 def test_an_abandoned_fetch_is_not_told_even_if_it_was_over():
     tier = FakeTier("tier")
     of = keys(2)
@@ -307,29 +277,6 @@ def test_more_pages_than_memory_is_there_for_are_fetched_as_far_as_it_goes():
     tier.keep(keys(8))
     with Rig(tier, max_pages=5) as rig:
         assert rig.fetch(keys(8)) == Fetched(1, 5, {"tier": 5})
-
-
-def test_a_number_used_again_is_told_nothing_of_the_abandoned_one():
-    tier = FakeTier("tier")
-    tier.keep(keys(4))
-    with Rig(tier) as rig:
-        rig.stack.fetch(1, keys(4))
-        wait_for(lambda: rig.stack._events)
-        rig.stack.abandon(1)
-        assert rig.fetch(keys(2)) == Fetched(1, 2, {"tier": 2})
-        assert not rig.has_more()
-
-
-def test_memory_that_pages_pass_through_is_bounded_and_used_again():
-    tier = FakeTier("tier")
-    with Rig(tier, max_pages=4) as rig:
-        assert rig.stack.max_save_pages == 4
-        for number in range(5):
-            of = keys(4, first_token=number)
-            wait_for(lambda: not rig.stack._save_budget.num_used)
-            assert rig.stack.save(number, of, rig.pool.fill(of))
-            assert rig.next() == Saved(number)
-        assert rig.pool.num_host_bytes == SLAB_BYTES
 
 
 def test_close_leaves_a_tier_that_hangs_behind(monkeypatch):

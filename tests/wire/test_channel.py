@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.wire.async_link import MAX_DRAINED, AsyncLink
-from tandem.wire.channel import Inbox, Link, Waker, tcp_address, wait
+from tandem.wire.channel import Inbox, Link, wait
 from tandem.wire.codec import Codec
 from tandem.wire.errors import ConfigInvalid, MessageInvalid, MessageTooLarge, PeerLost
 from tandem.wire.ids import Epoch, RequestId
@@ -152,17 +152,6 @@ def test_an_unknown_field_is_ignored_so_that_a_newer_peer_is_understood():
 
     frame = msgspec.msgpack.encode({"type": "Cancel", "request_id": "a", "from_the_future": 1})
     assert Codec(ToEngine).decode(frame) == Cancel(request_id=RequestId("a"))
-
-
-def test_a_wake_from_before_the_wait_ends_it():
-    waker = Waker()
-    waker.wake()
-    wait([], 60, waker)  # would hang the test for a minute if the wake were lost
-    waker.close()
-
-
-def test_an_ipv6_host_is_bracketed_once():
-    assert tcp_address("::1", 5) == tcp_address("[::1]", 5) == "tcp://[::1]:5"
 
 
 def test_a_public_address_without_a_secret_is_refused(monkeypatch):

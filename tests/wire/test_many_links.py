@@ -68,32 +68,6 @@ def test_a_link_costs_no_thread_and_few_descriptors(inbox):
         link.close()
 
 
-async def test_a_link_of_an_asyncio_process_costs_as_little(inbox):
-    links: list[AsyncLink[FromEngine]] = []
-
-    def make() -> None:
-        links.append(AsyncLink(inbox.address, FromEngine, heartbeat=CALM))
-
-    make()
-    threads = count("task")
-    for _ in range(NUM_LINKS):
-        make()
-    assert count("task") == threads
-    for link in links:
-        link.close()
-
-
-def test_closing_a_link_leaves_the_others(inbox):
-    closed, kept = make_link(inbox), make_link(inbox)
-    send(closed)
-    send(kept)
-    hear(inbox, 2)
-    closed.close()
-    send(kept)
-    hear(inbox, 1)
-    kept.close()
-
-
 def test_a_closed_inbox_has_given_its_address_back():
     address = "tcp://127.0.0.1:0"
     for _ in range(50):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.wire.page_keys import KEY_BYTES, PageChain, PageSpace, page_keys, shard_key
+from tandem.wire.page_keys import KEY_BYTES, PageSpace, page_keys, shard_key
 from tandem.wire.prefix_blocks import block_names
 
 SPACE = PageSpace("llama-2layers-abc", "bfloat16", 16)
@@ -48,15 +48,6 @@ def test_two_tenants_share_no_key():
     ours = {key.digest for key in page_keys(SPACE, tokens, "ours")}
     assert not ours & {key.digest for key in page_keys(SPACE, tokens, "theirs")}
     assert not ours & {key.digest for key in page_keys(SPACE, tokens)}
-
-
-def test_a_chain_goes_on_where_it_was_left():
-    tokens = list(range(64))
-    chain = PageChain.start(SPACE)
-    assert [chain.next(tokens, first, 16) for first in range(0, 64, 16)] == [
-        *page_keys(SPACE, tokens)
-    ]
-    assert len(chain.next(tokens + tokens, 64, 16).digest) == KEY_BYTES
 
 
 def test_each_rank_calls_its_part_of_a_page_by_a_name_of_its_own():

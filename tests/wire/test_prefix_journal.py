@@ -61,12 +61,6 @@ def test_a_flushed_cache_tells_that_nothing_is_left():
     assert (changes.is_whole, changes.added) == (True, [])
 
 
-def test_nothing_is_told_when_nothing_changed():
-    journal = PrefixJournal()
-    journal.add(5)
-    assert journal.since(journal.position) is None
-
-
 def test_a_position_of_another_life_gets_all_there_is():
     journal = PrefixJournal()
     journal.add(5)
