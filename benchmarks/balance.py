@@ -25,9 +25,9 @@ from benchmarks.stubs import StubNodes
 from tandem.router.policies import POLICIES
 from tandem.router.policy import Asked, ClusterSnapshot, NodeSnapshot, choose
 from tandem.router.prefixes import KnownPrefixes, PromptBlocks
-from tandem.wire.ids import Epoch
+from tandem.wire.generation import Epoch
 from tandem.wire.messages import CacheReport, NodeLoad, TierLoad
-from tandem.wire.prefix_blocks import block_names, pack_names
+from tandem.wire.prefixes import block_names, pack_names
 
 GOAL, GOAL_CHOICE_MS = 1.2, 1.0
 START_TIMEOUT_S = 60.0

@@ -18,7 +18,7 @@ import numpy as np
 
 from tandem.kvtransfer.plan import CopyPlan, Int64s
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.wire.ids import Room
+from tandem.wire.generation import Room
 
 POLL_S = 50e-6
 

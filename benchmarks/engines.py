@@ -13,8 +13,7 @@ from tandem.engine.model import load_model
 from tandem.engine.runner import ModelRunner
 from tandem.node.checkpoint import resolve_model
 from tandem.node.command import default_cache_dir
-from tandem.wire.generation import GenerateRequest, SamplingParams
-from tandem.wire.ids import new_request_id
+from tandem.wire.generation import GenerateRequest, SamplingParams, new_request_id
 
 
 def model_dir(model: str | None) -> Path:

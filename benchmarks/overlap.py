@@ -47,8 +47,14 @@ from tandem.prefill.role import PrefillRole
 from tandem.telemetry import log as logs
 from tandem.wire.channel import Peer, Waker, wait
 from tandem.wire.errors import TandemError
-from tandem.wire.generation import GenerateRequest, SamplingParams
-from tandem.wire.ids import RequestId, Room, new_epoch, new_room
+from tandem.wire.generation import (
+    GenerateRequest,
+    RequestId,
+    Room,
+    SamplingParams,
+    new_epoch,
+    new_room,
+)
 from tandem.wire.messages import StartPrefill
 
 GOAL = 0.125

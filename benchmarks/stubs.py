@@ -28,10 +28,11 @@ from tandem.node.checkpoint import resolve_model
 from tandem.node.command import default_cache_dir
 from tandem.wire.channel import Inbox, Peer, Waker, wait
 from tandem.wire.errors import PeerLost
-from tandem.wire.generation import Finish
-from tandem.wire.ids import Epoch, new_epoch
+from tandem.wire.generation import Epoch, Finish, new_epoch
 from tandem.wire.messages import (
     Cancel,
+    ModelInfo,
+    NodeInfo,
     NodeLoad,
     Ping,
     Pong,
@@ -41,7 +42,6 @@ from tandem.wire.messages import (
     TokenBatch,
     TokenDelta,
 )
-from tandem.wire.node_info import ModelInfo, NodeInfo
 
 # Up to here a request is answered as fast as passes go, beyond it one token a beat.
 MOST_UNPACED = 16

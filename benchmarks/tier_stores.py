@@ -33,7 +33,7 @@ from tandem.kvtier.host import HostTier
 from tandem.kvtier.memory import copy_page, views_of
 from tandem.kvtier.redis import RedisTier, parse_url
 from tandem.kvtier.tier import Tier
-from tandem.wire.page_keys import PageKey, PageSpace, page_keys
+from tandem.wire.prefixes import PageKey, PageSpace, page_keys
 
 PAGE_BYTES, PAGE_SIZE = 2 << 20, 16
 SPACE = PageSpace("benchmark", "bfloat16", PAGE_SIZE)

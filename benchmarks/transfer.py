@@ -41,8 +41,8 @@ from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sharding import RankPair, Shard, held_heads, pair_ranks
 from tandem.kvtransfer.transports.base import Connection, Pool, TransportConfig
 from tandem.kvtransfer.transports.registry import transports
+from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
-from tandem.wire.ids import Room
 
 ROOM = Room(1)
 BLOCK_BYTES, PAGE_BYTES = 64 << 10, 2 << 20

@@ -32,8 +32,7 @@ from tandem.node.role import (
 )
 from tandem.node.tiering import Tiering
 from tandem.wire.errors import EngineFailed, InvalidRequest, KVCorrupted, Overloaded, TandemError
-from tandem.wire.generation import Phase
-from tandem.wire.ids import Room
+from tandem.wire.generation import Phase, Room
 from tandem.wire.messages import NodeLoad, StartDecode, StartPrefill
 
 

@@ -22,8 +22,7 @@ import msgspec
 from typing_extensions import override
 
 from tandem.engine.prefix_cache import MissingPages, PrefixCache, PrefixMatch
-from tandem.wire.page_keys import PageKey, PageSpace
-from tandem.wire.prefix_journal import PrefixJournal
+from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal
 
 
 class PageState(Enum):

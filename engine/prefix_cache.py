@@ -23,9 +23,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from tandem.wire.page_keys import PageChain, PageKey, PageSpace
-from tandem.wire.prefix_blocks import BLOCK_TOKENS, next_name, root_name
-from tandem.wire.prefix_journal import PrefixJournal
+from tandem.wire.prefixes import (
+    BLOCK_TOKENS,
+    PageChain,
+    PageKey,
+    PageSpace,
+    PrefixJournal,
+    next_name,
+    root_name,
+)
 
 # Parent's node number (for a first page: the salt), tokens of the page.
 Key = tuple[int | str, tuple[int, ...]]

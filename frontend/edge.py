@@ -27,7 +27,7 @@ from tandem.frontend.sse import Outbox
 from tandem.frontend.timings import Outcome, TimingsSink
 from tandem.frontend.transcript import Piece, Sink, Transcript
 from tandem.wire.errors import EngineFailed, InvalidRequest
-from tandem.wire.ids import RequestId
+from tandem.wire.generation import RequestId
 
 T = TypeVar("T")
 

@@ -22,9 +22,9 @@ from typing_extensions import override
 from tandem.frontend.token_stream import Start, StreamKey, TokenStream
 from tandem.telemetry.log import get_logger
 from tandem.wire.async_link import AsyncLink
+from tandem.wire.channel import DEFAULT_HEARTBEAT, Heartbeat
 from tandem.wire.errors import InvalidRequest, PeerLost, TandemError, error_from_info
-from tandem.wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
-from tandem.wire.ids import Epoch, RequestId
+from tandem.wire.generation import Epoch, RequestId
 from tandem.wire.keys import ChannelKey
 from tandem.wire.messages import (
     CacheReport,

@@ -13,8 +13,7 @@ from tandem.frontend.sampling import SamplingBody, TextRules, seeds
 from tandem.frontend.timings import Report, Timings, TimingsSink
 from tandem.frontend.tokenizer import Tokenizer
 from tandem.wire.errors import InvalidRequest
-from tandem.wire.generation import GenerateRequest
-from tandem.wire.ids import RequestId, new_request_id
+from tandem.wire.generation import GenerateRequest, RequestId, new_request_id
 
 # Prompts times n of one HTTP request: what one client may start at once.
 MAX_GENERATIONS = 1024

@@ -43,8 +43,7 @@ from tandem.frontend.sse import EventStream, encode
 from tandem.frontend.transcript import Ending, Piece, failed
 from tandem.frontend.unsupported import UNSUPPORTED, refuse_unsupported
 from tandem.wire.errors import ErrorInfo, InvalidRequest
-from tandem.wire.generation import GenerateRequest, LogprobsWanted
-from tandem.wire.ids import RequestId, new_request_id
+from tandem.wire.generation import GenerateRequest, LogprobsWanted, RequestId, new_request_id
 
 _MAX_ID_CHARS = 256
 _RID_SENTENCE = f"must be a string of 1 to {_MAX_ID_CHARS} characters, or one for each prompt"

@@ -34,8 +34,7 @@ from tandem.frontend.sampling import (
 from tandem.frontend.tool_calls import Reply, ToolChoice, read_choice
 from tandem.frontend.unsupported import UNSUPPORTED_IN_CHATS, refuse_unsupported
 from tandem.wire.errors import InvalidRequest, ModelNotFound
-from tandem.wire.generation import GenerateRequest, Grammar, LogprobsWanted
-from tandem.wire.ids import new_request_id
+from tandem.wire.generation import GenerateRequest, Grammar, LogprobsWanted, new_request_id
 
 # The longest conversations have hundreds.
 MAX_MESSAGES = 8192

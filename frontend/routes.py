@@ -26,8 +26,7 @@ from tandem.wire.errors import (
     Overloaded,
     TandemError,
 )
-from tandem.wire.generation import GenerateRequest, SamplingParams
-from tandem.wire.ids import new_request_id
+from tandem.wire.generation import GenerateRequest, SamplingParams, new_request_id
 
 # How often `/health_generate` polls: engines report their progress twice a second.
 _LOOK_INTERVAL_S = 0.1

@@ -17,8 +17,7 @@ import msgspec
 
 from tandem.frontend.backend import Tap
 from tandem.wire.errors import TandemError
-from tandem.wire.generation import Finish
-from tandem.wire.ids import RequestId
+from tandem.wire.generation import Finish, RequestId
 from tandem.wire.messages import StartColocated, StartDecode, StartPrefill, TokenDelta
 
 Start = StartPrefill | StartDecode | StartColocated

@@ -31,8 +31,7 @@ from tandem.kvtier.tier import NEVER_S, PoolPages, TierFailed
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.messages import TierLoad
-from tandem.wire.page_keys import PageKey, PageSpace
-from tandem.wire.prefix_journal import PrefixJournal
+from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal
 
 log = get_logger("kvtier.disk")
 

@@ -17,9 +17,7 @@ from collections.abc import Iterable
 
 import xxhash
 
-from tandem.wire.page_keys import KEY_BYTES, PageKey
-from tandem.wire.prefix_blocks import MAX_BLOCKS
-from tandem.wire.prefix_journal import PrefixJournal
+from tandem.wire.prefixes import KEY_BYTES, MAX_BLOCKS, PageKey, PrefixJournal
 
 _STORE = struct.Struct(f"<4sHxxQQ{KEY_BYTES}s8x")
 # A page that begins at a multiple of 64 bytes is copied at full speed.

@@ -26,7 +26,7 @@ from typing_extensions import override
 from tandem.kvtier.memory import Loan
 from tandem.kvtier.tier import Tier, TierFailed
 from tandem.telemetry.log import get_logger
-from tandem.wire.page_keys import PageKey
+from tandem.wire.prefixes import PageKey
 
 log = get_logger("kvtier.stack")
 

@@ -23,8 +23,7 @@ from tandem.kvtier.spec import TierSpec
 from tandem.kvtier.tier import NEVER_S, PoolPages
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.messages import TierLoad
-from tandem.wire.page_keys import PageKey, PageSpace
-from tandem.wire.prefix_journal import PrefixJournal
+from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal
 
 
 def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> "HostTier":

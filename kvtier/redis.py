@@ -38,8 +38,7 @@ from tandem.kvtier.tier import NEVER_S, PoolPages, TierFailed
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.messages import TierLoad
-from tandem.wire.page_keys import PageKey, PageSpace
-from tandem.wire.prefix_journal import PrefixJournal
+from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal
 
 log = get_logger("kvtier.redis")
 
@@ -88,7 +87,8 @@ def parse_url(url: str) -> RedisAddress:
     try:
         parts = urlsplit(url)
         scheme = REDIS_SCHEMES[parts.scheme]
-        where = redis.connection.parse_url(f"{scheme}://{parts.netloc}{parts.path}")
+        plain = f"{scheme}://{parts.netloc}{parts.path}"
+        where = redis.connection.parse_url(plain)  # type: ignore[no-untyped-call]
         port = parts.port or 6379
     except ValueError as error:
         raise ConfigInvalid(

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from tandem.kvtier.tier import PoolPages, Tier
 from tandem.wire.errors import ConfigInvalid
-from tandem.wire.page_keys import PageSpace
+from tandem.wire.prefixes import PageSpace
 
 # Modules with `parse_url(url)`, which raises `ConfigInvalid`, and `open_tier(spec, pages, space)`.
 GROUP = "tandem.kv_tiers"

@@ -31,8 +31,7 @@ from tandem.kvtier.tier import PoolPages, Tier, TierFailed
 from tandem.telemetry.log import get_logger
 from tandem.wire.channel import Waker
 from tandem.wire.messages import TierLoad
-from tandem.wire.page_keys import PageKey
-from tandem.wire.prefix_journal import PrefixJournal
+from tandem.wire.prefixes import PageKey, PrefixJournal
 
 log = get_logger("kvtier.stack")
 

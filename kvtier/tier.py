@@ -7,8 +7,7 @@ from typing import Protocol
 from tandem.kvtier.memory import Loan
 from tandem.wire.errors import TandemError
 from tandem.wire.messages import TierLoad
-from tandem.wire.page_keys import PageKey
-from tandem.wire.prefix_journal import PrefixJournal
+from tandem.wire.prefixes import PageKey, PrefixJournal
 
 NEVER_S = math.inf
 

@@ -26,7 +26,7 @@ from tandem.kvtransfer.sharding import Links, Shard, held_heads, links_of, pair_
 from tandem.kvtransfer.transports.base import Connection, Transport
 from tandem.kvtransfer.transports.registry import choose
 from tandem.telemetry.log import get_logger
-from tandem.wire.channel import Inbox, Peer, Waker, wait
+from tandem.wire.channel import Heartbeat, Inbox, Peer, Waker, wait
 from tandem.wire.errors import (
     LayoutMismatch,
     PeerLost,
@@ -34,6 +34,7 @@ from tandem.wire.errors import (
     TransferFailed,
     TransferRefused,
 )
+from tandem.wire.generation import Epoch
 from tandem.wire.hand_off import (
     Grant,
     Hello,
@@ -44,8 +45,6 @@ from tandem.wire.hand_off import (
     Welcome,
     Withdraw,
 )
-from tandem.wire.heartbeat import Heartbeat
-from tandem.wire.ids import Epoch
 from tandem.wire.messages import Message
 
 log = get_logger("kvtransfer.bootstrap")

@@ -19,7 +19,7 @@ import xxhash
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import HeadRange, PagedTokens, plan_copies
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.wire.ids import Room
+from tandem.wire.generation import Room
 
 Verify = Literal["off", "sample", "always"]
 """How much is hashed: nothing, some slabs of each room, all of them."""

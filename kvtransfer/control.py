@@ -18,10 +18,9 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from tandem.telemetry.log import get_logger
-from tandem.wire.channel import Waker
+from tandem.wire.channel import Heartbeat, Waker
 from tandem.wire.errors import PeerLost, TandemError, TransferFailed
-from tandem.wire.heartbeat import Heartbeat
-from tandem.wire.ids import Room
+from tandem.wire.generation import Room
 
 log = get_logger("kvtransfer.control")
 

@@ -9,8 +9,7 @@ from typing_extensions import override
 
 from tandem.telemetry.histogram import Histogram
 from tandem.wire.errors import TandemError
-from tandem.wire.generation import TokenLogprobs
-from tandem.wire.ids import Room
+from tandem.wire.generation import Room, TokenLogprobs
 
 # ── prefill ──────────────────────────────────────────────────────────────────────────────────────
 

@@ -29,7 +29,7 @@ from tandem.kvtransfer.events import (
     SenderEvent,
 )
 from tandem.wire.errors import PeerLost, TandemError
-from tandem.wire.ids import Room
+from tandem.wire.generation import Room
 
 E = TypeVar("E")
 

@@ -26,8 +26,7 @@ from tandem.kvtransfer.push_room import PageRun, Wrote
 from tandem.kvtransfer.receiver import ReceiverStatistics
 from tandem.kvtransfer.sender import SenderStatistics
 from tandem.wire.errors import TandemError
-from tandem.wire.generation import TokenLogprobs
-from tandem.wire.ids import Room
+from tandem.wire.generation import Room, TokenLogprobs
 
 E = TypeVar("E", bound=RoomEvent)
 

@@ -26,8 +26,9 @@ from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.sharding import Shard
 from tandem.kvtransfer.transports.base import Admission, Listener, PeerKey
 from tandem.telemetry.log import get_logger
-from tandem.wire.channel import Link, Waker, tcp_address, wait
+from tandem.wire.channel import Heartbeat, Link, Waker, tcp_address, wait
 from tandem.wire.errors import PeerLost, TandemError, TransferRefused, error_from_info
+from tandem.wire.generation import Epoch, Room
 from tandem.wire.hand_off import (
     FromPrefill,
     Hello,
@@ -38,9 +39,7 @@ from tandem.wire.hand_off import (
     Released,
     Welcome,
 )
-from tandem.wire.heartbeat import Heartbeat
 from tandem.wire.hosts import resolve
-from tandem.wire.ids import Epoch, Room
 from tandem.wire.keys import ChannelKey
 from tandem.wire.messages import Message
 

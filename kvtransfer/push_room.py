@@ -29,8 +29,8 @@ from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import CopyPlan, PagedTokens, plan_copies
 from tandem.kvtransfer.session import SenderState, Session, sender_session
 from tandem.wire.errors import TransferRefused
+from tandem.wire.generation import Room
 from tandem.wire.hand_off import Grant, Landed
-from tandem.wire.ids import Room
 
 # ── layers while they are computed ───────────────────────────────────────────────────────────────
 

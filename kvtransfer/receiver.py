@@ -37,7 +37,7 @@ from tandem.kvtransfer.transports.base import Pool, Transport
 from tandem.kvtransfer.transports.registry import listen
 from tandem.telemetry.log import get_logger
 from tandem.wire import hand_off
-from tandem.wire.channel import Waker
+from tandem.wire.channel import DEFAULT_HEARTBEAT, Heartbeat, Waker
 from tandem.wire.errors import (
     Aborted,
     KVCorrupted,
@@ -46,8 +46,7 @@ from tandem.wire.errors import (
     TransferTimeout,
     error_of_far_side,
 )
-from tandem.wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
-from tandem.wire.ids import Epoch, Room
+from tandem.wire.generation import Epoch, Room
 from tandem.wire.keys import ChannelKey
 
 log = get_logger("kvtransfer.receiver")

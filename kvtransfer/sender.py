@@ -39,7 +39,7 @@ from tandem.kvtransfer.push_room import (
 from tandem.kvtransfer.session import Action, Event, SenderState
 from tandem.telemetry.log import get_logger
 from tandem.wire import hand_off
-from tandem.wire.channel import Inbox, Waker
+from tandem.wire.channel import DEFAULT_HEARTBEAT, Heartbeat, Inbox, Waker
 from tandem.wire.errors import (
     Aborted,
     PeerLost,
@@ -48,9 +48,7 @@ from tandem.wire.errors import (
     TransferTimeout,
     error_of_far_side,
 )
-from tandem.wire.generation import TokenLogprobs
-from tandem.wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
-from tandem.wire.ids import Room
+from tandem.wire.generation import Room, TokenLogprobs
 from tandem.wire.keys import ChannelKey
 
 log = get_logger("kvtransfer.sender")

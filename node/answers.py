@@ -13,8 +13,7 @@ from tandem.wire.errors import (
     PeerLost,
     TandemError,
 )
-from tandem.wire.generation import Finish, Phase, TokenLogprobs
-from tandem.wire.ids import Epoch, RequestId
+from tandem.wire.generation import Epoch, Finish, Phase, RequestId, TokenLogprobs
 from tandem.wire.messages import (
     CacheReport,
     Measured,
@@ -25,8 +24,7 @@ from tandem.wire.messages import (
     TokenBatch,
     TokenDelta,
 )
-from tandem.wire.prefix_blocks import pack_names
-from tandem.wire.prefix_journal import PrefixJournal
+from tandem.wire.prefixes import PrefixJournal, pack_names
 
 # The first may have been on its way while we spoke; before the second the far side has looked at its link.
 PINGS_AFTER = 2

@@ -16,8 +16,8 @@ from tandem.node.config import NodeConfig, NodeRole
 from tandem.node.flags import MEANINGLESS, build_parser, read_config
 from tandem.node.server import serve
 from tandem.telemetry import log as logs
+from tandem.wire.channel import PER_LINK, allow_descriptors
 from tandem.wire.command_line import Parser
-from tandem.wire.descriptors import PER_LINK, allow_descriptors
 from tandem.wire.errors import TandemError
 from tandem.wire.keys import cluster_key, operator_key, warn_of_weak_secret
 

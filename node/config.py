@@ -16,9 +16,9 @@ from tandem.kvtier.spec import parse_tiers
 from tandem.kvtransfer.checksum import Verify
 from tandem.kvtransfer.transports.registry import names_of
 from tandem.telemetry.log import LogFormat
+from tandem.wire.channel import Heartbeat, heartbeat_of
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.generation import SamplingDefaults
-from tandem.wire.heartbeat import Heartbeat, heartbeat_of
 from tandem.wire.hosts import bare_host, checked_url
 from tandem.wire.keys import is_loopback
 from tandem.wire.options import HEARTBEAT, LOG_FORMAT, LOG_LEVEL, Flag

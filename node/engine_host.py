@@ -46,7 +46,7 @@ from tandem.node.transfer import NodeAgent, RankAgent, join_ranks, open_agent
 from tandem.telemetry import log as logs
 from tandem.wire.channel import Inbox, Waker, tcp_address
 from tandem.wire.errors import TandemError
-from tandem.wire.ids import new_epoch
+from tandem.wire.generation import new_epoch
 from tandem.wire.keys import cluster_key
 from tandem.wire.messages import ToEngine
 

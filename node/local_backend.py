@@ -18,10 +18,16 @@ from tandem.node.life import Life, State, num_left, refusal
 from tandem.node.metrics import NodeView, node_metrics, render
 from tandem.telemetry.version import package_version
 from tandem.wire.errors import InvalidRequest, NoNodeAvailable
-from tandem.wire.generation import GenerateRequest
-from tandem.wire.ids import Room
-from tandem.wire.messages import NodeLoad, StartColocated, StartDecode, StartPrefill, TokenDelta
-from tandem.wire.node_info import ModelInfo, NodeInfo
+from tandem.wire.generation import GenerateRequest, Room
+from tandem.wire.messages import (
+    ModelInfo,
+    NodeInfo,
+    NodeLoad,
+    StartColocated,
+    StartDecode,
+    StartPrefill,
+    TokenDelta,
+)
 
 # After so long without a word of its loop an engine counts as hung: three times the longest chunk of a large
 # model on a CPU. It answers every half second while it is well.

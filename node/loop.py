@@ -19,9 +19,8 @@ from tandem.node.life import Drain, hand_over, num_left, refusal
 from tandem.node.metrics import Measures
 from tandem.node.role import Role, Start
 from tandem.telemetry.log import get_logger
-from tandem.wire.channel import Inbox, Peer, Waker, wait
+from tandem.wire.channel import DEFAULT_HEARTBEAT, Heartbeat, Inbox, Peer, Waker, wait
 from tandem.wire.errors import EngineFailed, PeerLost, TandemError
-from tandem.wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from tandem.wire.messages import (
     Cancel,
     FlushCache,

@@ -34,7 +34,7 @@ from tandem.node.life import State
 from tandem.telemetry.histogram import Histogram, Spread
 from tandem.telemetry.process_metrics import BuildCollector, ProcessesCollector
 from tandem.wire.errors import TandemError
-from tandem.wire.ids import Epoch
+from tandem.wire.generation import Epoch
 from tandem.wire.messages import Measured, NodeLoad
 
 # From a step of a few requests to one that compiles something.

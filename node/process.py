@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import BinaryIO, NoReturn
 
 from tandem.engine.step import StepCounts
-from tandem.wire.descriptors import PER_LINK, allow_descriptors
+from tandem.wire.channel import PER_LINK, allow_descriptors
 
 # How long a thread in the interpreter makes another wait. The pushing thread waits for the loop's after the
 # last layer, when every tenth of a millisecond is in the time to the second token; Python's own is 5 ms.

@@ -24,7 +24,7 @@ from tandem.node.transfer import RankAgent, open_agent
 from tandem.telemetry import log as logs
 from tandem.wire.channel import Waker, wait
 from tandem.wire.errors import TandemError
-from tandem.wire.ids import new_epoch
+from tandem.wire.generation import new_epoch
 from tandem.wire.keys import cluster_key
 
 with uncollected():

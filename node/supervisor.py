@@ -22,7 +22,7 @@ from tandem.node.local_backend import LocalBackend
 from tandem.telemetry.log import configure, get_logger
 from tandem.wire.channel import tcp_address
 from tandem.wire.errors import TandemError
-from tandem.wire.ids import Epoch
+from tandem.wire.generation import Epoch
 from tandem.wire.keys import ChannelKey
 
 log = get_logger(__name__)

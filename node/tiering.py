@@ -31,7 +31,7 @@ from tandem.node.config import TierConfig
 from tandem.node.tiers import LOOKING_SHARE, Tiers
 from tandem.telemetry.histogram import Histogram, Spread
 from tandem.wire.messages import TierLoad
-from tandem.wire.page_keys import PageKey
+from tandem.wire.prefixes import PageKey
 
 # Pages of one save: a copy of them is short, and a put of them worth a round trip.
 _SAVED_TOGETHER = 64

@@ -28,8 +28,7 @@ from tandem.node.pool import pool_pages
 from tandem.telemetry.log import get_logger
 from tandem.wire.channel import Waker
 from tandem.wire.messages import TierLoad
-from tandem.wire.page_keys import PageKey, shard_key
-from tandem.wire.prefix_journal import PrefixJournal
+from tandem.wire.prefixes import PageKey, PrefixJournal, shard_key
 
 log = get_logger(__name__)
 

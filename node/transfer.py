@@ -15,7 +15,7 @@ from tandem.node.config import NodeConfig
 from tandem.node.pool import PoolPlan
 from tandem.node.ranks import RankProcess, RemoteAgent
 from tandem.wire.channel import Waker, tcp_address
-from tandem.wire.ids import Epoch
+from tandem.wire.generation import Epoch
 from tandem.wire.keys import ChannelKey
 
 RankAgent = PrefillAgent | DecodeAgent

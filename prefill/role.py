@@ -34,8 +34,7 @@ from tandem.node.role import (
 )
 from tandem.node.tiering import Tiering
 from tandem.wire.errors import InvalidRequest, Overloaded, TandemError
-from tandem.wire.generation import Finish, GenerateRequest
-from tandem.wire.ids import Room
+from tandem.wire.generation import Finish, GenerateRequest, Room
 from tandem.wire.messages import NodeLoad, StartColocated, StartPrefill
 
 

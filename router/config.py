@@ -17,8 +17,8 @@ from tandem.frontend.reply_parser import reply_formats
 from tandem.frontend.tls import load_authorities
 from tandem.router.key_limits import KeyLimit, read_limits
 from tandem.telemetry.log import LogFormat
+from tandem.wire.channel import Heartbeat, heartbeat_of
 from tandem.wire.errors import ConfigInvalid
-from tandem.wire.heartbeat import Heartbeat, heartbeat_of
 from tandem.wire.hosts import bare_host
 from tandem.wire.options import HEARTBEAT, LOG_FORMAT, LOG_LEVEL, Flag
 

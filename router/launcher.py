@@ -35,7 +35,7 @@ from tandem.router.doorman import Doorman
 from tandem.router.membership import Announcement, Membership, Source, listed_members
 from tandem.router.worker import CONFIG_STATUS
 from tandem.telemetry.log import get_logger
-from tandem.wire.descriptors import PER_LINK, allow_descriptors
+from tandem.wire.channel import PER_LINK, allow_descriptors
 from tandem.wire.errors import TandemError
 
 log = get_logger(__name__)

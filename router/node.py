@@ -32,7 +32,7 @@ from tandem.router.node_http import NodeUnusable
 from tandem.router.policy import NodeSnapshot
 from tandem.router.prefixes import NOTHING_CACHED, KnownPrefixes, NodePrefixes
 from tandem.telemetry.log import get_logger
-from tandem.wire.channel import tcp_address
+from tandem.wire.channel import DEFAULT_HEARTBEAT, Heartbeat, tcp_address
 from tandem.wire.errors import (
     EngineFailed,
     KVCorrupted,
@@ -41,11 +41,9 @@ from tandem.wire.errors import (
     TandemError,
     TransferFailed,
 )
-from tandem.wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
-from tandem.wire.ids import Epoch
+from tandem.wire.generation import Epoch
 from tandem.wire.keys import ChannelKey
-from tandem.wire.messages import NodeLoad
-from tandem.wire.node_info import NodeInfo
+from tandem.wire.messages import NodeInfo, NodeLoad
 
 log = get_logger(__name__)
 

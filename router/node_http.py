@@ -12,7 +12,7 @@ from tandem.frontend.tokenizer import Tokenizer
 from tandem.frontend.tokenizer_files import tokenizer_hash
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.hosts import reason_of
-from tandem.wire.node_info import NodeInfo
+from tandem.wire.messages import NodeInfo
 
 # A node answers from memory: what takes longer is a node in trouble.
 INFO_TIMEOUT_S = 2.0

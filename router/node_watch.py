@@ -22,9 +22,9 @@ from tandem.router.config import RouterConfig
 from tandem.router.node import Node
 from tandem.router.node_http import NodeUnusable, fetch_info, fetch_tokenizer
 from tandem.telemetry.log import get_logger
-from tandem.wire.heartbeat import Heartbeat
+from tandem.wire.channel import Heartbeat
 from tandem.wire.keys import ChannelKey
-from tandem.wire.node_info import NodeInfo
+from tandem.wire.messages import NodeInfo
 
 log = get_logger(__name__)
 

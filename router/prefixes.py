@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from tandem.wire.messages import CacheReport, NodeLoad, TierLoad
-from tandem.wire.prefix_blocks import BLOCK_TOKENS, MAX_BLOCKS, block_names, unpack_names
+from tandem.wire.prefixes import BLOCK_TOKENS, MAX_BLOCKS, block_names, unpack_names
 
 
 class PrefixIndex:

@@ -19,8 +19,7 @@ from typing_extensions import override
 
 from tandem.frontend.backend import Tap
 from tandem.wire.errors import PeerLost
-from tandem.wire.generation import Finish, GenerateRequest, Phase, TokenLogprobs
-from tandem.wire.ids import RequestId
+from tandem.wire.generation import Finish, GenerateRequest, Phase, RequestId, TokenLogprobs
 from tandem.wire.messages import TokenDelta
 
 

@@ -40,8 +40,7 @@ from tandem.wire.errors import (
     PeerLost,
     TandemError,
 )
-from tandem.wire.generation import GenerateRequest
-from tandem.wire.ids import new_room
+from tandem.wire.generation import GenerateRequest, new_room
 from tandem.wire.messages import StartColocated, StartDecode, StartPrefill, TokenDelta
 
 log = get_logger(__name__)

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from tandem.kvtransfer.receiver import ReceiverTimeouts
 from tandem.kvtransfer.sender import SenderTimeouts
-from tandem.wire.heartbeat import Heartbeat
+from tandem.wire.channel import Heartbeat
 
 LONG_S = 1000.0
 """Far more than any test waits."""

@@ -24,8 +24,7 @@ from tandem.node.pool import PoolPlan, bytes_of
 from tandem.node.tiering import Tiering
 from tandem.prefill.role import PrefillRole
 from tandem.wire.channel import Peer, Waker, wait
-from tandem.wire.generation import GenerateRequest, SamplingParams
-from tandem.wire.ids import RequestId, new_epoch, new_room
+from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams, new_epoch, new_room
 from tandem.wire.messages import StartDecode, StartPrefill
 from tests.node.tier_rig import ScriptedStack
 from tests.patience import patiently

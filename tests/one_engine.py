@@ -16,8 +16,7 @@ from tandem.engine.model import load_model
 from tandem.engine.runner import ModelRunner
 from tandem.engine.shape import ModelShape
 from tandem.engine.step import Token
-from tandem.wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
-from tandem.wire.ids import RequestId
+from tandem.wire.generation import GenerateRequest, LogprobsWanted, RequestId, SamplingParams
 
 
 def tokens_of_one_engine(

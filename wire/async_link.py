@@ -5,10 +5,8 @@ from typing import Any, Generic, Self
 
 import zmq
 
-from tandem.wire.channel import Link, tcp_address
-from tandem.wire.codec import In
+from tandem.wire.channel import DEFAULT_HEARTBEAT, Heartbeat, In, Link, tcp_address
 from tandem.wire.errors import PeerLost
-from tandem.wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from tandem.wire.hosts import resolve
 from tandem.wire.keys import ChannelKey
 from tandem.wire.messages import Message

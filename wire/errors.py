@@ -44,6 +44,7 @@ class TandemError(Exception):
         super().__init__(message)
         self.message = message
 
+    @override
     def __init_subclass__(cls, **facts: str | int | bool) -> None:
         """Set attributes by the class's header: `class TooOld(TandemError, code="too_old", status=400)`."""
         super().__init_subclass__()

@@ -3,12 +3,36 @@
 No message of its own: `messages` carries these. The rules of change are the same there and here.
 """
 
+import secrets
 import sys
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NewType
 
 import msgspec
 
-from tandem.wire.ids import RequestId
+RequestId = NewType("RequestId", str)
+"""One generation, from HTTP to the last token. Unique within one edge worker's life."""
+
+Room = NewType("Room", int)
+"""Where the two halves of one attempt find each other. Random, 0 ... 2^63-1."""
+
+Epoch = NewType("Epoch", int)
+"""One life of one process. Random; a message from another epoch is refused."""
+
+
+def new_request_id() -> RequestId:
+    """Return a fresh request id: 24 hexadecimal digits."""
+    return RequestId(secrets.token_hex(12))
+
+
+def new_room() -> Room:
+    """Return a fresh room, uniform over 63 bits so that collisions need no handling."""
+    return Room(secrets.randbits(63))
+
+
+def new_epoch() -> Epoch:
+    """Return a fresh epoch. 63 bits: every language's signed integer holds it."""
+    return Epoch(secrets.randbits(63))
+
 
 # A client-chosen token id never passes 2^31; JSON bodies are checked against the vocabulary later.
 TokenIds = list[int]

@@ -13,8 +13,7 @@ from typing import Annotated
 import msgspec
 
 from tandem.wire.errors import ErrorInfo
-from tandem.wire.generation import TokenLogprobs
-from tandem.wire.ids import Epoch, Room
+from tandem.wire.generation import Epoch, Room, TokenLogprobs
 from tandem.wire.messages import Message
 
 

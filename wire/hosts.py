@@ -62,10 +62,11 @@ def checked_url(flag: str, text: str) -> str:
     url = text.rstrip("/")
     try:
         parts = urlsplit(url)
-        is_server = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        has_place = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_server = has_place and not (parts.username is not None or parts.query or parts.fragment)
     except ValueError:  # a port that is no number, brackets that do not match
         is_server = False
-    if not is_server or parts.username is not None or parts.query or parts.fragment:
+    if not is_server:
         raise ConfigInvalid(f"{flag} {text}: give a URL such as http://10.0.0.5:8000")
     return url
 

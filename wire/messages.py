@@ -17,9 +17,18 @@ import msgspec
 
 from tandem.telemetry.histogram import Spread
 from tandem.wire.errors import ErrorInfo
-from tandem.wire.generation import Finish, GenerateRequest, Phase, TokenIds, TokenLogprobs
-from tandem.wire.ids import Epoch, RequestId, Room
-from tandem.wire.prefix_blocks import MAX_BLOCKS, NAME_BYTES
+from tandem.wire.generation import (
+    Epoch,
+    Finish,
+    GenerateRequest,
+    Phase,
+    RequestId,
+    Room,
+    SamplingDefaults,
+    TokenIds,
+    TokenLogprobs,
+)
+from tandem.wire.prefixes import MAX_BLOCKS, NAME_BYTES
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -249,7 +258,7 @@ class Measured(Message, frozen=True, kw_only=True):
     tier_seconds: dict[str, Spread] = {}
 
 
-# Names of blocks, as `tandem.wire.prefix_blocks` packs them.
+# Names of blocks, as `tandem.wire.prefixes` packs them.
 BlockNames = Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCKS * NAME_BYTES)]
 
 
@@ -271,3 +280,63 @@ class CacheReport(Message, frozen=True, kw_only=True):
 
 ToEngine = StartPrefill | StartDecode | StartColocated | Cancel | FlushCache | Ping
 FromEngine = TokenBatch | RequestFailed | Pong | CacheReport | Measured
+
+
+# ── a node, at `GET /server_info` ────────────────────────────────────────────────────────────────
+
+# What cannot be connected to is refused as it is read.
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The model a node serves.
+
+    Attributes:
+        name: As clients name it (`--served-model-name`).
+        fingerprint: Equal on two nodes exactly when their KV is interchangeable.
+        context_length: Prompt plus generated tokens, at most.
+        vocab_size: Ids are below this.
+        tokenizer_hash: Of the files at `GET /tokenizer`; empty when the model has no tokenizer.
+        default_sampling: Of its generation_config.json.
+    """
+
+    name: str
+    fingerprint: str
+    context_length: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    tokenizer_hash: str = ""
+    default_sampling: SamplingDefaults = SamplingDefaults()
+
+
+class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One node. Ports are on the host its URL names.
+
+    Attributes:
+        epoch: Of the engine process; changes when it restarts.
+        engine_port: Where its engine's inbox listens for edge workers.
+        bootstrap_port: Where a prefill listens for grants; None on other roles.
+        max_prompt_tokens: The longest prompt its pool can ever hold.
+        tp_size: Processes that share its model; 0: an older node, which does not report it.
+        heartbeat_interval_ms: Of its links (`--heartbeat-interval-ms`); 0: an older node.
+        transports: By which its KV may move, best first; empty on other roles and older nodes.
+        is_draining: It takes nothing new; what runs on it goes on.
+        zone: Where it stands, as `--zone` said: nodes of one zone are near each other.
+        takes_prompts: It takes whole requests (`StartColocated`); false on older decode nodes.
+    """
+
+    role: str
+    version: str
+    epoch: int
+    engine_port: Port
+    model: ModelInfo
+    bootstrap_port: Port | None = None
+    is_healthy: bool = True
+    max_prompt_tokens: int = 0
+    load: NodeLoad = NodeLoad()
+    tp_size: int = 0
+    transports: list[str] = []
+    is_draining: bool = False
+    zone: str = ""
+    heartbeat_interval_ms: float = 0.0
+    takes_prompts: bool = False

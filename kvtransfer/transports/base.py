@@ -22,8 +22,8 @@ import numpy as np
 from tandem.kvtransfer.plan import CopyPlan, Int64s, touched_pages
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.wire.errors import ConfigInvalid, TransferRefused
+from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
-from tandem.wire.ids import Room
 
 PeerKey = NewType("PeerKey", str)
 """Names one admitted peer at its listener. Not a secret."""

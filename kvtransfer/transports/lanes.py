@@ -29,8 +29,8 @@ from tandem.kvtransfer.transports.base import check_bounds
 from tandem.kvtransfer.transports.tcp import open_stream
 from tandem.kvtransfer.transports.tcp_stream import TcpOffer
 from tandem.wire.errors import PeerLost, TransferRefused
+from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
-from tandem.wire.ids import Room
 
 READY = b"\x03"
 # The largest message of a handshake: addresses and names, far below this.

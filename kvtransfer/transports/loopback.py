@@ -13,8 +13,8 @@ from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Admission, PeerKey, Permits, Pool, new_peer_key
 from tandem.wire.errors import PeerLost, TransferRefused
+from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
-from tandem.wire.ids import Room
 
 FaultKind = Literal["fail", "break", "hang", "corrupt", "duplicate", "late"]
 

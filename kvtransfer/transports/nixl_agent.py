@@ -20,7 +20,7 @@ from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import PeerKey, Pool
 from tandem.kvtransfer.transports.one_sided import Memory, OneSidedListener, Pace
 from tandem.wire.errors import PeerLost, TransferRefused
-from tandem.wire.ids import Room
+from tandem.wire.generation import Room
 
 # The host's own libibverbs, where there is one, has to come before the copy in the wheel: else both are
 # entangled at load and the process crashes as it exits.

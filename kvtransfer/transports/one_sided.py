@@ -35,8 +35,8 @@ from tandem.kvtransfer.plan import CopyPlan, Int64s
 from tandem.kvtransfer.region import DeviceRegion, MemoryRegion
 from tandem.kvtransfer.transports.base import Admission, PeerKey, Pool, check_bounds, new_peer_key
 from tandem.wire.errors import PeerLost, TransferRefused
+from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
-from tandem.wire.ids import Room
 
 CONNECT_TIMEOUT_S = 5.0
 # A look at a library's queue that takes longer has moved bytes: an idle one takes 1 to 3 µs.

@@ -45,8 +45,8 @@ from tandem.kvtransfer.transports.base import (
     new_peer_key,
 )
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
-from tandem.wire.ids import Room
 
 # 4 ms of copying: the longest a fence waits for a healthy writer, and 1,000 times the lock's cost.
 BATCH_BYTES = 32 << 20

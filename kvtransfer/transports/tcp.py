@@ -20,8 +20,8 @@ from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.base import Pool, TransportConfig, check_bounds, need_cpu_memory
 from tandem.kvtransfer.transports.tcp_stream import TcpListener, TcpOffer
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
-from tandem.wire.ids import Room
 
 # Below this a second stream costs more than it brings.
 SHARE_BYTES = 4 << 20

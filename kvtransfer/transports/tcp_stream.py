@@ -41,8 +41,8 @@ from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Admission, PeerKey, Permits, Pool, new_peer_key
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
-from tandem.wire.ids import Room
 
 log = get_logger("kvtransfer.tcp")
 

@@ -10,8 +10,8 @@ from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Pool
 from tandem.wire.errors import PeerLost, TransferRefused
+from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
-from tandem.wire.ids import Room
 from tests.patience import PATIENCE_S
 
 ROOM = Room(1)

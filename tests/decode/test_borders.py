@@ -2,8 +2,7 @@
 
 import pytest
 
-from tandem.wire.generation import GenerateRequest, SamplingParams
-from tandem.wire.ids import RequestId, new_room
+from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams, new_room
 from tandem.wire.messages import StartDecode
 from tests.hand_off_rig import NUM_PAGES, PAGE, Pair, prompt_of
 

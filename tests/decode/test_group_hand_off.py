@@ -13,7 +13,7 @@ from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.registry import transports
 from tandem.prefill.role import PrefillRole
 from tandem.wire.errors import PeerLost
-from tandem.wire.ids import new_epoch
+from tandem.wire.generation import new_epoch
 from tests.hand_off_rig import IMPATIENT, NUM_PAGES, Pair, prompt_of
 
 

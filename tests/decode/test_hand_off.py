@@ -6,8 +6,7 @@ import xxhash
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.up import free_ports
 from tandem.wire.errors import EngineFailed, InvalidRequest, PeerLost
-from tandem.wire.generation import GenerateRequest, SamplingParams
-from tandem.wire.ids import RequestId, new_room
+from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams, new_room
 from tandem.wire.messages import StartDecode, StartPrefill
 from tests.hand_off_rig import IMPATIENT, NUM_PAGES, PAGE, BrokenRunner, Pair, prompt_of
 

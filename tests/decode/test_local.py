@@ -4,8 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from tandem.wire.errors import EngineFailed, InvalidRequest
-from tandem.wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
-from tandem.wire.ids import RequestId
+from tandem.wire.generation import GenerateRequest, LogprobsWanted, RequestId, SamplingParams
 from tandem.wire.messages import StartColocated
 from tests.hand_off_rig import NUM_PAGES, PAGE, BrokenRunner, Pair, prompt_of
 

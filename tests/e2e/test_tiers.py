@@ -12,7 +12,7 @@ import pytest
 from tandem.kvtransfer.region import SHM_DIR
 from tandem.up import free_ports
 from tandem.wire.generation import SamplingParams
-from tandem.wire.page_keys import PageSpace, page_keys, shard_key
+from tandem.wire.prefixes import PageSpace, page_keys, shard_key
 from tests.e2e.cluster import (
     START_TIMEOUT_S,
     Process,

@@ -12,8 +12,13 @@ from tandem.engine.core import Engine
 from tandem.engine.model import load_model
 from tandem.engine.request import ActiveRequest, Stage
 from tandem.wire.errors import InvalidRequest, OutOfPages, Overloaded
-from tandem.wire.generation import Finish, GenerateRequest, LogprobsWanted, SamplingParams
-from tandem.wire.ids import RequestId
+from tandem.wire.generation import (
+    Finish,
+    GenerateRequest,
+    LogprobsWanted,
+    RequestId,
+    SamplingParams,
+)
 from tests import one_engine
 from tests.tiny_models import CONFIGS, CONTEXT_LENGTH, VOCAB_SIZE
 

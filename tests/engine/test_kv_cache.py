@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tandem.engine.kv_cache import KVCache, PagePool, PageState, PageStateError
-from tandem.wire.page_keys import PageSpace, page_keys
-from tandem.wire.prefix_blocks import BLOCK_TOKENS, block_names
+from tandem.wire.prefixes import BLOCK_TOKENS, PageSpace, block_names, page_keys
 
 PAGE = 4
 SPACE = PageSpace("toy", "float32", PAGE)

@@ -2,8 +2,7 @@ import msgspec
 import pytest
 
 from tandem.wire.errors import InvalidRequest
-from tandem.wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
-from tandem.wire.ids import RequestId
+from tandem.wire.generation import GenerateRequest, LogprobsWanted, RequestId, SamplingParams
 from tests.engine.toy_runner import toy_engine
 
 HONEST = GenerateRequest(

@@ -10,8 +10,7 @@ from tandem.engine.forward import Slots
 from tandem.engine.request import ActiveRequest, seen_by
 from tandem.engine.sampler import adjustments, gumbels, gumbels_of
 from tandem.engine.sampler import sample as sample_slots
-from tandem.wire.generation import GenerateRequest, SamplingParams
-from tandem.wire.ids import RequestId
+from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams
 
 NO_EOS: frozenset[int] = frozenset()
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.5, 2.5])

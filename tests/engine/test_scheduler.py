@@ -11,8 +11,13 @@ from tandem.engine.core import Engine
 from tandem.engine.request import ActiveRequest, Stage
 from tandem.engine.scheduler import MAX_LOGPROB_ROWS, next_chunks
 from tandem.wire.errors import InvalidRequest
-from tandem.wire.generation import GenerateRequest, Grammar, LogprobsWanted, SamplingParams
-from tandem.wire.ids import RequestId
+from tandem.wire.generation import (
+    GenerateRequest,
+    Grammar,
+    LogprobsWanted,
+    RequestId,
+    SamplingParams,
+)
 from tests.engine.toy_runner import EOS, toy_answer, toy_engine
 
 OVERLAP = pytest.mark.parametrize("is_overlapped", [False, True])

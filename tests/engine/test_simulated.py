@@ -24,8 +24,13 @@ from tandem.engine.simulated import (
     tokens_at,
 )
 from tandem.wire.errors import ConfigInvalid, InvalidRequest
-from tandem.wire.generation import GenerateRequest, Grammar, LogprobsWanted, SamplingParams
-from tandem.wire.ids import RequestId
+from tandem.wire.generation import (
+    GenerateRequest,
+    Grammar,
+    LogprobsWanted,
+    RequestId,
+    SamplingParams,
+)
 from tests.tiny_models import CONFIGS, CONTEXT_LENGTH
 
 PAGE, EOS = 4, 1

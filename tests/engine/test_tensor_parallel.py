@@ -18,8 +18,7 @@ from tandem.engine.forward import ForwardInputs
 from tandem.engine.launcher import ModelLauncher
 from tandem.engine.tensor_parallel import ShardedRunner, join, least
 from tandem.wire.errors import ConfigInvalid
-from tandem.wire.generation import GenerateRequest, SamplingParams
-from tandem.wire.ids import RequestId
+from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams
 from tests.engine.follower import NUM_PAGES, load_shard
 from tests.patience import PATIENCE_S
 from tests.tiny_models import CONFIGS

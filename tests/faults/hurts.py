@@ -10,7 +10,7 @@ from pathlib import Path
 
 import aiohttp
 
-from tandem.wire.ids import new_room
+from tandem.wire.generation import new_room
 from tests.faults.cells import DELAY_MS, LOSS, Cell
 from tests.faults.members import Member, children
 from tests.faults.rig import DECODE_MBIT, Rig

@@ -37,10 +37,15 @@ from tandem.kvtransfer.transports.registry import transports
 from tandem.node.answers import Ticket
 from tandem.node.pool import PoolPlan
 from tandem.prefill.role import PrefillRole
-from tandem.wire.channel import Peer, Waker, wait
-from tandem.wire.generation import GenerateRequest, SamplingParams
-from tandem.wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
-from tandem.wire.ids import RequestId, Room, new_epoch, new_room
+from tandem.wire.channel import DEFAULT_HEARTBEAT, Heartbeat, Peer, Waker, wait
+from tandem.wire.generation import (
+    GenerateRequest,
+    RequestId,
+    Room,
+    SamplingParams,
+    new_epoch,
+    new_room,
+)
 from tandem.wire.keys import ChannelKey
 from tandem.wire.messages import StartPrefill
 from tests.faults.rig import SECRET, Rig, running_rig

@@ -12,8 +12,7 @@ from tandem.wire.async_link import AsyncLink
 from tandem.wire.channel import tcp_address
 from tandem.wire.errors import PeerLost
 from tandem.wire.keys import ChannelKey
-from tandem.wire.messages import FromEngine, NodeLoad, Ping, Pong
-from tandem.wire.node_info import NodeInfo
+from tandem.wire.messages import FromEngine, NodeInfo, NodeLoad, Ping, Pong
 
 QUICK_S, SLOW_S = 0.004, 0.1
 RETRY_S = 0.1

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tandem.wire.heartbeat import Heartbeat
+from tandem.wire.channel import Heartbeat
 from tests.faults.many_links import many_links
 
 NUM_LINKS = 40

@@ -5,9 +5,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tandem.frontend.engine_client import EngineClient
+from tandem.wire.channel import Heartbeat
 from tandem.wire.errors import EngineFailed, InvalidRequest, PeerLost, TandemError
-from tandem.wire.heartbeat import Heartbeat
-from tandem.wire.ids import Epoch
+from tandem.wire.generation import Epoch
 from tandem.wire.messages import Cancel, FlushCache, NodeLoad, Pong, StartColocated, TokenBatch
 from tests.patience import PATIENCE_S
 from tests.router.fake_node import FakeEngine, delta, request, until

@@ -21,11 +21,9 @@ from tandem.kvtransfer.sender import SenderTimeouts
 from tandem.kvtransfer.transports.base import Permits, Pool
 from tandem.kvtransfer.transports.tcp import open_stream
 from tandem.wire import hand_off, messages
-from tandem.wire.channel import Link, wait
-from tandem.wire.codec import Codec
+from tandem.wire.channel import Codec, Link, wait
 from tandem.wire.errors import MessageInvalid, PeerLost, TransferRefused
-from tandem.wire.generation import GenerateRequest, SamplingParams
-from tandem.wire.ids import Epoch, Room
+from tandem.wire.generation import Epoch, GenerateRequest, Room, SamplingParams
 from tests.frontend.fakes import FakeBackend
 from tests.kvtransfer import rig
 from tests.kvtransfer.makers import contributed

@@ -12,7 +12,7 @@ import torch
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Pool
 from tandem.kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from tandem.wire.ids import Room
+from tandem.wire.generation import Room
 
 PAGE_BYTES, NUM_PAGES = 4096, 16
 

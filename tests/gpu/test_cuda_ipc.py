@@ -14,8 +14,8 @@ from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.cuda_ipc import CudaIpcTransport, CudaMemory
 from tandem.wire.errors import PeerLost, TransferRefused
+from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
-from tandem.wire.ids import Room
 from tests.gpu.cuda_far_end import NUM_PAGES, PAGE_BYTES
 
 pytestmark = pytest.mark.gpu

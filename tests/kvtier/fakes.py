@@ -11,8 +11,7 @@ from tandem.kvtier.stack import TierStack
 from tandem.kvtier.tier import NEVER_S, TierFailed
 from tandem.wire.channel import Waker
 from tandem.wire.messages import TierLoad
-from tandem.wire.page_keys import PageKey, PageSpace, page_keys
-from tandem.wire.prefix_journal import PrefixJournal
+from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal, page_keys
 from tests.patience import PATIENCE_S
 
 PAGE_SIZE = 64

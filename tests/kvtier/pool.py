@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from tandem.wire.page_keys import PageKey, PageSpace, page_keys
+from tandem.wire.prefixes import PageKey, PageSpace, page_keys
 
 PAGE_BYTES = 64 << 10
 SPACE = PageSpace("model", "float32", 128)

@@ -14,8 +14,8 @@ from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import PagedTokens, plan_copies
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Pool
+from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
-from tandem.wire.ids import Room
 from tests.kvtransfer.makers import make
 
 LAYOUT = KVLayout(

@@ -22,9 +22,8 @@ from tandem.kvtransfer.receiver import DecodeAgent
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sender import PrefillAgent
 from tandem.kvtransfer.transports.base import TransportConfig
-from tandem.wire.channel import Waker
-from tandem.wire.heartbeat import DEFAULT_HEARTBEAT
-from tandem.wire.ids import Room, new_epoch
+from tandem.wire.channel import DEFAULT_HEARTBEAT, Waker
+from tandem.wire.generation import Room, new_epoch
 from tests.calm import CALM, calm_receiver, calm_sender
 from tests.kvtransfer.makers import all_transports
 

@@ -15,7 +15,7 @@ from tandem.kvtransfer.transports.loopback import LoopbackTransport
 from tandem.wire import hand_off
 from tandem.wire.channel import Inbox, Link, Waker, wait
 from tandem.wire.errors import PeerLost
-from tandem.wire.ids import Epoch, Room
+from tandem.wire.generation import Epoch, Room
 from tests.calm import CALM, calm_receiver, calm_sender
 from tests.patience import patiently
 

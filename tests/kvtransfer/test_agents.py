@@ -20,7 +20,7 @@ from tandem.wire.errors import (
     TransferRefused,
     TransferTimeout,
 )
-from tandem.wire.ids import Room
+from tandem.wire.generation import Room
 from tandem.wire.keys import ChannelKey
 from tests.calm import calm_receiver, calm_sender
 from tests.kvtransfer.rig import (

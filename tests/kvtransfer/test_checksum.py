@@ -9,8 +9,8 @@ from tandem.kvtransfer.checksum import SAMPLE_ONE_IN, PushSums, arrived_sums, sa
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import HeadRange, PagedTokens, plan_copies
 from tandem.kvtransfer.region import MemoryRegion
+from tandem.wire.generation import Room, new_room
 from tandem.wire.hand_off import LayerKV
-from tandem.wire.ids import Room, new_room
 
 NUM_LAYERS = 3
 # Latents, a layer that keeps nothing, K and V of two sizes.

@@ -9,7 +9,7 @@ from tandem.kvtransfer.control import ControlThread, Outbox, Worker
 from tandem.kvtransfer.events import Failed, Landed, Lost, Safe
 from tandem.wire.channel import wait
 from tandem.wire.errors import PeerLost, TransferFailed
-from tandem.wire.ids import Room
+from tandem.wire.generation import Room
 from tests.patience import PATIENCE_S
 
 A, B = Room(1), Room(2)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
 from tandem.kvtransfer.fan_in import LandFanIn, PushFanIn
 from tandem.wire.errors import PeerLost
-from tandem.wire.ids import Room
+from tandem.wire.generation import Room
 
 ROOM = Room(42)
 LAST = (PushDone, Released, Landed, Failed, Safe)

@@ -23,12 +23,11 @@ from tandem.kvtransfer.transports.loopback import (
 )
 from tandem.kvtransfer.transports.tcp import TcpTransport
 from tandem.kvtransfer.transports.tcp_stream import HANDSHAKE_TIMEOUT_S
-from tandem.wire.channel import wait
+from tandem.wire.channel import DEFAULT_HEARTBEAT, wait
 from tandem.wire.errors import PeerLost, TransferRefused
+from tandem.wire.generation import Room
 from tandem.wire.hand_off import Grant, Hello, LinkPing, Refused, Released, Welcome, Withdraw
 from tandem.wire.hand_off import Landed as LandedWord
-from tandem.wire.heartbeat import DEFAULT_HEARTBEAT
-from tandem.wire.ids import Room
 from tests.calm import CalmHeartbeat, calm_receiver, calm_sender
 from tests.kvtransfer import rig
 from tests.kvtransfer.rig import ROOM, layout

@@ -1,6 +1,6 @@
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.push_room import PageRun, layers_at_a_time, push_by_layer
-from tandem.wire.ids import Room
+from tandem.wire.generation import Room
 
 LAYOUT = KVLayout(64, 16, 8, 2, 4, "float32", 4)  # 1 KiB a layer of a page
 RUNS = [PageRun(Room(1), [5, 6], 0), PageRun(Room(2), [7], 3)]

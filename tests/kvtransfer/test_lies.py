@@ -12,7 +12,7 @@ from tandem.kvtransfer.region import MemoryRegion
 from tandem.wire import hand_off
 from tandem.wire.channel import wait
 from tandem.wire.errors import ErrorInfo, PeerLost, TransferRefused
-from tandem.wire.ids import Epoch, Room
+from tandem.wire.generation import Epoch, Room
 from tests.calm import calm_receiver
 from tests.kvtransfer import rig
 from tests.kvtransfer.rig import DECODE_PAGES, ROOM, serve_the_next

@@ -10,8 +10,8 @@ from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, Safe
 from tandem.kvtransfer.transports.loopback import LoopbackListener, LoopbackTransport
 from tandem.wire.channel import wait
 from tandem.wire.errors import TransferFailed, TransferTimeout
+from tandem.wire.generation import Room
 from tandem.wire.hand_off import Grant, Withdraw
-from tandem.wire.ids import Room
 from tests.calm import calm_receiver
 from tests.kvtransfer import rig
 from tests.kvtransfer.rig import ROOM

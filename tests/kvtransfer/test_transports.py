@@ -22,8 +22,8 @@ from tandem.kvtransfer.transports.loopback import Fault, LoopbackTransport
 from tandem.kvtransfer.transports.registry import choose, listen, transports
 from tandem.kvtransfer.transports.shm import ShmTransport
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
-from tandem.wire.ids import Room
 from tests.kvtransfer.makers import DIRECTORY, NAMES, OTHER_PROCESS, make
 from tests.patience import PATIENCE_S
 

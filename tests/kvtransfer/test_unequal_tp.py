@@ -19,10 +19,10 @@ from tandem.kvtransfer.transports.shm import ShmTransport
 from tandem.kvtransfer.transports.tcp import TcpTransport
 from tandem.wire.channel import Waker, wait
 from tandem.wire.errors import Aborted, LayoutMismatch, PeerLost, TandemError
+from tandem.wire.generation import Room, new_epoch
 from tandem.wire.hand_off import Landed as LandedWord
 from tandem.wire.hand_off import Released as ReleasedWord
 from tandem.wire.hand_off import Welcome
-from tandem.wire.ids import Room, new_epoch
 from tests.calm import calm_receiver, calm_sender
 from tests.kvtransfer.rig import FakeDecode
 from tests.patience import PATIENCE_S, patiently

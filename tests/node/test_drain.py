@@ -8,8 +8,7 @@ from tandem.node.engine_process import Drain
 from tandem.node.loop import EngineLoop
 from tandem.wire.channel import Inbox, Link, Waker
 from tandem.wire.errors import PeerLost
-from tandem.wire.generation import GenerateRequest, SamplingParams
-from tandem.wire.ids import Epoch, RequestId
+from tandem.wire.generation import Epoch, GenerateRequest, RequestId, SamplingParams
 from tandem.wire.messages import (
     FromEngine,
     Ping,

@@ -13,7 +13,7 @@ from tandem.node.life import Event, Life
 from tandem.node.local_backend import LocalBackend
 from tandem.node.metrics import Measures
 from tandem.wire.channel import Inbox
-from tandem.wire.ids import Epoch
+from tandem.wire.generation import Epoch
 from tandem.wire.messages import NodeLoad, Pong, ToEngine
 from tests.patience import patiently
 

@@ -9,11 +9,16 @@ from tandem.node.answers import Answers, Ticket
 from tandem.node.engine_process import Drain, Resume
 from tandem.node.loop import IDLE_WAIT_S, PROBE_INTERVAL_S, EngineLoop
 from tandem.node.metrics import Measures
-from tandem.wire.channel import Inbox, Link, Peer, Waker, wait
+from tandem.wire.channel import DEFAULT_HEARTBEAT, Inbox, Link, Peer, Waker, wait
 from tandem.wire.errors import EngineFailed, InvalidRequest, Overloaded, PeerBehind, PeerLost
-from tandem.wire.generation import Finish, GenerateRequest, SamplingParams, TokenLogprobs
-from tandem.wire.heartbeat import DEFAULT_HEARTBEAT
-from tandem.wire.ids import Epoch, RequestId
+from tandem.wire.generation import (
+    Epoch,
+    Finish,
+    GenerateRequest,
+    RequestId,
+    SamplingParams,
+    TokenLogprobs,
+)
 from tandem.wire.messages import (
     CacheReport,
     Cancel,
@@ -27,8 +32,7 @@ from tandem.wire.messages import (
     ToEngine,
     TokenBatch,
 )
-from tandem.wire.prefix_blocks import pack_names
-from tandem.wire.prefix_journal import PrefixJournal
+from tandem.wire.prefixes import PrefixJournal, pack_names
 from tests.patience import PATIENCE_S, patiently
 
 EPOCH = Epoch(9)

@@ -8,7 +8,7 @@ import pytest
 from tandem.engine.step import ForwardTimes, StepCounts
 from tandem.node.metrics import Measures
 from tandem.wire.errors import Overloaded
-from tandem.wire.ids import Epoch
+from tandem.wire.generation import Epoch
 
 
 def forward(device_s, host_cpu_s=0.0, num_decodes=2, chunks=()):

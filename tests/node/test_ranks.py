@@ -9,7 +9,7 @@ from tandem.engine.forward import ForwardInputs
 from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
 from tandem.node.ranks import RemoteAgent, received
 from tandem.wire.errors import OutOfPages, PeerLost, error_from_info
-from tandem.wire.ids import Room
+from tandem.wire.generation import Room
 from tests.engine.test_tensor_parallel import inputs_of
 
 ROOM = Room(1 << 62)

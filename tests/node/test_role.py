@@ -9,8 +9,7 @@ from tandem.node.answers import Ticket
 from tandem.node.role import MAX_CHUNKS, Deadlines, Timeline
 from tandem.wire.channel import Peer
 from tandem.wire.errors import DeadlinePassed
-from tandem.wire.generation import GenerateRequest, SamplingParams
-from tandem.wire.ids import RequestId
+from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams
 from tandem.wire.messages import StartColocated
 from tests.hand_off_rig import CollectedAnswers, Pair, prompt_of
 

@@ -12,8 +12,7 @@ from tandem.node.tiering import Tiering
 from tandem.node.tiers import LOOKING_SHARE
 from tandem.wire.channel import Peer
 from tandem.wire.errors import EngineFailed
-from tandem.wire.generation import GenerateRequest, SamplingParams
-from tandem.wire.ids import RequestId
+from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams
 from tandem.wire.messages import StartColocated
 from tests.engine.toy_runner import toy_answer, toy_engine
 from tests.node.tier_rig import Clock, ScriptedStack

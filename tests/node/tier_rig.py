@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from tandem.kvtier.stack import Fetched, Placed, Saved, TierCost
 from tandem.node.tiers import RankTiers
 from tandem.wire.messages import TierLoad
-from tandem.wire.page_keys import PageKey
-from tandem.wire.prefix_journal import PrefixJournal
+from tandem.wire.prefixes import PageKey, PrefixJournal
 
 
 class Clock:

@@ -3,8 +3,7 @@
 import pytest
 
 from tandem.wire.errors import EngineFailed, InvalidRequest
-from tandem.wire.generation import GenerateRequest, LogprobsWanted, SamplingParams
-from tandem.wire.ids import RequestId
+from tandem.wire.generation import GenerateRequest, LogprobsWanted, RequestId, SamplingParams
 from tandem.wire.messages import StartColocated
 from tests.hand_off_rig import Pair, prompt_of
 

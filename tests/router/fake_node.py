@@ -12,12 +12,20 @@ from aiohttp import web
 
 from tandem.wire.channel import Inbox, Peer, Waker, wait
 from tandem.wire.errors import PeerLost, TandemError
-from tandem.wire.generation import Finish, GenerateRequest, SamplingParams, TokenLogprobs
-from tandem.wire.ids import RequestId, new_epoch
+from tandem.wire.generation import (
+    Finish,
+    GenerateRequest,
+    RequestId,
+    SamplingParams,
+    TokenLogprobs,
+    new_epoch,
+)
 from tandem.wire.messages import (
     CacheReport,
     Cancel,
     FlushCache,
+    ModelInfo,
+    NodeInfo,
     NodeLoad,
     Ping,
     Pong,
@@ -26,8 +34,7 @@ from tandem.wire.messages import (
     TokenBatch,
     TokenDelta,
 )
-from tandem.wire.node_info import ModelInfo, NodeInfo
-from tandem.wire.prefix_blocks import pack_names
+from tandem.wire.prefixes import pack_names
 from tests.patience import PATIENCE_S
 
 

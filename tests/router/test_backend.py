@@ -33,7 +33,7 @@ from tandem.wire.messages import (
     StartPrefill,
     TokenBatch,
 )
-from tandem.wire.prefix_blocks import block_names
+from tandem.wire.prefixes import block_names
 from tests.patience import PATIENCE_S
 from tests.router.fake_node import FakeNode, logprobs, request, until
 

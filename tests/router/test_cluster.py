@@ -19,7 +19,7 @@ from tandem.router.node_watch import FIRST_ANSWER_TIMEOUT_S, LAST_RETRY_S
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.generation import SamplingDefaults
 from tandem.wire.keys import operator_key, reader_key
-from tandem.wire.node_info import ModelInfo
+from tandem.wire.messages import ModelInfo
 from tests.certificates import make_certificates
 from tests.router.fake_node import FakeNode, request, until
 from tests.router.test_backend import cluster, reading, watched

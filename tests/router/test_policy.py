@@ -16,7 +16,7 @@ from tandem.router.policy import (
 from tandem.router.prefixes import CachedPrefixes, PrefixIndex, PromptBlocks
 from tandem.wire.errors import NoNodeAvailable
 from tandem.wire.messages import CacheReport, NodeLoad
-from tandem.wire.prefix_blocks import BLOCK_TOKENS, block_names, pack_names
+from tandem.wire.prefixes import BLOCK_TOKENS, block_names, pack_names
 
 EPOCH = 1
 TEN_TOKENS = Asked(10)

@@ -3,8 +3,7 @@ from hypothesis import strategies as st
 
 from tandem.router.prefixes import NOTHING_CACHED, PrefixIndex, PromptBlocks
 from tandem.wire.messages import CacheReport
-from tandem.wire.prefix_blocks import BLOCK_TOKENS, MAX_BLOCKS, block_names, pack_names
-from tandem.wire.prefix_journal import PrefixJournal
+from tandem.wire.prefixes import BLOCK_TOKENS, MAX_BLOCKS, PrefixJournal, block_names, pack_names
 
 EPOCH = 1
 

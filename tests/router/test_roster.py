@@ -4,7 +4,7 @@ from tandem.router.cluster import Roster, explain
 from tandem.router.node import Node
 from tandem.router.node_http import NodeUnusable
 from tandem.router.policy import ClusterSnapshot, NodeSnapshot
-from tandem.wire.node_info import ModelInfo, NodeInfo
+from tandem.wire.messages import ModelInfo, NodeInfo
 
 
 class CountedNode(Node):

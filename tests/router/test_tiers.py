@@ -19,8 +19,7 @@ from tandem.router.policies import POLICIES
 from tandem.router.policy import NodeSnapshot
 from tandem.router.prefixes import MAX_TIERS, UNKNOWN_SHARE, KnownPrefixes, share_saved
 from tandem.wire.messages import CacheReport, NodeLoad, StartPrefill, TierLoad
-from tandem.wire.prefix_blocks import BLOCK_TOKENS, MAX_BLOCKS, block_names, pack_names
-from tandem.wire.prefix_journal import PrefixJournal
+from tandem.wire.prefixes import BLOCK_TOKENS, MAX_BLOCKS, PrefixJournal, block_names, pack_names
 from tests.router.fake_node import FakeNode, request, until
 from tests.router.test_policy import asking, chosen, decode, node, prefill
 

@@ -5,9 +5,8 @@ and it ends. Each end learns of the end by itself: at once when it was reset, af
 heartbeats stay out. While a path is cut its frames wait, and come when it heals in time.
 """
 
-from tandem.wire.channel import Peer
+from tandem.wire.channel import DEFAULT_HEARTBEAT, Peer
 from tandem.wire.errors import PeerLost
-from tandem.wire.heartbeat import DEFAULT_HEARTBEAT
 
 CLIENT, SERVER = 0, 1
 # ZMTP asks every half second, so silence is noticed so much later at most.

@@ -24,9 +24,8 @@ from tandem.node.supervisor import HAND_OVER_S
 from tandem.prefill.role import PrefillRole
 from tandem.router.membership import Announcement
 from tandem.wire.errors import PeerLost
-from tandem.wire.ids import new_epoch
-from tandem.wire.messages import ToEngine
-from tandem.wire.node_info import ModelInfo, NodeInfo
+from tandem.wire.generation import new_epoch
+from tandem.wire.messages import ModelInfo, NodeInfo, ToEngine
 from tests.simulation.processes import CURRENT, Process, Repeated
 from tests.simulation.sockets import SimulatedInbox, SimulatedWaker
 from tests.simulation.toy import CONTEXT, EOS, VOCAB, toy_engine, toy_layout

@@ -8,8 +8,7 @@ from collections import deque
 from typing import Generic
 
 from tandem.wire.async_link import MAX_DRAINED
-from tandem.wire.channel import Envelope
-from tandem.wire.codec import Codec, In
+from tandem.wire.channel import Codec, Envelope, In
 from tandem.wire.errors import PeerLost
 from tests.simulation.network import CLIENT, SERVER
 from tests.simulation.processes import CURRENT

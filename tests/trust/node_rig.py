@@ -14,8 +14,7 @@ from tandem.node.loop import EngineLoop
 from tandem.prefill.role import PrefillRole
 from tandem.wire.channel import Inbox, Link, Waker, wait
 from tandem.wire.errors import PeerLost
-from tandem.wire.generation import GenerateRequest, SamplingParams
-from tandem.wire.ids import Epoch, RequestId
+from tandem.wire.generation import Epoch, GenerateRequest, RequestId, SamplingParams
 from tandem.wire.messages import (
     Cancel,
     FromEngine,

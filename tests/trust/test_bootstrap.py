@@ -14,8 +14,8 @@ from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Pool
 from tandem.wire.channel import Inbox, Link, wait
 from tandem.wire.errors import PeerLost
+from tandem.wire.generation import Epoch, Room
 from tandem.wire.hand_off import FromPrefill, Hello, Refused, ToPrefill, Welcome
-from tandem.wire.ids import Epoch, Room
 from tests.calm import CALM, calm_receiver, calm_sender
 from tests.kvtransfer import rig
 from tests.kvtransfer.rig import serve_the_next

@@ -15,7 +15,7 @@ from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.base import Pool
 from tandem.kvtransfer.transports.tcp import TcpOffer, TcpTransport, open_stream
 from tandem.wire.errors import PeerLost
-from tandem.wire.ids import Room
+from tandem.wire.generation import Room
 from tests.patience import PATIENCE_S
 from tests.trust.hostile import INTEGERS
 

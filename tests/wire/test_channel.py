@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.wire.async_link import MAX_DRAINED, AsyncLink
-from tandem.wire.channel import Inbox, Link, wait
-from tandem.wire.codec import Codec
+from tandem.wire.channel import Codec, Inbox, Link, wait
 from tandem.wire.errors import ConfigInvalid, MessageInvalid, MessageTooLarge, PeerLost
-from tandem.wire.ids import Epoch, RequestId
+from tandem.wire.generation import Epoch, RequestId
 from tandem.wire.keys import ChannelKey, cluster_key
 from tandem.wire.messages import Cancel, FromEngine, NodeLoad, Ping, Pong, ToEngine
 from tests.calm import CALM

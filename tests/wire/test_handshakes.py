@@ -11,10 +11,9 @@ import structlog.testing
 import zmq
 
 from tandem.wire.async_link import AsyncLink
-from tandem.wire.channel import Inbox, Link, configure, wait
+from tandem.wire.channel import DEFAULT_HEARTBEAT, Inbox, Link, configure, wait
 from tandem.wire.errors import PeerLost
 from tandem.wire.handshakes import HUNG_UP
-from tandem.wire.heartbeat import DEFAULT_HEARTBEAT
 from tandem.wire.keys import ChannelKey, operator_key, warn_of_weak_secret
 from tandem.wire.messages import FromEngine, Ping, ToEngine
 from tests.calm import CALM

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from tandem.wire.async_link import AsyncLink
+from tandem.wire.channel import DEFAULT_HEARTBEAT, Heartbeat, heartbeat_of
 from tandem.wire.errors import ConfigInvalid, PeerLost
-from tandem.wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat, heartbeat_of
 from tandem.wire.messages import FromEngine, Ping
 from tests.patience import PATIENCE_S, patiently
 

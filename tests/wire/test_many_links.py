@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.wire.async_link import AsyncLink
-from tandem.wire.channel import Inbox, Link, wait
-from tandem.wire.descriptors import PER_LINK
+from tandem.wire.channel import PER_LINK, Inbox, Link, wait
 from tandem.wire.errors import PeerLost
 from tandem.wire.messages import FromEngine, Ping, ToEngine
 from tests.calm import CALM
@@ -137,7 +136,7 @@ print(len(links))
 
 LIMITED = """
 from structlog.testing import capture_logs
-from tandem.wire.descriptors import allow_descriptors
+from tandem.wire.channel import allow_descriptors
 import resource
 with capture_logs() as told:
     allow_descriptors(1000, used_for="40 nodes")

@@ -22,8 +22,8 @@ from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Pool, TransportConfig, check_bounds, need_cpu_memory
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
-from tandem.wire.ids import Room
 from tandem_file.batches import BATCH_BYTES, MAX_COPIES, Pace, Pulse, write_batch
 from tandem_file.listener import FileListener, FileOffer
 

@@ -21,7 +21,7 @@ import msgspec
 from tandem.batch.client import BatchClient, BatchSettings
 from tandem.batch.lines import BatchError, BatchRequest, LineInvalid, failure_of, read_request
 from tandem.long_work import counted
-from tandem.wire.descriptors import allow_descriptors
+from tandem.wire.channel import allow_descriptors
 from tandem.wire.errors import ConfigInvalid
 
 NUM_SHOWN = 20

@@ -22,7 +22,7 @@ from tandem.bench.trace import TraceRow, read_trace
 from tandem.bench.workload import Job, PromptRules, make_jobs
 from tandem.long_work import counted
 from tandem.telemetry.version import package_version
-from tandem.wire.descriptors import allow_descriptors
+from tandem.wire.channel import allow_descriptors
 from tandem.wire.errors import ConfigInvalid
 
 STOPPED = 130  # what shells report of a command that Ctrl-C ended

@@ -48,8 +48,8 @@ from tandem.wire.errors import (
     TransferRefused,
     TransferTimeout,
 )
+from tandem.wire.generation import Room, new_epoch
 from tandem.wire.hosts import reason_of
-from tandem.wire.ids import Room, new_epoch
 from tandem.wire.keys import cluster_key, is_loopback
 
 FINGERPRINT = "tandem-doctor-1"

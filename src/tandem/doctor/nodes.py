@@ -12,7 +12,7 @@ from tandem.doctor.report import Finding
 from tandem.router.config import host_of
 from tandem.router.node_http import INFO_TIMEOUT_S, NodeUnusable, fetch_info
 from tandem.wire.hosts import reason_of
-from tandem.wire.node_info import NodeInfo
+from tandem.wire.messages import NodeInfo
 
 # As `tandem.engine.model` makes it: kind, layers, type of the weights, digest.
 FINGERPRINT = re.compile(

@@ -16,8 +16,7 @@ import numpy as np
 from tandem.engine.core import Engine
 from tandem.engine.profile import DecodeTimes, PrefillTimes, attended_pairs
 from tandem.engine.request import ActiveRequest
-from tandem.wire.generation import GenerateRequest, SamplingParams
-from tandem.wire.ids import RequestId
+from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams
 
 TimesT = TypeVar("TimesT", PrefillTimes, DecodeTimes)
 

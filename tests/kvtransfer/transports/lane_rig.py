@@ -10,7 +10,7 @@ from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.base import Pool
 from tandem.kvtransfer.transports.tcp import open_stream
 from tandem.kvtransfer.transports.tcp_stream import TcpOffer
-from tandem.wire.ids import Room
+from tandem.wire.generation import Room
 from tests.patience import PATIENCE_S
 
 PAGE_BYTES, NUM_PAGES = 64 << 10, 32

@@ -14,8 +14,8 @@ from tandem.kvtransfer.transports.base import Pool, TransportConfig
 from tandem.kvtransfer.transports.cuda_ipc import CudaIpcTransport, CudaMemory
 from tandem.kvtransfer.transports.registry import transports
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
-from tandem.wire.ids import Room
 from tests.kvtransfer.host_device import HostDevice
 from tests.patience import PATIENCE_S
 

@@ -13,8 +13,8 @@ from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Pool
 from tandem.kvtransfer.transports.nixl import NixlTransport
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
-from tandem.wire.ids import Room
 from tests.patience import patiently
 
 ROOM = Room(1)

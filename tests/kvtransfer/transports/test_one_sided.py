@@ -16,7 +16,7 @@ from tandem.kvtransfer.transports.one_sided import (
     Places,
 )
 from tandem.wire.errors import PeerLost, TransferRefused
-from tandem.wire.ids import Room
+from tandem.wire.generation import Room
 from tests.patience import PATIENCE_S
 
 ROOM = Room(1)

@@ -14,7 +14,7 @@ from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.registry import known, transports
 from tandem.wire.errors import TransferRefused
-from tandem.wire.ids import Room
+from tandem.wire.generation import Room
 from tests.kvtransfer import rig as agents
 from tests.kvtransfer import test_transports as conformance
 from tests.kvtransfer.rig import DECODE_PAGES, PROMPT_PAGES, ROOM

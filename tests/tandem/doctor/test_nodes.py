@@ -8,7 +8,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from tandem.doctor.nodes import NodeAnswer, ask, check_nodes
-from tandem.wire.node_info import ModelInfo, NodeInfo
+from tandem.wire.messages import ModelInfo, NodeInfo
 from tests.kept_port import kept_port
 
 DIGEST = "0123456789abcdef"
