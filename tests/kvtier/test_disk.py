@@ -73,6 +73,13 @@ def age(path: Path, seconds: float, now_s: float | None = None) -> None:
     os.utime(path, (then, then))
 
 
+def put_aged(tier, tmp_path, of) -> None:
+    """Put pages one by one, each used a second after the one before it, long ago."""
+    for number, key in enumerate(of):
+        put(tier, [key])
+        age(path_of(tmp_path, key), 1000 - number)
+
+
 def test_what_one_node_puts_another_gets(open_tier):
     one, other, of = open_tier(), open_tier(), keys(5)
     assert put(one, of[:3]) == 3
@@ -225,9 +232,7 @@ def test_what_writers_that_died_left_behind_is_removed_after_an_hour(open_tier, 
 
 def test_the_least_recently_used_goes_first_down_to_the_limit(open_tier, tmp_path):
     tier, of = open_tier(num_pages=3), [keys(1, first_token=i)[0] for i in range(5)]
-    for number, key in enumerate(of[:3]):
-        put(tier, [key])
-        age(path_of(tmp_path, key), 1000 - number)
+    put_aged(tier, tmp_path, of[:3])
     tier.scan()
     got(tier, [of[0]])
     put(tier, of[3:4])
@@ -281,9 +286,7 @@ def stuck(monkeypatch, of) -> list[str]:
 
 def test_what_cannot_be_removed_is_not_counted_as_free(open_tier, tmp_path, monkeypatch):
     tier, of = open_tier(num_pages=3), [keys(1, first_token=i)[0] for i in range(5)]
-    for number, key in enumerate(of[:3]):
-        put(tier, [key])
-        age(path_of(tmp_path, key), 1000 - number)
+    put_aged(tier, tmp_path, of[:3])
     tier.scan()
     names = stuck(monkeypatch, of[:1])
     with pytest.raises(TierFailed, match="Permission denied"):
@@ -313,9 +316,7 @@ def test_a_directory_from_which_nothing_can_be_removed_does_not_grow(
 
 def test_what_another_node_used_lately_is_not_evicted(open_tier, tmp_path):
     one, other, of = open_tier(num_pages=2), open_tier(num_pages=2), keys(1) + keys(2, 9)
-    for number, key in enumerate(of[:2]):
-        put(one, [key])
-        age(path_of(tmp_path, key), 1000 - number)
+    put_aged(one, tmp_path, of[:2])
     one.scan()
     got(other, of[:1])
     put(one, of[2:])

@@ -54,17 +54,6 @@ def test_a_limit_below_one_page_is_refused_at_the_start():
         HostTier(FakePool(), PAGE_BYTES - 1)
 
 
-def test_a_host_without_such_memory_is_told_at_the_start():
-    pool = FakePool()
-
-    def host_memory(num_bytes):
-        raise MemoryError
-
-    pool.host_memory = host_memory
-    with pytest.raises(ConfigInvalid, match="no such memory"):
-        HostTier(pool, 10 * PAGE_BYTES)
-
-
 def test_parents_outlive_their_children():
     tier, run, other = tier_of(4), keys(4), keys(2, first_token=7)
     tier.put(run, views(run))

@@ -410,11 +410,3 @@ def test_over_tls_the_server_shows_a_certificate_that_is_trusted(server, tier_at
             tier_at(f"rediss://127.0.0.1:{relay.port}/0").get(keys)
         with pytest.raises(TierFailed):
             tier_at(f"rediss://localhost:{relay.port}/0?ca={made.ca}").get(keys)
-
-
-def test_a_server_need_not_be_there_when_a_tier_is_made_or_closed(tmp_path):
-    tier = make_redis(f"unix://{tmp_path}/nobody")
-    assert tier.load().state == "up"
-    assert tier.load().store == ""
-    tier.close()
-    tier.close()

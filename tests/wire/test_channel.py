@@ -54,21 +54,6 @@ async def test_a_message_reaches_the_inbox_and_its_answer_comes_back():
     inbox.close()
 
 
-async def test_a_peer_that_knows_the_secret_is_heard_and_one_that_does_not_is_not():
-    key = ChannelKey.from_secret("the cluster's secret")
-    inbox = make_inbox(key)
-    strangers = [make_link(inbox, other) for other in (None, ChannelKey.from_secret("a guess"))]
-    friend = make_link(inbox, key)
-    await send_when_connected(friend, Ping())
-    assert receive(inbox).message == Ping()
-    for stranger in strangers:
-        with pytest.raises(PeerLost):
-            stranger.send(Ping())
-        stranger.close()
-    friend.close()
-    inbox.close()
-
-
 async def test_a_link_notices_that_its_inbox_is_gone():
     inbox = make_inbox()
     link = make_link(inbox)

@@ -1,6 +1,5 @@
 """Peers that may not speak: nothing of theirs gets through, nothing of them stays, each end says why."""
 
-import asyncio
 import contextlib
 import os
 import socket
@@ -10,7 +9,6 @@ import pytest
 import structlog.testing
 import zmq
 
-from tandem.wire.async_link import AsyncLink
 from tandem.wire.channel import DEFAULT_HEARTBEAT, Inbox, Link, configure, wait
 from tandem.wire.errors import PeerLost
 from tandem.wire.handshakes import HUNG_UP
@@ -60,16 +58,6 @@ def test_a_stranger_is_not_heard_and_both_ends_know_why(inbox_key, link_key, inb
             link.send(Ping())
         link.close()
         _hear_a_friend(inbox, inbox_key)
-
-
-@MISMATCHES
-async def test_an_edge_is_told_why_its_link_is_refused(inbox_key, link_key, inbox_says, link_says):
-    with Inbox("tcp://127.0.0.1:0", ToEngine, inbox_key, CALM) as inbox:
-        link: AsyncLink[FromEngine] = AsyncLink(inbox.address, FromEngine, link_key)
-        async with asyncio.timeout(PATIENCE_S):
-            await link.wait_lost()
-        assert link.refusal in (link_says, HUNG_UP)
-        link.close()
 
 
 def test_hundreds_of_strangers_leave_nothing_behind_and_are_told_of_once_a_minute():

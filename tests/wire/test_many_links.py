@@ -144,12 +144,9 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], told)
 """
 
 
-def test_a_process_takes_as_many_descriptors_as_it_may():
+def test_a_process_takes_what_it_may_and_a_limit_that_is_too_low_is_told_with_what_is_needed_and_how_to_raise_it():
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert run_alone(LIMITED, 64) == f"{most} []"
-
-
-def test_a_limit_that_is_too_low_is_told_with_what_is_needed_and_how_to_raise_it():
     told = run_alone(LIMITED, 500, hard=500)
     assert told.startswith("500 ")
     for words in (
