@@ -28,7 +28,7 @@ import redis
 
 from benchmarks.rig import parse, parser_of, result
 from tandem.kvtier.disk import DiskTier
-from tandem.kvtier.entry import FILE_HEADER_BYTES, STORE_HEADER_BYTES
+from tandem.kvtier.entry import HEADER_BYTES
 from tandem.kvtier.host import HostTier
 from tandem.kvtier.memory import copy_page, views_of
 from tandem.kvtier.redis import RedisTier, parse_url
@@ -83,7 +83,7 @@ def get(tier: Tier, keys: Sequence[PageKey], pool: Pool | None) -> None:
 
 def bare_read(paths: Sequence[Path], into: Sequence[memoryview]) -> None:
     """Read the files of a tier."""
-    header = bytearray(FILE_HEADER_BYTES)
+    header = bytearray(HEADER_BYTES)
     for path, view in zip(paths, into, strict=True):
         file = os.open(path, os.O_RDONLY)
         os.preadv(file, [header, view], 0)
@@ -186,7 +186,7 @@ def main() -> None:
         tier.put(keys, source.pages)
         client = redis.Redis(unix_socket_path=str(path))
         names = [f"tandem:kv:1:{key.digest.hex()}".encode() for key in keys]
-        memory = source.host_memory(STORE_HEADER_BYTES + PAGE_BYTES + 2)
+        memory = source.host_memory(HEADER_BYTES + PAGE_BYTES + 2)
         asks: dict[str, Case] = {
             "bare socket": partial(bare_socket, path, names, memory),
             "redis get": partial(get, tier, keys, None),

@@ -23,7 +23,7 @@ from random import random
 from typing_extensions import override
 
 from tandem.kvtier.disk_files import EntryCorrupted, PageDirectory, PageFile
-from tandem.kvtier.entry import FILE_HEADER_BYTES
+from tandem.kvtier.entry import HEADER_BYTES, KnownPages
 from tandem.kvtier.guard import Workers
 from tandem.kvtier.memory import Loan, PageMemory
 from tandem.kvtier.spec import TierSpec
@@ -31,7 +31,7 @@ from tandem.kvtier.tier import NEVER_S, PoolPages, TierFailed
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.messages import TierLoad
-from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal
+from tandem.wire.prefixes import PageKey, PageSpace
 
 log = get_logger("kvtier.disk")
 
@@ -81,8 +81,9 @@ class DiskTier:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.name = name
-        self.journal = PrefixJournal()
-        self._file_bytes, self._limit_bytes = FILE_HEADER_BYTES + pages.page_bytes, limit_bytes
+        self._known = KnownPages()
+        self.journal = self._known.journal
+        self._file_bytes, self._limit_bytes = HEADER_BYTES + pages.page_bytes, limit_bytes
         if limit_bytes < self._file_bytes:
             raise ConfigInvalid(
                 f"--kv-tier disk:{path}:{limit_bytes}: a page of KV takes {self._file_bytes} bytes; "
@@ -93,7 +94,7 @@ class DiskTier:
         self._space_name = space.name
         self._memory = PageMemory(pages.host_memory, pages.page_bytes)
         self._clock = clock
-        self._index, self._lock = DiskIndex(self.journal), threading.Lock()
+        self._index, self._lock = DiskIndex(self._known), threading.Lock()
         self._num_evicted = self._num_corrupted = 0
         self._full_until_s = 0.0
         self._stopping = threading.Event()
@@ -246,7 +247,8 @@ class DiskTier:
 
     def _met(self, key: PageKey, used_s: float) -> None:
         with self._lock:
-            self._index.met(PageFile(key.digest, self._file_bytes, used_s), key.blocks)
+            self._index.met(PageFile(key.digest, self._file_bytes, used_s))
+        self._known.met([key])
 
     def _write(self, key: PageKey, page: memoryview) -> bool:
         """Write a page; return False if the disk has no room, even after some was made."""
@@ -312,7 +314,7 @@ class DiskTier:
 
 
 class DiskIndex:
-    """The files that one node knows of a directory, and the blocks of those whose keys were met. Pure.
+    """The files that one node knows of a directory. Pure.
 
     ```
      scan, put, found ──▶ KNOWN ──evicted, gone, not met by a whole scan──▶ forgotten
@@ -322,12 +324,11 @@ class DiskIndex:
         num_bytes: Of all known files.
     """
 
-    def __init__(self, journal: PrefixJournal) -> None:
+    def __init__(self, known: KnownPages) -> None:
         self.num_bytes = 0
-        self._journal = journal
+        self._known = known
         # Least recently used first, as far as this node knows between two scans.
         self._files: OrderedDict[bytes, PageFile] = OrderedDict()
-        self._blocks: dict[bytes, tuple[int, ...]] = {}
         self._unmet: set[bytes] = set()
 
     @override
@@ -347,25 +348,20 @@ class DiskIndex:
             self.forget(digest)
         self._files = OrderedDict(sorted(self._files.items(), key=lambda item: item[1].used_s))
 
-    def met(self, file: PageFile, blocks: tuple[int, ...] = ()) -> None:
-        """Note that a file is there, and if its key is known, which blocks routers may be told of."""
+    def met(self, file: PageFile) -> None:
+        """Note that a file is there."""
         self._unmet.discard(file.digest)
         before = self._files.get(file.digest)
         if before is None or file.used_s > before.used_s:
             self.num_bytes += file.size_bytes - (before.size_bytes if before else 0)
             self._files[file.digest] = file
             self._files.move_to_end(file.digest)
-        if blocks and file.digest not in self._blocks:
-            self._blocks[file.digest] = blocks
-            for block in blocks:
-                self._journal.add(block)
 
     def forget(self, digest: bytes) -> None:
         """Note that a file is gone, if it was known."""
         if (file := self._files.pop(digest, None)) is not None:
             self.num_bytes -= file.size_bytes
-            for block in self._blocks.pop(digest, ()):
-                self._journal.remove(block)
+        self._known.missed(digest)
 
     def take_oldest(self) -> PageFile | None:
         """Return the least recently used file, which is the last to be returned again if it stays known."""

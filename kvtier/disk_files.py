@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.kvtier.entry import FILE_HEADER_BYTES, FILE_VERSION, FileChecksum, file_header
+from tandem.kvtier.entry import HEADER_BYTES, VERSION, Checksum, page_header
 
 # Not blocking: the other end of a pipe by this name might never be opened.
 _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -76,7 +76,7 @@ class PageDirectory:
         rank, _, num_ranks = shard.partition("/")
         suffix = "" if num_ranks == "1" else f"-rank-{rank}-of-{num_ranks}"
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._path, self.top = path, path / f"tandem-kv-{FILE_VERSION}{suffix}"
+        self._path, self.top = path, path / f"tandem-kv-{VERSION}{suffix}"
         self._device = path.stat().st_dev
         self._make_top()
         self.store = _identity(self.top)
@@ -113,8 +113,8 @@ class PageDirectory:
             raise
         try:
             status = os.fstat(file)
-            if not stat.S_ISREG(status.st_mode) or status.st_size != FILE_HEADER_BYTES + len(into):
-                raise EntryCorrupted(f"no regular file of {FILE_HEADER_BYTES + len(into)} bytes")
+            if not stat.S_ISREG(status.st_mode) or status.st_size != HEADER_BYTES + len(into):
+                raise EntryCorrupted(f"no regular file of {HEADER_BYTES + len(into)} bytes")
             _read_page(file, digest, into)
         except OSError as error:
             if error.errno == errno.EIO:  # a bad sector
@@ -128,7 +128,7 @@ class PageDirectory:
 
     def write(self, digest: bytes, page: memoryview) -> None:
         """Write a page in place of what is there; when this raises, nothing is left of it."""
-        header = file_header(digest, len(page), FileChecksum(page).digest())
+        header = page_header(digest, len(page), Checksum(page).digest())
         path = self.path_of(digest)
         if not path.parent.is_dir():
             self._make_top()
@@ -207,14 +207,14 @@ def _folders(directory: Path, num_digits: int) -> list[Path]:
 
 
 def _read_page(file: int, digest: bytes, into: memoryview) -> None:
-    header, checksum = bytearray(FILE_HEADER_BYTES), FileChecksum()
+    header, checksum = bytearray(HEADER_BYTES), Checksum()
     _read_exactly(file, [memoryview(header), into[:_PIECE_BYTES]], 0)
     checksum.update(into[:_PIECE_BYTES])
     for first in range(_PIECE_BYTES, len(into), _PIECE_BYTES):
         piece = into[first : first + _PIECE_BYTES]
-        _read_exactly(file, [piece], FILE_HEADER_BYTES + first)
+        _read_exactly(file, [piece], HEADER_BYTES + first)
         checksum.update(piece)
-    if header != file_header(digest, len(into), checksum.digest()):
+    if header != page_header(digest, len(into), checksum.digest()):
         raise EntryCorrupted("its bytes are not what was written under this name")
 
 

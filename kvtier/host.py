@@ -18,12 +18,13 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
+from tandem.kvtier.entry import KnownPages
 from tandem.kvtier.memory import Loan, copy_page, views_of
 from tandem.kvtier.spec import TierSpec
 from tandem.kvtier.tier import NEVER_S, PoolPages
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.messages import TierLoad
-from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal
+from tandem.wire.prefixes import PageKey, PageSpace
 
 
 def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> "HostTier":
@@ -56,7 +57,8 @@ class HostTier:
 
     def __init__(self, pages: PoolPages, limit_bytes: int, *, name: str = "host") -> None:
         self.name = name
-        self.journal = PrefixJournal()
+        self._known = KnownPages()
+        self.journal = self._known.journal
         self._page_bytes, self._limit_bytes = pages.page_bytes, limit_bytes
         num_slots = limit_bytes // pages.page_bytes
         if not num_slots:
@@ -153,8 +155,7 @@ class HostTier:
             self._filling.difference_update(slot.key.digest for slot in slots)
             for slot in slots[:num_copied]:
                 self._kept[slot.key.digest] = slot
-                for block in slot.key.blocks:
-                    self.journal.add(block)
+            self._known.met(slot.key for slot in slots[:num_copied])
             self._free += [slot.view for slot in slots[num_copied:]]
             self._touch(keys)
 
@@ -168,7 +169,6 @@ class HostTier:
         else:
             return None
         del self._kept[digest]
-        for block in slot.key.blocks:
-            self.journal.remove(block)
+        self._known.missed(digest)
         self._num_evicted += 1
         return slot.view

@@ -31,7 +31,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from typing_extensions import override
 
-from tandem.kvtier.entry import STORE_HEADER_BYTES, KnownPages, is_entry_of, store_header
+from tandem.kvtier.entry import HEADER_BYTES, KnownPages, header_of, is_entry_of
 from tandem.kvtier.memory import Loan, PageMemory, copy_page
 from tandem.kvtier.spec import REDIS_SCHEMES, TierSpec
 from tandem.kvtier.tier import NEVER_S, PoolPages, TierFailed
@@ -172,7 +172,7 @@ class RedisTier:
         )
         self._client = redis.Redis(connection_pool=self._pool)
         self._space_name = space.name
-        self._entry_bytes = STORE_HEADER_BYTES + pages.page_bytes
+        self._entry_bytes = HEADER_BYTES + pages.page_bytes
         self._num_ahead = max(2, AHEAD_BYTES // self._entry_bytes)
         # The two bytes that end a value are read with it.
         self._memory = PageMemory(pages.host_memory, self._entry_bytes + 2)
@@ -206,7 +206,7 @@ class RedisTier:
             if not pieces:
                 raise
         self._known.met(keys[: len(pieces)])
-        return self._memory.lend(pieces, [piece[STORE_HEADER_BYTES:-2] for piece in pieces])
+        return self._memory.lend(pieces, [piece[HEADER_BYTES:-2] for piece in pieces])
 
     def put(self, keys: Sequence[PageKey], pages: Sequence[memoryview]) -> int:
         """Write what is not here yet; return how much that was, which is little where the server is full.
@@ -349,8 +349,8 @@ class RedisTier:
                 some = entries[first : first + self._num_ahead]
                 sets: list[tuple[object, ...]] = []
                 for (key, page), piece in zip(some, pieces, strict=False):
-                    piece[:STORE_HEADER_BYTES] = store_header(key, page)
-                    copy_page(page, piece[STORE_HEADER_BYTES:-2])
+                    piece[:HEADER_BYTES] = header_of(key, page)
+                    copy_page(page, piece[HEADER_BYTES:-2])
                     sets.append(("SET", _name(key), piece[:-2], *options))
                 answers = self._ask(*sets)
                 num_taken += sum(map(self._was_taken, (key for key, _ in some), answers))
@@ -373,7 +373,7 @@ class RedisTier:
         return False
 
     def _miss(self, key: PageKey) -> None:
-        if self._known.missed(key):
+        if self._known.missed(key.digest):
             # Evicted, or all is gone: a server that was emptied keeps its connections.
             self._identify()
 
@@ -381,7 +381,7 @@ class RedisTier:
         """Remove an entry that is wrong; where the server does not let us, it stays, and is never lent."""
         with self._lock:
             self._num_corrupted += 1
-        self._known.missed(key)
+        self._known.missed(key.digest)
         self._ask(("DEL", _name(key)))
 
 

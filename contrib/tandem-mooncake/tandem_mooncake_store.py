@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl, urlsplit
 from mooncake.store import MooncakeDistributedStore
 from typing_extensions import override
 
-from tandem.kvtier.entry import STORE_HEADER_BYTES, KnownPages, is_entry_of, store_header
+from tandem.kvtier.entry import HEADER_BYTES, KnownPages, header_of, is_entry_of
 from tandem.kvtier.memory import Loan, PageMemory
 from tandem.kvtier.spec import TierSpec
 from tandem.kvtier.tier import NEVER_S, PoolPages, TierFailed
@@ -127,7 +127,7 @@ class MooncakeTier:
         self.name, self._address, self._clock = name, address, clock
         self._timeout_s, self._space_name = timeout_s, space.name
         self._shown = f"mooncake://{address.host}:{address.port}"
-        self._entry_bytes = STORE_HEADER_BYTES + pages.page_bytes
+        self._entry_bytes = HEADER_BYTES + pages.page_bytes
         self._num_at_once = max(1, PIECE_BYTES // self._entry_bytes)
         self._host_memory = pages.host_memory
         self._memory = PageMemory(self._registered, self._entry_bytes)
@@ -173,7 +173,7 @@ class MooncakeTier:
             self._memory.give_back(pieces)
             raise
         self._known.met(keys[: len(pieces)])
-        return self._memory.lend(pieces, [piece[STORE_HEADER_BYTES:] for piece in pieces])
+        return self._memory.lend(pieces, [piece[HEADER_BYTES:] for piece in pieces])
 
     def put(self, keys: Sequence[PageKey], pages: Sequence[memoryview]) -> int:
         """Write what is not here yet; return how much that was, which is little where the store is full.
@@ -294,7 +294,7 @@ class MooncakeTier:
             num_right = 0
             for key, length, piece in zip(keys, lengths, memory, strict=True):
                 if length != self._entry_bytes or not is_entry_of(key, piece):
-                    self._known.missed(key)
+                    self._known.missed(key.digest)
                     if length not in {NOT_FOUND, TRANSFER_FAILED} and length not in MASTER_AWAY:
                         with self._lock:
                             self._num_corrupted += 1
@@ -314,8 +314,8 @@ class MooncakeTier:
         names = [_name(key) for key, _ in entries]
         with self._lent(len(entries)) as lent:
             for piece, (key, page) in zip(lent, entries, strict=True):
-                piece[:STORE_HEADER_BYTES], piece[STORE_HEADER_BYTES:] = (
-                    store_header(key, page),
+                piece[:HEADER_BYTES], piece[HEADER_BYTES:] = (
+                    header_of(key, page),
                     page,
                 )
             codes = self._moved(lent, partial(client.batch_put_from, names))

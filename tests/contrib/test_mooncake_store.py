@@ -13,14 +13,14 @@ from tandem_mooncake_store import (
     parse_url,
 )
 
-from tandem.kvtier.entry import STORE_HEADER_BYTES, store_header
+from tandem.kvtier.entry import HEADER_BYTES, header_of
 from tandem.kvtier.tier import TierFailed
 from tandem.wire.errors import ConfigInvalid
 from tests.contrib.mooncake_master import MooncakeMaster, a_lender, a_master
 from tests.kvtier.pool import PAGE_BYTES, SPACE, SmallPool, some_keys, some_pages
 
 LENDS = "?segment=64MiB"
-ENTRY_BYTES = STORE_HEADER_BYTES + PAGE_BYTES
+ENTRY_BYTES = HEADER_BYTES + PAGE_BYTES
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_value_that_is_not_what_was_put_is_removed_and_not_given_out(tier):
     wrong = [
         b"short",
         bytes(ENTRY_BYTES),
-        store_header(keys[2], pages[2]) + pages[2],
+        header_of(keys[2], pages[2]) + pages[2],
         bytes(1 << 20),
     ]
     for num_wrong, value in enumerate(wrong, 1):

@@ -14,14 +14,14 @@ import pytest
 from tandem.kvtier import disk
 from tandem.kvtier.disk import DiskTier
 from tandem.kvtier.disk import open_tier as open_of_spec
-from tandem.kvtier.entry import FILE_HEADER_BYTES, FileChecksum, file_header
+from tandem.kvtier.entry import HEADER_BYTES, Checksum, page_header
 from tandem.kvtier.spec import parse_tier
 from tandem.kvtier.tier import TierFailed
 from tandem.wire.errors import ConfigInvalid
 from tests.kvtier.fakes import PAGE_BYTES, SPACE, FakePool, content, keys, views
 from tests.patience import PATIENCE_S
 
-FILE_BYTES = FILE_HEADER_BYTES + PAGE_BYTES
+FILE_BYTES = HEADER_BYTES + PAGE_BYTES
 SECOND_NS = 10**9
 
 
@@ -126,15 +126,15 @@ def lengthen(path):
 
 def flip_a_bit(path):
     data = bytearray(path.read_bytes())
-    data[FILE_HEADER_BYTES + 100] ^= 4
+    data[HEADER_BYTES + 100] ^= 4
     path.write_bytes(data)
 
 
 def another_page(path):
     other = keys(1, first_token=77)[0]
     [page] = views([other])
-    checksum = FileChecksum(page).digest()
-    path.write_bytes(file_header(other.digest, PAGE_BYTES, checksum) + page)
+    checksum = Checksum(page).digest()
+    path.write_bytes(page_header(other.digest, PAGE_BYTES, checksum) + page)
 
 
 def another_version(path):

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tandem.kvtier.entry import STORE_HEADER_BYTES, store_header
+from tandem.kvtier.entry import HEADER_BYTES, header_of
 from tandem.kvtier.redis import FULL_PAUSE_S, RedisTier, parse_url
 from tandem.kvtier.tier import TierFailed
 from tests.certificates import make_certificates
@@ -16,7 +16,7 @@ from tests.kvtier.pool import PAGE_BYTES, SPACE, SmallPool, some_keys, some_page
 from tests.kvtier.redis_server import RedisServer, Relay, a_folder, a_server
 from tests.patience import PATIENCE_S, patiently
 
-ENTRY_BYTES = STORE_HEADER_BYTES + PAGE_BYTES
+ENTRY_BYTES = HEADER_BYTES + PAGE_BYTES
 # For what has to fail by waiting. What is well may be as late, on a busy machine: it is asked again then.
 SOON_S = 0.3
 
@@ -194,7 +194,7 @@ def test_a_store_that_was_emptied_is_another_and_nothing_is_known_to_be_there(se
 def test_a_value_that_is_not_what_was_put_is_removed_and_not_given_out(server, tier_at, spoil):
     tier, keys, pages = tier_at(server.url), some_keys(4), some_pages(4)
     tier.put(keys, pages)
-    entries = [store_header(key, page) + page for key, page in zip(keys, pages, strict=True)]
+    entries = [header_of(key, page) + page for key, page in zip(keys, pages, strict=True)]
     wrong = spoil(entries[1], entries[2])
     name = entry_key(keys[1])
     if wrong is None:

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.kvtier import guard
 from tandem.kvtier.disk import DiskTier
-from tandem.kvtier.entry import FILE_HEADER_BYTES
+from tandem.kvtier.entry import HEADER_BYTES
 from tandem.kvtier.host import HostTier
 from tandem.kvtier.stack import Fetched, Placed, Saved
 from tandem.kvtier.tier import NEVER_S, TierFailed
@@ -299,7 +299,7 @@ def test_close_leaves_a_tier_that_hangs_behind(monkeypatch):
 
 def test_pages_that_left_the_pool_come_back_from_memory_and_after_a_restart_from_disk(tmp_path):
     of, pool = keys(6), FakePool()
-    file_bytes = FILE_HEADER_BYTES + PAGE_BYTES
+    file_bytes = HEADER_BYTES + PAGE_BYTES
 
     def tiers():
         return (
