@@ -196,6 +196,7 @@ class MessageTooLarge(MessageInvalid, code="message_too_large"):
 
     def __init__(self, size_bytes: int, limit_bytes: int) -> None:
         super().__init__(f"message of {size_bytes} bytes passes the limit of {limit_bytes}")
+        self.size_bytes, self.limit_bytes = size_bytes, limit_bytes
 
 
 class ConfigInvalid(TandemError, code="config_invalid"):
