@@ -20,8 +20,9 @@ import msgspec
 from typing_extensions import override
 
 from tandem.engine.shape import ModelShape
+from tandem.kvtier.guard import TierCost
 from tandem.kvtier.spec import make_tier, parse_tiers
-from tandem.kvtier.stack import Fetched, Placed, Saved, TierCost, TierEvent, TierStack
+from tandem.kvtier.stack import Fetched, Placed, Saved, TierEvent, TierStack
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.node.config import NodeConfig
 from tandem.node.pool import pool_pages

@@ -77,11 +77,6 @@ class Option:
     default: Any
 
     @property
-    def is_switch(self) -> bool:
-        """Whether the flag takes no value."""
-        return self.kind is bool
-
-    @property
     def is_repeated(self) -> bool:
         """Whether the flag may be given several times."""
         return typing.get_origin(self.kind) is tuple
@@ -159,7 +154,7 @@ def read_flags(config: type[T], parsed: argparse.Namespace, *, prefix: str = "",
 def _add(group: Any, option: Option, default: Any) -> None:
     flag = option.flag
     settings: dict[str, Any] = {"dest": option.dest, "help": flag.help}
-    if option.is_switch:
+    if option.kind is bool:
         settings |= {"action": "store_false" if default else "store_true"}
     elif option.is_repeated:
         settings |= {"action": "append", "default": [], "metavar": flag.metavar}
