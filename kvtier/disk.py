@@ -397,7 +397,7 @@ def _open_directory(path: Path, shard: str) -> PageDirectory:
         opener.stop()
     if isinstance(found, OSError):
         raise ConfigInvalid(
-            f"--kv-tier disk:{path}: {found.strerror or found}; make it a directory that the user of this node "
+            f"--kv-tier disk:{path}: {found.filename}: {found.strerror or found}; make it a directory that the user of this node "
             "may read, write and enter, or name another"
         ) from found
     if found.top.stat().st_mode & stat.S_IWOTH:
