@@ -220,7 +220,7 @@ class DiskTier:
         try:
             return self._directory.read(key.digest, into)
         except FileNotFoundError:
-            pass
+            self._directory.make_top()  # a page is gone, or the whole directory
         except EntryCorrupted as error:
             with suppress(OSError):
                 self._directory.remove(key.digest)

@@ -78,7 +78,7 @@ class PageDirectory:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path, self.top = path, path / f"tandem-kv-{VERSION}{suffix}"
         self._device = path.stat().st_dev
-        self._make_top()
+        self.make_top()
         self.store = _identity(self.top)
         _unlink(_write_temporary(self.top, []))
 
@@ -131,7 +131,7 @@ class PageDirectory:
         header = page_header(digest, len(page), Checksum(page).digest())
         path = self.path_of(digest)
         if not path.parent.is_dir():
-            self._make_top()
+            self.make_top()
             path.parent.parent.mkdir(mode=0o700, exist_ok=True)
             path.parent.mkdir(mode=0o700, exist_ok=True)
         temporary = _write_temporary(path.parent, [memoryview(header), page])
@@ -151,7 +151,7 @@ class PageDirectory:
 
     def scan(self) -> Iterator[PageFile]:
         """Yield all pages, and remove what writers that died left behind."""
-        self._make_top()
+        self.make_top()
         self.store = _identity(self.top)
         stale_s = time.time() - _STALE_S
         yield from _scan_folder(self.top, stale_s)
@@ -159,7 +159,7 @@ class PageDirectory:
             for inner in _folders(outer, 1):
                 yield from _scan_folder(inner, stale_s)
 
-    def _make_top(self) -> None:
+    def make_top(self) -> None:
         """Make the folder that pages are below, unless what was mounted is gone: pages would fill the disk below."""
         if not self.top.is_dir():
             if self._path.stat().st_dev != self._device:
