@@ -20,8 +20,6 @@ import time
 import urllib.parse
 from collections.abc import AsyncIterator
 
-from tandem.wire.prefixes import block_names, pack_names
-
 from benchmarks.rig import free_port, parse, parser_of, result
 from benchmarks.stubs import StubNodes
 from tandem.router.policies import POLICIES
@@ -29,6 +27,7 @@ from tandem.router.policy import Asked, ClusterSnapshot, NodeSnapshot, choose
 from tandem.router.prefixes import KnownPrefixes, PromptBlocks
 from tandem.wire.generation import Epoch
 from tandem.wire.messages import CacheReport, NodeLoad, TierLoad
+from tandem.wire.prefixes import block_names, pack_names
 
 GOAL, GOAL_CHOICE_MS = 1.2, 1.0
 START_TIMEOUT_S = 60.0

@@ -25,16 +25,15 @@ from pathlib import Path
 
 import numpy as np
 import redis
-from tandem.wire.prefixes import PageKey, PageSpace, page_keys
 
 from benchmarks.rig import parse, parser_of, result
 from tandem.kvtier.disk import DiskTier
-from tandem.kvtier.entry import FILE_HEADER_BYTES, STORE_HEADER_BYTES
+from tandem.kvtier.entry import HEADER_BYTES
 from tandem.kvtier.host import HostTier
 from tandem.kvtier.memory import copy_page, views_of
-from tandem.kvtier.redis import RedisTier
-from tandem.kvtier.store_url import parse_redis_url
+from tandem.kvtier.redis import RedisTier, parse_url
 from tandem.kvtier.tier import Tier
+from tandem.wire.prefixes import PageKey, PageSpace, page_keys
 
 PAGE_BYTES, PAGE_SIZE = 2 << 20, 16
 SPACE = PageSpace("benchmark", "bfloat16", PAGE_SIZE)
@@ -79,12 +78,12 @@ def get(tier: Tier, keys: Sequence[PageKey], pool: Pool | None) -> None:
         assert len(loan.pages) == len(some)
         if pool is not None:
             pool.write(range(first, first + len(some)), loan.pages)
-        loan.close()
+        loan.release()
 
 
 def bare_read(paths: Sequence[Path], into: Sequence[memoryview]) -> None:
     """Read the files of a tier."""
-    header = bytearray(FILE_HEADER_BYTES)
+    header = bytearray(HEADER_BYTES)
     for path, view in zip(paths, into, strict=True):
         file = os.open(path, os.O_RDONLY)
         os.preadv(file, [header, view], 0)
@@ -183,11 +182,11 @@ def main() -> None:
         read = measure(reads, args.rounds, num_bytes, time.thread_time)
         disk.close()
     with redis_server(args.server) as path:
-        tier = RedisTier("redis", parse_redis_url(f"unix://{path}"), source, SPACE, timeout_s=30)
+        tier = RedisTier("redis", parse_url(f"unix://{path}"), source, SPACE, timeout_s=30)
         tier.put(keys, source.pages)
         client = redis.Redis(unix_socket_path=str(path))
         names = [f"tandem:kv:1:{key.digest.hex()}".encode() for key in keys]
-        memory = source.host_memory(STORE_HEADER_BYTES + PAGE_BYTES + 2)
+        memory = source.host_memory(HEADER_BYTES + PAGE_BYTES + 2)
         asks: dict[str, Case] = {
             "bare socket": partial(bare_socket, path, names, memory),
             "redis get": partial(get, tier, keys, None),

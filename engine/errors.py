@@ -3,11 +3,8 @@
 from tandem.wire.errors import EngineFailed
 
 
-class GrammarViolated(EngineFailed):
+class GrammarViolated(EngineFailed, code="grammar_violated", is_retryable=False):
     """A token came that the grammar does not allow: a bug, or another node's grammar differs."""
-
-    code = "grammar_violated"
-    is_retryable = False
 
     def __init__(self, token_id: int, index: int) -> None:
         super().__init__(f"token {token_id} at index {index} is not allowed by the grammar")

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
 import msgspec
-from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal
 from typing_extensions import override
 
 from tandem.engine.prefix_cache import MissingPages, PrefixCache, PrefixMatch
+from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal
 
 
 class PageState(Enum):

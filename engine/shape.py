@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tandem.wire.prefixes import PageSpace
-
 from tandem.engine.weight_files import read_object
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.hand_off import LayerKV
+from tandem.wire.prefixes import PageSpace
 
 # latents: V is a part of K; unequal: K and V of a head differ in size.
 AttentionFeature = Literal["sinks", "chunks", "latents", "unequal"]

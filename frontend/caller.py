@@ -39,11 +39,8 @@ _OTHERS_S = {
 }
 
 
-class RequestTimedOut(TandemError):
+class RequestTimedOut(TandemError, code="timeout", status=504):
     """The request and what it generates took longer than the operator allows."""
-
-    code = "timeout"
-    status = 504
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(f"the request was ended: it took longer than {timeout_s:g} s")

@@ -23,25 +23,16 @@ INCOMING_BYTES = 1024 * 1024 * 1024
 SMALL_BYTES = 64 * 1024
 
 
-class BodyTimedOut(InvalidRequest):
+class BodyTimedOut(InvalidRequest, code="body_timeout", status=408):
     """The body did not come in time."""
 
-    code = "body_timeout"
-    status = 408
 
-
-class EncodingUnsupported(InvalidRequest):
+class EncodingUnsupported(InvalidRequest, code="unsupported_encoding", status=415):
     """The body is compressed."""
 
-    code = "unsupported_encoding"
-    status = 415
 
-
-class ExpectationFailed(InvalidRequest):
+class ExpectationFailed(InvalidRequest, code="expectation_failed", status=417):
     """The request expects something other than 100-continue."""
-
-    code = "expectation_failed"
-    status = 417
 
 
 class Incoming:

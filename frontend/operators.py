@@ -21,11 +21,8 @@ from tandem.wire.keys import is_loopback
 _OF_OTHERS = frozenset({"origin", "forwarded", "via", "x-real-ip"})
 
 
-class Forbidden(TandemError):
+class Forbidden(TandemError, code="forbidden", status=403):
     """The request is for operators, and its sender may not be one."""
-
-    code = "forbidden"
-    status = 403
 
 
 def require_operator(request: web.Request) -> None:

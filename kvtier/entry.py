@@ -1,13 +1,11 @@
-"""What tiers in places that others write to share: the header that proves a page, and which pages are known there.
+"""What tiers keep beside a page: the header that proves it, and which pages routers are told of.
 
 ```
- store  0   4        6  8        16         24            56  64
-        magic version -  length   checksum   key's digest  -   the page
- file   0       8        12       16       24        56          72    128
-        magic   version  header   length   digest    checksum    0s     the page
+ 0       8        12       16       24        56          72    128
+ magic   version  header   length   digest    checksum    0s     the page
 ```
 
-Numbers are little-endian. Both are read by nodes of other releases, so neither may change.
+Numbers are little-endian. Nodes of other releases read it, so it may not change.
 """
 
 import struct
@@ -16,41 +14,39 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 import xxhash
+
 from tandem.wire.prefixes import KEY_BYTES, MAX_BLOCKS, PageKey, PrefixJournal
 
-_STORE = struct.Struct(f"<4sHxxQQ{KEY_BYTES}s8x")
+_HEADER = struct.Struct(f"<8sIIQ{KEY_BYTES}s16s56x")
 # A page that begins at a multiple of 64 bytes is copied at full speed.
-STORE_HEADER_BYTES = _STORE.size
-_FILE = struct.Struct(f"<8sIIQ{KEY_BYTES}s16s56x")
-FILE_HEADER_BYTES = _FILE.size
-FILE_VERSION = 1
-FileChecksum = xxhash.xxh3_128
+HEADER_BYTES = _HEADER.size
+VERSION = 1
+Checksum = xxhash.xxh3_128
 
 
-def store_header(key: PageKey, page: memoryview) -> bytes:
-    """Return the header of a page in a store."""
-    return _STORE.pack(b"TdKV", 1, page.nbytes, xxhash.xxh3_64_intdigest(page), key.digest)
+def page_header(digest: bytes, num_bytes: int, checksum: bytes) -> bytes:
+    """Return the header of a page.
+
+    Args:
+        checksum: `Checksum` of the page.
+    """
+    return _HEADER.pack(b"TANDEMKV", VERSION, HEADER_BYTES, num_bytes, digest, checksum)
+
+
+def header_of(key: PageKey, page: memoryview) -> bytes:
+    """Return the header of a page that is in memory."""
+    return page_header(key.digest, page.nbytes, Checksum(page).digest())
 
 
 def is_entry_of(key: PageKey, entry: memoryview) -> bool:
-    """Return whether a store's bytes, header and page, are what was put under this key."""
-    if entry.nbytes < STORE_HEADER_BYTES:
+    """Return whether some bytes, header and page, are what was put under this key."""
+    if entry.nbytes < HEADER_BYTES:
         return False
-    page = entry[STORE_HEADER_BYTES:]
-    return bytes(entry[:STORE_HEADER_BYTES]) == store_header(key, page)
-
-
-def file_header(digest: bytes, num_bytes: int, checksum: bytes) -> bytes:
-    """Return the header of a page in a file.
-
-    Args:
-        checksum: `FileChecksum` of the page.
-    """
-    return _FILE.pack(b"TANDEMKV", FILE_VERSION, FILE_HEADER_BYTES, num_bytes, digest, checksum)
+    return bytes(entry[:HEADER_BYTES]) == header_of(key, entry[HEADER_BYTES:])
 
 
 class KnownPages:
-    """Pages that this node put into a store or found there, as far as routers are told of them.
+    """Pages that this node put into a tier or found there, as far as routers are told of them.
 
     Only pages that a block ends in are remembered, and of those no more than routers take: the ones that were
     met longest ago are forgotten first. Any thread may call it.
@@ -71,19 +67,18 @@ class KnownPages:
             for key in keys:
                 if not key.blocks:
                     continue
-                if key.digest in self._blocks:
-                    self._blocks.move_to_end(key.digest)
-                    continue
+                if key.digest not in self._blocks:
+                    for block in key.blocks:
+                        self.journal.add(block)
                 self._blocks[key.digest] = key.blocks
-                for block in key.blocks:
-                    self.journal.add(block)
+                self._blocks.move_to_end(key.digest)
                 if len(self._blocks) > self._max_pages:
                     self._note_gone(self._blocks.popitem(last=False)[1])
 
-    def missed(self, key: PageKey) -> bool:
-        """Note that this one is not there; return whether it was known to be."""
+    def missed(self, digest: bytes) -> bool:
+        """Note that a page is not there; return whether it was known to be."""
         with self._lock:
-            blocks = self._blocks.pop(key.digest, ())
+            blocks = self._blocks.pop(digest, ())
             self._note_gone(blocks)
         return bool(blocks)
 

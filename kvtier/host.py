@@ -16,14 +16,15 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal
 from typing_extensions import override
 
-from tandem.kvtier.memory import copy_page, views_of
+from tandem.kvtier.entry import KnownPages
+from tandem.kvtier.memory import Loan, copy_page, views_of
 from tandem.kvtier.spec import TierSpec
-from tandem.kvtier.tier import PoolPages
+from tandem.kvtier.tier import NEVER_S, PoolPages
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.messages import TierLoad
+from tandem.wire.prefixes import PageKey, PageSpace
 
 
 def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> "HostTier":
@@ -56,7 +57,8 @@ class HostTier:
 
     def __init__(self, pages: PoolPages, limit_bytes: int, *, name: str = "host") -> None:
         self.name = name
-        self.journal = PrefixJournal()
+        self._known = KnownPages()
+        self.journal = self._known.journal
         self._page_bytes, self._limit_bytes = pages.page_bytes, limit_bytes
         num_slots = limit_bytes // pages.page_bytes
         if not num_slots:
@@ -66,7 +68,7 @@ class HostTier:
             )
         try:
             memory = pages.host_memory(num_slots * pages.page_bytes)
-        except (MemoryError, OSError, RuntimeError) as error:  # the last: what torch says, pinning
+        except (MemoryError, OSError, RuntimeError) as error:  # the last: torch, when it pins
             raise ConfigInvalid(
                 f"--kv-tier {name}:{limit_bytes}: this host has no such memory: {error}; make it smaller"
             ) from error
@@ -81,19 +83,17 @@ class HostTier:
     def __repr__(self) -> str:
         return f"<HostTier {self.name} {len(self._kept)} pages, {len(self._free)} free>"
 
-    def has(self, keys: Sequence[PageKey]) -> int:
-        """Return how many leading keys are here."""
-        with self._lock:
-            return self._num_leading(keys)
-
-    def get(self, keys: Sequence[PageKey]) -> "SlotLoan":
+    def get(self, keys: Sequence[PageKey], deadline_s: float = NEVER_S) -> Loan:
         """Lend the leading pages that are here, where they lie."""
+        slots: list[_Slot] = []
         with self._lock:
-            slots = [self._kept[key.digest] for key in keys[: self._num_leading(keys)]]
-            for slot in slots:
+            for key in keys:
+                if (slot := self._kept.get(key.digest)) is None:
+                    break
                 slot.num_loans += 1
+                slots.append(slot)
             self._touch(keys[: len(slots)])
-        return SlotLoan(self, slots)
+        return Loan([slot.view for slot in slots], lambda: self._give_back(slots))
 
     def put(self, keys: Sequence[PageKey], pages: Sequence[memoryview]) -> int:
         """Keep pages; fewer, the first of them, when what is lent or the run itself takes all the room."""
@@ -120,22 +120,15 @@ class HostTier:
             )
 
     def close(self) -> None:
-        """Let go of the memory; what is lent stays valid until its loan is closed."""
+        """Release the memory; what is lent stays valid until its loan ends."""
         with self._lock:
             self._kept.clear()
             self._free = []
 
-    def give_back(self, slots: Sequence[_Slot]) -> None:
-        """Take lent pages back."""
+    def _give_back(self, slots: Sequence[_Slot]) -> None:
         with self._lock:
             for slot in slots:
                 slot.num_loans -= 1
-
-    def _num_leading(self, keys: Sequence[PageKey]) -> int:
-        for index, key in enumerate(keys):
-            if key.digest not in self._kept:
-                return index
-        return len(keys)
 
     def _touch(self, keys: Sequence[PageKey]) -> None:
         for key in reversed(keys):
@@ -162,8 +155,7 @@ class HostTier:
             self._filling.difference_update(slot.key.digest for slot in slots)
             for slot in slots[:num_copied]:
                 self._kept[slot.key.digest] = slot
-                for block in slot.key.blocks:
-                    self.journal.add(block)
+            self._known.met(slot.key for slot in slots[:num_copied])
             self._free += [slot.view for slot in slots[num_copied:]]
             self._touch(keys)
 
@@ -177,20 +169,6 @@ class HostTier:
         else:
             return None
         del self._kept[digest]
-        for block in slot.key.blocks:
-            self.journal.remove(block)
+        self._known.missed(digest)
         self._num_evicted += 1
         return slot.view
-
-
-class SlotLoan:
-    """Pages of a `HostTier`, where they lie, until `close`."""
-
-    def __init__(self, tier: HostTier, slots: Sequence[_Slot]) -> None:
-        self._tier, self._slots = tier, slots
-        self.pages: Sequence[memoryview] = [slot.view for slot in slots]
-
-    def close(self) -> None:
-        """Give them back. Safe to call twice."""
-        slots, self._slots, self.pages = self._slots, [], []
-        self._tier.give_back(slots)

@@ -1,13 +1,10 @@
-"""Host memory that pages pass through: pieces that are used again, runs of them with their users, a budget."""
+"""Host memory that pages pass through: pieces that are used again, loans of pages, and a budget."""
 
 import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from tandem.wire.prefixes import PageKey
 from typing_extensions import override
-
-from tandem.kvtier.tier import Loan
 
 # One allocation. Pinning memory takes longer than filling it, so pieces are made together and kept.
 SLAB_BYTES = 16 << 20
@@ -24,8 +21,36 @@ def views_of(memory: memoryview, page_bytes: int) -> list[memoryview]:
     return [memory[first : first + page_bytes] for first in range(0, end, page_bytes)]
 
 
+class Loan:
+    """Pages in host memory, readable until the last user releases them. Any thread may call it.
+
+    Args:
+        pages: One for each leading key that was found.
+        end: Called once, by the last user's `release`.
+    """
+
+    def __init__(self, pages: Sequence[memoryview], end: Callable[[], object]) -> None:
+        self.pages, self._end = pages, end
+        self._num_users = 1
+        self._lock = threading.Lock()
+
+    def hold(self) -> None:
+        """Add a user."""
+        with self._lock:
+            self._num_users += 1
+
+    def release(self) -> None:
+        """Remove a user."""
+        with self._lock:
+            self._num_users -= 1
+            num_users = self._num_users
+        assert num_users >= 0
+        if not num_users:
+            self._end()
+
+
 class PageMemory:
-    """Pieces of one size. Grows on demand; the stack's budget bounds what is lent. Any thread may call it.
+    """Pieces of one size. Grows on demand; a budget bounds what is lent. Any thread may call it.
 
     Args:
         make: Allocates so many bytes.
@@ -66,25 +91,9 @@ class PageMemory:
         with self._lock:
             self._free += pieces
 
-
-class MemoryLoan:
-    """Pages in such memory, until `close`.
-
-    Args:
-        pieces: What is given back.
-        pages: The pages inside the pieces.
-    """
-
-    def __init__(
-        self, memory: PageMemory, pieces: Sequence[memoryview], pages: Sequence[memoryview]
-    ) -> None:
-        self._memory, self._pieces = memory, pieces
-        self.pages = pages
-
-    def close(self) -> None:
-        """Give the memory back. Safe to call twice."""
-        pieces, self._pieces, self.pages = self._pieces, (), ()
-        self._memory.give_back(pieces)
+    def lend(self, pieces: Sequence[memoryview], pages: Sequence[memoryview]) -> Loan:
+        """Return a loan of the pages in some pieces, which come back at its end."""
+        return Loan(pages, lambda: self.give_back(pieces))
 
 
 class MemoryBudget:
@@ -108,40 +117,3 @@ class MemoryBudget:
         with self._lock:
             self.num_used -= num_pages
             assert self.num_used >= 0
-
-
-class PageRun:
-    """Consecutive pages in host memory, shared by a fetch and several puts; the last user closes the loan.
-
-    Args:
-        end: Called after the loan was closed.
-    """
-
-    def __init__(
-        self,
-        keys: Sequence[PageKey],
-        pages: Sequence[memoryview],
-        loan: Loan,
-        end: Callable[[], None],
-    ) -> None:
-        self.keys, self.pages = keys, pages
-        self._loan, self._end = loan, end
-        self._num_users = 1
-        self._lock = threading.Lock()
-
-    def hold(self) -> None:
-        """Add a user."""
-        with self._lock:
-            self._num_users += 1
-
-    def release(self) -> None:
-        """Remove a user."""
-        with self._lock:
-            self._num_users -= 1
-            num_users = self._num_users
-        assert num_users >= 0
-        if not num_users:
-            try:
-                self._loan.close()
-            finally:
-                self._end()

@@ -14,28 +14,31 @@ one read, which a server that trickles never reaches.
 """
 
 import contextlib
+import re
 import socket
 import threading
 import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from io import BufferedReader
+from pathlib import Path
 from typing import Any, cast
+from urllib.parse import parse_qsl, urlsplit
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal
 from typing_extensions import override
 
-from tandem.kvtier.entry import STORE_HEADER_BYTES, KnownPages, is_entry_of, store_header
-from tandem.kvtier.memory import MemoryLoan, PageMemory, copy_page
-from tandem.kvtier.spec import TierSpec
-from tandem.kvtier.store_url import RedisAddress, parse_redis_url
-from tandem.kvtier.tier import PoolPages, TierFailed
+from tandem.kvtier.entry import HEADER_BYTES, KnownPages, header_of, is_entry_of
+from tandem.kvtier.memory import Loan, PageMemory, copy_page
+from tandem.kvtier.spec import REDIS_SCHEMES, TierSpec
+from tandem.kvtier.tier import NEVER_S, PoolPages, TierFailed
 from tandem.telemetry.log import get_logger
+from tandem.wire.errors import ConfigInvalid
 from tandem.wire.messages import TierLoad
+from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal
 
 log = get_logger("kvtier.redis")
 
@@ -44,8 +47,6 @@ TIMEOUT_S = 2.0
 # Requested ahead of what is read: enough that neither end waits for the other (4.7 GB/s on loopback, with 8 MiB
 # half of that: what the server wrote is out of the caches when it is read), and all that a miss reads in vain.
 AHEAD_BYTES = 4 << 20
-# Commands without pages in one pipeline. The server serves others between them.
-MAX_COMMANDS = 512
 # How long a server that takes nothing is not asked to take anything again.
 FULL_PAUSE_S = 10.0
 STORE_KEY = "tandem:kv:store"
@@ -57,6 +58,87 @@ _REFUSALS = (
     redis.exceptions.ReadOnlyError,
     redis.exceptions.NoPermissionError,
 )
+
+
+_TLS_OPTIONS = {"ca": "ssl_ca_certs", "cert": "ssl_certfile", "key": "ssl_keyfile"}
+
+
+@dataclass(frozen=True, slots=True)
+class RedisAddress:
+    """One database of one server.
+
+    Attributes:
+        options: Of a connection pool of redis-py; the password may be among them.
+        shown: For logs and people: without user and password.
+        ttl_s: Entries that nobody asks for expire after this time; 0: as long as the server keeps them.
+    """
+
+    options: Mapping[str, Any] = field(repr=False)
+    shown: str
+    ttl_s: int
+
+
+def parse_url(url: str) -> RedisAddress:
+    """Read a URL; see `tandem docs tiers` for its options.
+
+    Raises:
+        ConfigInvalid: It names no server, or has an unknown option. The message shows no password.
+    """
+    try:
+        parts = urlsplit(url)
+        scheme = REDIS_SCHEMES[parts.scheme]
+        plain = f"{scheme}://{parts.netloc}{parts.path}"
+        where = redis.connection.parse_url(plain)  # type: ignore[no-untyped-call]
+        port = parts.port or 6379
+    except ValueError as error:
+        raise ConfigInvalid(
+            "the URL of a Redis tier has no valid host and port: give redis://host:6379/0; "
+            "in a password, write @ : / ? # as %40 %3A %2F %3F %23"
+        ) from error
+    given = dict(parse_qsl(parts.query, keep_blank_values=True))
+    known = {"ttl", "password_file"}
+    known |= {"unix": {"db"}, "rediss": set(_TLS_OPTIONS)}.get(scheme, set())
+    if unknown := set(given) - known:
+        raise ConfigInvalid(
+            f"a Redis tier has no option {min(unknown)!r}; there are {', '.join(sorted(known))}; "
+            "its size is the server's `maxmemory`"
+        )
+    if scheme == "unix":
+        if not parts.path.startswith("/") or parts.hostname:
+            raise ConfigInvalid("give the socket's whole path: unix:///run/redis/redis.sock?db=0")
+        db = given.get("db", "0")
+        shown = f"unix://{parts.path}?db={db}"
+    else:
+        if not parts.hostname:
+            raise ConfigInvalid("the URL of a Redis tier names no host: give redis://host:6379/0")
+        db = parts.path.strip("/") or "0"
+        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        shown = f"{scheme}://{host}:{port}/{db}"
+    options: dict[str, Any] = {**where, "db": _whole_number("the database", db)}
+    options |= {name: given[option] for option, name in _TLS_OPTIONS.items() if option in given}
+    if "password_file" in given:
+        options["password"] = _password_of(given["password_file"], is_in_url=bool(parts.password))
+    return RedisAddress(options, shown, _whole_number("ttl", given.get("ttl", "0")))
+
+
+def _whole_number(name: str, text: str) -> int:
+    if not re.fullmatch("[0-9]+", text):
+        # Not what was given: a password with a slash in it ends up here.
+        raise ConfigInvalid(
+            f"{name} of a Redis tier must be a whole number, such as 0; in a password, write / as %2F"
+        )
+    return int(text)
+
+
+def _password_of(file: str, *, is_in_url: bool) -> str:
+    if is_in_url:
+        raise ConfigInvalid(
+            "give a Redis tier its password in the URL or in password_file, not both"
+        )
+    try:
+        return Path(file).read_text().rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigInvalid(f"password_file of a Redis tier cannot be read: {error}") from error
 
 
 class RedisTier:
@@ -80,59 +162,35 @@ class RedisTier:
         timeout_s: float = TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._name, self._timeout_s, self._clock = name, timeout_s, clock
+        self.name, self._timeout_s, self._clock = name, timeout_s, clock
         self._shown, self._ttl_s = address.shown, address.ttl_s or None
-        self._pool = redis.ConnectionPool.from_url(
-            address.url,
+        self._pool = redis.ConnectionPool(
             socket_timeout=timeout_s,
             protocol=2,  # the one that `_Replies` reads
             retry=Retry(NoBackoff(), 0),  # the stack knows when to try again
             **address.options,
         )
         self._client = redis.Redis(connection_pool=self._pool)
-        self._page_bytes, self._space_name = pages.page_bytes, space.name
-        self._entry_bytes = STORE_HEADER_BYTES + pages.page_bytes
+        self._space_name = space.name
+        self._entry_bytes = HEADER_BYTES + pages.page_bytes
         self._num_ahead = max(2, AHEAD_BYTES // self._entry_bytes)
         # The two bytes that end a value are read with it.
         self._memory = PageMemory(pages.host_memory, self._entry_bytes + 2)
         self._known = KnownPages()
         self._lock = threading.Lock()
-        self._counts = Counter[str]()
-        self._store, self._num_keys, self._full_until_s = "", 0, 0.0
+        self._store, self._num_keys, self._num_corrupted = "", 0, 0
+        self._full_until_s = 0.0
 
     @override
     def __repr__(self) -> str:
-        return f"<RedisTier {self._name} {self._shown} {self.load().state}>"
-
-    @property
-    def name(self) -> str:
-        """Unique on a node."""
-        return self._name
+        return f"<RedisTier {self.name} {self._shown} {self.load().state}>"
 
     @property
     def journal(self) -> PrefixJournal:
         """The blocks of pages that this node put or found here."""
         return self._known.journal
 
-    def has(self, keys: Sequence[PageKey]) -> int:
-        """Return how many leading keys are here; it marks them as used.
-
-        Raises:
-            TierFailed: The server could not be asked.
-        """
-        with self._answering():
-            self._identify_once()
-            for first in range(0, len(keys), MAX_COMMANDS):
-                piece = keys[first : first + MAX_COMMANDS]
-                here = self._are_here(piece)
-                num_leading = here.index(False) if False in here else len(here)
-                self._known.met(piece[:num_leading])
-                if num_leading < len(here):
-                    self._miss(piece[num_leading])
-                    return first + num_leading
-        return len(keys)
-
-    def get(self, keys: Sequence[PageKey]) -> MemoryLoan:
+    def get(self, keys: Sequence[PageKey], deadline_s: float = NEVER_S) -> Loan:
         """Return the leading pages that are here, or as many of them as came in time.
 
         Raises:
@@ -141,15 +199,14 @@ class RedisTier:
         pieces: list[memoryview] = []
         try:
             with self._answering():
-                self._identify_once()
-                self._read(keys, pieces)
+                if not self._store:
+                    self._identify()
+                self._read(keys, pieces, min(deadline_s, time.monotonic() + self._timeout_s))
         except TierFailed:
             if not pieces:
                 raise
         self._known.met(keys[: len(pieces)])
-        self._count(got_bytes=len(pieces) * self._page_bytes)
-        pages = [piece[STORE_HEADER_BYTES:-2] for piece in pieces]
-        return MemoryLoan(self._memory, pieces, pages)
+        return self._memory.lend(pieces, [piece[HEADER_BYTES:-2] for piece in pieces])
 
     def put(self, keys: Sequence[PageKey], pages: Sequence[memoryview]) -> int:
         """Write what is not here yet; return how much that was, which is little where the server is full.
@@ -159,36 +216,28 @@ class RedisTier:
         Raises:
             TierFailed: The server could not be asked.
         """
-        num_new = 0
+        if self._is_full:
+            return 0
         with self._answering():
-            if not self._is_full:
-                self._identify()
-            for first in range(0, len(keys), MAX_COMMANDS):
-                if self._is_full:
-                    break
-                piece = keys[first : first + MAX_COMMANDS]
-                here = self._are_here(piece)
-                self._known.met(key for key, is_here in zip(piece, here, strict=True) if is_here)
-                num_new += self._write(
-                    [(keys[i], pages[i]) for i, is_here in enumerate(here, first) if not is_here]
-                )
-        self._count(put_bytes=num_new * self._page_bytes)
+            self._identify()
+            here = self._are_here(keys)
+            self._known.met(key for key, is_here in zip(keys, here, strict=True) if is_here)
+            num_new = self._write(
+                [(keys[i], pages[i]) for i, is_here in enumerate(here) if not is_here]
+            )
         with self._lock:
             self._num_keys += num_new  # until the server is asked again
         return num_new
 
     def load(self) -> TierLoad:
-        """Return what is in it, and what this node moved."""
+        """Return what is in it, as far as the server told."""
         return TierLoad(
-            name=self._name,
+            name=self.name,
             store=self._store and f"{self._store}-{self._space_name}",
             state="full" if self._is_full else "up",
             num_pages=self._num_keys,
             num_bytes=self._num_keys * self._entry_bytes,
-            put_bytes=self._counts["put_bytes"],
-            got_bytes=self._counts["got_bytes"],
-            num_corrupted=self._counts["num_corrupted"],
-            num_failures=self._counts["num_failures"],
+            num_corrupted=self._num_corrupted,
         )
 
     def close(self) -> None:
@@ -205,7 +254,6 @@ class RedisTier:
         try:
             yield
         except (redis.RedisError, OSError, EOFError) as error:
-            self._count(num_failures=1)
             raise TierFailed(f"{self._shown}: {str(error) or type(error).__name__}") from error
 
     def _ask(self, *commands: tuple[object, ...]) -> list[Any]:
@@ -214,10 +262,6 @@ class RedisTier:
         for command in commands:
             pipeline.execute_command(*command)
         return list(pipeline.execute(raise_on_error=False))
-
-    def _identify_once(self) -> None:
-        if not self._store:
-            self._identify()
 
     def _identify(self) -> None:
         """Learn which store this is, and name it if it has no name; another one than before was emptied."""
@@ -235,7 +279,7 @@ class RedisTier:
             self._num_keys = max(0, num_keys - 1) if isinstance(num_keys, int) else 0
         if before and before != found:
             self._known.forget_all()
-            log.warning("kv_tier.emptied", tier=self._name, server=self._shown)
+            log.warning("kv_tier.emptied", tier=self.name, server=self._shown)
 
     def _are_here(self, keys: Sequence[PageKey]) -> list[bool]:
         """Return of each key whether it is here; a value of another length is removed."""
@@ -253,11 +297,11 @@ class RedisTier:
         """Return commands that let entries stay for another while. A replica refuses them."""
         return [("EXPIRE", _name(key), self._ttl_s) for key in keys] if self._ttl_s else []
 
-    def _read(self, keys: Sequence[PageKey], pieces: list[memoryview]) -> None:
+    def _read(self, keys: Sequence[PageKey], pieces: list[memoryview], deadline_s: float) -> None:
         """Append the leading entries to `pieces` as they come, up to one that is not here or not right."""
         first_of_none: PageKey | None = None
         is_missing = False
-        with self._replies() as replies:
+        with self._replies(deadline_s) as replies:
             replies.ask(keys[: self._num_ahead])
             num_asked = min(self._num_ahead, len(keys))
             for index, key in enumerate(keys):
@@ -283,11 +327,11 @@ class RedisTier:
             (self._miss if is_missing else self._remove)(first_of_none)
 
     @contextlib.contextmanager
-    def _replies(self) -> Iterator["_Replies"]:
+    def _replies(self, deadline_s: float) -> Iterator["_Replies"]:
         """Give a connection for one `get`. It is closed when that fails: replies may be on their way."""
         connection = self._pool.get_connection()
         try:
-            with _Replies(connection, self._timeout_s) as replies:
+            with _Replies(connection, deadline_s, self._timeout_s) as replies:
                 yield replies
         except BaseException:
             connection.disconnect()  # type: ignore[no-untyped-call]
@@ -305,8 +349,8 @@ class RedisTier:
                 some = entries[first : first + self._num_ahead]
                 sets: list[tuple[object, ...]] = []
                 for (key, page), piece in zip(some, pieces, strict=False):
-                    piece[:STORE_HEADER_BYTES] = store_header(key, page)
-                    copy_page(page, piece[STORE_HEADER_BYTES:-2])
+                    piece[:HEADER_BYTES] = header_of(key, page)
+                    copy_page(page, piece[HEADER_BYTES:-2])
                     sets.append(("SET", _name(key), piece[:-2], *options))
                 answers = self._ask(*sets)
                 num_taken += sum(map(self._was_taken, (key for key, _ in some), answers))
@@ -325,23 +369,20 @@ class RedisTier:
             raise answer
         if not self._is_full:
             self._full_until_s = self._clock() + FULL_PAUSE_S
-            log.warning("kv_tier.full", tier=self._name, server=self._shown, reason=reason)
+            log.warning("kv_tier.full", tier=self.name, server=self._shown, reason=reason)
         return False
 
     def _miss(self, key: PageKey) -> None:
-        if self._known.missed(key):
+        if self._known.missed(key.digest):
             # Evicted, or all is gone: a server that was emptied keeps its connections.
             self._identify()
 
     def _remove(self, key: PageKey) -> None:
         """Remove an entry that is wrong; where the server does not let us, it stays, and is never lent."""
-        self._count(num_corrupted=1)
-        self._known.missed(key)
-        self._ask(("DEL", _name(key)))
-
-    def _count(self, **counts: int) -> None:
         with self._lock:
-            self._counts.update(counts)
+            self._num_corrupted += 1
+        self._known.missed(key.digest)
+        self._ask(("DEL", _name(key)))
 
 
 class _Replies:
@@ -350,11 +391,11 @@ class _Replies:
     Every value that was asked for must be read before the connection is used for anything else.
     """
 
-    def __init__(self, connection: Any, timeout_s: float) -> None:
+    def __init__(self, connection: Any, deadline_s: float, timeout_s: float) -> None:
         # The package has no public name for it; a connection that the pool gave out has it.
         self._connection = connection
         self._socket = cast(socket.socket, connection._sock)  # noqa: SLF001
-        self._timeout_s, self._deadline_s = timeout_s, time.monotonic() + timeout_s
+        self._timeout_s, self._deadline_s = timeout_s, deadline_s
         self._file = cast(BufferedReader, self._socket.makefile("rb", buffering=_READ_AHEAD_BYTES))
 
     def __enter__(self) -> "_Replies":
@@ -425,4 +466,4 @@ def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> RedisTier:
     Raises:
         ConfigInvalid: The URL is none, or has an unknown option.
     """
-    return RedisTier(spec.name, parse_redis_url(spec.url), pages, space)
+    return RedisTier(spec.name, parse_url(spec.url), pages, space)

@@ -4,38 +4,43 @@
  host:8GiB                                          memory of this node
  disk:/path:200GiB                                  a directory, of this node or shared by many
  redis://[user:password@]host:port/db               Redis or Valkey; also rediss://, valkey://, unix://
- mooncake://host:port                               a Mooncake Store, by its master
+ SCHEME://…                                         a tier of an installed package, by its entry point
 ```
 """
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.metadata import entry_points
+from types import ModuleType
 from typing import cast
 
 import msgspec
-from tandem.wire.prefixes import PageSpace
 from typing_extensions import override
 
-from tandem.kvtier.store_url import REDIS_SCHEMES, parse_mooncake_url, parse_redis_url
 from tandem.kvtier.tier import PoolPages, Tier
 from tandem.wire.errors import ConfigInvalid
+from tandem.wire.prefixes import PageSpace
 
+# Modules with `parse_url(url)`, which raises `ConfigInvalid`, and `open_tier(spec, pages, space)`.
+GROUP = "tandem.kv_tiers"
+# As redis-py names them.
+REDIS_SCHEMES: Mapping[str, str] = {
+    "redis": "redis",
+    "valkey": "redis",
+    "rediss": "rediss",
+    "valkeys": "rediss",
+    "unix": "unix",
+}
 _EXAMPLES = (
     "give host:SIZE, disk:PATH:SIZE or the URL of a store, "
     "such as host:8GiB, disk:/var/cache/tandem:200GiB or redis://127.0.0.1:6379/0"
 )
-_UNITS = {
-    "": 1,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "tib": 1 << 40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
+_UNITS = {"": 1} | {
+    f"{prefix}{suffix}": base**power
+    for suffix, base in (("ib", 1024), ("b", 1000))
+    for power, prefix in enumerate("kmgt", 1)
 }
 
 
@@ -43,12 +48,11 @@ class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One tier, as asked for.
 
     Attributes:
-        kind: `host`, `disk` or a store's, such as `redis`: the module of this package that has it.
+        kind: `host`, `disk`, `redis`, or the scheme of an installed tier's URLs.
         name: Unique on the node: the kind, with a number behind it from the second on.
         limit_bytes: How much it may hold, of all ranks of a node together; 0: the store's own limit.
         path: The directory of `disk`.
         url: Of a store, as given; it may hold a password, so show `text` instead.
-        shown: The same without one.
     """
 
     kind: str
@@ -56,16 +60,15 @@ class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
     limit_bytes: int = 0
     path: str = ""
     url: str = ""
-    shown: str = ""
 
     @property
     def text(self) -> str:
-        """What was given, fit for a log: without a password."""
+        """What was given, fit for a log: without login and options."""
         if self.kind == "host":
             return f"host:{self.limit_bytes}"
         if self.kind == "disk":
             return f"disk:{self.path}:{self.limit_bytes}"
-        return self.shown
+        return re.sub("//.*@", "//", self.url).partition("?")[0]
 
     @override
     def __repr__(self) -> str:
@@ -86,9 +89,14 @@ def parse_tier(text: str) -> TierSpec:
         if not path:
             raise ConfigInvalid(f"--kv-tier {text}: give a directory and a size: disk:PATH:SIZE")
         return TierSpec(kind="disk", name="disk", limit_bytes=_size(text, size), path=path)
-    if rest.startswith("//") and (kind == "mooncake" or kind in REDIS_SCHEMES):
-        return _store(kind, text)
-    raise ConfigInvalid(f"--kv-tier {text}: there is no such tier; {_EXAMPLES}")
+    if not rest.startswith("//"):
+        raise ConfigInvalid(f"--kv-tier {text}: there is no such tier; {_EXAMPLES}")
+    scheme, kind = kind, "redis" if kind in REDIS_SCHEMES else kind
+    try:
+        _module(kind).parse_url(text)
+    except ConfigInvalid as error:
+        raise ConfigInvalid(f"--kv-tier {scheme}://: {error.message}") from error
+    return TierSpec(kind=kind, name=kind, url=text)
 
 
 def parse_tiers(texts: Sequence[str]) -> list[TierSpec]:
@@ -118,27 +126,26 @@ def make_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> Tier:
         space: What all its keys have in common.
 
     Raises:
-        ConfigInvalid: It cannot be had so: its package is missing, or its directory, or the limit is too small.
+        ConfigInvalid: It cannot be had so: its directory cannot be used, or the limit is too small.
+    """
+    return cast(Tier, _module(spec.kind).open_tier(spec, pages, space))
+
+
+def _module(kind: str) -> ModuleType:
+    """Return the module that has a kind of tier.
+
+    Raises:
+        ConfigInvalid: There is none, or the package it needs is missing.
     """
     try:
-        open_tier = import_module(f"tandem.kvtier.{spec.kind}").open_tier
-        return cast(Tier, open_tier(spec, pages, space))
+        if kind in {"host", "disk", "redis"}:
+            return import_module(f"tandem.kvtier.{kind}")
+        for entry in entry_points(group=GROUP, name=kind):
+            return cast(ModuleType, entry.load())
     except ImportError as error:
-        raise ConfigInvalid(
-            f"--kv-tier {spec.text}: {error}; pip install 'tandem-serve[{spec.kind}]'"
-        ) from error
-
-
-def _store(scheme: str, url: str) -> TierSpec:
-    # The kind is the name of its module here, too.
-    kind = "mooncake" if scheme == "mooncake" else "redis"
-    try:
-        if kind == "redis":
-            return TierSpec(kind=kind, name=kind, url=url, shown=parse_redis_url(url).shown)
-        parse_mooncake_url(url)
-    except ConfigInvalid as error:
-        raise ConfigInvalid(f"--kv-tier {scheme}://: {error.message}") from error
-    return TierSpec(kind=kind, name=kind, url=url, shown=url)
+        raise ConfigInvalid(f"{error}; pip install 'tandem-serve[{kind}]'") from error
+    hint = "; pip install tandem-mooncake" if kind == "mooncake" else ""
+    raise ConfigInvalid(f"there is no such tier{hint}; {_EXAMPLES}")
 
 
 def _size(text: str, size: str) -> int:

@@ -1,16 +1,17 @@
 """What a node talks to: it looks through the tiers and fills them, and no call waits.
 
 ```
- engine's loop ── fetch, place, abandon, save ──▶ the stack's thread ──▶ threads of each tier (`guard`)
-               ◀── events, when the waker rang ── an asyncio loop    ──▶ threads that copy from and to the pool
+ engine's loop ── fetch, abandon ──▶ the stack's asyncio loop ──▶ threads of each tier (`guard`)
+               ── place, save ─────▶ a thread that copies each way ──┘
+               ◀── events, when the waker rang
 
- fetch ─▶ LOOKING ── no tier is left, all is there, time is up ─▶ FOUND ──place──▶ PLACING ─▶ over
+ fetch ─▶ looking ── no tier is left, all is there, time is up ─▶ found ──place──▶ placing ─▶ over
              └─ abandon ─▶ over                                     └─ abandon ─▶ over
  save  ─▶ read off the pool, piece by piece ─▶ Saved; each piece is put into each tier
 ```
 
-A fetch is one task. It asks each tier how much it has, sets memory aside for all of that, then gets it in pieces:
-pieces that came before the deadline count. Fetches for which there is no memory wait in line.
+A fetch is one task. It sets memory aside for what is missing, and makes one call to each tier, which returns by the
+deadline what it has. Fetches for which there is no memory wait in line.
 """
 
 import asyncio
@@ -18,65 +19,91 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from functools import partial
 from typing import Any
 
 import msgspec
-from tandem.wire.prefixes import PageKey, PrefixJournal
 
-from tandem.kvtier.cost import Mean, TierCost
-from tandem.kvtier.events import Fetched, Placed, Saved, TierEvent
-from tandem.kvtier.guard import MAX_CALL_BYTES, Call, GuardedTier, Threads
-from tandem.kvtier.memory import MemoryBudget, MemoryLoan, PageMemory, PageRun
+from tandem.kvtier.guard import GuardedTier, Mean, TierCost, Workers
+from tandem.kvtier.memory import Loan, MemoryBudget, PageMemory
 from tandem.kvtier.tier import PoolPages, Tier, TierFailed
 from tandem.telemetry.log import get_logger
 from tandem.wire.channel import Waker
 from tandem.wire.messages import TierLoad
+from tandem.wire.prefixes import PageKey, PrefixJournal
 
 log = get_logger("kvtier.stack")
 
 # How long `close` waits for calls under way, and again for tiers to close.
 CLOSE_S = 1.0
+# The most that one put carries.
+MAX_PUT_BYTES = 16 << 20
+# Between two looks for memory that other fetches have given back.
+_MEMORY_AGAIN_S = 0.002
 
 
-class _State(Enum):
-    LOOKING = auto()
-    FOUND = auto()
-    PLACING = auto()
-    OVER = auto()
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A fetch is over: so many leading pages are in host memory, until they are placed or abandoned.
+
+    Attributes:
+        by_tier: How many of them came from which tier.
+    """
+
+    number: int
+    num_pages: int
+    by_tier: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The pages given to `place` have their bytes; or, where `is_whole` is False, must not be read."""
+
+    number: int
+    is_whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The pages given to `save` are read no more, whatever became of them."""
+
+    number: int
+
+
+TierEvent = Fetched | Placed | Saved
 
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """One fetch. Its state is changed by the stack's thread, apart from `place` and `abandon`."""
+    """One fetch; its loans are changed by the stack's loop, and from `place` on by the copying thread."""
 
     number: int
     keys: Sequence[PageKey]
     deadline_s: float
-    state: _State = _State.LOOKING
-    runs: list[tuple[GuardedTier, PageRun]] = field(default_factory=list)
+    is_found: bool = False
+    is_placing: bool = False
+    loans: list[tuple[GuardedTier, Loan]] = field(default_factory=list)
 
     @property
     def num_pages(self) -> int:
         """Pages that are in host memory."""
-        return sum(len(run.pages) for _, run in self.runs)
+        return sum(len(loan.pages) for _, loan in self.loans)
 
     def by_tier(self, num_pages: int) -> dict[GuardedTier, int]:
         """Return where the first pages came from."""
         came: dict[GuardedTier, int] = {}
-        for tier, run in self.runs:
-            if count := min(num_pages, len(run.pages)):
-                came[tier] = came.get(tier, 0) + count
+        for tier, loan in self.loans:
+            if count := min(num_pages, len(loan.pages)):
+                came[tier] = count
             num_pages -= count
         return came
 
     def release(self) -> None:
         """Give the memory back, as far as no put uses it."""
-        runs, self.runs = self.runs, []
-        for _, run in runs:
-            run.release()
+        loans, self.loans = self.loans, []
+        for _, loan in loans:
+            loan.release()
 
 
 class TierStack:
@@ -114,12 +141,21 @@ class TierStack:
         self._events: deque[tuple[TierEvent, _Fetch | None]] = deque()
         self._place_page_s = Mean()
         self._is_closed = False
-        self._reader, self._writer = Threads("kv-tiers-read", 1), Threads("kv-tiers-write", 1)
+        self._guards = [
+            GuardedTier(
+                tier,
+                pages.page_bytes,
+                timeout_s=timeout_s,
+                # However many hang, a share is left.
+                max_put_pages=limit_pages // (len(tiers) + 1),
+                spawn=self._spawn,
+            )
+            for tier in tiers
+        ]
+        self._reader, self._writer = Workers("kv-tiers-read", 1), Workers("kv-tiers-write", 1)
         started = threading.Event()
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._run(tiers, limit_pages, started)),
-            name="kv-tiers",
-            daemon=True,
+            target=lambda: asyncio.run(self._run(started)), name="kv-tiers", daemon=True
         )
         self._thread.start()
         started.wait()
@@ -142,7 +178,8 @@ class TierStack:
         assert number not in self._fetches, f"fetch {number} is under way"
         fetch = _Fetch(number, keys, time.monotonic() + self._timeout_s)
         self._fetches[number] = fetch
-        self._start(self._look, fetch)
+        if not self._is_closed:
+            self._post(lambda: self._spawn(self._look(fetch)))
 
     def place(self, number: int, page_ids: Sequence[int]) -> None:
         """Copy the first of the fetched pages into these pages of the pool; give the fetched memory back.
@@ -154,16 +191,16 @@ class TierStack:
             page_ids: As many as are wanted, at most as many as were fetched.
         """
         fetch = self._fetches[number]
-        assert fetch.state is _State.FOUND, f"fetch {number} is {fetch.state.name}"
+        assert fetch.is_found, f"fetch {number} is not over yet"
+        assert not fetch.is_placing, f"fetch {number} is being placed"
         assert len(page_ids) <= fetch.num_pages, f"fetch {number} has {fetch.num_pages} pages"
-        fetch.state = _State.PLACING
-        self._start(self._place, fetch, page_ids)
+        fetch.is_placing = True
+        self._writer.submit(lambda: self._place(fetch, page_ids))
 
     def abandon(self, number: int) -> None:
         """Forget a fetch, before `place` only. No event follows; one not yet looked at is taken back."""
         fetch = self._fetches.pop(number)
-        assert fetch.state is not _State.PLACING, f"fetch {number} is being placed"
-        fetch.state = _State.OVER
+        assert not fetch.is_placing, f"fetch {number} is being placed"
         if not self._is_closed:
             self._post(fetch.release)
 
@@ -182,18 +219,18 @@ class TierStack:
             False: too much is under way, or no tier takes pages now. Nothing was begun; ask later.
         """
         assert len(keys) == len(page_ids) <= self._save_budget.limit_pages
-        takers = [tier for tier in self._guards if tier.has_room and tier.can_write]
+        takers = [tier for tier in self._guards if tier.can_write]
         if not takers or not self._save_budget.take(len(keys)):
             return False
-        self._start(self._save, number, keys, page_ids, takers)
+        self._reader.submit(lambda: self._save(number, keys, page_ids, takers))
         return True
 
     def events(self) -> Iterator[TierEvent]:
         """Yield what happened since the last look."""
         while self._events and not self._is_closed:
             event, fetch = self._events.popleft()
-            if fetch is not None and self._fetches.get(fetch.number) is not fetch:
-                continue  # abandoned
+            if fetch is not None and not self._is_wanted(fetch):
+                continue
             if isinstance(event, Placed):
                 del self._fetches[event.number]
             yield event
@@ -207,8 +244,7 @@ class TierStack:
 
         A tier that is never asked is never measured again: ask a slow one now and then.
         """
-        place_page_s = self._place_page_s.value or 0.0
-        return {guard.name: guard.meter.cost(place_page_s) for guard in self._guards}
+        return {guard.name: guard.cost(self._place_page_s.value) for guard in self._guards}
 
     def journals(self) -> Mapping[str, PrefixJournal]:
         """Return which blocks are in each tier, by name. Any thread may ask them."""
@@ -243,33 +279,18 @@ class TierStack:
         for closer in closers:
             closer.join(max(0.0, until_s - time.monotonic()))
 
-    def _start(self, work: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
-        if not self._is_closed:
-            self._post(lambda: self._spawn(work(*args)))
+    # ── on the stack's loop ──────────────────────────────────────────────────────────────────────
 
-    # ── on the stack's thread ────────────────────────────────────────────────────────────────────
-
-    async def _run(self, tiers: Sequence[Tier], limit_pages: int, started: threading.Event) -> None:
+    async def _run(self, started: threading.Event) -> None:
         self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
-        self._memory_line, self._memory_freed = asyncio.Lock(), asyncio.Event()
-        self._tasks = set[asyncio.Task[None]]()
-        self._guards = [
-            GuardedTier(
-                tier,
-                self._pages.page_bytes,
-                timeout_s=self._timeout_s,
-                max_put_pages=limit_pages // 2,
-                spawn=self._spawn,
-            )
-            for tier in tiers
-        ]
+        self._memory_line, self._tasks = asyncio.Lock(), set[asyncio.Task[None]]()
         started.set()
         await self._stopped.wait()
         for fetch in self._fetches.values():
             fetch.release()
 
-    def _post(self, function: Callable[..., object], *args: object) -> None:
-        self._loop.call_soon_threadsafe(function, *args)
+    def _post(self, function: Callable[[], object]) -> None:
+        self._loop.call_soon_threadsafe(function)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -281,122 +302,92 @@ class TierStack:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("kv_tier.task_failed", exc_info=error)
 
-    def _tell(self, event: TierEvent, fetch: _Fetch | None = None) -> None:
-        self._events.append((event, fetch))
-        if self._waker is not None and not self._is_closed:
-            self._waker.wake()
-
     async def _look(self, fetch: _Fetch) -> None:
         for rank, tier in enumerate(self._guards):
-            is_late = time.monotonic() >= fetch.deadline_s
-            if fetch.state is _State.OVER or fetch.num_pages == len(fetch.keys) or is_late:
+            is_over = fetch.num_pages == len(fetch.keys) or time.monotonic() >= fetch.deadline_s
+            if is_over or not self._is_wanted(fetch):
                 break
             if tier.can_read:
-                try:
+                # The tier has noted it; what came before counts.
+                with suppress(TierFailed, TimeoutError):
                     await self._look_in(rank, fetch)
-                # Noted by the tier; what it has brought counts.
-                except (TierFailed, TimeoutError):
-                    continue
-        if fetch.state is _State.OVER:
+        if not self._is_wanted(fetch):
             fetch.release()
             return
         num_pages = fetch.num_pages
         by_tier = {tier.name: count for tier, count in fetch.by_tier(num_pages).items()}
-        fetch.state = _State.FOUND
+        fetch.is_found = True
         self._tell(Fetched(fetch.number, num_pages, by_tier), fetch)
 
     async def _look_in(self, rank: int, fetch: _Fetch) -> None:
-        """Get what one tier has of the missing pages.
+        """Get what one tier has of the missing pages, and have the faster tiers keep it.
 
         Raises:
-            TierFailed, TimeoutError: No more of it comes.
+            TierFailed, TimeoutError: Nothing comes.
         """
         tier, keys = self._guards[rank], fetch.keys[fetch.num_pages :]
-        if tier.lends_own_memory:
-            await self._get(rank, fetch, keys, lambda _: None)
+        give_back: Callable[[int], object] = lambda _: None  # noqa: E731
+        if not tier.lends_own_memory:
+            # A prefix may be longer than there is memory for.
+            keys = keys[: self._fetch_budget.limit_pages - self._num_staged(fetch)]
+            if not keys:
+                return
+            await self._reserve(len(keys), fetch)
+            give_back = self._fetch_budget.give_back
+        loan = await tier.get(keys, fetch.deadline_s, give_back)
+        if not loan.pages:
+            loan.release()
             return
-        num_there = await tier.has(keys, fetch.deadline_s)
-        tier.counts.missed_pages += len(keys) - num_there
-        # A prefix may be longer than there is memory for.
-        keys = keys[: min(num_there, self._fetch_budget.limit_pages - self._num_staged(fetch))]
-        num_got = num_asked = num_reserved = 0
-        try:
-            await self._reserve(len(keys), fetch.deadline_s)
-            num_reserved = len(keys)
-            while num_got == num_asked < len(keys) and fetch.state is not _State.OVER:
-                piece = keys[num_got : num_got + tier.call_pages()]
-                num_asked += len(piece)
-                num_got += await self._get(rank, fetch, piece, self._free_memory)
-            tier.counts.missed_pages += len(keys) - num_asked
-        except (TierFailed, TimeoutError):
-            if time.monotonic() >= fetch.deadline_s:
-                tier.counts.late_pages += len(keys) - num_got
-            raise
-        finally:
-            self._free_memory(num_reserved - min(num_asked, num_reserved))
-
-    async def _get(
-        self, rank: int, fetch: _Fetch, keys: Sequence[PageKey], end: Callable[[int], None]
-    ) -> int:
-        """Get pages of one tier, and have the faster ones keep them, which lacked them."""
-        tier = self._guards[rank]
-        run = await tier.get(keys, fetch.deadline_s, end)
-        tier.counts.missed_pages += len(keys) - len(run.pages)
-        if not run.pages:
-            run.release()
-            return 0
-        fetch.runs.append((tier, run))
+        fetch.loans.append((tier, loan))
         for faster in self._guards[:rank]:
-            faster.queue_put(run)
-        return len(run.pages)
+            faster.queue_put(keys[: len(loan.pages)], loan)
 
     def _num_staged(self, fetch: _Fetch) -> int:
-        return sum(len(run.pages) for tier, run in fetch.runs if not tier.lends_own_memory)
+        return sum(len(loan.pages) for tier, loan in fetch.loans if not tier.lends_own_memory)
 
-    async def _reserve(self, num_pages: int, deadline_s: float) -> None:
+    async def _reserve(self, num_pages: int, fetch: _Fetch) -> None:
         """Set memory aside, in line.
 
         Raises:
-            TimeoutError: There was none in time.
+            TimeoutError: There was none in time, or nobody wants the fetch any more.
         """
-        async with asyncio.timeout_at(deadline_s), self._memory_line:
+        async with asyncio.timeout_at(fetch.deadline_s), self._memory_line:
             while not self._fetch_budget.take(num_pages):
-                self._memory_freed.clear()
-                await self._memory_freed.wait()
+                await asyncio.sleep(_MEMORY_AGAIN_S)
+                if not self._is_wanted(fetch):
+                    raise TimeoutError
 
-    def _free_memory(self, num_pages: int) -> None:
-        """Give memory of fetches back. Any thread, since late answers come on those of tiers."""
-        self._fetch_budget.give_back(num_pages)
-        if num_pages and not self._loop.is_closed():
-            self._post(self._memory_freed.set)
+    def _is_wanted(self, fetch: _Fetch) -> bool:
+        return self._fetches.get(fetch.number) is fetch
 
-    async def _place(self, fetch: _Fetch, page_ids: Sequence[int]) -> None:
-        pages = [page for _, run in fetch.runs for page in run.pages][: len(page_ids)]
+    # ── on the threads that copy ─────────────────────────────────────────────────────────────────
+
+    def _place(self, fetch: _Fetch, page_ids: Sequence[int]) -> None:
+        pages = [page for _, loan in fetch.loans for page in loan.pages][: len(page_ids)]
         begin_s = time.monotonic()
-        is_whole = await self._copied(self._writer, lambda: self._pages.write(page_ids, pages))
+        is_whole = _is_copied(lambda: self._pages.write(page_ids, pages))
         if is_whole and page_ids:
             self._place_page_s.add((time.monotonic() - begin_s) / len(page_ids))
-        if is_whole:
             for tier, count in fetch.by_tier(len(page_ids)).items():
                 tier.counts.hit_pages += count
         fetch.release()
         self._tell(Placed(fetch.number, is_whole), fetch)
 
-    async def _save(
+    def _save(
         self,
         number: int,
         keys: Sequence[PageKey],
         page_ids: Sequence[int],
         takers: Sequence[GuardedTier],
     ) -> None:
-        call_pages = max(1, MAX_CALL_BYTES // self._pages.page_bytes)
+        num_together = max(1, MAX_PUT_BYTES // self._pages.page_bytes)
         # Children first: what is touched last is evicted last, and parents must outlive their children.
-        for first in reversed(range(0, len(keys), call_pages)):
-            end = first + call_pages
-            await self._save_piece(keys[first:end], page_ids[first:end], takers)
+        for first in reversed(range(0, len(keys), num_together)):
+            end = first + num_together
+            self._save_piece(keys[first:end], page_ids[first:end], takers)
         self._tell(Saved(number))
 
-    async def _save_piece(
+    def _save_piece(
         self, keys: Sequence[PageKey], page_ids: Sequence[int], takers: Sequence[GuardedTier]
     ) -> None:
         pieces: list[memoryview] = []
@@ -405,23 +396,20 @@ class TierStack:
             pieces.extend(self._memory.take() for _ in keys)
             self._pages.read(page_ids, pieces)
 
-        is_read = await self._copied(self._reader, read)
-        loan = MemoryLoan(self._memory, pieces, pieces)
-        run = PageRun(keys, pieces, loan, partial(self._save_budget.give_back, len(keys)))
-        for tier in takers if is_read else ():
-            tier.queue_put(run)
-        run.release()
+        def end() -> None:
+            self._memory.give_back(pieces)
+            self._save_budget.give_back(len(keys))
 
-    async def _copied(self, threads: Threads, copy: Callable[[], None]) -> bool:
-        """Return whether a copy from or to the pool was made; it has no deadline, and is never given up."""
-        call = Call(copy, lambda _: None)
-        threads.submit(call)
-        try:
-            await call.result
-        except TierFailed as error:
-            log.warning("kv_tier.copy_failed", reason=error.message)
-            return False
-        return True
+        loan = Loan(pieces, end)
+        if _is_copied(read):
+            for tier in takers:
+                tier.queue_put(keys, loan)
+        loan.release()
+
+    def _tell(self, event: TierEvent, fetch: _Fetch | None = None) -> None:
+        self._events.append((event, fetch))
+        if self._waker is not None and not self._is_closed:
+            self._waker.wake()
 
     def _load(self, guard: GuardedTier) -> TierLoad:
         """Return what a tier reports with what was seen of it here."""
@@ -437,6 +425,16 @@ class TierStack:
             got_bytes=counts.got_pages * page_bytes,
             num_failures=counts.num_failures,
         )
+
+
+def _is_copied(copy: Callable[[], None]) -> bool:
+    """Make a copy from or to the pool; it has no deadline, and is never given up."""
+    try:
+        copy()
+    except Exception as error:  # noqa: BLE001  # whatever the device raises
+        log.warning("kv_tier.copy_failed", reason=repr(error))
+        return False
+    return True
 
 
 def _close(tier: Tier) -> None:

@@ -1,19 +1,19 @@
-"""What one tier is, and what it is given. No threads here: a tier is called by the stack's workers."""
+"""What one tier is, and what it is given. No threads here: the stack's workers call a tier."""
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from tandem.wire.prefixes import PageKey, PrefixJournal
-
+from tandem.kvtier.memory import Loan
 from tandem.wire.errors import TandemError
 from tandem.wire.messages import TierLoad
+from tandem.wire.prefixes import PageKey, PrefixJournal
+
+NEVER_S = math.inf
 
 
-class TierFailed(TandemError):
-    """A tier could not be asked: it is away, slow or refuses. It is tried again later; no request fails by it."""
-
-    code = "tier_failed"
-    status = 503
+class TierFailed(TandemError, code="tier_failed", status=503):
+    """A tier is away, slow or rejects calls. The node retries it later; no request fails."""
 
 
 class PoolPages(Protocol):
@@ -37,24 +37,11 @@ class PoolPages(Protocol):
         ...
 
 
-class Loan(Protocol):
-    """Pages of a tier, readable until `close`."""
-
-    @property
-    def pages(self) -> Sequence[memoryview]:
-        """One for each leading key that was found; each of `page_bytes`, checked against its checksum."""
-        ...
-
-    def close(self) -> None:
-        """Give the memory back. Safe to call twice."""
-        ...
-
-
 class Tier(Protocol):
-    """A place for pages. All its calls may take long, and none is made by an engine's loop.
+    """A place for pages. Any thread may call it, several at once; each call may take long.
 
-    `get` and `has` stop at the first key that is not there: what comes behind it has no use without it.
-    Any thread of the stack may call it, several at once.
+    Packages of their own add tiers by an entry point of the group `tandem.kv_tiers`, named as the scheme of
+    their URLs: a function `(spec: TierSpec, pages: PoolPages, space: PageSpace) -> Tier`.
     """
 
     @property
@@ -72,37 +59,31 @@ class Tier(Protocol):
         """The blocks of which pages are here, as far as this node put or got them."""
         ...
 
-    def has(self, keys: Sequence[PageKey]) -> int:
-        """Return how many leading keys are here.
+    def get(self, keys: Sequence[PageKey], deadline_s: float = NEVER_S) -> Loan:
+        """Return the leading pages that are here, whole and checked; wrong ones are removed and counted.
+
+        Args:
+            deadline_s: When to return what has come, by `time.monotonic`.
 
         Raises:
-            TierFailed: It cannot be told.
-        """
-        ...
-
-    def get(self, keys: Sequence[PageKey]) -> Loan:
-        """Return the leading pages that are here, whole and right; others are removed and counted.
-
-        Raises:
-            TierFailed: It cannot be told.
+            TierFailed: The tier does not answer, and no page came.
         """
         ...
 
     def put(self, keys: Sequence[PageKey], pages: Sequence[memoryview]) -> int:
         """Keep pages, in order, evicting others; return how many were new here.
 
-        What is there already is not written again, only marked as used. The views are the caller's again
-        on return.
+        Pages that are here already are only marked as used. The views are the caller's again on return.
 
         Raises:
-            TierFailed: It takes none now: away, or full for good.
+            TierFailed: The tier does not answer.
         """
         ...
 
     def load(self) -> TierLoad:
-        """Return what is in it and was done, as far as the tier itself counts. Any thread, never waits."""
+        """Return what the tier holds and did, as far as it counts itself. Any thread; never waits."""
         ...
 
     def close(self) -> None:
-        """Let go of memory and connections. What others can read stays."""
+        """Release memory and connections. What others can read stays."""
         ...

@@ -210,11 +210,8 @@ RECEIVER: Table[ReceiverState] = {
 OVER: frozenset[Enum] = frozenset({_S.LANDED, _S.RELEASED, _R.READY, _R.CLOSED})
 
 
-class UnexpectedEvent(TandemError):
+class UnexpectedEvent(TandemError, code="unexpected_event", is_public=False):
     """An event that the table does not have in this state: a bug here or at the peer."""
-
-    code = "unexpected_event"
-    is_public = False
 
     def __init__(self, state: Enum, event: Event) -> None:
         super().__init__(f"{event.value} in state {state.name}")

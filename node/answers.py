@@ -4,8 +4,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from tandem.wire.prefixes import PrefixJournal, pack_names
-
 from tandem.wire.channel import Inbox, Peer
 from tandem.wire.errors import (
     Aborted,
@@ -26,6 +24,7 @@ from tandem.wire.messages import (
     TokenBatch,
     TokenDelta,
 )
+from tandem.wire.prefixes import PrefixJournal, pack_names
 
 # The first may have been on its way while we spoke; before the second the far side has looked at its link.
 PINGS_AFTER = 2

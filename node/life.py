@@ -103,11 +103,8 @@ SENTENCES: dict[State, str] = {
 }
 
 
-class NotNow(TandemError):
+class NotNow(TandemError, code="not_now", status=409):
     """The node is in no state for what is asked of it; the sentence says what to do first."""
-
-    code = "not_now"
-    status = 409
 
 
 class Life:

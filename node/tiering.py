@@ -20,18 +20,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-from tandem.wire.prefixes import PageKey
 from typing_extensions import override
 
 from tandem.engine.core import Engine
 from tandem.engine.prefix_cache import MissingPages
 from tandem.engine.request import ActiveRequest
-from tandem.kvtier.events import Fetched, Placed, Saved
 from tandem.kvtier.spec import parse_tiers
+from tandem.kvtier.stack import Fetched, Placed, Saved
 from tandem.node.config import TierConfig
 from tandem.node.tiers import LOOKING_SHARE, Tiers
 from tandem.telemetry.histogram import Histogram, Spread
 from tandem.wire.messages import TierLoad
+from tandem.wire.prefixes import PageKey
 
 # Pages of one save: a copy of them is short, and a put of them worth a round trip.
 _SAVED_TOGETHER = 64

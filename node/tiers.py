@@ -17,20 +17,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from tandem.wire.prefixes import PageKey, PrefixJournal, shard_key
 from typing_extensions import override
 
 from tandem.engine.shape import ModelShape
-from tandem.kvtier.cost import TierCost
-from tandem.kvtier.events import Fetched, Placed, Saved, TierEvent
+from tandem.kvtier.guard import TierCost
 from tandem.kvtier.spec import make_tier, parse_tiers
-from tandem.kvtier.stack import TierStack
+from tandem.kvtier.stack import Fetched, Placed, Saved, TierEvent, TierStack
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.node.config import NodeConfig
 from tandem.node.pool import pool_pages
 from tandem.telemetry.log import get_logger
 from tandem.wire.channel import Waker
 from tandem.wire.messages import TierLoad
+from tandem.wire.prefixes import PageKey, PrefixJournal, shard_key
 
 log = get_logger(__name__)
 

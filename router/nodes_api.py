@@ -30,11 +30,8 @@ from tandem.wire.errors import ConfigInvalid, InvalidRequest, TandemError
 NODES_ROUTE = "/nodes"
 
 
-class NodeUnknown(TandemError):
+class NodeUnknown(TandemError, code="node_unknown", status=404):
     """There is no node of this id."""
-
-    code = "node_unknown"
-    status = 404
 
 
 class NodeBody(Body):

@@ -19,10 +19,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from tandem.wire.prefixes import BLOCK_TOKENS, MAX_BLOCKS, block_names, unpack_names
 from typing_extensions import override
 
 from tandem.wire.messages import CacheReport, NodeLoad, TierLoad
+from tandem.wire.prefixes import BLOCK_TOKENS, MAX_BLOCKS, block_names, unpack_names
 
 
 class PrefixIndex:

@@ -49,7 +49,6 @@ REMEDIES = {
     "message_invalid": "Something that is no node speaks to a node's port, or two releases too far apart: look at the server's log, and keep "
     "strangers from the ports.",
     "message_too_large": "As `message_invalid`.",
-    "channel_closed": "The server is ending: send it again to another, or when it is back.",
 }
 # Told on a command line, or to nobody: never over HTTP.
 NOT_OVER_HTTP = frozenset(

@@ -137,12 +137,12 @@ def test_the_pages_of_the_reference_are_current():
 def test_every_error_of_ours_is_told_of():
     told = shipped().pages["errors"].sections.keys() | NOT_OVER_HTTP
     codes = {
-        node.value.value
+        fact.value.value
         for path in sources()
         for kind in ast.walk(ast.parse(path.read_text()))
         if isinstance(kind, ast.ClassDef)
-        for node in kind.body
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "code"
+        for fact in kind.keywords
+        if fact.arg == "code"
     }
     assert {"peer_lost", "node_unknown"} <= codes
     assert codes - told == set()

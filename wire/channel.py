@@ -17,27 +17,146 @@ not a dead one; a dead, stopped or unreachable one is disconnected as `Heartbeat
 
 import contextlib
 import errno
+import resource
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Self
+from typing import Any, Generic, Self, TypeVar
 
+import msgspec
 import zmq
 
-from tandem.wire.codec import MAX_MESSAGE_BYTES, Codec, In
-from tandem.wire.descriptors import REMEDY
-from tandem.wire.errors import ConfigInvalid, MessageInvalid, PeerBehind, PeerLost
+from tandem.telemetry.log import get_logger
+from tandem.wire.errors import (
+    ConfigInvalid,
+    MessageInvalid,
+    MessageTooLarge,
+    PeerBehind,
+    PeerLost,
+)
 from tandem.wire.handshakes import Handshakes
-from tandem.wire.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from tandem.wire.hosts import is_address
 from tandem.wire.keys import ChannelKey
 from tandem.wire.messages import Message
 
+log = get_logger(__name__)
+
+# A prompt of 1M ids is 5 MB of msgpack; nothing we send is larger.
+MAX_MESSAGE_BYTES = 16 << 20
 # Messages waiting for one peer. A step is one message: at 100 steps/s this is 80 s of a stalled peer,
 # after which it is treated as lost and its memory is given back.
 HIGH_WATER_MARK = 8192
 # How long the I/O thread may take to close a port. It does nothing that takes longer than a millisecond.
 UNBIND_TIMEOUT_S = 5.0
+MIN_INTERVAL_S = 0.02
+MAX_INTERVAL_S = 60.0
+# Of the connecting end: the connection, libzmq's socket, and both ends of its monitor. A bound end has one.
+PER_LINK = 4
+# A node with torch and no link has 40; the rest is for files that are open for a moment.
+OWN = 128
+REMEDY = "raise its limit of open files (ulimit -n, or LimitNOFILE= in a systemd unit)"
+
+In = TypeVar("In", bound=Message)
+
+
+def allow_descriptors(num_needed: int, used_for: str) -> None:
+    """Raise this process's limit as far as it may. Warn when that is less than it needs.
+
+    Args:
+        num_needed: Beside `OWN`.
+        used_for: What needs them, such as `40 nodes and 4096 clients`.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError):  # a limit that a kernel tells and does not take
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], OWN + num_needed
+    if limit not in (resource.RLIM_INFINITY, -1) and limit < needed:
+        log.warning(
+            "descriptors.too_few",
+            limit=limit,
+            needed=needed,
+            used_for=used_for,
+            effect="connections and links beyond the limit are refused",
+            action=f"ulimit -n {needed}, or LimitNOFILE={needed} in a systemd unit",
+            see="tandem docs troubleshooting#open-files",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The rhythm of a process's links.
+
+    Attributes:
+        interval_s: Between two beats. A lost peer is noticed within four of them.
+    """
+
+    interval_s: float = 0.5
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a beat may go unanswered; the next one is due an interval after a peer died."""
+        return 3 * self.interval_s
+
+    @property
+    def silence_s(self) -> float:
+        """How long after its last message a peer may be taken for lost, where one looks a few times an interval."""
+        return 3.5 * self.interval_s
+
+
+DEFAULT_HEARTBEAT = Heartbeat()
+
+
+def heartbeat_of(interval_ms: float) -> Heartbeat:
+    """Return the rhythm that `--heartbeat-interval-ms` asks for.
+
+    Raises:
+        ConfigInvalid: Too short to be kept by a busy machine, or too long to be of use.
+    """
+    interval_s = interval_ms / 1000
+    if not MIN_INTERVAL_S <= interval_s <= MAX_INTERVAL_S:
+        raise ConfigInvalid(
+            f"--heartbeat-interval-ms is {interval_ms:g}: give {MIN_INTERVAL_S * 1000:g} to "
+            f"{MAX_INTERVAL_S * 1000:g}"
+        )
+    return Heartbeat(interval_s)
+
+
+class Codec(Generic[In]):
+    """Encodes any message and decodes those of one direction.
+
+    Args:
+        incoming: A union of message structs; anything else is refused.
+    """
+
+    def __init__(self, incoming: Any, limit_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(incoming)
+        self._limit_bytes = limit_bytes
+
+    def encode(self, message: Message) -> bytes:
+        """Return the frame of `message`.
+
+        Raises:
+            MessageTooLarge: The frame passes the limit.
+        """
+        frame = self._encoder.encode(message)
+        if len(frame) > self._limit_bytes:
+            raise MessageTooLarge(len(frame), self._limit_bytes)
+        return frame
+
+    def decode(self, frame: bytes) -> In:
+        """Return the message in `frame`.
+
+        Raises:
+            MessageTooLarge: The frame passes the limit.
+            MessageInvalid: The bytes are no message of this direction.
+        """
+        if len(frame) > self._limit_bytes:
+            raise MessageTooLarge(len(frame), self._limit_bytes)
+        try:
+            return self._decoder.decode(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise MessageInvalid(f"not a message of this channel: {error}") from error
 
 
 class Peer(bytes):
@@ -52,7 +171,7 @@ class Envelope(Generic[In]):
     message: In
 
 
-def new_socket(kind: int) -> zmq.Socket[bytes]:
+def _new_socket(kind: int) -> zmq.Socket[bytes]:
     """Return a socket of the context that all links of this process share."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     # Looked at when the first socket is made. Its default ends at 341 links.
@@ -60,17 +179,10 @@ def new_socket(kind: int) -> zmq.Socket[bytes]:
     return context.socket(kind)
 
 
-def why(error: zmq.ZMQError) -> str:
+def _why(error: zmq.ZMQError) -> str:
     """Return why a socket cannot be made, bound or connected, and what helps."""
     is_limit = error.errno in (errno.EMFILE, errno.ENFILE)
     return f"{error.strerror}: {REMEDY}" if is_limit else str(error.strerror)
-
-
-def check_resolved(address: str) -> None:
-    """Raise ValueError for an address that libzmq would have to resolve."""
-    scheme, _, place = address.partition("://")
-    if scheme == "tcp" and not is_address(place.rpartition(":")[0]):
-        raise ValueError(f"resolve the name in {address} before you connect a link to it")
 
 
 def configure(
@@ -136,17 +248,15 @@ class Inbox(Generic[In]):
         self.num_invalid = 0
         try:
             with contextlib.ExitStack() as undo:
-                self.socket = undo.enter_context(new_socket(zmq.ROUTER))
+                self.socket = undo.enter_context(_new_socket(zmq.ROUTER))
                 configure(self.socket, key, heartbeat, is_server=True)
-                self._handshakes = Handshakes(
-                    self.socket, has_key=key is not None, events=zmq.EVENT_CLOSED
-                )
+                self._handshakes = Handshakes(self.socket, has_key=key is not None)
                 undo.callback(self._handshakes.close)
                 self.socket.bind(address)
                 undo.pop_all()
         except zmq.ZMQError as error:
             raise ConfigInvalid(
-                f"cannot listen on {address}: {why(error)}; choose another port or address"
+                f"cannot listen on {address}: {_why(error)}; choose another port or address"
             ) from error
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -200,7 +310,7 @@ class Inbox(Generic[In]):
             return
         # A socket that is closed is unbound some time later.
         self.socket.unbind(self.address)
-        self._handshakes.wait_for(zmq.EVENT_CLOSED, UNBIND_TIMEOUT_S)
+        self._handshakes.wait_closed(UNBIND_TIMEOUT_S)
         self._handshakes.close()
         self.socket.close(linger=0)
 
@@ -215,7 +325,10 @@ class Link(Generic[In]):
     """The connecting end, for a plain loop.
 
     Args:
-        address: Without a name of a host; see `tandem.wire.hosts.resolve`.
+        address: Without a name of a host; see `resolve`.
+
+    Attributes:
+        handshakes: What libzmq reports of the connection.
 
     Raises:
         PeerLost: The address cannot be one, or this process may open no more. That nobody answers
@@ -229,25 +342,27 @@ class Link(Generic[In]):
         key: ChannelKey | None = None,
         heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
     ) -> None:
-        check_resolved(address)
+        scheme, _, place = address.partition("://")
+        if scheme == "tcp" and not is_address(place.rpartition(":")[0]):
+            raise ValueError(f"resolve the name in {address} before you connect a link to it")
         self._codec: Codec[In] = Codec(incoming)
         self.address = address
         try:
             with contextlib.ExitStack() as undo:
-                self.socket = undo.enter_context(new_socket(zmq.DEALER))
+                self.socket = undo.enter_context(_new_socket(zmq.DEALER))
                 configure(self.socket, key, heartbeat, is_server=False)
-                self._handshakes = Handshakes(self.socket, has_key=key is not None)
-                undo.callback(self._handshakes.close)
+                self.handshakes = Handshakes(self.socket, has_key=key is not None)
+                undo.callback(self.handshakes.close)
                 self.socket.connect(address)
                 undo.pop_all()
         except zmq.ZMQError as error:
-            raise PeerLost(f"cannot connect to {address}: {why(error)}") from error
+            raise PeerLost(f"cannot connect to {address}: {_why(error)}") from error
 
     @property
     def refusal(self) -> str:
         """Why the last handshake failed; empty when none did."""
-        self._handshakes.look()
-        return self._handshakes.reason
+        self.handshakes.look()
+        return self.handshakes.reason
 
     def receive(self) -> In | None:
         """Return the next message, or None when there is none now. Invalid bytes are passed over."""
@@ -274,7 +389,7 @@ class Link(Generic[In]):
 
     def close(self) -> None:
         """Close the socket and forget unsent messages. Safe to call twice."""
-        self._handshakes.close()
+        self.handshakes.close()
         self.socket.close(linger=0)
 
 

@@ -18,7 +18,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 from typing_extensions import override
@@ -99,7 +99,11 @@ class Parser(argparse.ArgumentParser):
             return f"unexpected argument {name!r}"
         names = sorted(self._visible_names())
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"see {self.prog} {self._help_flag}"
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else f"see {self.prog} --help{'-all' if self._common else ''}"
+        )
         return f"there is no flag {name}: {hint}"
 
     @override
@@ -124,13 +128,9 @@ class Parser(argparse.ArgumentParser):
             for action, text in helps:
                 action.help = text
 
-    def print_all_help(self, file: IO[str] | None = None) -> None:
-        """Print the help of every flag."""
-        self._print_message(super().format_help(), file or sys.stdout)
-
-    @property
-    def _help_flag(self) -> str:
-        return "--help-all" if self._common else "--help"
+    def format_all_help(self) -> str:
+        """Return the help of every flag."""
+        return super().format_help()
 
     def _is_shown(self, action: argparse.Action) -> bool:
         return (
@@ -222,9 +222,7 @@ class Parser(argparse.ArgumentParser):
         if action.nargs == 0:
             if not isinstance(value, bool):
                 self.error(f"{where}: give true or false")
-            if not value:
-                return []
-            return [name]
+            return [name] if value else []
         if value is False and "off" in (action.choices or ()):
             value = "off"  # as YAML reads it
         values = value if isinstance(value, list) else [value]
@@ -259,7 +257,7 @@ class _HelpAll(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         assert isinstance(parser, Parser)
-        parser.print_all_help()
+        sys.stdout.write(parser.format_all_help())
         parser.exit()
 
 

@@ -1,7 +1,7 @@
 """Errors named by phase and fault, with what HTTP and the router need to know of them.
 
-Each class carries its facts as attributes and makes its own sentence. `ErrorInfo` is the form that
-crosses a process border; `error_from_info` gives back an exception of the same class.
+A class may make its own sentence of what it is given. `ErrorInfo` is the form that crosses a process border;
+`error_from_info` gives back an exception of the same class.
 """
 
 from collections.abc import Callable
@@ -11,12 +11,7 @@ from typing_extensions import override
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """An error as it travels between processes.
-
-    Attributes:
-        retry_after_s: When to send it again; 0: not known.
-        topic: What `tandem docs` is to be given to learn more; empty: nothing.
-    """
+    """An error as it travels between processes; see `TandemError`."""
 
     code: str
     message: str
@@ -50,6 +45,13 @@ class TandemError(Exception):
         self.message = message
 
     @override
+    def __init_subclass__(cls, **facts: str | int | bool) -> None:
+        """Set attributes by the class's header: `class TooOld(TandemError, code="too_old", status=400)`."""
+        super().__init_subclass__()
+        for name, value in facts.items():
+            setattr(cls, name, value)
+
+    @override
     def __reduce__(self) -> tuple[Callable[[ErrorInfo], "TandemError"], tuple[ErrorInfo]]:
         # Subclasses make their sentence of other arguments, which a pickle would not find again.
         return error_from_info, (self.info(),)
@@ -71,177 +73,107 @@ class TandemError(Exception):
         return f"{self.message}\nsee: tandem docs {self.topic}" if self.topic else self.message
 
 
-class InvalidRequest(TandemError):
+class InvalidRequest(TandemError, code="invalid_request", status=400):
     """The client asked for something that cannot be: its fault, and no retry helps."""
 
-    code = "invalid_request"
-    status = 400
 
-
-class Unauthorized(TandemError):
+class Unauthorized(TandemError, code="unauthorized", status=401):
     """The API key is missing or wrong."""
 
-    code = "unauthorized"
-    status = 401
 
-
-class ModelNotFound(TandemError):
+class ModelNotFound(TandemError, code="model_not_found", status=404):
     """The `model` of an OpenAI request is not the one served."""
-
-    code = "model_not_found"
-    status = 404
 
     def __init__(self, asked: str, served: str) -> None:
         super().__init__(f"model {asked!r} is not served here; this cluster serves {served!r}")
-        self.asked, self.served = asked, served
 
 
-class BodyTooLarge(TandemError):
+class BodyTooLarge(TandemError, code="body_too_large", status=413):
     """The HTTP body passes the limit."""
 
-    code = "body_too_large"
-    status = 413
 
-
-class Overloaded(TandemError):
+class Overloaded(TandemError, code="overloaded", status=429, is_retryable=True):
     """The cluster has no room now."""
-
-    code = "overloaded"
-    status = 429
-    is_retryable = True
 
     def __init__(self, message: str, retry_after_s: int = 0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
-class RateLimited(Overloaded):
+class RateLimited(Overloaded, code="rate_limit_exceeded"):
     """This API key has used up what it may; others have not."""
 
-    code = "rate_limit_exceeded"
 
-
-class DeadlinePassed(TandemError):
+class DeadlinePassed(TandemError, code="deadline_passed", status=504):
     """The request waited for longer than its client would: it was not started."""
 
-    code = "deadline_passed"
-    status = 504
 
-
-class OutOfPages(TandemError):
+class OutOfPages(TandemError, code="out_of_pages", status=400):
     """A request can never fit into this node's pool."""
-
-    code = "out_of_pages"
-    status = 400
 
     def __init__(self, needed: int, total: int) -> None:
         super().__init__(
             f"the request needs {needed} pages of KV and the node has {total}; "
             "shorten the prompt or max_new_tokens, or raise --max-total-tokens"
         )
-        self.needed, self.total = needed, total
 
 
-class Aborted(TandemError):
+class Aborted(TandemError, code="aborted", status=499, is_retryable=True):
     """The request was cancelled, by its client or an operator.
 
-    Or by a node that took its edge worker for lost: the other node then says so to an edge worker that is
-    there, and may try again. One that cancelled does not listen.
+    Or by a node that lost its edge worker: the other node then reports it to one that may try again.
     """
 
-    code = "aborted"
-    status = 499
-    is_retryable = True
 
-
-class NoNodeAvailable(TandemError):
+class NoNodeAvailable(TandemError, code="no_node_available", status=503, is_retryable=True):
     """No pair of nodes can serve now; the router keeps trying to reach them."""
 
-    code = "no_node_available"
-    status = 503
-    is_retryable = True
 
-
-class NodeDraining(TandemError):
+class NodeDraining(TandemError, code="node_draining", status=503, is_retryable=True):
     """The node takes nothing new, or hands this request over: another node goes on with it."""
 
-    code = "node_draining"
-    status = 503
-    is_retryable = True
 
-
-class PeerDraining(NodeDraining):
+class PeerDraining(NodeDraining, code="peer_draining"):
     """The node of the other half of this attempt is draining; this one is not."""
 
-    code = "peer_draining"
 
-
-class AttemptsUsedUp(TandemError):
+class AttemptsUsedUp(TandemError, code="attempts_used_up", status=503, is_retryable=True):
     """A request was tried as often as it may be, and each time nodes failed under it."""
-
-    code = "attempts_used_up"
-    status = 503
-    is_retryable = True
 
     def __init__(self, num_attempts: int, last: TandemError) -> None:
         reason = last.message if last.is_public else last.code
         super().__init__(
             f"gave up after {num_attempts} attempts, of which the last ended with: {reason}"
         )
-        self.num_attempts, self.last = num_attempts, last
 
 
-class PeerLost(TandemError):
+class PeerLost(TandemError, code="peer_lost", status=503, is_retryable=True):
     """The far side of a link died, was cut off or restarted."""
 
-    code = "peer_lost"
-    status = 503
-    is_retryable = True
 
-
-class PeerBehind(PeerLost):
+class PeerBehind(PeerLost, code="peer_behind"):
     """The far side stands and does not read: what was to be sent was dropped."""
 
-    code = "peer_behind"
 
-
-class TransferTimeout(TandemError):
+class TransferTimeout(TandemError, code="transfer_timeout", status=504, is_retryable=True):
     """The other half of an attempt did not come in time."""
 
-    code = "transfer_timeout"
-    status = 504
-    is_retryable = True
 
-
-class TransferRefused(TandemError):
+class TransferRefused(TandemError, code="transfer_refused", is_retryable=True):
     """A write outside a live grant, or a link that the far side does not know."""
 
-    code = "transfer_refused"
-    status = 500
-    is_retryable = True
 
-
-class TransferFailed(TandemError):
+class TransferFailed(TandemError, code="transfer_failed", is_retryable=True, is_public=False):
     """A transport broke in a way that it has no name for: what its library raised."""
 
-    code = "transfer_failed"
-    is_retryable = True
-    is_public = False
 
-
-class KVCorrupted(TandemError):
+class KVCorrupted(TandemError, code="kv_corrupted", is_retryable=True):
     """Pages arrived with other bytes than were computed."""
 
-    code = "kv_corrupted"
-    status = 500
-    is_retryable = True
 
-
-class LayoutMismatch(TandemError):
+class LayoutMismatch(TandemError, code="layout_mismatch", status=503):
     """A prefill and a decode node hold different models or KV layouts: configuration."""
 
-    code = "layout_mismatch"
-    status = 503
     topic = "errors#layout_mismatch"
 
     def __init__(self, prefill: str, decode: str) -> None:
@@ -249,45 +181,26 @@ class LayoutMismatch(TandemError):
             f"prefill serves {prefill} and decode serves {decode}; "
             "start both with the same model, dtype and KV layout; --tp may differ"
         )
-        self.prefill, self.decode = prefill, decode
 
 
-class EngineFailed(TandemError):
+class EngineFailed(TandemError, code="engine_failed", is_retryable=True):
     """The engine raised while it ran this request: our fault."""
 
-    code = "engine_failed"
-    status = 500
-    is_retryable = True
 
-
-class MessageInvalid(TandemError):
+class MessageInvalid(TandemError, code="message_invalid", is_public=False):
     """Bytes from a peer are not one of our messages."""
 
-    code = "message_invalid"
-    is_public = False
 
-
-class MessageTooLarge(MessageInvalid):
+class MessageTooLarge(MessageInvalid, code="message_too_large"):
     """A message passes the channel's limit."""
-
-    code = "message_too_large"
 
     def __init__(self, size_bytes: int, limit_bytes: int) -> None:
         super().__init__(f"message of {size_bytes} bytes passes the limit of {limit_bytes}")
         self.size_bytes, self.limit_bytes = size_bytes, limit_bytes
 
 
-class ChannelClosed(TandemError):
-    """The channel was closed on this side."""
-
-    code = "channel_closed"
-    is_public = False
-
-
-class ConfigInvalid(TandemError):
+class ConfigInvalid(TandemError, code="config_invalid"):
     """A flag, a path or an address that cannot work; the sentence says what to do."""
-
-    code = "config_invalid"
 
     def __init__(self, message: str, topic: str = "") -> None:
         super().__init__(message)
@@ -301,7 +214,7 @@ def error_of_far_side(info: ErrorInfo) -> TandemError:
 
 
 def errors_by_code(base: type[TandemError] = TandemError) -> dict[str, type[TandemError]]:
-    """Return every kind of error that this process has imported."""
+    """Return every kind of error that this process has imported, by its code."""
     found = {base.code: base}
     for sub in base.__subclasses__():
         found |= errors_by_code(sub)

@@ -3,12 +3,36 @@
 No message of its own: `messages` carries these. The rules of change are the same there and here.
 """
 
+import secrets
 import sys
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NewType
 
 import msgspec
 
-from tandem.wire.ids import RequestId
+RequestId = NewType("RequestId", str)
+"""One generation, from HTTP to the last token. Unique within one edge worker's life."""
+
+Room = NewType("Room", int)
+"""Where the two halves of one attempt find each other. Random, 0 ... 2^63-1."""
+
+Epoch = NewType("Epoch", int)
+"""One life of one process. Random; a message from another epoch is refused."""
+
+
+def new_request_id() -> RequestId:
+    """Return a fresh request id: 24 hexadecimal digits."""
+    return RequestId(secrets.token_hex(12))
+
+
+def new_room() -> Room:
+    """Return a fresh room, uniform over 63 bits so that collisions need no handling."""
+    return Room(secrets.randbits(63))
+
+
+def new_epoch() -> Epoch:
+    """Return a fresh epoch. 63 bits: every language's signed integer holds it."""
+    return Epoch(secrets.randbits(63))
+
 
 # A client-chosen token id never passes 2^31; JSON bodies are checked against the vocabulary later.
 TokenIds = list[int]
@@ -74,9 +98,8 @@ class LogprobsWanted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Log-probabilities that come with the tokens, of the model's own distribution.
 
     Attributes:
-        num_top: How many of the likeliest tokens to tell beside the chosen one; 0 tells none.
-        prompt_start: First prompt position that is told of; -1 tells of none. Position 0 has no
-            probability: nothing stands before it.
+        num_top: How many of the likeliest tokens to report beside the chosen one.
+        prompt_start: First prompt position that is reported; -1: none. Position 0 has no probability.
     """
 
     num_top: int = 0
@@ -107,11 +130,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
             first to be retracted.
         group: Requests of one group have the same prompt and go to the same pair, which computes it
             once. Empty: a group of its own.
-        session: What clients call the conversation that this is one turn of. For the router, which does
-            not send it on.
+        session: What clients call the conversation that this is one turn of. Never sent to nodes.
         logprobs: None: not wanted.
-        client: Whose it is: a short name of an API key, which does not tell the key. Known to the
-            router alone and never sent to nodes.
+        client: A short name of an API key, which does not reveal the key. Never sent to nodes.
         deadline_s: Seconds left, when this was sent, in which it is worth starting; None: always.
     """
 
@@ -133,8 +154,8 @@ class Phase(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         name: See `tandem.frontend.timings`, which has all of them.
-        start_s: Since whoever tells of it took the request, by its own clock.
-        node: URL; empty where it is clear who tells, or the router itself.
+        start_s: Since the reporter took the request, by its own clock.
+        node: URL; empty where the reporter is clear, or the router itself.
     """
 
     name: str

@@ -13,8 +13,7 @@ from typing import Annotated
 import msgspec
 
 from tandem.wire.errors import ErrorInfo
-from tandem.wire.generation import TokenLogprobs
-from tandem.wire.ids import Epoch, Room
+from tandem.wire.generation import Epoch, Room, TokenLogprobs
 from tandem.wire.messages import Message
 
 
@@ -76,7 +75,6 @@ class Hello(Message, frozen=True, kw_only=True):
 
     Attributes:
         tp_rank: Whose this link is to be; a prefill's bootstrap port knows the ports of its ranks.
-        tp_size: Ranks of this node; 1 to 1,024.
         model_kv_heads: Of the whole model; 0 means those in `layout`.
     """
 
@@ -106,11 +104,7 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class Redirect(Message, frozen=True, kw_only=True):
-    """The rank of this Hello takes it at another port of the same host.
-
-    Attributes:
-        more_ports: See `Welcome`.
-    """
+    """The rank of this Hello takes it at another port of the same host; `more_ports` as in `Welcome`."""
 
     epoch: Epoch
     port: int
@@ -138,11 +132,7 @@ class Grant(Message, frozen=True, kw_only=True):
 
 
 class Withdraw(Message, frozen=True, kw_only=True):
-    """Decode wants its pages back; answered by `Released` once no write can follow, known room or not.
-
-    Attributes:
-        error: Why, where it is more than that its client is gone.
-    """
+    """Decode wants its pages back; answered by `Released` once no write can follow, known room or not."""
 
     epoch: Epoch
     room: Room
@@ -150,7 +140,7 @@ class Withdraw(Message, frozen=True, kw_only=True):
 
 
 class Landed(Message, frozen=True, kw_only=True):
-    """Every page is written. The last word of prefill on this room.
+    """Every page is written. The last message of prefill on this room.
 
     Attributes:
         first_token: Token of index `num_prior_tokens`, sampled by prefill.
@@ -175,7 +165,7 @@ class Landed(Message, frozen=True, kw_only=True):
 
 
 class Released(Message, frozen=True, kw_only=True):
-    """Prefill will not write any more and did not finish. The last word on this room."""
+    """Prefill will not write any more and did not finish. The last message on this room."""
 
     epoch: Epoch
     room: Room

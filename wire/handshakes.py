@@ -1,13 +1,13 @@
-"""Handshakes of node links that failed, and why: what libzmq tells of a socket that is watched.
+"""What libzmq reports of a socket that is watched: handshakes that failed, and why, and lost connections.
 
 A peer that is turned away never gets a message through, so nobody above the socket would hear of it.
-libzmq does not say who it was: the end that connects knows whom it tried, and says so in its own log.
+libzmq does not name the peer: the end that connects knows whom it tried, and logs it.
 """
 
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import zmq
@@ -29,13 +29,8 @@ HUNG_UP = "the other end hung up in the middle of the handshake, as it does when
 LOG_INTERVAL_S = 60.0
 
 
-def reason_of(event: Mapping[str, Any], *, has_key: bool) -> str:
-    """Return why a handshake failed, as an operator can act on it.
-
-    Args:
-        event: One of `FAILED`, parsed.
-        has_key: Whether this end has the cluster's key.
-    """
+def _reason_of(event: Mapping[str, Any], *, has_key: bool) -> str:
+    """Return why a handshake failed, as an operator can act on it."""
     if event["value"] == MECHANISM_MISMATCH:
         return (
             "this end has a TANDEM_CLUSTER_KEY and the other has none"
@@ -46,73 +41,58 @@ def reason_of(event: Mapping[str, Any], *, has_key: bool) -> str:
         return "the other end has another TANDEM_CLUSTER_KEY"
     if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
         return "the other end speaks something else"
-    # All that the end that connects is told of another key, and either when the other end was the first
+    # All that the end that connects learns of another key, and either end when the other was the first
     # to see that only one of them has any.
     return HUNG_UP
-
-
-def watch(sock: zmq.Socket[Any], events: int) -> zmq.Socket[bytes]:
-    """Return a socket that receives the events of `sock`. Close it after `sock.disable_monitor`."""
-    address = f"inproc://{secrets.token_hex(8)}"  # of all sockets of this process
-    sock.monitor(address, events)
-    monitor: zmq.Socket[bytes] = sock.context.socket(zmq.PAIR)
-    # Without a limit: at one, libzmq's I/O thread would wait for us, and with it all links of this process.
-    monitor.setsockopt(zmq.RCVHWM, 0)
-    monitor.connect(address)
-    return monitor
 
 
 class Handshakes:
     """Counts the failed handshakes of one socket. Belongs to the thread that has the socket.
 
-    Args:
-        events: Watched beside `FAILED`, for `wait_for`.
-
     Attributes:
+        monitor: Readable when there is something to `look` at.
         num_failed: So far.
         reason: Of the last one that has a definite one; empty before the first.
+        is_lost: Whether a connection that stood was lost.
     """
 
-    def __init__(
-        self,
-        sock: zmq.Socket[Any],
-        *,
-        has_key: bool,
-        events: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._socket, self._has_key, self._clock = sock, has_key, clock
-        self._monitor = watch(sock, FAILED | events)
+    def __init__(self, sock: zmq.Socket[Any], *, has_key: bool) -> None:
+        self._socket, self._has_key = sock, has_key
+        address = f"inproc://{secrets.token_hex(8)}"  # of all sockets of this process
+        sock.monitor(address, FAILED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED)
+        self.monitor: zmq.Socket[bytes] = sock.context.socket(zmq.PAIR)
+        # Without a limit: at one, libzmq's I/O thread would wait for us, and with it all links of this process.
+        self.monitor.setsockopt(zmq.RCVHWM, 0)
+        self.monitor.connect(address)
         self._silent_until_s = float("-inf")
         self._num_logged = 0
-        self.num_failed = 0
-        self.reason = ""
+        self.num_failed, self.reason, self.is_lost = 0, "", False
 
     def look(self) -> None:
-        """Take in what has failed since the last look."""
+        """Take in what has happened since the last look."""
         with contextlib.suppress(zmq.Again):
             while True:
-                self._take(parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK)))
+                self._take(parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK)))
 
-    def wait_for(self, event: int, timeout_s: float) -> None:
-        """Return when an event of the socket comes, which is one of those watched, or the time is up."""
-        while self._monitor.poll(int(timeout_s * 1000)):
-            message = parse_monitor_message(self._monitor.recv_multipart())
-            if message["event"] == event:
+    def wait_closed(self, timeout_s: float) -> None:
+        """Return when the port of a bound socket is closed, or the time is up."""
+        while self.monitor.poll(int(timeout_s * 1000)):
+            event = parse_monitor_message(self.monitor.recv_multipart())
+            if event["event"] == zmq.EVENT_CLOSED:
                 return
-            self._take(message)
+            self._take(event)
 
     def _take(self, event: Mapping[str, Any]) -> None:
-        if not event["event"] & FAILED:
-            return
-        self.num_failed += 1
-        reason = reason_of(event, has_key=self._has_key)
-        if reason != HUNG_UP or not self.reason:
-            self.reason = reason
+        self.is_lost |= event["event"] == zmq.EVENT_DISCONNECTED
+        if event["event"] & FAILED:
+            self.num_failed += 1
+            reason = _reason_of(event, has_key=self._has_key)
+            if reason != HUNG_UP or not self.reason:
+                self.reason = reason
 
     def log_failures(self, address: str) -> None:
         """Log what has failed at a bound address: at once, then together once a minute."""
-        num_new, now_s = self.num_failed - self._num_logged, self._clock()
+        num_new, now_s = self.num_failed - self._num_logged, time.monotonic()
         if num_new and now_s >= self._silent_until_s:
             self._num_logged, self._silent_until_s = self.num_failed, now_s + LOG_INTERVAL_S
             # Probes of ports hang up, too: no reason to wake anybody.
@@ -121,6 +101,6 @@ class Handshakes:
 
     def close(self) -> None:
         """Stop watching. Before the socket is closed; safe to call twice."""
-        if not self._monitor.closed:
+        if not self.monitor.closed:
             self._socket.disable_monitor()
-            self._monitor.close(linger=0)
+            self.monitor.close(linger=0)

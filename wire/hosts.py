@@ -3,7 +3,6 @@
 import ipaddress
 import os
 import socket
-from typing import Any
 from urllib.parse import urlsplit
 
 from tandem.wire.errors import ConfigInvalid, PeerLost
@@ -12,17 +11,12 @@ from tandem.wire.errors import ConfigInvalid, PeerLost
 def bare_host(flag: str, text: str) -> str:
     """Return a host without the brackets of an IPv6 one.
 
-    Args:
-        flag: What the user gave it with.
-
     Raises:
-        ConfigInvalid: It is nothing that a resolver can be asked for.
+        ConfigInvalid: A resolver cannot be asked for it; names `flag`.
     """
     host = text.strip("[]")
     try:
-        host.encode(
-            "idna"
-        )  # as the resolver does, which raises a UnicodeError wherever it is called
+        host.encode("idna")  # as the resolver does, which raises a UnicodeError anywhere
     except UnicodeError as error:
         raise ConfigInvalid(
             f"{flag} {text}: give an address, or a name whose parts have 1 to 63 characters"
@@ -49,46 +43,32 @@ def resolve(host: str) -> str:
     if is_address(bare):
         return bare
     try:
-        return first_address(socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM))
-    except (OSError, UnicodeError) as error:
-        raise unresolved(bare, error) from error
-
-
-def first_address(found: Any) -> str:
-    """Return the best address of what `getaddrinfo` returned: it sorts them."""
-    return str(found[0][4][0])
-
-
-def unresolved(host: str, error: OSError | UnicodeError) -> PeerLost:
-    """Return the error for a name without an address, or for one that no resolver can be asked for."""
-    if isinstance(error, UnicodeError):
-        return PeerLost(f"cannot resolve {host}: each part of a name has 1 to 63 characters")
-    return PeerLost(f"cannot resolve {host}: {reason_of(error)}")
+        # The best one is the first.
+        return str(socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)[0][4][0])
+    except UnicodeError as error:
+        raise PeerLost(
+            f"cannot resolve {bare}: each part of a name has 1 to 63 characters"
+        ) from error
+    except OSError as error:
+        raise PeerLost(f"cannot resolve {bare}: {reason_of(error)}") from error
 
 
 def checked_url(flag: str, text: str) -> str:
     """Return a server's URL without a slash at its end.
 
-    Args:
-        flag: What the user gave it with.
-
     Raises:
-        ConfigInvalid: It is none.
+        ConfigInvalid: It is none; names `flag`.
     """
     url = text.rstrip("/")
-    if not _is_server(url):
-        raise ConfigInvalid(f"{flag} {text}: give a URL such as http://10.0.0.5:8000")
-    return url
-
-
-def _is_server(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        has_address = bool(parts.hostname) and parts.port != 0
+        has_place = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_server = has_place and not (parts.username is not None or parts.query or parts.fragment)
     except ValueError:  # a port that is no number, brackets that do not match
-        return False
-    is_bare = parts.username is None and not parts.query and not parts.fragment
-    return parts.scheme in ("http", "https") and has_address and is_bare
+        is_server = False
+    if not is_server:
+        raise ConfigInvalid(f"{flag} {text}: give a URL such as http://10.0.0.5:8000")
+    return url
 
 
 def reason_of(error: OSError) -> str:

@@ -32,11 +32,7 @@ class ChannelKey:
 
     @classmethod
     def from_secret(cls, secret: str) -> "ChannelKey":
-        """Derive the keys.
-
-        Raises:
-            ConfigInvalid: libzmq was built without CURVE.
-        """
+        """Derive the keys."""
         if not zmq.has("curve"):
             raise ConfigInvalid("TANDEM_CLUSTER_KEY is set but this libzmq was built without CURVE")
         seed = _derived(secret, b"tandem-curve", 32)
@@ -45,20 +41,15 @@ class ChannelKey:
 
 
 def operator_key(secret: str) -> str:
-    """Return what a request that changes the cluster bears, derived from its secret; empty without one.
+    """Return the admin key, derived from the cluster's secret; empty without one.
 
-    It opens no node link: who reads it off an unencrypted HTTP connection cannot speak on those.
+    It opens no node link, though it may be read off an unencrypted HTTP connection.
     """
-    if not secret:
-        return ""
-    return _derived(secret, b"tandem-operator", 24).hex()
+    return _derived(secret, b"tandem-operator", 24).hex() if secret else ""
 
 
 def reader_key(operator: str) -> str:
-    """Return what a router shows to nodes, derived from the operator key; empty without one.
-
-    It opens only what a router asks of nodes, so a node that is sent it cannot change the cluster with it.
-    """
+    """Return what a router shows to nodes, derived from the admin key, which it does not reveal."""
     if not operator:
         return ""
     return hashlib.blake2b(operator.encode(), digest_size=24, person=b"tandem-reader").hexdigest()
@@ -82,16 +73,10 @@ def is_loopback(host: str) -> bool:
 
 
 def cluster_key(host: str, *, is_insecure: bool, flag: str = "--host") -> ChannelKey | None:
-    """Return the cluster's key from `TANDEM_CLUSTER_KEY`, or None for a plain channel.
-
-    Called by `__main__` modules only.
-
-    Args:
-        flag: What the user gave the host with.
+    """Return the cluster's key from `TANDEM_CLUSTER_KEY`, or None for a plain channel. For `__main__` only.
 
     Raises:
-        ConfigInvalid: `host` can be reached from elsewhere, there is no secret and `is_insecure`
-            was not asked for.
+        ConfigInvalid: `host` can be reached from elsewhere without a secret; names `flag`.
     """
     secret = os.environ.get("TANDEM_CLUSTER_KEY", "")
     if secret:

@@ -17,9 +17,18 @@ import msgspec
 
 from tandem.telemetry.histogram import Spread
 from tandem.wire.errors import ErrorInfo
-from tandem.wire.generation import Finish, GenerateRequest, Phase, TokenIds, TokenLogprobs
-from tandem.wire.ids import Epoch, RequestId, Room
-from tandem.wire.prefix_blocks import MAX_BLOCKS, NAME_BYTES
+from tandem.wire.generation import (
+    Epoch,
+    Finish,
+    GenerateRequest,
+    Phase,
+    RequestId,
+    Room,
+    SamplingDefaults,
+    TokenIds,
+    TokenLogprobs,
+)
+from tandem.wire.prefixes import MAX_BLOCKS, NAME_BYTES
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -44,11 +53,7 @@ class StartPrefill(Message, frozen=True, kw_only=True):
 
 
 class StartDecode(Message, frozen=True, kw_only=True):
-    """Grant pages in `room` to the prefill at this bootstrap address; generate when they landed.
-
-    Attributes:
-        stream: See `StartPrefill`.
-    """
+    """Grant pages in `room` to the prefill at this bootstrap address; generate when they landed."""
 
     request: GenerateRequest
     room: Room
@@ -59,11 +64,7 @@ class StartDecode(Message, frozen=True, kw_only=True):
 
 
 class StartColocated(Message, frozen=True, kw_only=True):
-    """Run prompt and generation in one engine: `tandem serve`, or a decode node without a prefill.
-
-    Attributes:
-        stream: See `StartPrefill`.
-    """
+    """Run prompt and generation in one engine: `tandem serve`, or a decode node without a prefill."""
 
     request: GenerateRequest
     attempt: int = 0
@@ -82,14 +83,13 @@ class FlushCache(Message, frozen=True, kw_only=True):
 
 
 class Ping(Message, frozen=True, kw_only=True):
-    """I am here; tell me your load. An edge silent for 2 s is lost and its requests cancelled.
+    """An edge's heartbeat, answered by `Pong`. An edge silent for 2 s is lost and its requests cancelled.
 
     Attributes:
-        prefix_position: Up to where I know your prefix cache: tell me what changed since, by
-            `CacheReport`. -1: I do not want to know.
-        tier_positions: Likewise of what is behind it, by the name of the tier; 0 for one not known yet.
-        wants_measures: Tell me also what you count and time for operators, by `Measured`: so asks the
-            node's own HTTP process.
+        prefix_position: Up to where the edge knows the prefix cache; a `CacheReport` has what changed since.
+            -1: none is wanted.
+        tier_positions: Likewise of the tiers behind it, by name; 0 for one not known yet.
+        wants_measures: Whether `Measured` is wanted, too: by the node's own HTTP process.
     """
 
     prefix_position: int = -1
@@ -136,7 +136,6 @@ class TokenBatch(Message, frozen=True, kw_only=True):
     Attributes:
         streams: Whose each ordinary token is; see `StartPrefill`.
         indexes: As `TokenDelta.index`, of each.
-        token_ids: The tokens.
     """
 
     epoch: Epoch
@@ -156,24 +155,19 @@ class RequestFailed(Message, frozen=True, kw_only=True):
 
 
 class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node says of one tier behind its prefix cache. Counts are of this process's life.
+    """What a node reports of one tier behind its prefix cache. Counts are of this process's life.
 
     Attributes:
         name: Of the tier, such as `host`; unique on a node.
-        store: Which store it is: equal on two nodes exactly when what one puts the other gets. Empty: the
-            node's own.
-        state: `up`; `backing_off`, when it failed and is tried again later; `full`, when it takes nothing.
+        store: Equal on two nodes exactly when what one puts the other gets. Empty: the node's own.
+        state: `up`; `backing_off` after a failure; `full` when it takes nothing.
         num_pages: In it, as far as this node knows.
         limit_bytes: 0: the store's own limit.
-        hit_tokens: Prompt tokens that came from it into the pool, and so were not computed.
+        hit_tokens: Prompt tokens that came from it into the pool.
         missed_tokens: Prompt tokens that were looked for in it and were not there.
-        late_tokens: Prompt tokens that were on their way when the request would not wait any longer.
-        put_bytes, got_bytes: Moved.
-        num_evicted: Pages that it gave up for others.
+        late_tokens: Prompt tokens that did not come in time.
         num_corrupted: Entries that were not what was put, and were removed.
-        num_failures: Calls that failed.
-        token_cost: Time to bring a token from it by the time to compute one: under 1 is worth it.
-            -1: not known yet.
+        token_cost: Time to bring a token from it by the time to compute one. -1: not known yet.
     """
 
     name: str
@@ -194,17 +188,18 @@ class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node says of itself: page states sum to `num_pages`.
+    """What a node reports of itself: page states sum to `num_pages`.
 
     Attributes:
-        max_running: Requests that it runs at once, at most; 0: an older node, which does not tell.
+        max_running: Requests that it runs at once, at most; 0: an older node, which does not report it.
         num_edges: Edge workers that have requests here.
-        num_own: Requests here of the edge worker that is told; both 0 from older nodes.
-        num_refused_transfers: Writes, grants and words about KV that no live grant or link allows.
-        num_strangers: Connections to the node's links that were turned away, by their key or the lack of
-            one, or hung up while they were greeted.
+        num_own: Requests here of the edge worker that the report goes to.
+        num_refused_transfers: Messages about KV that no live grant or link allows.
+        num_strangers: Connections to the node's links that failed in the handshake.
         num_invalid: Frames that were no message.
-        is_draining: It takes nothing new; older nodes report that at `GET /server_info` only.
+        queued_tokens: Prompt tokens that wait to be computed; -1: an older node.
+        tiers: Behind the prefix cache, fastest first.
+        is_draining: It takes nothing new.
     """
 
     num_running: int = 0
@@ -233,9 +228,7 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_refused_transfers: int = 0
     num_strangers: int = 0
     num_invalid: int = 0
-    # Prompt tokens that wait to be computed; -1: an older node, which does not tell.
     queued_tokens: int = -1
-    # Behind the prefix cache, fastest first.
     tiers: list[TierLoad] = []
     is_draining: bool = False
 
@@ -252,9 +245,9 @@ class Measured(Message, frozen=True, kw_only=True):
 
     Attributes:
         pid: Of the engine process.
-        spreads: By name of the metric, without `tandem_`.
-        counts: Likewise.
+        spreads: By name of the metric, without `tandem_`, as `counts`.
         refused: Requests that were not taken, by the code of the error.
+        tier_seconds: How long requests waited for tiers, by the slowest one that had something.
     """
 
     epoch: Epoch
@@ -262,11 +255,10 @@ class Measured(Message, frozen=True, kw_only=True):
     spreads: dict[str, Spread] = {}
     counts: dict[str, int] = {}
     refused: dict[str, int] = {}
-    # How long requests waited for tiers, by the slowest tier that had something for them.
     tier_seconds: dict[str, Spread] = {}
 
 
-# Names of blocks, as `tandem.wire.prefix_blocks` packs them.
+# Names of blocks, as `tandem.wire.prefixes` packs them.
 BlockNames = Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCKS * NAME_BYTES)]
 
 
@@ -288,3 +280,63 @@ class CacheReport(Message, frozen=True, kw_only=True):
 
 ToEngine = StartPrefill | StartDecode | StartColocated | Cancel | FlushCache | Ping
 FromEngine = TokenBatch | RequestFailed | Pong | CacheReport | Measured
+
+
+# ── a node, at `GET /server_info` ────────────────────────────────────────────────────────────────
+
+# What cannot be connected to is refused as it is read.
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The model a node serves.
+
+    Attributes:
+        name: As clients name it (`--served-model-name`).
+        fingerprint: Equal on two nodes exactly when their KV is interchangeable.
+        context_length: Prompt plus generated tokens, at most.
+        vocab_size: Ids are below this.
+        tokenizer_hash: Of the files at `GET /tokenizer`; empty when the model has no tokenizer.
+        default_sampling: Of its generation_config.json.
+    """
+
+    name: str
+    fingerprint: str
+    context_length: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    tokenizer_hash: str = ""
+    default_sampling: SamplingDefaults = SamplingDefaults()
+
+
+class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One node. Ports are on the host its URL names.
+
+    Attributes:
+        epoch: Of the engine process; changes when it restarts.
+        engine_port: Where its engine's inbox listens for edge workers.
+        bootstrap_port: Where a prefill listens for grants; None on other roles.
+        max_prompt_tokens: The longest prompt its pool can ever hold.
+        tp_size: Processes that share its model; 0: an older node, which does not report it.
+        heartbeat_interval_ms: Of its links (`--heartbeat-interval-ms`); 0: an older node.
+        transports: By which its KV may move, best first; empty on other roles and older nodes.
+        is_draining: It takes nothing new; what runs on it goes on.
+        zone: Where it stands, as `--zone` said: nodes of one zone are near each other.
+        takes_prompts: It takes whole requests (`StartColocated`); false on older decode nodes.
+    """
+
+    role: str
+    version: str
+    epoch: int
+    engine_port: Port
+    model: ModelInfo
+    bootstrap_port: Port | None = None
+    is_healthy: bool = True
+    max_prompt_tokens: int = 0
+    load: NodeLoad = NodeLoad()
+    tp_size: int = 0
+    transports: list[str] = []
+    is_draining: bool = False
+    zone: str = ""
+    heartbeat_interval_ms: float = 0.0
+    takes_prompts: bool = False

@@ -17,7 +17,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -27,11 +27,10 @@ from tandem.wire.errors import ConfigInvalid
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, init=False)
 class Flag:
     """How a field is given on a command line.
 
-    Attributes:
+    Args:
         names: The first one is how errors, files and the environment call it.
         help: A noun phrase or an imperative, with its unit.
         group: The heading in `--help`; empty: that of the field before.
@@ -45,24 +44,23 @@ class Flag:
         aliases: Hidden flags that give this field: either a constant, or a function of their value.
     """
 
-    names: tuple[str, ...]
-    help: str
-    group: str = ""
-    metavar: str | None = None
-    ge: float = -math.inf
-    le: float = math.inf
-    scale: float = 1
-    nargs: Literal["+"] | None = None
-    parse: Callable[[Any], Any] | None = None
-    synonyms: Mapping[str, str] = field(default_factory=dict)
-    aliases: Mapping[str, Any] = field(default_factory=dict)
-
-    def __init__(self, *names: str, **options: Any) -> None:
-        for each in dataclasses.fields(self):
-            default = {} if each.name in ("synonyms", "aliases") else each.default
-            object.__setattr__(self, each.name, options.pop(each.name, default))
-        object.__setattr__(self, "names", names)
-        assert not options, f"a flag has no {options}"
+    def __init__(
+        self,
+        *names: str,
+        help: str,  # noqa: A002  # argparse's name
+        group: str = "",
+        metavar: str | None = None,
+        ge: float = -math.inf,
+        le: float = math.inf,
+        scale: float = 1,
+        nargs: Literal["+"] | None = None,
+        parse: Callable[[Any], Any] | None = None,
+        synonyms: Mapping[str, str] = types.MappingProxyType({}),
+        aliases: Mapping[str, Any] = types.MappingProxyType({}),
+    ) -> None:
+        self.names, self.help, self.group, self.metavar = names, help, group, metavar
+        self.ge, self.le, self.scale, self.nargs, self.parse = ge, le, scale, nargs, parse
+        self.synonyms, self.aliases = synonyms, aliases
 
 
 @dataclass(frozen=True)
@@ -77,11 +75,6 @@ class Option:
     flag: Flag
     kind: Any
     default: Any
-
-    @property
-    def is_switch(self) -> bool:
-        """Whether the flag takes no value."""
-        return self.kind is bool
 
     @property
     def is_repeated(self) -> bool:
@@ -119,12 +112,16 @@ def add_flags(
         without: Fields, by their path, that this command has no flag for.
         only: Fields, by their path, that it has flags for; None: all.
     """
-    group = _Groups(parser)
+    groups: dict[str, Any] = {}
+    group: Any = parser.add_argument_group("options")
     for option in options_of(config):
-        heading = group.at(option.flag.group)
+        if heading := option.flag.group:
+            if heading not in groups:
+                groups[heading] = parser.add_argument_group(heading)
+            group = groups[heading]
         is_wanted = only is None or _is_within(option.dest, only)
         if is_wanted and not _is_within(option.dest, without):
-            _add(heading, option, (defaults or {}).get(option.dest, option.default))
+            _add(group, option, (defaults or {}).get(option.dest, option.default))
 
 
 def read_flags(config: type[T], parsed: argparse.Namespace, *, prefix: str = "", **given: Any) -> T:
@@ -157,7 +154,7 @@ def read_flags(config: type[T], parsed: argparse.Namespace, *, prefix: str = "",
 def _add(group: Any, option: Option, default: Any) -> None:
     flag = option.flag
     settings: dict[str, Any] = {"dest": option.dest, "help": flag.help}
-    if option.is_switch:
+    if option.kind is bool:
         settings |= {"action": "store_false" if default else "store_true"}
     elif option.is_repeated:
         settings |= {"action": "append", "default": [], "metavar": flag.metavar}
@@ -165,7 +162,10 @@ def _add(group: Any, option: Option, default: Any) -> None:
     else:
         kind = option.kind
         choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else None
-        shown = default if flag.scale == 1 or default is None else _unscaled(default, flag.scale)
+        shown = default
+        if flag.scale != 1 and default is not None:
+            shown = default / flag.scale
+            shown = int(shown) if shown == int(shown) and isinstance(default, int) else shown
         settings |= {"default": shown, "metavar": flag.metavar}
         if choices:
             names = [choice for choice in choices if choice != ""]
@@ -191,7 +191,10 @@ def _value(option: Option, value: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool):
         is_number = isinstance(value, int) or math.isfinite(value)
         if not (is_number and flag.ge <= value <= flag.le):
-            raise ConfigInvalid(f"{'/'.join(flag.names)} is {value:g}: give {_bounds(flag)}")
+            bounds = (
+                f"at least {flag.ge:g}" if math.isinf(flag.le) else f"{flag.ge:g} to {flag.le:g}"
+            )
+            raise ConfigInvalid(f"{'/'.join(flag.names)} is {value:g}: give {bounds}")
         if flag.scale != 1:
             value = value * flag.scale
     if isinstance(value, str):
@@ -199,33 +202,6 @@ def _value(option: Option, value: Any) -> Any:
     if flag.parse is not None and (value or option.is_repeated):
         value = flag.parse(value)
     return tuple(value) if option.is_repeated and isinstance(value, list) else value
-
-
-def _bounds(flag: Flag) -> str:
-    if math.isinf(flag.le):
-        return f"at least {flag.ge:g}"
-    return f"{flag.ge:g} to {flag.le:g}"
-
-
-def _unscaled(default: float, scale: float) -> float:
-    value = default / scale
-    return int(value) if value == int(value) and isinstance(default, int) else value
-
-
-class _Groups:
-    """The groups of a parser by their headings."""
-
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self._parser, self._now = parser, parser.add_argument_group("options")
-        self._groups: dict[str, Any] = {}
-
-    def at(self, heading: str) -> Any:
-        """Return the group of a heading; without one, the group returned last."""
-        if heading:
-            if heading not in self._groups:
-                self._groups[heading] = self._parser.add_argument_group(heading)
-            self._now = self._groups[heading]
-        return self._now
 
 
 def _is_within(dest: str, paths: Collection[str]) -> bool:
@@ -246,19 +222,16 @@ def _plain(kind: Any) -> Any:
 
 
 def _fields(config: Any) -> list[tuple[str, Any]]:
-    if dataclasses.is_dataclass(config):
-        return [
-            (each.name, _default(each, dataclasses.MISSING)) for each in dataclasses.fields(config)
-        ]
-    return [
-        (each.name, _default(each, msgspec.NODEFAULT)) for each in msgspec.structs.fields(config)
-    ]
+    is_dataclass = dataclasses.is_dataclass(config)
+    found: Any = dataclasses.fields(config) if is_dataclass else msgspec.structs.fields(config)
+    return [(each.name, _default(each)) for each in found]
 
 
-def _default(each: Any, missing: Any) -> Any:
-    if each.default is not missing:
+def _default(each: Any) -> Any:
+    missing = (dataclasses.MISSING, msgspec.NODEFAULT)
+    if not any(each.default is none for none in missing):
         return each.default
-    return None if each.default_factory is missing else each.default_factory()
+    return None if any(each.default_factory is none for none in missing) else each.default_factory()
 
 
 # Flags of several commands.

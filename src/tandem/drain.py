@@ -45,10 +45,9 @@ class DrainStatus(msgspec.Struct, frozen=True):
     remaining_s: float | None = None
 
 
-class DrainFailed(TandemError):
+class DrainFailed(TandemError, code="drain_failed"):
     """The node cannot be asked, refuses, or is not empty in time."""
 
-    code = "drain_failed"
     topic = "operations#draining"
 
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tandem.wire.prefixes import BLOCK_TOKENS, PageSpace, block_names, page_keys
 
 from tandem.engine.kv_cache import KVCache, PagePool, PageState, PageStateError
+from tandem.wire.prefixes import BLOCK_TOKENS, PageSpace, block_names, page_keys
 
 PAGE = 4
 SPACE = PageSpace("toy", "float32", PAGE)

@@ -1,17 +1,9 @@
-"""The store of an extra that does not work here is not tested; nothing is left behind for being slow."""
-
-from importlib import import_module
+"""Nothing is left behind for being slow."""
 
 import pytest
 
 from tandem.kvtier import disk, stack
 from tests.patience import PATIENCE_S
-
-collect_ignore = []
-try:
-    import_module("mooncake.store")
-except ImportError:  # not installed, or without the host's libraries that it wants
-    collect_ignore.append("test_mooncake.py")
 
 
 @pytest.fixture(autouse=True)

@@ -1,16 +1,17 @@
 """A pool without a device, keys, and a tier that does what a test says."""
 
+import itertools
 import select
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal, page_keys
-
+from tandem.kvtier.memory import Loan
 from tandem.kvtier.stack import TierStack
-from tandem.kvtier.tier import TierFailed
+from tandem.kvtier.tier import NEVER_S, TierFailed
 from tandem.wire.channel import Waker
 from tandem.wire.messages import TierLoad
+from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal, page_keys
 from tests.patience import PATIENCE_S
 
 PAGE_SIZE = 64
@@ -63,18 +64,6 @@ class FakePool:
         return list(range(len(of)))
 
 
-class FakeLoan:
-    def __init__(self, tier: "FakeTier", pages: Sequence[memoryview]) -> None:
-        self.pages, self._tier, self._is_closed = pages, tier, False
-        tier.num_open += 1
-
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._tier.num_open -= 1
-            self._tier.closed.set()
-
-
 class FakeTier:
     """A dictionary. `before` is called with each call's name, and may wait or raise."""
 
@@ -86,23 +75,22 @@ class FakeTier:
         self.store: dict[bytes, bytes] = {}
         self.num_calls = Counter[str]()
         self.before: Callable[[str], None] = lambda call: None
-        self.has_says: Callable[[int], int] = lambda num: num
         self.num_open = 0
-        self.closed, self.was_put = threading.Event(), threading.Event()
+        self.was_put = threading.Event()
         self.is_closed = False
         self.page_bytes = page_bytes
 
     def keep(self, of: Sequence[PageKey]) -> None:
         self.store |= {key.digest: content(key, self.page_bytes) for key in of}
 
-    def has(self, of: Sequence[PageKey]) -> int:
-        self._called("has")
-        return self.has_says(self._num_leading(of))
-
-    def get(self, of: Sequence[PageKey]) -> FakeLoan:
+    def get(self, of: Sequence[PageKey], deadline_s: float = NEVER_S) -> Loan:
         self._called("get")
-        here = of[: self._num_leading(of)]
-        return FakeLoan(self, [memoryview(bytearray(self.store[key.digest])) for key in here])
+        here = list(itertools.takewhile(lambda key: key.digest in self.store, of))
+        self.num_open += 1
+        return Loan([memoryview(bytearray(self.store[key.digest])) for key in here], self._end)
+
+    def _end(self) -> None:
+        self.num_open -= 1
 
     def put(self, of: Sequence[PageKey], pages: Sequence[memoryview]) -> int:
         self._called("put")
@@ -120,9 +108,6 @@ class FakeTier:
     def _called(self, call: str) -> None:
         self.num_calls[call] += 1
         self.before(call)
-
-    def _num_leading(self, of: Sequence[PageKey]) -> int:
-        return next((i for i, key in enumerate(of) if key.digest not in self.store), len(of))
 
 
 class Hanging:

@@ -9,11 +9,10 @@ import pytest
 
 from tandem.kvtier import guard
 from tandem.kvtier.disk import DiskTier
-from tandem.kvtier.entry import FILE_HEADER_BYTES
-from tandem.kvtier.events import Fetched, Placed, Saved
+from tandem.kvtier.entry import HEADER_BYTES
 from tandem.kvtier.host import HostTier
-from tandem.kvtier.memory import SLAB_BYTES
-from tandem.kvtier.tier import TierFailed
+from tandem.kvtier.stack import Fetched, Placed, Saved
+from tandem.kvtier.tier import NEVER_S, TierFailed
 from tests.kvtier.fakes import (
     PAGE_BYTES,
     PAGE_SIZE,
@@ -87,28 +86,12 @@ def test_pages_are_read_off_the_pool_once_and_put_into_every_tier():
         assert len(reads) == 1
 
 
-def test_a_saved_page_may_change_in_the_pool_while_it_is_put():
-    tier = FakeTier("tier")
-    hanging = Hanging(tier, "put")
-    of = keys(1)
-    with Rig(tier) as rig:
-        [page] = rig.pool.fill(of)
-        rig.stack.save(3, of, [page])
-        assert rig.next() == Saved(3)
-        assert hanging.begun.wait(PATIENCE_S)
-        rig.pool.pages[page][:] = bytes(PAGE_BYTES)
-        hanging.end()
-        assert tier.was_put.wait(PATIENCE_S)
-        assert tier.store[of[0].digest] == content(of[0])
-
-
-@pytest.mark.parametrize("call", ["has", "get"])
-def test_a_tier_that_hangs_delays_a_fetch_to_its_time_limit_and_what_was_there_counts(call):
+def test_a_tier_that_hangs_delays_a_fetch_to_its_time_limit_and_what_was_there_counts():
     fast, slow = FakeTier("fast"), FakeTier("slow")
     of = keys(3)
     fast.keep(of[:1])
     slow.keep(of)
-    hanging = Hanging(slow, call)
+    hanging = Hanging(slow, "get")
     with Rig(fast, slow, timeout_s=SOON_S) as rig:
         begin_s = time.monotonic()
         assert rig.fetch(of) == Fetched(1, 1, {"fast": 1})
@@ -118,38 +101,36 @@ def test_a_tier_that_hangs_delays_a_fetch_to_its_time_limit_and_what_was_there_c
         assert rig.stack.loads()[1].state == "backing_off"
         assert rig.stack.loads()[1].num_failures == 1
         # The late answer is nobody's, and its memory is free only now.
-        num_used = rig.stack._fetch_budget.num_used
-        assert num_used == (2 if call == "get" else 0)
+        assert rig.stack._fetch_budget.num_used == 2
         hanging.end()
         wait_for(lambda: not rig.stack._fetch_budget.num_used)
         assert not slow.num_open
-        assert slow.num_calls[call] >= 1
 
 
-def test_what_came_before_the_time_limit_counts(monkeypatch):
-    monkeypatch.setattr(guard, "FIRST_CALL_BYTES", PAGE_BYTES)
-    monkeypatch.setattr(guard, "MAX_CALL_BYTES", PAGE_BYTES)
-    tier, go = FakeTier("tier"), threading.Event()
+class SlowTier(FakeTier):
+    """Has brought the first page when the time is up."""
+
+    def get(self, of, deadline_s=NEVER_S):
+        time.sleep(max(0.0, deadline_s - time.monotonic()))
+        return super().get(of[:1])
+
+
+def test_what_came_before_the_time_limit_counts():
+    tier = SlowTier("tier")
     of = keys(3)
     tier.keep(of)
-
-    def before(call):
-        if call == "get" and tier.num_calls["get"] == 2:
-            assert go.wait(PATIENCE_S)
-
-    tier.before = before
-    with Rig(tier, timeout_s=SOON_S) as rig:
+    with Rig(tier, timeout_s=8 * SOON_S) as rig:
         assert rig.fetch(of) == Fetched(1, 1, {"tier": 1})
-        go.set()
         rig.stack.abandon(1)
-        wait_for(lambda: not tier.num_open)
-        assert rig.stack.loads()[0].late_tokens == 2 * PAGE_SIZE
+        load = rig.stack.loads()[0]
+        assert (load.late_tokens, load.missed_tokens, load.state) == (2 * PAGE_SIZE, 0, "up")
 
 
 def test_a_tier_whose_threads_all_hang_delays_one_more_request(monkeypatch):
     monkeypatch.setattr(guard, "BREAKER_FIRST_S", PATIENCE_S)
+    monkeypatch.setattr(guard, "NUM_READERS", 2)
     fast, tier = FakeTier("fast"), FakeTier("tier")
-    hanging = Hanging(tier, "has")
+    hanging = Hanging(tier, "get")
     # What is left of these requests' time is too short to know that the tier hangs.
     fast.before = lambda call: time.sleep(0.7 * SOON_S)
     with Rig(fast, tier, timeout_s=SOON_S) as rig:
@@ -174,7 +155,7 @@ def test_whatever_a_tier_raises_the_next_one_is_asked(error, monkeypatch):
     with Rig(bad, good) as rig:
         assert rig.fetch(of) == Fetched(1, 2, {"good": 2})
         assert rig.fetch(of, 2) == Fetched(2, 2, {"good": 2})
-        assert bad.num_calls["has"] == 1  # it is not asked again until its wait is over
+        assert bad.num_calls["get"] == 1  # it is not asked again until its wait is over
 
 
 def test_a_tier_that_comes_back_is_found_without_a_request():
@@ -187,31 +168,6 @@ def test_a_tier_that_comes_back_is_found_without_a_request():
         tier.before = lambda call: None
         wait_for(lambda: rig.stack.loads()[0].state == "up")
         assert rig.fetch(of, 2) == Fetched(2, 2, {"tier": 2})
-
-
-def test_a_tier_that_dies_between_its_two_answers_is_gone_without():
-    bad, good = FakeTier("bad"), FakeTier("good")
-    of = keys(2)
-    bad.keep(of)
-    good.keep(of)
-
-    def die(call):
-        if call == "get":
-            raise ConnectionResetError
-
-    bad.before = die
-    with Rig(bad, good) as rig:
-        assert rig.fetch(of) == Fetched(1, 2, {"good": 2})
-
-
-@pytest.mark.parametrize("says", [99, -3])
-def test_a_tier_that_miscounts_is_believed_only_what_it_lends(says):
-    tier = FakeTier("tier")
-    of = keys(3)
-    tier.keep(of[:1])
-    tier.has_says = lambda num: says
-    with Rig(tier) as rig:
-        assert rig.fetch(of).num_pages == (1 if says > 0 else 0)
 
 
 def test_a_page_of_another_length_is_not_given_out():
@@ -244,25 +200,22 @@ def test_a_tier_that_takes_nothing_is_still_read():
         assert rig.fetch(of) == Fetched(1, 2, {"tier": 2})
 
 
-def test_a_put_that_hangs_is_given_up_and_holds_no_more_than_its_own_pages(monkeypatch):
+def test_a_put_that_hangs_leaves_memory_to_the_other_tiers(monkeypatch):
     monkeypatch.setattr(guard, "PUT_LIMIT_S", SOON_S)
-    monkeypatch.setattr(guard, "BREAKER_FIRST_S", 0.0)
     slow, good = FakeTier("slow"), FakeTier("good")
     hanging = Hanging(slow, "put")
-    with Rig(slow, good, max_pages=8) as rig:
-        for number in range(4):
+    with Rig(slow, good, max_pages=9) as rig:
+        for number in range(6):
             of = keys(2, first_token=number)
+            wait_for(lambda: rig.stack._save_budget.num_used <= 7)
             assert rig.stack.save(number, of, rig.pool.fill(of))
             assert rig.next() == Saved(number)
             wait_for(lambda of=of: of[1].digest in good.store)
-        wait_for(lambda: rig.stack._save_budget.num_used == 2)
-        assert rig.stack.loads()[0].state == "full"
-        assert rig.stack._memory.num_lent == 2
-        assert rig.stack.save(9, keys(2), [0, 1])
-        assert rig.next() == Saved(9)
+        wait_for(lambda: rig.stack.loads()[0].state == "full")
+        assert rig.stack._memory.num_lent <= 3 + 2
         hanging.end()
         wait_for(lambda: not rig.stack._save_budget.num_used)
-        assert slow.num_calls["put"] == 1
+        assert rig.stack.loads()[0].state == "up"
 
 
 def test_saves_wait_for_a_tier_that_does_not_keep_up():
@@ -292,20 +245,6 @@ def test_a_copy_into_the_pool_that_fails_is_told_and_gives_its_memory_back():
         assert not rig.stack.loads()[0].hit_tokens
 
 
-def test_a_copy_off_the_pool_that_fails_is_over_all_the_same():
-    tier = FakeTier("tier")
-    with Rig(tier) as rig:
-
-        def fail():
-            raise RuntimeError("device lost")
-
-        rig.pool.before_read = fail
-        assert rig.stack.save(1, keys(2), [1, 2])
-        assert rig.next() == Saved(1)
-        assert not tier.num_calls
-        assert not rig.stack._memory.num_lent
-
-
 def test_an_abandoned_fetch_is_not_told_even_if_it_was_over():
     tier = FakeTier("tier")
     of = keys(2)
@@ -326,7 +265,7 @@ def test_fetches_for_which_there_is_no_memory_wait_in_line():
         assert rig.fetch(of, 1).num_pages == 8
         rig.stack.fetch(2, of[:5])
         rig.stack.fetch(3, of[:1])
-        wait_for(lambda: tier.num_calls["has"] == 3)
+        time.sleep(0.05)  # long enough to get what there is no memory for
         assert not rig.has_more()
         rig.stack.abandon(1)
         assert rig.next() == Fetched(2, 5, {"tier": 5})
@@ -338,29 +277,6 @@ def test_more_pages_than_memory_is_there_for_are_fetched_as_far_as_it_goes():
     tier.keep(keys(8))
     with Rig(tier, max_pages=5) as rig:
         assert rig.fetch(keys(8)) == Fetched(1, 5, {"tier": 5})
-
-
-def test_a_number_used_again_is_told_nothing_of_the_abandoned_one():
-    tier = FakeTier("tier")
-    tier.keep(keys(4))
-    with Rig(tier) as rig:
-        rig.stack.fetch(1, keys(4))
-        wait_for(lambda: rig.stack._events)
-        rig.stack.abandon(1)
-        assert rig.fetch(keys(2)) == Fetched(1, 2, {"tier": 2})
-        assert not rig.has_more()
-
-
-def test_memory_that_pages_pass_through_is_bounded_and_used_again():
-    tier = FakeTier("tier")
-    with Rig(tier, max_pages=4) as rig:
-        assert rig.stack.max_save_pages == 4
-        for number in range(5):
-            of = keys(4, first_token=number)
-            wait_for(lambda: not rig.stack._save_budget.num_used)
-            assert rig.stack.save(number, of, rig.pool.fill(of))
-            assert rig.next() == Saved(number)
-        assert rig.pool.num_host_bytes == SLAB_BYTES
 
 
 def test_close_leaves_a_tier_that_hangs_behind(monkeypatch):
@@ -383,7 +299,7 @@ def test_close_leaves_a_tier_that_hangs_behind(monkeypatch):
 
 def test_pages_that_left_the_pool_come_back_from_memory_and_after_a_restart_from_disk(tmp_path):
     of, pool = keys(6), FakePool()
-    file_bytes = FILE_HEADER_BYTES + PAGE_BYTES
+    file_bytes = HEADER_BYTES + PAGE_BYTES
 
     def tiers():
         return (
@@ -412,13 +328,12 @@ def test_pages_that_left_the_pool_come_back_from_memory_and_after_a_restart_from
 
 
 class FaultyTier(FakeTier):
-    """Raises, hangs, miscounts, lends too little or pages of a wrong length, as drawn."""
+    """Raises, hangs, or lends pages of a wrong length, as drawn."""
 
     def __init__(self, name, seed):
         super().__init__(name)
         self._draw = random.Random(seed)
         self.before = self._maybe_fail
-        self.has_says = lambda num: self._draw.choice([num, num, num + 3, 0])
 
     def _maybe_fail(self, call):
         match self._draw.randrange(12):
@@ -429,7 +344,7 @@ class FaultyTier(FakeTier):
             case 2:
                 time.sleep(0.1)
 
-    def get(self, of):
+    def get(self, of, deadline_s=NEVER_S):
         loan = super().get(of)
         if loan.pages and self._draw.randrange(6) == 0:
             loan.pages = [*loan.pages[:-1], loan.pages[-1][1:]]
@@ -439,7 +354,6 @@ class FaultyTier(FakeTier):
 @pytest.mark.parametrize("seed", range(6))
 def test_each_ask_is_told_of_once_and_all_memory_goes_back_whatever_tiers_do(seed, monkeypatch):
     monkeypatch.setattr(guard, "BREAKER_FIRST_S", 0.01)
-    monkeypatch.setattr(guard, "FIRST_CALL_BYTES", 2 * PAGE_BYTES)
     draw = random.Random(seed)
     tiers = [FaultyTier(name, seed + i) for i, name in enumerate(["fast", "middle", "slow"])]
     of = keys(12)

@@ -3,7 +3,6 @@
 import os
 
 import pytest
-from tandem.wire.prefixes import PrefixJournal, pack_names
 
 from tandem.engine.errors import DeviceLost
 from tandem.node.answers import Answers, Ticket
@@ -33,6 +32,7 @@ from tandem.wire.messages import (
     ToEngine,
     TokenBatch,
 )
+from tandem.wire.prefixes import PrefixJournal, pack_names
 from tests.patience import PATIENCE_S, patiently
 
 EPOCH = Epoch(9)

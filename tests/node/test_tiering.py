@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tandem.decode.role import DecodeRole
-from tandem.kvtier.events import Fetched
-from tandem.kvtier.stack import TierCost
+from tandem.kvtier.guard import TierCost
+from tandem.kvtier.stack import Fetched
 from tandem.node.answers import Ticket
 from tandem.node.tiering import Tiering
 from tandem.node.tiers import LOOKING_SHARE

@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from tandem.kvtier.stack import CLOSE_S, TierCost
+from tandem.kvtier.guard import TierCost
+from tandem.kvtier.stack import CLOSE_S
 from tandem.node import rank as rank_process
 from tandem.node.ranks import STOP_TIMEOUT_S
 from tandem.node.tiers import SAVE_WAIT_S, RemoteTiers, TierGroup, load_of_node

@@ -5,12 +5,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tandem.wire.prefixes import PageKey, PrefixJournal
-
-from tandem.kvtier.events import Fetched, Placed, Saved
-from tandem.kvtier.stack import TierCost
+from tandem.kvtier.guard import TierCost
+from tandem.kvtier.stack import Fetched, Placed, Saved
 from tandem.node.tiers import RankTiers
 from tandem.wire.messages import TierLoad
+from tandem.wire.prefixes import PageKey, PrefixJournal
 
 
 class Clock:

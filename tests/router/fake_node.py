@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 
 import msgspec
 from aiohttp import web
-from tandem.wire.prefixes import pack_names
 
 from tandem.wire.channel import Inbox, Peer, Waker, wait
 from tandem.wire.errors import PeerLost, TandemError
@@ -35,6 +34,7 @@ from tandem.wire.messages import (
     TokenBatch,
     TokenDelta,
 )
+from tandem.wire.prefixes import pack_names
 from tests.patience import PATIENCE_S
 
 

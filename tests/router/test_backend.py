@@ -4,7 +4,6 @@ import random
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import pytest
-from tandem.wire.prefixes import block_names
 
 from tandem.router.backend import ClusterBackend
 from tandem.router.cluster import Cluster
@@ -34,6 +33,7 @@ from tandem.wire.messages import (
     StartPrefill,
     TokenBatch,
 )
+from tandem.wire.prefixes import block_names
 from tests.patience import PATIENCE_S
 from tests.router.fake_node import FakeNode, logprobs, request, until
 

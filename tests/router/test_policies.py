@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem.wire.prefixes import BLOCK_TOKENS
 
 from tandem.router.policies import POLICIES
 from tandem.router.policy import Asked
 from tandem.wire.messages import NodeLoad
+from tandem.wire.prefixes import BLOCK_TOKENS
 from tests.router.test_policy import asking, chosen, decode, having, prefill
 
 PROMPT = list(range(10 * BLOCK_TOKENS))

@@ -3,7 +3,6 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem.wire.prefixes import BLOCK_TOKENS, block_names, pack_names
 
 from tandem.router.policies import POLICIES, policy_of
 from tandem.router.policy import (
@@ -17,6 +16,7 @@ from tandem.router.policy import (
 from tandem.router.prefixes import CachedPrefixes, PrefixIndex, PromptBlocks
 from tandem.wire.errors import NoNodeAvailable
 from tandem.wire.messages import CacheReport, NodeLoad
+from tandem.wire.prefixes import BLOCK_TOKENS, block_names, pack_names
 
 EPOCH = 1
 TEN_TOKENS = Asked(10)

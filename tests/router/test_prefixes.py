@@ -1,9 +1,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem.wire.prefixes import BLOCK_TOKENS, MAX_BLOCKS, PrefixJournal, block_names, pack_names
 
 from tandem.router.prefixes import NOTHING_CACHED, PrefixIndex, PromptBlocks
 from tandem.wire.messages import CacheReport
+from tandem.wire.prefixes import BLOCK_TOKENS, MAX_BLOCKS, PrefixJournal, block_names, pack_names
 
 EPOCH = 1
 

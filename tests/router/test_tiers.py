@@ -10,7 +10,6 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem.wire.prefixes import BLOCK_TOKENS, MAX_BLOCKS, PrefixJournal, block_names, pack_names
 
 from tandem.router.backend import ClusterBackend
 from tandem.router.cluster import Cluster
@@ -20,6 +19,7 @@ from tandem.router.policies import POLICIES
 from tandem.router.policy import NodeSnapshot
 from tandem.router.prefixes import MAX_TIERS, UNKNOWN_SHARE, KnownPrefixes, share_saved
 from tandem.wire.messages import CacheReport, NodeLoad, StartPrefill, TierLoad
+from tandem.wire.prefixes import BLOCK_TOKENS, MAX_BLOCKS, PrefixJournal, block_names, pack_names
 from tests.router.fake_node import FakeNode, request, until
 from tests.router.test_policy import asking, chosen, decode, node, prefill
 

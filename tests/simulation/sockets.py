@@ -9,7 +9,7 @@ from typing import Generic
 
 from tandem.wire.async_link import MAX_DRAINED
 from tandem.wire.channel import Codec, Envelope, In
-from tandem.wire.errors import ChannelClosed, PeerLost
+from tandem.wire.errors import PeerLost
 from tests.simulation.network import CLIENT, SERVER
 from tests.simulation.processes import CURRENT
 
@@ -140,7 +140,7 @@ class SimulatedAsyncLink(Generic[In]):
         await asyncio.sleep(0)
         while True:
             if self.is_closed:
-                raise ChannelClosed(f"link to {self.address} was closed")
+                raise PeerLost(f"link to {self.address} was closed")
             self._arrived.clear()
             if self._queue:
                 num_taken = min(len(self._queue), MAX_DRAINED)

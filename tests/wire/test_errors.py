@@ -24,8 +24,3 @@ def test_an_error_of_a_newer_release_keeps_its_status():
         ErrorInfo(code="of_tomorrow", message="m", status=418, is_retryable=True)
     )
     assert (type(copy), copy.status, copy.is_retryable) == (TandemError, 418, True)
-
-
-def test_a_mismatch_names_both_sides():
-    assert "bf16 A" in str(LayoutMismatch("bf16 A", "fp32 B"))
-    assert "fp32 B" in str(LayoutMismatch("bf16 A", "fp32 B"))

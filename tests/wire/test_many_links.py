@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.wire.async_link import AsyncLink
-from tandem.wire.channel import Inbox, Link, wait
-from tandem.wire.descriptors import PER_LINK
+from tandem.wire.channel import PER_LINK, Inbox, Link, wait
 from tandem.wire.errors import PeerLost
 from tandem.wire.messages import FromEngine, Ping, ToEngine
 from tests.calm import CALM
@@ -66,32 +65,6 @@ def test_a_link_costs_no_thread_and_few_descriptors(inbox):
     assert count("fd") - descriptors == NUM_LINKS * (PER_LINK + 1)
     for link in links:
         link.close()
-
-
-async def test_a_link_of_an_asyncio_process_costs_as_little(inbox):
-    links: list[AsyncLink[FromEngine]] = []
-
-    def make() -> None:
-        links.append(AsyncLink(inbox.address, FromEngine, heartbeat=CALM))
-
-    make()
-    threads = count("task")
-    for _ in range(NUM_LINKS):
-        make()
-    assert count("task") == threads
-    for link in links:
-        link.close()
-
-
-def test_closing_a_link_leaves_the_others(inbox):
-    closed, kept = make_link(inbox), make_link(inbox)
-    send(closed)
-    send(kept)
-    hear(inbox, 2)
-    closed.close()
-    send(kept)
-    hear(inbox, 1)
-    kept.close()
 
 
 def test_a_closed_inbox_has_given_its_address_back():
@@ -163,7 +136,7 @@ print(len(links))
 
 LIMITED = """
 from structlog.testing import capture_logs
-from tandem.wire.descriptors import allow_descriptors
+from tandem.wire.channel import allow_descriptors
 import resource
 with capture_logs() as told:
     allow_descriptors(1000, used_for="40 nodes")
@@ -171,12 +144,9 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], told)
 """
 
 
-def test_a_process_takes_as_many_descriptors_as_it_may():
+def test_a_process_takes_what_it_may_and_a_limit_that_is_too_low_is_told_with_what_is_needed_and_how_to_raise_it():
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert run_alone(LIMITED, 64) == f"{most} []"
-
-
-def test_a_limit_that_is_too_low_is_told_with_what_is_needed_and_how_to_raise_it():
     told = run_alone(LIMITED, 500, hard=500)
     assert told.startswith("500 ")
     for words in (

@@ -33,16 +33,12 @@ More: tandem docs dashboard
 ANSWER_TIMEOUT_S = 5.0
 
 
-class RouterAway(TandemError):
+class RouterAway(TandemError, code="router_away"):
     """The router does not answer, or not as one."""
 
-    code = "router_away"
 
-
-class KeyRefused(RouterAway):
+class KeyRefused(RouterAway, code="key_refused"):
     """It wants another API key: asking again does not help."""
-
-    code = "key_refused"
 
 
 def build_parser() -> Parser:

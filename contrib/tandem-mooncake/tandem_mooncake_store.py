@@ -1,5 +1,7 @@
 """A tier in a Mooncake Store: memory that nodes lend to each other, found through a master.
 
+    --kv-tier mooncake://master-host[:50051]?segment=16GiB
+
 The library decides where a page goes and evicts by itself. Its calls cannot be stopped: one to a lender that hangs has
 been seen to wait for 50 s and more. So while one waits too long no other is made, and the tier fails at once.
 A page whose lender died is not there any more, and that is no failure of the store.
@@ -7,27 +9,30 @@ A page whose lender died is not there any more, and that is no failure of the st
 
 import contextlib
 import ctypes
+import re
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from urllib.parse import parse_qsl, urlsplit
 
 from mooncake.store import MooncakeDistributedStore
-from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal
 from typing_extensions import override
 
-from tandem.kvtier.entry import STORE_HEADER_BYTES, KnownPages, is_entry_of, store_header
-from tandem.kvtier.memory import MemoryLoan, PageMemory
+from tandem.kvtier.entry import HEADER_BYTES, KnownPages, header_of, is_entry_of
+from tandem.kvtier.memory import Loan, PageMemory
 from tandem.kvtier.spec import TierSpec
-from tandem.kvtier.store_url import MooncakeAddress, parse_mooncake_url
-from tandem.kvtier.tier import PoolPages, TierFailed
+from tandem.kvtier.tier import NEVER_S, PoolPages, TierFailed
 from tandem.telemetry.log import get_logger
+from tandem.wire.errors import ConfigInvalid
 from tandem.wire.messages import TierLoad
+from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal
 
 log = get_logger("kvtier.mooncake")
+
+PORT = 50051
 
 TIMEOUT_S = 2.0
 # One call to the library: it has them all under way at once.
@@ -42,6 +47,60 @@ NO_SPACE, NOT_FOUND, TRANSFER_FAILED = -200, -704, -800
 MASTER_AWAY = frozenset({-900, -901})
 # With these no transfer is under way: none began, or it ended before the master was told.
 AT_REST = MASTER_AWAY | {NO_SPACE, NOT_FOUND}
+_OPTIONS = {
+    "host": "own_host",
+    "metadata": "metadata",
+    "protocol": "protocol",
+    "devices": "devices",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeAddress:
+    """A store by its master.
+
+    Attributes:
+        segment_bytes: Memory that this node lends, all its ranks together.
+        own_host: Where others reach this node; empty: the address from which the master is reached.
+        metadata: The library's metadata server; `P2PHANDSHAKE` is none.
+        devices: Names of RDMA adapters.
+    """
+
+    host: str
+    port: int
+    segment_bytes: int = 0
+    own_host: str = ""
+    metadata: str = "P2PHANDSHAKE"
+    protocol: str = "tcp"
+    devices: str = ""
+
+
+def parse_url(url: str) -> MooncakeAddress:
+    """Read a URL.
+
+    Raises:
+        ConfigInvalid: It names no master, or has an unknown option.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigInvalid(f"{url} has no valid host and port") from error
+    if parts.scheme != "mooncake" or not host or parts.path.strip("/"):
+        raise ConfigInvalid(f"{url}: give a master: mooncake://host:{PORT}?segment=16GiB")
+    given = dict(parse_qsl(parts.query, keep_blank_values=True))
+    size = re.fullmatch(r"(\d+)(MiB|GiB)?", given.pop("segment", "0"))
+    if size is None:
+        raise ConfigInvalid(f"{url}: segment is a size such as 512MiB or 16GiB")
+    if unknown := set(given) - set(_OPTIONS):
+        raise ConfigInvalid(
+            f"{url}: there is no option {min(unknown)!r}; there are segment, " + ", ".join(_OPTIONS)
+        )
+    if given.get("protocol", "tcp") not in {"tcp", "rdma"}:
+        raise ConfigInvalid(f"{url}: protocol is tcp or rdma")
+    segment_bytes = int(size[1]) << {None: 0, "MiB": 20, "GiB": 30}[size[2]]
+    options = {_OPTIONS[option]: value for option, value in given.items()}
+    return MooncakeAddress(host, port or PORT, segment_bytes, **options)
 
 
 class MooncakeTier:
@@ -65,11 +124,10 @@ class MooncakeTier:
         timeout_s: float = TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._name, self._address, self._clock = name, address, clock
+        self.name, self._address, self._clock = name, address, clock
         self._timeout_s, self._space_name = timeout_s, space.name
         self._shown = f"mooncake://{address.host}:{address.port}"
-        self._page_bytes = pages.page_bytes
-        self._entry_bytes = STORE_HEADER_BYTES + pages.page_bytes
+        self._entry_bytes = HEADER_BYTES + pages.page_bytes
         self._num_at_once = max(1, PIECE_BYTES // self._entry_bytes)
         self._host_memory = pages.host_memory
         self._memory = PageMemory(self._registered, self._entry_bytes)
@@ -80,41 +138,22 @@ class MooncakeTier:
         self._lock = threading.Lock()
         # When the calls under way began, by thread.
         self._began: dict[int, float] = {}
-        self._counts = Counter[str]()
+        self._num_corrupted = 0
         self._store = ""
         self._full_until = 0.0
         self._aside_bytes = 0
 
     @override
     def __repr__(self) -> str:
-        return f"<MooncakeTier {self._name} {self._shown} {self.load().state}>"
-
-    @property
-    def name(self) -> str:
-        """Unique on a node."""
-        return self._name
+        return f"<MooncakeTier {self.name} {self._shown} {self.load().state}>"
 
     @property
     def journal(self) -> PrefixJournal:
         """Of what this node put or found here."""
         return self._known.journal
 
-    def has(self, keys: Sequence[PageKey]) -> int:
-        """Return how many leading keys are here.
-
-        Raises:
-            TierFailed: The master could not be asked.
-        """
-        with self._call() as client:
-            here = self._are_here(client, keys)
-        num_found = here.index(False) if False in here else len(here)
-        self._known.met(keys[:num_found])
-        if num_found < len(keys):
-            self._known.missed(keys[num_found])
-        return num_found
-
-    def get(self, keys: Sequence[PageKey]) -> MemoryLoan:
-        """Return the leading pages that are here, or as many as came before the store failed.
+    def get(self, keys: Sequence[PageKey], deadline_s: float = NEVER_S) -> Loan:
+        """Return the leading pages that are here, or as many as came in time and before the store failed.
 
         Raises:
             TierFailed: The store could not be asked, and no page came.
@@ -124,7 +163,8 @@ class MooncakeTier:
             with self._call() as client:
                 for first in range(0, len(keys), self._num_at_once):
                     some = keys[first : first + self._num_at_once]
-                    if self._read(client, some, pieces) < len(some):
+                    is_late = time.monotonic() >= deadline_s
+                    if is_late or self._read(client, some, pieces) < len(some):
                         break
         except TierFailed:
             if not pieces:
@@ -133,8 +173,7 @@ class MooncakeTier:
             self._memory.give_back(pieces)
             raise
         self._known.met(keys[: len(pieces)])
-        self._count(got_bytes=len(pieces) * self._page_bytes)
-        return MemoryLoan(self._memory, pieces, [piece[STORE_HEADER_BYTES:] for piece in pieces])
+        return self._memory.lend(pieces, [piece[HEADER_BYTES:] for piece in pieces])
 
     def put(self, keys: Sequence[PageKey], pages: Sequence[memoryview]) -> int:
         """Write what is not here yet; return how much that was, which is little where the store is full.
@@ -154,19 +193,15 @@ class MooncakeTier:
                 num_new += self._write(client, [(keys[index], pages[index]) for index in some])
                 if self._clock() < self._full_until:
                     break
-        self._count(put_bytes=num_new * self._page_bytes)
         return num_new
 
     def load(self) -> TierLoad:
-        """Return what this node moved; the store does not tell how much is in it."""
+        """Return its state; the store does not report how much is in it."""
         return TierLoad(
-            name=self._name,
+            name=self.name,
             store=self._store,
             state="full" if self._clock() < self._full_until else "up",
-            put_bytes=self._counts["put_bytes"],
-            got_bytes=self._counts["got_bytes"],
-            num_corrupted=self._counts["num_corrupted"],
-            num_failures=self._counts["num_failures"],
+            num_corrupted=self._num_corrupted,
         )
 
     def close(self) -> None:
@@ -198,7 +233,6 @@ class MooncakeTier:
                 with self._lock:
                     del self._began[me]
         except TierFailed:
-            self._count(num_failures=1)
             # The master may have been started anew, and knows nothing then.
             self._known.forget_all()
             raise
@@ -260,9 +294,10 @@ class MooncakeTier:
             num_right = 0
             for key, length, piece in zip(keys, lengths, memory, strict=True):
                 if length != self._entry_bytes or not is_entry_of(key, piece):
-                    self._known.missed(key)
+                    self._known.missed(key.digest)
                     if length not in {NOT_FOUND, TRANSFER_FAILED} and length not in MASTER_AWAY:
-                        self._count(num_corrupted=1)
+                        with self._lock:
+                            self._num_corrupted += 1
                         client.remove(_name(key), True)
                     break
                 num_right += 1
@@ -279,15 +314,15 @@ class MooncakeTier:
         names = [_name(key) for key, _ in entries]
         with self._lent(len(entries)) as lent:
             for piece, (key, page) in zip(lent, entries, strict=True):
-                piece[:STORE_HEADER_BYTES], piece[STORE_HEADER_BYTES:] = (
-                    store_header(key, page),
+                piece[:HEADER_BYTES], piece[HEADER_BYTES:] = (
+                    header_of(key, page),
                     page,
                 )
             codes = self._moved(lent, partial(client.batch_put_from, names))
         self._refuse_errors(codes)
         if NO_SPACE in codes:
             self._full_until = self._clock() + FULL_PAUSE_S
-            log.warning("kv_tier.full", tier=self._name, server=self._shown)
+            log.warning("kv_tier.full", tier=self.name, server=self._shown)
         taken = [key for (key, _), code in zip(entries, codes, strict=True) if not code]
         self._known.met(taken)
         return len(taken)
@@ -337,10 +372,6 @@ class MooncakeTier:
     def _failed(self, why: str) -> TierFailed:
         return TierFailed(f"{self._shown}: {why}")
 
-    def _count(self, **counts: int) -> None:
-        with self._lock:
-            self._counts.update(counts)
-
 
 def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> MooncakeTier:
     """Return the tier; the master need not be there yet.
@@ -348,7 +379,7 @@ def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> MooncakeTie
     Raises:
         ConfigInvalid: The URL is none, or asks for what there is not.
     """
-    address = parse_mooncake_url(spec.url)
+    address = parse_url(spec.url)
     # What the node lends each of its ranks lends a share of.
     share = replace(address, segment_bytes=address.segment_bytes // space.num_shards)
     return MooncakeTier(spec.name, share, pages, space)

@@ -62,10 +62,9 @@ def a_master() -> Iterator[MooncakeMaster]:
 
 LENDER = """
 import sys
-from tandem.kvtier.mooncake import MooncakeTier
-from tandem.kvtier.store_url import parse_mooncake_url
+from tandem_mooncake_store import MooncakeTier, parse_url
 from tests.kvtier.pool import SPACE, SmallPool, some_keys, some_pages
-tier = MooncakeTier("mooncake", parse_mooncake_url(sys.argv[1]), SmallPool(), SPACE)
+tier = MooncakeTier("mooncake", parse_url(sys.argv[1]), SmallPool(), SPACE)
 num_pages = int(sys.argv[2])
 assert tier.put(some_keys(num_pages), some_pages(num_pages)) == num_pages
 print("lent", flush=True)
