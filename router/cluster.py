@@ -26,7 +26,7 @@ from tandem.router.membership import Member, Members, listed_members
 from tandem.router.node import ROLES, Node
 from tandem.router.node_watch import Watcher
 from tandem.router.policy import ClusterSnapshot, NodeSnapshot, usable_fingerprint, with_stand_ins
-from tandem.router.prefixes import CachedPrefixes, KnownPrefixes
+from tandem.router.prefixes import KnownPrefixes
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import LayoutMismatch, NoNodeAvailable
 from tandem.wire.generation import SamplingDefaults
@@ -306,12 +306,12 @@ class Cluster:
     def tier_blocks(self) -> dict[str, int]:
         """Return how many blocks are known of all tiers of each name, each store counted once."""
         blocks: dict[str, int] = {}
-        counted = set[CachedPrefixes]()
+        counted = set[str]()
         for node in self.roster:
-            for name, prefixes in node.prefixes.behind.items() if node.prefixes else ():
-                new = prefixes.num_blocks if prefixes not in counted else 0
-                blocks[name] = blocks.get(name, 0) + new
-                counted.add(prefixes)
+            known = node.prefixes.num_blocks if node.prefixes else {}
+            for (name, store), num_blocks in known.items():
+                blocks[name] = blocks.get(name, 0) + (0 if store in counted else num_blocks)
+                counted |= {store} - {""}
         return blocks
 
     def _tell_came_up(self) -> None:

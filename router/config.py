@@ -171,7 +171,7 @@ class KubernetesTarget:
             "--discover-kubernetes",
             group="service discovery",
             help="take pods with the labels below as nodes; the router's service account must be allowed to "
-            "list and watch pods",
+            "list pods",
         ),
     ] = False
     prefill_selector: Annotated[

@@ -11,7 +11,7 @@ Of two sources that name one URL the upper one counts. A source removes only wha
 listed by hand stays whatever the others name.
 """
 
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -91,19 +91,21 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
     sources: list[SourceState] = []
 
 
-class Source(Protocol):
-    """Finds nodes.
+class SourceFailed(Exception):
+    """A source cannot find its nodes now; the message says why, for people."""
 
-    Attributes:
-        name: For people.
-        problem: What keeps it from finding nodes now; empty when nothing does.
-    """
+
+class Source(Protocol):
+    """Finds nodes. Its name is for people."""
 
     name: str
-    problem: str
 
-    def watch(self) -> AsyncGenerator[list[Member], None]:
-        """Yield all nodes there are, whenever that may have changed."""
+    async def find(self) -> list[Member]:
+        """Return all nodes there are now.
+
+        Raises:
+            SourceFailed: They cannot be known now.
+        """
         ...
 
 
@@ -112,12 +114,12 @@ class Membership:
 
     Args:
         listed: Nodes named by hand.
-        sources: They are watched by the caller.
+        sources: The caller asks them.
     """
 
     def __init__(self, listed: Iterable[Member], sources: Iterable[Source] = ()) -> None:
         self._listed = {member.url: member for member in listed}
-        self._sources = list(sources)
+        self._problems = dict.fromkeys((source.name for source in sources), "")
         self._found: dict[str, dict[str, Member]] = {}
         self._announced: dict[str, Announcement] = {}
         self._heard_s: dict[str, float] = {}
@@ -131,6 +133,12 @@ class Membership:
     def found(self, source: str, members: Iterable[Member]) -> None:
         """Take the nodes that one source names now, in place of those it named before."""
         self._found[source] = {member.url: member for member in members}
+
+    def note_problem(self, source: str, problem: str) -> bool:
+        """Note why a source finds nothing, empty when it does; return whether that is news."""
+        is_news = self._problems[source] != problem
+        self._problems[source] = problem
+        return is_news
 
     def announce(self, one: Announcement) -> bool:
         """Take an announcement or a removal; return whether it is news.
@@ -179,7 +187,7 @@ class Membership:
         return Members(
             members=list(wanted.values()),
             handing_over=[one.url for one in removed if one.hands_over],
-            sources=[SourceState(source.name, source.problem) for source in self._sources],
+            sources=[SourceState(name, problem) for name, problem in self._problems.items()],
         )
 
     def _is_over(self, one: Announcement) -> bool:
