@@ -361,9 +361,10 @@ class Node:
                 return None
             self.client.stop()
         _warn_of_rhythm(self.url, info.heartbeat_interval_ms, 1000 * heartbeat.interval_s)
-        self.standing = Standing()
-        self.forget_prefixes()
-        self.prefixes = self._known.new_life()
+        if not is_same_life or self.prefixes is None:
+            self.standing = Standing()
+            self.forget_prefixes()
+            self.prefixes = self._known.new_life()
         self.client = EngineClient(
             tcp_address(self.host, info.engine_port),
             key,

@@ -46,7 +46,8 @@ class PrefixIndex:
         if None not in self._lives:
             self._lives.append(None)
         number = self._lives.index(None)
-        life = self._lives[number] = CachedPrefixes(self, 1 << number)
+        life = self._lives[number] = CachedPrefixes()
+        life.enter(self, 1 << number)
         return life
 
     def leading(self, names: Sequence[int]) -> "dict[CachedPrefixes, int]":
@@ -95,28 +96,33 @@ class PrefixIndex:
         return [life for life, digit in digits if digit == "1" and life is not None]
 
 
+@dataclass(eq=False)
 class CachedPrefixes:
     """The blocks that one life of a node reported: in its cache, or in one tier. Made by `PrefixIndex.new_life`.
 
+    Operators see its fields in `/server_info`.
+
     Attributes:
         position: Up to where its changes are known.
+        num_blocks: How many blocks are known.
         index: Where it is one of others; none once it was forgotten.
     """
 
-    def __init__(self, index: PrefixIndex | None = None, bit: int = 0) -> None:
-        self.position = 0
+    position: int = 0
+    num_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        self.index: PrefixIndex | None = None
+        self._names, self._bit = set[int](), 0
+
+    def enter(self, index: PrefixIndex, bit: int) -> None:
+        """Be one of an index, which calls this."""
         self.index, self._bit = index, bit
-        self._names: set[int] = set()
 
     @property
     def names(self) -> AbstractSet[int]:
         """The names of the blocks."""
         return self._names
-
-    @property
-    def num_blocks(self) -> int:
-        """How many blocks are known."""
-        return len(self._names)
 
     def take(self, report: CacheReport) -> None:
         """Follow a report; blocks beyond `MAX_BLOCKS` are not held."""
@@ -131,7 +137,7 @@ class CachedPrefixes:
         new = [name for name in {*unpack_names(report.added)} if name not in self._names][:room]
         self.index.add(new, self._bit)
         self._names.update(new)
-        self.position = report.position
+        self.position, self.num_blocks = report.position, len(self._names)
 
     def forget(self) -> None:
         """The life is over. Safe to call twice."""
@@ -139,7 +145,7 @@ class CachedPrefixes:
             self.index.remove(self._names, self._bit)
             self._names.clear()
             self.index.leave(self._bit)
-            self.index = None
+            self.index, self.num_blocks = None, 0
 
 
 NOTHING_CACHED = CachedPrefixes()

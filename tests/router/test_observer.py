@@ -5,7 +5,6 @@ import random
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 from aiohttp.test_utils import TestClient, TestServer
-from structlog.testing import capture_logs
 
 from tandem.frontend.app import create_app
 from tandem.frontend.options import FrontendOptions, HttpOptions
@@ -15,7 +14,7 @@ from tandem.router.config import PrefillTarget, RouterConfig, node_id
 from tandem.router.console import OverviewApi, PageFiles
 from tandem.router.observer import Observer
 from tandem.router.policies import POLICIES
-from tandem.wire.messages import NodeLoad, StartPrefill, TierLoad
+from tandem.wire.messages import NodeLoad, StartPrefill
 from tests.router.fake_node import FakeNode, request, until
 
 KEY = {"Authorization": "Bearer k"}
@@ -118,20 +117,6 @@ async def test_what_a_node_counted_before_it_was_known_is_the_work_of_no_second(
                 observer.look()
             assert observer.overview().rates.generated_tokens == 0
             running.cancel()
-
-
-async def test_a_tiers_trouble_is_logged_once_and_so_is_its_end():
-    async with watching() as watched:
-        decode = watched.decodes[0]
-        with capture_logs() as logs:
-            for at, state in enumerate(["up", "backing_off", "backing_off", "up"]):
-                await watched.loads(decode, NodeLoad(tiers=[TierLoad(name="redis", state=state)]))
-                overview = watched.look(at)
-        assert watched.node(decode, overview).load.tiers == [TierLoad(name="redis")]
-        told = [
-            (entry["log_level"], entry["state"]) for entry in logs if entry["event"] == "node.tier"
-        ]
-        assert told == [("warning", "backing_off"), ("info", "up")]
 
 
 async def test_a_document_is_made_four_times_a_second_however_many_look():
