@@ -464,7 +464,8 @@ class Node:
             load=self.load,
             in_flight_requests=self.in_flight_requests,
             in_flight_tokens=self.in_flight_tokens,
-            fresh_tokens=self.fresh_tokens(),
+            # Without a request of this process here, all that it was given has ended since.
+            fresh_tokens=self.fresh_tokens() if self.in_flight_requests else 0,
             zone=self.zone,
             prefixes=self.prefixes.cached if self.prefixes else NOTHING_CACHED,
             tiers=self.prefixes.tiers if self.prefixes else (),

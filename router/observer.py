@@ -25,8 +25,8 @@ from tandem.router.overview import (
     Totals,
     latencies,
 )
+from tandem.router.pairing import PairUse
 from tandem.router.policy import Pair
-from tandem.router.request import PairUse
 from tandem.telemetry.version import package_version
 from tandem.wire.messages import NodeLoad
 
@@ -97,7 +97,7 @@ class Observer:
 
     def look(self) -> None:
         """Note all counters."""
-        counts, pairs = self._backend.counts(), self._backend.pairs
+        counts, pairs = self._backend.counts(), self._backend.pairing
         pairs.forget({node.url for node in self._cluster.roster})
         ended = counts.num_finished + counts.num_failed + counts.num_cancelled
         rows: dict[object, Sequence[float]] = {REQUESTS: [ended]}
@@ -131,7 +131,7 @@ class Observer:
             num_in_flight=counts.num_in_flight,
             num_queued=counts.num_queued,
             nodes=nodes,
-            pairs=[self._pair_view(pair, use) for pair, use in backend.pairs.uses.items()],
+            pairs=[self._pair_view(pair, use) for pair, use in backend.pairing.uses.items()],
             totals=Totals(**{name: getattr(counts, name) for name in Totals.__struct_fields__}),
             rates=Rates(
                 requests=ended,

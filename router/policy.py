@@ -72,16 +72,20 @@ def busy_tokens(node: NodeSnapshot) -> float:
     """Return the work that a node has, in tokens: what it reported and what was started since.
 
     On prefill these are prompt tokens to compute. On decode they are the tokens of running requests, which each step
-    reads, and of queued ones.
+    reads, and of queued ones. A report is up to half a second old: what this edge worker's requests that ended since
+    had of it is left out, or a prompt would leave the node that cached it a moment ago.
     """
     load = node.load
     num_placed = load.num_running + load.num_transferring
+    num_there = num_placed + load.num_waiting
+    num_ended = min(num_there, max(0, load.num_own - node.in_flight_requests))
     reported_tokens: float = max(0, load.queued_tokens)
     if load.queued_tokens < 0 or node.role != "prefill":
         placed_tokens = (load.pages_held + load.pages_granted) * load.page_size
         # A waiting request holds no pages yet: count it as one of the average size.
         reported_tokens += placed_tokens * (1 + load.num_waiting / max(1, num_placed))
-    num_requests = node.in_flight_requests + num_placed + load.num_waiting
+    reported_tokens *= 1 - num_ended / max(1, num_there)
+    num_requests = node.in_flight_requests + num_there - num_ended
     return node.fresh_tokens + reported_tokens + num_requests * _REQUEST_TOKENS
 
 
