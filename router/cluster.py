@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import aiohttp
-from typing_extensions import override
 
 from tandem.frontend.backend import Health, ServedModel
 from tandem.router.config import RouterConfig
@@ -38,9 +37,6 @@ log = get_logger(__name__)
 LOOK_INTERVAL_S = 1.0
 
 
-Outline = tuple[object, ...]
-
-
 class Roster:
     """Nodes by URL, in the order they came.
 
@@ -55,13 +51,9 @@ class Roster:
         self.on_change: Callable[[], None] = lambda: None
         self._nodes: dict[str, Node] = {}
         self._changed: dict[str, None] = {}
-        self._outlines: dict[str, Outline] = {}
+        self._outlines: dict[str, tuple[object, ...]] = {}
         self._shown: dict[str, dict[str, NodeSnapshot]] = {role: {} for role in sorted(ROLES)}
         self._snapshot = ClusterSnapshot(prefills=(), decodes=())
-
-    @override
-    def __repr__(self) -> str:
-        return f"<Roster {len(self._nodes)} nodes version={self.version}>"
 
     def __iter__(self) -> Iterator[Node]:
         return iter(tuple(self._nodes.values()))
@@ -75,7 +67,7 @@ class Roster:
         return [node for node in self._nodes.values() if node.role == role]
 
     def add(self, node: Node) -> None:
-        """Add a node, whose `on_change` is `note_change`."""
+        """Add a node that calls `note_change`."""
         self._nodes[node.url] = node
         self.note_change(node)
 
@@ -116,7 +108,7 @@ class Roster:
                 shown.pop(url, None)
 
 
-def _outline(node: Node | None) -> Outline:
+def _outline(node: Node | None) -> tuple[object, ...]:
     """Return what changes seldom in the life of a node."""
     if node is None:
         return ()
@@ -216,10 +208,6 @@ class Cluster:
         self.members = Members(members=listed_members(config))
         self.apply(self.members)
 
-    @override
-    def __repr__(self) -> str:
-        return f"<Cluster {self.health().detail}>"
-
     async def run(self) -> None:
         """Watch every node until cancelled."""
         connector = aiohttp.TCPConnector(limit=0, ssl=self._tls)
@@ -272,7 +260,7 @@ class Cluster:
         return self.roster.snapshot()
 
     def servable(self) -> ClusterSnapshot:
-        """Return the nodes to choose a pair from, decode nodes that stand in for prefills included."""
+        """Return the nodes to choose a pair from, with stand-ins for prefills."""
         return with_stand_ins(self.snapshot(), self.local_prefill_threshold)
 
     def fingerprint(self) -> str:
@@ -329,7 +317,8 @@ class Cluster:
 
     async def _keep(self, node: Node, session: aiohttp.ClientSession) -> None:
         await self._watcher.keep(node, session)
-        node.forget_prefixes()
+        if node.prefixes is not None:
+            node.prefixes.forget()
         self.roster.remove(node)
         log.info("node.forgotten", role=node.role, url=node.url)
 

@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Literal
 
 import msgspec
-from typing_extensions import override
 
 from tandem.router.config import RouterConfig
 from tandem.router.membership import Members
@@ -111,10 +110,6 @@ class Link:
     async def over(cls, sock: socket.socket) -> "Link":
         """Return the link of one socket of a pair."""
         return cls(*await asyncio.open_unix_connection(sock=sock, limit=LINE_LIMIT_BYTES))
-
-    @override
-    def __repr__(self) -> str:
-        return f"<Link {len(self._open)} open questions>"
 
     async def run(self) -> None:
         """Handle what the far side sends until it ends its side, then close this side."""

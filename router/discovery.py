@@ -11,7 +11,6 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
-from typing_extensions import override
 
 from tandem.router.config import DnsTarget, KubernetesTarget, RouterConfig
 from tandem.router.membership import Member, Source, SourceFailed
@@ -58,10 +57,6 @@ class DnsSource:
         self._target, self._resolve = target, resolve
         self._num_absent = 0
         self.name = f"dns {target.role or 'any'}={target.host}:{target.port}"
-
-    @override
-    def __repr__(self) -> str:
-        return f"<DnsSource {self.name}>"
 
     async def find(self) -> list[Member]:
         """Return a node for each address of the name.
@@ -149,10 +144,6 @@ class KubernetesSource:
         self._token_file = account / "token"
         self._url = f"{target.api_url.rstrip('/')}/api/v1/namespaces/{self._namespace}/pods"
         self.name = f"kubernetes {role} {selector} in {self._namespace}"
-
-    @override
-    def __repr__(self) -> str:
-        return f"<KubernetesSource {self.name}>"
 
     async def find(self) -> list[Member]:
         """Return a node for each pod that runs.

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-from typing_extensions import override
 
 from tandem.wire.errors import ConfigInvalid, RateLimited
 
@@ -100,11 +99,6 @@ class Usage:
         )
         self._tokens = _Bucket(limit.tokens_per_minute, now) if limit.tokens_per_minute else None
 
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether the tokens of answers are wanted."""
-        return self._tokens is not None
-
     def begin(self, num_tokens: int, now: float) -> None:
         """Count a request that begins.
 
@@ -144,10 +138,6 @@ class KeyUsage:
     def __init__(self, limits: Mapping[str, KeyLimit]) -> None:
         self._limits = limits
         self._usage: dict[str, Usage] = {}
-
-    @override
-    def __repr__(self) -> str:
-        return f"KeyUsage({len(self._usage)} keys)"
 
     def of(self, client: str, now: float) -> Usage | None:
         """Return what a key uses; None if nothing limits it."""

@@ -25,7 +25,6 @@ from collections.abc import Iterator
 import msgspec
 import uvloop
 from prometheus_client.multiprocess import mark_process_dead
-from typing_extensions import override
 
 from tandem.frontend.server import listen
 from tandem.router.config import RouterConfig
@@ -105,10 +104,6 @@ class Worker:
         self.index = index
         self.process: asyncio.subprocess.Process | None = None
         self.reset()
-
-    @override
-    def __repr__(self) -> str:
-        return f"<Worker {self.index} is_ready={self.is_ready}>"
 
     def reset(self) -> None:
         """Forget its last life."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
-from typing_extensions import override
 
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import InvalidRequest
@@ -124,11 +123,6 @@ class Membership:
         self._announced: dict[str, Announcement] = {}
         self._heard_s: dict[str, float] = {}
         self._time_s, self._last_look = 0.0, 0.0
-
-    @override
-    def __repr__(self) -> str:
-        found = {name: len(members) for name, members in self._found.items()}
-        return f"<Membership listed={len(self._listed)} announced={len(self._announced)} {found}>"
 
     def found(self, source: str, members: Iterable[Member]) -> None:
         """Take the nodes that one source names now, in place of those it named before."""

@@ -19,8 +19,6 @@ from functools import cached_property
 from itertools import takewhile
 from weakref import WeakValueDictionary
 
-from typing_extensions import override
-
 from tandem.wire.messages import CacheReport, NodeLoad, TierLoad
 from tandem.wire.prefix_blocks import BLOCK_TOKENS, MAX_BLOCKS, block_names, unpack_names
 
@@ -32,11 +30,6 @@ class PrefixIndex:
         # A bit for each life that has the block.
         self._owners: dict[int, int] = {}
         self._lives: list[CachedPrefixes | None] = []
-
-    @override
-    def __repr__(self) -> str:
-        num_lives = sum(life is not None for life in self._lives)
-        return f"<PrefixIndex {len(self._owners)} blocks of {num_lives} nodes>"
 
     def __len__(self) -> int:
         return len(self._owners)
@@ -249,10 +242,6 @@ class KnownPrefixes:
     def __init__(self) -> None:
         self.index = PrefixIndex()
         self.stores = WeakValueDictionary[str, PrefixIndex]()
-
-    @override
-    def __repr__(self) -> str:
-        return f"<KnownPrefixes {self.index!r} {len(self.stores)} stores>"
 
     def new_life(self) -> "NodePrefixes":
         """Return what one life of a node has: nothing yet. Its owner calls `forget` in the end."""
