@@ -36,14 +36,12 @@ COUNT_S_PER_NODE = 0.000_05
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """One queued request.
+    """One queued request, with times of the caller's clock.
 
     Attributes:
         client: Its API key's name; requests without a key are one client's.
         num_tokens: Of its prompt.
-        arrived: When it came, by the caller's clock.
-        expires: When its wait ends, by the same clock.
-        has_deadline: Whether the client asked for that end.
+        has_deadline: Whether the client asked for the end of its wait.
     """
 
     client: str
@@ -55,11 +53,7 @@ class Waiting:
 
 
 class Queue:
-    """Requests in the order in which they start, and the bounds of the queue.
-
-    Attributes:
-        num_requests, num_tokens: Of all that wait.
-    """
+    """Requests in the order in which they start, and the bounds of the queue."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -191,11 +185,7 @@ class Admitted:
 
 
 class Admission:
-    """Starts requests as nodes have room.
-
-    Args:
-        snapshot: Returns the nodes as they are now.
-    """
+    """Starts requests as the nodes in `snapshot()` have room."""
 
     def __init__(
         self,

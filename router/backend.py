@@ -30,7 +30,6 @@ class ClusterBackend:
         max_attempts: How often one request is tried; at least 1.
         node_wait_s: How long a request waits for a role that has no node.
         rng: For the policies that draw.
-        admission: Which requests start when.
 
     Attributes:
         pairing: Counts what each pair is given.

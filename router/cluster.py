@@ -194,7 +194,7 @@ class Cluster:
         self.local_prefill_threshold = config.local_prefill_threshold
         self.came_up: Callable[[], None] = lambda: None
         self._tls = config.node_tls()
-        self._watcher = Watcher.of_config(config, came_up=self._tell_came_up)
+        self._watcher = Watcher(config, came_up=self._tell_came_up)
         # No client's key is sent to nodes: whatever listens at a node's address would have it.
         key = reader_key(operator_key(config.cluster_secret))
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -72,7 +72,7 @@ def read_limits(path: str) -> dict[str, KeyLimit]:
 
 
 class _Bucket:
-    """Fills with what a minute allows, and holds as much; what was used unforeseen leaves it in debt."""
+    """Fills with what a minute allows, and holds as much; answers may leave it in debt."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self._per_s, self._most = per_minute / MINUTE_S, float(per_minute)
@@ -129,11 +129,7 @@ class Usage:
 
 
 class KeyUsage:
-    """What all keys use, of one edge worker.
-
-    Args:
-        limits: By key, and under `default` those of the rest.
-    """
+    """What all keys use at one edge worker."""
 
     def __init__(self, limits: Mapping[str, KeyLimit]) -> None:
         self._limits = limits

@@ -60,7 +60,8 @@ def run(config: RouterConfig) -> int:
     Raises:
         ConfigInvalid: The address cannot be listened on, or a source of nodes cannot be set up.
     """
-    num_nodes, num_waiting = config.num_listed, config.admission.limits.max_requests
+    num_nodes = len(config.prefills) + len(config.decodes)
+    num_waiting = config.admission.limits.max_requests
     # Edge workers inherit the limit.
     allow_descriptors(
         num_nodes * DESCRIPTORS_PER_NODE + num_waiting,

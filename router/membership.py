@@ -31,14 +31,7 @@ MAX_ANNOUNCED = 4096
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A node that is wanted.
-
-    Attributes:
-        role: As it was given; empty to take the role that the node reports.
-        bootstrap_port: None takes the port that the node reports.
-        zone: Its zone as the source names it; empty when it does not.
-        source: The source's name, for people.
-    """
+    """A node that is wanted. What is empty, or None, is as the node reports it."""
 
     url: str
     role: str = ""
@@ -58,7 +51,6 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ttl_s: How long it holds unless it is repeated; None: until it is taken back.
-        is_removed: The node is to go.
         hands_over: Requests on a removed node move to others at once.
     """
 
@@ -79,11 +71,7 @@ class SourceState(msgspec.Struct, frozen=True):
 
 
 class Members(msgspec.Struct, frozen=True, kw_only=True):
-    """All members at one moment.
-
-    Attributes:
-        handing_over: URLs of removed nodes whose requests move to others at once.
-    """
+    """All members at one moment, and the removed ones whose requests move to others at once."""
 
     members: list[Member]
     handing_over: list[str] = []
@@ -109,12 +97,7 @@ class Source(Protocol):
 
 
 class Membership:
-    """Merges the sources, and forgets announcements that are not repeated in time.
-
-    Args:
-        listed: Nodes named by hand.
-        sources: The caller asks them.
-    """
+    """Merges the sources, which the caller asks, and forgets announcements that are not repeated in time."""
 
     def __init__(self, listed: Iterable[Member], sources: Iterable[Source] = ()) -> None:
         self._listed = {member.url: member for member in listed}

@@ -49,9 +49,6 @@ class RouterMetrics:
     """Counters in a registry of their own, so that two routers in one process do not share any.
 
     With several edge workers prometheus_client's multiprocess mode adds them up (`render_pool`).
-
-    Attributes:
-        queued, queue_wait, refused, requests, replays, local_prompts, pairing: Metrics that others set.
     """
 
     def __init__(self) -> None:

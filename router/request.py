@@ -52,11 +52,7 @@ MAX_HAND_OVERS = 32
 
 
 class Replays:
-    """The attempts of one request.
-
-    Args:
-        max_attempts: How many may fail; at least 1.
-    """
+    """Decides whether another attempt follows one that failed; at most `max_attempts` may fail."""
 
     def __init__(self, max_attempts: int) -> None:
         self._max_attempts = max_attempts
@@ -88,12 +84,7 @@ class Replays:
 
 
 class NodeWait:
-    """The requests of one edge worker that wait until a role has a node.
-
-    Args:
-        limit_s: How long each may wait.
-        max_requests: That may wait at once.
-    """
+    """The requests of one edge worker that wait until a role has a node: so many, so long."""
 
     def __init__(self, limit_s: float, max_requests: int) -> None:
         self.limit_s, self._max_requests = limit_s, max_requests
@@ -126,11 +117,7 @@ class NodeWait:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shared:
-    """What all requests of one edge worker share.
-
-    Attributes:
-        max_attempts: How many attempts at one request may fail; at least 1.
-    """
+    """What all requests of one edge worker share."""
 
     cluster: Cluster
     pairing: Pairing

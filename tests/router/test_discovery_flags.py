@@ -1,7 +1,8 @@
 import pytest
 
 from tandem.router.arguments import parse
-from tandem.router.config import DnsTarget, KubernetesTarget, RouterConfig, in_pod
+from tandem.router.command import in_pod
+from tandem.router.config import DnsTarget, KubernetesTarget, RouterConfig
 from tandem.router.discovery import sources_of
 from tandem.wire.errors import ConfigInvalid
 
