@@ -264,11 +264,7 @@ class Cluster:
         return with_stand_ins(self.snapshot(), self.local_prefill_threshold)
 
     def fingerprint(self) -> str:
-        """Return that of the model served now.
-
-        Raises:
-            NoNodeAvailable: No pair can serve; says why.
-        """
+        """Return that of the model served now. Raises `NoNodeAvailable`."""
         outlook = self._look()
         if outlook.fingerprint is None:
             raise NoNodeAvailable(outlook.health.detail)
@@ -282,11 +278,7 @@ class Cluster:
         return self._look().health
 
     def model(self) -> ServedModel:
-        """Return the model served.
-
-        Raises:
-            NoNodeAvailable: No pair can serve; says why.
-        """
+        """Return the model served. Raises `NoNodeAvailable`."""
         self.fingerprint()
         assert self.last_model is not None
         return self.last_model

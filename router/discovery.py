@@ -31,11 +31,7 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 
 async def resolve(host: str, port: int) -> list[str]:
-    """Return the addresses of a name, as the system's resolver knows them.
-
-    Raises:
-        OSError: It knows none now; says why.
-    """
+    """Return the addresses of a name, as the system's resolver knows them. Raises `OSError`."""
     async with asyncio.timeout(DNS_TIMEOUT_S):
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -59,11 +55,7 @@ class DnsSource:
         self.name = f"dns {target.role or 'any'}={target.host}:{target.port}"
 
     async def find(self) -> list[Member]:
-        """Return a node for each address of the name.
-
-        Raises:
-            SourceFailed: The name does not resolve now.
-        """
+        """Return a node for each address of the name. Raises `SourceFailed`."""
         target = self._target
         try:
             addresses = await self._resolve(target.host, target.port)
@@ -146,11 +138,7 @@ class KubernetesSource:
         self.name = f"kubernetes {role} {selector} in {self._namespace}"
 
     async def find(self) -> list[Member]:
-        """Return a node for each pod that runs.
-
-        Raises:
-            SourceFailed: The API cannot be asked, or rejects the question.
-        """
+        """Return a node for each pod that runs. Raises `SourceFailed`."""
         try:
             status, body = await self._list()
             if status != 200:
@@ -214,11 +202,7 @@ class KubernetesSource:
 
 
 def sources_of(config: RouterConfig) -> list[Source]:
-    """Return the sources that a configuration names.
-
-    Raises:
-        ConfigInvalid: One cannot be set up.
-    """
+    """Return the sources that a configuration names. Raises `ConfigInvalid`."""
     sources: list[Source] = [DnsSource(target) for target in config.dns]
     if (pods := config.kubernetes) is not None:
         selectors = {"prefill": pods.prefill_selector, "decode": pods.decode_selector}

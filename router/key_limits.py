@@ -44,11 +44,7 @@ class KeyLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def read_limits(path: str) -> dict[str, KeyLimit]:
-    """Return the limits in a file by the names of keys.
-
-    Raises:
-        ConfigInvalid: It cannot be read, or something in it cannot be; the sentence says what.
-    """
+    """Return the limits in a file by the names of keys. Raises `ConfigInvalid`."""
     flag = f"--key-limits {path}"
     try:
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -100,11 +96,7 @@ class Usage:
         self._tokens = _Bucket(limit.tokens_per_minute, now) if limit.tokens_per_minute else None
 
     def begin(self, num_tokens: int, now: float) -> None:
-        """Count a request that begins.
-
-        Raises:
-            RateLimited: It would pass a limit; says which, and when to come back.
-        """
+        """Count a request that begins. Raises `RateLimited`."""
         most = self.limit.requests_in_flight
         if most and self.num_in_flight >= most:
             raise RateLimited(f"this key has {self.num_in_flight} requests running, of {most}", 1)

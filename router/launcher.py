@@ -55,11 +55,7 @@ SOURCE_INTERVAL_S = 2.0
 
 
 def run(config: RouterConfig) -> int:
-    """Serve until a signal comes; return the exit status.
-
-    Raises:
-        ConfigInvalid: The address cannot be listened on, or a source of nodes cannot be set up.
-    """
+    """Serve until a signal comes; return the exit status. Raises `ConfigInvalid`."""
     num_nodes = len(config.prefills) + len(config.decodes)
     num_waiting = config.admission.limits.max_requests
     # Edge workers inherit the limit.

@@ -88,11 +88,7 @@ class Source(Protocol):
     name: str
 
     async def find(self) -> list[Member]:
-        """Return all nodes there are now.
-
-        Raises:
-            SourceFailed: They cannot be known now.
-        """
+        """Return all nodes there are now. Raises `SourceFailed`."""
         ...
 
 
@@ -118,11 +114,7 @@ class Membership:
         return is_news
 
     def announce(self, one: Announcement) -> bool:
-        """Take an announcement or a removal; return whether it is news.
-
-        Raises:
-            InvalidRequest: Too many nodes were announced.
-        """
+        """Take an announcement or a removal; return whether it is news. Raises `InvalidRequest`."""
         before = self._announced.get(one.url)
         if before is None and len(self._announced) >= MAX_ANNOUNCED:
             raise InvalidRequest(

@@ -303,11 +303,7 @@ class Node:
         self.changed()
 
     def check(self, info: NodeInfo) -> None:
-        """Refuse what is no usable node; take the role that it reports.
-
-        Raises:
-            NodeUnusable: With the reason.
-        """
+        """Refuse what is no usable node; take the role that it reports. Raises `NodeUnusable`."""
         if info.role not in ROLES:
             raise NodeUnusable(f"is a {info.role} node, not a prefill or a decode")
         if info.role != self.role:

@@ -71,11 +71,7 @@ class NodesApi:
         return json_response(self.listing())
 
     async def add(self, request: web.Request) -> web.Response:
-        """Add a node, or renew what a node announced of itself.
-
-        Raises:
-            InvalidRequest: The body is wrong; names the field.
-        """
+        """Add a node, or renew what a node announced of itself. Raises `InvalidRequest`."""
         body = validate(NodeBody, read_json(await request.read()))
         try:
             url = node_url(body.url)

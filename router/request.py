@@ -354,11 +354,7 @@ class Request:
             attempt.close()
 
     def _lose(self, pair: Pair, error: TandemError) -> None:
-        """End an attempt that failed; the next one takes another pair.
-
-        Raises:
-            TandemError: There is no next one.
-        """
+        """End an attempt that failed; the next one takes another pair. Raises `TandemError`."""
         self._end_attempt()
         self._pair = None
         self._replays.after(error)

@@ -415,20 +415,6 @@ async def test_without_admission_all_start_at_once():
 
 
 @in_virtual_time
-async def test_what_a_key_has_running_or_queued_is_bounded():
-    rig = Rig(key_limits={"default": KeyLimit(requests_in_flight=2)})
-    async with requests() as send:
-        await send(rig, "a", client="k1")
-        await send(rig, "b", client="k1")
-        with pytest.raises(RateLimited):
-            await rig.serve("c", client="k1")
-        await send(rig, "d", client="k2")
-        await rig.leave("a")
-        await send(rig, "e", client="k1")
-        assert rig.counted('tandem_router_refused_total{reason="rate_limit_exceeded"}') == 1
-
-
-@in_virtual_time
 async def test_a_keys_tokens_are_those_of_prompt_and_answer():
     rig = Rig(num_places=9, key_limits={"default": KeyLimit(tokens_per_minute=60)})
     async with rig.admission.admitted(request(prompt_ids=range(1, 31), client="k")) as admitted:

@@ -139,11 +139,6 @@ async def test_a_worker_that_does_not_reply_is_named_and_holds_nothing_up(router
     assert answer == {"aborted": False, "silent_workers": [1, 2, 3]}
 
 
-async def test_a_refused_request_is_refused_by_the_worker_that_was_asked(router):
-    _, asked, _ = router
-    assert "rid" in (await post(asked, "/abort_request"))["error"]["message"]
-
-
 async def test_a_node_announced_to_one_worker_is_known_to_all_and_too_many_are_refused(
     router, monkeypatch
 ):

@@ -143,13 +143,6 @@ async def test_a_signal_ends_router_and_workers_with_status_0(number):
         assert all(is_gone(pid) for pid in workers)
 
 
-async def test_a_router_without_nodes_serves_503_and_says_what_is_missing():
-    async with router(*NOWHERE) as (_, url):
-        status, body = await get_health(url)
-        assert status == 503
-        assert "http://127.0.0.1:2" in body["detail"]
-
-
 async def test_a_worker_that_crashes_is_replaced():
     async with router(*NOWHERE) as (process, url):
         (worker,) = workers_of(process)
@@ -479,17 +472,6 @@ async def test_what_one_worker_is_told_of_nodes_all_know_and_so_does_a_successor
         await eventually(lambda: silent_workers(url), [])
         async with clients_of(url, 2) as clients:
             assert [await known(client) for client in clients] == [["127.0.0.1:1"]] * 2
-
-
-async def test_a_lone_workers_successor_knows_the_nodes_that_were_announced():
-    async with router("--discover-announced") as (process, url):
-        async with clients_of(url, 1) as (client,):
-            await client.post("/nodes", {"url": "http://127.0.0.1:1", "role": "decode"})
-        (pid,) = workers_of(process)
-        os.kill(pid, signal.SIGKILL)
-        await until(lambda: workers_of(process) not in ([], [pid]))
-        async with clients_of(url, 1) as (client,):
-            assert await known(client) == ["127.0.0.1:1"]
 
 
 async def test_the_directory_of_a_pool_goes_with_its_router(tmp_path):

@@ -201,22 +201,12 @@ def test_a_queue_at_a_decode_weighs_even_though_it_holds_no_pages():
     assert node(load=queued).busy_tokens > 3 * node(load=load).busy_tokens
 
 
-def test_a_prefill_of_the_release_before_is_rated_by_its_pages():
-    load = NodeLoad(num_running=2, pages_held=10, page_size=16)
-    assert node(role="prefill", load=load).busy_tokens == pytest.approx(160, abs=0.1)
-
-
 def test_the_preferred_model_is_kept_while_a_pair_has_it():
     both = [node(str(i), fingerprint=f) for i, f in enumerate("ab")]
     snapshot = ClusterSnapshot(prefills=tuple(both), decodes=tuple(both))
     assert usable_fingerprint(snapshot) == "a"
     assert usable_fingerprint(snapshot, preferred="b") == "b"
     assert usable_fingerprint(snapshot, preferred="gone") == "a"
-
-
-def test_nodes_of_different_models_are_no_pair():
-    snapshot = ClusterSnapshot(prefills=(node(fingerprint="a"),), decodes=(node(fingerprint="b"),))
-    assert usable_fingerprint(snapshot) is None
 
 
 def test_a_prompt_is_no_longer_than_its_blocks_say():

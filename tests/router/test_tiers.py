@@ -1,8 +1,7 @@
 """What a router knows of tiers, what it makes of their cost, and where a request goes by it."""
 
 import asyncio
-import random
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
@@ -11,17 +10,14 @@ from aiohttp.test_utils import TestClient, TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.backend import ClusterBackend
-from tandem.router.cluster import Cluster
-from tandem.router.config import PrefillTarget, RouterConfig
 from tandem.router.nodes_api import NodesApi
-from tandem.router.policies import POLICIES
 from tandem.router.policy import NodeSnapshot
 from tandem.router.prefixes import MAX_TIERS, UNKNOWN_SHARE, KnownPrefixes, share_saved
 from tandem.wire.messages import CacheReport, NodeLoad, StartPrefill, TierLoad
 from tandem.wire.prefix_blocks import BLOCK_TOKENS, MAX_BLOCKS, block_names, pack_names
 from tandem.wire.prefix_journal import PrefixJournal
 from tests.router.fake_node import FakeNode, request, until
+from tests.router.test_backend import cluster as cluster_of
 from tests.router.test_policy import asking, chosen, decode, node, prefill
 
 EPOCH, STORE = 1, "redis://store:6379/0#model"
@@ -259,14 +255,6 @@ def test_a_node_that_reads_the_store_takes_over_when_the_one_that_has_the_prefix
             assert chosen(policy, [other, warm], ONE, asking(PROMPT)).prefill == urls[taken]
 
 
-def test_of_two_idle_nodes_that_read_the_store_the_one_with_the_prefix_on_its_device_is_taken():
-    tier = TierLoad(name="redis", store=STORE, token_cost=0.01)
-    known = KnownPrefixes()
-    nodes = [told(known, [tier]), told(known, [tier], device=10, redis=10), told(known)]
-    for turn in range(3):
-        assert chosen("cache_aware", nodes, ONE, asking(PROMPT), turn).prefill == nodes[1].url
-
-
 def test_what_decode_has_behind_its_cache_saves_it_nothing_but_a_stand_in_for_prefill_all():
     known, host = KnownPrefixes(), TierLoad(name="host", token_cost=0)
     behind = replace(told(known, [host], host=10), role="decode", url="behind")
@@ -275,25 +263,6 @@ def test_what_decode_has_behind_its_cache_saves_it_nothing_but_a_stand_in_for_pr
     assert {pair.decode for pair in pairs} == {"cold", "behind"}
     alone = [chosen("cache_aware", [cold, behind], [cold], asking(PROMPT), t) for t in (0, 1)]
     assert {pair.prefill for pair in alone} == {"behind"}
-
-
-@asynccontextmanager
-async def cluster_of(*prefills):
-    """The real router before nodes that speak the real wire, one decode behind them."""
-    nodes = [*prefills, FakeNode("decode")]
-    async with AsyncExitStack() as stack:
-        for each in nodes:
-            await stack.enter_async_context(each.serving())
-        config = RouterConfig(
-            prefills=tuple(PrefillTarget(each.url) for each in prefills), decodes=(nodes[-1].url,)
-        )
-        cluster = Cluster(config)
-        backend = ClusterBackend(cluster, POLICIES["cache_aware"], 3, random.Random(0))
-        async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(cluster.run())
-            await until(lambda: all(cluster.node(each.url).is_up for each in nodes))
-            yield cluster, backend
-            running.cancel()
 
 
 async def taken_by(backend, prefills):
@@ -317,7 +286,8 @@ async def test_over_the_wire_a_busy_node_loses_a_prompt_to_one_that_reads_the_st
         of_it = cluster.node(each.url)
         await until(lambda: of_it.client.load == each.engine.load)
 
-    async with cluster_of(warm, other) as (cluster, backend):
+    async with cluster_of(prefills=[warm, other], policy="cache_aware") as setup:
+        backend, cluster = setup.backend, setup.backend._cluster
         warm.engine.tell_cached(NAMES)
         warm.engine.tell_cached(NAMES, tier="redis")
         for cost in (0.2, 0.8):
@@ -342,7 +312,8 @@ async def test_operators_see_what_is_where():
     tiers = [TierLoad(name="host", num_pages=7), TierLoad(name="redis", store=STORE)]
     for each in (first, second):
         each.engine.load = NodeLoad(tiers=tiers)
-    async with cluster_of(first, second) as (cluster, backend):
+    async with cluster_of(prefills=[first, second], policy="cache_aware") as setup:
+        backend, cluster = setup.backend, setup.backend._cluster
         first.engine.tell_cached(NAMES[:2])
         first.engine.tell_cached(NAMES[:5], tier="host")
         second.engine.tell_cached(NAMES[:5], tier="host")
