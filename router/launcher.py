@@ -34,6 +34,7 @@ from tandem.router.membership import Announcement, Membership, Source, SourceFai
 from tandem.router.worker import CONFIG_STATUS
 from tandem.telemetry.log import get_logger
 from tandem.wire.descriptors import PER_LINK, allow_descriptors
+from tandem.wire.errors import TandemError
 
 log = get_logger(__name__)
 
@@ -75,7 +76,8 @@ def run(config: RouterConfig) -> int:
             url=f"{config.http.scheme}://{shown}:{port}",
             num_workers=config.num_workers,
         )
-        return uvloop.run(Launcher(config, sock, sources, metrics).run())
+        status: int = uvloop.run(Launcher(config, sock, sources, metrics).run())
+        return status
 
 
 @contextlib.contextmanager
@@ -107,6 +109,14 @@ class Worker:
         self.link: Link | None = None
         self.is_ready, self.up = False, frozenset[str]()
 
+    def note_ready(self, _body: msgspec.Raw) -> None:
+        """It accepts connections."""
+        self.is_ready = True
+
+    def note_up(self, body: msgspec.Raw) -> None:
+        """These are the nodes that it can use now."""
+        self.up = _URLS.decode(body)
+
     def tell(self, kind: Kind, body: object = None) -> None:
         """Send a message; a worker that is not there misses it."""
         if self.link is not None:
@@ -128,7 +138,7 @@ class Worker:
             return None
         try:
             return await self.link.ask(question.kind, question.body)
-        except TimeoutError:
+        except (TimeoutError, TandemError):
             return None
 
 
@@ -235,6 +245,7 @@ class Launcher:
     async def _run_worker(self, worker: Worker) -> tuple[int, bool]:
         """Run one life of one worker; return its exit status, and whether it accepted connections."""
         ours, theirs = socket.socketpair()
+        socket_fd = self._socket.fileno()
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "tandem.router.worker"),
@@ -242,12 +253,12 @@ class Launcher:
                 # prometheus_client reads it when it is imported.
                 env=os.environ
                 | ({"PROMETHEUS_MULTIPROC_DIR": self._metrics} if self._metrics else {}),
-                pass_fds=[self._socket.fileno()],
+                pass_fds=[socket_fd],
                 # A session of its own: Ctrl-C reaches the parent alone, which stops them in order.
                 start_new_session=True,
             )
         worker.process = process
-        link = await self.linked(worker, ours)
+        link = await self.linked(worker, ours, socket_fd)
         async with asyncio.TaskGroup() as tasks:
             linked = tasks.create_task(link.run())
             status = await process.wait()
@@ -259,12 +270,12 @@ class Launcher:
             mark_process_dead(process.pid, self._metrics)  # type: ignore[no-untyped-call]
         return status, has_served
 
-    async def linked(self, worker: Worker, sock: socket.socket) -> Link:
+    async def linked(self, worker: Worker, sock: socket.socket, socket_fd: int) -> Link:
         """Link a new life of a worker and send its start; the caller runs the link."""
         link = worker.link = await Link.over(sock)
         link.on_told = {
-            "ready": lambda _body: setattr(worker, "is_ready", True),
-            "up": lambda body: setattr(worker, "up", _URLS.decode(body)),
+            "ready": worker.note_ready,
+            "up": worker.note_up,
         }
         link.on_asked = {
             "announce": self._announce,
@@ -274,7 +285,7 @@ class Launcher:
             WorkerStart(
                 config=self._config,
                 index=worker.index,
-                socket_fd=max(0, self._socket.fileno()),
+                socket_fd=socket_fd,
                 members=self._members,
                 metrics_directory=self._metrics,
             )

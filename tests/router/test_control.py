@@ -85,7 +85,7 @@ async def router(monkeypatch, tmp_path):
             workers, running = [], []
             for known in parent._workers[:2]:
                 ours, theirs = socket.socketpair()
-                running.append(tasks.create_task((await parent.linked(known, ours)).run()))
+                running.append(tasks.create_task((await parent.linked(known, ours, 0)).run()))
                 link = await Link.over(theirs)
                 await link._reader.readline()  # the start
                 worker = Worker(known.index, link, tmp_path)
