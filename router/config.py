@@ -38,11 +38,7 @@ LOCAL_PREFILL_THRESHOLD = 128
 
 
 def node_url(text: str) -> str:
-    """Return the URL of a node in its normal form, without a slash at the end.
-
-    Raises:
-        ConfigInvalid: It is not http://HOST:PORT or https://HOST:PORT.
-    """
+    """Return the URL of a node in its normal form, without a slash at the end. Raises `ConfigInvalid`."""
     try:
         parts = urlsplit(text)
         # As the resolver does, which would raise in the middle of serving.
@@ -86,11 +82,7 @@ class DnsTarget:
 
 
 def prefill_targets(groups: Iterable[Sequence[str]]) -> tuple[PrefillTarget, ...]:
-    """Read what followed each `--prefill`: URLs, each with a bootstrap port or `none` behind it.
-
-    Raises:
-        ConfigInvalid: A port without a URL before it, or neither a URL nor a port.
-    """
+    """Read what followed each `--prefill`: URLs, each with a bootstrap port or `none` behind it."""
     targets: list[PrefillTarget] = []
     for group in groups:
         url: str | None = None
@@ -497,11 +489,7 @@ class RouterConfig:
         return heartbeat_of(self.heartbeat_interval_ms)
 
     def node_tls(self) -> ssl.SSLContext | bool:
-        """Return what https:// nodes are checked with; true for what the system trusts.
-
-        Raises:
-            ConfigInvalid: The authorities cannot be read.
-        """
+        """Return what https:// nodes are checked with; true for what the system trusts."""
         if not self.node_ca_certs:
             return True
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
