@@ -276,9 +276,7 @@ class Admission:
         with self._metrics.rejections():
             if deadline is not None and deadline <= now:
                 raise DeadlinePassed("the time that the client would wait was over on arrival")
-            has_place = self.num_free(now) > 0 and not len(self._queue)
-            # Where no pair can serve, a request starts too: its backend reports that.
-            if not self._is_on or has_place or not self._fingerprint:
+            if not self._is_on or self._is_open(now):
                 self._start(now, now)
                 return True
             expires = self._queue.expiry(now, deadline)
@@ -339,6 +337,11 @@ class Admission:
     def _left(self) -> None:
         self._num_started -= 1
         self.look()
+
+    def _is_open(self, now: float) -> bool:
+        has_place = self.num_free(now) > 0 and not len(self._queue)
+        # Where no pair can serve, a request starts too: its backend reports that.
+        return has_place or not self._fingerprint
 
     def num_free(self, now: float) -> int:
         """Return how many requests may start now."""

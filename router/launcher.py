@@ -47,7 +47,7 @@ INTERRUPT_DRAIN_S = 3.0
 # Of an edge worker: its link to the engine, and HTTP connections that ask the node what it is.
 DESCRIPTORS_PER_NODE = PER_LINK + 2
 RESTART_PAUSE_S = 0.5
-# In a row, while no other worker serves: then the router ends, for whatever supervises it.
+# In a row, of every worker: then the router ends, for whatever supervises it.
 MAX_FAILED_STARTS = 3
 # How often announcements that were not repeated are looked for.
 LOOK_INTERVAL_S = 1.0
@@ -96,12 +96,14 @@ class Worker:
     Attributes:
         link: To its process; None while there is none.
         is_ready: It accepts connections.
+        num_failed: Lives in a row that ended before it did.
         up: The URLs of nodes that it can use.
     """
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.process: asyncio.subprocess.Process | None = None
+        self.num_failed = 0
         self.reset()
 
     def reset(self) -> None:
@@ -111,7 +113,7 @@ class Worker:
 
     def note_ready(self, _body: msgspec.Raw) -> None:
         """It accepts connections."""
-        self.is_ready = True
+        self.is_ready, self.num_failed = True, 0
 
     def note_up(self, body: msgspec.Raw) -> None:
         """These are the nodes that it can use now."""
@@ -222,17 +224,18 @@ class Launcher:
             worker.tell(kind, body)
 
     async def _keep(self, worker: Worker) -> None:
-        is_first_life, num_failed = True, 0
+        is_first_life = True
         while not self._stopping.is_set():
             status, has_served = await self._run_worker(worker)
             if self._stopping.is_set():
                 return
-            num_failed = 0 if has_served else num_failed + 1
+            worker.num_failed += not has_served
             # Later a file that worked may be gone for a moment, such as one being renewed.
             is_wrong = status == CONFIG_STATUS and is_first_life
-            has_siblings = any(each.is_ready for each in self._workers)
-            if is_wrong or (num_failed >= MAX_FAILED_STARTS and not has_siblings):
-                log.critical("router.cannot_start", status=status, num_failed_starts=num_failed)
+            if is_wrong or all(each.num_failed >= MAX_FAILED_STARTS for each in self._workers):
+                log.critical(
+                    "router.cannot_start", status=status, num_failed_starts=worker.num_failed
+                )
                 self._status = status if status > 0 else 1
                 self._stop()
                 return
