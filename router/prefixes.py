@@ -167,8 +167,6 @@ class PromptBlocks:
     Its blocks are named and looked up when first asked for.
     """
 
-    block_tokens = BLOCK_TOKENS
-
     def __init__(self, token_ids: Sequence[int], salt: str = "") -> None:
         self._token_ids, self._salt = token_ids, salt
         self._looked_in: set[PrefixIndex | None] = set()
@@ -187,8 +185,8 @@ class PromptBlocks:
             if index is not None and len(index):
                 self._found |= index.leading(self.names)
             self._looked_in.add(index)
-        get, size = self._found.get, self.block_tokens
-        return [get(life, 0) * size for life in lives]
+        get = self._found.get
+        return [get(life, 0) * BLOCK_TOKENS for life in lives]
 
     def _reach(self, tier: CachedTier) -> int:
         """Return how many blocks at its beginning can be read from a tier, of its own or shared."""
@@ -209,7 +207,7 @@ class PromptBlocks:
             tiers: Cheapest first.
         """
         for tier in tiers:
-            reach = self._reach(tier) * self.block_tokens
+            reach = self._reach(tier) * BLOCK_TOKENS
             if reach > num_tokens:
                 yield tier, reach - num_tokens
                 num_tokens = reach
