@@ -29,7 +29,7 @@ from tandem.wire.generation import Epoch
 from tandem.wire.messages import CacheReport, NodeLoad, TierLoad
 from tandem.wire.prefixes import block_names, pack_names
 
-GOAL, GOAL_CHOICE_MS = 1.2, 1.0
+GOAL, GOAL_CHOICE_MS = 2.0, 1.0
 START_TIMEOUT_S = 60.0
 SHORT_REQUESTS = 5
 # More than are answered at once: they wait for a beat that never comes.

@@ -6,28 +6,25 @@
                 ▼                           └─▶ 429 full or waited too long, 504 deadline, aborted
 ```
 
-The queue is sorted by priority, then by turn, then by arrival: clients of one priority take turns. Nothing here
+The highest priority goes first, and clients of one priority take turns. Nothing here
 predicts how long a request will wait, so no history keeps a request out of a queue that has room. Which nodes a
 request gets is decided later, by `pairing.py`.
 """
 
 import asyncio
-import itertools
 import math
-from bisect import bisect_left, insort
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
-from typing_extensions import override
 
 from tandem.router.config import AdmissionConfig, Limits
 from tandem.router.key_limits import KeyUsage, Usage
 from tandem.router.metrics import RouterMetrics
 from tandem.router.places import Places
 from tandem.router.policy import ClusterSnapshot, in_use, usable_fingerprint
-from tandem.wire.errors import DeadlinePassed, Overloaded, TandemError
+from tandem.wire.errors import DeadlinePassed, Overloaded
 from tandem.wire.generation import GenerateRequest
 
 # A count of places is used for this long: counting takes some microseconds a node, so at most a tenth of the time.
@@ -39,14 +36,12 @@ COUNT_S_PER_NODE = 0.000_05
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """One queued request.
+    """One queued request, with times of the caller's clock.
 
     Attributes:
         client: Its API key's name; requests without a key are one client's.
         num_tokens: Of its prompt.
-        arrived: When it came, by the caller's clock.
-        expires: When its wait ends, by the same clock.
-        has_deadline: Whether the client asked for that end.
+        has_deadline: Whether the client asked for the end of its wait.
     """
 
     client: str
@@ -57,41 +52,17 @@ class Waiting:
     has_deadline: bool = False
 
 
-# (-priority, turn, number, client): the smallest goes first.
-Ticket = tuple[int, int, int, str]
-
-
-@dataclass(slots=True)
-class _Share:
-    """The requests of one client in one priority, in order, and as many tickets.
-
-    The first request uses the first ticket. One that leaves frees the last, so the others move up.
-    """
-
-    requests: dict[Waiting, None] = field(default_factory=dict)
-    tickets: list[Ticket] = field(default_factory=list)
-
-
 class Queue:
-    """Requests in the order in which they start, and the bounds of the queue.
-
-    Attributes:
-        num_tokens: Of all queued prompts.
-    """
+    """Requests in the order in which they start, and the bounds of the queue."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._tickets: list[Ticket] = []
-        self._shares: dict[tuple[int, str], _Share] = {}
-        self._numbers = itertools.count()
-        self.num_tokens = 0
+        # By priority, then by client in the order of their turns.
+        self._lines: dict[int, dict[str, dict[Waiting, None]]] = {}
+        self.num_requests = self.num_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._tickets)
-
-    @override
-    def __repr__(self) -> str:
-        return f"Queue({len(self)} requests, {self.num_tokens} tokens)"
+        return self.num_requests
 
     def expiry(self, now: float, deadline: float | None) -> float:
         """Return until when a request that comes now may wait."""
@@ -107,28 +78,35 @@ class Queue:
         """
         if waiting.has_deadline and waiting.expires <= now:
             raise self.too_late(waiting, now)
-        ticket = self._next_ticket(waiting)
-        rejected = self._make_room(waiting, ticket, now)
-        insort(self._tickets, ticket)
-        share = self._shares.setdefault((-waiting.priority, waiting.client), _Share())
-        share.requests[waiting] = None
-        share.tickets.append(ticket)
+        rejected = self._make_room(waiting, now)
+        line = self._lines.setdefault(waiting.priority, {})
+        line.setdefault(waiting.client, {})[waiting] = None
+        self.num_requests += 1
         self.num_tokens += waiting.num_tokens
         return rejected
 
     def take(self) -> Waiting | None:
-        """Take the next request out of the queue; None when it is empty."""
+        """Take the next request out of the queue; None when it is empty. Its client's next turn is the last."""
         first = self._first()
         if first is not None:
-            self._remove(first, at=0)
+            line = self._lines[first.priority]
+            line[first.client] = line.pop(first.client)
+            self.leave(first)
         return first
 
     def leave(self, waiting: Waiting) -> bool:
         """Take a request out that is not to start any more. False if it is not queued."""
-        share = self._shares.get((-waiting.priority, waiting.client))
-        if share is None or waiting not in share.requests:
+        line = self._lines.get(waiting.priority, {})
+        requests = line.get(waiting.client, {})
+        if waiting not in requests:
             return False
-        self._remove(waiting, at=-1)
+        del requests[waiting]
+        if not requests:
+            del line[waiting.client]
+        if not line:
+            del self._lines[waiting.priority]
+        self.num_requests -= 1
+        self.num_tokens -= waiting.num_tokens
         return True
 
     def retry_after_s(self, now: float) -> int:
@@ -154,51 +132,36 @@ class Queue:
         )
 
     def _first(self) -> Waiting | None:
-        if not self._tickets:
+        if not self._lines:
             return None
-        rank, _, _, client = self._tickets[0]
-        return next(iter(self._shares[rank, client].requests))
+        requests = next(iter(self._lines[max(self._lines)].values()))
+        return next(iter(requests))
 
-    def _remove(self, waiting: Waiting, at: int) -> None:
-        """Remove a request, with the first or the last ticket of its client."""
-        key = -waiting.priority, waiting.client
-        share = self._shares[key]
-        del share.requests[waiting]
-        del self._tickets[bisect_left(self._tickets, share.tickets.pop(at))]
-        if not share.requests:
-            del self._shares[key]
-        self.num_tokens -= waiting.num_tokens
-
-    def _next_ticket(self, waiting: Waiting) -> Ticket:
-        """Return the ticket of a newcomer: one turn after its client's last, and no earlier than the first's."""
-        rank, client = -waiting.priority, waiting.client
-        at = bisect_left(self._tickets, (rank,))
-        is_first = at == len(self._tickets) or self._tickets[at][0] != rank
-        turn = 0 if is_first else self._tickets[at][1]
-        if (share := self._shares.get((rank, client))) is not None:
-            turn = max(turn, share.tickets[-1][1] + 1)
-        return rank, turn, next(self._numbers), client
-
-    def _make_room(self, waiting: Waiting, ticket: Ticket, now: float) -> Waiting | None:
+    def _make_room(self, waiting: Waiting, now: float) -> Waiting | None:
         """Remove and return the request that yields to a newcomer; None when no request has to.
 
-        Only the last one yields: to a higher priority, or to a client with fewer queued requests.
+        The newest request of the client with most yields, in the lowest priority: to a higher priority, or
+        to a client that still has fewer afterwards.
 
         Raises:
-            Overloaded: The last one does not yield, or that would not make room.
+            Overloaded: None yields, or that would not make room.
         """
         num_tokens = self.num_tokens + waiting.num_tokens
         has_place = len(self) < self._limits.max_requests
         # A prompt that alone exceeds the limit may wait alone: it may be as long as the model's context.
-        if has_place and (num_tokens <= self._limits.max_tokens or not self._tickets):
+        if has_place and (num_tokens <= self._limits.max_tokens or not self._lines):
             return None
-        if not self._tickets or ticket[:2] >= self._tickets[-1][:2]:
+        lowest = min(self._lines, default=waiting.priority)
+        if waiting.priority < lowest or not self._lines:
             raise self.no_place(now)
-        rank, _, _, client = self._tickets[-1]
-        last = next(reversed(self._shares[rank, client].requests))
-        if num_tokens - last.num_tokens > self._limits.max_tokens:
+        line = self._lines[lowest]
+        most = max(reversed(line.values()), key=len)
+        has_more = len(most) > len(line.get(waiting.client, ())) + 1
+        last = next(reversed(most))
+        yields = waiting.priority > lowest or has_more
+        if not yields or num_tokens - last.num_tokens > self._limits.max_tokens:
             raise self.no_place(now)
-        self._remove(last, at=-1)
+        self.leave(last)
         return last
 
 
@@ -222,11 +185,7 @@ class Admitted:
 
 
 class Admission:
-    """Starts requests as nodes have room.
-
-    Args:
-        snapshot: Returns the nodes as they are now.
-    """
+    """Starts requests as the nodes in `snapshot()` have room."""
 
     def __init__(
         self,
@@ -247,10 +206,6 @@ class Admission:
         # Of the model that is served, and of the last one that was.
         self._fingerprint = self._preferred = ""
         self._looking: asyncio.TimerHandle | None = None
-
-    @override
-    def __repr__(self) -> str:
-        return f"<Admission {len(self._queue)} waiting, {self._num_started} started>"
 
     @property
     def leftovers(self) -> dict[str, int]:
@@ -337,8 +292,8 @@ class Admission:
 
     async def _wait(self, request_id: str, waiting: Waiting, now: float) -> bool:
         rejected = self._queue.join(waiting, now)
-        if rejected is not None:
-            self._reject(rejected, self._queue.no_place(now))
+        if rejected is not None and not self._futures[rejected].done():
+            self._futures[rejected].set_exception(self._queue.no_place(now))
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._futures[waiting] = future
         self._by_id[request_id] = waiting
@@ -367,16 +322,12 @@ class Admission:
         """Start requests of the queue while places are free."""
         self._looking = None
         now = _now()
-        self._recount(self._snapshot(), now)
+        self._recount(now)
         while self._num_free > 0 and (waiting := self._queue.take()) is not None:
             if self._futures[waiting].done():  # cancelled, and its task has not run since
                 continue
             self._start(waiting.arrived, now)
             self._futures[waiting].set_result(True)
-
-    def _reject(self, waiting: Waiting, error: TandemError) -> None:
-        if not self._futures[waiting].done():
-            self._futures[waiting].set_exception(error)
 
     def _start(self, arrived: float, now: float) -> None:
         self._num_started += 1
@@ -388,18 +339,18 @@ class Admission:
         self.look()
 
     def _is_open(self, now: float) -> bool:
-        """Tell whether a newcomer starts at once; also where no pair can serve: the backend reports that."""
-        has_place = self._free(now) > 0 and not len(self._queue)
+        has_place = self.num_free(now) > 0 and not len(self._queue)
+        # Where no pair can serve, a request starts too: its backend reports that.
         return has_place or not self._fingerprint
 
-    def _free(self, now: float) -> int:
+    def num_free(self, now: float) -> int:
         """Return how many requests may start now."""
         if now - self._counted_at >= self._holds_s:
-            self._recount(self._snapshot(), now)
+            self._recount(now)
         return self._num_free
 
-    def _recount(self, nodes: ClusterSnapshot, now: float) -> None:
-        self._counted_at = now
+    def _recount(self, now: float) -> None:
+        self._counted_at, nodes = now, self._snapshot()
         self._holds_s = COUNT_S_PER_NODE * (len(nodes.prefills) + len(nodes.decodes))
         served = usable_fingerprint(nodes, preferred=self._preferred) or ""
         self._fingerprint, self._preferred = served, served or self._preferred

@@ -11,7 +11,7 @@ from tandem.router.cluster import Cluster
 from tandem.router.config import AdmissionConfig
 from tandem.router.metrics import Counts, RouterMetrics
 from tandem.router.pairing import Groups, Pairing
-from tandem.router.policy import Pair, Policy
+from tandem.router.policy import Policy
 from tandem.router.progress import Progress, Trail
 from tandem.router.request import NodeWait, Request, Shared
 from tandem.telemetry.log import get_logger
@@ -30,10 +30,9 @@ class ClusterBackend:
         max_attempts: How often one request is tried; at least 1.
         node_wait_s: How long a request waits for a role that has no node.
         rng: For the policies that draw.
-        admission: Which requests start when.
 
     Attributes:
-        pairs: Those that attempts run on.
+        pairing: Counts what each pair is given.
     """
 
     def __init__(
@@ -51,9 +50,8 @@ class ClusterBackend:
         self._metrics = RouterMetrics()
         admission = admission or AdmissionConfig()
         self._node_wait = NodeWait(node_wait_s, admission.limits.max_requests)
-        pairing = Pairing(cluster, policy, rng, self._metrics)
-        self._shared = Shared(cluster, pairing, self._node_wait, max_attempts, self._note_replay)
-        self.pairs = self._shared.pairs
+        self.pairing = Pairing(cluster, policy, rng, self._metrics)
+        self._shared = Shared(cluster, self.pairing, self._node_wait, max_attempts, self._metrics)
         self._admission = Admission(cluster.servable, admission, self._metrics)
         cluster.roster.on_change = self._admission.look
         cluster.came_up = self._node_wait.wake_all
@@ -169,14 +167,3 @@ class ClusterBackend:
     def metrics(self) -> str:
         """Return this edge worker's counters."""
         return self._metrics.render(self._cluster.snapshot(), self._cluster.tier_blocks())
-
-    def _note_replay(self, progress: Progress, pair: Pair, error: TandemError) -> None:
-        self._metrics.replays.labels(error.code).inc()
-        log.warning(
-            "request.replay",
-            request_id=progress.request_id,
-            num_sent=len(progress.sent_ids),
-            prefill=pair.prefill,
-            decode=pair.decode,
-            error=error.message,
-        )

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import aiohttp
-from typing_extensions import override
 
 from tandem.frontend.backend import Health, ServedModel
 from tandem.router.config import RouterConfig
@@ -26,7 +25,7 @@ from tandem.router.membership import Member, Members, listed_members
 from tandem.router.node import ROLES, Node
 from tandem.router.node_watch import Watcher
 from tandem.router.policy import ClusterSnapshot, NodeSnapshot, usable_fingerprint, with_stand_ins
-from tandem.router.prefixes import CachedPrefixes, KnownPrefixes
+from tandem.router.prefixes import KnownPrefixes
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import LayoutMismatch, NoNodeAvailable
 from tandem.wire.generation import SamplingDefaults
@@ -36,9 +35,6 @@ log = get_logger(__name__)
 
 # How often the log hears whether the cluster can serve.
 LOOK_INTERVAL_S = 1.0
-
-
-Outline = tuple[object, ...]
 
 
 class Roster:
@@ -55,13 +51,9 @@ class Roster:
         self.on_change: Callable[[], None] = lambda: None
         self._nodes: dict[str, Node] = {}
         self._changed: dict[str, None] = {}
-        self._outlines: dict[str, Outline] = {}
+        self._outlines: dict[str, tuple[object, ...]] = {}
         self._shown: dict[str, dict[str, NodeSnapshot]] = {role: {} for role in sorted(ROLES)}
         self._snapshot = ClusterSnapshot(prefills=(), decodes=())
-
-    @override
-    def __repr__(self) -> str:
-        return f"<Roster {len(self._nodes)} nodes version={self.version}>"
 
     def __iter__(self) -> Iterator[Node]:
         return iter(tuple(self._nodes.values()))
@@ -75,7 +67,7 @@ class Roster:
         return [node for node in self._nodes.values() if node.role == role]
 
     def add(self, node: Node) -> None:
-        """Add a node, whose `on_change` is `note_change`."""
+        """Add a node that calls `note_change`."""
         self._nodes[node.url] = node
         self.note_change(node)
 
@@ -116,7 +108,7 @@ class Roster:
                 shown.pop(url, None)
 
 
-def _outline(node: Node | None) -> Outline:
+def _outline(node: Node | None) -> tuple[object, ...]:
     """Return what changes seldom in the life of a node."""
     if node is None:
         return ()
@@ -202,7 +194,7 @@ class Cluster:
         self.local_prefill_threshold = config.local_prefill_threshold
         self.came_up: Callable[[], None] = lambda: None
         self._tls = config.node_tls()
-        self._watcher = Watcher.of_config(config, came_up=self._tell_came_up)
+        self._watcher = Watcher(config, came_up=self._tell_came_up)
         # No client's key is sent to nodes: whatever listens at a node's address would have it.
         key = reader_key(operator_key(config.cluster_secret))
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -215,10 +207,6 @@ class Cluster:
         self._arrivals: asyncio.Queue[Node] = asyncio.Queue()
         self.members = Members(members=listed_members(config))
         self.apply(self.members)
-
-    @override
-    def __repr__(self) -> str:
-        return f"<Cluster {self.health().detail}>"
 
     async def run(self) -> None:
         """Watch every node until cancelled."""
@@ -272,15 +260,11 @@ class Cluster:
         return self.roster.snapshot()
 
     def servable(self) -> ClusterSnapshot:
-        """Return the nodes to choose a pair from, decode nodes that stand in for prefills included."""
+        """Return the nodes to choose a pair from, with stand-ins for prefills."""
         return with_stand_ins(self.snapshot(), self.local_prefill_threshold)
 
     def fingerprint(self) -> str:
-        """Return that of the model served now.
-
-        Raises:
-            NoNodeAvailable: No pair can serve; says why.
-        """
+        """Return that of the model served now. Raises `NoNodeAvailable`."""
         outlook = self._look()
         if outlook.fingerprint is None:
             raise NoNodeAvailable(outlook.health.detail)
@@ -294,11 +278,7 @@ class Cluster:
         return self._look().health
 
     def model(self) -> ServedModel:
-        """Return the model served.
-
-        Raises:
-            NoNodeAvailable: No pair can serve; says why.
-        """
+        """Return the model served. Raises `NoNodeAvailable`."""
         self.fingerprint()
         assert self.last_model is not None
         return self.last_model
@@ -306,12 +286,12 @@ class Cluster:
     def tier_blocks(self) -> dict[str, int]:
         """Return how many blocks are known of all tiers of each name, each store counted once."""
         blocks: dict[str, int] = {}
-        counted = set[CachedPrefixes]()
+        counted = set[str]()
         for node in self.roster:
-            for name, prefixes in node.prefixes.behind.items() if node.prefixes else ():
-                new = prefixes.num_blocks if prefixes not in counted else 0
-                blocks[name] = blocks.get(name, 0) + new
-                counted.add(prefixes)
+            known = node.prefixes.num_blocks if node.prefixes else {}
+            for (name, store), num_blocks in known.items():
+                blocks[name] = blocks.get(name, 0) + (0 if store in counted else num_blocks)
+                counted |= {store} - {""}
         return blocks
 
     def _tell_came_up(self) -> None:
@@ -329,7 +309,8 @@ class Cluster:
 
     async def _keep(self, node: Node, session: aiohttp.ClientSession) -> None:
         await self._watcher.keep(node, session)
-        node.forget_prefixes()
+        if node.prefixes is not None:
+            node.prefixes.forget()
         self.roster.remove(node)
         log.info("node.forgotten", role=node.role, url=node.url)
 

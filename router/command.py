@@ -3,11 +3,11 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tandem.frontend.options import warn_of_exposed_keys
 from tandem.router.arguments import parse
-from tandem.router.config import in_pod
+from tandem.router.config import KubernetesTarget
 from tandem.router.launcher import run
 from tandem.telemetry.log import configure, get_logger
 from tandem.wire.errors import ConfigInvalid
@@ -33,3 +33,24 @@ def main(argv: Sequence[str]) -> int:
     except ConfigInvalid as error:
         sys.stderr.write(f"tandem lb: error: {error.for_operators}\n")
         return 2
+
+
+def in_pod(
+    target: KubernetesTarget | None, environment: Mapping[str, str]
+) -> KubernetesTarget | None:
+    """Return the target with the API that a pod's environment names, unless one was given.
+
+    Raises:
+        ConfigInvalid: There is none.
+    """
+    if target is None or target.api_url:
+        return target
+    host, port = (environment.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
+    if not host:
+        raise ConfigInvalid(
+            "--discover-kubernetes: this is no pod (KUBERNETES_SERVICE_HOST is not set): give "
+            "--kubernetes-api, such as that of `kubectl proxy`",
+            topic="membership#kubernetes",
+        )
+    host = f"[{host}]" if ":" in host else host
+    return dataclasses.replace(target, api_url=f"https://{host}:{port or 443}")

@@ -1,7 +1,7 @@
 """The router's configuration: read in `__main__`, checked here, passed down frozen."""
 
 import ssl
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Literal, get_args
@@ -38,11 +38,7 @@ LOCAL_PREFILL_THRESHOLD = 128
 
 
 def node_url(text: str) -> str:
-    """Return the URL of a node in its normal form, without a slash at the end.
-
-    Raises:
-        ConfigInvalid: It is not http://HOST:PORT or https://HOST:PORT.
-    """
+    """Return the URL of a node in its normal form, without a slash at the end. Raises `ConfigInvalid`."""
     try:
         parts = urlsplit(text)
         # As the resolver does, which would raise in the middle of serving.
@@ -70,11 +66,7 @@ def host_of(url: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTarget:
-    """Where a prefill node is.
-
-    Attributes:
-        bootstrap_port: None takes the one the node tells.
-    """
+    """Where a prefill node is. Without a bootstrap port the node reports its own."""
 
     url: str
     bootstrap_port: int | None = None
@@ -82,11 +74,7 @@ class PrefillTarget:
 
 @dataclass(frozen=True, slots=True)
 class DnsTarget:
-    """A name of which every address is a node.
-
-    Attributes:
-        role: Empty to ask each node.
-    """
+    """A name of which every address is a node. Without a role each node is asked."""
 
     host: str
     port: int
@@ -94,11 +82,7 @@ class DnsTarget:
 
 
 def prefill_targets(groups: Iterable[Sequence[str]]) -> tuple[PrefillTarget, ...]:
-    """Read what followed each `--prefill`: URLs, each with a bootstrap port or `none` behind it.
-
-    Raises:
-        ConfigInvalid: A port without a URL before it, or neither a URL nor a port.
-    """
+    """Read what followed each `--prefill`: URLs, each with a bootstrap port or `none` behind it."""
     targets: list[PrefillTarget] = []
     for group in groups:
         url: str | None = None
@@ -122,48 +106,35 @@ def _bootstrap_port(text: str) -> int | None:
 
 
 def read_bootstrap_ports(groups: Iterable[Sequence[str]]) -> tuple[int | None, ...]:
-    """Read `--prefill-bootstrap-ports`.
-
-    Raises:
-        ConfigInvalid: One is no port.
-    """
+    """Read `--prefill-bootstrap-ports`; raises `ConfigInvalid`."""
     return tuple(_bootstrap_port(text) for group in groups for text in group)
 
 
 def dns_targets(groups: Iterable[Sequence[str]]) -> tuple[DnsTarget, ...]:
-    """Read `--discover-dns`.
-
-    Raises:
-        ConfigInvalid: One is no name with a port, or has an unknown role.
-    """
+    """Read `--discover-dns`; raises `ConfigInvalid`."""
     return tuple(dict.fromkeys(_dns_target(text) for group in groups for text in group))
 
 
 def _dns_target(text: str) -> DnsTarget:
     role, has_role, name = text.rpartition("=")
     host, _, port = name.rpartition(":")
+    wrong = ConfigInvalid(
+        f"--discover-dns {text}: give prefill=HOST:PORT, decode=HOST:PORT, or HOST:PORT to ask "
+        "each node for its role",
+        topic="membership#dns",
+    )
+    if has_role and role not in ("prefill", "decode"):
+        raise wrong
     try:
         node_url(f"http://{name}")
-        is_whole = role in ("prefill", "decode") if has_role else True
     except ConfigInvalid:
-        is_whole = False
-    if not is_whole:
-        raise ConfigInvalid(
-            f"--discover-dns {text}: give prefill=HOST:PORT, decode=HOST:PORT, or HOST:PORT to ask "
-            "each node for its role",
-            topic="membership#dns",
-        )
+        raise wrong from None
     return DnsTarget(host, int(port), role)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesTarget:
-    """Pods that are nodes.
-
-    Attributes:
-        namespace: Empty: that of the router's own pod.
-        account_dir: Has the files that Kubernetes gives to a pod: token, ca.crt, namespace.
-    """
+    """Pods that are nodes. `account_dir` has the files that Kubernetes gives to a pod: token, ca.crt, namespace."""
 
     is_on: Annotated[
         bool,
@@ -171,7 +142,7 @@ class KubernetesTarget:
             "--discover-kubernetes",
             group="service discovery",
             help="take pods with the labels below as nodes; the router's service account must be allowed to "
-            "list and watch pods",
+            "list pods",
         ),
     ] = False
     prefill_selector: Annotated[
@@ -252,13 +223,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionConfig:
-    """Which requests start, and how many at once.
-
-    Attributes:
-        is_on: False starts every request at once: requests queue at the nodes only.
-        key_limits: Of this router, by key; see `key_limits.py`.
-        num_workers: Edge workers that share all this.
-    """
+    """Which requests start, and how many at once; `num_workers` edge workers share all this."""
 
     max_in_flight: Annotated[
         int,
@@ -301,9 +266,6 @@ class RouterConfig:
 
     Attributes:
         bootstrap_ports: Of `prefills`, in their order; `arguments.parse` gives them to these.
-        num_workers: One carries thousands of tokens per second; more are for more cores.
-        max_attempts: Two deaths in the life of one request are rare; a request that kills nodes must not
-            kill them all.
         cluster_secret: Of `TANDEM_CLUSTER_KEY`; empty leaves links to nodes plain.
         ignored_flags: Accepted because people type them, and without meaning here.
     """
@@ -378,6 +340,7 @@ class RouterConfig:
             "tokens to compute, and any prompt while no prefill node is up; 0: never",
         ),
     ] = LOCAL_PREFILL_THRESHOLD
+    # Two deaths in the life of one request are rare; a request that kills nodes must not kill them all.
     max_attempts: Annotated[
         int,
         Flag(
@@ -521,44 +484,14 @@ class RouterConfig:
         reply_formats(self.tool_call_parser, self.reasoning_parser)
 
     @property
-    def num_listed(self) -> int:
-        """Nodes that are given by their URLs."""
-        return len(self.prefills) + len(self.decodes)
-
-    @property
     def heartbeat(self) -> Heartbeat:
         """The rhythm of the links to nodes."""
         return heartbeat_of(self.heartbeat_interval_ms)
 
     def node_tls(self) -> ssl.SSLContext | bool:
-        """Return what https:// nodes are checked with; true for what the system trusts.
-
-        Raises:
-            ConfigInvalid: The authorities cannot be read.
-        """
+        """Return what https:// nodes are checked with; true for what the system trusts."""
         if not self.node_ca_certs:
             return True
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         load_authorities(context, "--node-ca-certs", self.node_ca_certs)
         return context
-
-
-def in_pod(
-    target: KubernetesTarget | None, environment: Mapping[str, str]
-) -> KubernetesTarget | None:
-    """Return the target with the API that a pod's environment names, unless one was given.
-
-    Raises:
-        ConfigInvalid: There is none.
-    """
-    if target is None or target.api_url:
-        return target
-    host, port = (environment.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
-    if not host:
-        raise ConfigInvalid(
-            "--discover-kubernetes: this is no pod (KUBERNETES_SERVICE_HOST is not set): give "
-            "--kubernetes-api, such as that of `kubectl proxy`",
-            topic="membership#kubernetes",
-        )
-    host = f"[{host}]" if ":" in host else host
-    return replace(target, api_url=f"https://{host}:{port or 443}")

@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from tandem.frontend.middleware import json_response
-from tandem.router.control import ParentLink
+from tandem.router.control import Link
 from tandem.router.observer import KEEP_S, Observer
 from tandem.router.overview import Overview, after, merged
 from tandem.wire.errors import InvalidRequest
@@ -46,7 +46,7 @@ class OverviewApi:
         link: Asks the other workers; None where there are none.
     """
 
-    def __init__(self, observer: Observer, link: ParentLink | None = None) -> None:
+    def __init__(self, observer: Observer, link: Link | None = None) -> None:
         self._observer, self._link = observer, link
         self._asking = asyncio.Lock()
         self._merged: Overview | None = None
@@ -75,7 +75,7 @@ class OverviewApi:
             return self._observer.overview()
         async with self._asking:  # however many look, the other workers are asked once
             if self._merged is None or time.monotonic() - self._merged_at >= KEEP_S:
-                others = await self._link.ask("overview")
+                others = await self._link.ask_others("overview")
                 self._merged = merged(
                     self._observer.overview(),
                     [msgspec.json.decode(answer, type=Overview) for answer in others.given],

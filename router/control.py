@@ -1,26 +1,24 @@
-"""What the parent process and its edge workers tell each other, as lines of JSON over one socket pair each.
+"""The link between the parent process and one edge worker: lines of JSON over a socket pair.
 
 ```
- parent ──▶ worker     WorkerStart · NewMembers · Leave · Ask · Answers · end of input: stop
- worker ──▶ parent     Status · NodesUp · Ask · Reply
+ parent ──▶ worker     WorkerStart, then: members · leave · questions of other workers · end of input: stop
+ worker ──▶ parent     ready · up (nodes that it can use) · announce · others (a question to all other workers)
 ```
 
-One edge worker reaches the others through the parent: its `Ask` is sent on to each, their `Reply`s become one
-`Answers`. A worker that does not reply within `TIMEOUT_S` is named as silent.
+Both ends are a `Link`. What one end tells is handled in order; what it asks is answered by a `Return`.
 """
 
 import asyncio
 import itertools
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from typing import Generic, Literal, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Literal
 
 import msgspec
-from typing_extensions import override
 
 from tandem.router.config import RouterConfig
-from tandem.router.membership import Announcement, Members
+from tandem.router.membership import Members
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import ErrorInfo, TandemError, error_from_info
 
@@ -33,13 +31,11 @@ PARENT_TIMEOUT_S = 5.0
 # Of a line: an overview with 200 requests has some 300 KB.
 LINE_LIMIT_BYTES = 16 << 20
 
-Kind = Literal["abort", "info", "nodes", "overview", "workers", "announce"]
-
-T = TypeVar("T")
-
-
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    pass
+Kind = Literal[
+    "members", "leave", "abort", "info", "nodes", "overview", "status",
+    "ready", "up", "announce", "others",
+]  # fmt: skip
+NOTHING = msgspec.Raw(b"null")
 
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +43,7 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         index: 0 ... num_workers - 1.
-        socket_fd: The inherited socket: the listening one of an only worker, else a door (`doorman.py`).
+        socket_fd: The inherited listening socket.
         metrics_directory: Where prometheus_client keeps what all workers count; empty for an only worker.
     """
 
@@ -58,286 +54,149 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     metrics_directory: str = ""
 
 
-class NewMembers(_Message, frozen=True, kw_only=True):
-    """Use these nodes from here on."""
+class Call(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One end tells the other something, or asks it: then `number` is that of the `Return`, else 0."""
 
-    members: Members
-
-
-class Leave(_Message, frozen=True, kw_only=True):
-    """The router is about to end: `/health` is 503, and everything is still served."""
-
-
-class Ask(_Message, frozen=True, kw_only=True):
-    """A worker asks all others, or has a node announced; sent on, each of the others is asked."""
-
-    number: int
     kind: Kind
-    body: str = ""
+    body: msgspec.Raw = NOTHING
+    number: int = 0
 
 
-class Reply(_Message, frozen=True, kw_only=True):
-    """One worker's reply, as JSON."""
-
-    number: int
-    body: str
-
-
-class Status(_Message, frozen=True, kw_only=True):
-    """One worker at one moment.
-
-    Attributes:
-        is_open: It takes connections.
-        is_serving: It has met a prefill and a decode that can serve.
-        num_received: Connections that it ever took.
-        num_closed: How many of them are closed. With what the parent handed over, this one number
-            says how many a worker has, however late it arrives.
-        num_streams: Generations running now.
-        pid: Of its process; 0 while there is none.
-    """
-
-    is_open: bool = False
-    is_serving: bool = False
-    num_received: int = 0
-    num_closed: int = 0
-    num_streams: int = 0
-    pid: int = 0
-
-    @property
-    def num_connections(self) -> int:
-        """Connections open now, busy or idle."""
-        return self.num_received - self.num_closed
-
-
-class Answers(_Message, frozen=True, kw_only=True):
-    """What the other workers replied.
-
-    Attributes:
-        given: The JSON of those that replied.
-        silent: The indices of the others.
-        workers: The last status of every worker.
-        error: Why the parent did not do what it was asked.
-    """
+class Return(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The answer to a `Call`."""
 
     number: int
-    given: list[str] = []
-    silent: list[int] = []
-    workers: list[Status] = []
+    body: msgspec.Raw = NOTHING
     error: ErrorInfo | None = None
 
 
-class NodesUp(_Message, frozen=True, kw_only=True):
-    """The nodes that this worker can use now."""
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker asks all other workers through the parent."""
 
-    urls: list[str]
-
-
-ToWorker = NewMembers | Leave | Ask | Answers
-ToParent = Status | NodesUp | Ask | Reply
-TO_WORKER: msgspec.json.Decoder[ToWorker] = msgspec.json.Decoder(ToWorker)
-TO_PARENT: msgspec.json.Decoder[ToParent] = msgspec.json.Decoder(ToParent)
+    kind: Kind
+    body: msgspec.Raw = NOTHING
 
 
-def line(message: msgspec.Struct) -> bytes:
-    """Return a message as it is sent."""
-    return msgspec.json.encode(message) + b"\n"
+class Answers(msgspec.Struct, frozen=True, kw_only=True):
+    """What the other workers replied; the workers in `silent` did not reply in time."""
+
+    given: list[msgspec.Raw] = []
+    silent: list[int] = []
 
 
-async def opened(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Return the streams of one end of the pair."""
-    return await asyncio.open_unix_connection(sock=sock, limit=LINE_LIMIT_BYTES)
+_DECODER: msgspec.json.Decoder[Call | Return] = msgspec.json.Decoder(Call | Return)
+
+Told = Mapping[Kind, Callable[[msgspec.Raw], None]]
+Asked = Mapping[Kind, Callable[[msgspec.Raw], Awaitable[object]]]
 
 
-async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Yield lines until the far side ends. The last one of a process that was killed may be cut off."""
-    try:
-        while (received := await reader.readline()).endswith(b"\n"):
-            yield received
-    except ConnectionError:
-        return
-    except ValueError:  # a line beyond the limit: only this link ends
-        log.exception("edge_worker.line_too_long", limit_bytes=LINE_LIMIT_BYTES)
-
-
-class _Questions(Generic[T]):
-    """Answers that are waited for, by the numbers of their questions."""
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[T]] = {}
-
-    async def answer(self, send: Callable[[int], None], timeout_s: float) -> T:
-        """Send a question under a number of its own and return what `take` is given for it.
-
-        Raises:
-            TimeoutError: Nothing came in time.
-        """
-        number = next(self._numbers)
-        asked: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._asked[number] = asked
-        try:
-            send(number)
-            async with asyncio.timeout(timeout_s):
-                return await asked
-        finally:
-            del self._asked[number]
-
-    def take(self, number: int, answer: T) -> None:
-        """Take an answer; one that nobody waits for any more is dropped."""
-        asked = self._asked.get(number)
-        if asked is not None and not asked.done():
-            asked.set_result(answer)
-
-
-class ParentLink:
-    """A worker's end.
-
-    Args:
-        reader, writer: As `opened` returns them.
+class Link:
+    """One end of a link.
 
     Attributes:
-        replies: By kind, what answers a question; returns the JSON.
-        is_stopped: Set when the parent has ended its side: this worker is to stop.
+        on_told: Handlers of what the far side tells.
+        on_asked: Handlers of its questions; what they return is sent as JSON.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.replies: Mapping[Kind, Callable[[str], Awaitable[bytes]]] = {}
+        self.on_told: Told = {}
+        self.on_asked: Asked = {}
         self._reader, self._writer = reader, writer
-        self._questions = _Questions[Answers]()
-        self.is_stopped = asyncio.Event()
+        self._numbers = itertools.count(1)
+        self._open: dict[int, asyncio.Future[Return]] = {}
+        self._is_ended = False
 
-    async def run(self, apply: Callable[[Members], None], leave: Callable[[], None]) -> None:
-        """Take what the parent sends until it ends its side; reply to questions meanwhile."""
+    @classmethod
+    async def over(cls, sock: socket.socket) -> "Link":
+        """Return the link of one socket of a pair."""
+        return cls(*await asyncio.open_unix_connection(sock=sock, limit=LINE_LIMIT_BYTES))
+
+    async def run(self) -> None:
+        """Handle what the far side sends until it ends its side, then close this side."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                async for received in _lines(self._reader):
-                    match TO_WORKER.decode(received):
-                        case NewMembers(members=members):
-                            apply(members)
-                        case Leave():
-                            leave()
-                        case Ask() as question:
-                            tasks.create_task(self._reply(question))
-                        case Answers() as answers:
-                            self._questions.take(answers.number, answers)
-                leave()
-                self.is_stopped.set()
+                async for received in self._lines():
+                    match _DECODER.decode(received):
+                        case Call(number=0, kind=kind, body=body):
+                            self.on_told[kind](body)
+                        case Call() as call:
+                            tasks.create_task(self._answer(call))
+                        case Return(number=number) as answer:
+                            asked = self._open.get(number)
+                            if asked is not None and not asked.done():
+                                asked.set_result(answer)
         finally:
             self._writer.close()
 
-    def send(self, message: ToParent) -> None:
-        """Send a message; one after the parent's end is dropped."""
-        if not self._writer.is_closing():
-            self._writer.write(line(message))
+    def tell(self, kind: Kind, body: object = None) -> None:
+        """Send a message that has no answer."""
+        self._send(Call(kind=kind, body=_raw(body)))
 
-    async def announce(self, announcement: Announcement) -> None:
-        """Have the parent take an announcement; it holds for all workers when this returns.
+    async def ask(self, kind: Kind, body: object = None, timeout_s: float = TIMEOUT_S) -> bytes:
+        """Return the answer to a question, as JSON.
 
         Raises:
-            TandemError: The parent does not take it, or does not answer.
+            TimeoutError: There was none in time.
+            TandemError: The far side rejects it.
         """
-        body = msgspec.json.encode(announcement).decode()
+        number = next(self._numbers)
+        self._open[number] = asyncio.get_running_loop().create_future()
         try:
-            answers = await self._ask("announce", body, PARENT_TIMEOUT_S)
-        except TimeoutError as error:
-            raise TandemError("the router's parent process does not answer") from error
-        if answers.error is not None:
-            raise error_from_info(answers.error)
-
-    async def ask(self, kind: Kind, body: str = "") -> Answers:
-        """Ask all other workers; a parent that does not answer leaves the answers empty."""
-        try:
-            return await self._ask(kind, body, 2 * TIMEOUT_S)
-        except TimeoutError:
-            return Answers(number=0)
-
-    async def _ask(self, kind: Kind, body: str, timeout_s: float) -> Answers:
-        return await self._questions.answer(
-            lambda number: self.send(Ask(number=number, kind=kind, body=body)), timeout_s
-        )
-
-    async def _reply(self, question: Ask) -> None:
-        try:
-            body = await self.replies[question.kind](question.body)
-        except Exception:  # the top of a reply: this worker serves on, and counts as silent
-            log.exception("question.failed", kind=question.kind)
-            return
-        self.send(Reply(number=question.number, body=body.decode()))
-
-
-class WorkerLink:
-    """The parent's end of one worker, over all of its lives.
-
-    Attributes:
-        status: As its worker last sent it.
-        up: The URLs of nodes that it can use.
-    """
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.status, self.up = Status(), frozenset[str]()
-        self._writer: asyncio.StreamWriter | None = None
-        self._is_stopped = False
-        self._questions = _Questions[str]()
-
-    @override
-    def __repr__(self) -> str:
-        return f"<WorkerLink {self.index} {self.status}>"
-
-    async def run(
-        self,
-        sock: socket.socket,
-        start: WorkerStart,
-        answer: "Callable[[WorkerLink, Ask], Coroutine[None, None, None]]",
-        linked: "Callable[[WorkerLink], None]",
-    ) -> None:
-        """Start a life of the worker and take what it sends until it ends.
-
-        Args:
-            answer: Answers what it asks.
-            linked: Called once it can be sent messages.
-        """
-        reader, self._writer = await opened(sock)
-        self._is_stopped = False
-        self._writer.write(line(start))
-        linked(self)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                async for received in _lines(reader):
-                    match TO_PARENT.decode(received):
-                        case Status() as status:
-                            self.status = status
-                        case NodesUp(urls=urls):
-                            self.up = frozenset(urls)
-                        case Reply(number=number, body=body):
-                            self._questions.take(number, body)
-                        case Ask() as asked:
-                            tasks.create_task(answer(self, asked))
+            self._send(Call(kind=kind, body=_raw(body), number=number))
+            async with asyncio.timeout(timeout_s):
+                answer = await self._open[number]
         finally:
-            self._writer.close()
-            self._writer, self.status, self.up = None, Status(), frozenset()
+            del self._open[number]
+        if answer.error is not None:
+            raise error_from_info(answer.error)
+        return bytes(answer.body)
 
-    def send(self, message: ToWorker) -> None:
-        """Send a message; a worker that is not there, or is to stop, misses it."""
-        if self._writer is not None and not self._is_stopped and not self._writer.is_closing():
-            self._writer.write(line(message))
+    async def ask_others(self, kind: Kind, body: object = None) -> Answers:
+        """Ask all other workers; a parent that does not answer leaves the answers empty."""
+        question = Question(kind=kind, body=_raw(body))
+        try:
+            answers = await self.ask("others", question, 2 * TIMEOUT_S)
+        except TimeoutError:
+            return Answers()
+        return msgspec.json.decode(answers, type=Answers)
 
-    def stop(self) -> None:
-        """End the input of the worker: it is to stop. Safe to call twice."""
-        if self._writer is not None and not self._is_stopped and not self._writer.is_closing():
-            self._is_stopped = True
+    def send_start(self, start: WorkerStart) -> None:
+        """Send the first line."""
+        self._writer.write(msgspec.json.encode(start) + b"\n")
+
+    def end(self) -> None:
+        """End this side: nothing more is sent. Safe to call twice."""
+        if not self._is_ended and not self._writer.is_closing():
+            self._is_ended = True
             self._writer.write_eof()
 
-    async def ask(self, kind: Kind, body: str) -> str | None:
-        """Return the worker's reply as JSON; None when there is none in time."""
-        if self._writer is None:
-            return None
+    def _send(self, message: Call | Return) -> None:
+        if not self._is_ended and not self._writer.is_closing():
+            self._writer.write(msgspec.json.encode(message) + b"\n")
+
+    async def _answer(self, call: Call) -> None:
         try:
-            return await self._questions.answer(
-                lambda number: self.send(Ask(number=number, kind=kind, body=body)), TIMEOUT_S
-            )
-        except TimeoutError:
-            return None
+            body = await self.on_asked[call.kind](call.body)
+        except TandemError as error:
+            self._send(Return(number=call.number, error=error.info()))
+        except Exception:  # the top of an answer: this process serves on, and counts as silent
+            log.exception("question.failed", kind=call.kind)
+        else:
+            self._send(Return(number=call.number, body=_raw(body)))
+
+    async def _lines(self) -> AsyncIterator[bytes]:
+        """Yield lines until the far side ends. The last line of a killed process may be cut off."""
+        try:
+            while (received := await self._reader.readline()).endswith(b"\n"):
+                yield received
+        except ConnectionError:
+            return
+        except ValueError:  # a line beyond the limit: only this link ends
+            log.exception("edge_worker.line_too_long", limit_bytes=LINE_LIMIT_BYTES)
+
+
+def _raw(body: object) -> msgspec.Raw:
+    return body if isinstance(body, msgspec.Raw) else msgspec.Raw(msgspec.json.encode(body))
 
 
 def started(stdin: int) -> WorkerStart | None:

@@ -1,106 +1,208 @@
-"""The sources of nodes that a configuration names, and the one by name: every address of a name is a node.
+"""The sources of nodes that a configuration names: the addresses of a name, and the pods with some labels.
 
-While a name server does not answer, the known nodes stay. A name that is gone, or has no address, empties the list
-after a while only: names vanish for seconds when servers are restarted.
+The parent asks each every two seconds. While one fails, the nodes that it named stay.
 """
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import ssl
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
-from typing_extensions import override
+import aiohttp
+import msgspec
 
-from tandem.router.config import DnsTarget, RouterConfig
-from tandem.router.discovery_kubernetes import KubernetesSource
-from tandem.router.membership import Member, Source
+from tandem.router.config import DnsTarget, KubernetesTarget, RouterConfig
+from tandem.router.membership import Member, Source, SourceFailed
 from tandem.telemetry.log import get_logger
+from tandem.wire.errors import ConfigInvalid
 from tandem.wire.hosts import reason_of
 
 log = get_logger(__name__)
 
-# Kubernetes lets its own answers be kept for 5 s; a node that is up must serve within as many.
-INTERVAL_S = 2.0
-TIMEOUT_S = 5.0
-# A minute: longer than a name server takes to be started anew.
-ABSENCE_BELIEVED_S = 60.0
+DNS_TIMEOUT_S = 5.0
+# Asked every two seconds, a minute: longer than a name server takes to be started anew.
+ABSENCES_BELIEVED = 30
 ABSENT = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})
+ZONE_LABEL = "topology.kubernetes.io/zone"
+LIST_TIMEOUT_S = 30.0
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 
 async def resolve(host: str, port: int) -> list[str]:
-    """Return the addresses of a name, as the system's resolver knows them.
-
-    Raises:
-        OSError: It knows none now; says why.
-    """
-    async with asyncio.timeout(TIMEOUT_S):
+    """Return the addresses of a name, as the system's resolver knows them. Raises `OSError`."""
+    async with asyncio.timeout(DNS_TIMEOUT_S):
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 
 
+def _url(address: str, port: int) -> str:
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+
 class DnsSource:
     """The nodes behind one name.
 
-    Args:
-        resolve: Of a host and a port to addresses.
-        interval_s: Between two questions.
+    A name that is gone counts as one without nodes after a minute only: names vanish for seconds when
+    servers are restarted. A name server that does not answer takes no node away.
     """
 
-    def __init__(
-        self, target: DnsTarget, resolve: Resolve = resolve, interval_s: float = INTERVAL_S
-    ) -> None:
-        self._target, self._resolve, self._interval_s = target, resolve, interval_s
+    def __init__(self, target: DnsTarget, resolve: Resolve = resolve) -> None:
+        self._target, self._resolve = target, resolve
+        self._num_absent = 0
         self.name = f"dns {target.role or 'any'}={target.host}:{target.port}"
-        self.problem = ""
 
-    @override
-    def __repr__(self) -> str:
-        return f"<DnsSource {self.name} {self.problem or 'found'}>"
+    async def find(self) -> list[Member]:
+        """Return a node for each address of the name. Raises `SourceFailed`."""
+        target = self._target
+        try:
+            addresses = await self._resolve(target.host, target.port)
+        except OSError as error:  # TimeoutError is one
+            self._num_absent += error.errno in ABSENT
+            if self._num_absent > ABSENCES_BELIEVED:
+                return []
+            reason = reason_of(error) or "the name server does not answer in time"
+            raise SourceFailed(reason) from error
+        self._num_absent = 0
+        urls = [_url(address, target.port) for address in sorted(set(addresses))]
+        return [Member(url, target.role, source=self.name) for url in urls]
 
-    async def watch(self) -> AsyncGenerator[list[Member], None]:
-        """Yield all nodes each time the name was resolved."""
-        num_absent = 0
-        while True:
-            try:
-                addresses = await self._resolve(self._target.host, self._target.port)
-            except OSError as error:  # TimeoutError is one
-                self._note_problem(reason_of(error) or "the name server does not answer in time")
-                num_absent += error.errno in ABSENT
-                if num_absent * self._interval_s > ABSENCE_BELIEVED_S:
-                    yield []
-            else:
-                self._note_problem("")
-                num_absent = 0
-                yield [self._member(address) for address in sorted(set(addresses))]
-            await asyncio.sleep(self._interval_s)
 
-    def _member(self, address: str) -> Member:
-        host = f"[{address}]" if ":" in address else address
-        url = f"http://{host}:{self._target.port}"
-        return Member(url, self._target.role, source=self.name)
+class _Struct(msgspec.Struct, frozen=True, rename="camel"):
+    pass
 
-    def _note_problem(self, problem: str) -> None:
-        if problem != self.problem:
-            self.problem = problem
-            if problem:
-                log.warning(
-                    "dns.unresolved",
-                    name=self._target.host,
-                    reason=problem,
-                    see="tandem docs membership#dns",
-                )
-            else:
-                log.info("dns.resolved", name=self._target.host)
+
+class _Port(_Struct, frozen=True):
+    container_port: int
+    name: str = ""
+
+
+class _Container(_Struct, frozen=True):
+    ports: list[_Port] | None = None
+
+
+class _Spec(_Struct, frozen=True):
+    containers: list[_Container] | None = None
+
+
+class _Meta(_Struct, frozen=True):
+    name: str
+    labels: dict[str, str] | None = None
+    deletion_timestamp: str | None = None
+
+
+class _Status(_Struct, frozen=True):
+    phase: str = ""
+    pod_ip: str = msgspec.field(name="podIP", default="")
+
+
+class _Pod(_Struct, frozen=True):
+    metadata: _Meta
+    spec: _Spec
+    status: _Status = _Status()
+
+
+class _Pods(_Struct, frozen=True):
+    items: list[_Pod]
+
+
+class _Refusal(msgspec.Struct, frozen=True):
+    message: str = ""
+
+
+class KubernetesSource:
+    """The pods of one role, as the Kubernetes API lists them.
+
+    A pod counts from when it has an address until it is told to end; whether it serves is for the router to see.
+
+    Raises:
+        ConfigInvalid: The files of the service account are missing.
+    """
+
+    def __init__(self, target: KubernetesTarget, role: str, selector: str) -> None:
+        account = Path(target.account_dir)
+        try:
+            self._namespace = target.namespace or (account / "namespace").read_text().strip()
+            is_tls = target.api_url.startswith("https://")
+            self._tls = ssl.create_default_context(cafile=account / "ca.crt") if is_tls else True
+        except OSError as error:
+            raise ConfigInvalid(
+                f"--discover-kubernetes: cannot read {error.filename}: {error.strerror}; run the router in "
+                "a pod with a service account, or give --kubernetes-api and --kubernetes-namespace"
+            ) from error
+        self._role, self._port, self._selector = role, target.port, selector
+        self._token_file = account / "token"
+        self._url = f"{target.api_url.rstrip('/')}/api/v1/namespaces/{self._namespace}/pods"
+        self.name = f"kubernetes {role} {selector} in {self._namespace}"
+
+    async def find(self) -> list[Member]:
+        """Return a node for each pod that runs. Raises `SourceFailed`."""
+        try:
+            status, body = await self._list()
+            if status != 200:
+                raise SourceFailed(self._refusal(status, body))
+            pods = msgspec.json.decode(body, type=_Pods).items
+        except (aiohttp.ClientError, OSError) as error:
+            raise SourceFailed(str(error) or type(error).__name__) from error
+        except ValueError as error:
+            raise SourceFailed(f"the Kubernetes API sends what cannot be read: {error}") from error
+        pods.sort(key=lambda pod: pod.metadata.name)
+        return [member for member in map(self._member, pods) if member is not None]
+
+    async def _list(self) -> tuple[int, bytes]:
+        headers = {}
+        # None through `kubectl proxy`; Kubernetes renews it within the hour.
+        if self._token_file.exists():
+            headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
+        timeout = aiohttp.ClientTimeout(total=LIST_TIMEOUT_S)
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=self._tls)) as session,
+            session.get(
+                self._url,
+                params={"labelSelector": self._selector},
+                headers=headers,
+                timeout=timeout,
+            ) as response,
+        ):
+            return response.status, await response.read()
+
+    def _refusal(self, status: int, body: bytes) -> str:
+        try:
+            message = msgspec.json.decode(body, type=_Refusal).message
+        except msgspec.DecodeError:
+            message = ""
+        if status != 403:
+            return f"the Kubernetes API answers {status}: {message or 'without a reason'}"
+        return (
+            f"may not list pods in namespace {self._namespace!r} ({message}): bind the router's "
+            "service account to a Role of that namespace with the rule apiGroups: [''], "
+            "resources: [pods], verbs: [list]"
+        )
+
+    def _member(self, pod: _Pod) -> Member | None:
+        meta, status = pod.metadata, pod.status
+        is_running = status.phase == "Running" and not meta.deletion_timestamp
+        port = self._port_of(pod)
+        if not is_running or not status.pod_ip or port is None:
+            return None
+        zone = (meta.labels or {}).get(ZONE_LABEL, "")
+        return Member(_url(status.pod_ip, port), self._role, zone=zone, source=self.name)
+
+    def _port_of(self, pod: _Pod) -> int | None:
+        if self._port.isdigit():
+            return int(self._port)
+        for container in pod.spec.containers or ():
+            for port in container.ports or ():
+                if port.name == self._port:
+                    return port.container_port
+        log.debug("kubernetes.no_port", pod=pod.metadata.name, port=self._port)
+        return None
 
 
 def sources_of(config: RouterConfig) -> list[Source]:
-    """Return the sources that a configuration names.
-
-    Raises:
-        ConfigInvalid: One cannot be set up.
-    """
+    """Return the sources that a configuration names. Raises `ConfigInvalid`."""
     sources: list[Source] = [DnsSource(target) for target in config.dns]
     if (pods := config.kubernetes) is not None:
         selectors = {"prefill": pods.prefill_selector, "decode": pods.decode_selector}

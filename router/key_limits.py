@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-from typing_extensions import override
 
 from tandem.wire.errors import ConfigInvalid, RateLimited
 
@@ -45,11 +44,7 @@ class KeyLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def read_limits(path: str) -> dict[str, KeyLimit]:
-    """Return the limits in a file by the names of keys.
-
-    Raises:
-        ConfigInvalid: It cannot be read, or something in it cannot be; the sentence says what.
-    """
+    """Return the limits in a file by the names of keys. Raises `ConfigInvalid`."""
     flag = f"--key-limits {path}"
     try:
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -73,7 +68,7 @@ def read_limits(path: str) -> dict[str, KeyLimit]:
 
 
 class _Bucket:
-    """Fills with what a minute allows, and holds as much; what was used unforeseen leaves it in debt."""
+    """Fills with what a minute allows, and holds as much; answers may leave it in debt."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self._per_s, self._most = per_minute / MINUTE_S, float(per_minute)
@@ -100,17 +95,8 @@ class Usage:
         )
         self._tokens = _Bucket(limit.tokens_per_minute, now) if limit.tokens_per_minute else None
 
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether the tokens of answers are wanted."""
-        return self._tokens is not None
-
     def begin(self, num_tokens: int, now: float) -> None:
-        """Count a request that begins.
-
-        Raises:
-            RateLimited: It would pass a limit; says which, and when to come back.
-        """
+        """Count a request that begins. Raises `RateLimited`."""
         most = self.limit.requests_in_flight
         if most and self.num_in_flight >= most:
             raise RateLimited(f"this key has {self.num_in_flight} requests running, of {most}", 1)
@@ -135,19 +121,11 @@ class Usage:
 
 
 class KeyUsage:
-    """What all keys use, of one edge worker.
-
-    Args:
-        limits: By key, and under `default` those of the rest.
-    """
+    """What all keys use at one edge worker."""
 
     def __init__(self, limits: Mapping[str, KeyLimit]) -> None:
         self._limits = limits
         self._usage: dict[str, Usage] = {}
-
-    @override
-    def __repr__(self) -> str:
-        return f"KeyUsage({len(self._usage)} keys)"
 
     def of(self, client: str, now: float) -> Usage | None:
         """Return what a key uses; None if nothing limits it."""

@@ -1,4 +1,4 @@
-"""The router's parent process: owns the listening socket and the membership, and keeps the edge workers alive.
+"""The router's parent process: makes the listening socket, owns the membership, and keeps the edge workers alive.
 
 ```
  parent: bind ─▶ start N workers ─▶ restart what crashes ─▶ SIGTERM: Leave ──delay──▶ end their input ─▶ wait ─▶ 0
@@ -9,8 +9,8 @@
  DNS, Kubernetes, POST /nodes of any worker ─▶ Membership ─▶ NewMembers to every worker
 ```
 
-Reads nothing of any client. An only worker accepts by itself; connections of several are handed out here
-(`doorman.py`).
+It reads nothing of any client: workers inherit the socket and accept from it themselves. A connection that no worker
+has accepted waits in the socket, whichever worker dies.
 """
 
 import asyncio
@@ -21,7 +21,6 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import aclosing
 
 import msgspec
 import uvloop
@@ -29,10 +28,9 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from tandem.frontend.server import listen
 from tandem.router.config import RouterConfig
-from tandem.router.control import Answers, Ask, Leave, NewMembers, WorkerLink, WorkerStart
+from tandem.router.control import Answers, Kind, Link, Question, WorkerStart
 from tandem.router.discovery import sources_of
-from tandem.router.doorman import Doorman
-from tandem.router.membership import Announcement, Membership, Source, listed_members
+from tandem.router.membership import Announcement, Membership, Source, SourceFailed, listed_members
 from tandem.router.worker import CONFIG_STATUS
 from tandem.telemetry.log import get_logger
 from tandem.wire.channel import PER_LINK, allow_descriptors
@@ -40,27 +38,27 @@ from tandem.wire.errors import TandemError
 
 log = get_logger(__name__)
 
+_URLS = msgspec.json.Decoder(frozenset[str])
+
 # Beyond the time that streams are given: for cutting them and ending.
 STOP_GRACE_S = 2.0
 # A person at a keyboard waits for no stream of half a minute.
 INTERRUPT_DRAIN_S = 3.0
 # Of an edge worker: its link to the engine, and HTTP connections that ask the node what it is.
 DESCRIPTORS_PER_NODE = PER_LINK + 2
-# Long enough that a worker that cannot start does not fill the log.
 RESTART_PAUSE_S = 0.5
+# In a row, of every worker: then the router ends, for whatever supervises it.
+MAX_FAILED_STARTS = 3
 # How often announcements that were not repeated are looked for.
 LOOK_INTERVAL_S = 1.0
-# Between two lives of a source that failed by a bug.
-SOURCE_PAUSE_S = 5.0
+# Kubernetes lets its own answers be kept for 5 s; a node that is up must serve within as many.
+SOURCE_INTERVAL_S = 2.0
 
 
 def run(config: RouterConfig) -> int:
-    """Serve until a signal comes; return the exit status.
-
-    Raises:
-        ConfigInvalid: The address cannot be listened on, or a source of nodes cannot be set up.
-    """
-    num_nodes, num_waiting = config.num_listed, config.admission.limits.max_requests
+    """Serve until a signal comes; return the exit status. Raises `ConfigInvalid`."""
+    num_nodes = len(config.prefills) + len(config.decodes)
+    num_waiting = config.admission.limits.max_requests
     # Edge workers inherit the limit.
     allow_descriptors(
         num_nodes * DESCRIPTORS_PER_NODE + num_waiting,
@@ -92,8 +90,62 @@ def _metrics_directory(num_workers: int) -> Iterator[str]:
         yield directory
 
 
+class Worker:
+    """One edge worker, over all of its lives.
+
+    Attributes:
+        link: To its process; None while there is none.
+        is_ready: It accepts connections.
+        num_failed: Lives in a row that ended before it did.
+        up: The URLs of nodes that it can use.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.process: asyncio.subprocess.Process | None = None
+        self.num_failed = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget its last life."""
+        self.link: Link | None = None
+        self.is_ready, self.up = False, frozenset[str]()
+
+    def note_ready(self, _body: msgspec.Raw) -> None:
+        """It accepts connections."""
+        self.is_ready, self.num_failed = True, 0
+
+    def note_up(self, body: msgspec.Raw) -> None:
+        """These are the nodes that it can use now."""
+        self.up = _URLS.decode(body)
+
+    def tell(self, kind: Kind, body: object = None) -> None:
+        """Send a message; a worker that is not there misses it."""
+        if self.link is not None:
+            self.link.tell(kind, body)
+
+    def stop(self) -> None:
+        """End the input of the worker: it is to stop. Safe to call twice."""
+        if self.link is not None:
+            self.link.end()
+
+    def kill(self) -> None:
+        """Kill its process, if it has one."""
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+
+    async def ask(self, question: Question) -> bytes | None:
+        """Return the worker's reply as JSON; None when there is none in time."""
+        if self.link is None:
+            return None
+        try:
+            return await self.link.ask(question.kind, question.body)
+        except (TimeoutError, TandemError):
+            return None
+
+
 class Launcher:
-    """Keeps the edge workers of one router running, and tells them of its nodes.
+    """Keeps the edge workers of one router running, and sends them its nodes.
 
     Args:
         sock: Listening.
@@ -111,15 +163,13 @@ class Launcher:
         self._sources = sources
         self._membership = Membership(listed_members(config), sources)
         self._members = self._membership.members()
-        self._workers = [WorkerLink(index) for index in range(config.num_workers)]
-        self._doorman = Doorman(sock, self._workers) if config.num_workers > 1 else None
+        self._workers = [Worker(index) for index in range(config.num_workers)]
         self._is_leaving = False
         self._stopping = asyncio.Event()
-        self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._status, self._drain_s = 0, 0.0
 
     async def run(self) -> int:
-        """Run until a signal comes or a new worker finds that the configuration cannot work."""
+        """Run until a signal comes or the workers cannot start; return the exit status."""
         loop = asyncio.get_running_loop()
         config = self._config
         for number, delay_s, drain_s in (
@@ -127,8 +177,6 @@ class Launcher:
             (signal.SIGINT, 0.0, min(INTERRUPT_DRAIN_S, config.drain_timeout_s)),
         ):
             loop.add_signal_handler(number, self._signalled, delay_s, drain_s)
-        if self._doorman is not None:
-            self._doorman.open()
         async with asyncio.TaskGroup() as tasks:
             beside = [tasks.create_task(self._reap()), tasks.create_task(self._look_often())]
             beside += [tasks.create_task(self._follow(source)) for source in self._sources]
@@ -148,22 +196,19 @@ class Launcher:
         else:
             log.info("router.stopping", delay_s=delay_s, drain_s=drain_s)
             self._is_leaving = True
-            for worker in self._workers:
-                worker.send(Leave())
+            self._tell_all("leave")
             asyncio.get_running_loop().call_later(delay_s, self._stop, drain_s)
 
     def _stop(self, drain_s: float = 0.0) -> None:
         self._drain_s = drain_s
         self._stopping.set()
-        if self._doorman is not None:
-            self._doorman.close()
+        self._socket.close()
         for worker in self._workers:
             worker.stop()
 
     def _kill(self) -> None:
-        for process in self._processes.values():
-            if process.returncode is None:
-                process.kill()
+        for worker in self._workers:
+            worker.kill()
 
     async def _reap(self) -> None:
         """Force what is still there when the deadline of a stop has passed."""
@@ -174,15 +219,24 @@ class Launcher:
 
     # ── its workers ──────────────────────────────────────────────────────────────────────────────
 
-    async def _keep(self, worker: WorkerLink) -> None:
+    def _tell_all(self, kind: Kind, body: object = None) -> None:
+        for worker in self._workers:
+            worker.tell(kind, body)
+
+    async def _keep(self, worker: Worker) -> None:
         is_first_life = True
         while not self._stopping.is_set():
-            status = await self._run_worker(worker)
+            status, has_served = await self._run_worker(worker)
             if self._stopping.is_set():
                 return
-            # Later a file that worked is gone, such as one being renewed: the others serve on.
-            if status == CONFIG_STATUS and is_first_life:
-                self._status = status
+            worker.num_failed += not has_served
+            # Later a file that worked may be gone for a moment, such as one being renewed.
+            is_wrong = status == CONFIG_STATUS and is_first_life
+            if is_wrong or all(each.num_failed >= MAX_FAILED_STARTS for each in self._workers):
+                log.critical(
+                    "router.cannot_start", status=status, num_failed_starts=worker.num_failed
+                )
+                self._status = status if status > 0 else 1
                 self._stop()
                 return
             is_first_life = False
@@ -191,11 +245,10 @@ class Launcher:
                 async with asyncio.timeout(RESTART_PAUSE_S):
                     await self._stopping.wait()
 
-    async def _run_worker(self, worker: WorkerLink) -> int:
-        """Run one life of one worker; return its exit status."""
-        doorman, index = self._doorman, worker.index
-        sock_fd = doorman.worker_end(index) if doorman else self._socket.fileno()
+    async def _run_worker(self, worker: Worker) -> tuple[int, bool]:
+        """Run one life of one worker; return its exit status, and whether it accepted connections."""
         ours, theirs = socket.socketpair()
+        socket_fd = self._socket.fileno()
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "tandem.router.worker"),
@@ -203,75 +256,76 @@ class Launcher:
                 # prometheus_client reads it when it is imported.
                 env=os.environ
                 | ({"PROMETHEUS_MULTIPROC_DIR": self._metrics} if self._metrics else {}),
-                pass_fds=[sock_fd],
+                pass_fds=[socket_fd],
                 # A session of its own: Ctrl-C reaches the parent alone, which stops them in order.
                 start_new_session=True,
             )
-        self._processes[index] = process
-        start = WorkerStart(
-            config=self._config,
-            index=index,
-            socket_fd=sock_fd,
-            members=self._members,
-            metrics_directory=self._metrics,
-        )
+        worker.process = process
+        link = await self.linked(worker, ours, socket_fd)
         async with asyncio.TaskGroup() as tasks:
-            linked = tasks.create_task(worker.run(ours, start, self._answer, self._catch_up))
+            linked = tasks.create_task(link.run())
             status = await process.wait()
             linked.cancel()
-        if doorman is not None:
+        has_served = worker.is_ready
+        worker.reset()
+        if self._metrics:
             # What it counted for /metrics stays.
             mark_process_dead(process.pid, self._metrics)  # type: ignore[no-untyped-call]
-            doorman.worker_gone(index)
-        return status
+        return status, has_served
 
-    def _catch_up(self, worker: WorkerLink) -> None:
-        """Send a worker what happened while it was being started."""
-        worker.send(NewMembers(members=self._members))
+    async def linked(self, worker: Worker, sock: socket.socket, socket_fd: int) -> Link:
+        """Link a new life of a worker and send its start; the caller runs the link."""
+        link = worker.link = await Link.over(sock)
+        link.on_told = {
+            "ready": worker.note_ready,
+            "up": worker.note_up,
+        }
+        link.on_asked = {
+            "announce": self._announce,
+            "others": lambda body: self._ask_others(worker, body),
+        }
+        link.send_start(
+            WorkerStart(
+                config=self._config,
+                index=worker.index,
+                socket_fd=socket_fd,
+                members=self._members,
+                metrics_directory=self._metrics,
+            )
+        )
         if self._is_leaving:
-            worker.send(Leave())
+            worker.tell("leave")
         if self._stopping.is_set():
             worker.stop()
+        return link
+
+    async def _ask_others(self, asking: Worker, body: msgspec.Raw) -> Answers:
+        question = msgspec.json.decode(body, type=Question)
+        others = [each for each in self._workers if each is not asking]
+        replies = await asyncio.gather(*(each.ask(question) for each in others))
+        return Answers(
+            given=[msgspec.Raw(reply) for reply in replies if reply is not None],
+            silent=[e.index for e, reply in zip(others, replies, strict=True) if reply is None],
+        )
 
     # ── its nodes ────────────────────────────────────────────────────────────────────────────────
 
-    async def _answer(self, worker: WorkerLink, asked: Ask) -> None:
-        """Do what a worker asks for."""
-        if asked.kind == "announce":
-            error = self._announce(msgspec.json.decode(asked.body, type=Announcement))
-            info = error.info() if error is not None else None
-            worker.send(Answers(number=asked.number, error=info))
-            return
-        others = [each for each in self._workers if each is not worker and asked.kind != "workers"]
-        replies = await asyncio.gather(*(each.ask(asked.kind, asked.body) for each in others))
-        worker.send(
-            Answers(
-                number=asked.number,
-                given=[reply for reply in replies if reply is not None],
-                silent=[e.index for e, reply in zip(others, replies, strict=True) if reply is None],
-                workers=[each.status for each in self._workers],
-            )
-        )
-
-    def _announce(self, one: Announcement) -> TandemError | None:
-        try:
-            is_news = self._membership.announce(one)
-        except TandemError as error:
-            return error
+    async def _announce(self, body: msgspec.Raw) -> None:
+        """Take an announcement and publish it, before the worker that asked is answered."""
+        one = msgspec.json.decode(body, type=Announcement)
+        is_news = self._membership.announce(one)
         if is_news and one.is_removed:
             log.info("node.removed", url=one.url, role=one.role, hands_over=one.hands_over)
         elif is_news:
             log.info("node.announced", url=one.url, role=one.role, ttl_s=one.ttl_s)
         self._publish()
-        return None
 
     def _publish(self) -> None:
-        """Tell every worker of the members, if they have changed."""
+        """Send every worker the members, if they have changed."""
         members = self._membership.members()
         if members != self._members:
             self._members = members
-            for worker in self._workers:
-                worker.send(NewMembers(members=members))
+            self._tell_all("members", members)
 
     async def _look_often(self) -> None:
         while True:
@@ -286,12 +340,21 @@ class Launcher:
         return any(url in worker.up for worker in self._workers)
 
     async def _follow(self, source: Source) -> None:
+        """Ask a source for its nodes again and again; while it fails, its nodes stay."""
         while True:
+            problem = ""
             try:
-                async with aclosing(source.watch()) as findings:
-                    async for members in findings:
-                        self._membership.found(source.name, members)
-                        self._publish()
-            except Exception:  # the top of a source: the workers serve on with the nodes they have
-                log.exception("source.failed", source=source.name)
-            await asyncio.sleep(SOURCE_PAUSE_S)
+                self._membership.found(source.name, await source.find())
+            except SourceFailed as failed:
+                problem = str(failed)
+            except Exception as error:  # the top of a source: the workers serve on
+                log.exception("source.broken", source=source.name)
+                problem = str(error) or type(error).__name__
+            if self._membership.note_problem(source.name, problem):
+                if problem:
+                    see = "tandem docs membership"
+                    log.warning("source.failed", source=source.name, reason=problem, see=see)
+                else:
+                    log.info("source.follows", source=source.name)
+            self._publish()
+            await asyncio.sleep(SOURCE_INTERVAL_S)

@@ -11,12 +11,11 @@ Of two sources that name one URL the upper one counts. A source removes only wha
 listed by hand stays whatever the others name.
 """
 
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
-from typing_extensions import override
 
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import InvalidRequest
@@ -32,14 +31,7 @@ MAX_ANNOUNCED = 4096
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A node that is wanted.
-
-    Attributes:
-        role: As it was given; empty to take the role that the node reports.
-        bootstrap_port: None takes the port that the node reports.
-        zone: Its zone as the source names it; empty when it does not.
-        source: The source's name, for people.
-    """
+    """A node that is wanted. What is empty, or None, is as the node reports it."""
 
     url: str
     role: str = ""
@@ -59,7 +51,6 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ttl_s: How long it holds unless it is repeated; None: until it is taken back.
-        is_removed: The node is to go.
         hands_over: Requests on a removed node move to others at once.
     """
 
@@ -80,64 +71,50 @@ class SourceState(msgspec.Struct, frozen=True):
 
 
 class Members(msgspec.Struct, frozen=True, kw_only=True):
-    """All members at one moment.
-
-    Attributes:
-        handing_over: URLs of removed nodes whose requests move to others at once.
-    """
+    """All members at one moment, and the removed ones whose requests move to others at once."""
 
     members: list[Member]
     handing_over: list[str] = []
     sources: list[SourceState] = []
 
 
-class Source(Protocol):
-    """Finds nodes.
+class SourceFailed(Exception):
+    """A source cannot find its nodes now; the message says why, for people."""
 
-    Attributes:
-        name: For people.
-        problem: What keeps it from finding nodes now; empty when nothing does.
-    """
+
+class Source(Protocol):
+    """Finds nodes. Its name is for people."""
 
     name: str
-    problem: str
 
-    def watch(self) -> AsyncGenerator[list[Member], None]:
-        """Yield all nodes there are, whenever that may have changed."""
+    async def find(self) -> list[Member]:
+        """Return all nodes there are now. Raises `SourceFailed`."""
         ...
 
 
 class Membership:
-    """Merges the sources, and forgets announcements that are not repeated in time.
-
-    Args:
-        listed: Nodes named by hand.
-        sources: They are watched by the caller.
-    """
+    """Merges the sources, which the caller asks, and forgets announcements that are not repeated in time."""
 
     def __init__(self, listed: Iterable[Member], sources: Iterable[Source] = ()) -> None:
         self._listed = {member.url: member for member in listed}
-        self._sources = list(sources)
+        self._problems = dict.fromkeys((source.name for source in sources), "")
         self._found: dict[str, dict[str, Member]] = {}
         self._announced: dict[str, Announcement] = {}
         self._heard_s: dict[str, float] = {}
         self._time_s, self._last_look = 0.0, 0.0
 
-    @override
-    def __repr__(self) -> str:
-        found = {name: len(members) for name, members in self._found.items()}
-        return f"<Membership listed={len(self._listed)} announced={len(self._announced)} {found}>"
-
     def found(self, source: str, members: Iterable[Member]) -> None:
         """Take the nodes that one source names now, in place of those it named before."""
         self._found[source] = {member.url: member for member in members}
 
-    def announce(self, one: Announcement) -> bool:
-        """Take an announcement or a removal; return whether it is news.
+    def note_problem(self, source: str, problem: str) -> bool:
+        """Note why a source finds nothing, empty when it does; return whether that is news."""
+        is_news = self._problems[source] != problem
+        self._problems[source] = problem
+        return is_news
 
-        Raises:
-            InvalidRequest: Too many nodes were announced.
-        """
+    def announce(self, one: Announcement) -> bool:
+        """Take an announcement or a removal; return whether it is news. Raises `InvalidRequest`."""
         before = self._announced.get(one.url)
         if before is None and len(self._announced) >= MAX_ANNOUNCED:
             raise InvalidRequest(
@@ -179,7 +156,7 @@ class Membership:
         return Members(
             members=list(wanted.values()),
             handing_over=[one.url for one in removed if one.hands_over],
-            sources=[SourceState(source.name, source.problem) for source in self._sources],
+            sources=[SourceState(name, problem) for name, problem in self._problems.items()],
         )
 
     def _is_over(self, one: Announcement) -> bool:

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -49,9 +49,6 @@ class RouterMetrics:
     """Counters in a registry of their own, so that two routers in one process do not share any.
 
     With several edge workers prometheus_client's multiprocess mode adds them up (`render_pool`).
-
-    Attributes:
-        queued, queue_wait, refused, requests, replays, local_prompts, pairing: Metrics that others set.
     """
 
     def __init__(self) -> None:
@@ -186,38 +183,36 @@ class RouterMetrics:
 
 
 class _WorkersCollector(Collector):
-    """Connections and streams of each edge worker."""
+    """Streams of each edge worker, by its index."""
 
-    def __init__(self, workers: Iterable[tuple[int, int]]) -> None:
-        self._workers = list(workers)
+    def __init__(self, num_streams: Mapping[int, int]) -> None:
+        self._num_streams = num_streams
 
     @override
     def collect(self) -> Iterator[Metric]:
-        connections = GaugeMetricFamily(
-            "tandem_edge_worker_connections", "Connections of an edge worker.", labels=["worker"]
-        )
         streams = GaugeMetricFamily(
             "tandem_edge_worker_streams", "Generations of an edge worker.", labels=["worker"]
         )
-        for index, (num_connections, num_streams) in enumerate(self._workers):
-            connections.add_metric([str(index)], num_connections)
-            streams.add_metric([str(index)], num_streams)
-        yield connections
+        for index, count in self._num_streams.items():
+            streams.add_metric([str(index)], count)
         yield streams
 
 
-def render_pool(
-    directory: str, workers: Iterable[tuple[int, int]], pids: Callable[[], Mapping[str, int]]
-) -> str:
+def render_pool(directory: str, num_streams: Mapping[int, int], pids: Mapping[str, int]) -> str:
     """Return what all edge workers of a router counted, dead ones included.
 
     Args:
         directory: Where prometheus_client keeps what each process counted.
-        workers: The connections and streams of each.
+        num_streams: Of each worker, by its index.
+        pids: Of this router's processes, by their names.
     """
     registry = CollectorRegistry()
     MultiProcessCollector(registry, directory)  # type: ignore[no-untyped-call]
-    for collector in (_WorkersCollector(workers), ProcessesCollector(pids), BuildCollector()):
+    for collector in (
+        _WorkersCollector(num_streams),
+        ProcessesCollector(lambda: pids),
+        BuildCollector(),
+    ):
         registry.register(collector)
     return generate_latest(registry).decode()
 

@@ -21,8 +21,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Self
 
-from typing_extensions import override
-
 from tandem.frontend.engine_client import EngineClient
 from tandem.frontend.token_stream import Start, TokenStream
 from tandem.frontend.tokenizer import Tokenizer
@@ -58,22 +56,12 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 5.0, 60.0
 
 
 class Standing:
-    """How often one life of a node failed what it was given.
-
-    Attributes:
-        num_failed: Failures that were counted, ever.
-        num_in_a_row: Since the last request that ended well.
-        pause_s: For how long the node was last put aside.
-    """
+    """How often one life of a node failed what it was given: ever, and since a request ended well."""
 
     def __init__(self) -> None:
         self.num_failed = self.num_in_a_row = 0
         self.pause_s = 0.0
         self._aside_until_s = 0.0
-
-    @override
-    def __repr__(self) -> str:
-        return f"Standing(num_in_a_row={self.num_in_a_row}, pause_s={self.pause_s})"
 
     def failed(self, error: TandemError, num_failed_before: int, now_s: float) -> bool:
         """Count a request that failed; return whether the node is put aside for that.
@@ -108,10 +96,6 @@ class Work:
 
     Args:
         num_to_compute: Prompt tokens that decode computes by itself.
-
-    Attributes:
-        is_counted: Whether it is part of the node's load.
-        is_done: Nothing is left to do for it at the node.
     """
 
     def __init__(
@@ -125,7 +109,7 @@ class Work:
         node.count_own(num_to_compute)
 
     def prompt_done(self) -> None:
-        """The prompt was computed: none of it waits at the node any more. Safe to call twice."""
+        """Count the prompt as computed. Safe to call twice."""
         self._node.count_own(-self._num_to_compute)
         self._num_to_compute = 0
 
@@ -166,21 +150,18 @@ class Node:
     """A node at one URL, over all of its lives.
 
     Args:
-        role: What it was given as: prefill or decode; empty to take what it reports.
         on_change: Called with the node when what `snapshot` returns may have changed.
         known: What all nodes have cached, and behind that.
 
     Attributes:
-        role: What it last reported; until then what it was given as.
+        role: As it last reported; until then as given, empty to take what it reports.
         info: What it last reported of itself; None until it was reached.
         reason: Why it is not used; empty when nothing is wrong.
         is_admitted: Its last answer was that of a healthy node that takes requests.
         leaving: Set while it is to be forgotten.
         idle: Set while nothing of this process runs on it.
         trouble: Set when its link is lost or it drains: it is to be asked over HTTP.
-        tokenizer: Of its model; None before it was fetched, or where the model has none.
         prefixes: What this life of it has cached, and behind that; None before it was met.
-        standing: How often this life of it failed what it was given.
     """
 
     def __init__(
@@ -213,15 +194,10 @@ class Node:
         self._own_tokens = self._others_tokens = 0
         self._load_counted = _NO_LOAD
 
-    @override
-    def __repr__(self) -> str:
-        state = "up" if self.is_up else f"down ({self.reason})"
-        return f"<Node {self.role} {self.url} {state} in_flight={self.in_flight_requests}>"
-
     # ── its membership ───────────────────────────────────────────────────────────────────────────
 
     def join(self, member: Member) -> None:
-        """Become wanted, or stay so, as a source names it."""
+        """Be a member from here on, or stay one."""
         if self.leaving.is_set():
             self.leaving.clear()
             log.info("node.wanted_again", role=self.role, url=self.url)
@@ -249,7 +225,7 @@ class Node:
 
     @property
     def host(self) -> str:
-        """The host of its URL, an IPv6 one without brackets: its other ports are there too."""
+        """The host of its URL: its other ports are there too."""
         return host_of(self.url)
 
     @property
@@ -285,7 +261,7 @@ class Node:
 
     @property
     def state(self) -> str:
-        """Leaving, draining, up or down, for people."""
+        """leaving, draining, up or down."""
         if self.leaving.is_set():
             return "leaving"
         if self.reason == DRAINING:
@@ -325,11 +301,7 @@ class Node:
         self.changed()
 
     def check(self, info: NodeInfo) -> None:
-        """Refuse what is no usable node; take the role that it reports.
-
-        Raises:
-            NodeUnusable: With the reason.
-        """
+        """Refuse what is no usable node; take the role that it reports. Raises `NodeUnusable`."""
         if info.role not in ROLES:
             raise NodeUnusable(f"is a {info.role} node, not a prefill or a decode")
         if info.role != self.role:
@@ -359,9 +331,11 @@ class Node:
                 return None
             self.client.stop()
         _warn_of_rhythm(self.url, info.heartbeat_interval_ms, 1000 * heartbeat.interval_s)
-        self.standing = Standing()
-        self.forget_prefixes()
-        self.prefixes = self._known.new_life()
+        if not is_same_life or self.prefixes is None:
+            self.standing = Standing()
+            if self.prefixes is not None:
+                self.prefixes.forget()
+            self.prefixes = self._known.new_life()
         self.client = EngineClient(
             tcp_address(self.host, info.engine_port),
             key,
@@ -371,11 +345,6 @@ class Node:
             prefixes=self.prefixes,
         )
         return self.client
-
-    def forget_prefixes(self) -> None:
-        """What it had cached is gone. Safe to call twice."""
-        if self.prefixes is not None:
-            self.prefixes.forget()
 
     # ── what runs on it ──────────────────────────────────────────────────────────────────────────
 
@@ -427,9 +396,8 @@ class Node:
     def backlog_tokens(self) -> int:
         """Return the prompt tokens that wait to be computed here.
 
-        This edge worker's are counted, so that they end with the first token and not with the next load. Of a
-        load the others' are what exceeds that count, which has not changed since the load came: whatever
-        changes the count looks here first.
+        This edge worker's own are counted, so that they end with the first token and not with the next load.
+        Those of others are what exceeds that count when a load comes.
         """
         load = self.load
         if load is not self._load_counted:
@@ -438,7 +406,7 @@ class Node:
         return self._own_tokens + self._others_tokens
 
     def expect(self, num_tokens: int) -> None:
-        """A request was given to this node, which will have so many tokens more to do."""
+        """Count tokens that were given to this node, until its next load."""
         self._fresh_tokens = self.fresh_tokens() + num_tokens
         self.changed()
 
@@ -461,7 +429,8 @@ class Node:
             load=self.load,
             in_flight_requests=self.in_flight_requests,
             in_flight_tokens=self.in_flight_tokens,
-            fresh_tokens=self.fresh_tokens(),
+            # Without a request of this process here, all that it was given has ended since.
+            fresh_tokens=self.fresh_tokens() if self.in_flight_requests else 0,
             zone=self.zone,
             prefixes=self.prefixes.cached if self.prefixes else NOTHING_CACHED,
             tiers=self.prefixes.tiers if self.prefixes else (),

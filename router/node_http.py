@@ -35,11 +35,7 @@ class TokenizerFiles(msgspec.Struct, frozen=True):
 
 
 async def fetch_info(session: aiohttp.ClientSession, url: str) -> NodeInfo:
-    """Ask a node what it is.
-
-    Raises:
-        NodeUnusable: It does not answer, or not as a node of ours.
-    """
+    """Ask a node what it is. Raises `NodeUnusable`."""
     body = await _get(session, f"{url}/server_info", INFO_TIMEOUT_S, INFO_LIMIT_BYTES)
     try:
         return msgspec.json.decode(body, type=NodeInfo)
@@ -50,11 +46,7 @@ async def fetch_info(session: aiohttp.ClientSession, url: str) -> NodeInfo:
 async def fetch_tokenizer(
     session: aiohttp.ClientSession, url: str, expected_hash: str
 ) -> Tokenizer:
-    """Fetch a node's tokenizer and load it.
-
-    Raises:
-        NodeUnusable: It does not give the files that it announced, or they do not load.
-    """
+    """Fetch a node's tokenizer and load it. Raises `NodeUnusable`."""
     body = await _get(session, f"{url}/tokenizer", TOKENIZER_TIMEOUT_S, TOKENIZER_LIMIT_BYTES)
     try:
         files = msgspec.json.decode(body, type=TokenizerFiles).files

@@ -22,7 +22,6 @@ from tandem.router.config import RouterConfig
 from tandem.router.node import Node
 from tandem.router.node_http import NodeUnusable, fetch_info, fetch_tokenizer
 from tandem.telemetry.log import get_logger
-from tandem.wire.channel import Heartbeat
 from tandem.wire.keys import ChannelKey
 from tandem.wire.messages import NodeInfo
 
@@ -41,36 +40,20 @@ class Watcher:
     """Watches nodes, each in a task of its own, and collects the tokenizers of their models.
 
     Args:
-        key: Of the links to engines; None leaves them plain.
-        tokenizer: Used in place of those of the nodes.
-        heartbeat: Of those links.
         came_up: Called when a node may be given requests again.
+
+    Raises:
+        ConfigInvalid: The tokenizer directory cannot be read, or the key cannot be made.
     """
 
-    def __init__(
-        self,
-        key: ChannelKey | None,
-        tokenizer: Tokenizer | None,
-        heartbeat: Heartbeat,
-        came_up: Callable[[], None],
-    ) -> None:
-        self._key, self._given_tokenizer = key, tokenizer
-        self._heartbeat, self._came_up = heartbeat, came_up
+    def __init__(self, config: RouterConfig, came_up: Callable[[], None]) -> None:
+        secret, directory = config.cluster_secret, config.tokenizer_dir
+        self._key = ChannelKey.from_secret(secret) if secret else None
+        self._given_tokenizer = Tokenizer.load(Path(directory)) if directory else None
+        self._heartbeat, self._came_up = config.heartbeat, came_up
         # By their hash. Nodes hold them: one that no node has any more is let go.
         self._tokenizers = WeakValueDictionary[str, Tokenizer]()
         self._fetching = asyncio.Lock()
-
-    @classmethod
-    def of_config(cls, config: RouterConfig, came_up: Callable[[], None]) -> "Watcher":
-        """Make one.
-
-        Raises:
-            ConfigInvalid: The tokenizer directory cannot be read, or the key cannot be made.
-        """
-        secret, directory = config.cluster_secret, config.tokenizer_dir
-        key = ChannelKey.from_secret(secret) if secret else None
-        tokenizer = Tokenizer.load(Path(directory)) if directory else None
-        return cls(key, tokenizer, config.heartbeat, came_up)
 
     def tokenizer(self, tokenizer_hash: str) -> Tokenizer | None:
         """Return the tokenizer of a model, None where it has none."""

@@ -22,7 +22,7 @@ from tandem.frontend.middleware import json_response
 from tandem.frontend.operators import operators_only
 from tandem.router.cluster import Cluster
 from tandem.router.config import node_id, node_url
-from tandem.router.control import ParentLink
+from tandem.router.control import PARENT_TIMEOUT_S, Link
 from tandem.router.membership import Announcement
 from tandem.router.node import Node
 from tandem.wire.errors import ConfigInvalid, InvalidRequest, TandemError
@@ -47,7 +47,7 @@ class NodeBody(Body):
 class NodesApi:
     """Answers for one edge worker."""
 
-    def __init__(self, cluster: Cluster, link: ParentLink) -> None:
+    def __init__(self, cluster: Cluster, link: Link) -> None:
         self._cluster, self._link = cluster, link
 
     def routes(self) -> list[web.RouteDef]:
@@ -68,17 +68,13 @@ class NodesApi:
         return json_response(self.listing())
 
     async def add(self, request: web.Request) -> web.Response:
-        """Add a node, or renew what a node announced of itself.
-
-        Raises:
-            InvalidRequest: The body is wrong; names the field.
-        """
+        """Add a node, or renew what a node announced of itself. Raises `InvalidRequest`."""
         body = validate(NodeBody, read_json(await request.read()))
         try:
             url = node_url(body.url)
         except ConfigInvalid as error:
             raise InvalidRequest(f"url: {error.message}") from error
-        await self._link.announce(
+        await self._announce(
             Announcement(
                 url=url,
                 role=body.role or "",
@@ -97,10 +93,17 @@ class NodesApi:
         """
         node = self._find(request.match_info["id"])
         hands_over = request.query.get("now", "0") not in {"0", "false", ""}
-        await self._link.announce(
+        await self._announce(
             Announcement(url=node.url, role=node.role, is_removed=True, hands_over=hands_over)
         )
         return json_response(_shown(node))
+
+    async def _announce(self, announcement: Announcement) -> None:
+        """Have the parent take an announcement; it is sent to all workers before this returns."""
+        try:
+            await self._link.ask("announce", announcement, PARENT_TIMEOUT_S)
+        except TimeoutError as error:
+            raise TandemError("the router's parent process does not answer") from error
 
     def _find(self, named: str) -> Node:
         """Return a node by its id or its URL, percent-encoded once more or not."""
@@ -128,11 +131,8 @@ def _shown(node: Node) -> Mapping[str, Any]:
 
 def _tiers(node: Node) -> Sequence[Mapping[str, Any]]:
     """Return what is behind a node's prefix cache, with how many blocks this router knows of it."""
-    known = node.prefixes.behind if node.prefixes is not None else {}
+    known = node.prefixes.num_blocks if node.prefixes is not None else {}
     return [
-        {
-            **msgspec.structs.asdict(tier),
-            "num_blocks": known[tier.name].num_blocks if tier.name in known else 0,
-        }
+        msgspec.structs.asdict(tier) | {"num_blocks": known.get((tier.name, tier.store), 0)}
         for tier in node.load.tiers
     ]

@@ -4,6 +4,7 @@ Numbers, node names and errors; never a prompt or an answer. `observer.py` makes
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +56,6 @@ class PairView(msgspec.Struct, frozen=True, kw_only=True):
         num_running: Attempts now.
         num_started: Attempts since the workers began.
         prompt_tokens_per_s: Given to it, over the last seconds.
-        pushed_bytes_per_s: Its part of what prefill pushes, by prompt tokens: nodes count by node.
     """
 
     prefill: str
@@ -63,7 +63,6 @@ class PairView(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     num_started: int
     prompt_tokens_per_s: float = 0.0
-    pushed_bytes_per_s: float = 0.0
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,16 +166,20 @@ def merged(own: Overview, others: Sequence[Overview], silent: Sequence[int]) -> 
     requests is added up.
     """
     every = [own, *others]
+    in_flight = Counter[str]()
+    for node in (node for one in every for node in one.nodes):
+        in_flight[node.url] += node.in_flight_requests
     recent = sorted(
         (timings for one in every for timings in one.recent), key=lambda each: each["ended_unix_s"]
-    )
-    return msgspec.structs.replace(
+    )[-NUM_SHOWN:]
+    replace = msgspec.structs.replace
+    return replace(
         own,
         num_workers=len(every),
         silent_workers=list(silent),
         num_in_flight=sum(one.num_in_flight for one in every),
         num_queued=sum(one.num_queued for one in every),
-        nodes=_merged_nodes(every),
+        nodes=[replace(node, in_flight_requests=in_flight[node.url]) for node in own.nodes],
         pairs=_merged_pairs(every),
         totals=Totals(
             **{
@@ -184,51 +187,21 @@ def merged(own: Overview, others: Sequence[Overview], silent: Sequence[int]) -> 
                 for name in Totals.__struct_fields__
             }
         ),
-        rates=msgspec.structs.replace(own.rates, requests=sum(one.rates.requests for one in every)),
-        latencies=latencies(recent[-NUM_SHOWN:]),
-        recent=recent[-NUM_SHOWN:],
+        rates=replace(own.rates, requests=sum(one.rates.requests for one in every)),
+        latencies=latencies(recent),
+        recent=recent,
     )
-
-
-def _merged_nodes(every: Sequence[Overview]) -> list[NodeView]:
-    in_flight: dict[str, int] = {}
-    for one in every:
-        for node in one.nodes:
-            in_flight[node.url] = in_flight.get(node.url, 0) + node.in_flight_requests
-    return [
-        msgspec.structs.replace(node, in_flight_requests=in_flight[node.url])
-        for node in every[0].nodes
-    ]
 
 
 def _merged_pairs(every: Sequence[Overview]) -> list[PairView]:
     pairs: dict[tuple[str, str], PairView] = {}
     for pair in (pair for one in every for pair in one.pairs):
-        known = pairs.get((pair.prefill, pair.decode), _unused(pair))
-        pairs[pair.prefill, pair.decode] = msgspec.structs.replace(
-            pair,
-            num_running=known.num_running + pair.num_running,
-            num_started=known.num_started + pair.num_started,
-            prompt_tokens_per_s=known.prompt_tokens_per_s + pair.prompt_tokens_per_s,
-        )
-    return shared_pushes(list(pairs.values()), every[0].nodes)
-
-
-def _unused(pair: PairView) -> PairView:
-    return PairView(prefill=pair.prefill, decode=pair.decode, num_running=0, num_started=0)
-
-
-def shared_pushes(pairs: Sequence[PairView], nodes: Sequence[NodeView]) -> list[PairView]:
-    """Return pairs with what each prefill pushes shared among its pairs by their prompt tokens."""
-    pushed = {node.url: node.rates.pushed_bytes for node in nodes}
-    given: dict[str, float] = {}
-    for pair in pairs:
-        given[pair.prefill] = given.get(pair.prefill, 0.0) + pair.prompt_tokens_per_s
-    return [
-        msgspec.structs.replace(
-            pair,
-            pushed_bytes_per_s=pushed.get(pair.prefill, 0.0)
-            * (pair.prompt_tokens_per_s / given[pair.prefill] if given[pair.prefill] else 0.0),
-        )
-        for pair in pairs
-    ]
+        if (known := pairs.get((pair.prefill, pair.decode))) is not None:
+            pair = msgspec.structs.replace(  # noqa: PLW2901 - the sum takes its place
+                pair,
+                num_running=known.num_running + pair.num_running,
+                num_started=known.num_started + pair.num_started,
+                prompt_tokens_per_s=known.prompt_tokens_per_s + pair.prompt_tokens_per_s,
+            )
+        pairs[pair.prefill, pair.decode] = pair
+    return list(pairs.values())

@@ -11,8 +11,7 @@ import itertools
 import random
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
-
-from typing_extensions import override
+from dataclasses import dataclass
 
 from tandem.router.cluster import Cluster
 from tandem.router.metrics import RouterMetrics
@@ -21,21 +20,12 @@ from tandem.wire.errors import NoNodeAvailable, TandemError
 from tandem.wire.generation import GenerateRequest
 
 
+@dataclass(slots=True, eq=False)
 class Group:
-    """Requests of one prompt, which go to one pair.
+    """Requests of one prompt, which go to one pair: None until it was chosen."""
 
-    Attributes:
-        pair: Where the next of them goes; None until it was chosen.
-        num_running: Its requests that have not ended.
-    """
-
-    def __init__(self) -> None:
-        self.pair: Pair | None = None
-        self.num_running = 0
-
-    @override
-    def __repr__(self) -> str:
-        return f"<Group {self.pair} num_running={self.num_running}>"
+    pair: Pair | None = None
+    num_running: int = 0
 
 
 class Groups:
@@ -49,11 +39,7 @@ class Groups:
 
     @contextmanager
     def entered(self, name: str) -> Iterator[Group]:
-        """Count a request as running inside the block and yield its group.
-
-        Args:
-            name: Empty for a request that is alone.
-        """
+        """Count a request as running inside the block and yield its group; without a name it is alone."""
         if not name:
             yield Group()
             return
@@ -67,8 +53,22 @@ class Groups:
                 del self._groups[name]
 
 
+@dataclass(slots=True, eq=False)
+class PairUse:
+    """What one edge worker has given to one pair.
+
+    Attributes:
+        num_running, num_started: Attempts now, and ever.
+        num_tokens: Of the prompts of all of them.
+    """
+
+    num_running: int = 0
+    num_started: int = 0
+    num_tokens: int = 0
+
+
 class Pairing:
-    """Chooses pairs.
+    """Chooses pairs, and counts what each is given.
 
     Args:
         rng: For the policies that draw.
@@ -80,6 +80,27 @@ class Pairing:
         self._cluster, self._metrics = cluster, metrics
         self._policy, self._rng = policy, rng
         self._turns = itertools.count()
+        self.uses: dict[Pair, PairUse] = {}
+
+    @contextmanager
+    def used(self, pair: Pair, num_tokens: int) -> Iterator[None]:
+        """Count an attempt with a prompt of so many tokens as running inside the block."""
+        use = self.uses.setdefault(pair, PairUse())
+        use.num_running += 1
+        use.num_started += 1
+        use.num_tokens += num_tokens
+        try:
+            yield
+        finally:
+            use.num_running -= 1
+
+    def forget(self, urls: set[str]) -> None:
+        """Forget idle pairs with a node that is none of `urls`."""
+        self.uses = {
+            pair: use
+            for pair, use in self.uses.items()
+            if use.num_running or urls.issuperset(pair.urls)
+        }
 
     def pair_for(
         self,

@@ -57,7 +57,7 @@ class Places:
 
     Args:
         max_in_flight: Requests of all edge workers at one node; 0: as many as the node reports.
-        num_workers: Edge workers of this router: all may start at once at a node without requests.
+        num_workers: Edge workers of this router.
     """
 
     def __init__(self, max_in_flight: int = 0, num_workers: int = 1) -> None:

@@ -72,16 +72,20 @@ def busy_tokens(node: NodeSnapshot) -> float:
     """Return the work that a node has, in tokens: what it reported and what was started since.
 
     On prefill these are prompt tokens to compute. On decode they are the tokens of running requests, which each step
-    reads, and of queued ones.
+    reads, and of queued ones. A report is up to half a second old: what this edge worker's requests that ended since
+    had of it is left out, or a prompt would leave the node that cached it a moment ago.
     """
     load = node.load
     num_placed = load.num_running + load.num_transferring
+    num_there = num_placed + load.num_waiting
+    num_ended = min(num_there, max(0, load.num_own - node.in_flight_requests))
     reported_tokens: float = max(0, load.queued_tokens)
     if load.queued_tokens < 0 or node.role != "prefill":
         placed_tokens = (load.pages_held + load.pages_granted) * load.page_size
         # A waiting request holds no pages yet: count it as one of the average size.
         reported_tokens += placed_tokens * (1 + load.num_waiting / max(1, num_placed))
-    num_requests = node.in_flight_requests + num_placed + load.num_waiting
+    reported_tokens *= 1 - num_ended / max(1, num_there)
+    num_requests = node.in_flight_requests + num_there - num_ended
     return node.fresh_tokens + reported_tokens + num_requests * _REQUEST_TOKENS
 
 
@@ -95,7 +99,7 @@ def room_tokens(node: NodeSnapshot) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
-    """All nodes at one moment, in the order they were given in."""
+    """All nodes at one moment."""
 
     prefills: tuple[NodeSnapshot, ...]
     decodes: tuple[NodeSnapshot, ...]
@@ -103,11 +107,7 @@ class ClusterSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The two nodes of one attempt, by their URLs.
-
-    Attributes:
-        prefill: Empty when decode computes the prompt by itself.
-    """
+    """The two nodes of one attempt, by their URLs. Without a prefill, decode computes the prompt."""
 
     prefill: str
     decode: str
@@ -123,13 +123,7 @@ _NO_BLOCKS = PromptBlocks(())
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is known of a request before it has a pair.
-
-    Attributes:
-        num_tokens: Of its prompt.
-        session: Requests of one session are worth sending to one pair; empty: no session.
-        prompt: Its blocks, which may be cached somewhere.
-    """
+    """What is known of a request before it has a pair: its prompt, and its session if it has one."""
 
     num_tokens: int = 0
     session: str = ""
@@ -138,9 +132,8 @@ class Asked:
     @classmethod
     def of(cls, request: GenerateRequest) -> "Asked":
         """Return what is known of `request`."""
-        prompt_ids = request.prompt_ids
-        blocks = PromptBlocks(prompt_ids, request.cache_salt)
-        return cls(len(prompt_ids), request.session, blocks)
+        blocks = PromptBlocks(request.prompt_ids, request.cache_salt)
+        return cls(len(request.prompt_ids), request.session, blocks)
 
     def cached_tokens(self, node: NodeSnapshot) -> int:
         """Return how many tokens at the beginning of the prompt `node` has cached, as far as known."""
@@ -196,8 +189,8 @@ class Rating:
     """How the nodes of one role are compared.
 
     Attributes:
-        costs: Of each of at least one node; the cheapest is taken. Infinity: not taken.
-        crossing: What it costs to take a pair from two zones.
+        costs: Returns that of each node; the cheapest is taken. Infinity: not taken.
+        crossing: Returns the cost of a pair from two zones.
     """
 
     costs: Callable[[Sequence[NodeSnapshot], Asked, Draw], Sequence[float]]
@@ -307,11 +300,7 @@ def _cheapest_by_zone(
 
 
 def tokens_to_compute(request: GenerateRequest, num_cached: int = 0) -> int:
-    """Return how many tokens of a prompt a decode node has to compute by itself.
-
-    Args:
-        num_cached: Of the prompt, the node has so many in its prefix cache.
-    """
+    """Return how many tokens of a prompt a decode node has to compute by itself, of which it caches some."""
     wanted = request.logprobs
     if wanted is not None and wanted.prompt_start >= 0:
         # Log-probabilities come from computing, so from there on nothing is taken from the cache.
@@ -327,7 +316,6 @@ def stays_on_decode(
 
     Args:
         threshold: Prompt tokens that the node may have to compute at a time, this prompt's included.
-        num_cached: See `tokens_to_compute`.
     """
     num_new = tokens_to_compute(request, num_cached)
     return decode.takes_prompts and decode.backlog_tokens + num_new <= threshold

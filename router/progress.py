@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
-from typing_extensions import override
 
 from tandem.frontend.backend import Tap
 from tandem.wire.errors import PeerLost
@@ -29,8 +28,6 @@ class Trail:
     Args:
         clock: Monotonic, in seconds.
     """
-
-    __slots__ = ("_attempt", "_clock", "_ended_s", "_phases", "_started")
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -80,18 +77,6 @@ class Progress:
         is_finished: The last delta was returned.
     """
 
-    __slots__ = (
-        "_clock",
-        "_next_position",
-        "_request",
-        "_started",
-        "_tap",
-        "is_finished",
-        "next_index",
-        "sent_ids",
-        "trail",
-    )
-
     def __init__(
         self,
         request: GenerateRequest,
@@ -107,11 +92,6 @@ class Progress:
         self._clock, self._started = clock, clock()
         start = request.logprobs.prompt_start if request.logprobs is not None else -1
         self._next_position = start if start >= 0 else len(request.prompt_ids)
-
-    @override
-    def __repr__(self) -> str:
-        state = "finished" if self.is_finished else "running"
-        return f"<Progress {self._request.request_id} {state} next_index={self.next_index}>"
 
     @property
     def request_id(self) -> RequestId:

@@ -21,12 +21,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
-from typing_extensions import override
-
 from tandem.router.cluster import Cluster
+from tandem.router.metrics import RouterMetrics
 from tandem.router.node import Node, Work
 from tandem.router.pairing import Group, Pairing
 from tandem.router.policy import Asked, Pair, tokens_to_compute
@@ -52,11 +51,7 @@ MAX_HAND_OVERS = 32
 
 
 class Replays:
-    """The attempts of one request.
-
-    Args:
-        max_attempts: How many may fail; at least 1.
-    """
+    """Decides whether another attempt follows one that failed; at most `max_attempts` may fail."""
 
     def __init__(self, max_attempts: int) -> None:
         self._max_attempts = max_attempts
@@ -87,6 +82,49 @@ class Replays:
         raise AttemptsUsedUp(self._num_failed, error) from error
 
 
+class NodeWait:
+    """The requests of one edge worker that wait until a role has a node: so many, so long."""
+
+    def __init__(self, limit_s: float, max_requests: int) -> None:
+        self.limit_s, self._max_requests = limit_s, max_requests
+        # Ordered: the longest wait looks first, and a simulation follows from its seed alone.
+        self._events: dict[asyncio.Event, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def wake_all(self) -> None:
+        """A node may have come up."""
+        for event in self._events:
+            event.set()
+
+    async def until(self, event: asyncio.Event, deadline: float) -> bool:
+        """Wait for an event from now on; False when too many wait, or the loop's `deadline` passed."""
+        if len(self._events) >= self._max_requests:
+            return False
+        event.clear()
+        self._events[event] = None
+        try:
+            async with asyncio.timeout_at(deadline):
+                await event.wait()
+        except TimeoutError:
+            return False
+        finally:
+            del self._events[event]
+        return True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shared:
+    """What all requests of one edge worker share."""
+
+    cluster: Cluster
+    pairing: Pairing
+    waits: NodeWait
+    max_attempts: int
+    metrics: RouterMetrics
+
+
 class Attempt:
     """One attempt at a request: both halves on a pair, or all of it on decode. Its owner closes it.
 
@@ -98,8 +136,9 @@ class Attempt:
     """
 
     def __init__(
-        self, cluster: Cluster, progress: Progress, pair: Pair, number: int, wake: asyncio.Event
+        self, shared: Shared, progress: Progress, pair: Pair, number: int, wake: asyncio.Event
     ) -> None:
+        cluster = shared.cluster
         self._progress, self._pair = progress, pair
         self._prefill: Work | None = None
         self._is_ended_by_prefill = False
@@ -107,6 +146,7 @@ class Attempt:
         self._is_decoding = False
         request, decode = progress.remaining(), cluster.node(pair.decode)
         with ExitStack() as works:
+            works.enter_context(shared.pairing.used(pair, len(request.prompt_ids)))
             if pair.prefill:
                 prefill = cluster.node(pair.prefill)
                 start_decode, start_prefill = _halves(request, prefill, number)
@@ -204,99 +244,6 @@ class RequestAborted(Exception):
     """The request was aborted by its id."""
 
 
-class NodeWait:
-    """The requests of one edge worker that wait until a role has a node.
-
-    Args:
-        limit_s: How long each may wait.
-        max_requests: That may wait at once.
-    """
-
-    def __init__(self, limit_s: float, max_requests: int) -> None:
-        self.limit_s, self._max_requests = limit_s, max_requests
-        # Ordered: the longest wait looks first, and a simulation follows from its seed alone.
-        self._events: dict[asyncio.Event, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._events)
-
-    def wake_all(self) -> None:
-        """A node may have come up."""
-        for event in self._events:
-            event.set()
-
-    async def until(self, event: asyncio.Event, deadline: float) -> bool:
-        """Wait for an event from now on; False when too many wait, or the loop's `deadline` passed."""
-        if len(self._events) >= self._max_requests:
-            return False
-        event.clear()
-        self._events[event] = None
-        try:
-            async with asyncio.timeout_at(deadline):
-                await event.wait()
-        except TimeoutError:
-            return False
-        finally:
-            del self._events[event]
-        return True
-
-
-class PairUse:
-    """What one edge worker has given to one pair.
-
-    Attributes:
-        num_running: Attempts now.
-        num_started: Attempts ever.
-        num_tokens: Of the prompts of all of them.
-    """
-
-    __slots__ = ("num_running", "num_started", "num_tokens")
-
-    def __init__(self) -> None:
-        self.num_running = self.num_started = self.num_tokens = 0
-
-
-class PairsInUse:
-    """The pairs that were given attempts, counted as those begin and end."""
-
-    def __init__(self) -> None:
-        self.uses: dict[Pair, PairUse] = {}
-
-    def begin(self, pair: Pair, num_tokens: int) -> None:
-        """Count an attempt with a prompt of so many tokens."""
-        use = self.uses.setdefault(pair, PairUse())
-        use.num_running += 1
-        use.num_started += 1
-        use.num_tokens += num_tokens
-
-    def end(self, pair: Pair) -> None:
-        """Count the end of an attempt."""
-        self.uses[pair].num_running -= 1
-
-    def forget(self, urls: set[str]) -> None:
-        """Forget idle pairs with a node that is none of `urls`."""
-        for pair, use in tuple(self.uses.items()):
-            if not use.num_running and not urls.issuperset(pair.urls):
-                del self.uses[pair]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Shared:
-    """What all requests of one edge worker share.
-
-    Attributes:
-        max_attempts: How many attempts at one request may fail; at least 1.
-        on_replay: Called with the request, the pair and the error of each attempt that another one follows.
-    """
-
-    cluster: Cluster
-    pairing: Pairing
-    waits: NodeWait
-    max_attempts: int
-    on_replay: "Callable[[Progress, Pair, TandemError], None]"
-    pairs: PairsInUse = field(default_factory=PairsInUse)
-
-
 class Request:
     """One admitted request. Its task awaits `next` inside `running`, until that returns None."""
 
@@ -311,10 +258,6 @@ class Request:
         self._attempt: Attempt | None = None
         self._failed: set[Pair] = set()
         self._lost: TandemError | None = None
-
-    @override
-    def __repr__(self) -> str:
-        return f"<Request attempt={self._number} on {self._pair}>"
 
     @contextmanager
     def running(self, progress: Progress, group: Group) -> Iterator[None]:
@@ -401,27 +344,28 @@ class Request:
         number, self._number = self._number, self._number + 1
         self._wake.clear()
         self._check()
-        attempt = Attempt(self._cluster, self._progress, pair, number, self._wake)
-        self._attempt = attempt
-        self._shared.pairs.begin(pair, len(self._progress.to_place().prompt_ids))
-        return attempt
+        self._attempt = Attempt(self._shared, self._progress, pair, number, self._wake)
+        return self._attempt
 
     def _end_attempt(self) -> None:
         attempt, self._attempt = self._attempt, None
-        if attempt is not None and self._pair is not None:
+        if attempt is not None:
             attempt.close()
-            self._shared.pairs.end(self._pair)
 
     def _lose(self, pair: Pair, error: TandemError) -> None:
-        """End an attempt that failed; the next one takes another pair.
-
-        Raises:
-            TandemError: There is no next one.
-        """
+        """End an attempt that failed; the next one takes another pair. Raises `TandemError`."""
         self._end_attempt()
         self._pair = None
         self._replays.after(error)
         self._progress.trail.lost()
         self._failed.add(pair)
         self._lost = error
-        self._shared.on_replay(self._progress, pair, error)
+        self._shared.metrics.replays.labels(error.code).inc()
+        log.warning(
+            "request.replay",
+            request_id=self._progress.request_id,
+            num_sent=len(self._progress.sent_ids),
+            prefill=pair.prefill,
+            decode=pair.decode,
+            error=error.message,
+        )

@@ -1,8 +1,7 @@
-"""One edge worker: HTTP, tokenizer and detokenizer for the connections it is given.
+"""One edge worker: HTTP, tokenizer and detokenizer for the connections that it accepts.
 
-Run by the launcher as `python -m tandem.router.worker`, with a socket inherited and standard input as its link to the parent
-(`control.py`): a `WorkerStart` first, messages both ways while it serves, and the end of the input when it is to stop.
-A router's only worker inherits the listening socket; one of several a door, through which the parent hands connections.
+The launcher runs it as `python -m tandem.router.worker`. It inherits the listening socket, and standard input is its link
+to the parent (`control.py`): a `WorkerStart`, messages both ways while it serves, and the end of the input to stop it.
 """
 
 import asyncio
@@ -11,12 +10,9 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from functools import partial
 
+import msgspec
 import uvloop
-from aiohttp import web
 
 from tandem.frontend.app import create_app
 from tandem.frontend.edge import EDGE, leave
@@ -25,10 +21,10 @@ from tandem.frontend.reply_parser import reply_formats
 from tandem.frontend.server import serving
 from tandem.router.backend import ClusterBackend
 from tandem.router.cluster import Cluster
-from tandem.router.combined import answering, replies_of
+from tandem.router.combined import Combined
 from tandem.router.console import OverviewApi, PageFiles
-from tandem.router.control import NodesUp, ParentLink, WorkerStart, opened, socket_of, started
-from tandem.router.doorman import Door
+from tandem.router.control import Link, WorkerStart, socket_of, started
+from tandem.router.membership import Members
 from tandem.router.nodes_api import NodesApi
 from tandem.router.observer import Observer
 from tandem.router.policies import policy_of
@@ -43,6 +39,8 @@ CONFIG_STATUS = 2
 STDIN = 0
 # How often the parent hears which nodes are up, if that has changed.
 NODES_INTERVAL_S = 0.5
+# For the first pair, before one of several workers accepts: until then it would reject what others can serve.
+MEETING_S = 2.0
 
 
 async def serve(start: WorkerStart, sock: socket.socket, parent: socket.socket) -> None:
@@ -73,55 +71,67 @@ async def serve(start: WorkerStart, sock: socket.socket, parent: socket.socket) 
     app = create_app(backend, options)
     observer = Observer(cluster, backend)
     app[EDGE].timings_sinks.append(observer)
-    link = ParentLink(*await opened(parent))
+    link = await Link.over(parent)
     nodes = NodesApi(cluster, link)
     overview = OverviewApi(observer, link if has_siblings else None)
     app.add_routes([*nodes.routes(), *overview.routes(), *page.routes()])
-    link.replies = replies_of(app, nodes, observer)
+    link.on_told = {
+        "members": lambda body: cluster.apply(msgspec.json.decode(body, type=Members)),
+        "leave": lambda _body: leave(app),
+    }
     if has_siblings:
-        app.middlewares.append(answering(link, start.metrics_directory))
+        combined = Combined(
+            index=start.index,
+            link=link,
+            edge=app[EDGE],
+            cluster=cluster,
+            nodes=nodes,
+            observer=observer,
+            metrics_directory=start.metrics_directory,
+        )
+        link.on_asked = combined.replies()
+        app.middlewares.append(combined.middleware())
+    stopping = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     async with asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(link.run())
+        # The parent ends its side to stop this worker.
+        following.add_done_callback(lambda _task: stopping.set())
         beside = [
             tasks.create_task(work)
-            for work in (
-                cluster.run(),
-                observer.run(),
-                link.run(cluster.apply, partial(leave, app)),
-                _report_nodes(cluster, link),
-            )
+            for work in (cluster.run(), observer.run(), _report_nodes(cluster, link))
         ]
-        door = Door(sock, cluster, link.send) if has_siblings else None
-        async with _serving(app, sock, door, config.drain_timeout_s):
+        if has_siblings:
+            await _meet(cluster, stopping)
+        async with serving(app, sock, config.drain_timeout_s):
             log.info("edge_worker.ready", policy=config.policy)
+            link.tell("ready")
             _calm_collector()
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, link.is_stopped.set)
-            await link.is_stopped.wait()
+            await stopping.wait()
             leave(app)
         # Requests have ended or were cut: leave the nodes.
-        for task in beside:
+        for task in (following, *beside):
             task.cancel()
 
 
-@asynccontextmanager
-async def _serving(
-    app: web.Application, sock: socket.socket, door: Door | None, drain_timeout_s: float
-) -> AsyncIterator[None]:
-    if door is None:
-        async with serving(app, sock, drain_timeout_s):
-            yield
-    else:
-        async with door.serving(app, drain_timeout_s):
-            yield
+async def _meet(cluster: Cluster, stopping: asyncio.Event) -> None:
+    """Wait for a pair that can serve, for a while."""
+    try:
+        async with asyncio.timeout(MEETING_S):
+            while not (cluster.is_serving or stopping.is_set()):  # noqa: ASYNC110 - nodes have no event
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        return
 
 
-async def _report_nodes(cluster: Cluster, link: ParentLink) -> None:
+async def _report_nodes(cluster: Cluster, link: Link) -> None:
     """Tell the parent which nodes are up: announcements of those hold without being repeated."""
     reported: list[str] = []
     while True:
         urls = [node.url for node in cluster.roster if node.is_up]
         if urls != reported:
             reported = urls
-            link.send(NodesUp(urls=urls))
+            link.tell("up", urls)
         await asyncio.sleep(NODES_INTERVAL_S)
 
 

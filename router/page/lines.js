@@ -1,7 +1,7 @@
-// The lines between a prefill and a decode that work together: the more is pushed, the thicker.
+// The lines between a prefill and a decode that work together: the more prompt tokens, the thicker.
 
 import { byId, keyed, set, svg } from "./dom.js";
-import { bytesRate, plural, short } from "./format.js";
+import { plural, rate, short } from "./format.js";
 
 const MOST_PX = 9;
 // Moving dots cost a browser something: of more lines than these none moves.
@@ -13,24 +13,24 @@ export function drawLines(overview, chosen) {
   const places = cardPlaces();
   const pairs = overview.pairs.filter((pair) => places.has(pair.prefill) && places.has(pair.decode));
   const busy = pairs.filter(isBusy);
-  const most = Math.max(1, ...busy.map((pair) => pair.pushed_bytes_per_s));
+  const most = Math.max(1, ...busy.map((pair) => pair.prompt_tokens_per_s));
   const box = byId("field").getBoundingClientRect();
   set(lines, "viewBox", `0 0 ${box.width} ${box.height}`);
   lines.classList.toggle("is-moving", busy.length <= MOST_MOVING);
   keyed(lines, pairs.sort((one, other) => isBusy(one) - isBusy(other)), (pair) => `${pair.prefill} ${pair.decode}`, make,
     (group, pair) => {
       const path = curve(places.get(pair.prefill).right, places.get(pair.decode).left);
-      const width = 1.25 + (MOST_PX - 1.25) * Math.sqrt(pair.pushed_bytes_per_s / most);
+      const width = 1.25 + (MOST_PX - 1.25) * Math.sqrt(pair.prompt_tokens_per_s / most);
       for (const line of [group.children[0], group.children[1]]) set(line, "d", path);
       group.children[0].style.strokeWidth = `${isBusy(pair) ? width : 1}px`;
       group.classList.toggle("is-busy", isBusy(pair));
       group.classList.toggle("is-faint", chosen !== null && chosen !== pair.prefill && chosen !== pair.decode);
       group.lastElementChild.textContent = `${short(pair.prefill)} feeds ${short(pair.decode)}: `
-        + `${plural(pair.num_running, "request")}, ${bytesRate(pair.pushed_bytes_per_s)}`;
+        + `${plural(pair.num_running, "request")}, ${rate(pair.prompt_tokens_per_s)} prompt tokens/s`;
     });
 }
 
-const isBusy = (pair) => pair.num_running > 0 || pair.pushed_bytes_per_s >= 1;
+const isBusy = (pair) => pair.num_running > 0 || pair.prompt_tokens_per_s >= 1;
 
 const make = () => svg("g", {}, svg("path", { class: "band" }), svg("path", { class: "dots" }), svg("title"));
 

@@ -173,7 +173,7 @@ def cluster(prefills: int, decodes: int, seed: int = 0, **changes) -> Overview:
             decode=nodes[prefills + decode].url,
             num_running=rng.randrange(1, 6),
             num_started=100,
-            pushed_bytes_per_s=4e7 * rng.random(),
+            prompt_tokens_per_s=4e4 * rng.random(),
         )
         for prefill in range(prefills)
         for decode in range(decodes)

@@ -41,12 +41,12 @@ def test_nodes_pairs_and_numbers_are_shown(opened):
         assert re.fullmatch(r"M[\d.]+,[\d.]+ C[\d., ]+", path)
 
 
-def test_the_more_is_pushed_the_thicker_is_the_line(opened):
+def test_the_more_a_pair_is_given_the_thicker_is_the_line(opened):
     overview = scenes.cluster(1, 2)
     slow, fast = overview.pairs[0], overview.pairs[1]
     pairs = [
-        msgspec.structs.replace(slow, pushed_bytes_per_s=1e6),
-        msgspec.structs.replace(fast, pushed_bytes_per_s=4e8),
+        msgspec.structs.replace(slow, prompt_tokens_per_s=1e6),
+        msgspec.structs.replace(fast, prompt_tokens_per_s=4e8),
     ]
     with Stage(msgspec.structs.replace(overview, pairs=pairs)).open() as stage:
         page = opened(stage.url)

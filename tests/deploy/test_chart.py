@@ -199,12 +199,12 @@ def test_a_policy_for_routers_lets_in_whom_it_names_scrapers_and_the_test():
 
 
 @over_all_values
-def test_only_routers_get_a_token_and_it_may_list_and_watch_pods_alone(sets, values):
+def test_only_routers_get_a_token_and_it_may_list_pods_alone(sets, values):
     manifests = rendered(*sets, values=values)
     for component, pod in pods(manifests):
         assert pod["spec"]["automountServiceAccountToken"] == (component == "router")
     (role,) = of_kind(manifests, "Role").values()
-    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}]
     (binding,) = of_kind(manifests, "RoleBinding").values()
     (subject,) = binding["subjects"]
     account = dict(pods(manifests))["router"]["spec"]["serviceAccountName"]

@@ -73,7 +73,7 @@ class Servers:
         return {sample.labels["process"] for sample in samples}
 
     def num_workers(self):
-        return len(self.families("several")["tandem_edge_worker_connections"].samples)
+        return len(self.families("several")["tandem_edge_worker_streams"].samples)
 
     def generate(self, name, number):
         ids = [10 + (number * 7 + i) % 900 for i in range(40 + number)]

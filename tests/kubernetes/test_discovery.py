@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-from contextlib import aclosing
 
 import pytest
 
 from tandem.router.config import KubernetesTarget
-from tandem.router.discovery_kubernetes import KubernetesSource
+from tandem.router.discovery import KubernetesSource
+from tandem.router.membership import SourceFailed
 from tests.kubernetes.network import GATEWAY
 from tests.kubernetes.pods import Pods
 from tests.patience import PATIENCE_S
@@ -67,25 +67,28 @@ class Follower:
     def __init__(self, source: KubernetesSource) -> None:
         self.source = source
         self.urls: set[str] = set()
-        self._changed = asyncio.Condition()
+        self.problem = ""
 
     async def follow(self) -> None:
-        async with aclosing(self.source.watch()) as updates:
-            async for members in updates:
-                self.urls = {member.url for member in members}
-                async with self._changed:
-                    self._changed.notify_all()
+        while True:
+            try:
+                self.urls = {member.url for member in await self.source.find()}
+                self.problem = ""
+            except SourceFailed as failed:
+                self.problem = str(failed)
+            await asyncio.sleep(0.05)
 
     async def knows(self, *addresses: str) -> None:
         """Wait until these are all that it knows."""
         wanted = urls_of(*addresses)
-        async with asyncio.timeout(PATIENCE_S), self._changed:
-            await self._changed.wait_for(lambda: self.urls == wanted)
+        async with asyncio.timeout(PATIENCE_S):
+            while self.urls != wanted:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.02)
 
     async def fails(self) -> None:
         """Wait until it says that something is wrong."""
         async with asyncio.timeout(PATIENCE_S):
-            while not self.source.problem:  # noqa: ASYNC110 - it has no event
+            while not self.problem:  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(0.02)
 
 
@@ -95,9 +98,9 @@ def urls_of(*addresses: str) -> set[str]:
 
 @pytest.fixture
 def account(control_plane, namespace):
-    """Files of a service account that may list and watch pods, as a router's pod has them."""
+    """Files of a service account that may list pods, as a router's pod has them."""
     common = ("--namespace", namespace)
-    verbs = ("--verb", "list", "--verb", "watch", "--resource", "pods")
+    verbs = ("--verb", "list", "--resource", "pods")
     control_plane.kubectl("create", "serviceaccount", "router", *common)
     control_plane.kubectl("create", "role", "router", *verbs, *common)
     bound = ("--role", "router", f"--serviceaccount={namespace}:router")
@@ -108,7 +111,7 @@ def account(control_plane, namespace):
 @contextlib.asynccontextmanager
 async def following(control_plane, account, selector=SELECTOR, api=""):
     target = KubernetesTarget(api_url=api or control_plane.url, account_dir=str(account))
-    follower = Follower(KubernetesSource(target, "decode", selector, first_retry_s=0.1))
+    follower = Follower(KubernetesSource(target, "decode", selector))
     task = asyncio.create_task(follower.follow())
     try:
         yield follower
@@ -161,44 +164,24 @@ async def test_labels_decide_at_any_time_who_is_a_node(control_plane, namespace,
         await follower.knows("10.244.9.1")
 
 
-async def test_known_nodes_stay_while_the_api_is_away_and_what_was_missed_is_listed_anew(
+async def test_known_nodes_stay_while_the_api_is_away_and_what_was_missed_is_known_after(
     control_plane, namespace, account
 ):
-    api, port = control_plane.admin, int(control_plane.url.rpartition(":")[2])
-    pods = Pods(api, namespace)
+    port = int(control_plane.url.rpartition(":")[2])
+    pods = Pods(control_plane.admin, namespace)
     for index in (1, 2):
         pods.create(f"pod-{index}", "decode")
         pods.run(f"pod-{index}", f"10.244.9.{index}")
-    version = api.get(f"/api/v1/namespaces/{namespace}/pods")["metadata"]["resourceVersion"]
     async with (
         Line(port) as line,
-        following(control_plane, account) as direct,
         following(control_plane, account, api=f"https://{GATEWAY}:{line.port}") as away,
     ):
-        for follower in (direct, away):
-            await follower.knows("10.244.9.1", "10.244.9.2")
+        await away.knows("10.244.9.1", "10.244.9.2")
         line.cut()
         await away.fails()
         pods.delete("pod-1")
         pods.forget("pod-1")
-        pods.create("pod-3", "decode")
-        pods.run("pod-3", "10.244.9.3")
-        await direct.knows("10.244.9.2", "10.244.9.3")
-
-        control_plane.stop_api_server()
-        control_plane.compact()
-        await direct.fails()
-        await asyncio.to_thread(control_plane.start_api_server)
-        assert direct.urls == urls_of("10.244.9.2", "10.244.9.3")
         assert away.urls == urls_of("10.244.9.1", "10.244.9.2")
-        watch = f"watch=1&timeoutSeconds=5&resourceVersion={version}"
-        told = api.get(f"/api/v1/namespaces/{namespace}/pods?{watch}")
-        assert told["object"]["code"] == 410, "what happened since is forgotten"
-
         line.mend()
-        await away.knows("10.244.9.2", "10.244.9.3")
-        pods.create("pod-4", "decode")
-        pods.run("pod-4", "10.244.9.4")
-        for follower in (direct, away):
-            await follower.knows("10.244.9.2", "10.244.9.3", "10.244.9.4")
-            assert follower.source.problem == ""
+        await away.knows("10.244.9.2")
+        assert away.problem == ""

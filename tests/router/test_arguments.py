@@ -2,7 +2,17 @@ import pytest
 
 from tandem.frontend.options import HttpOptions
 from tandem.router.arguments import parse
-from tandem.router.config import PrefillTarget, RouterConfig, host_of
+from tandem.router.command import in_pod
+from tandem.router.config import (
+    AdmissionConfig,
+    DnsTarget,
+    KubernetesTarget,
+    Limits,
+    PrefillTarget,
+    RouterConfig,
+    host_of,
+)
+from tandem.router.discovery import sources_of
 from tandem.wire.errors import ConfigInvalid
 
 P, Q, D, E = "http://p:7000", "http://q:7000", "http://d:7001", "http://e:7001"
@@ -138,3 +148,83 @@ def test_a_secret_is_not_shown_with_the_configuration():
 
 def test_the_host_of_an_ipv6_url_has_no_brackets():
     assert host_of("http://[fe80::1]:7000") == "fe80::1"
+
+
+NODES = ["--prefill", P, "--decode", D]
+
+
+def test_flags_say_how_many_start_and_who_waits():
+    argv = ["--max-in-flight", "7", "--max-queued-requests", "0", "--max-queued-tokens", "5"]
+    config = parse([*NODES, *argv, "--max-queue-wait-s", "2.5", "--no-admission"])
+    limits = Limits(max_requests=0, max_tokens=5, max_wait_s=2.5)
+    assert config.admission == AdmissionConfig(is_on=False, max_in_flight=7, limits=limits)
+    assert parse(NODES).admission == AdmissionConfig()
+
+
+@pytest.mark.parametrize("argv", [["--max-in-flight", "-1"], ["--max-queue-wait-s", "nan"]])
+def test_a_limit_that_is_none_is_refused(argv):
+    with pytest.raises(ConfigInvalid, match=argv[0]):
+        parse([*NODES, *argv])
+
+
+PODS = "--discover-kubernetes --kubernetes-prefill-selector app=t,role=prefill"
+
+
+def test_names_are_taken_with_a_role_or_without_one():
+    line = "--discover-dns prefill=p.x:7000 decode=d.x:7001 --discover-dns any.x:1"
+    config = parse(line.split())
+    assert config.dns == (
+        DnsTarget("p.x", 7000, "prefill"),
+        DnsTarget("d.x", 7001, "decode"),
+        DnsTarget("any.x", 1),
+    )
+    assert sources_of(config)[0].name == "dns prefill=p.x:7000"
+
+
+def test_pods_are_found_by_the_labels_of_each_role(tmp_path):
+    line = f"{PODS} --kubernetes-decode-selector role=decode --kubernetes-namespace inference"
+    config = parse([*line.split(), "--kubernetes-api", "http://127.0.0.1:8001"])
+    assert config.kubernetes == KubernetesTarget(
+        is_on=True,
+        api_url="http://127.0.0.1:8001",
+        namespace="inference",
+        prefill_selector="app=t,role=prefill",
+        decode_selector="role=decode",
+    )
+    assert [source.name for source in sources_of(config)] == [
+        "kubernetes prefill app=t,role=prefill in inference",
+        "kubernetes decode role=decode in inference",
+    ]
+
+
+@pytest.mark.parametrize(
+    "line", ["--discover-announced", "--discover-dns d.x:1", PODS, f"--decode http://d:1 {PODS}"]
+)
+def test_with_a_source_no_node_need_be_listed(line):
+    assert isinstance(parse(line.split()), RouterConfig)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--discover-dns d.x", "--discover-dns d.x: give prefill=HOST:PORT"),
+        ("--discover-dns router=d.x:1", "give prefill=HOST:PORT"),
+        ("--discover-dns prefill=d.x:99999", "give prefill=HOST:PORT"),
+        ("--discover-kubernetes", "give the labels of the pods"),
+        ("--kubernetes-decode-selector a=b", "--discover-kubernetes goes with"),
+    ],
+)
+def test_a_source_that_cannot_work_is_refused_with_what_to_do(line, sentence):
+    with pytest.raises(ConfigInvalid, match=sentence):
+        parse(line.split())
+
+
+def test_in_a_pod_the_api_is_that_of_its_environment():
+    target = KubernetesTarget(decode_selector="a=b")
+    environment = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "6443"}
+    assert in_pod(target, environment).api_url == "https://[fd00::1]:6443"
+    given = KubernetesTarget(api_url="http://127.0.0.1:8001")
+    assert in_pod(given, environment) is given
+    assert in_pod(None, environment) is None
+    with pytest.raises(ConfigInvalid, match="this is no pod"):
+        in_pod(target, {})

@@ -18,9 +18,9 @@ from tandem.router.policy import (
     usable_fingerprint,
     with_stand_ins,
 )
-from tandem.wire.errors import NoNodeAvailable, OutOfPages, PeerLost
+from tandem.wire.errors import NoNodeAvailable, PeerLost
 from tandem.wire.generation import LogprobsWanted
-from tandem.wire.messages import Cancel, NodeLoad, Pong, StartColocated, StartDecode, StartPrefill
+from tandem.wire.messages import NodeLoad, Pong, StartColocated, StartDecode, StartPrefill
 from tests.router.fake_node import FakeNode, request, until
 from tests.router.test_backend import Setup, in_flight, read, reading, watched
 from tests.router.test_policy import node, snapshots
@@ -44,11 +44,6 @@ def test_a_prompt_stays_up_to_the_threshold(num_tokens, stays):
 @pytest.mark.parametrize(("num_cached", "stays"), [(991, False), (992, True), (1000, True)])
 def test_what_decode_has_cached_does_not_count(num_cached, stays):
     assert stays_on_decode(request([1] * 1000), able(), THRESHOLD, num_cached) is stays
-
-
-def test_what_waits_there_counts():
-    assert stays_on_decode(request([1, 2]), able(backlog=6), THRESHOLD)
-    assert not stays_on_decode(request([1, 2, 3]), able(backlog=6), THRESHOLD)
 
 
 def test_a_prompt_of_which_all_is_cached_still_costs_a_token():
@@ -203,15 +198,6 @@ async def test_requests_of_one_group_stay_together():
                 setup.decodes[0].engine.say(start, 0, [1], "stop")
 
 
-async def test_a_client_that_leaves_cancels_at_decode_and_nothing_stays_counted():
-    async with cluster() as setup:
-        async with reading(setup) as reader:
-            await setup.decodes[0].engine.next(StartColocated)
-            reader.task.cancel()
-        await setup.decodes[0].engine.next(Cancel)
-        assert (backlog(setup), in_flight(setup)) == ([0], [(0, 0), (0, 0)])
-
-
 async def test_a_node_that_is_lost_in_the_middle_costs_no_token():
     async with cluster(num_decodes=2) as setup, reading(setup) as reader:
         await until(lambda: any(not n.engine.is_idle() for n in setup.decodes))
@@ -229,15 +215,6 @@ async def test_a_node_that_is_lost_in_the_middle_costs_no_token():
         engine.say(again, 3, [13], "stop")
         assert await reader.result() == ([10, 11, 12, 13], "stop")
         assert backlog(setup) == [0, 0]
-
-
-async def test_an_error_that_no_retry_helps_reaches_the_client():
-    async with cluster() as setup:
-        with pytest.raises(ExceptionGroup) as caught:
-            async with reading(setup):
-                start = await setup.decodes[0].engine.next(StartColocated)
-                setup.decodes[0].engine.fail(start, OutOfPages(9, 1))
-        assert caught.group_contains(OutOfPages)
 
 
 async def test_without_a_prefill_node_decode_serves_prompts_of_any_length():

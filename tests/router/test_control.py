@@ -4,6 +4,7 @@ import asyncio
 import socket
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import msgspec
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
@@ -12,11 +13,11 @@ from tandem.frontend.edge import EDGE
 from tandem.frontend.options import FrontendOptions
 from tandem.router import control
 from tandem.router.cluster import Cluster
-from tandem.router.combined import answering, merge_abort, merge_info, replies_of
+from tandem.router.combined import Combined, merge_abort, merge_info
 from tandem.router.config import RouterConfig
-from tandem.router.control import Answers, NodesUp, ParentLink, Status, WorkerStart, opened
+from tandem.router.control import Answers, Link
 from tandem.router.launcher import Launcher
-from tandem.router.membership import Announcement
+from tandem.router.membership import Announcement, Members
 from tandem.router.nodes_api import NodesApi
 from tests.frontend.fakes import FakeBackend
 from tests.patience import PATIENCE_S
@@ -30,11 +31,11 @@ def node(url: str, requests: int, tokens: int) -> dict:
 
 
 def answers(*given: str, silent=()) -> Answers:
-    return Answers(number=1, given=list(given), silent=list(silent))
+    return Answers(given=[msgspec.Raw(each.encode()) for each in given], silent=list(silent))
 
 
 def test_an_abort_happened_if_it_did_on_any_worker():
-    assert merge_abort({"aborted": False}, answers('{"aborted": true}')) == {"aborted": True}
+    assert merge_abort({"aborted": False}, answers("false", "true")) == {"aborted": True}
     assert merge_abort({"aborted": False}, answers()) == {"aborted": False}
 
 
@@ -48,19 +49,29 @@ def test_what_all_workers_run_on_a_node_is_added_up_and_an_unknown_node_is_passe
 class Worker:
     """What of an edge worker answers clients and other workers."""
 
-    def __init__(self, link: ParentLink, directory) -> None:
+    def __init__(self, index: int, link: Link, directory) -> None:
         self.link, self.backend = link, FakeBackend(None)
         self.cluster = Cluster(CONFIG)
         self.app = create_app(self.backend, FrontendOptions())
         nodes = NodesApi(self.cluster, link)
         self.app.add_routes(nodes.routes())
-        link.replies = replies_of(self.app, nodes, observer=None)
-        self.app.middlewares.append(answering(link, str(directory)))
-        self.client = TestClient(TestServer(self.app))
+        combined = Combined(
+            index=index,
+            link=link,
+            edge=self.app[EDGE],
+            cluster=self.cluster,
+            nodes=nodes,
+            observer=None,
+            metrics_directory=str(directory),
+        )
         self.has_left = False
-
-    def leave(self) -> None:
-        self.has_left = True
+        link.on_asked = combined.replies()
+        link.on_told = {
+            "members": lambda body: self.cluster.apply(msgspec.json.decode(body, type=Members)),
+            "leave": lambda _body: setattr(self, "has_left", True),
+        }
+        self.app.middlewares.append(combined.middleware())
+        self.client = TestClient(TestServer(self.app))
 
 
 @pytest.fixture
@@ -74,24 +85,17 @@ async def router(monkeypatch, tmp_path):
             workers, running = [], []
             for known in parent._workers[:2]:
                 ours, theirs = socket.socketpair()
-                start = WorkerStart(
-                    config=CONFIG, index=known.index, socket_fd=0, members=parent._members
-                )
-                running.append(
-                    tasks.create_task(known.run(ours, start, parent._answer, parent._catch_up))
-                )
-                reader, writer = await opened(theirs)
-                await reader.readline()  # the start
-                worker = Worker(ParentLink(reader, writer), tmp_path)
-                running.append(
-                    tasks.create_task(worker.link.run(worker.cluster.apply, worker.leave))
-                )
+                running.append(tasks.create_task((await parent.linked(known, ours, 0)).run()))
+                link = await Link.over(theirs)
+                await link._reader.readline()  # the start
+                worker = Worker(known.index, link, tmp_path)
+                worker.running = tasks.create_task(link.run())
+                running.append(worker.running)
                 await stack.enter_async_context(worker.client)
                 workers.append(worker)
             yield parent, *workers
             for task in running:
                 task.cancel()
-            parent._doorman.close()
 
 
 @asynccontextmanager
@@ -109,35 +113,22 @@ async def post(worker, path: str, **body) -> dict:
         return await response.json()
 
 
-async def test_a_request_is_aborted_whichever_worker_is_asked(router):
+async def test_an_operator_ends_all_requests_whichever_worker_is_asked(router):
     _, asked, running = router
     async with generating(running, "mine") as posting:
-        answer = await post(asked, "/abort_request", rid="mine")
+        answer = await post(asked, "/abort_request", abort_all=True)
         assert answer == {"aborted": True, "silent_workers": [2, 3]}
         async with await posting as response:
             assert (await response.json())["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-async def test_an_operator_ends_all_requests_whichever_worker_is_asked(router):
-    _, asked, running = router
-    async with generating(running, "mine") as posting:
-        assert (await post(asked, "/abort_request", abort_all=True))["aborted"]
-        async with await posting as response:
-            assert response.status == 200
-
-
 async def test_a_worker_that_does_not_reply_is_named_and_holds_nothing_up(router, monkeypatch):
     _, asked, stopped = router
-    monkeypatch.setattr(control, "TIMEOUT_S", 0.1)
-    stopped.link.replies = {"abort": lambda _body: asyncio.sleep(10 * PATIENCE_S)}
+    monkeypatch.setattr(Link.ask, "__defaults__", (None, 0.1))
+    stopped.link.on_asked = {"abort": lambda _body: asyncio.sleep(10 * PATIENCE_S)}
     async with asyncio.timeout(PATIENCE_S):
         answer = await post(asked, "/abort_request", rid="x")
     assert answer == {"aborted": False, "silent_workers": [1, 2, 3]}
-
-
-async def test_a_refused_request_is_refused_by_the_worker_that_was_asked(router):
-    _, asked, _ = router
-    assert "rid" in (await post(asked, "/abort_request"))["error"]["message"]
 
 
 async def test_a_node_announced_to_one_worker_is_known_to_all_and_too_many_are_refused(
@@ -153,28 +144,26 @@ async def test_a_node_announced_to_one_worker_is_known_to_all_and_too_many_are_r
 
 async def test_a_node_that_is_up_at_any_worker_counts_as_up(router):
     parent, _, worker = router
-    worker.link.send(NodesUp(urls=["http://a:1"]))
+    worker.link.tell("up", ["http://a:1"])
     await until(lambda: parent._is_up("http://a:1"))
-    worker.link.send(NodesUp(urls=[]))
+    worker.link.tell("up", [])
     await until(lambda: not parent._is_up("http://a:1"))
 
 
 async def test_metrics_have_a_line_for_each_worker(router):
-    parent, asked, worker = router
-    worker.link.send(Status(num_received=5, num_closed=2, num_streams=3))
-    await until(lambda: parent._workers[1].status.num_streams == 3)
+    _, asked, _ = router
     async with asked.client.get("/metrics") as response:
         lines = (await response.text()).splitlines()
-    assert 'tandem_edge_worker_connections{worker="1"} 3.0' in lines
-    assert 'tandem_edge_worker_streams{worker="1"} 3.0' in lines
+    assert 'tandem_edge_worker_streams{worker="0"} 0.0' in lines
+    assert 'tandem_edge_worker_streams{worker="1"} 0.0' in lines
 
 
 async def test_a_worker_leaves_and_stops_when_its_parent_has_it(router):
     parent, worker, _ = router
     parent._signalled(delay_s=0.0, drain_s=1.0)
     await until(lambda: worker.has_left)
-    await asyncio.wait_for(worker.link.is_stopped.wait(), PATIENCE_S)
+    await asyncio.wait_for(worker.running, PATIENCE_S)
     # What changes while it drains reaches it no more, and breaks nothing.
-    parent._announce(Announcement(url="http://a:1"))
+    await parent._announce(msgspec.json.encode(Announcement(url="http://a:1")))
     parent._stop()
     assert len(list(worker.cluster.roster)) == 0

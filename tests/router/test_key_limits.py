@@ -76,6 +76,15 @@ def test_a_refused_request_uses_nothing():
     assert usage.num_in_flight == 2
 
 
+def test_requests_of_a_key_at_once_are_bounded():
+    usage = KeyUsage({"default": KeyLimit(requests_in_flight=1)}).of("k", 0.0)
+    usage.begin(1, 0.0)
+    with pytest.raises(RateLimited):
+        usage.begin(1, 0.0)
+    usage.end()
+    usage.begin(1, 0.0)
+
+
 def test_keys_that_nothing_limits_are_not_counted():
     keys = KeyUsage({"0a1b2c3d": KeyLimit(requests_in_flight=1)})
     assert keys.of("ffffffff", 0.0) is None

@@ -5,7 +5,7 @@ import signal
 import socket
 import ssl
 import sys
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -49,17 +49,11 @@ async def cluster_of_two_workers():
             yield prefill, decode, process, url
 
 
-async def both_serving(url: str, num_open: int = 0) -> None:
-    """Wait until both workers serve, and count no connections but so many and the one that asks.
-
-    Else the next might not go to the worker that has the fewest.
-    """
+async def both_serving(url: str) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while True:
             _, info = await get_json(f"{url}/server_info")
-            workers = info["workers"]
-            num_counted = sum(worker["num_connections"] for worker in workers)
-            if all(worker["is_serving"] for worker in workers) and num_counted == num_open + 1:
+            if [worker["is_serving"] for worker in info["workers"]] == [True, True]:
                 return
             await asyncio.sleep(0.02)
 
@@ -81,6 +75,17 @@ async def router(*flags: str, env=None):
 def workers_of(process) -> list[int]:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
     return [int(pid) for pid in children.split()]
+
+
+@contextmanager
+def only(process, index: int):
+    """Have one of two workers accept all connections inside the block."""
+    other = workers_of(process)[1 - index]
+    os.kill(other, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(other, signal.SIGCONT)
 
 
 async def test_a_router_that_may_open_too_few_files_warns_at_its_start():
@@ -138,13 +143,6 @@ async def test_a_signal_ends_router_and_workers_with_status_0(number):
         assert all(is_gone(pid) for pid in workers)
 
 
-async def test_a_router_without_nodes_serves_503_and_says_what_is_missing():
-    async with router(*NOWHERE) as (_, url):
-        status, body = await get_health(url)
-        assert status == 503
-        assert "http://127.0.0.1:2" in body["detail"]
-
-
 async def test_a_worker_that_crashes_is_replaced():
     async with router(*NOWHERE) as (process, url):
         (worker,) = workers_of(process)
@@ -187,6 +185,23 @@ async def test_a_tokenizer_that_is_none_ends_the_router_instead_of_restarting_it
     assert b"no tokenizer.json" in said
 
 
+async def test_a_router_whose_worker_cannot_start_ends_with_its_error(tmp_path):
+    # Found before the worker's own packages: it fails at its start, every time.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'tandem.router.worker' in sys.orig_argv:\n"
+        "    os.write(2, b'no luck today\\n')\n"
+        "    os._exit(3)\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    process = await start(*NOWHERE, "--port", "0", env={**os.environ, "PYTHONPATH": paths})
+    async with asyncio.timeout(PATIENCE_S):
+        _, said = await process.communicate()
+    assert process.returncode == 3
+    assert said.count(b"no luck today") == 3
+    assert b"router.cannot_start" in said
+
+
 async def test_every_worker_speaks_tls_and_asks_for_a_key_of_the_file(tmp_path):
     files = make_certificates(tmp_path)
     keys = tmp_path / "keys"
@@ -203,16 +218,12 @@ async def test_every_worker_speaks_tls_and_asks_for_a_key_of_the_file(tmp_path):
                 assert response.status == status
 
 
-async def both_open(url: str, trusting: ssl.SSLContext) -> None:
-    """Connect until each of two workers was given a connection."""
-    async with AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
-        while True:
-            client = await stack.enter_async_context(aiohttp.ClientSession(url))
-            async with client.get("/server_info", ssl=trusting) as response:
-                workers = (await response.json())["workers"]
-            if all(worker["num_connections"] for worker in workers):
-                return
-            await asyncio.sleep(0.02)
+async def num_answering(url: str, trusting: ssl.SSLContext) -> int:
+    async with (
+        aiohttp.ClientSession(url) as client,
+        client.get("/server_info", ssl=trusting) as response,
+    ):
+        return len((await response.json())["workers"])
 
 
 async def test_files_of_tls_that_vanish_end_no_worker_but_the_one_that_needs_them(tmp_path):
@@ -220,14 +231,14 @@ async def test_files_of_tls_that_vanish_end_no_worker_but_the_one_that_needs_the
     trusting = ssl.create_default_context(cafile=files.ca)
     tls = ("--ssl-certfile", files.cert, "--ssl-keyfile", files.key)
     async with router(*NOWHERE, *tls, "--detokenizers", "2") as (process, url):
-        await both_open(url, trusting)
+        await eventually(lambda: num_answering(url, trusting), 2)
         first, second = workers_of(process)
         os.rename(files.key, tmp_path / "moved")
         os.kill(first, signal.SIGKILL)
         while (await next_event(process, "edge_worker.crashed"))["status"] != 2:
             pass
         os.rename(tmp_path / "moved", files.key)
-        await both_open(url, trusting)
+        await eventually(lambda: num_answering(url, trusting), 2)
         assert second in workers_of(process)
 
 
@@ -314,12 +325,6 @@ async def clients_of(url: str, count: int):
         yield [Client(session, url) for session in sessions]
 
 
-async def loads(client: Client) -> list[tuple[int, int]]:
-    """Return connections and streams of each worker."""
-    workers = json.loads(await client.get("/server_info"))["workers"]
-    return [(worker["num_connections"], worker["num_streams"]) for worker in workers]
-
-
 async def eventually(ask, expected) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while await ask() != expected:  # noqa: ASYNC110 - asked of another process
@@ -327,7 +332,9 @@ async def eventually(ask, expected) -> None:
 
 
 async def streams(client: Client) -> list[int]:
-    return [num_streams for _, num_streams in await loads(client)]
+    """Return how many streams each worker has."""
+    workers = json.loads(await client.get("/server_info"))["workers"]
+    return [worker["num_streams"] for worker in workers]
 
 
 async def test_one_workers_crash_leaves_the_streams_of_others_and_its_successor_serves_at_once():
@@ -335,12 +342,16 @@ async def test_one_workers_crash_leaves_the_streams_of_others_and_its_successor_
         cluster_of_two_workers() as (prefill, decode, process, url),
         clients_of(url, 3) as (one, two, later),
     ):
-        await one.begin("one", prefill, decode)
-        await two.begin("two", prefill, decode)
-        os.kill(workers_of(process)[0], signal.SIGKILL)
+        for index, client in enumerate((one, two)):
+            with only(process, index):
+                await client.begin(["one", "two"][index], prefill, decode)
+        await eventually(lambda: streams(two), [1, 1])
+        first = workers_of(process)[0]
+        os.kill(first, signal.SIGKILL)
         await next_event(process, "edge_worker.crashed")
-        await both_serving(url, num_open=1)
-        await later.begin("later", prefill, decode)
+        await both_serving(url)
+        with only(process, 1):  # the successor comes after the other one
+            await later.begin("later", prefill, decode)
         await eventually(lambda: streams(later), [1, 1])
         for client in (one, two, later):
             decode.engine.say(client.start, 1, [11, 12], "length")
@@ -352,7 +363,7 @@ async def test_one_workers_crash_leaves_the_streams_of_others_and_its_successor_
 
 
 async def healths(url: str) -> set[int]:
-    """Return what several new connections are answered, which go to all workers while all stay open."""
+    """Return what several new connections are answered."""
     async with clients_of(url, 8) as clients:
         return {await client.status("/health") for client in clients}
 
@@ -401,19 +412,21 @@ async def is_aborted(client: Client, name: str) -> bool:
 
 async def test_either_worker_answers_for_both():
     async with (
-        cluster_of_two_workers() as (prefill, decode, _, url),
+        cluster_of_two_workers() as (prefill, decode, process, url),
         clients_of(url, 4) as (one, two, asking, other),
     ):
-        await one.begin("one", prefill, decode)
-        await two.begin("two", prefill, decode)
-        # The third and the fourth connection are of one worker each, and stay.
-        for client in (asking, other):
+        for index, client in enumerate((one, two)):
+            with only(process, index):
+                await client.begin(["one", "two"][index], prefill, decode)
+        for index, client in enumerate((asking, other)):
+            with only(process, index):
+                assert await client.status("/health") == 200
             info = await info_of_all(client)
             assert [node["in_flight_requests"] for node in info["nodes"]] == [2, 2]
             lines = (await client.get("/metrics")).splitlines()
             assert "tandem_router_requests_in_flight 2.0" in lines
             assert 'tandem_router_nodes_up{role="decode"} 1.0' in lines
-        await eventually(lambda: loads(asking), [(2, 1), (2, 1)])
+        await eventually(lambda: streams(asking), [1, 1])
         for name in ("one", "two"):
             assert await is_aborted(asking, name)
         assert all("abort" in end for end in await asyncio.gather(one.rest(), two.rest()))
@@ -459,17 +472,6 @@ async def test_what_one_worker_is_told_of_nodes_all_know_and_so_does_a_successor
         await eventually(lambda: silent_workers(url), [])
         async with clients_of(url, 2) as clients:
             assert [await known(client) for client in clients] == [["127.0.0.1:1"]] * 2
-
-
-async def test_a_lone_workers_successor_knows_the_nodes_that_were_announced():
-    async with router("--discover-announced") as (process, url):
-        async with clients_of(url, 1) as (client,):
-            await client.post("/nodes", {"url": "http://127.0.0.1:1", "role": "decode"})
-        (pid,) = workers_of(process)
-        os.kill(pid, signal.SIGKILL)
-        await until(lambda: workers_of(process) not in ([], [pid]))
-        async with clients_of(url, 1) as (client,):
-            assert await known(client) == ["127.0.0.1:1"]
 
 
 async def test_the_directory_of_a_pool_goes_with_its_router(tmp_path):

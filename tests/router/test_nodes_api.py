@@ -23,7 +23,8 @@ class Parent:
     def __init__(self, cluster) -> None:
         self._cluster, self._membership = cluster, Membership(())
 
-    async def announce(self, announcement) -> None:
+    async def ask(self, kind, announcement, _timeout_s) -> None:
+        assert kind == "announce"
         self._membership.announce(announcement)
         self._cluster.apply(self._membership.members())
 
@@ -133,14 +134,3 @@ async def test_who_has_an_api_key_cannot_have_a_node_of_its_own_used():
             assert response.status == 403
         async with client.get("/nodes", headers=headers) as response:
             assert (await response.json())["nodes"] == []
-
-
-async def test_how_many_may_be_announced_is_bounded(monkeypatch):
-    monkeypatch.setattr("tandem.router.membership.MAX_ANNOUNCED", 2)
-    async with serving() as client:
-        for host in ("a", "b"):
-            assert (await post(client, url=f"http://{host}:1"))[0] == 200
-        status, answer = await post(client, url="http://c:1")
-        assert status == 400
-        assert "2 nodes were announced already" in answer["error"]["message"]
-        assert (await post(client, url="http://a:1"))[0] == 200

@@ -1,22 +1,18 @@
 """What an edge worker sees of nodes that speak the real wire, over HTTP as clients get it."""
 
 import asyncio
-import random
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 from aiohttp.test_utils import TestClient, TestServer
-from structlog.testing import capture_logs
 
 from tandem.frontend.app import create_app
 from tandem.frontend.options import FrontendOptions, HttpOptions
-from tandem.router.backend import ClusterBackend
-from tandem.router.cluster import Cluster
-from tandem.router.config import PrefillTarget, RouterConfig, node_id
+from tandem.router.config import node_id
 from tandem.router.console import OverviewApi, PageFiles
 from tandem.router.observer import Observer
-from tandem.router.policies import POLICIES
-from tandem.wire.messages import NodeLoad, StartPrefill, TierLoad
+from tandem.wire.messages import NodeLoad, StartPrefill
 from tests.router.fake_node import FakeNode, request, until
+from tests.router.test_backend import cluster, watched
 
 KEY = {"Authorization": "Bearer k"}
 
@@ -31,15 +27,14 @@ class Clock:
 class Watched:
     """One prefill, two decodes, a backend, and the observer of it with a clock of its own."""
 
-    def __init__(self, nodes, backend, cluster) -> None:
-        self.prefill, *self.decodes = nodes
-        self.backend, self.cluster, self.clock = backend, cluster, Clock()
+    def __init__(self, setup) -> None:
+        [self.prefill], self.decodes = setup.prefills, setup.decodes
+        self.backend, self.cluster, self.clock = setup.backend, setup.backend._cluster, Clock()
         http = HttpOptions(api_keys=("k",))
         page = PageFiles()
-        self.app = create_app(backend, FrontendOptions(http=http, open_paths=page.paths))
-        self.observer = Observer(cluster, backend, self.clock)
-        self.api = OverviewApi(self.observer)
-        self.app.add_routes([*self.api.routes(), *page.routes()])
+        self.app = create_app(self.backend, FrontendOptions(http=http, open_paths=page.paths))
+        self.observer = Observer(self.cluster, self.backend, self.clock)
+        self.app.add_routes([*OverviewApi(self.observer).routes(), *page.routes()])
 
     def look(self, at: float):
         self.clock.now = at
@@ -59,20 +54,8 @@ class Watched:
 
 @asynccontextmanager
 async def watching():
-    nodes = [FakeNode("prefill"), FakeNode("decode"), FakeNode("decode")]
-    async with AsyncExitStack() as stack:
-        for node in nodes:
-            await stack.enter_async_context(node.serving())
-        config = RouterConfig(
-            prefills=(PrefillTarget(nodes[0].url),), decodes=tuple(n.url for n in nodes[1:])
-        )
-        cluster = Cluster(config)
-        backend = ClusterBackend(cluster, POLICIES["least_load"], 3, random.Random(0))
-        async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(cluster.run())
-            await until(lambda: len([n for n in cluster.roster if n.is_up]) == len(nodes))
-            yield Watched(nodes, backend, cluster)
-            running.cancel()
+    async with cluster(num_decodes=2) as setup:
+        yield Watched(setup)
 
 
 async def test_a_request_shows_as_a_running_pair_with_what_is_pushed_and_is_gone_when_it_ended():
@@ -101,37 +84,15 @@ async def test_a_request_shows_as_a_running_pair_with_what_is_pushed_and_is_gone
 
 
 async def test_what_a_node_counted_before_it_was_known_is_the_work_of_no_second():
-    node = FakeNode("decode")
+    node, clock = FakeNode("decode"), Clock()
     node.engine.load = NodeLoad(generated_tokens=9_000_000)
-    async with node.serving():
-        cluster = Cluster(
-            RouterConfig(prefills=(PrefillTarget("http://127.0.0.1:1"),), decodes=(node.url,))
-        )
-        backend = ClusterBackend(cluster, POLICIES["least_load"], 3, random.Random(0))
-        clock = Clock()
-        observer = Observer(cluster, backend, clock)
+    async with node.serving(), watched([], [node], takes_announced=True) as backend:
+        observer = Observer(backend._cluster, backend, clock)
         observer.look()  # as a worker begins, before any node has answered
-        async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(cluster.run())
-            await until(lambda: cluster.node(node.url).is_up)
-            for clock.now in (1.0, 2.0):
-                observer.look()
-            assert observer.overview().rates.generated_tokens == 0
-            running.cancel()
-
-
-async def test_a_tiers_trouble_is_logged_once_and_so_is_its_end():
-    async with watching() as watched:
-        decode = watched.decodes[0]
-        with capture_logs() as logs:
-            for at, state in enumerate(["up", "backing_off", "backing_off", "up"]):
-                await watched.loads(decode, NodeLoad(tiers=[TierLoad(name="redis", state=state)]))
-                overview = watched.look(at)
-        assert watched.node(decode, overview).load.tiers == [TierLoad(name="redis")]
-        told = [
-            (entry["log_level"], entry["state"]) for entry in logs if entry["event"] == "node.tier"
-        ]
-        assert told == [("warning", "backing_off"), ("info", "up")]
+        await until(lambda: backend._cluster.node(node.url).is_up)
+        for clock.now in (1.0, 2.0):
+            observer.look()
+        assert observer.overview().rates.generated_tokens == 0
 
 
 async def test_a_document_is_made_four_times_a_second_however_many_look():

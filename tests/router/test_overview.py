@@ -1,11 +1,9 @@
 """What is merged of several workers' overviews, and what a client gets of it."""
 
-import msgspec
 import pytest
 
 from tandem.router.overview import (
     Latencies,
-    NodeRates,
     NodeView,
     Overview,
     PairView,
@@ -15,7 +13,6 @@ from tandem.router.overview import (
     after,
     latencies,
     merged,
-    shared_pushes,
 )
 
 P, D, E = "http://p:1", "http://d:1", "http://e:1"
@@ -75,22 +72,12 @@ def test_what_workers_count_is_added_up_and_what_they_watch_is_the_asked_ones():
     assert [each["request_id"] for each in both.recent] == ["x", "y", "z"]
 
 
-def test_pairs_of_several_workers_are_one_and_share_what_is_pushed_anew():
-    nodes = [node(P, role="prefill", rates=NodeRates(pushed_bytes=90.0))]
-    own = overview(nodes=nodes, pairs=[pair(P, D, 1, tokens=100.0)])
+def test_pairs_of_several_workers_are_one():
+    own = overview(pairs=[pair(P, D, 1, tokens=100.0)])
     other = overview(pairs=[pair(P, E, 2, tokens=300.0), pair(P, D, 3, tokens=500.0)])
     to_d, to_e = merged(own, [other], []).pairs
     assert (to_d.decode, to_d.num_running, to_d.num_started) == (D, 4, 40)
-    assert (to_d.pushed_bytes_per_s, to_e.pushed_bytes_per_s) == (60.0, 30.0)
-
-
-def test_a_pair_that_was_given_nothing_lately_pushes_nothing():
-    nodes = [node(P, role="prefill", rates=NodeRates(pushed_bytes=90.0))]
-    alone = pair("", D, 1, tokens=10.0)
-    assert [each.pushed_bytes_per_s for each in shared_pushes([pair(P, D, 1), alone], nodes)] == [
-        0.0,
-        0.0,
-    ]
+    assert (to_d.prompt_tokens_per_s, to_e.prompt_tokens_per_s) == (600.0, 300.0)
 
 
 def timed(ttft_s, e2e_s, num_output_tokens=11, outcome="finished") -> dict:
@@ -117,8 +104,3 @@ def test_a_client_gets_what_is_younger_than_what_it_has():
     newer = after(shown, 4)
     assert [each["request_id"] for each in newer.recent] == ["y"]
     assert after(shown, 0) == shown
-
-
-def test_an_overview_passes_between_workers_as_it_is():
-    shown = overview(nodes=[node(P)], pairs=[pair(P, D, 1)], recent=[ended("x", 4)])
-    assert msgspec.convert(msgspec.json.decode(msgspec.json.encode(shown)), Overview) == shown

@@ -1,4 +1,3 @@
-import dataclasses
 import random
 from collections import deque
 
@@ -50,10 +49,6 @@ def test_a_decode_without_pages_has_no_room_however_few_it_runs():
     assert at_decode(pages_free=60, num_running=8, num_waiting=2, num_edges=1, **pages) == 0
 
 
-def test_a_role_without_nodes_has_no_room():
-    assert Places().count([], [node()], 0.0) == Places().count([node("prefill")], [], 0.0) == 0
-
-
 def test_a_decode_that_stands_in_for_prefills_has_its_own_room():
     busy = node(own=10, num_running=10, num_own=10, num_edges=1, max_running=64)
     assert Places().count([busy], [busy], 0.0) == 54
@@ -67,23 +62,6 @@ def test_a_prefill_is_given_as_much_as_it_ends_in_half_a_second():
         busy = node("prefill", generated_tokens=ended, num_running=8, num_edges=1, num_own=8, own=8)
         free = places.at_prefill(busy, 0.2 * step)
     assert free + 8 == pytest.approx(50, abs=2)
-
-
-def test_an_idle_while_does_not_make_a_prefill_slow():
-    pace = Pace()
-    for step in range(10):
-        pace.observe(100 * step, float(step), is_busy=True)
-    for step in range(10, 60):
-        pace.observe(1000, float(step), is_busy=False)
-    assert pace.per_s == 100
-
-
-def test_prefills_that_are_gone_are_forgotten():
-    places = Places()
-    for number in range(100):
-        prefill = dataclasses.replace(node("prefill"), url=f"http://10.0.0.{number}:1")
-        places.count([prefill], [node()], float(number))
-    assert len(places._paces) == 1
 
 
 def test_a_prefill_of_another_life_counts_anew():

@@ -37,12 +37,6 @@ def test_power_of_two_never_takes_the_one_busiest_node_when_there_is_another(que
     assert max(queues) > queues[taken] or queues.count(queues[taken]) > 1
 
 
-def test_random_takes_every_node_about_as_often():
-    prefills = [prefill(f"p{i}", 1000 * i) for i in range(4)]
-    taken = Counter(chosen("random", prefills, ONE, seed=seed).prefill for seed in range(800))
-    assert all(150 < taken[p.url] < 250 for p in prefills)
-
-
 def test_a_node_without_pages_for_the_prompt_is_the_last_to_be_taken():
     full = NodeLoad(num_pages=100, pages_free=5, page_size=16, queued_tokens=0)
     roomy = NodeLoad(num_pages=100, pages_free=5, pages_cached=50, page_size=16, queued_tokens=300)

@@ -183,15 +183,22 @@ def test_what_was_started_since_the_report_counts_with_it():
     assert decode(held_tokens=32, fresh_tokens=10).busy_tokens == pytest.approx(42, abs=0.1)
 
 
+def test_of_a_report_the_requests_that_ended_since_are_left_out():
+    load = NodeLoad(queued_tokens=600, num_waiting=2, num_edges=2, num_own=1)
+    prompt = list(range(5 * BLOCK_TOKENS))
+    for in_flight, busy in ((1, 600), (0, 300)):
+        warm = node(
+            "w", "prefill", load=load, in_flight_requests=in_flight, prefixes=having(prompt)
+        )
+        assert warm.busy_tokens == pytest.approx(busy, abs=0.1)
+        taken = chosen("cache_aware", [prefill("cold"), warm], [decode()], asking(prompt))
+        assert taken.prefill == ("w" if busy < 4 * BLOCK_TOKENS else "cold")
+
+
 def test_a_queue_at_a_decode_weighs_even_though_it_holds_no_pages():
     load = NodeLoad(num_running=2, pages_held=10, page_size=16)
     queued = NodeLoad(num_running=2, num_waiting=6, pages_held=10, page_size=16)
     assert node(load=queued).busy_tokens > 3 * node(load=load).busy_tokens
-
-
-def test_a_prefill_of_the_release_before_is_rated_by_its_pages():
-    load = NodeLoad(num_running=2, pages_held=10, page_size=16)
-    assert node(role="prefill", load=load).busy_tokens == pytest.approx(160, abs=0.1)
 
 
 def test_the_preferred_model_is_kept_while_a_pair_has_it():
@@ -200,11 +207,6 @@ def test_the_preferred_model_is_kept_while_a_pair_has_it():
     assert usable_fingerprint(snapshot) == "a"
     assert usable_fingerprint(snapshot, preferred="b") == "b"
     assert usable_fingerprint(snapshot, preferred="gone") == "a"
-
-
-def test_nodes_of_different_models_are_no_pair():
-    snapshot = ClusterSnapshot(prefills=(node(fingerprint="a"),), decodes=(node(fingerprint="b"),))
-    assert usable_fingerprint(snapshot) is None
 
 
 def test_a_prompt_is_no_longer_than_its_blocks_say():

@@ -48,7 +48,7 @@ def test_what_a_node_says_after_its_life_was_over_is_kept_nowhere():
     known = index.new_life()
     known.forget()
     known.take(CacheReport(epoch=EPOCH, position=1, is_whole=True, added=pack_names([1, 2])))
-    assert len(known.names) == len(index) == len(known.index) == 0
+    assert len(known.names) == len(index) == 0
 
 
 def test_a_node_that_lies_does_not_grow_its_router():
@@ -90,15 +90,6 @@ def test_the_beginning_that_each_node_has_is_found_as_nodes_come_and_go(lives, n
     assert len(index) == 0
 
 
-def test_a_new_life_has_nothing_of_the_one_whose_place_it_takes():
-    index = PrefixIndex()
-    old = index.new_life()
-    old.take(CacheReport(epoch=EPOCH, position=1, added=pack_names([1, 2])))
-    old.forget()
-    new = index.new_life()
-    assert (index.leading([1, 2]), new.num_blocks) == ({}, 0)
-
-
 def test_a_prompt_shares_blocks_up_to_its_first_other_token_and_none_with_another_salt():
     prompt = [i % 97 for i in range(4 * BLOCK_TOKENS)]
     other = [*prompt[: 2 * BLOCK_TOKENS], 98, *prompt[2 * BLOCK_TOKENS + 1 :]]
@@ -111,4 +102,4 @@ def test_a_prompt_shares_blocks_up_to_its_first_other_token_and_none_with_anothe
 def test_a_prompt_shorter_than_a_block_is_cached_nowhere():
     prompt = PromptBlocks([1] * BLOCK_TOKENS)
     assert prompt.cached_in([PrefixIndex().new_life(), NOTHING_CACHED]) == [0, 0]
-    assert list(prompt.names()) == []
+    assert list(prompt.names) == []

@@ -15,21 +15,6 @@ def accept(progress, index, token_ids, reason=None, **fields):
     return progress.accept(delta(START, index, token_ids, reason, **fields))
 
 
-def test_the_first_copy_of_an_index_is_taken_and_any_other_dropped():
-    progress = Progress(request())
-    assert accept(progress, 0, [5]).token_ids == [5]  # from prefill
-    assert accept(progress, 0, [5]) is None  # decode's copy
-    assert accept(progress, 1, [6]).token_ids == [6]
-    assert progress.sent_ids == [5, 6]
-
-
-def test_of_a_delta_that_overlaps_only_the_new_part_is_given():
-    progress = Progress(request())
-    accept(progress, 0, [5])
-    new = accept(progress, 0, [5, 6, 7])
-    assert (new.index, new.token_ids) == (1, [6, 7])
-
-
 def test_a_gap_is_an_error_that_a_replay_can_mend():
     progress = Progress(request())
     with pytest.raises(PeerLost, match="tokens 0 to 1 never arrived"):
@@ -69,9 +54,11 @@ def test_an_abort_ends_the_request_whatever_the_half_that_tells_it_has_seen():
 
 
 def test_a_replay_has_the_sent_tokens_in_its_prompt_and_its_index_continues():
-    progress = Progress(request(prompt_ids=[1, 2]))
+    progress = Progress(request(prompt_ids=[1, 2], group="g"))
+    assert progress.remaining().group == "g"
     accept(progress, 0, [5, 6])
     remaining = progress.remaining()
+    assert remaining.group == "", "with sent tokens it is no prompt of the group"
     assert remaining.prompt_ids == [1, 2, 5, 6]
     assert remaining.num_prior_tokens == 2
     assert remaining.session == ""
@@ -152,13 +139,6 @@ def test_sent_tokens_are_no_part_of_the_prompt_that_is_told_of():
     assert new.prompt_logprobs == logprobs(0, 6)
 
 
-def test_a_replay_with_sent_tokens_has_left_its_group():
-    progress = Progress(request(group="g"))
-    assert progress.remaining().group == "g"
-    accept(progress, 0, [5])
-    assert progress.remaining().group == ""
-
-
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30), st.integers(0, 9))
 def test_however_runs_repeat_and_overlap_each_prompt_position_is_given_once(windows, start):
     progress = Progress(wanting(start, num_tokens=10))
@@ -223,18 +203,6 @@ def trail_at(clock, *ends):
     return trail
 
 
-def test_the_routers_own_phases_follow_each_other():
-    trail = trail_at(Clock(), ("queue", 1.0), ("pair", 1.5))
-    assert trail.take() == [Phase("queue", 0.0, 1.0), Phase("pair", 1.0, 0.5, "d")]
-
-
-def test_what_a_node_tells_is_counted_from_when_the_attempt_was_sent():
-    trail = trail_at(Clock(), ("queue", 1.0), ("pair", 2.0))
-    trail.take()
-    trail.heard([Phase("reserve", 0.0, 0.5), Phase("prefill", 0.5, 3.0)], "p")
-    assert trail.take() == [Phase("reserve", 2.0, 0.5, "p"), Phase("prefill", 2.5, 3.0, "p")]
-
-
 def test_of_a_lost_attempt_one_phase_is_left():
     clock = Clock()
     trail = trail_at(clock, ("queue", 1.0), ("pair", 2.0))
@@ -251,9 +219,4 @@ def test_of_a_lost_attempt_one_phase_is_left():
         ("pair", 5.0, 0.5),
         ("reserve", 5.5, 0.25),
     ]
-
-
-def test_nothing_is_told_twice():
-    trail = trail_at(Clock(), ("queue", 1.0))
-    trail.take()
     assert trail.take() == []

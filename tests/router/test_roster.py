@@ -47,28 +47,6 @@ def test_the_view_is_the_same_object_until_a_node_changes():
     assert roster.version == version, "load is no change of what can be served"
 
 
-def test_who_is_there_and_why_one_is_not_used_make_another_version():
-    roster = roster_of(("p", "prefill"), ("d", "decode"))
-    seen = {roster.version}
-
-    def changed() -> bool:
-        roster.snapshot()
-        is_new = roster.version not in seen
-        seen.add(roster.version)
-        return is_new
-
-    node = roster.find("d")
-    node.note(reason="Connection refused")
-    assert changed()
-    node.note(reason="Connection refused")
-    assert not changed()
-    node.leave(hands_over=False)
-    assert changed()
-    roster.remove(node)
-    assert changed()
-    assert roster.snapshot().decodes == ()
-
-
 def test_a_node_that_turns_moves_to_its_role_and_one_without_a_role_is_in_none():
     roster = roster_of(("p", "prefill"), ("q", "prefill"), ("x", ""))
     assert urls(roster.snapshot().prefills) == ["p", "q"]
@@ -78,15 +56,6 @@ def test_a_node_that_turns_moves_to_its_role_and_one_without_a_role_is_in_none()
     with pytest.raises(NodeUnusable):
         roster.find("x").check(info("prefill", is_healthy=False))
     assert urls(roster.snapshot().prefills) == ["q", "x"]
-
-
-def test_a_node_that_came_and_went_between_two_views_leaves_nothing():
-    roster = roster_of(("d", "decode"))
-    node = Node("e", "decode", on_change=roster.note_change)
-    roster.add(node)
-    roster.remove(node)
-    assert urls(roster.snapshot().decodes) == ["d"]
-    assert [n.url for n in roster] == ["d"]
 
 
 def node(role, name, *, is_up=True, fingerprint="a", reason="") -> NodeSnapshot:

@@ -151,7 +151,7 @@ def test_a_request_that_is_placed_again_is_counted_once_and_keeps_no_share_of_th
         assert known(world, first).in_flight_tokens == 0
         assert sum(node.in_flight_requests for node in cluster.decodes) == 3
         assert backend.leftovers["started"] == 3
-        running = [use.num_running for use in backend.pairs.uses.values()]
+        running = [use.num_running for use in backend.pairing.uses.values()]
         assert sum(running) == 3
 
     run(misfortune, clients)

@@ -46,8 +46,8 @@ def picture(
         num_lines: Most lines; None: as many as it needs.
         problem: Why the state is old; empty when it is not.
     """
-    busy = [pair for pair in overview.pairs if pair.num_running or pair.pushed_bytes_per_s >= 1]
-    busy.sort(key=lambda pair: (-pair.pushed_bytes_per_s, -pair.num_running))
+    busy = [pair for pair in overview.pairs if pair.num_running or pair.prompt_tokens_per_s >= 1]
+    busy.sort(key=lambda pair: (-pair.prompt_tokens_per_s, -pair.num_running))
     left = 40 if num_lines is None else max(6, num_lines - FIXED_LINES)
     num_nodes = len(overview.nodes) if num_lines is None else min(left // 2, len(overview.nodes))
     num_others = max((left - num_nodes) // 3, 1)
@@ -67,11 +67,11 @@ def picture(
                 plain(ids.get(pair.prefill, pair.prefill) or "decode alone"),
                 plain(ids.get(pair.decode, pair.decode)),
                 number(pair.num_running),
-                f"{number(pair.pushed_bytes_per_s)}B/s",
+                f"{number(pair.prompt_tokens_per_s)}/s",
             )
             for pair in busy[:num_others]
         ]
-        parts.append(_table("pairs", ["prefill", "decode"], ["requests", "pushed"], rows))
+        parts.append(_table("pairs", ["prefill", "decode"], ["requests", "prompt tokens"], rows))
     if overview.recent:
         parts.append(_requests(overview.recent[-num_others:], width))
     return Group(*parts)

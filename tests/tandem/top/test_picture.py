@@ -25,7 +25,7 @@ def test_headline_nodes_pairs_and_requests_are_drawn():
     lines = drawn(overview)
     text = " ".join("\n".join(lines).split())
     facts = ("requests/s 7.3", "in flight 42", "tokens/s 1,932 (+5,210 of prompts)", "replays 2")
-    for fact in (*facts, "prefill decode requests pushed"):
+    for fact in (*facts, "prefill decode requests prompt tokens"):
         assert fact in text
     assert "prefill" in line_with(lines, "10.0.0.2:7000  up")
     assert "prefill 110 ms" in line_with(lines, "r-1 ")
