@@ -54,21 +54,19 @@ class Answer:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
 
-    def has_room(self) -> bool:
-        """Return True: an answer takes everything."""
-        return True
-
-    def write(self, piece: Piece) -> None:
-        """Add a piece."""
+    def write(self, piece: Piece) -> bool:
+        """Add a piece. There is always room."""
         self.text += piece.text
         self.output_ids += piece.token_ids
         self.cached_tokens = max(self.cached_tokens, piece.cached_tokens)
         self.ending = piece.ending
         self.logprobs += piece.logprobs
         self.prompt_logprobs += piece.prompt_logprobs
+        return True
 
-    async def drain(self) -> None:
+    async def drain(self) -> bool:
         """Return at once."""
+        return True
 
 
 async def read_call(

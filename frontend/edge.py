@@ -88,7 +88,7 @@ class Edge:
         """
         rules, tokenizer, timings = generation.rules, generation.tokenizer, generation.timings
         text = NoText() if tokenizer is None else tokenizer.detokenizer(rules.skip_special_tokens)
-        transcript = Transcript(rules, text, sink, self.metrics.token_gaps())
+        transcript = Transcript(rules, text, sink, self.metrics.gaps)
         is_begun = False
         with self._entered(generation, transcript):
             timings.sent()
@@ -107,7 +107,7 @@ class Edge:
                     if piece.ending is not None:
                         break
                     sink.write(piece)
-                    await sink.drain()
+                    transcript.has_room = await sink.drain()
                 else:
                     raise EngineFailed("the generation ended without saying why")
             timings.num_output_tokens = transcript.num_tokens

@@ -1,7 +1,5 @@
 """The metrics of the edge, in one registry for each app."""
 
-import time
-
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -40,30 +38,12 @@ class _Gathered(PrometheusHistogram):
                 bucket.inc(num)
 
 
-class TokenGaps:
-    """The gaps between the tokens of one generation, counted as they come.
-
-    Costs a token a quarter of a microsecond, where `prometheus_client` takes several.
-    """
-
-    __slots__ = ("_histogram", "_last_s")
-
-    def __init__(self, histogram: Histogram) -> None:
-        self._histogram = histogram
-        self._last_s = 0.0  # before the first
-
-    def came(self, num_tokens: int) -> None:
-        """Note that tokens came together. Each counts with its share of the time since the last ones."""
-        now_s = time.perf_counter()
-        if self._last_s:
-            self._histogram.observe((now_s - self._last_s) / num_tokens, num_tokens)
-        else:  # the first has none before it
-            self._histogram.observe(0.0, num_tokens - 1)
-        self._last_s = now_s
-
-
 class FrontendMetrics:
-    """Metrics of one app."""
+    """Metrics of one app.
+
+    Attributes:
+        gaps: The time between tokens, until the next `gather`.
+    """
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -113,34 +93,16 @@ class FrontendMetrics:
             buckets=_ITL_BUCKETS_S,
             registry=self._registry,
         )
-        self._gaps = Histogram(_ITL_BUCKETS_S)
+        self.gaps = Histogram(_ITL_BUCKETS_S)
 
     @override
     def __repr__(self) -> str:
-        return f"FrontendMetrics(gaps={self._gaps!r})"
-
-    def token_gaps(self) -> TokenGaps:
-        """Return the counter of a new generation's gaps."""
-        return TokenGaps(self._gaps)
+        return f"FrontendMetrics(gaps={self.gaps!r})"
 
     def gather(self) -> None:
         """Add what was counted beside it to Prometheus' registry, which the processes of a pool share."""
-        spread = self._gaps.take()
+        spread = self.gaps.take()
         self._inter_token.gather(spread.counts, spread.total)
-
-    def buckets(self, name: str) -> list[tuple[float, int]]:
-        """Return the buckets of one of this process's histograms: upper bounds, and values in each.
-
-        An unknown name has none.
-        """
-        self.gather()
-        families = self._registry.restricted_registry([f"{name}_bucket"]).collect()
-        samples = [sample for family in families for sample in family.samples]
-        reached = [(float(sample.labels["le"]), int(sample.value)) for sample in samples]
-        before = [0, *(count for _, count in reached)]
-        return [
-            (bound, count - less) for (bound, count), less in zip(reached, before, strict=False)
-        ]
 
     def render(self) -> str:
         """Return all in Prometheus' text format."""

@@ -307,7 +307,6 @@ class _Events:
         "_text",
         "drain",
         "generation",
-        "has_room",
     )
 
     def __init__(
@@ -321,7 +320,7 @@ class _Events:
     ) -> None:
         self.generation = call.generations[index]
         self._events, self._started, self._is_incremental = events, started, is_incremental
-        self.has_room, self.drain = events.has_room, events.drain
+        self.drain = events.drain
         self._label = b',"index":%d' % index if call.is_list else b""
         # JSON, without quotes and brackets.
         self._text, self._ids = bytearray(), bytearray()
@@ -330,7 +329,7 @@ class _Events:
         self._meta: tuple[bytes, bytes] | None = None
         self._logprobs = native_logprobs(self.generation, has_text=call.has_text_in_logprobs)
 
-    def write(self, piece: Piece) -> None:
+    def write(self, piece: Piece) -> bool:
         """Send the event of a piece."""
         self._add(piece)
         if piece.cached_tokens > self._cached_tokens:
@@ -341,7 +340,7 @@ class _Events:
             meta = b"%b%d%b" % (self._meta[0], self._num_tokens, self._meta[1])
         else:
             meta = self._whole_meta(self._logprobs, piece)
-        self._events.put(
+        return self._events.put(
             b"".join(
                 (
                     b'data: {"text":"',

@@ -198,7 +198,6 @@ class _Choice:
         "cached_tokens",
         "drain",
         "generation",
-        "has_room",
         "num_tokens",
     )
 
@@ -207,7 +206,7 @@ class _Choice:
         self.num_tokens = self.cached_tokens = 0
         self._chunks, self._index, self._is_chat = chunks, index, call.is_chat
         self._events = chunks.events
-        self.has_room, self.drain = chunks.events.has_room, chunks.events.drain
+        self.drain = chunks.events.drain
         self._echo = call.echoes[index]
         self._writer = _writer(call, index)
         self._reply = call.make_reply() if call.make_reply is not None else None
@@ -216,30 +215,27 @@ class _Choice:
         # Of an ordinary chunk: before its text, up to its usage, to its end.
         self._frame: tuple[bytes, bytes, bytes] | None = None
 
-    def write(self, piece: Piece) -> None:
-        """Send the chunks of a piece."""
+    def write(self, piece: Piece) -> bool:
+        """Send the chunks of a piece. One without news leaves the room as it is."""
         self.num_tokens += len(piece.token_ids)
         if self._is_plain and piece.ending is None:
-            self._write_text(piece.text)
-            return
+            return not piece.text or self._write_text(piece.text)
         self.cached_tokens = max(self.cached_tokens, piece.cached_tokens)
         usage = self._chunks.usage()
-        if chunks := [self._chunks.chunk(choice, usage) for choice in self._choices(piece)]:
-            self._events.put(b"".join(chunks))
+        chunks = [self._chunks.chunk(choice, usage) for choice in self._choices(piece)]
+        return not chunks or self._events.put(b"".join(chunks))
 
     def write_failure(self, error: ErrorInfo) -> None:
         """Send the end of the choice. Clients of OpenAI's raise on `error` beside it."""
         end = self._delta({}, "abort") if self._is_chat else self._text("", None, "abort")
         self._chunks.put_failure(end, error)
 
-    def _write_text(self, text: str) -> None:
-        if not text:
-            return
+    def _write_text(self, text: str) -> bool:
         if self._frame is None:
             self._frame = self._make_frame()
         before, between, end = self._frame
         usage = encode(self._chunks.usage()) if self._has_usage else b""
-        self._events.put(b"%b%b%b%b%b" % (before, encode(text), between, usage, end))
+        return self._events.put(b"%b%b%b%b%b" % (before, encode(text), between, usage, end))
 
     def _make_frame(self) -> tuple[bytes, bytes, bytes]:
         [choice] = self._texts(_TEXT, None)

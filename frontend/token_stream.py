@@ -10,7 +10,7 @@ brought them: waking a task costs 20 µs.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol, Self
 
 import msgspec
@@ -29,19 +29,7 @@ class StreamTap(Protocol):
     """Takes ordinary tokens at once."""
 
     def take_ordinary_at(self, index: int, token_ids: Sequence[int]) -> bool:
-        """Take the tokens from `index` on. False: put them into the stream."""
-        ...
-
-
-class StreamOwner(Protocol):
-    """The client that puts an engine's tokens into its streams."""
-
-    def cancel(self, request_id: RequestId, attempt: int) -> None:
-        """Tell the engine that nobody reads this attempt."""
-        ...
-
-    def forget(self, stream: "TokenStream") -> None:
-        """Put nothing more into a stream."""
+        """Take the tokens from `index` on. False: queue them."""
         ...
 
 
@@ -53,6 +41,8 @@ class TokenStream:
 
     Args:
         wake: Set whenever something arrives. Two streams may share one event.
+        forget: Stops the client from putting more into the stream.
+        cancel: Tells the engine that nobody reads this attempt.
 
     Attributes:
         number: The stream's short name on its link.
@@ -61,8 +51,9 @@ class TokenStream:
 
     # With thousands of streams a token's time is that of fetching what it touches from memory.
     __slots__ = (
-        "_client",
+        "_cancel",
         "_failure",
+        "_forget",
         "_is_open",
         "_next_index",
         "_waiting",
@@ -72,11 +63,18 @@ class TokenStream:
         "tap",
     )
 
-    def __init__(self, client: StreamOwner, start: Start, wake: asyncio.Event | None) -> None:
+    def __init__(
+        self,
+        start: Start,
+        wake: asyncio.Event | None,
+        *,
+        forget: "Callable[[TokenStream], None]",
+        cancel: Callable[[RequestId, int], None],
+    ) -> None:
         self.key: StreamKey = (start.request.request_id, start.attempt)
         self.number = start.stream
         self.tap: StreamTap | None = None
-        self._client = client
+        self._forget, self._cancel = forget, cancel
         self._wake = wake or asyncio.Event()
         self._waiting: deque[TokenDelta] = deque()
         self._failure: TandemError | None = None
@@ -121,9 +119,7 @@ class TokenStream:
         return waiting
 
     def put_ordinary(self, index: int, token_ids: Sequence[int]) -> None:
-        """Give tokens to the tap, or queue them if it is closed or rejects them."""
-        if self.tap is not None and self.tap.take_ordinary_at(index, token_ids):
-            return
+        """Queue tokens that no tap took."""
         self.put(self._delta(index, list(token_ids)))
 
     def put(self, delta: TokenDelta) -> None:
@@ -165,13 +161,13 @@ class TokenStream:
         """Take nothing more from the engine, without cancelling: its part is over."""
         self.tap = None
         self._is_open = False
-        self._client.forget(self)
+        self._forget(self)
 
     def close(self) -> None:
         """Cancel the attempt unless it ended. Safe to call twice."""
         if self._is_open:
             self.forget()
-            self._client.cancel(*self.key)
+            self._cancel(*self.key)
 
     def __enter__(self) -> Self:
         return self

@@ -8,6 +8,7 @@ from tandem.frontend.answering import Answer
 from tandem.frontend.sampling import TextRules
 from tandem.frontend.stops import compile_pattern
 from tandem.frontend.transcript import Transcript
+from tandem.telemetry.histogram import Histogram
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Finish
 from tandem.wire.messages import TokenDelta
@@ -38,12 +39,17 @@ class Sink(Answer):
         super().__init__()
         self.is_full, self.sizes = False, []
 
-    def has_room(self) -> bool:
-        return not self.is_full
-
-    def write(self, piece) -> None:
+    def write(self, piece) -> bool:
         self.sizes.append(len(piece.token_ids))
         super().write(piece)
+        return not self.is_full
+
+
+def transcript_of(rules, sink) -> Transcript:
+    """A transcript whose sink has room."""
+    transcript = Transcript(rules, Letters(), sink, Histogram([1.0]))
+    transcript.has_room = True
+    return transcript
 
 
 def delta(token_ids, finish=None, index=0, *, is_told=False) -> TokenDelta:
@@ -60,9 +66,10 @@ def delta(token_ids, finish=None, index=0, *, is_told=False) -> TokenDelta:
 def read(parts, rules=TextRules(), straight=()) -> Sink:  # noqa: B008 - it is frozen
     """Return what a client gets of some deltas; those at the places in `straight` may use the tap."""
     sink = Sink()
-    transcript = Transcript(rules, Letters(), sink)
+    transcript = transcript_of(rules, sink)
     for place, part in enumerate(parts):
-        if place in straight and part.finish is None and transcript.take_ordinary(part.token_ids):
+        is_ordinary = place in straight and part.token_ids and part.finish is None
+        if is_ordinary and transcript.take_ordinary(part.token_ids):
             continue
         if (piece := transcript.take(part)) is not None:
             sink.write(piece)
@@ -176,7 +183,7 @@ def test_the_reason_of_the_end_is_what_came_first(name):
 
 def test_a_stop_that_the_tap_meets_ends_with_the_next_delta_whatever_that_is():
     sink = Sink()
-    transcript = Transcript(TextRules(stops=("bc",)), Letters(), sink)
+    transcript = transcript_of(TextRules(stops=("bc",)), sink)
     assert transcript.take(delta([0])).text == "a"
     assert transcript.take_ordinary([1])  # may yet become the stop
     assert not transcript.take_ordinary([2])
@@ -188,7 +195,7 @@ def test_a_stop_that_the_tap_meets_ends_with_the_next_delta_whatever_that_is():
 
 def test_a_pattern_that_takes_too_long_in_the_tap_fails_the_request():
     rules = TextRules(patterns=(compile_pattern("(a+)+x"),))
-    transcript = Transcript(rules, Letters(), Sink())
+    transcript = transcript_of(rules, Sink())
     with pytest.raises(InvalidRequest, match="takes too long"):
         for index in range(3000):
             if not transcript.take_ordinary([0]):
@@ -197,14 +204,14 @@ def test_a_pattern_that_takes_too_long_in_the_tap_fails_the_request():
 
 def test_a_full_sink_is_not_written_to_and_what_it_refused_is_not_lost():
     sink = Sink()
-    transcript = Transcript(TextRules(), Letters(), sink)
-    assert transcript.take_ordinary([0])
+    transcript = transcript_of(TextRules(), sink)
     sink.is_full = True
+    assert transcript.take_ordinary([0])  # it fills the sink
     assert not transcript.take_ordinary([1])
     assert sink.output_ids == [0]
     piece = transcript.take(delta([1, 2], index=1))
     assert (piece.text, list(piece.token_ids)) == ("bc", [1, 2])
-    sink.is_full = False
+    transcript.has_room = True  # drained
     assert transcript.take_ordinary([0])
     assert (sink.text, transcript.num_tokens) == ("aa", 4)
 
