@@ -34,7 +34,6 @@ class StreamSink(Sink, Protocol):
 
     def write_failure(self, error: ErrorInfo) -> None:
         """Write the end of a generation that an error cut short."""
-        ...
 
 
 class Answer:

@@ -11,7 +11,7 @@ from tandem.frontend import native, openai, routes
 from tandem.frontend.backend import Backend
 from tandem.frontend.caller import note_caller
 from tandem.frontend.edge import EDGE, Edge, close_when_leaving
-from tandem.frontend.limits import INCOMING, Incoming, expect, read_body
+from tandem.frontend.limits import expect, read_body
 from tandem.frontend.middleware import (
     answer_errors,
     answer_preflight,
@@ -46,7 +46,6 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
         app.on_response_prepare.append(tracing.name_span)
         app.cleanup_ctx.append(tracing.running)
     app[EDGE] = edge = Edge(backend, options)
-    app[INCOMING] = Incoming()
     app.cleanup_ctx.append(edge.running)
     app.on_response_prepare.append(close_when_leaving)
     if options.http.cors_origins:

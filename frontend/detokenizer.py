@@ -40,11 +40,9 @@ class Detokenizer(Protocol):
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the next ids. Returns the text that is now certain, maybe none."""
-        ...
 
     def finish(self) -> str:
         """Return the text held back, with U+FFFD for what never became a character."""
-        ...
 
 
 class NoText:

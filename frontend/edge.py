@@ -20,7 +20,7 @@ from typing_extensions import override
 from tandem.frontend.backend import Backend, Health
 from tandem.frontend.body import read_json
 from tandem.frontend.detokenizer import NoText
-from tandem.frontend.generation import Generation
+from tandem.frontend.generation import Generation, is_part
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.sse import Outbox
@@ -117,7 +117,7 @@ class Edge:
 
     async def abort(self, request_id: str) -> bool:
         """End the generations a client named `request_id`. False if none of them is known."""
-        ids = {request_id, *(id_ for id_ in self._running if _is_part(id_, request_id))}
+        ids = {request_id, *(id_ for id_ in self._running if is_part(id_, request_id))}
         return any([await self.backend.abort(id_) for id_ in ids])
 
     async def abort_all(self) -> bool:
@@ -172,15 +172,6 @@ class Edge:
 
 
 EDGE = web.AppKey("edge", Edge)
-
-
-def part_id(request_id: str, index: int) -> RequestId:
-    """Return the id of one generation of a request that has several."""
-    return RequestId(f"{request_id}_{index}")
-
-
-def _is_part(part: str, request_id: str) -> bool:
-    return part.startswith(f"{request_id}_") and part[len(request_id) + 1 :].isdigit()
 
 
 def _follows_a_prompt(piece: Piece) -> bool:

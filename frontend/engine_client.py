@@ -52,26 +52,21 @@ _LOOK_INTERVAL_S = 0.05
 
 
 class PrefixFollower(Protocol):
-    """Follows an engine's prefix cache, and the tiers behind it.
-
-    Attributes:
-        position: The last change of the cache that was reported.
-        tier_positions: The last change of each tier that was reported.
-    """
+    """Follows an engine's prefix cache, and the tiers behind it."""
 
     @property
-    def position(self) -> int: ...
+    def position(self) -> int:
+        """The last change of the cache that was reported."""
 
     @property
-    def tier_positions(self) -> dict[str, int]: ...
+    def tier_positions(self) -> dict[str, int]:
+        """The last change of each tier that was reported."""
 
     def heard(self, load: NodeLoad) -> None:
         """Note which tiers there are."""
-        ...
 
     def take(self, report: CacheReport) -> None:
         """Note what changed since."""
-        ...
 
 
 class EngineClient:

@@ -1,6 +1,6 @@
 """From checked fields of a body to generations: prompts to token ids, one generation for each choice."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -8,12 +8,12 @@ import msgspec
 from pydantic import Field
 
 from tandem.frontend.backend import Bootstrap, ServedModel
-from tandem.frontend.body import Many, worded
-from tandem.frontend.sampling import SamplingBody, TextRules, seeds
+from tandem.frontend.body import GenerationBody, Many, session_of, worded
+from tandem.frontend.sampling import SamplingBody, TextRules, engine_params, seeds
 from tandem.frontend.timings import Report, Timings, TimingsSink
 from tandem.frontend.tokenizer import Tokenizer
 from tandem.wire.errors import InvalidRequest
-from tandem.wire.generation import GenerateRequest
+from tandem.wire.generation import GenerateRequest, Grammar, LogprobsWanted
 from tandem.wire.ids import RequestId, new_request_id
 
 # Prompts times n of one HTTP request: what one client may start at once.
@@ -155,37 +155,65 @@ class Generation:
         return self.timings.report(self.request.request_id, len(self.request.prompt_ids))
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a body asks for one of its prompts."""
+
+    sampling: SamplingBody
+    grammar: Grammar | None
+    logprobs: LogprobsWanted | None
+
+
 def generations_of(
     model: ServedModel,
-    asked: GenerateRequest,
-    request_ids: Sequence[RequestId],
-    sampling: SamplingBody,
-    bootstrap: Bootstrap | None,
+    data: Mapping[str, object],
+    body: GenerationBody,
+    prompts: Prompts,
+    ids: Sequence[list[int]],
+    *,
+    wanted: Sequence[Wanted],
+    names: Sequence[RequestId],
 ) -> list[Generation]:
-    """Return the generations of one prompt, each with a seed of its own. Several form a group.
+    """Return n generations of each prompt, each with a seed of its own. Those of a prompt form a group.
 
     Args:
-        asked: The request of any of them, without the seed.
-        request_ids: One for each generation.
+        ids: The token ids of each prompt.
+        wanted: One for each prompt, with the same n.
+        names: One for each generation.
 
     Raises:
-        InvalidRequest: A stop pattern cannot be used.
+        InvalidRequest: There are too many, or a field cannot be used.
     """
-    count = len(request_ids)
-    chosen = seeds(sampling.seed, count, is_left_open=bootstrap is not None)
-    rules = sampling.text_rules
-    group = new_request_id() if count > 1 else ""
-    return [
-        Generation(
-            request=msgspec.structs.replace(
-                asked,
-                request_id=request_id,
-                sampling=msgspec.structs.replace(asked.sampling, seed=seed),
+    n = wanted[0].sampling.n
+    if n * len(ids) > MAX_GENERATIONS:
+        raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}")
+    halves = body.bootstraps(len(ids), is_batch=prompts.is_batch, n=n)
+    session = session_of(data)
+    generations: list[Generation] = []
+    for token_ids, half, asked in zip(ids, halves, wanted, strict=True):
+        group = new_request_id() if n > 1 else ""
+        params = engine_params(asked.sampling, model, len(token_ids), asked.grammar)
+        for seed in seeds(asked.sampling.seed, n, is_left_open=half is not None):
+            request = GenerateRequest(
+                request_id=names[len(generations)],
+                prompt_ids=token_ids,
+                sampling=msgspec.structs.replace(params, seed=seed),
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+                logprobs=asked.logprobs,
+                session=session,
                 group=group,
-            ),
-            rules=rules,
-            tokenizer=model.tokenizer,
-            bootstrap=bootstrap,
-        )
-        for request_id, seed in zip(request_ids, chosen, strict=True)
-    ]
+            )
+            rules = asked.sampling.text_rules
+            generations.append(Generation(request, rules, model.tokenizer, half))
+    return generations
+
+
+def part_id(request_id: str, index: int) -> RequestId:
+    """Return the id of one generation of a request that has several."""
+    return RequestId(f"{request_id}_{index}")
+
+
+def is_part(part: str, request_id: str) -> bool:
+    """Return whether `part_id` made `part` of this id."""
+    return part.startswith(f"{request_id}_") and part[len(request_id) + 1 :].isdigit()

@@ -1,26 +1,18 @@
 """Limits of a request's body: its bytes, and the seconds that it may take.
 
 ```
- head (aiohttp) ─▶ expect ─▶ key ─▶ read_body: 413 415 429 408 ─▶ handler
+ head (aiohttp) ─▶ expect ─▶ key ─▶ read_body: 413 415 408 ─▶ handler
 ```
 """
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
-from typing_extensions import override
 
 from tandem.frontend.edge import EDGE
 from tandem.frontend.middleware import error_response
-from tandem.wire.errors import BodyTooLarge, InvalidRequest, Overloaded, TandemError
-
-# What all bodies that are still coming in may hold of one process.
-INCOMING_BYTES = 1024 * 1024 * 1024
-# Ten thousand of these hold as much as that, and are not counted.
-SMALL_BYTES = 64 * 1024
+from tandem.wire.errors import BodyTooLarge, InvalidRequest, TandemError
 
 
 class BodyTimedOut(InvalidRequest):
@@ -44,41 +36,6 @@ class ExpectationFailed(InvalidRequest):
     status = 417
 
 
-class Incoming:
-    """Bytes reserved for bodies that are coming in.
-
-    Attributes:
-        size_bytes: As their heads announce. A body in chunks counts as large as one may be.
-    """
-
-    def __init__(self, limit_bytes: int = INCOMING_BYTES) -> None:
-        self._limit_bytes = limit_bytes
-        self.size_bytes = 0
-
-    @override
-    def __repr__(self) -> str:
-        return f"Incoming({self.size_bytes} of {self._limit_bytes} bytes)"
-
-    @contextmanager
-    def reserve(self, size_bytes: int) -> Iterator[None]:
-        """Reserve what one body may hold, inside the block.
-
-        Raises:
-            Overloaded: Others hold too much already.
-        """
-        counted = size_bytes if size_bytes > SMALL_BYTES else 0
-        if counted and self.size_bytes and self.size_bytes + counted > self._limit_bytes:
-            raise Overloaded("too many large bodies are on their way: send this one again later")
-        self.size_bytes += counted
-        try:
-            yield
-        finally:
-            self.size_bytes -= counted
-
-
-INCOMING = web.AppKey("incoming", Incoming)
-
-
 @web.middleware
 async def read_body(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Read the body, so that a handler's own `read` never waits.
@@ -86,33 +43,23 @@ async def read_body(request: web.Request, handler: Handler) -> web.StreamRespons
     Raises:
         BodyTooLarge: Its length, or what came so far, passes the limit.
         BodyTimedOut: It took too long.
-        Overloaded: Other bodies hold too much.
         EncodingUnsupported: It is compressed, and could inflate.
     """
     if not request.body_exists or request.method not in {"POST", "PUT"}:
         return await handler(request)
     refuse_by_head(request)
+    timeout_s = request.app[EDGE].options.body_timeout_s
     try:
         if request.content.is_eof():  # most bodies came with the head
             await request.read()
         else:
-            await _read_slowly(request)
+            async with asyncio.timeout(timeout_s):
+                await request.read()
     except web.RequestPayloadError as error:
         raise InvalidRequest(f"the body cannot be read: {error}") from error
-    return await handler(request)
-
-
-async def _read_slowly(request: web.Request) -> None:
-    options = request.app[EDGE].options
-    announced = request.content_length
-    size_bytes = options.http.max_body_bytes if announced is None else announced
-    try:
-        with request.app[INCOMING].reserve(size_bytes):
-            async with asyncio.timeout(options.body_timeout_s):
-                await request.read()
     except TimeoutError:
-        sentence = f"the body did not come within {options.body_timeout_s:g} s"
-        raise BodyTimedOut(sentence) from None
+        raise BodyTimedOut(f"the body did not come within {timeout_s:g} s") from None
+    return await handler(request)
 
 
 def refuse_by_head(request: web.Request) -> None:

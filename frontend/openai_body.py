@@ -9,14 +9,14 @@ import pydantic_core
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from tandem.frontend.backend import ServedModel
-from tandem.frontend.body import Body, GenerationBody, Many, session_of, validate
-from tandem.frontend.edge import part_id
+from tandem.frontend.body import Body, GenerationBody, Many, validate
 from tandem.frontend.generation import (
-    MAX_GENERATIONS,
     AnyPrompt,
     Generation,
     Prompts,
+    Wanted,
     generations_of,
+    part_id,
     prompt_ids,
     read_prompts,
     require_tokenizer,
@@ -27,14 +27,13 @@ from tandem.frontend.reply_parser import NO_FORMATS, ReplyFormats
 from tandem.frontend.sampling import (
     CompletionSampling,
     OpenAISampling,
-    engine_params,
     read_sampling,
     require_tokens,
 )
 from tandem.frontend.tool_calls import Reply, ToolChoice, read_choice
 from tandem.frontend.unsupported import UNSUPPORTED_IN_CHATS, refuse_unsupported
 from tandem.wire.errors import InvalidRequest, ModelNotFound
-from tandem.wire.generation import GenerateRequest, Grammar, LogprobsWanted
+from tandem.wire.generation import Grammar, LogprobsWanted
 from tandem.wire.ids import new_request_id
 
 # The longest conversations have hundreds.
@@ -241,13 +240,15 @@ def read_chat(
 def _make_reply(
     body: ChatBody, choice: ToolChoice, formats: ReplyFormats, prompt: str
 ) -> Callable[[], Reply] | None:
-    ids = formats.call_ids(sum(len(message.tool_calls) for message in body.messages))
+    first = None
+    if formats.tools is not None and formats.tools.has_numbered_calls:
+        first = sum(len(message.tool_calls) for message in body.messages)
     if choice.grammar is not None:
-        return partial(choice.reply, ids)
+        return partial(choice.reply, first)
     return formats.reply(
         prompt,
         choice.tools,
-        ids,
+        first,
         is_split=body.separate_reasoning,
         is_parallel=body.parallel_tool_calls,
     )
@@ -280,25 +281,12 @@ def _call(
     *,
     grammar: Grammar | None,
 ) -> OpenAICall:
-    n, is_chat = sampling.n, isinstance(body, ChatBody)
+    is_chat = isinstance(body, ChatBody)
     ids = prompt_ids(model, prompts, body.add_special_tokens)
-    halves = body.bootstraps(len(ids), is_batch=prompts.is_batch, n=n)
-    if n * len(ids) > MAX_GENERATIONS:
-        raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}")
     call_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{new_request_id()}"
-    generations: list[Generation] = []
-    for token_ids, half in zip(ids, halves, strict=True):
-        names = [part_id(call_id, len(generations) + choice) for choice in range(n)]
-        asked = GenerateRequest(
-            request_id=names[0],
-            prompt_ids=token_ids,
-            sampling=engine_params(sampling, model, len(token_ids), grammar),
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            logprobs=body.wanted(),
-            session=session_of(data),
-        )
-        generations += generations_of(model, asked, names, sampling, half)
+    names = [part_id(call_id, index) for index in range(sampling.n * len(ids))]
+    wanted = [Wanted(sampling, grammar, body.wanted())] * len(ids)
+    generations = generations_of(model, data, body, prompts, ids, wanted=wanted, names=names)
     return OpenAICall(
         call_id=call_id,
         model_name=model.name,

@@ -77,7 +77,6 @@ class TimingsSink(Protocol):
 
     def request_ended(self, report: Report) -> None:
         """Note the report. Must neither wait nor raise."""
-        ...
 
 
 class Timings:

@@ -30,7 +30,6 @@ class StreamTap(Protocol):
 
     def take_ordinary_at(self, index: int, token_ids: Sequence[int]) -> bool:
         """Take the tokens from `index` on. False: queue them."""
-        ...
 
 
 class TokenStream:

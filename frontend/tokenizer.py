@@ -1,18 +1,15 @@
 """Text to token ids and back, from a model's tokenizer files, without transformers."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers import processors
 from typing_extensions import override
 
 from tandem.frontend.chat_template import ChatTemplate, Messages
-from tandem.frontend.detokenizer import BYTE_OF_CHARACTER, Detokenizer, Detokenizers, token_bytes
+from tandem.frontend.detokenizer import Detokenizer, Detokenizers
 from tandem.frontend.tokenizer_files import tokenizer_files
 from tandem.wire.errors import ConfigInvalid
 
@@ -43,7 +40,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self._template = ChatTemplate(_templates(config), self.special_tokens)
-        self._bound = _text_bound(backend)
+        self._longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)))
         self._detokenizers = Detokenizers(backend, self.special_ids)
 
     @override
@@ -112,13 +109,11 @@ class Tokenizer:
         return self._detokenizers.token_bytes(token_id)
 
     def least_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens, without tokenizing.
+        """Return how many tokens a text has at least: each stands for so many characters at most.
 
-        A text of 10 MB takes seconds to tokenize. The bound is 0 for tokenizers that may drop or merge
-        text.
+        A text of 10 MB takes seconds to tokenize. Source: `max_chars_per_token` of vLLM.
         """
-        num_kept = len(text) - sum(text.count(character) for character in self._bound.dropped)
-        return int(num_kept / self._bound.chars_per_token)
+        return len(text) // self._longest_token
 
     def render_chat(
         self,
@@ -186,56 +181,4 @@ def _add_bos_and_eos(
         single=[part for part in (bos, "$A", eos) if part],
         pair=None,
         special_tokens=[(token, backend.token_to_id(token)) for token in (bos, eos) if token],
-    )
-
-
-# NFC never shrinks a text below a quarter: a composed character stands for at most four code points,
-# and three bytes for at most nine (Hangul).
-_NFC_SHRINKS_TO = 0.25
-_CONTINUATION_BYTES = range(0x80, 0xC0)
-
-
-@dataclass(frozen=True, slots=True)
-class _TextBound:
-    """How few tokens a text may have.
-
-    Attributes:
-        chars_per_token: The most characters of text one token stands for; infinite if not known.
-        dropped: Characters that the vocabulary lacks, so that they leave no token.
-    """
-
-    chars_per_token: float
-    dropped: str = ""
-
-
-def _text_bound(backend: tokenizers.Tokenizer) -> _TextBound:
-    """Return the bound, which is known for byte-level tokenizers.
-
-    Others may drop whitespace, or merge any run of unknown characters to one token.
-    """
-    spec = json.loads(backend.to_str())
-    vocabulary = backend.get_vocab(with_added_tokens=True)
-    missing = {byte for char, byte in BYTE_OF_CHARACTER.items() if char not in vocabulary}
-    # A character of several bytes has a continuation byte, so it leaves something if those do.
-    if not _keeps_text(spec) or missing.intersection(_CONTINUATION_BYTES):
-        return _TextBound(math.inf)
-    # In bytes, which are never fewer than characters.
-    longest = max(len(token_bytes(token)) for token in vocabulary)
-    return _TextBound(
-        chars_per_token=longest if spec["normalizer"] is None else longest / _NFC_SHRINKS_TO,
-        dropped="".join(chr(byte) for byte in sorted(missing) if byte < 0x80),
-    )
-
-
-def _keeps_text(spec: dict[str, Any]) -> bool:
-    """Return whether no step before the vocabulary is known to drop text."""
-    splits = json.dumps(spec["pre_tokenizer"])
-    normalizer = spec["normalizer"]
-    return (
-        spec["model"]["type"] == "BPE"
-        and '"ByteLevel"' in splits
-        and '"Removed"' not in splits
-        and (normalizer is None or normalizer["type"] == "NFC")
-        # An added token may swallow all the whitespace around it.
-        and not any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"])
     )

@@ -63,7 +63,6 @@ class Sink(Protocol):
 
         Must neither wait nor raise.
         """
-        ...
 
     async def drain(self) -> bool:
         """Wait until the reader has caught up. Return whether there is room for more.
@@ -71,7 +70,6 @@ class Sink(Protocol):
         Raises:
             ConnectionError: The reader is gone.
         """
-        ...
 
 
 class Transcript:

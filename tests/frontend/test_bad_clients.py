@@ -8,11 +8,10 @@ import socket
 
 import pytest
 
-from tandem.frontend import server
 from tandem.frontend.options import FrontendOptions, HttpOptions
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import FakeBackend, length, say
-from tests.frontend.helpers import LoopClock, post
+from tests.frontend.helpers import post
 from tests.frontend.raw import chunk, connected, head, request
 from tests.patience import PATIENCE_S
 
@@ -152,21 +151,6 @@ async def test_methods_are_answered_as_http_has_them(client):
         ):
             await kept.send(head(method, path))
             assert ((await kept.reply(method)).status, method) == (status, method)
-
-
-async def test_a_client_that_shut_its_sending_side_gets_what_is_answered_at_once(
-    client, monkeypatch
-):
-    clock = LoopClock()
-    # No busy machine takes so long: the connection is closed when the clock is moved on.
-    monkeypatch.setattr(server, "HALF_CLOSED_S", PATIENCE_S)
-    for sent in (head("GET", "/health"), request("/generate", GOOD), request("/generate", {})):
-        async with asyncio.timeout(2 * PATIENCE_S), connected(client) as half:
-            await half.send(sent)
-            half.writer.write_eof()
-            assert (await half.reply()).status in {200, 400}
-            clock.jump(PATIENCE_S)
-            assert await half.closed()
 
 
 async def test_a_client_that_shut_its_sending_side_does_not_keep_a_generation_running(
