@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 from aiohttp import web
 
 from tandem.frontend.backend import ServedModel
-from tandem.frontend.body import with_session
+from tandem.frontend.body import session_of
 from tandem.frontend.caller import asked_by, in_time
 from tandem.frontend.edge import EDGE, Edge
 from tandem.frontend.generation import Generation
@@ -17,7 +17,6 @@ from tandem.frontend.transcript import Ending, Piece, Sink
 from tandem.wire.errors import ErrorInfo, TandemError
 from tandem.wire.generation import TokenLogprobs
 
-T = TypeVar("T")
 CallT = TypeVar("CallT", bound="Call")
 
 
@@ -78,11 +77,13 @@ async def read_call(
         TandemError: As `read` raises it.
     """
     edge = request.app[EDGE]
-    model, headers = edge.backend.model(), request.headers
-    call = await edge.read(
-        await request.read(), lambda data: read(model, with_session(headers, data))
-    )
-    call.generations = asked_by(request, call.generations)
+    model = edge.backend.model()
+
+    def read_both(data: dict[str, Any]) -> tuple[CallT, str]:
+        return read(model, data), session_of(request.headers, data)
+
+    call, session = await edge.read(await request.read(), read_both)
+    call.generations = asked_by(request, call.generations, session)
     return call
 
 

@@ -9,13 +9,12 @@ from aiohttp.typedefs import Middleware
 
 from tandem.frontend import native, openai, routes
 from tandem.frontend.backend import Backend
-from tandem.frontend.caller import note_caller
+from tandem.frontend.caller import expect, note_caller, read_body
 from tandem.frontend.edge import EDGE, Edge, close_when_leaving
-from tandem.frontend.limits import expect, read_body
+from tandem.frontend.keys import check_key
 from tandem.frontend.middleware import (
     answer_errors,
     answer_preflight,
-    check_key,
     count_requests,
     tell_origin,
 )

@@ -1,7 +1,7 @@
-"""Bodies of HTTP requests: bytes to a checked pydantic model, or one short sentence on what is wrong.
+"""Bodies of HTTP requests: bytes to a checked pydantic model.
 
-Holds what the bodies of both APIs share. Their own fields are in `frontend/native.py` and
-`frontend/openai_body.py`.
+Whatever reads a body in this room raises `InvalidRequest`, whose sentence names the field. Here is what
+the bodies of both APIs share. Their own fields are in `frontend/native.py` and `frontend/openai_body.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -107,11 +107,7 @@ class Body(BaseModel):
         return {name: value for name, value in data.items() if value is not None}
 
     def per_prompt(self, name: str, count: int, *, is_batch: bool) -> list[Any]:
-        """Return a `PerPrompt` field's value for each prompt.
-
-        Raises:
-            InvalidRequest: A list does not have one entry for each prompt.
-        """
+        """Return a `PerPrompt` field's value for each prompt."""
         value, default = getattr(self, name), type(self).model_fields[name].default
         if not isinstance(value, list):
             return [value] * count
@@ -150,9 +146,6 @@ class GenerationBody(Body):
 
         Args:
             n: Generations of each prompt. Must be 1 where a router chose: a room is for one.
-
-        Raises:
-            InvalidRequest: A field is missing, or two generations share a room.
         """
         if self.bootstrap_host is None and self.bootstrap_room is None:
             return [None] * count
@@ -178,18 +171,10 @@ _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
 _MAX_SESSION_CHARS = 256
 
 
-def with_session(headers: Mapping[str, str], data: dict[str, Any]) -> dict[str, Any]:
-    """Return a body in which a session named by the headers goes before any other."""
-    for name in _SESSION_HEADERS:
-        if headers.get(name):
-            return data | {"session_id": headers[name]}
-    return data
-
-
-def session_of(data: Mapping[str, object]) -> str:
-    """Return the session that a body names, or empty. It is a hint to the router: nothing is rejected."""
-    for name in _SESSION_FIELDS:
-        value = data.get(name)
+def session_of(headers: Mapping[str, str], data: Mapping[str, object]) -> str:
+    """Return the session that a request names, or empty. It is a hint: nothing is rejected."""
+    named = [*map(headers.get, _SESSION_HEADERS), *map(data.get, _SESSION_FIELDS)]
+    for value in named:
         if isinstance(value, str) and value:
             # A header may have bytes that are no text.
             return value[:_MAX_SESSION_CHARS].encode(errors="replace").decode()
@@ -197,11 +182,7 @@ def session_of(data: Mapping[str, object]) -> str:
 
 
 def read_json(data: bytes) -> dict[str, Any]:
-    """Return the JSON object in `data`. NaN and infinities are read, to be rejected by field.
-
-    Raises:
-        InvalidRequest: It is empty, not JSON, no object, or one of too many fields or parts.
-    """
+    """Return the JSON object in `data`. NaN and infinities are read, to be rejected by field."""
     if not data.strip():
         raise InvalidRequest("the body is empty; send a JSON object")
     if len(data) > MAX_PARTS and sum(map(data.count, (b"{", b"[", b":"))) > MAX_PARTS:
@@ -222,9 +203,6 @@ def validate(body_class: type[BodyT], data: Mapping[str, object], prefix: str = 
 
     Args:
         prefix: Put before the field's name in an error, such as `sampling_params`.
-
-    Raises:
-        InvalidRequest: A field is wrong; the sentence names it.
     """
     try:
         return body_class.model_validate(data)

@@ -82,9 +82,6 @@ class ChatTemplate:
     Args:
         sources: Template text by name. `tool_use`, if present, serves requests with tools.
         special_tokens: `bos_token` and the like, by name.
-
-    Raises:
-        ConfigInvalid: A template is not valid Jinja.
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
@@ -117,9 +114,6 @@ class ChatTemplate:
             tools: Function schemas as OpenAI names them.
             add_generation_prompt: End with the head of the assistant's turn.
             extra: More names for the template, such as `enable_thinking`. Ours win.
-
-        Raises:
-            InvalidRequest: The template rejected the messages, or the model has none.
         """
         template = self._choose(has_tools=bool(tools))
         names = {

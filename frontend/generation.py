@@ -1,6 +1,6 @@
 """From checked fields of a body to generations: prompts to token ids, one generation for each choice."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -8,7 +8,7 @@ import msgspec
 from pydantic import Field
 
 from tandem.frontend.backend import Bootstrap, ServedModel
-from tandem.frontend.body import GenerationBody, Many, session_of, worded
+from tandem.frontend.body import GenerationBody, Many, worded
 from tandem.frontend.sampling import SamplingBody, TextRules, engine_params, seeds
 from tandem.frontend.timings import Report, Timings, TimingsSink
 from tandem.frontend.tokenizer import Tokenizer
@@ -58,11 +58,7 @@ class Prompts:
 
 
 def read_prompts(value: str | list[str] | list[int] | list[list[int]]) -> Prompts:
-    """Return the prompts of a checked field, in any of its four forms.
-
-    Raises:
-        InvalidRequest: There are more than one body may have.
-    """
+    """Return the prompts of a checked field, in any of its four forms."""
     if isinstance(value, str) or isinstance(value[0], int):
         return Prompts(is_batch=False, entries=[value])
     if len(value) > MAX_GENERATIONS:
@@ -77,10 +73,6 @@ def prompt_ids(
 
     Args:
         add_special_tokens: Whether texts get those that the model's tokenizer puts around them.
-
-    Raises:
-        InvalidRequest: A prompt is empty, too long, or has ids outside the vocabulary; or it is
-            text and the model has no tokenizer.
     """
     texts = prompts.texts
     prompts_ids = _tokenize(model, texts, add_special_tokens) if texts else prompts.ids
@@ -90,11 +82,7 @@ def prompt_ids(
 
 
 def require_tokenizer(model: ServedModel) -> Tokenizer:
-    """Return the model's tokenizer.
-
-    Raises:
-        InvalidRequest: It has none.
-    """
+    """Return the model's tokenizer."""
     if model.tokenizer is None:
         raise InvalidRequest("this model has no tokenizer: send token ids instead of text")
     return model.tokenizer
@@ -166,7 +154,6 @@ class Wanted:
 
 def generations_of(
     model: ServedModel,
-    data: Mapping[str, object],
     body: GenerationBody,
     prompts: Prompts,
     ids: Sequence[list[int]],
@@ -180,15 +167,11 @@ def generations_of(
         ids: The token ids of each prompt.
         wanted: One for each prompt, with the same n.
         names: One for each generation.
-
-    Raises:
-        InvalidRequest: There are too many, or a field cannot be used.
     """
     n = wanted[0].sampling.n
     if n * len(ids) > MAX_GENERATIONS:
         raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}")
     halves = body.bootstraps(len(ids), is_batch=prompts.is_batch, n=n)
-    session = session_of(data)
     generations: list[Generation] = []
     for token_ids, half, asked in zip(ids, halves, wanted, strict=True):
         group = new_request_id() if n > 1 else ""
@@ -201,7 +184,6 @@ def generations_of(
                 priority=body.priority,
                 cache_salt=body.cache_salt,
                 logprobs=asked.logprobs,
-                session=session,
                 group=group,
             )
             rules = asked.sampling.text_rules

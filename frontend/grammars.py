@@ -192,20 +192,12 @@ class OpenAIGrammar(NativeGrammar):
 
 
 def native_grammar(data: Mapping[str, object]) -> Grammar | None:
-    """Return what the fields of sampling parameters ask for, or None.
-
-    Raises:
-        InvalidRequest: A field is wrong, or several are given.
-    """
+    """Return what the fields of sampling parameters ask for, or None."""
     return _only_one(validate(NativeGrammar, data))
 
 
 def openai_grammar(data: Mapping[str, object]) -> Grammar | None:
-    """Return what the fields of an OpenAI body ask for, or None.
-
-    Raises:
-        InvalidRequest: A field is wrong, or several are given.
-    """
+    """Return what the fields of an OpenAI body ask for, or None."""
     return _only_one(validate(OpenAIGrammar, data))
 
 

@@ -69,11 +69,7 @@ class GenerateBody(GenerationBody):
     return_text_in_logprobs: bool = False
 
     def prompts(self) -> Prompts:
-        """Return the prompts.
-
-        Raises:
-            InvalidRequest: There are none, too many, or both text and ids.
-        """
+        """Return the prompts."""
         if self.text is not None and self.input_ids is not None:
             raise InvalidRequest("send either text or input_ids, not both")
         given = self.input_ids if self.text is None else self.text
@@ -98,11 +94,7 @@ class NativeCall:
 
 
 def read_native(model: ServedModel, data: dict[str, Any]) -> NativeCall:
-    """Check a body and make its generations: n for each prompt, in order.
-
-    Raises:
-        InvalidRequest: A field is wrong; the sentence names it.
-    """
+    """Check a body and make its generations: n for each prompt, in order."""
     refuse_unsupported(data)
     body = validate(GenerateBody, data)
     prompts = body.prompts()
@@ -129,7 +121,7 @@ def read_native(model: ServedModel, data: dict[str, Any]) -> NativeCall:
             require_tokens(sampling, "max_new_tokens")
         wanted.append(Wanted(sampling, grammar, logprobs))
     return NativeCall(
-        generations_of(model, data, body, prompts, ids, wanted=wanted, names=names),
+        generations_of(model, body, prompts, ids, wanted=wanted, names=names),
         is_list=prompts.is_batch or n > 1,
         is_stream=body.stream,
         has_text_in_logprobs=body.return_text_in_logprobs,

@@ -139,11 +139,7 @@ class ChatBody(OpenAIBody):
     top_logprobs: NumTop = 0
 
     def wanted(self) -> LogprobsWanted | None:
-        """Return which log-probabilities to ask the engine for.
-
-        Raises:
-            InvalidRequest: `top_logprobs` stands alone.
-        """
+        """Return which log-probabilities to ask the engine for."""
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs: needs logprobs to be true")
         return LogprobsWanted(num_top=self.top_logprobs) if self.logprobs else None
@@ -179,12 +175,7 @@ class OpenAICall:
 
 
 def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
-    """Check a body of `/v1/completions`.
-
-    Raises:
-        InvalidRequest: A field is wrong; the sentence names it.
-        ModelNotFound: It asks for another model.
-    """
+    """Check a body of `/v1/completions`."""
     refuse_unsupported(data)
     _check_best_of(data)
     body = validate(CompletionBody, data)
@@ -193,7 +184,7 @@ def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
     if not body.echo:
         require_tokens(sampling, "max_tokens")
     prompts = read_prompts(body.prompt)
-    call = _call(model, data, body, sampling, prompts, grammar=openai_grammar(data))
+    call = _call(model, body, sampling, prompts, grammar=openai_grammar(data))
     if body.echo:
         call.echoes = [text for text in _texts(model, prompts) for _ in range(sampling.n)]
     return call
@@ -206,10 +197,6 @@ def read_chat(
 
     Args:
         formats: Formats of the model's thoughts and calls of tools.
-
-    Raises:
-        InvalidRequest: A field is wrong; the sentence names it.
-        ModelNotFound: It asks for another model.
     """
     refuse_unsupported(data, also=UNSUPPORTED_IN_CHATS)
     _check_best_of(data)
@@ -232,7 +219,7 @@ def read_chat(
         # In many formats marks are special tokens.
         sampling = sampling.model_copy(update={"skip_special_tokens": False})
     prompts = Prompts(is_batch=False, entries=[text])
-    call = _call(model, data, body, sampling, prompts, grammar=asked or choice.grammar)
+    call = _call(model, body, sampling, prompts, grammar=asked or choice.grammar)
     call.make_reply = make_reply
     return call
 
@@ -274,7 +261,6 @@ def _texts(model: ServedModel, prompts: Prompts) -> list[str]:
 
 def _call(
     model: ServedModel,
-    data: dict[str, Any],
     body: CompletionBody | ChatBody,
     sampling: OpenAISampling,
     prompts: Prompts,
@@ -286,7 +272,7 @@ def _call(
     call_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{new_request_id()}"
     names = [part_id(call_id, index) for index in range(sampling.n * len(ids))]
     wanted = [Wanted(sampling, grammar, body.wanted())] * len(ids)
-    generations = generations_of(model, data, body, prompts, ids, wanted=wanted, names=names)
+    generations = generations_of(model, body, prompts, ids, wanted=wanted, names=names)
     return OpenAICall(
         call_id=call_id,
         model_name=model.name,

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from html import escape
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from pydantic.json_schema import models_json_schema
 
 from tandem.frontend import answers, native, openai, routes
 from tandem.frontend.grammars import NativeGrammar, OpenAIGrammar
-from tandem.frontend.middleware import OPEN_ROUTES
+from tandem.frontend.keys import OPEN_ROUTES
 from tandem.frontend.openai_body import ChatBody, CompletionBody
 from tandem.frontend.sampling import CompletionSampling, NativeSampling, OpenAISampling
 from tandem.telemetry.version import package_version
@@ -34,18 +35,8 @@ JSON, EVENTS = "application/json", "text/event-stream"
 # What `/docs` may load: nothing, from nowhere.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _REF = "#/components/schemas/"
-_ERRORS = {
-    "400": "something in the body cannot be; the message names it",
-    "401": "the API key is missing or wrong",
-    "404": "the model is not the one served",
-    "408": "the body did not come in time",
-    "413": "the body is too large",
-    "415": "the body is compressed",
-    "429": "there is no room now; Retry-After says when to try again",
-    "500": "the server's fault",
-    "503": "no node can serve now; Retry-After says when to try again",
-    "504": "it took too long",
-}
+# That a request with a body may be answered with.
+_ERRORS = {"400", "401", "404", "408", "413", "415", "429", "500", "503", "504"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +99,10 @@ def document(table: Iterable[web.RouteDef], *, has_keys: bool) -> dict[str, Any]
     paths: dict[str, dict[str, Any]] = {}
     for route in table:
         path = re.sub(r"\{(\w+):[^}]*\}", r"{\1}", route.path)
-        item = paths.setdefault(path, {})
-        item[route.method.lower()] = _operation(route, path, has_keys=has_keys)
+        described = _operation(route, path, has_keys=has_keys)
+        paths.setdefault(path, {})[route.method.lower()] = described
     components: dict[str, Any] = {"schemas": _schemas()}
-    described: dict[str, Any] = {
+    made: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
             "title": "Tandem",
@@ -124,8 +115,8 @@ def document(table: Iterable[web.RouteDef], *, has_keys: bool) -> dict[str, Any]
     }
     if has_keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        described["security"] = [{"key": []}]
-    return described
+        made["security"] = [{"key": []}]
+    return made
 
 
 def page(document: Mapping[str, Any]) -> str:
@@ -178,9 +169,9 @@ def _responses(operation: Operation, *, is_open: bool) -> dict[str, Any]:
     content: dict[str, Any] = {operation.media: {"schema": schema}}
     if operation.event is not None:
         content[EVENTS] = {"schema": _event(operation.event.__name__)}
-    expected = set(_ERRORS) if operation.bodies else {"401", "503"}
+    expected = _ERRORS if operation.bodies else {"401", "503"}
     responses = {
-        status: _error(_ERRORS[status])
+        status: _error(HTTPStatus(int(status)).phrase)
         for status in sorted(expected - ({"401"} if is_open else set()))
     }
     if operation.unavailable:

@@ -75,11 +75,7 @@ NO_FORMATS = ReplyFormats()
 
 
 def reply_formats(tools: str, thoughts: str) -> ReplyFormats:
-    """Return the formats of these names, as the flags give them. Empty: none.
-
-    Raises:
-        ConfigInvalid: A name is not known.
-    """
+    """Return the formats of these names, as the flags give them. Empty: none."""
     return ReplyFormats(
         tools=_find("--tool-call-parser", tools, TOOL_FORMATS, TOOL_ALIASES),
         thoughts=_find("--reasoning-parser", thoughts, REASONING_FORMATS, REASONING_ALIASES),

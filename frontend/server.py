@@ -77,7 +77,7 @@ def make_runner(app: web.Application, drain_timeout_s: float = 5.0) -> web.AppRu
         max_line_size=MAX_HEADER_BYTES,
         max_field_size=MAX_HEADER_BYTES,
         max_headers=MAX_HEADERS,
-        auto_decompress=False,  # `frontend/limits.py` refuses compressed bodies
+        auto_decompress=False,  # `frontend/caller.py` refuses compressed bodies
         shutdown_timeout=drain_timeout_s,
     )
 

@@ -49,11 +49,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
-        """Read the tokenizer files of a model directory.
-
-        Raises:
-            ConfigInvalid: There is no tokenizer.json, or a file is not what its name says.
-        """
+        """Read the tokenizer files of a model directory."""
         files = tokenizer_files(directory)
         if not files:
             raise ConfigInvalid(f"{directory} has no tokenizer.json")
@@ -61,11 +57,7 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, files: Mapping[str, str]) -> "Tokenizer":
-        """Make a tokenizer of file texts by name, as `tokenizer_files` returns them.
-
-        Raises:
-            ConfigInvalid: A file is not what its name says, or they do not belong together.
-        """
+        """Make a tokenizer of file texts by name, as `tokenizer_files` returns them."""
         config = _read_config(files)
         try:
             backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
@@ -122,11 +114,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         extra: Mapping[str, object] | None = None,
     ) -> str:
-        """Return the prompt text of a conversation, special tokens included.
-
-        Raises:
-            InvalidRequest: The template rejected the messages, or the model has none.
-        """
+        """Return the prompt text of a conversation, special tokens included."""
         return self._template.render(messages, tools, add_generation_prompt, extra)
 
 

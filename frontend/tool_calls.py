@@ -166,11 +166,7 @@ class ToolChoice:
 
 
 def read_choice(tools: Sequence[Tool], choice: object, *, is_parallel: bool) -> ToolChoice:
-    """Read `tools`, `tool_choice` and `parallel_tool_calls`.
-
-    Raises:
-        InvalidRequest: The choice is unknown or names no tool, or a tool has no name or no schema.
-    """
+    """Read `tools`, `tool_choice` and `parallel_tool_calls`."""
     if choice is None or choice == "auto":
         return ToolChoice(tools)
     if choice == "none":

@@ -19,9 +19,9 @@ from pydantic import Field
 
 from tandem.frontend.app import create_app
 from tandem.frontend.body import Body, read_json, validate
-from tandem.frontend.limits import expect
+from tandem.frontend.caller import expect
+from tandem.frontend.keys import operators_only
 from tandem.frontend.middleware import json_response
-from tandem.frontend.operators import operators_only
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.reply_parser import reply_formats
 from tandem.frontend.server import listen, serving

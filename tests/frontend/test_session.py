@@ -1,6 +1,6 @@
 import pytest
 
-from tandem.frontend.body import session_of, with_session
+from tandem.frontend.body import session_of
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from tandem.frontend.body import session_of, with_session
     ],
 )
 def test_the_session_is_the_first_that_is_named(headers, body, session):
-    assert session_of(with_session(headers, body)) == session
+    assert session_of(headers, body) == session
 
 
 @pytest.mark.parametrize(
