@@ -6,6 +6,7 @@ Renders the model's own Jinja template in a sandbox, with the names and filters 
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
@@ -53,17 +54,9 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().astimezone().strftime(pattern)
 
 
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
     # Jinja's own filter escapes for HTML, which no model was trained on.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

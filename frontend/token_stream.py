@@ -108,14 +108,13 @@ class TokenStream:
         return None
 
     def mute(self) -> None:
-        """Stop waking the reader. `take_late` still returns what arrives."""
+        """Stop waking the reader."""
         self._wake = asyncio.Event()
 
     def take_late(self) -> list[TokenDelta]:
         """Return every queued delta, even of an attempt that failed."""
-        waiting = list(self._waiting)
-        self._waiting.clear()
-        return waiting
+        waiting, self._waiting = self._waiting, deque()
+        return list(waiting)
 
     def put_ordinary(self, index: int, token_ids: Sequence[int]) -> None:
         """Queue tokens that no tap took."""
