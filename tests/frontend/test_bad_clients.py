@@ -52,20 +52,6 @@ async def test_what_is_no_http_is_answered_with_400_and_closed(client, sent):
         assert await is_served(client)
 
 
-async def test_a_head_that_never_ends_is_cut_off(backend):
-    async with (
-        asyncio.timeout(PATIENCE_S),
-        serve(backend, HURRIED) as client,
-        connected(client, b"GET /health HTTP/1.1\r\nHost: x\r\nX: ") as slow,
-    ):
-        closed = asyncio.create_task(slow.closed())
-        while not closed.done():
-            await slow.send(b"a")
-            async with connected(client, request("/generate", GOOD)) as other:
-                assert (await other.reply()).status == 200
-        assert await closed
-
-
 async def test_an_idle_connection_is_closed_also_after_an_answer(backend):
     async with (
         asyncio.timeout(PATIENCE_S),
@@ -94,19 +80,6 @@ async def test_pipelined_requests_are_answered_in_order_whatever_they_are(client
     assert replies[0].body.endswith(b"data: [DONE]\n\n")
     assert replies[1].json()["status"] == "ok"
     assert replies[4].json()["output_ids"] == [5, 6]
-
-
-async def test_an_error_does_not_end_or_confuse_a_connection(backend):
-    async with (
-        asyncio.timeout(PATIENCE_S),
-        serve(backend, SMALL) as client,
-        connected(client) as kept,
-    ):
-        for body in ({}, {"text": 1}, {"text": "a" * 2000}, {"input_ids": [-1]}):
-            await kept.send(request("/generate", body))
-            assert (await kept.reply()).status in {400, 413}
-            await kept.send(request("/generate", GOOD))
-            assert (await kept.reply()).json()["output_ids"] == [5, 6]
 
 
 async def test_a_client_that_waits_for_100_is_told_to_go_on(client):
@@ -195,3 +168,17 @@ async def open_half_sent(client, index: int) -> asyncio.StreamWriter:
     _, writer = await asyncio.open_connection(client._base_url.host, client._base_url.port)
     writer.write([b"", b"GET /health HT", head("POST", "/generate", CHUNKED) + b"5"][index % 3])
     return writer
+
+
+async def test_a_head_that_never_ends_is_cut_off(backend):
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        serve(backend, HURRIED) as client,
+        connected(client, b"GET /health HTTP/1.1\r\nHost: x\r\nX: ") as slow,
+    ):
+        closed = asyncio.create_task(slow.closed())
+        while not closed.done():
+            await slow.send(b"a")
+            async with connected(client, request("/generate", GOOD)) as other:
+                assert (await other.reply()).status == 200
+        assert await closed

@@ -221,8 +221,3 @@ def test_an_event_may_hold_several_tokens_by_either_way():
     for straight in ((), range(1, 10)):
         sink = read(parts, TextRules(stream_interval=4), straight)
         assert (sink.sizes, sink.text) == ([1, 4, 4, 1], "abcabcabca")
-
-
-def test_a_silent_generation_shows_no_token():
-    sink = read([delta([0], LENGTH)], TextRules(is_silent=True))
-    assert (sink.text, sink.output_ids, sink.ending.reason) == ("", [], "length")
