@@ -89,10 +89,6 @@ class ChatTemplate:
         # OpenAI's name for system messages since its reasoning models; templates may refuse it.
         self._knows_developer = any("developer" in text for text in sources.values())
 
-    @override
-    def __repr__(self) -> str:
-        return f"ChatTemplate({', '.join(self._templates)})"
-
     def render(
         self,
         messages: Messages,

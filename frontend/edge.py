@@ -15,7 +15,6 @@ from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 from aiohttp import hdrs, web
-from typing_extensions import override
 
 from tandem.frontend.backend import Backend, Health
 from tandem.frontend.body import read_json
@@ -25,7 +24,7 @@ from tandem.frontend.metrics import FrontendMetrics
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.sse import Outbox
 from tandem.frontend.timings import Outcome, TimingsSink
-from tandem.frontend.transcript import Piece, Sink, Transcript
+from tandem.frontend.transcript import Sink, Transcript
 from tandem.wire.errors import EngineFailed, InvalidRequest
 from tandem.wire.ids import RequestId
 
@@ -59,10 +58,6 @@ class Edge:
         # Its own threads: a reader outlives its client, and must not keep others from DNS.
         self._readers = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="reader")
 
-    @override
-    def __repr__(self) -> str:
-        return f"Edge({len(self._running)} running)"
-
     async def read(self, body: bytes, reader: Callable[[dict[str, Any]], T]) -> T:
         """Return what `reader` makes of a JSON body. A large body is read in a thread.
 
@@ -89,19 +84,16 @@ class Edge:
         rules, tokenizer, timings = generation.rules, generation.tokenizer, generation.timings
         text = NoText() if tokenizer is None else tokenizer.detokenizer(rules.skip_special_tokens)
         transcript = Transcript(rules, text, sink, self.metrics.gaps)
-        is_begun = False
         with self._entered(generation, transcript):
             timings.sent()
             deltas = self.backend.generate(generation.request, generation.bootstrap, transcript)
             async with aclosing(deltas):
                 async for delta in deltas:
-                    timings.came(delta)
+                    if timings.came(delta):
+                        self.metrics.prompt_tokens.inc(len(generation.request.prompt_ids))
                     piece = transcript.take(delta)
                     if piece is None:
                         continue
-                    if not is_begun and _follows_a_prompt(piece):
-                        is_begun = True
-                        self.metrics.prompt_tokens.inc(len(generation.request.prompt_ids))
                     if piece.token_ids and (ttft_s := timings.token_read()) is not None:
                         self.metrics.time_to_first_token.observe(ttft_s)
                     if piece.ending is not None:
@@ -164,19 +156,13 @@ class Edge:
             self._report(generation)
 
     def _report(self, generation: Generation) -> None:
-        traces = [] if generation.trace is None else [generation.trace]
-        if sinks := [*self.timings_sinks, *traces]:
+        if sinks := [*self.timings_sinks, *filter(None, [generation.trace])]:
             report = generation.report()
             for sink in sinks:
                 sink.request_ended(report)
 
 
 EDGE = web.AppKey("edge", Edge)
-
-
-def _follows_a_prompt(piece: Piece) -> bool:
-    # A request that is aborted in the queue ends without a token.
-    return bool(piece.token_ids) or (piece.ending is not None and piece.ending.error is None)
 
 
 def leave(app: web.Application) -> None:

@@ -8,7 +8,6 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client import Histogram as PrometheusHistogram
-from typing_extensions import override
 
 from tandem.telemetry.histogram import Histogram
 
@@ -94,10 +93,6 @@ class FrontendMetrics:
             registry=self._registry,
         )
         self.gaps = Histogram(_ITL_BUCKETS_S)
-
-    @override
-    def __repr__(self) -> str:
-        return f"FrontendMetrics(gaps={self.gaps!r})"
 
     def gather(self) -> None:
         """Add what was counted beside it to Prometheus' registry, which the processes of a pool share."""

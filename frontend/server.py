@@ -61,27 +61,6 @@ def _listen_sentence(host: str, port: int, error: OSError) -> str:
     return f"cannot listen on {host} port {port}: {error.strerror or error}"
 
 
-def make_runner(app: web.Application, drain_timeout_s: float = 5.0) -> web.AppRunner:
-    """Return a runner that cancels a request when its client goes away.
-
-    Args:
-        app: As `create_app` returns it.
-        drain_timeout_s: How long `cleanup` lets running requests go on before it cancels them.
-    """
-    return web.AppRunner(
-        app,
-        handler_cancellation=True,
-        access_log=None,  # counted in /metrics; a line a request costs more than the request's routing
-        logger=_HttpLogger("aiohttp.server"),
-        keepalive_timeout=app[EDGE].options.idle_timeout_s,
-        max_line_size=MAX_HEADER_BYTES,
-        max_field_size=MAX_HEADER_BYTES,
-        max_headers=MAX_HEADERS,
-        auto_decompress=False,  # `frontend/caller.py` refuses compressed bodies
-        shutdown_timeout=drain_timeout_s,
-    )
-
-
 def cut_off_who_does_not_read(sock: socket.socket, timeout_s: float) -> None:
     """Have the kernel close connections whose client takes nothing for `timeout_s`.
 
@@ -134,7 +113,18 @@ async def listening(app: web.Application, drain_timeout_s: float) -> AsyncIterat
     """
     options = app[EDGE].options
     context = None if options.http.tls is None else server_context(options.http.tls)
-    runner = make_runner(app, drain_timeout_s)
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,  # counted in /metrics; a line a request costs more than the request's routing
+        logger=_HttpLogger("aiohttp.server"),
+        keepalive_timeout=options.idle_timeout_s,
+        max_line_size=MAX_HEADER_BYTES,
+        max_field_size=MAX_HEADER_BYTES,
+        max_headers=MAX_HEADERS,
+        auto_decompress=False,  # `frontend/caller.py` refuses compressed bodies
+        shutdown_timeout=drain_timeout_s,
+    )
     await runner.setup()
     http = runner.server
     assert http is not None

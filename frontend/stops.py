@@ -22,7 +22,6 @@ from functools import lru_cache
 from typing import Any
 
 import regex
-from typing_extensions import override
 
 from tandem.wire.errors import InvalidRequest
 
@@ -69,10 +68,6 @@ class StopStrings:
         self._held = ""
         self._first_characters = _first_characters(tuple(stops))
         self.matched: str | None = None
-
-    @override
-    def __repr__(self) -> str:
-        return f"StopStrings({list(self._stops)}, held={self._held!r}, matched={self.matched!r})"
 
     def push(self, text: str) -> str:
         """Take the next text. Returns what may be shown now."""
@@ -179,11 +174,6 @@ class StopPatterns:
         self._shown = 0  # how much of `_text` was shown
         self._budget_s = _MAX_BUDGET_S
         self.matched: str | None = None
-
-    @override
-    def __repr__(self) -> str:
-        held = self._text[self._shown :]
-        return f"StopPatterns({self._patterns}, held={held!r}, matched={self.matched!r})"
 
     def push(self, text: str) -> str:
         """Take the next text. Returns what may be shown now."""

@@ -35,7 +35,9 @@ from tandem.wire.messages import TokenDelta
 
 HEADER = "X-Tandem-Timings"
 # The phases that follow each other until the first token.
-_ROW = frozenset(["tokenize", "queue", "pair", "lost_attempt", "reserve", "kv_tier", "prefill_queue", "prefill"])
+_ROW = frozenset(
+    ["tokenize", "queue", "pair", "lost_attempt", "reserve", "kv_tier", "prefill_queue", "prefill"]
+)
 
 Outcome = Literal["finished", "failed", "cancelled"]
 
@@ -82,21 +84,6 @@ class Timings:
         is_wanted: Whether the client asked for the report.
     """
 
-    __slots__ = (
-        "_arrived",
-        "_clock",
-        "_ended_s",
-        "_first_at_s",
-        "_sent_s",
-        "_told",
-        "_ttft_s",
-        "cached_by_tier",
-        "is_wanted",
-        "num_cached_tokens",
-        "num_output_tokens",
-        "outcome",
-    )
-
     def __init__(
         self,
         arrived: float | None = None,
@@ -123,14 +110,16 @@ class Timings:
         """Note that the backend got the request. The backend's phases count from now."""
         self._sent_s = self._elapsed_s()
 
-    def came(self, delta: TokenDelta) -> None:
-        """Note the phases and tokens of a delta."""
+    def came(self, delta: TokenDelta) -> bool:
+        """Note the phases and tokens of a delta. Return whether it has the first tokens."""
         self._told += delta.phases
-        if self._first_at_s is None and delta.token_ids:
-            self._first_at_s = self._elapsed_s()
         if delta.cached_tokens > self.num_cached_tokens:
             self.num_cached_tokens = delta.cached_tokens
             self.cached_by_tier = delta.cached_by_tier
+        is_first = self._first_at_s is None and bool(delta.token_ids)
+        if is_first:
+            self._first_at_s = self._elapsed_s()
+        return is_first
 
     def token_read(self) -> float | None:
         """Note that a token is text. Returns the time to first token if it is the first, else None."""

@@ -6,10 +6,15 @@ from pathlib import Path
 
 import tokenizers
 from tokenizers import processors
-from typing_extensions import override
 
 from tandem.frontend.chat_template import ChatTemplate, Messages
-from tandem.frontend.detokenizer import Detokenizer, Detokenizers
+from tandem.frontend.detokenizer import (
+    ByteLevelDetokenizer,
+    Detokenizer,
+    Pieces,
+    WindowDetokenizer,
+    sentencepiece_bytes,
+)
 from tandem.frontend.tokenizer_files import tokenizer_files
 from tandem.wire.errors import ConfigInvalid
 
@@ -41,11 +46,10 @@ class Tokenizer:
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self._template = ChatTemplate(_templates(config), self.special_tokens)
         self._longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)))
-        self._detokenizers = Detokenizers(backend, self.special_ids)
-
-    @override
-    def __repr__(self) -> str:
-        return f"Tokenizer({self.backend.get_vocab_size()} tokens, {self._template!r})"
+        decoder = json.loads(backend.to_str())["decoder"]
+        self._is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
+        self._skipped = {False: frozenset[int](), True: self.special_ids}
+        self._pieces = {skip: Pieces(backend, ids) for skip, ids in self._skipped.items()}
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
@@ -94,11 +98,20 @@ class Tokenizer:
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """Return the detokenizer of a new generation: `decode`, as tokens come."""
-        return self._detokenizers.start(skip_special_tokens)
+        if self._is_byte_level:
+            return ByteLevelDetokenizer(self._pieces[skip_special_tokens])
+        return WindowDetokenizer(self.backend, self._skipped[skip_special_tokens])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token by itself, which may be part of a character."""
-        return self._detokenizers.token_bytes(token_id)
+        """Return the bytes of one token by itself, which may be part of a character.
+
+        An id that the vocabulary lacks has none. Joined, they are the text's bytes, except for what a
+        decoder does to the whole, such as dropping a leading space.
+        """
+        if self._is_byte_level:
+            return self._pieces[False].bytes_of(token_id)
+        token = self.backend.id_to_token(token_id)
+        return b"" if token is None else sentencepiece_bytes(token)
 
     def least_tokens(self, text: str) -> int:
         """Return how many tokens a text has at least: each stands for so many characters at most.

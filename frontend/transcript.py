@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import msgspec
-from typing_extensions import override
 
 from tandem.frontend.detokenizer import Detokenizer
 from tandem.frontend.sampling import TextRules
@@ -117,10 +116,6 @@ class Transcript:
         self.num_tokens = self._cached_tokens = 0
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._end: Piece | TandemError | None = None
-
-    @override
-    def __repr__(self) -> str:
-        return f"Transcript({self.num_tokens} tokens, {self._stops!r})"
 
     def take(self, delta: TokenDelta) -> Piece | None:
         """Return the next piece; None where there is nothing to show yet.
