@@ -121,18 +121,6 @@ async def test_a_native_stream_is_cumulative_and_its_first_event_has_the_prompt(
     ]
 
 
-async def test_a_stop_string_keeps_the_log_probabilities_of_the_counted_tokens(
-    client, backend, tokenizer
-):
-    ids = tokenizer.encode("One two three four")
-    backend.script = say(ids, length(5))
-    body = NATIVE | {"stop": "thr"}
-    _, answer = await post(client, "/generate", body)
-    assert answer["text"] == "One two "
-    assert answer["output_ids"] == ids[:3]
-    assert answer["meta_info"]["output_token_logprobs"] == triples(*ids[:3])
-
-
 async def test_a_chat_tells_token_bytes_and_the_likeliest(sdk, backend, tokenizer):
     ids = tokenizer.encode("Hi you")
     backend.script = say(*each(tokenizer, "Hi you"), stop(EOS))
@@ -155,17 +143,6 @@ async def test_a_completion_tells_tokens_values_and_offsets(sdk, backend, tokeni
     assert told.text_offset == [0, 2, 6]
     pairs = zip(told.tokens, told.top_logprobs, strict=True)
     assert told.token_logprobs == [top[token] for token, top in pairs]
-
-
-async def test_a_streamed_completion_continues_its_offsets(sdk, backend, tokenizer):
-    backend.script = say(*each(tokenizer, "Hi you"), stop(EOS))
-    chunks = await sdk.completions.create(model="smol", prompt="a", logprobs=0, stream=True)
-    told = [chunk.choices[0].logprobs async for chunk in chunks]
-    assert [(part.tokens, part.text_offset) for part in told] == [
-        (["Hi"], [0]),
-        ([" you"], [2]),
-        (["<|im_end|>"], [6]),
-    ]
 
 
 def score(choice, context_length):

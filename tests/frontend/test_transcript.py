@@ -16,6 +16,7 @@ from tests.frontend.fakes import told
 
 STOP = Finish(reason="stop", matched=99)
 LENGTH = Finish(reason="length")
+Z = Finish(reason="stop", matched=25)
 
 
 class Letters:
@@ -119,66 +120,31 @@ def test_neither_the_grouping_of_tokens_nor_their_way_changes_what_a_client_gets
         assert [entry.logprob for entry in sink.logprobs] == [-i / 100 for i in sink.output_ids]
 
 
-# The last delta, the rules, and what becomes of them after a first token "a".
+B = {"stops": ("b",)}
+ABORT, HANDED = Finish(reason="abort"), Finish(reason="handed_off")
+ANY_OF = compile_pattern("[bc]")
+# Behind a first token "a": the last ids and finish, the rules, and the text, reason and match of the end.
 ENDS = {
-    "length alone": (delta([1], LENGTH), TextRules(), "ab", ("length", None)),
-    "a stop with the last token": (
-        delta([1], LENGTH),
-        TextRules(stops=("b",)),
-        "a",
-        ("stop", "b"),
-    ),
-    "a stop before the last token": (
-        delta([1, 2], LENGTH),
-        TextRules(stops=("b",), keeps_stop=True),
-        "ab",
-        ("stop", "b"),
-    ),
-    "half a stop with the last token": (
-        delta([1], LENGTH),
-        TextRules(stops=("bc",)),
-        "ab",
-        ("length", None),
-    ),
-    "a pattern with the last token": (
-        delta([1], LENGTH),
-        TextRules(patterns=(compile_pattern("[bc]"),)),
-        "a",
-        ("stop", "[bc]"),
-    ),
-    "a stop too early, at the length": (
-        delta([1], LENGTH),
-        TextRules(stops=("b",), min_new_tokens=2),
-        "ab",
-        ("length", None),
-    ),
-    "a stop token": (delta([1, 99], STOP), TextRules(), "ab", ("stop", 99)),
-    "a stop token behind a stop string": (
-        delta([1, 99], STOP),
-        TextRules(stops=("b",)),
-        "a",
-        ("stop", "b"),
-    ),
-    "an abort behind a stop": (
-        delta([1], Finish(reason="abort")),
-        TextRules(stops=("b",)),
-        "a",
-        ("stop", "b"),
-    ),
-    "prefill's part": (
-        delta([1], Finish(reason="handed_off")),
-        TextRules(),
-        "ab",
-        ("length", None),
-    ),
+    "length alone": ([1], LENGTH, {}, "ab", "length", None),
+    "a stop with the last token": ([1], LENGTH, B, "a", "stop", "b"),
+    "a stop before the last token": ([1, 2], LENGTH, B | {"keeps_stop": True}, "ab", "stop", "b"),
+    "half a stop with the last token": ([1], LENGTH, {"stops": ("bc",)}, "ab", "length", None),
+    "a pattern with the last token": ([1], LENGTH, {"patterns": (ANY_OF,)}, "a", "stop", "[bc]"),
+    "a stop too early": ([1], LENGTH, B | {"min_new_tokens": 2}, "ab", "length", None),
+    "a stop token": ([1, 99], STOP, {}, "ab", "stop", 99),
+    "a stop token that stays": ([1, 25], Z, {"keeps_stop": True}, "abz", "stop", 25),
+    "a stop token behind a stop string": ([1, 99], STOP, B, "a", "stop", "b"),
+    "an abort behind a stop": ([1], ABORT, B, "a", "stop", "b"),
+    "prefill's part": ([1], HANDED, {}, "ab", "length", None),
+    "nothing is shown": ([1], LENGTH, {"is_silent": True}, "", "length", None),
 }
 
 
 @pytest.mark.parametrize("name", ENDS)
 def test_the_reason_of_the_end_is_what_came_first(name):
-    last, rules, text, (reason, matched) = ENDS[name]
-    sink = read([delta([0]), last], rules)
-    assert (sink.text, sink.ending.reason, sink.ending.matched) == (text, reason, matched)
+    ids, finish, rules, *expected = ENDS[name]
+    sink = read([delta([0]), delta(ids, finish)], TextRules(**rules))
+    assert [sink.text, sink.ending.reason, sink.ending.matched] == expected
 
 
 def test_a_stop_that_the_tap_meets_ends_with_the_next_delta_whatever_that_is():
