@@ -18,7 +18,7 @@ from tandem.frontend.middleware import (
     count_requests,
     tell_origin,
 )
-from tandem.frontend.openapi import POLICY, document, page
+from tandem.frontend.openapi import DOCUMENT, document, show_document, show_page
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.tracing import Tracing, tracing_to
 from tandem.wire.keys import reader_key
@@ -54,12 +54,7 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
     # Made at the first request: most processes get none.
     has_keys = bool(options.http.api_keys)
     describe: Callable[[], dict[str, Any]] = cache(partial(document, table, has_keys=has_keys))
-    app[routes.DOCUMENT] = describe
-    app[routes.PAGE] = lambda: web.Response(
-        text=page(describe()),
-        content_type="text/html",
-        headers={"Content-Security-Policy": POLICY},
-    )
+    app[DOCUMENT] = describe
     return app
 
 
@@ -97,8 +92,8 @@ def route_table(options: FrontendOptions) -> list[web.RouteDef]:
         web.get("/server_info", routes.server_info),
         web.get("/get_server_info", routes.server_info),
         web.get("/metrics", routes.metrics),
-        web.get("/openapi.json", routes.openapi),
-        web.get("/docs", routes.docs),
+        web.get("/openapi.json", show_document),
+        web.get("/docs", show_page),
         web.post("/flush_cache", routes.flush_cache, expect_handler=expect),
         web.post("/abort_request", routes.abort_request, expect_handler=expect),
     ]

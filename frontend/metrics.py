@@ -1,5 +1,7 @@
 """The metrics of the edge, in one registry for each app."""
 
+from functools import partial
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -45,52 +47,48 @@ class FrontendMetrics:
     """
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self.requests = Counter(
+        self._registry = registry = CollectorRegistry()
+        counter = partial(Counter, registry=registry)
+        histogram = partial(PrometheusHistogram, registry=registry)
+        self.requests = counter(
             "tandem_http_requests",
             "HTTP requests answered, by route and status; 499 is a client that left.",
             ["route", "status"],
-            registry=self._registry,
         )
         self.running = Gauge(
             "tandem_edge_generations_running",
             "Generations the edge holds, those that wait included.",
-            registry=self._registry,
+            registry=registry,
             multiprocess_mode="livesum",
         )
-        self.prompt_tokens = Counter(
+        self.prompt_tokens = counter(
             "tandem_edge_prompt_tokens",
             "Prompt tokens of generations that began; those of refused requests are not counted.",
-            registry=self._registry,
         )
-        self.output_tokens = Counter(
+        self.output_tokens = counter(
             "tandem_edge_output_tokens",
             "Tokens of generations that ended, those included whose client left.",
-            registry=self._registry,
         )
-        self.time_to_first_token = PrometheusHistogram(
+        self.time_to_first_token = histogram(
             "tandem_edge_time_to_first_token_seconds",
             "Seconds from a request's arrival to its first token, waiting for room included.",
             buckets=_TTFT_BUCKETS_S,
-            registry=self._registry,
         )
-        self.duration = PrometheusHistogram(
+        self.duration = histogram(
             "tandem_edge_generation_seconds",
             "Seconds from a request's arrival to its last token.",
             buckets=_E2E_BUCKETS_S,
-            registry=self._registry,
         )
-        self.loop_lag = PrometheusHistogram(
+        self.loop_lag = histogram(
             "tandem_edge_loop_lag_seconds",
             "Seconds by which a timer of this process was late: what every token waits beside its work.",
             buckets=_LAG_BUCKETS_S,
-            registry=self._registry,
         )
         self._inter_token = _Gathered(
             "tandem_edge_inter_token_latency_seconds",
             "Seconds between two tokens of a generation; of tokens that come together each has its share.",
             buckets=_ITL_BUCKETS_S,
-            registry=self._registry,
+            registry=registry,
         )
         self.gaps = Histogram(_ITL_BUCKETS_S)
 

@@ -1,7 +1,7 @@
 """The native API: `POST|PUT /generate`, with SGLang's bodies, answers and events.
 
 ```
- body ──▶ GenerateBody ──▶ prompts, sampling, n ──▶ a Generation for each ──▶ Generated, or GenerateEvents
+ body ──▶ GenerateBody ──▶ prompts, sampling, n ──▶ a Generation for each ──▶ Generated
 ```
 """
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import pydantic_core
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -56,6 +56,7 @@ class OpenAIBody(GenerationBody):
     stream_options: StreamOptions = StreamOptions()
 
 
+OpenAIBodyT = TypeVar("OpenAIBodyT", bound=OpenAIBody)
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
@@ -176,10 +177,7 @@ class OpenAICall:
 
 def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
     """Check a body of `/v1/completions`."""
-    refuse_unsupported(data)
-    _check_best_of(data)
-    body = validate(CompletionBody, data)
-    _check_model(model, body.model)
+    body = _read_body(CompletionBody, model, data)
     sampling = read_sampling(CompletionSampling, data, model)
     if not body.echo:
         require_tokens(sampling, "max_tokens")
@@ -198,10 +196,7 @@ def read_chat(
     Args:
         formats: Formats of the model's thoughts and calls of tools.
     """
-    refuse_unsupported(data, also=UNSUPPORTED_IN_CHATS)
-    _check_best_of(data)
-    body = validate(ChatBody, data)
-    _check_model(model, body.model)
+    body = _read_body(ChatBody, model, data, UNSUPPORTED_IN_CHATS)
     sampling = read_sampling(OpenAISampling, data, model)
     choice = read_choice(body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls)
     text = require_tokenizer(model).render_chat(
@@ -241,15 +236,20 @@ def _make_reply(
     )
 
 
-def _check_best_of(data: dict[str, Any]) -> None:
+def _read_body(
+    kind: type[OpenAIBodyT],
+    model: ServedModel,
+    data: dict[str, Any],
+    also_unsupported: frozenset[str] = frozenset(),
+) -> OpenAIBodyT:
+    refuse_unsupported(data, also=also_unsupported)
     n = data.get("n")
     if data.get("best_of") not in (None, 1 if n is None else n):
         raise InvalidRequest("best_of: not supported unless it equals n")
-
-
-def _check_model(model: ServedModel, asked: str | None) -> None:
-    if asked not in (None, ANY_MODEL, model.name):
-        raise ModelNotFound(asked, model.name)
+    body = validate(kind, data)
+    if body.model not in (None, ANY_MODEL, model.name):
+        raise ModelNotFound(body.model, model.name)
+    return body
 
 
 def _texts(model: ServedModel, prompts: Prompts) -> list[str]:

@@ -5,9 +5,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Annotated
 
 from aiohttp import web
 from pydantic import Field
@@ -30,9 +29,6 @@ from tandem.wire.ids import new_request_id
 
 # How often `/health_generate` polls: engines report their progress twice a second.
 _LOOK_INTERVAL_S = 0.1
-# Make the app's OpenAPI document, and the page that shows it.
-DOCUMENT: web.AppKey[Callable[[], dict[str, Any]]] = web.AppKey("document")
-PAGE: web.AppKey[Callable[[], web.Response]] = web.AppKey("page")
 
 
 class AbortBody(Body):
@@ -162,16 +158,6 @@ async def metrics(request: web.Request) -> web.Response:
     parts = [part.rstrip("\n") for part in (edge.backend.metrics(), edge.metrics.render())]
     text = "".join(f"{part}\n" for part in parts if part)
     return web.Response(text=text, content_type="text/plain", charset="utf-8")
-
-
-async def openapi(request: web.Request) -> web.Response:
-    """Describe the server's API, as OpenAPI does."""
-    return json_response(request.app[DOCUMENT]())
-
-
-async def docs(request: web.Request) -> web.Response:
-    """Show the server's API in a browser."""
-    return request.app[PAGE]()
 
 
 @operators_only

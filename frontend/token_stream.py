@@ -45,18 +45,20 @@ class TokenStream:
 
     Attributes:
         number: The stream's short name on its link.
+        is_open: Whether more may arrive.
+        failure: What the attempt failed with.
         tap: Open only while the reader waits and nothing is queued. A token that it rejects closes it.
     """
 
     # With thousands of streams a token's time is that of fetching what it touches from memory.
     __slots__ = (
         "_cancel",
-        "_failure",
         "_forget",
-        "_is_open",
         "_next_index",
         "_waiting",
         "_wake",
+        "failure",
+        "is_open",
         "key",
         "number",
         "tap",
@@ -76,19 +78,9 @@ class TokenStream:
         self._forget, self._cancel = forget, cancel
         self._wake = wake or asyncio.Event()
         self._waiting: deque[TokenDelta] = deque()
-        self._failure: TandemError | None = None
+        self.failure: TandemError | None = None
         self._next_index = start.request.num_prior_tokens
-        self._is_open = True
-
-    @property
-    def is_open(self) -> bool:
-        """Whether more may arrive."""
-        return self._is_open
-
-    @property
-    def failure(self) -> TandemError | None:
-        """What the attempt failed with."""
-        return self._failure
+        self.is_open = True
 
     @property
     def is_empty(self) -> bool:
@@ -103,8 +95,8 @@ class TokenStream:
         """
         if self._waiting:
             return self._waiting.popleft()
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         return None
 
     def mute(self) -> None:
@@ -135,7 +127,7 @@ class TokenStream:
     def fail(self, error: TandemError) -> None:
         """End the stream with an error, behind the queued deltas."""
         self.tap = None
-        self._failure = error
+        self.failure = error
         self.forget()
         self._wake.set()
 
@@ -158,12 +150,12 @@ class TokenStream:
     def forget(self) -> None:
         """Take nothing more from the engine, without cancelling: its part is over."""
         self.tap = None
-        self._is_open = False
+        self.is_open = False
         self._forget(self)
 
     def close(self) -> None:
         """Cancel the attempt unless it ended. Safe to call twice."""
-        if self._is_open:
+        if self.is_open:
             self.forget()
             self._cancel(*self.key)
 
@@ -187,7 +179,7 @@ class TokenStream:
             while (delta := self.take()) is not None:
                 yield delta
                 may_tap = tap is not None and bool(may_tap or delta.token_ids)
-            if not self._is_open:
+            if not self.is_open:
                 return
             if tap is not None and may_tap:
                 self.tap = _InOrder(tap, self._next_index)

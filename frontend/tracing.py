@@ -74,7 +74,7 @@ TRACE: web.RequestKey[RequestTrace] = web.RequestKey("trace", RequestTrace)
 
 
 def _attributes(report: Report) -> dict[str, str | int | float]:
-    attributes = {
+    attributes: dict[str, str | int | float | None] = {
         "tandem.request_id": report.request_id,
         "tandem.outcome": report.outcome,
         "tandem.num_attempts": report.num_attempts,

@@ -69,7 +69,7 @@ async def test_bodies_name_the_fields_of_their_models(client):
 async def test_answers_are_described_as_whole_as_events_and_as_errors(client):
     answers = (await document(client))["paths"]["/generate"]["post"]["responses"]
     assert set(answers["200"]["content"]) == {"application/json", "text/event-stream"}
-    assert references(answers["200"]["content"]["text/event-stream"]) == {"GenerateEvent"}
+    assert references(answers["200"]["content"]["text/event-stream"]) == {"Generated"}
     assert references(answers["413"]) == references(answers["default"]) == {"Error"}
 
 
