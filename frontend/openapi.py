@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from html import escape
-from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -37,8 +36,18 @@ JSON, EVENTS = "application/json", "text/event-stream"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 DOCUMENT: web.AppKey[Callable[[], dict[str, Any]]] = web.AppKey("document")
 _REF = "#/components/schemas/"
-# That a request with a body may be answered with.
-_ERRORS = {"400", "401", "404", "408", "413", "415", "429", "500", "503", "504"}
+_ERRORS = {
+    "400": "something in the body cannot be; the message names it",
+    "401": "the API key is missing or wrong",
+    "404": "the model is not the one served",
+    "408": "the body did not come in time",
+    "413": "the body is too large",
+    "415": "the body is compressed",
+    "429": "there is no room now; Retry-After says when to try again",
+    "500": "the server's fault",
+    "503": "no node can serve now; Retry-After says when to try again",
+    "504": "it took too long",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +191,9 @@ def _responses(operation: Operation, *, is_open: bool) -> dict[str, Any]:
     content: dict[str, Any] = {operation.media: {"schema": schema}}
     if operation.event is not None:
         content[EVENTS] = {"schema": _event(operation.event.__name__)}
-    expected = _ERRORS if operation.bodies else {"401", "503"}
+    expected = set(_ERRORS) if operation.bodies else {"401", "503"}
     responses = {
-        status: _error(HTTPStatus(int(status)).phrase)
+        status: _error(_ERRORS[status])
         for status in sorted(expected - ({"401"} if is_open else set()))
     }
     if operation.unavailable:
