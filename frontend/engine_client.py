@@ -10,7 +10,6 @@ It holds streams of token ids by request and attempt, without text, pairs or rep
 """
 
 import asyncio
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -185,12 +184,9 @@ class EngineClient:
         loop, beat = asyncio.get_running_loop(), self._heartbeat
         deadline = loop.time() + beat.interval_s + beat.timeout_s
         while not self.lost.is_set():
-            now = loop.time()
-            if now - self._heard_at < 2 * beat.interval_s or now >= deadline:
+            if self.silent_s < 2 * beat.interval_s or loop.time() >= deadline:
                 return True
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_INTERVAL_S):
-                    await self.lost.wait()
+            await asyncio.sleep(_LOOK_INTERVAL_S)
         return False
 
     def stop(self, failure: Callable[[], TandemError] | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from pydantic import Field
@@ -34,51 +34,43 @@ AnyPrompt = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts of one body, not yet tokenized: either texts or ids.
+    """Prompts of one body, not yet tokenized: all of them texts, or all of them ids.
 
     Attributes:
         is_batch: Whether they came as a list, so that the answer is one.
     """
 
     is_batch: bool
-    entries: Sequence[str | list[int]]
+    texts: Sequence[str] = ()
+    ids: Sequence[list[int]] = ()
 
     def __len__(self) -> int:
-        return len(self.entries)
-
-    @property
-    def texts(self) -> list[str]:
-        """The prompts that are texts: all of them or none."""
-        return [entry for entry in self.entries if isinstance(entry, str)]
-
-    @property
-    def ids(self) -> list[list[int]]:
-        """The prompts that are ids: all of them or none."""
-        return [entry for entry in self.entries if not isinstance(entry, str)]
+        return len(self.texts) + len(self.ids)
 
 
 def read_prompts(value: str | list[str] | list[int] | list[list[int]]) -> Prompts:
     """Return the prompts of a checked field, in any of its four forms."""
-    if isinstance(value, str) or isinstance(value[0], int):
-        return Prompts(is_batch=False, entries=[value])
-    if len(value) > MAX_GENERATIONS:
+    is_batch = not isinstance(value, str) and not isinstance(value[0], int)
+    entries: list[Any] = list(value) if is_batch else [value]
+    if len(entries) > MAX_GENERATIONS:
         raise InvalidRequest(f"{len(value)} prompts were sent; at most {MAX_GENERATIONS} may be")
-    return Prompts(is_batch=True, entries=value)
+    if isinstance(entries[0], str):
+        return Prompts(is_batch, texts=entries)
+    return Prompts(is_batch, ids=entries)
 
 
 def prompt_ids(
     model: ServedModel, prompts: Prompts, add_special_tokens: bool = True
-) -> list[list[int]]:
+) -> Sequence[list[int]]:
     """Return the token ids of each prompt, checked against the model.
 
     Args:
         add_special_tokens: Whether texts get those that the model's tokenizer puts around them.
     """
-    texts = prompts.texts
-    prompts_ids = _tokenize(model, texts, add_special_tokens) if texts else prompts.ids
-    for ids in prompts_ids:
-        _check(model, ids)
-    return prompts_ids
+    ids = prompts.ids or _tokenize(model, prompts.texts, add_special_tokens)
+    for one in ids:
+        _check(model, one)
+    return ids
 
 
 def require_tokenizer(model: ServedModel) -> Tokenizer:

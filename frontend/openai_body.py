@@ -1,6 +1,6 @@
 """Bodies of OpenAI's API: from JSON to checked generations. Answering is in `frontend/openai.py`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -213,7 +213,7 @@ def read_chat(
     if make_reply is not None:
         # In many formats marks are special tokens.
         sampling = sampling.model_copy(update={"skip_special_tokens": False})
-    prompts = Prompts(is_batch=False, entries=[text])
+    prompts = Prompts(is_batch=False, texts=[text])
     call = _call(model, body, sampling, prompts, grammar=asked or choice.grammar)
     call.make_reply = make_reply
     return call
@@ -252,7 +252,7 @@ def _read_body(
     return body
 
 
-def _texts(model: ServedModel, prompts: Prompts) -> list[str]:
+def _texts(model: ServedModel, prompts: Prompts) -> Sequence[str]:
     if prompts.texts:
         return prompts.texts
     tokenizer = require_tokenizer(model)
