@@ -15,6 +15,7 @@ from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 from aiohttp import hdrs, web
+from typing_extensions import override
 
 from tandem.frontend.backend import Backend, Health
 from tandem.frontend.body import read_json
@@ -57,6 +58,10 @@ class Edge:
         self._running: set[RequestId] = set()
         # Its own threads: a reader outlives its client, and must not keep others from DNS.
         self._readers = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="reader")
+
+    @override
+    def __repr__(self) -> str:
+        return f"Edge({len(self._running)} running)"
 
     async def read(self, body: bytes, reader: Callable[[dict[str, Any]], T]) -> T:
         """Return what `reader` makes of a JSON body. A large body is read in a thread.
