@@ -59,7 +59,7 @@ async def serve(
 
     Args:
         engine_modules: Of each role that the node may have.
-        operator_key: Of those who may drain the node and turn it; see `frontend/operators.py`.
+        operator_key: Of those who may drain the node and turn it; see `frontend/keys.py`.
 
     Returns:
         0 after a signal, 1 when the engine ended by itself or a second signal forced the end.
