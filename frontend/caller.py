@@ -179,13 +179,7 @@ def _number(text: str) -> float | None:
 
 @web.middleware
 async def read_body(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Read the body, so that a handler's own `read` never waits.
-
-    Raises:
-        BodyTooLarge: Its length, or what came so far, passes the limit.
-        BodyTimedOut: It took too long.
-        EncodingUnsupported: It is compressed, and could inflate.
-    """
+    """Read the body, so that a handler's own `read` never waits. Reject what passes a limit."""
     if not request.body_exists or request.method not in {"POST", "PUT"}:
         return await handler(request)
     refuse_by_head(request)
@@ -204,12 +198,7 @@ async def read_body(request: web.Request, handler: Handler) -> web.StreamRespons
 
 
 def refuse_by_head(request: web.Request) -> None:
-    """Reject a body by its head.
-
-    Raises:
-        BodyTooLarge: Its length passes the limit.
-        EncodingUnsupported: It is compressed.
-    """
+    """Reject a body that is too large or compressed, by its head."""
     limit = request.app[EDGE].options.http.max_body_bytes
     if (request.content_length or 0) > limit:
         raise BodyTooLarge(f"the body passes {limit} bytes")

@@ -64,12 +64,7 @@ class Edge:
         return f"Edge({len(self._running)} running)"
 
     async def read(self, body: bytes, reader: Callable[[dict[str, Any]], T]) -> T:
-        """Return what `reader` makes of a JSON body. A large body is read in a thread.
-
-        Raises:
-            InvalidRequest: It is no JSON object, or has too many parts.
-            TandemError: As `reader` raises it.
-        """
+        """Return what `reader` makes of a JSON body. A large body is read in a thread."""
         if len(body) <= INLINE_BYTES:
             return reader(read_json(body))
         loop = asyncio.get_running_loop()

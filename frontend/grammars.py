@@ -26,8 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-from tandem.frontend.body import Body, validate
-from tandem.frontend.unsupported import refuse_unsupported
+from tandem.frontend.body import Body, refuse_unsupported, validate
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar
 

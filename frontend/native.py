@@ -17,7 +17,15 @@ from tandem.frontend import answering
 from tandem.frontend.answering import Answer
 from tandem.frontend.answers import Generated, MetaInfo
 from tandem.frontend.backend import ServedModel
-from tandem.frontend.body import GenerationBody, Many, PerPrompt, validate, worded
+from tandem.frontend.body import (
+    UNSUPPORTED,
+    GenerationBody,
+    Many,
+    PerPrompt,
+    refuse_unsupported,
+    validate,
+    worded,
+)
 from tandem.frontend.edge import EDGE
 from tandem.frontend.generation import (
     Generation,
@@ -41,7 +49,6 @@ from tandem.frontend.sampling import (
 )
 from tandem.frontend.sse import EventStream, encode
 from tandem.frontend.transcript import Ending, Piece, failed
-from tandem.frontend.unsupported import UNSUPPORTED, refuse_unsupported
 from tandem.wire.errors import ErrorInfo, InvalidRequest
 from tandem.wire.generation import LogprobsWanted
 from tandem.wire.ids import RequestId, new_request_id

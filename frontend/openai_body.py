@@ -9,7 +9,14 @@ import pydantic_core
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from tandem.frontend.backend import ServedModel
-from tandem.frontend.body import Body, GenerationBody, Many, validate
+from tandem.frontend.body import (
+    UNSUPPORTED_IN_CHATS,
+    Body,
+    GenerationBody,
+    Many,
+    refuse_unsupported,
+    validate,
+)
 from tandem.frontend.generation import (
     AnyPrompt,
     Generation,
@@ -31,7 +38,6 @@ from tandem.frontend.sampling import (
     require_tokens,
 )
 from tandem.frontend.tool_calls import Reply, ToolChoice, read_choice
-from tandem.frontend.unsupported import UNSUPPORTED_IN_CHATS, refuse_unsupported
 from tandem.wire.errors import InvalidRequest, ModelNotFound
 from tandem.wire.generation import Grammar, LogprobsWanted
 from tandem.wire.ids import new_request_id

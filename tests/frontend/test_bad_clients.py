@@ -112,20 +112,6 @@ async def test_a_client_that_waits_in_vain_is_told_why(backend, lines, status):
     assert reply.json()["error"]["message"]
 
 
-async def test_methods_are_answered_as_http_has_them(client):
-    async with asyncio.timeout(PATIENCE_S), connected(client) as kept:
-        for method, path, status in (
-            ("HEAD", "/health", 200),
-            ("HEAD", "/generate", 405),
-            ("OPTIONS", "/generate", 405),
-            ("DELETE", "/v1/models", 405),
-            ("TRACE", "/health", 405),
-            ("GET", "/health", 200),
-        ):
-            await kept.send(head(method, path))
-            assert ((await kept.reply(method)).status, method) == (status, method)
-
-
 async def test_a_client_that_shut_its_sending_side_does_not_keep_a_generation_running(
     client, backend
 ):

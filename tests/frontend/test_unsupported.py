@@ -6,10 +6,10 @@ import pytest
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
 
+from tandem.frontend.body import UNSUPPORTED, UNSUPPORTED_IN_CHATS
 from tandem.frontend.grammars import OpenAIGrammar
 from tandem.frontend.openai_body import ChatBody, CompletionBody
 from tandem.frontend.sampling import CompletionSampling, OpenAISampling
-from tandem.frontend.unsupported import UNSUPPORTED, UNSUPPORTED_IN_CHATS
 from tests.frontend.fakes import length, say
 from tests.frontend.helpers import ROUTES, post
 
