@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 from aiohttp import web
 
 from tandem.frontend.backend import ServedModel
-from tandem.frontend.body import with_session
+from tandem.frontend.body import session_of
 from tandem.frontend.caller import asked_by, in_time
 from tandem.frontend.edge import EDGE, Edge
 from tandem.frontend.generation import Generation
@@ -17,7 +17,6 @@ from tandem.frontend.transcript import Ending, Piece, Sink
 from tandem.wire.errors import ErrorInfo, TandemError
 from tandem.wire.generation import TokenLogprobs
 
-T = TypeVar("T")
 CallT = TypeVar("CallT", bound="Call")
 
 
@@ -34,7 +33,6 @@ class StreamSink(Sink, Protocol):
 
     def write_failure(self, error: ErrorInfo) -> None:
         """Write the end of a generation that an error cut short."""
-        ...
 
 
 class Answer:
@@ -54,21 +52,19 @@ class Answer:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
 
-    def has_room(self) -> bool:
-        """Return True: an answer takes everything."""
-        return True
-
-    def write(self, piece: Piece) -> None:
-        """Add a piece."""
+    def write(self, piece: Piece) -> bool:
+        """Add a piece. There is always room."""
         self.text += piece.text
         self.output_ids += piece.token_ids
         self.cached_tokens = max(self.cached_tokens, piece.cached_tokens)
         self.ending = piece.ending
         self.logprobs += piece.logprobs
         self.prompt_logprobs += piece.prompt_logprobs
+        return True
 
-    async def drain(self) -> None:
+    async def drain(self) -> bool:
         """Return at once."""
+        return True
 
 
 async def read_call(
@@ -81,11 +77,13 @@ async def read_call(
         TandemError: As `read` raises it.
     """
     edge = request.app[EDGE]
-    model, headers = edge.backend.model(), request.headers
-    call = await edge.read(
-        await request.read(), lambda data: read(model, with_session(headers, data))
-    )
-    call.generations = asked_by(request, call.generations)
+    model = edge.backend.model()
+
+    def read_both(data: dict[str, Any]) -> tuple[CallT, str]:
+        return read(model, data), session_of(request.headers, data)
+
+    call, session = await edge.read(await request.read(), read_both)
+    call.generations = asked_by(request, call.generations, session)
     return call
 
 

@@ -49,21 +49,16 @@ class MetaInfo(Struct):
 
 
 class Generated(Struct):
-    """One generation, as SGLang writes it."""
+    """One generation, as SGLang writes it: whole, or as an event so far or what is new of it.
+
+    Attributes:
+        index: Of an event's generation, where there are several.
+    """
 
     text: str
     output_ids: list[int]
     meta_info: MetaInfo
     timings: Timings = UNSET
-
-
-class GenerateEvent(Generated):
-    """One generation so far, or what is new of it.
-
-    Attributes:
-        index: Of the generation, where there are several.
-    """
-
     index: int | UnsetType = UNSET
 
 

@@ -9,17 +9,16 @@ from aiohttp.typedefs import Middleware
 
 from tandem.frontend import native, openai, routes
 from tandem.frontend.backend import Backend
-from tandem.frontend.caller import note_caller
+from tandem.frontend.caller import expect, note_caller, read_body
 from tandem.frontend.edge import EDGE, Edge, close_when_leaving
-from tandem.frontend.limits import INCOMING, Incoming, expect, read_body
+from tandem.frontend.keys import check_key
 from tandem.frontend.middleware import (
     answer_errors,
     answer_preflight,
-    check_key,
     count_requests,
     tell_origin,
 )
-from tandem.frontend.openapi import POLICY, document, page
+from tandem.frontend.openapi import DOCUMENT, document, show_document, show_page
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.tracing import Tracing, tracing_to
 from tandem.wire.keys import reader_key
@@ -46,7 +45,6 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
         app.on_response_prepare.append(tracing.name_span)
         app.cleanup_ctx.append(tracing.running)
     app[EDGE] = edge = Edge(backend, options)
-    app[INCOMING] = Incoming()
     app.cleanup_ctx.append(edge.running)
     app.on_response_prepare.append(close_when_leaving)
     if options.http.cors_origins:
@@ -56,12 +54,7 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
     # Made at the first request: most processes get none.
     has_keys = bool(options.http.api_keys)
     describe: Callable[[], dict[str, Any]] = cache(partial(document, table, has_keys=has_keys))
-    app[routes.DOCUMENT] = describe
-    app[routes.PAGE] = lambda: web.Response(
-        text=page(describe()),
-        content_type="text/html",
-        headers={"Content-Security-Policy": POLICY},
-    )
+    app[DOCUMENT] = describe
     return app
 
 
@@ -99,8 +92,8 @@ def route_table(options: FrontendOptions) -> list[web.RouteDef]:
         web.get("/server_info", routes.server_info),
         web.get("/get_server_info", routes.server_info),
         web.get("/metrics", routes.metrics),
-        web.get("/openapi.json", routes.openapi),
-        web.get("/docs", routes.docs),
+        web.get("/openapi.json", show_document),
+        web.get("/docs", show_page),
         web.post("/flush_cache", routes.flush_cache, expect_handler=expect),
         web.post("/abort_request", routes.abort_request, expect_handler=expect),
     ]

@@ -17,7 +17,6 @@ class Tap(Protocol):
 
     def take_ordinary(self, token_ids: Sequence[int]) -> bool:
         """Take the next tokens. False: yield them as a delta instead."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,6 @@ class Backend(Protocol):
         Raises:
             NoNodeAvailable: The model is not known: no node has been reached yet.
         """
-        ...
 
     def generate(
         self,
@@ -96,31 +94,24 @@ class Backend(Protocol):
         Raises:
             TandemError: Before the first delta or between two. The request has left every node.
         """
-        ...
 
     async def abort(self, request_id: str) -> bool:
         """End a request by its id, with the finish reason `abort`. False if it is unknown."""
-        ...
 
     async def flush_cache(self) -> None:
         """Drop every cached page that nobody reads."""
-        ...
 
     def health(self) -> Health:
         """Return whether a request sent now can be served."""
-        ...
 
     def tokens_told(self) -> Mapping[object, int]:
         """Return the tokens that each engine read and made by its last report.
 
         They grow while it works. An engine that restarted or has a new link has a new key.
         """
-        ...
 
     def server_info(self) -> Mapping[str, object]:
         """Return what `/server_info` shows, as JSON-like values."""
-        ...
 
     def metrics(self) -> str:
         """Return what `/metrics` shows, in Prometheus' text format."""
-        ...

@@ -1,7 +1,7 @@
-"""Bodies of HTTP requests: bytes to a checked pydantic model, or one short sentence on what is wrong.
+"""Bodies of HTTP requests: bytes to a checked pydantic model.
 
-Holds what the bodies of both APIs share. Their own fields are in `frontend/native.py` and
-`frontend/openai_body.py`.
+Whatever reads a body in this room raises `InvalidRequest`, whose sentence names the field. Here is what
+the bodies of both APIs share. Their own fields are in `frontend/native.py` and `frontend/openai_body.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -88,6 +88,37 @@ _SENTENCES = {
     "string_too_long": "must have at most {max_length} characters",
 }
 
+# Fields of SGLang, vLLM and OpenAI that would change the answer and are not supported here. A request that
+# sets one is rejected: otherwise its answer would be wrong, and nobody would notice. Fields that cannot change
+# the answer, such as `user`, are ignored like unknown ones.
+_PROMPT = (
+    *("audio_data", "image_data", "video_data", "input_embeds", "positional_embed_overrides"),
+    *("prompt_embeds", "multi_item_delimiter_indices", "truncate_prompt_tokens", "suffix"),
+    *("chat_template", "continue_final_message", "documents", "functions", "session_params"),
+    *("reasoning", "task", "web_search_options", "lora_id", "lora_path"),
+)
+_CHOICE = (
+    *("allowed_token_ids", "bad_words", "custom_logit_processor", "custom_params"),
+    *("logits_processors", "watermarking", "vllm_xargs", "structural_tag"),
+    *("guided_whitespace_pattern", "moderation", "use_beam_search", "max_thinking_tokens"),
+    "repetition_detection",
+)
+_TOLD = (
+    *("audio", "logprob_token_ids", "prompt_logprobs", "token_ids_logprob", "return_entropy"),
+    *("return_flat_raw_top_logprobs", "return_hidden_states", "return_indexer_topk"),
+    *("return_meta_info", "return_prompt_text", "return_prompt_token_ids"),
+    *("return_routed_experts", "return_sampling_mask", "return_token_ids"),
+    "return_tokens_as_token_ids",
+)
+# Each with the value by which it asks for nothing, beside null, false and empty.
+UNSUPPORTED: Mapping[str, object] = dict.fromkeys((*_PROMPT, *_CHOICE, *_TOLD)) | {
+    "beam_width": 1,
+    "modalities": ["text"],
+    "thinking_token_budget": -1,
+}
+# Supported on other routes.
+UNSUPPORTED_IN_CHATS = frozenset({"echo", "input_ids"})
+
 # Higher ones leave the queue first. Nodes compare 32 bits.
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 # As long as a request id: a salt is a tenant's name or a hash.
@@ -107,11 +138,7 @@ class Body(BaseModel):
         return {name: value for name, value in data.items() if value is not None}
 
     def per_prompt(self, name: str, count: int, *, is_batch: bool) -> list[Any]:
-        """Return a `PerPrompt` field's value for each prompt.
-
-        Raises:
-            InvalidRequest: A list does not have one entry for each prompt.
-        """
+        """Return a `PerPrompt` field's value for each prompt."""
         value, default = getattr(self, name), type(self).model_fields[name].default
         if not isinstance(value, list):
             return [value] * count
@@ -150,9 +177,6 @@ class GenerationBody(Body):
 
         Args:
             n: Generations of each prompt. Must be 1 where a router chose: a room is for one.
-
-        Raises:
-            InvalidRequest: A field is missing, or two generations share a room.
         """
         if self.bootstrap_host is None and self.bootstrap_room is None:
             return [None] * count
@@ -178,18 +202,10 @@ _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
 _MAX_SESSION_CHARS = 256
 
 
-def with_session(headers: Mapping[str, str], data: dict[str, Any]) -> dict[str, Any]:
-    """Return a body in which a session named by the headers goes before any other."""
-    for name in _SESSION_HEADERS:
-        if headers.get(name):
-            return data | {"session_id": headers[name]}
-    return data
-
-
-def session_of(data: Mapping[str, object]) -> str:
-    """Return the session that a body names, or empty. It is a hint to the router: nothing is rejected."""
-    for name in _SESSION_FIELDS:
-        value = data.get(name)
+def session_of(headers: Mapping[str, str], data: Mapping[str, object]) -> str:
+    """Return the session that a request names, or empty. It is a hint: nothing is rejected."""
+    named = [*map(headers.get, _SESSION_HEADERS), *map(data.get, _SESSION_FIELDS)]
+    for value in named:
         if isinstance(value, str) and value:
             # A header may have bytes that are no text.
             return value[:_MAX_SESSION_CHARS].encode(errors="replace").decode()
@@ -197,11 +213,7 @@ def session_of(data: Mapping[str, object]) -> str:
 
 
 def read_json(data: bytes) -> dict[str, Any]:
-    """Return the JSON object in `data`. NaN and infinities are read, to be rejected by field.
-
-    Raises:
-        InvalidRequest: It is empty, not JSON, no object, or one of too many fields or parts.
-    """
+    """Return the JSON object in `data`. NaN and infinities are read, to be rejected by field."""
     if not data.strip():
         raise InvalidRequest("the body is empty; send a JSON object")
     if len(data) > MAX_PARTS and sum(map(data.count, (b"{", b"[", b":"))) > MAX_PARTS:
@@ -222,9 +234,6 @@ def validate(body_class: type[BodyT], data: Mapping[str, object], prefix: str = 
 
     Args:
         prefix: Put before the field's name in an error, such as `sampling_params`.
-
-    Raises:
-        InvalidRequest: A field is wrong; the sentence names it.
     """
     try:
         return body_class.model_validate(data)
@@ -240,3 +249,28 @@ def _sentence(error: ValidationError, prefix: str) -> str:
     template = _SENTENCES.get(first["type"])
     sentence = template.format(**first.get("ctx", {})) if template else first["msg"]
     return f"{field}: {sentence.removeprefix('Value error, ')}" if field else sentence
+
+
+def refuse_unsupported(
+    data: Mapping[str, object], prefix: str = "", also: frozenset[str] = frozenset()
+) -> None:
+    """Reject unsupported fields.
+
+    Args:
+        prefix: Put before the field's name in an error, such as `sampling_params.`.
+        also: More names that are not supported.
+
+    Raises:
+        InvalidRequest: A field asks for something unsupported.
+    """
+    for name, value in data.items():
+        is_unsupported = name in UNSUPPORTED or name in also
+        if is_unsupported and value != UNSUPPORTED.get(name) and asks(value):
+            raise InvalidRequest(f"{prefix}{name}: not supported here; leave it out")
+
+
+def asks(value: object) -> bool:
+    """Return whether a value asks for anything. Null, false, empty values and lists of these do not."""
+    if isinstance(value, list):
+        return any(map(asks, value))
+    return value is not None and value is not False and value not in ("", {})

@@ -1,4 +1,4 @@
-"""Who sent a request, how long they wait, and how long it may take.
+"""Who sent a request, how long they wait, and how long it and its body may take.
 
 These headers give the time to wait. The least counts, with the server's own `request_timeout_s`:
 
@@ -18,15 +18,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 
 from tandem.frontend import timings
 from tandem.frontend.edge import EDGE
 from tandem.frontend.generation import Generation
-from tandem.frontend.middleware import key_of
+from tandem.frontend.keys import key_of
+from tandem.frontend.middleware import error_response
 from tandem.frontend.tracing import TRACE
-from tandem.wire.errors import InvalidRequest, TandemError
+from tandem.wire.errors import BodyTooLarge, InvalidRequest, TandemError
 
 # Enough to tell keys apart, too few to guess them.
 CLIENT_DIGITS = 8
@@ -42,8 +43,17 @@ _OTHERS_S = {
 class RequestTimedOut(TandemError, code="timeout", status=504):
     """The request and what it generates took longer than the operator allows."""
 
-    def __init__(self, timeout_s: float) -> None:
-        super().__init__(f"the request was ended: it took longer than {timeout_s:g} s")
+
+class BodyTimedOut(InvalidRequest, code="body_timeout", status=408):
+    """The body did not come in time."""
+
+
+class EncodingUnsupported(InvalidRequest, code="unsupported_encoding", status=415):
+    """The body is compressed."""
+
+
+class ExpectationFailed(InvalidRequest, code="expectation_failed", status=417):
+    """The request expects something other than 100-continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +61,7 @@ class Caller:
     """Who sent a request.
 
     Attributes:
-        client: Short name of the key. Empty where no key is needed.
+        client: Short name of the key, which may be logged. Empty where no key is needed.
         deadline: Until when it is worth starting, by the loop's clock. None: without end.
         ends_at: When the server ends it, by the same clock. None: never.
         arrived: When the request's head was read, by `time.perf_counter`.
@@ -83,26 +93,25 @@ async def note_caller(request: web.Request, handler: Handler) -> web.StreamRespo
     now = asyncio.get_running_loop().time()
     deadline = None if wait_s is None else now + wait_s
     ends_at = now + timeout_s if timeout_s else None
-    client = client_of(key_of(request)) if http.api_keys else ""
+    client = hashlib.sha256(key_of(request)).hexdigest()[:CLIENT_DIGITS] if http.api_keys else ""
     wants_timings = request.headers.get(timings.HEADER, "").lower() in {"1", "true"}
     request[CALLER] = Caller(client, deadline, ends_at, arrived, wants_timings)
     return await handler(request)
 
 
-def asked_by(request: web.Request, generations: Sequence[Generation]) -> list[Generation]:
-    """Return the generations with their caller, and with the time that is left now."""
+def asked_by(
+    request: web.Request, generations: Sequence[Generation], session: str
+) -> list[Generation]:
+    """Return the generations with their caller and session, and with the time that is left now."""
     caller, trace = request[CALLER], request.get(TRACE)
     left_s = None
     if caller.deadline is not None:
         left_s = caller.deadline - asyncio.get_running_loop().time()
+    asked = {"client": caller.client, "deadline_s": left_s, "session": session}
     return [
         replace(
             generation,
-            request=generation.request
-            if left_s is None and not caller.client
-            else msgspec.structs.replace(
-                generation.request, client=caller.client, deadline_s=left_s
-            ),
+            request=msgspec.structs.replace(generation.request, **asked),
             timings=timings.Timings(caller.arrived, is_wanted=caller.wants_timings),
             trace=trace,
         )
@@ -124,12 +133,9 @@ async def in_time(request: web.Request) -> AsyncIterator[None]:
     except TimeoutError:
         if not limit.expired():
             raise
-        raise RequestTimedOut(request.app[EDGE].options.http.request_timeout_s) from None
-
-
-def client_of(key: bytes) -> str:
-    """Return the short name of a key, which may be logged."""
-    return hashlib.sha256(key).hexdigest()[:CLIENT_DIGITS]
+        timeout_s = request.app[EDGE].options.http.request_timeout_s
+        sentence = f"the request was ended: it took longer than {timeout_s:g} s"
+        raise RequestTimedOut(sentence) from None
 
 
 def wait_of(headers: Mapping[str, str]) -> float | None:
@@ -157,3 +163,50 @@ def _number(text: str) -> float | None:
     except ValueError:
         return None
     return value if 0 < value < math.inf else None
+
+
+@web.middleware
+async def read_body(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Read the body, so that a handler's own `read` never waits. Reject what passes a limit."""
+    if not request.body_exists or request.method not in {"POST", "PUT"}:
+        return await handler(request)
+    refuse_by_head(request)
+    timeout_s = request.app[EDGE].options.body_timeout_s
+    try:
+        if request.content.is_eof():  # most bodies came with the head
+            await request.read()
+        else:
+            async with asyncio.timeout(timeout_s):
+                await request.read()
+    except web.RequestPayloadError as error:
+        raise InvalidRequest(f"the body cannot be read: {error}") from error
+    except TimeoutError:
+        raise BodyTimedOut(f"the body did not come within {timeout_s:g} s") from None
+    return await handler(request)
+
+
+def refuse_by_head(request: web.Request) -> None:
+    """Reject a body that is too large or compressed, by its head."""
+    limit = request.app[EDGE].options.http.max_body_bytes
+    if (request.content_length or 0) > limit:
+        raise BodyTooLarge(f"the body passes {limit} bytes")
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise EncodingUnsupported("send the body as it is, without Content-Encoding")
+
+
+async def expect(request: web.Request) -> web.StreamResponse | None:
+    """Ask a client with `Expect` for its body, or return why it would be rejected.
+
+    aiohttp calls it outside of all middlewares.
+    """
+    if request.version < HttpVersion11:
+        return None
+    try:
+        if request.headers["Expect"].lower() != "100-continue":
+            raise ExpectationFailed("Expect: only 100-continue can be met")
+        refuse_by_head(request)
+    except TandemError as error:
+        return error_response(error.info())
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # else aiohttp would take it for the beginning of the answer
+    return None

@@ -6,6 +6,7 @@ Renders the model's own Jinja template in a sandbox, with the names and filters 
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
@@ -53,17 +54,9 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().astimezone().strftime(pattern)
 
 
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
     # Jinja's own filter escapes for HTML, which no model was trained on.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -82,9 +75,6 @@ class ChatTemplate:
     Args:
         sources: Template text by name. `tool_use`, if present, serves requests with tools.
         special_tokens: `bos_token` and the like, by name.
-
-    Raises:
-        ConfigInvalid: A template is not valid Jinja.
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
@@ -98,10 +88,6 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         # OpenAI's name for system messages since its reasoning models; templates may refuse it.
         self._knows_developer = any("developer" in text for text in sources.values())
-
-    @override
-    def __repr__(self) -> str:
-        return f"ChatTemplate({', '.join(self._templates)})"
 
     def render(
         self,
@@ -117,9 +103,6 @@ class ChatTemplate:
             tools: Function schemas as OpenAI names them.
             add_generation_prompt: End with the head of the assistant's turn.
             extra: More names for the template, such as `enable_thinking`. Ours win.
-
-        Raises:
-            InvalidRequest: The template rejected the messages, or the model has none.
         """
         template = self._choose(has_tools=bool(tools))
         names = {

@@ -10,14 +10,12 @@ back for ever, and takes twice the time of a table of bytes with Python's own in
 """
 
 import codecs
-import json
 import re
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Protocol
 
 import tokenizers
-from typing_extensions import override
 
 
 def _alphabet() -> dict[str, int]:
@@ -36,15 +34,13 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Detokenizer(Protocol):
-    """The text of one generation. Made by `Detokenizers.start`."""
+    """The text of one generation. Made by `Tokenizer.detokenizer`."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the next ids. Returns the text that is now certain, maybe none."""
-        ...
 
     def finish(self) -> str:
         """Return the text held back, with U+FFFD for what never became a character."""
-        ...
 
 
 class NoText:
@@ -59,52 +55,11 @@ class NoText:
         return ""
 
 
-class Detokenizers:
-    """Makes detokenizers for one tokenizer, and holds the tables that they share.
+class Pieces(dict[int, str | bytes]):
+    """What each id stands for: text, or bytes if it begins or ends inside a character.
 
-    Tables are filled as ids occur: a vocabulary has 50,000 to 250,000, a model uses few.
-
-    Args:
-        backend: The tokenizer. Its vocabulary and decoder must not change.
-        special_ids: Ids that `skip_special_tokens` leaves out.
+    It is filled as ids occur: a vocabulary has 50,000 to 250,000, a model uses few.
     """
-
-    def __init__(self, backend: tokenizers.Tokenizer, special_ids: AbstractSet[int]) -> None:
-        self._backend = backend
-        self._skipped: dict[bool, AbstractSet[int]] = {False: frozenset(), True: special_ids}
-        decoder = json.loads(backend.to_str())["decoder"]
-        self._is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
-        self._tables = {skip: _Pieces(backend, ids) for skip, ids in self._skipped.items()}
-
-    @override
-    def __repr__(self) -> str:
-        kind = "byte-level" if self._is_byte_level else "windowed"
-        return f"Detokenizers({kind}, {len(self._tables[True])} ids met)"
-
-    def start(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """Return the detokenizer of a new generation."""
-        if self._is_byte_level:
-            return ByteLevelDetokenizer(self._tables[skip_special_tokens])
-        return WindowDetokenizer(self._backend, self._skipped[skip_special_tokens])
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token by itself. None for an id that the vocabulary lacks.
-
-        Joined, they are the text's bytes, except for what a decoder does to the whole, such as
-        dropping a leading space.
-        """
-        if self._is_byte_level:
-            return self._tables[False].bytes_of(token_id)
-        token = self._backend.id_to_token(token_id)
-        if token is None:
-            return b""
-        if _BYTE_TOKEN.fullmatch(token):
-            return bytes([int(token[3:5], 16)])
-        return token.replace(_SENTENCEPIECE_SPACE, " ").encode()
-
-
-class _Pieces(dict[int, str | bytes]):
-    """What each id so far stands for: text, or bytes if it begins or ends inside a character."""
 
     def __init__(self, backend: tokenizers.Tokenizer, skipped: AbstractSet[int]) -> None:
         super().__init__()
@@ -132,7 +87,7 @@ class ByteLevelDetokenizer:
 
     __slots__ = ("_decoder", "_is_inside", "_pieces")
 
-    def __init__(self, pieces: _Pieces) -> None:
+    def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
         # "replace" marks maximal ill-formed runs as Unicode recommends, and as tokenizers does.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -207,3 +162,10 @@ def token_bytes(token: str) -> bytes:
         return bytes([BYTE_OF_CHARACTER[character] for character in token])
     except KeyError:
         return token.encode()
+
+
+def sentencepiece_bytes(token: str) -> bytes:
+    """Return the bytes of a token of any other vocabulary."""
+    if _BYTE_TOKEN.fullmatch(token):
+        return bytes([int(token[3:5], 16)])
+    return token.replace(_SENTENCEPIECE_SPACE, " ").encode()

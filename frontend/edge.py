@@ -20,12 +20,12 @@ from typing_extensions import override
 from tandem.frontend.backend import Backend, Health
 from tandem.frontend.body import read_json
 from tandem.frontend.detokenizer import NoText
-from tandem.frontend.generation import Generation
+from tandem.frontend.generation import Generation, is_part
 from tandem.frontend.metrics import FrontendMetrics
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.sse import Outbox
 from tandem.frontend.timings import Outcome, TimingsSink
-from tandem.frontend.transcript import Piece, Sink, Transcript
+from tandem.frontend.transcript import Sink, Transcript
 from tandem.wire.errors import EngineFailed, InvalidRequest
 from tandem.wire.generation import RequestId
 
@@ -64,12 +64,7 @@ class Edge:
         return f"Edge({len(self._running)} running)"
 
     async def read(self, body: bytes, reader: Callable[[dict[str, Any]], T]) -> T:
-        """Return what `reader` makes of a JSON body. A large body is read in a thread.
-
-        Raises:
-            InvalidRequest: It is no JSON object, or has too many parts.
-            TandemError: As `reader` raises it.
-        """
+        """Return what `reader` makes of a JSON body. A large body is read in a thread."""
         if len(body) <= INLINE_BYTES:
             return reader(read_json(body))
         loop = asyncio.get_running_loop()
@@ -88,26 +83,23 @@ class Edge:
         """
         rules, tokenizer, timings = generation.rules, generation.tokenizer, generation.timings
         text = NoText() if tokenizer is None else tokenizer.detokenizer(rules.skip_special_tokens)
-        transcript = Transcript(rules, text, sink, self.metrics.token_gaps())
-        is_begun = False
+        transcript = Transcript(rules, text, sink, self.metrics.gaps)
         with self._entered(generation, transcript):
             timings.sent()
             deltas = self.backend.generate(generation.request, generation.bootstrap, transcript)
             async with aclosing(deltas):
                 async for delta in deltas:
-                    timings.came(delta)
+                    if timings.came(delta):
+                        self.metrics.prompt_tokens.inc(len(generation.request.prompt_ids))
                     piece = transcript.take(delta)
                     if piece is None:
                         continue
-                    if not is_begun and _follows_a_prompt(piece):
-                        is_begun = True
-                        self.metrics.prompt_tokens.inc(len(generation.request.prompt_ids))
                     if piece.token_ids and (ttft_s := timings.token_read()) is not None:
                         self.metrics.time_to_first_token.observe(ttft_s)
                     if piece.ending is not None:
                         break
                     sink.write(piece)
-                    await sink.drain()
+                    transcript.has_room = await sink.drain()
                 else:
                     raise EngineFailed("the generation ended without saying why")
             timings.num_output_tokens = transcript.num_tokens
@@ -117,7 +109,7 @@ class Edge:
 
     async def abort(self, request_id: str) -> bool:
         """End the generations a client named `request_id`. False if none of them is known."""
-        ids = {request_id, *(id_ for id_ in self._running if _is_part(id_, request_id))}
+        ids = {request_id, *(id_ for id_ in self._running if is_part(id_, request_id))}
         return any([await self.backend.abort(id_) for id_ in ids])
 
     async def abort_all(self) -> bool:
@@ -164,28 +156,13 @@ class Edge:
             self._report(generation)
 
     def _report(self, generation: Generation) -> None:
-        traces = [] if generation.trace is None else [generation.trace]
-        if sinks := [*self.timings_sinks, *traces]:
+        if sinks := [*self.timings_sinks, *filter(None, [generation.trace])]:
             report = generation.report()
             for sink in sinks:
                 sink.request_ended(report)
 
 
 EDGE = web.AppKey("edge", Edge)
-
-
-def part_id(request_id: str, index: int) -> RequestId:
-    """Return the id of one generation of a request that has several."""
-    return RequestId(f"{request_id}_{index}")
-
-
-def _is_part(part: str, request_id: str) -> bool:
-    return part.startswith(f"{request_id}_") and part[len(request_id) + 1 :].isdigit()
-
-
-def _follows_a_prompt(piece: Piece) -> bool:
-    # A request that is aborted in the queue ends without a token.
-    return bool(piece.token_ids) or (piece.ending is not None and piece.ending.error is None)
 
 
 def leave(app: web.Application) -> None:

@@ -10,7 +10,6 @@ It holds streams of token ids by request and attempt, without text, pairs or rep
 """
 
 import asyncio
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -38,6 +37,7 @@ from tandem.wire.messages import (
     RequestFailed,
     ToEngine,
     TokenBatch,
+    TokenDelta,
 )
 
 log = get_logger(__name__)
@@ -56,20 +56,16 @@ class PrefixFollower(Protocol):
     @property
     def position(self) -> int:
         """The last change of the cache that was reported."""
-        ...
 
     @property
     def tier_positions(self) -> dict[str, int]:
         """The last change of each tier that was reported."""
-        ...
 
     def heard(self, load: NodeLoad) -> None:
         """Note which tiers there are."""
-        ...
 
     def take(self, report: CacheReport) -> None:
         """Note what changed since."""
-        ...
 
 
 class EngineClient:
@@ -164,7 +160,8 @@ class EngineClient:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._receive(link))
             tasks.create_task(self._ping())
-            tasks.create_task(self._watch(link))
+            await link.wait_lost()
+            self._lose("its connection broke")
 
     async def _open(self) -> AsyncLink[FromEngine]:
         while True:
@@ -187,12 +184,9 @@ class EngineClient:
         loop, beat = asyncio.get_running_loop(), self._heartbeat
         deadline = loop.time() + beat.interval_s + beat.timeout_s
         while not self.lost.is_set():
-            now = loop.time()
-            if now - self._heard_at < 2 * beat.interval_s or now >= deadline:
+            if self.silent_s < 2 * beat.interval_s or loop.time() >= deadline:
                 return True
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_INTERVAL_S):
-                    await self.lost.wait()
+            await asyncio.sleep(_LOOK_INTERVAL_S)
         return False
 
     def stop(self, failure: Callable[[], TandemError] | None = None) -> None:
@@ -210,7 +204,7 @@ class EngineClient:
         if self.lost.is_set():
             raise self._peer_lost("it is gone")
         start = msgspec.structs.replace(start, stream=next(self._numbers))
-        stream = TokenStream(self, start, wake)
+        stream = TokenStream(start, wake, forget=self._forget, cancel=self.cancel)
         if stream.key in self._streams:
             raise InvalidRequest(f"request id {start.request.request_id!r} is in use")
         self._send(start)
@@ -239,8 +233,7 @@ class EngineClient:
         except PeerLost as error:
             log.debug("engine.cancel_unsent", address=self.address, reason=error.message)
 
-    def forget(self, stream: TokenStream) -> None:
-        """Stop routing tokens to a stream. Called by the stream."""
+    def _forget(self, stream: TokenStream) -> None:
         if self._streams.get(stream.key) is stream:
             del self._streams[stream.key], self._by_number[stream.number]
 
@@ -250,10 +243,9 @@ class EngineClient:
         self._link.send(message)
 
     async def _receive(self, link: AsyncLink[FromEngine]) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             messages = await link.receive()
-            self._heard_at = loop.time()
+            self._heard_at = asyncio.get_running_loop().time()
             self._take(messages)
 
     def _take(self, messages: Sequence[FromEngine]) -> None:
@@ -262,7 +254,7 @@ class EngineClient:
         Most often there is one message, of one step. A process that falls behind finds several, and
         merges the tokens of each stream into one run: the client gets one event of them.
         """
-        runs: Runs = {}
+        runs: Runs | None = {} if len(messages) > 1 else None
         for message in messages:
             self._epoch = self._epoch or message.epoch
             if message.epoch != self._epoch:
@@ -270,33 +262,33 @@ class EngineClient:
                 return
             match message:
                 case TokenBatch():
-                    self._spread(message, runs, has_more=len(messages) > 1)
-                case RequestFailed(request_id=request_id, attempt=attempt, error=info):
-                    if stream := self._behind_its_run(request_id, attempt, runs):
-                        stream.fail(error_from_info(info))
-                case Pong(load=load):
-                    self._heard_load(load)
+                    self._spread(message, runs)
+                case RequestFailed():
+                    if stream := self._behind_its_run(message, runs):
+                        stream.fail(error_from_info(message.error))
+                case Pong():
+                    self.load = message.load
+                    if self._prefixes is not None:
+                        self._prefixes.heard(message.load)
+                    self.answered.set()
+                    self._on_change()
                 case CacheReport():
                     if self._prefixes is not None:
                         self._prefixes.take(message)
                 case Measured():
                     self.measured = message
-        for stream, (index, token_ids) in runs.items():
-            _put_ordinary(stream, index, token_ids)
+        for stream, (index, token_ids) in (runs or {}).items():
+            give(stream, index, token_ids)
 
-    def _spread(self, batch: TokenBatch, runs: "Runs", *, has_more: bool) -> None:
+    def _spread(self, batch: TokenBatch, runs: "Runs | None") -> None:
         find = self._by_number.get
         for number, index, token_id in zip(
             batch.streams, batch.indexes, batch.token_ids, strict=False
         ):
             if (stream := find(number)) is None:
                 continue
-            if not has_more:
-                try:
-                    stream.put_ordinary(index, (token_id,))
-                except Exception as error:
-                    log.exception("stream.failed", request_id=stream.key[0])
-                    _fail(stream, error)
+            if runs is None:
+                give(stream, index, (token_id,))
                 continue
             run = runs.get(stream)
             if run is not None and run[0] + len(run[1]) == index:
@@ -304,26 +296,19 @@ class EngineClient:
             else:
                 runs[stream] = (index, [token_id])
                 if run is not None:
-                    _put_ordinary(stream, *run)
+                    give(stream, *run)
         for delta in batch.deltas:
-            if found := self._behind_its_run(delta.request_id, delta.attempt, runs):
+            if found := self._behind_its_run(delta, runs):
                 found.put(delta)
 
     def _behind_its_run(
-        self, request_id: RequestId, attempt: int, runs: "Runs"
+        self, message: TokenDelta | RequestFailed, runs: "Runs | None"
     ) -> TokenStream | None:
-        """Return a stream, once the tokens that waited for it are in it."""
-        stream = self._streams.get((request_id, attempt))
-        if stream is not None and (run := runs.pop(stream, None)) is not None:
-            _put_ordinary(stream, *run)
+        """Return the stream of a message, once the tokens that waited for it are in it."""
+        stream = self._streams.get((message.request_id, message.attempt))
+        if stream is not None and runs and (run := runs.pop(stream, None)) is not None:
+            give(stream, *run)
         return stream
-
-    def _heard_load(self, load: NodeLoad) -> None:
-        self.load = load
-        if self._prefixes is not None:
-            self._prefixes.heard(load)
-        self.answered.set()
-        self._on_change()
 
     async def _ping(self) -> None:
         while True:
@@ -337,18 +322,12 @@ class EngineClient:
             await asyncio.sleep(interval_s)
 
     def _question(self) -> Ping:
-        known = self._prefixes
+        ping, known = Ping(wants_measures=self._wants_measures), self._prefixes
         if known is None:
-            return Ping(wants_measures=self._wants_measures)
-        return Ping(
-            prefix_position=known.position,
-            tier_positions=known.tier_positions,
-            wants_measures=self._wants_measures,
+            return ping
+        return msgspec.structs.replace(
+            ping, prefix_position=known.position, tier_positions=known.tier_positions
         )
-
-    async def _watch(self, link: AsyncLink[FromEngine]) -> None:
-        await link.wait_lost()
-        self._lose("its connection broke")
 
     def _lose(self, reason: str, failure: Callable[[], TandemError] | None = None) -> None:
         self.lost.set()
@@ -364,16 +343,16 @@ Runs = dict[TokenStream, tuple[int, list[int]]]
 """Ordinary tokens of several steps: for each stream the index of the first, and the ids."""
 
 
-def _put_ordinary(stream: TokenStream, index: int, token_ids: Sequence[int]) -> None:
+def give(stream: TokenStream, index: int, token_ids: Sequence[int]) -> None:
+    """Give ordinary tokens to the tap, or queue them if it is closed or rejects them.
+
+    A bug on their way to the client ends their stream alone.
+    """
     try:
-        stream.put_ordinary(index, token_ids)
+        if (tap := stream.tap) is None or not tap.take_ordinary_at(index, token_ids):
+            stream.put_ordinary(index, token_ids)
     except Exception as error:
         log.exception("stream.failed", request_id=stream.key[0])
-        _fail(stream, error)
-
-
-def _fail(stream: TokenStream, error: Exception) -> None:
-    """End a stream whose tokens met a bug on their way to the client. The others go on."""
-    stream.close()  # the engine does not know of the bug
-    # Not retried: the client may have some of these tokens already.
-    stream.fail(TandemError(f"this server failed with its tokens: {type(error).__name__}"))
+        stream.close()  # the engine does not know of the bug
+        # Not retried: the client may have some of these tokens already.
+        stream.fail(TandemError(f"this server failed with its tokens: {type(error).__name__}"))

@@ -2,18 +2,24 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from pydantic import Field
 
 from tandem.frontend.backend import Bootstrap, ServedModel
-from tandem.frontend.body import Many, worded
-from tandem.frontend.sampling import SamplingBody, TextRules, seeds
+from tandem.frontend.body import GenerationBody, Many, worded
+from tandem.frontend.sampling import SamplingBody, TextRules, engine_params, seeds
 from tandem.frontend.timings import Report, Timings, TimingsSink
 from tandem.frontend.tokenizer import Tokenizer
 from tandem.wire.errors import InvalidRequest
-from tandem.wire.generation import GenerateRequest, RequestId, new_request_id
+from tandem.wire.generation import (
+    GenerateRequest,
+    Grammar,
+    LogprobsWanted,
+    RequestId,
+    new_request_id,
+)
 
 # Prompts times n of one HTTP request: what one client may start at once.
 MAX_GENERATIONS = 1024
@@ -33,67 +39,47 @@ AnyPrompt = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts of one body, not yet tokenized: either texts or ids.
+    """Prompts of one body, not yet tokenized: all of them texts, or all of them ids.
 
     Attributes:
         is_batch: Whether they came as a list, so that the answer is one.
     """
 
     is_batch: bool
-    entries: Sequence[str | list[int]]
+    texts: Sequence[str] = ()
+    ids: Sequence[list[int]] = ()
 
     def __len__(self) -> int:
-        return len(self.entries)
-
-    @property
-    def texts(self) -> list[str]:
-        """The prompts that are texts: all of them or none."""
-        return [entry for entry in self.entries if isinstance(entry, str)]
-
-    @property
-    def ids(self) -> list[list[int]]:
-        """The prompts that are ids: all of them or none."""
-        return [entry for entry in self.entries if not isinstance(entry, str)]
+        return len(self.texts) + len(self.ids)
 
 
 def read_prompts(value: str | list[str] | list[int] | list[list[int]]) -> Prompts:
-    """Return the prompts of a checked field, in any of its four forms.
-
-    Raises:
-        InvalidRequest: There are more than one body may have.
-    """
-    if isinstance(value, str) or isinstance(value[0], int):
-        return Prompts(is_batch=False, entries=[value])
-    if len(value) > MAX_GENERATIONS:
+    """Return the prompts of a checked field, in any of its four forms."""
+    is_batch = not isinstance(value, str) and not isinstance(value[0], int)
+    entries: list[Any] = list(value) if is_batch else [value]
+    if len(entries) > MAX_GENERATIONS:
         raise InvalidRequest(f"{len(value)} prompts were sent; at most {MAX_GENERATIONS} may be")
-    return Prompts(is_batch=True, entries=value)
+    if isinstance(entries[0], str):
+        return Prompts(is_batch, texts=entries)
+    return Prompts(is_batch, ids=entries)
 
 
 def prompt_ids(
     model: ServedModel, prompts: Prompts, add_special_tokens: bool = True
-) -> list[list[int]]:
+) -> Sequence[list[int]]:
     """Return the token ids of each prompt, checked against the model.
 
     Args:
         add_special_tokens: Whether texts get those that the model's tokenizer puts around them.
-
-    Raises:
-        InvalidRequest: A prompt is empty, too long, or has ids outside the vocabulary; or it is
-            text and the model has no tokenizer.
     """
-    texts = prompts.texts
-    prompts_ids = _tokenize(model, texts, add_special_tokens) if texts else prompts.ids
-    for ids in prompts_ids:
-        _check(model, ids)
-    return prompts_ids
+    ids = prompts.ids or _tokenize(model, prompts.texts, add_special_tokens)
+    for one in ids:
+        _check(model, one)
+    return ids
 
 
 def require_tokenizer(model: ServedModel) -> Tokenizer:
-    """Return the model's tokenizer.
-
-    Raises:
-        InvalidRequest: It has none.
-    """
+    """Return the model's tokenizer."""
     if model.tokenizer is None:
         raise InvalidRequest("this model has no tokenizer: send token ids instead of text")
     return model.tokenizer
@@ -154,37 +140,59 @@ class Generation:
         return self.timings.report(self.request.request_id, len(self.request.prompt_ids))
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a body asks for one of its prompts."""
+
+    sampling: SamplingBody
+    grammar: Grammar | None
+    logprobs: LogprobsWanted | None
+
+
 def generations_of(
     model: ServedModel,
-    asked: GenerateRequest,
-    request_ids: Sequence[RequestId],
-    sampling: SamplingBody,
-    bootstrap: Bootstrap | None,
+    body: GenerationBody,
+    prompts: Prompts,
+    ids: Sequence[list[int]],
+    *,
+    wanted: Sequence[Wanted],
+    names: Sequence[RequestId],
 ) -> list[Generation]:
-    """Return the generations of one prompt, each with a seed of its own. Several form a group.
+    """Return n generations of each prompt, each with a seed of its own. Those of a prompt form a group.
 
     Args:
-        asked: The request of any of them, without the seed.
-        request_ids: One for each generation.
-
-    Raises:
-        InvalidRequest: A stop pattern cannot be used.
+        ids: The token ids of each prompt.
+        wanted: One for each prompt, with the same n.
+        names: One for each generation.
     """
-    count = len(request_ids)
-    chosen = seeds(sampling.seed, count, is_left_open=bootstrap is not None)
-    rules = sampling.text_rules
-    group = new_request_id() if count > 1 else ""
-    return [
-        Generation(
-            request=msgspec.structs.replace(
-                asked,
-                request_id=request_id,
-                sampling=msgspec.structs.replace(asked.sampling, seed=seed),
+    n = wanted[0].sampling.n
+    if n * len(ids) > MAX_GENERATIONS:
+        raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}")
+    halves = body.bootstraps(len(ids), is_batch=prompts.is_batch, n=n)
+    generations: list[Generation] = []
+    for token_ids, half, asked in zip(ids, halves, wanted, strict=True):
+        group = new_request_id() if n > 1 else ""
+        params = engine_params(asked.sampling, model, len(token_ids), asked.grammar)
+        for seed in seeds(asked.sampling.seed, n, is_left_open=half is not None):
+            request = GenerateRequest(
+                request_id=names[len(generations)],
+                prompt_ids=token_ids,
+                sampling=msgspec.structs.replace(params, seed=seed),
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+                logprobs=asked.logprobs,
                 group=group,
-            ),
-            rules=rules,
-            tokenizer=model.tokenizer,
-            bootstrap=bootstrap,
-        )
-        for request_id, seed in zip(request_ids, chosen, strict=True)
-    ]
+            )
+            rules = asked.sampling.text_rules
+            generations.append(Generation(request, rules, model.tokenizer, half))
+    return generations
+
+
+def part_id(request_id: str, index: int) -> RequestId:
+    """Return the id of one generation of a request that has several."""
+    return RequestId(f"{request_id}_{index}")
+
+
+def is_part(part: str, request_id: str) -> bool:
+    """Return whether `part_id` made `part` of this id."""
+    return part.startswith(f"{request_id}_") and part[len(request_id) + 1 :].isdigit()

@@ -26,8 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-from tandem.frontend.body import Body, validate
-from tandem.frontend.unsupported import refuse_unsupported
+from tandem.frontend.body import Body, refuse_unsupported, validate
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar
 
@@ -192,20 +191,12 @@ class OpenAIGrammar(NativeGrammar):
 
 
 def native_grammar(data: Mapping[str, object]) -> Grammar | None:
-    """Return what the fields of sampling parameters ask for, or None.
-
-    Raises:
-        InvalidRequest: A field is wrong, or several are given.
-    """
+    """Return what the fields of sampling parameters ask for, or None."""
     return _only_one(validate(NativeGrammar, data))
 
 
 def openai_grammar(data: Mapping[str, object]) -> Grammar | None:
-    """Return what the fields of an OpenAI body ask for, or None.
-
-    Raises:
-        InvalidRequest: A field is wrong, or several are given.
-    """
+    """Return what the fields of an OpenAI body ask for, or None."""
     return _only_one(validate(OpenAIGrammar, data))
 
 

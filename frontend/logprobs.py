@@ -52,8 +52,7 @@ class NativeLogprobs:
         for entry in prompt:
             known = TokenLogprobs(logprob=None) if self._is_first else entry
             self._add("input", self._prompt_ids[self._position], known)
-            self._position += 1
-            self._is_first = False
+            self._position, self._is_first = self._position + 1, False
         for token_id, entry in _entries([output]):
             self._add("output", token_id, entry)
 
@@ -99,22 +98,16 @@ class CompletionLogprobs:
 
     def write(self, *runs: Run) -> dict[str, Any]:
         """Return `logprobs` for the next tokens of the choice."""
-        tokens: list[str] = []
-        token_logprobs: list[float | None] = []
-        top_logprobs: list[dict[str, float] | None] = []
-        text_offset: list[int] = []
-        for token_id, entry in _entries(runs):
-            tokens.append(_text(self._tokenizer, token_id))
-            token_logprobs.append(_finite(entry.logprob))
-            top_logprobs.append(self._top(token_id, entry))
-            text_offset.append(self._offset)
-            self._offset += len(self._decode(_bytes(self._tokenizer, token_id)))
-        return {
-            "tokens": tokens,
-            "token_logprobs": token_logprobs,
-            "top_logprobs": top_logprobs,
-            "text_offset": text_offset,
+        made: dict[str, list[Any]] = {
+            name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         }
+        for token_id, entry in _entries(runs):
+            made["tokens"].append(_text(self._tokenizer, token_id))
+            made["token_logprobs"].append(_finite(entry.logprob))
+            made["top_logprobs"].append(self._top(token_id, entry))
+            made["text_offset"].append(self._offset)
+            self._offset += len(self._decode(_bytes(self._tokenizer, token_id)))
+        return made
 
     def _top(self, token_id: int, entry: TokenLogprobs) -> dict[str, float] | None:
         if entry.logprob is None:

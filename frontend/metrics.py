@@ -1,6 +1,6 @@
 """The metrics of the edge, in one registry for each app."""
 
-import time
+from functools import partial
 
 from prometheus_client import (
     CollectorRegistry,
@@ -10,7 +10,6 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client import Histogram as PrometheusHistogram
-from typing_extensions import override
 
 from tandem.telemetry.histogram import Histogram
 
@@ -40,107 +39,63 @@ class _Gathered(PrometheusHistogram):
                 bucket.inc(num)
 
 
-class TokenGaps:
-    """The gaps between the tokens of one generation, counted as they come.
+class FrontendMetrics:
+    """Metrics of one app.
 
-    Costs a token a quarter of a microsecond, where `prometheus_client` takes several.
+    Attributes:
+        gaps: The time between tokens, until the next `gather`.
     """
 
-    __slots__ = ("_histogram", "_last_s")
-
-    def __init__(self, histogram: Histogram) -> None:
-        self._histogram = histogram
-        self._last_s = 0.0  # before the first
-
-    def came(self, num_tokens: int) -> None:
-        """Note that tokens came together. Each counts with its share of the time since the last ones."""
-        now_s = time.perf_counter()
-        if self._last_s:
-            self._histogram.observe((now_s - self._last_s) / num_tokens, num_tokens)
-        else:  # the first has none before it
-            self._histogram.observe(0.0, num_tokens - 1)
-        self._last_s = now_s
-
-
-class FrontendMetrics:
-    """Metrics of one app."""
-
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self.requests = Counter(
+        self._registry = registry = CollectorRegistry()
+        counter = partial(Counter, registry=registry)
+        histogram = partial(PrometheusHistogram, registry=registry)
+        self.requests = counter(
             "tandem_http_requests",
             "HTTP requests answered, by route and status; 499 is a client that left.",
             ["route", "status"],
-            registry=self._registry,
         )
         self.running = Gauge(
             "tandem_edge_generations_running",
             "Generations the edge holds, those that wait included.",
-            registry=self._registry,
+            registry=registry,
             multiprocess_mode="livesum",
         )
-        self.prompt_tokens = Counter(
+        self.prompt_tokens = counter(
             "tandem_edge_prompt_tokens",
             "Prompt tokens of generations that began; those of refused requests are not counted.",
-            registry=self._registry,
         )
-        self.output_tokens = Counter(
+        self.output_tokens = counter(
             "tandem_edge_output_tokens",
             "Tokens of generations that ended, those included whose client left.",
-            registry=self._registry,
         )
-        self.time_to_first_token = PrometheusHistogram(
+        self.time_to_first_token = histogram(
             "tandem_edge_time_to_first_token_seconds",
             "Seconds from a request's arrival to its first token, waiting for room included.",
             buckets=_TTFT_BUCKETS_S,
-            registry=self._registry,
         )
-        self.duration = PrometheusHistogram(
+        self.duration = histogram(
             "tandem_edge_generation_seconds",
             "Seconds from a request's arrival to its last token.",
             buckets=_E2E_BUCKETS_S,
-            registry=self._registry,
         )
-        self.loop_lag = PrometheusHistogram(
+        self.loop_lag = histogram(
             "tandem_edge_loop_lag_seconds",
             "Seconds by which a timer of this process was late: what every token waits beside its work.",
             buckets=_LAG_BUCKETS_S,
-            registry=self._registry,
         )
         self._inter_token = _Gathered(
             "tandem_edge_inter_token_latency_seconds",
             "Seconds between two tokens of a generation; of tokens that come together each has its share.",
             buckets=_ITL_BUCKETS_S,
-            registry=self._registry,
+            registry=registry,
         )
-        self._gaps = Histogram(_ITL_BUCKETS_S)
-
-    @override
-    def __repr__(self) -> str:
-        return f"FrontendMetrics(gaps={self._gaps!r})"
-
-    def token_gaps(self) -> TokenGaps:
-        """Return the counter of a new generation's gaps."""
-        return TokenGaps(self._gaps)
+        self.gaps = Histogram(_ITL_BUCKETS_S)
 
     def gather(self) -> None:
         """Add what was counted beside it to Prometheus' registry, which the processes of a pool share."""
-        spread = self._gaps.take()
+        spread = self.gaps.take()
         self._inter_token.gather(spread.counts, spread.total)
-
-    def buckets(self, name: str) -> list[tuple[float, int]]:
-        """Return the buckets of one of this process's histograms: upper bounds, and values in each.
-
-        An unknown name has none.
-        """
-        self.gather()
-        families = self._registry.restricted_registry([f"{name}_bucket"]).collect()
-        samples = [sample for family in families for sample in family.samples]
-        reached = [(float(sample.labels["le"]), int(sample.value)) for sample in samples]
-        before = [0, *(count for _, count in reached)]
-        return [
-            (bound, count - less) for (bound, count), less in zip(reached, before, strict=False)
-        ]
 
     def render(self) -> str:
         """Return all in Prometheus' text format."""

@@ -1,12 +1,10 @@
-"""Around every route: counts answers, checks keys, allows web pages, turns errors into JSON.
+"""Around every route: counts answers, allows web pages, turns errors into JSON.
 
 Errors have OpenAI's shape on all routes: `{"error": {"message", "type", "code"}}`. Web pages may use the
 server from a browser only if an operator names their origins (Fetch standard, section 3.3).
 """
 
-import hashlib
-import hmac
-from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 from aiohttp import hdrs, web
@@ -15,15 +13,10 @@ from aiohttp.typedefs import Handler, Middleware
 from tandem.frontend.answers import Error, ErrorDetail
 from tandem.frontend.edge import EDGE
 from tandem.telemetry.log import get_logger
-from tandem.wire.errors import BodyTooLarge, ErrorInfo, NoNodeAvailable, TandemError, Unauthorized
+from tandem.wire.errors import BodyTooLarge, ErrorInfo, NoNodeAvailable, TandemError
 
 log = get_logger(__name__)
 
-# Balancers, supervisors and scrapers read the first three, often without a key. The last two are the
-# same for every copy of this server, and browsers have no key to send.
-OPEN_ROUTES = frozenset({"/health", "/live", "/metrics", "/openapi.json", "/docs"})
-# Routers read these from nodes.
-READER_ROUTES = frozenset({"/server_info", "/tokenizer"})
 # OpenAI's names. Others are `invalid_request_error` or `server_error`.
 _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 # If an error does not say when to retry.
@@ -32,11 +25,6 @@ _RETRY_AFTER_S = 1
 _CLIENT_GONE = 499
 _SLOW_BODY = 408
 _MAX_MESSAGE_CHARS = 2000
-
-
-# How long a browser keeps the answer to a preflight; Chromium's upper limit.
-_PREFLIGHT_MAX_AGE_S = "7200"
-_METHODS = "GET, HEAD, POST, PUT"
 
 OnPrepare = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 
@@ -122,70 +110,26 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
     """Return aiohttp's own error as JSON."""
+    code, message, headers = "http_error", error.reason, {}
     match error:
         case web.HTTPRequestEntityTooLarge():
             limit = request.app[EDGE].options.http.max_body_bytes
             return error_response(BodyTooLarge(f"the body passes {limit} bytes").info())
         case web.HTTPMethodNotAllowed():
-            allowed = ", ".join(sorted(error.allowed_methods))
-            message = f"{request.path} takes {allowed}, not {request.method}"
-            headers = {"Allow": allowed}
-            info = ErrorInfo(code="method_not_allowed", message=message, status=405)
-            return error_response(info, headers)
+            headers["Allow"] = allowed = ", ".join(sorted(error.allowed_methods))
+            code, message = (
+                "method_not_allowed",
+                f"{request.path} takes {allowed}, not {request.method}",
+            )
         case web.HTTPNotFound():
-            message = f"there is no {request.path}; there are {', '.join(_routes(request.app))}"
-            return error_response(ErrorInfo(code="not_found", message=message, status=404))
+            routes = sorted(resource.canonical for resource in request.app.router.resources())
+            code, message = (
+                "not_found",
+                f"there is no {request.path}; there are {', '.join(routes)}",
+            )
         case _:
-            info = ErrorInfo(code="http_error", message=error.reason, status=error.status)
-            return error_response(info)
-
-
-def _routes(app: web.Application) -> list[str]:
-    return sorted(resource.canonical for resource in app.router.resources())
-
-
-def check_key(
-    api_keys: Iterable[str], open_paths: Set[str] = frozenset(), reader_key: str = ""
-) -> Middleware:
-    """Return a middleware that rejects requests without one of `api_keys`, except to open paths.
-
-    Args:
-        reader_key: Opens `READER_ROUTES` as well. Empty: none does.
-    """
-    accepted = [_digest(key.encode()) for key in api_keys]
-    readers = [*accepted, _digest(reader_key.encode())] if reader_key else accepted
-
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        is_open = request.path in OPEN_ROUTES or request.path in open_paths
-        keys = readers if request.path in READER_ROUTES else accepted
-        if not is_open and not _is_one_of(key_of(request), keys):
-            raise Unauthorized("send the API key as 'Authorization: Bearer KEY'")
-        return await handler(request)
-
-    return check
-
-
-def bears(request: web.Request, key: str) -> bool:
-    """Return whether a request bears this key."""
-    return _is_one_of(key_of(request), [_digest(key.encode())])
-
-
-def key_of(request: web.Request) -> bytes:
-    """Return the bearer token of a request, or empty."""
-    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    return key.strip().encode(errors="surrogateescape") if scheme.lower() == "bearer" else b""
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
-
-
-def _is_one_of(given: bytes, accepted: list[bytes]) -> bool:
-    # Digests have one length, and each is compared to its end. So the time does not leak where the
-    # bytes differ, how long a key is, or which key came near.
-    digest = _digest(given)
-    return sum(hmac.compare_digest(digest, known) for known in accepted) > 0
+            pass
+    return error_response(ErrorInfo(code=code, message=message, status=error.status), headers)
 
 
 def answer_preflight(origins: Sequence[str]) -> Middleware:
@@ -193,16 +137,12 @@ def answer_preflight(origins: Sequence[str]) -> Middleware:
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-        is_preflight = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
-        if (
-            request.method != hdrs.METH_OPTIONS
-            or not is_preflight
-            or not _allowed(request, origins)
-        ):
+        asks = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
+        if request.method != hdrs.METH_OPTIONS or not asks or not _allowed(request, origins):
             return await handler(request)
         headers = {
-            hdrs.ACCESS_CONTROL_ALLOW_METHODS: _METHODS,
-            hdrs.ACCESS_CONTROL_MAX_AGE: _PREFLIGHT_MAX_AGE_S,
+            hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, HEAD, POST, PUT",
+            hdrs.ACCESS_CONTROL_MAX_AGE: "7200",  # Chromium's upper limit
         }
         # The headers that the page asked for: the server takes all, and cookies are not used.
         if asked := request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS):

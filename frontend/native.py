@@ -1,14 +1,14 @@
 """The native API: `POST|PUT /generate`, with SGLang's bodies, answers and events.
 
 ```
- body ──▶ GenerateBody ──▶ prompts, sampling, n ──▶ a Generation for each ──▶ Generated, or GenerateEvents
+ body ──▶ GenerateBody ──▶ prompts, sampling, n ──▶ a Generation for each ──▶ Generated
 ```
 """
 
 import difflib
 import time
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from aiohttp import web
 from pydantic import Field
@@ -17,15 +17,24 @@ from tandem.frontend import answering
 from tandem.frontend.answering import Answer
 from tandem.frontend.answers import Generated, MetaInfo
 from tandem.frontend.backend import ServedModel
-from tandem.frontend.body import GenerationBody, Many, PerPrompt, session_of, validate, worded
-from tandem.frontend.edge import EDGE, part_id
+from tandem.frontend.body import (
+    UNSUPPORTED,
+    GenerationBody,
+    Many,
+    PerPrompt,
+    refuse_unsupported,
+    validate,
+    worded,
+)
+from tandem.frontend.edge import EDGE
 from tandem.frontend.generation import (
-    MAX_GENERATIONS,
     Generation,
     Ids,
     Prompts,
     Texts,
+    Wanted,
     generations_of,
+    part_id,
     prompt_ids,
     read_prompts,
 )
@@ -35,15 +44,13 @@ from tandem.frontend.middleware import json_response
 from tandem.frontend.sampling import (
     MAX_STOP_PATTERNS,
     NativeSampling,
-    engine_params,
     read_sampling,
     require_tokens,
 )
 from tandem.frontend.sse import EventStream, encode
 from tandem.frontend.transcript import Ending, Piece, failed
-from tandem.frontend.unsupported import UNSUPPORTED, refuse_unsupported
 from tandem.wire.errors import ErrorInfo, InvalidRequest
-from tandem.wire.generation import GenerateRequest, LogprobsWanted, RequestId, new_request_id
+from tandem.wire.generation import LogprobsWanted, RequestId, new_request_id
 
 _MAX_ID_CHARS = 256
 _RID_SENTENCE = f"must be a string of 1 to {_MAX_ID_CHARS} characters, or one for each prompt"
@@ -53,8 +60,6 @@ _PARAMETERS = NativeSampling.names() | NativeGrammar.names()
 _WITHOUT_EFFECT = frozenset({"spaces_between_special_tokens"})
 # Characters of an unknown name that an error repeats.
 _MAX_NAME_CHARS = 64
-
-T = TypeVar("T")
 
 
 class GenerateBody(GenerationBody):
@@ -70,11 +75,7 @@ class GenerateBody(GenerationBody):
     return_text_in_logprobs: bool = False
 
     def prompts(self) -> Prompts:
-        """Return the prompts.
-
-        Raises:
-            InvalidRequest: There are none, too many, or both text and ids.
-        """
+        """Return the prompts."""
         if self.text is not None and self.input_ids is not None:
             raise InvalidRequest("send either text or input_ids, not both")
         given = self.input_ids if self.text is None else self.text
@@ -99,47 +100,34 @@ class NativeCall:
 
 
 def read_native(model: ServedModel, data: dict[str, Any]) -> NativeCall:
-    """Check a body and make its generations: n for each prompt, in order.
-
-    Raises:
-        InvalidRequest: A field is wrong; the sentence names it.
-    """
+    """Check a body and make its generations: n for each prompt, in order."""
     refuse_unsupported(data)
     body = validate(GenerateBody, data)
     prompts = body.prompts()
     count = len(prompts)
     fields, prefix = _sampling_fields(data, body, count)
-    samplings = _each(
-        [read_sampling(NativeSampling, part, model, prefix) for part in fields], count
-    )
-    grammars = _each([native_grammar(part) for part in fields], count)
+    parts = [
+        (read_sampling(NativeSampling, part, model, prefix), native_grammar(part))
+        for part in fields
+    ]
+    parts = parts * count if len(parts) == 1 else parts
     columns = [
         body.per_prompt(name, count, is_batch=prompts.is_batch)
         for name in ("return_logprob", "logprob_start_len", "top_logprobs_num")
     ]
-    n = samplings[0].n
-    halves = body.bootstraps(count, is_batch=prompts.is_batch, n=n)
-    _check_counts(samplings)
-    rids = _request_ids(body.rid, count, n)
-    generations: list[Generation] = []
-    for index, ids in enumerate(prompt_ids(model, prompts)):
+    _check_counts([sampling for sampling, _ in parts])
+    n = parts[0][0].n
+    names = _request_ids(body.rid, count, n)
+    ids = prompt_ids(model, prompts)
+    wanted = []
+    for index, (token_ids, (sampling, grammar)) in enumerate(zip(ids, parts, strict=True)):
         has_logprobs, start, num_top = (column[index] for column in columns)
-        logprobs = _logprobs_wanted(start, num_top, len(ids)) if has_logprobs else None
+        logprobs = _logprobs_wanted(start, num_top, len(token_ids)) if has_logprobs else None
         if logprobs is None:
-            require_tokens(samplings[index], "max_new_tokens")
-        names = rids[index * n : (index + 1) * n]
-        asked = GenerateRequest(
-            request_id=names[0],
-            prompt_ids=ids,
-            sampling=engine_params(samplings[index], model, len(ids), grammars[index]),
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            logprobs=logprobs,
-            session=session_of(data),
-        )
-        generations += generations_of(model, asked, names, samplings[index], halves[index])
+            require_tokens(sampling, "max_new_tokens")
+        wanted.append(Wanted(sampling, grammar, logprobs))
     return NativeCall(
-        generations,
+        generations_of(model, body, prompts, ids, wanted=wanted, names=names),
         is_list=prompts.is_batch or n > 1,
         is_stream=body.stream,
         has_text_in_logprobs=body.return_text_in_logprobs,
@@ -184,16 +172,10 @@ def _check_names(params: dict[str, Any]) -> None:
         raise InvalidRequest(f"sampling_params.{shown}: is no sampling parameter{hint}")
 
 
-def _each(parts: list[T], count: int) -> list[T]:
-    return parts * count if len(parts) == 1 else parts
-
-
 def _check_counts(samplings: list[NativeSampling]) -> None:
     n = samplings[0].n
     if any(sampling.n != n for sampling in samplings):
         raise InvalidRequest("sampling_params.n: must be the same for all prompts")
-    if n * len(samplings) > MAX_GENERATIONS:
-        raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}")
     different = {id(sampling): len(sampling.stop_regex) for sampling in samplings}
     if sum(different.values()) > MAX_STOP_PATTERNS:
         raise InvalidRequest(
@@ -306,7 +288,6 @@ class _Events:
         "_text",
         "drain",
         "generation",
-        "has_room",
     )
 
     def __init__(
@@ -320,7 +301,7 @@ class _Events:
     ) -> None:
         self.generation = call.generations[index]
         self._events, self._started, self._is_incremental = events, started, is_incremental
-        self.has_room, self.drain = events.has_room, events.drain
+        self.drain = events.drain
         self._label = b',"index":%d' % index if call.is_list else b""
         # JSON, without quotes and brackets.
         self._text, self._ids = bytearray(), bytearray()
@@ -329,7 +310,7 @@ class _Events:
         self._meta: tuple[bytes, bytes] | None = None
         self._logprobs = native_logprobs(self.generation, has_text=call.has_text_in_logprobs)
 
-    def write(self, piece: Piece) -> None:
+    def write(self, piece: Piece) -> bool:
         """Send the event of a piece."""
         self._add(piece)
         if piece.cached_tokens > self._cached_tokens:
@@ -340,7 +321,7 @@ class _Events:
             meta = b"%b%d%b" % (self._meta[0], self._num_tokens, self._meta[1])
         else:
             meta = self._whole_meta(self._logprobs, piece)
-        self._events.put(
+        return self._events.put(
             b"".join(
                 (
                     b'data: {"text":"',

@@ -22,7 +22,7 @@ from tandem.frontend.answers import (
     Usage,
 )
 from tandem.frontend.edge import EDGE
-from tandem.frontend.logprobs import ChatLogprobs, CompletionLogprobs, Run
+from tandem.frontend.logprobs import ChatLogprobs, CompletionLogprobs
 from tandem.frontend.middleware import error_body, json_response
 from tandem.frontend.openai_body import OpenAICall, read_chat, read_completion
 from tandem.frontend.sse import EventStream, encode, event
@@ -72,9 +72,8 @@ async def _answer(request: web.Request, call: OpenAICall) -> web.StreamResponse:
 def _choice(call: OpenAICall, index: int, answer: Answer) -> CompletionChoice | ChatChoice:
     logprobs: Logprobs = None
     if (writer := _writer(call, index)) is not None:
-        logprobs = writer.write(
-            _prompt_run(call, index, answer), (answer.output_ids, answer.logprobs)
-        )
+        prompt_run = (call.generations[index].request.prompt_ids, answer.prompt_logprobs)
+        logprobs = writer.write(prompt_run, (answer.output_ids, answer.logprobs))
     reason = _reason(answer.ending)
     text = call.echoes[index] + answer.text
     if not call.is_chat:
@@ -123,11 +122,6 @@ def _writer(call: OpenAICall, index: int) -> CompletionLogprobs | ChatLogprobs |
         return None
     kind = ChatLogprobs if call.is_chat else CompletionLogprobs
     return kind(generation.tokenizer, wanted.num_top)
-
-
-def _prompt_run(call: OpenAICall, index: int, part: Answer | Piece) -> Run:
-    """Return what came of the prompt: all of it where it is echoed, else nothing."""
-    return call.generations[index].request.prompt_ids, part.prompt_logprobs
 
 
 class _Chunks:
@@ -198,7 +192,6 @@ class _Choice:
         "cached_tokens",
         "drain",
         "generation",
-        "has_room",
         "num_tokens",
     )
 
@@ -207,7 +200,7 @@ class _Choice:
         self.num_tokens = self.cached_tokens = 0
         self._chunks, self._index, self._is_chat = chunks, index, call.is_chat
         self._events = chunks.events
-        self.has_room, self.drain = chunks.events.has_room, chunks.events.drain
+        self.drain = chunks.events.drain
         self._echo = call.echoes[index]
         self._writer = _writer(call, index)
         self._reply = call.make_reply() if call.make_reply is not None else None
@@ -216,30 +209,31 @@ class _Choice:
         # Of an ordinary chunk: before its text, up to its usage, to its end.
         self._frame: tuple[bytes, bytes, bytes] | None = None
 
-    def write(self, piece: Piece) -> None:
-        """Send the chunks of a piece."""
+    def write(self, piece: Piece) -> bool:
+        """Send the chunks of a piece. One without news leaves the room as it is."""
         self.num_tokens += len(piece.token_ids)
         if self._is_plain and piece.ending is None:
-            self._write_text(piece.text)
-            return
+            return not piece.text or self._write_text(piece.text)
         self.cached_tokens = max(self.cached_tokens, piece.cached_tokens)
         usage = self._chunks.usage()
-        if chunks := [self._chunks.chunk(choice, usage) for choice in self._choices(piece)]:
-            self._events.put(b"".join(chunks))
+        chunks = [self._chunks.chunk(choice, usage) for choice in self._choices(piece)]
+        return not chunks or self._events.put(b"".join(chunks))
 
     def write_failure(self, error: ErrorInfo) -> None:
         """Send the end of the choice. Clients of OpenAI's raise on `error` beside it."""
-        end = self._delta({}, "abort") if self._is_chat else self._text("", None, "abort")
+        end = (
+            self._delta({}, "abort")
+            if self._is_chat
+            else CompletionChoice(self._index, "", None, "abort")
+        )
         self._chunks.put_failure(end, error)
 
-    def _write_text(self, text: str) -> None:
-        if not text:
-            return
+    def _write_text(self, text: str) -> bool:
         if self._frame is None:
             self._frame = self._make_frame()
         before, between, end = self._frame
         usage = encode(self._chunks.usage()) if self._has_usage else b""
-        self._events.put(b"%b%b%b%b%b" % (before, encode(text), between, usage, end))
+        return self._events.put(b"%b%b%b%b%b" % (before, encode(text), between, usage, end))
 
     def _make_frame(self) -> tuple[bytes, bytes, bytes]:
         [choice] = self._texts(_TEXT, None)
@@ -281,7 +275,7 @@ class _Choice:
                 (self.generation.request.prompt_ids, piece.prompt_logprobs)
             )
         if self._echo or (logprobs is not None and logprobs["tokens"]):
-            yield self._text(self._echo, logprobs, None)
+            yield CompletionChoice(self._index, self._echo, logprobs, None)
 
     def _texts(
         self, text: str, logprobs: Logprobs, reason: FinishReason = None
@@ -292,10 +286,7 @@ class _Choice:
         if self._is_chat:
             yield self._delta({"content": text}, reason, logprobs)
         else:
-            yield self._text(text, logprobs, reason)
-
-    def _text(self, text: str, logprobs: Logprobs, reason: FinishReason) -> CompletionChoice:
-        return CompletionChoice(self._index, text, logprobs, reason)
+            yield CompletionChoice(self._index, text, logprobs, reason)
 
     def _delta(
         self, delta: dict[str, Any], reason: FinishReason = None, logprobs: Logprobs = None

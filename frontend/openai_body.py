@@ -1,22 +1,29 @@
 """Bodies of OpenAI's API: from JSON to checked generations. Answering is in `frontend/openai.py`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import pydantic_core
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from tandem.frontend.backend import ServedModel
-from tandem.frontend.body import Body, GenerationBody, Many, session_of, validate
-from tandem.frontend.edge import part_id
+from tandem.frontend.body import (
+    UNSUPPORTED_IN_CHATS,
+    Body,
+    GenerationBody,
+    Many,
+    refuse_unsupported,
+    validate,
+)
 from tandem.frontend.generation import (
-    MAX_GENERATIONS,
     AnyPrompt,
     Generation,
     Prompts,
+    Wanted,
     generations_of,
+    part_id,
     prompt_ids,
     read_prompts,
     require_tokenizer,
@@ -27,14 +34,12 @@ from tandem.frontend.reply_parser import NO_FORMATS, ReplyFormats
 from tandem.frontend.sampling import (
     CompletionSampling,
     OpenAISampling,
-    engine_params,
     read_sampling,
     require_tokens,
 )
 from tandem.frontend.tool_calls import Reply, ToolChoice, read_choice
-from tandem.frontend.unsupported import UNSUPPORTED_IN_CHATS, refuse_unsupported
 from tandem.wire.errors import InvalidRequest, ModelNotFound
-from tandem.wire.generation import GenerateRequest, Grammar, LogprobsWanted, new_request_id
+from tandem.wire.generation import Grammar, LogprobsWanted, new_request_id
 
 # The longest conversations have hundreds.
 MAX_MESSAGES = 8192
@@ -56,6 +61,7 @@ class OpenAIBody(GenerationBody):
     stream_options: StreamOptions = StreamOptions()
 
 
+OpenAIBodyT = TypeVar("OpenAIBodyT", bound=OpenAIBody)
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
@@ -139,11 +145,7 @@ class ChatBody(OpenAIBody):
     top_logprobs: NumTop = 0
 
     def wanted(self) -> LogprobsWanted | None:
-        """Return which log-probabilities to ask the engine for.
-
-        Raises:
-            InvalidRequest: `top_logprobs` stands alone.
-        """
+        """Return which log-probabilities to ask the engine for."""
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs: needs logprobs to be true")
         return LogprobsWanted(num_top=self.top_logprobs) if self.logprobs else None
@@ -179,21 +181,13 @@ class OpenAICall:
 
 
 def read_completion(model: ServedModel, data: dict[str, Any]) -> OpenAICall:
-    """Check a body of `/v1/completions`.
-
-    Raises:
-        InvalidRequest: A field is wrong; the sentence names it.
-        ModelNotFound: It asks for another model.
-    """
-    refuse_unsupported(data)
-    _check_best_of(data)
-    body = validate(CompletionBody, data)
-    _check_model(model, body.model)
+    """Check a body of `/v1/completions`."""
+    body = _read_body(CompletionBody, model, data)
     sampling = read_sampling(CompletionSampling, data, model)
     if not body.echo:
         require_tokens(sampling, "max_tokens")
     prompts = read_prompts(body.prompt)
-    call = _call(model, data, body, sampling, prompts, grammar=openai_grammar(data))
+    call = _call(model, body, sampling, prompts, grammar=openai_grammar(data))
     if body.echo:
         call.echoes = [text for text in _texts(model, prompts) for _ in range(sampling.n)]
     return call
@@ -206,15 +200,8 @@ def read_chat(
 
     Args:
         formats: Formats of the model's thoughts and calls of tools.
-
-    Raises:
-        InvalidRequest: A field is wrong; the sentence names it.
-        ModelNotFound: It asks for another model.
     """
-    refuse_unsupported(data, also=UNSUPPORTED_IN_CHATS)
-    _check_best_of(data)
-    body = validate(ChatBody, data)
-    _check_model(model, body.model)
+    body = _read_body(ChatBody, model, data, UNSUPPORTED_IN_CHATS)
     sampling = read_sampling(OpenAISampling, data, model)
     choice = read_choice(body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls)
     text = require_tokenizer(model).render_chat(
@@ -231,8 +218,8 @@ def read_chat(
     if make_reply is not None:
         # In many formats marks are special tokens.
         sampling = sampling.model_copy(update={"skip_special_tokens": False})
-    prompts = Prompts(is_batch=False, entries=[text])
-    call = _call(model, data, body, sampling, prompts, grammar=asked or choice.grammar)
+    prompts = Prompts(is_batch=False, texts=[text])
+    call = _call(model, body, sampling, prompts, grammar=asked or choice.grammar)
     call.make_reply = make_reply
     return call
 
@@ -240,30 +227,37 @@ def read_chat(
 def _make_reply(
     body: ChatBody, choice: ToolChoice, formats: ReplyFormats, prompt: str
 ) -> Callable[[], Reply] | None:
-    ids = formats.call_ids(sum(len(message.tool_calls) for message in body.messages))
+    first = None
+    if formats.tools is not None and formats.tools.has_numbered_calls:
+        first = sum(len(message.tool_calls) for message in body.messages)
     if choice.grammar is not None:
-        return partial(choice.reply, ids)
+        return partial(choice.reply, first)
     return formats.reply(
         prompt,
         choice.tools,
-        ids,
+        first,
         is_split=body.separate_reasoning,
         is_parallel=body.parallel_tool_calls,
     )
 
 
-def _check_best_of(data: dict[str, Any]) -> None:
+def _read_body(
+    kind: type[OpenAIBodyT],
+    model: ServedModel,
+    data: dict[str, Any],
+    also_unsupported: frozenset[str] = frozenset(),
+) -> OpenAIBodyT:
+    refuse_unsupported(data, also=also_unsupported)
     n = data.get("n")
     if data.get("best_of") not in (None, 1 if n is None else n):
         raise InvalidRequest("best_of: not supported unless it equals n")
+    body = validate(kind, data)
+    if body.model not in (None, ANY_MODEL, model.name):
+        raise ModelNotFound(body.model, model.name)
+    return body
 
 
-def _check_model(model: ServedModel, asked: str | None) -> None:
-    if asked not in (None, ANY_MODEL, model.name):
-        raise ModelNotFound(asked, model.name)
-
-
-def _texts(model: ServedModel, prompts: Prompts) -> list[str]:
+def _texts(model: ServedModel, prompts: Prompts) -> Sequence[str]:
     if prompts.texts:
         return prompts.texts
     tokenizer = require_tokenizer(model)
@@ -272,32 +266,18 @@ def _texts(model: ServedModel, prompts: Prompts) -> list[str]:
 
 def _call(
     model: ServedModel,
-    data: dict[str, Any],
     body: CompletionBody | ChatBody,
     sampling: OpenAISampling,
     prompts: Prompts,
     *,
     grammar: Grammar | None,
 ) -> OpenAICall:
-    n, is_chat = sampling.n, isinstance(body, ChatBody)
+    is_chat = isinstance(body, ChatBody)
     ids = prompt_ids(model, prompts, body.add_special_tokens)
-    halves = body.bootstraps(len(ids), is_batch=prompts.is_batch, n=n)
-    if n * len(ids) > MAX_GENERATIONS:
-        raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}")
     call_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{new_request_id()}"
-    generations: list[Generation] = []
-    for token_ids, half in zip(ids, halves, strict=True):
-        names = [part_id(call_id, len(generations) + choice) for choice in range(n)]
-        asked = GenerateRequest(
-            request_id=names[0],
-            prompt_ids=token_ids,
-            sampling=engine_params(sampling, model, len(token_ids), grammar),
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            logprobs=body.wanted(),
-            session=session_of(data),
-        )
-        generations += generations_of(model, asked, names, sampling, half)
+    names = [part_id(call_id, index) for index in range(sampling.n * len(ids))]
+    wanted = [Wanted(sampling, grammar, body.wanted())] * len(ids)
+    generations = generations_of(model, body, prompts, ids, wanted=wanted, names=names)
     return OpenAICall(
         call_id=call_id,
         model_name=model.name,

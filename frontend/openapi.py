@@ -23,7 +23,8 @@ from pydantic.json_schema import models_json_schema
 
 from tandem.frontend import answers, native, openai, routes
 from tandem.frontend.grammars import NativeGrammar, OpenAIGrammar
-from tandem.frontend.middleware import OPEN_ROUTES
+from tandem.frontend.keys import OPEN_ROUTES
+from tandem.frontend.middleware import json_response
 from tandem.frontend.openai_body import ChatBody, CompletionBody
 from tandem.frontend.sampling import CompletionSampling, NativeSampling, OpenAISampling
 from tandem.telemetry.version import package_version
@@ -32,7 +33,8 @@ Schema = dict[str, Any]
 
 JSON, EVENTS = "application/json", "text/event-stream"
 # What `/docs` may load: nothing, from nowhere.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+DOCUMENT: web.AppKey[Callable[[], dict[str, Any]]] = web.AppKey("document")
 _REF = "#/components/schemas/"
 _ERRORS = {
     "400": "something in the body cannot be; the message names it",
@@ -67,11 +69,22 @@ class Operation:
     unavailable: bool = False
 
 
+async def show_document(request: web.Request) -> web.Response:
+    """Describe the server's API, as OpenAPI does."""
+    return json_response(request.app[DOCUMENT]())
+
+
+async def show_page(request: web.Request) -> web.Response:
+    """Show the server's API in a browser."""
+    text, headers = _page(request.app[DOCUMENT]()), {"Content-Security-Policy": _POLICY}
+    return web.Response(text=text, content_type="text/html", headers=headers)
+
+
 OPERATIONS: dict[Callable[..., Any], Operation] = {
     native.generate: Operation(
         answers.Generated,
         (native.GenerateBody, NativeSampling, NativeGrammar),
-        answers.GenerateEvent,
+        answers.Generated,
     ),
     openai.completions: Operation(
         answers.Completion,
@@ -94,8 +107,8 @@ OPERATIONS: dict[Callable[..., Any], Operation] = {
     routes.flush_cache: Operation(answers.Flushed),
     routes.abort_request: Operation(answers.Aborted, (routes.AbortBody,)),
     routes.tokenizer: Operation(answers.TokenizerFiles),
-    routes.openapi: Operation(),
-    routes.docs: Operation(media="text/html"),
+    show_document: Operation(),
+    show_page: Operation(media="text/html"),
 }
 
 
@@ -108,10 +121,10 @@ def document(table: Iterable[web.RouteDef], *, has_keys: bool) -> dict[str, Any]
     paths: dict[str, dict[str, Any]] = {}
     for route in table:
         path = re.sub(r"\{(\w+):[^}]*\}", r"{\1}", route.path)
-        item = paths.setdefault(path, {})
-        item[route.method.lower()] = _operation(route, path, has_keys=has_keys)
+        described = _operation(route, path, has_keys=has_keys)
+        paths.setdefault(path, {})[route.method.lower()] = described
     components: dict[str, Any] = {"schemas": _schemas()}
-    described: dict[str, Any] = {
+    made: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
             "title": "Tandem",
@@ -124,11 +137,11 @@ def document(table: Iterable[web.RouteDef], *, has_keys: bool) -> dict[str, Any]
     }
     if has_keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        described["security"] = [{"key": []}]
-    return described
+        made["security"] = [{"key": []}]
+    return made
 
 
-def page(document: Mapping[str, Any]) -> str:
+def _page(document: Mapping[str, Any]) -> str:
     """Return a document as a page: a list of its routes, then the whole as text."""
     title = escape(f"{document['info']['title']} {document['info']['version']}")
     rows = "".join(

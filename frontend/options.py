@@ -174,11 +174,7 @@ class FrontendOptions:
 
 
 def with_files(options: HttpOptions) -> HttpOptions:
-    """Return the options with the keys of their files, after a check of the certificates.
-
-    Raises:
-        ConfigInvalid: A file cannot work; the sentence says what to give.
-    """
+    """Return the options with the keys of their files, after a check of the certificates."""
     if (tls := options.tls) is not None:
         for flag, value in (("--ssl-keyfile", tls.keyfile), ("--ssl-ca-certs", tls.ca_certs)):
             if value and not tls.certfile:

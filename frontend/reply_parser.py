@@ -21,7 +21,7 @@ from tandem.frontend.reply_formats import (
     TOOL_FORMATS,
     Format,
 )
-from tandem.frontend.tool_calls import CallIds, Part, Reply, new_call, numbered_ids, random_ids
+from tandem.frontend.tool_calls import Part, Reply, new_call
 from tandem.wire.errors import ConfigInvalid
 
 # Models write line breaks into strings as they are.
@@ -38,15 +38,6 @@ class ReplyFormats:
     tools: Format | None = None
     thoughts: Format | None = None
 
-    def call_ids(self, num_earlier: int) -> CallIds:
-        """Return the maker of the ids of a reply's calls.
-
-        Args:
-            num_earlier: Calls in the conversation before the reply.
-        """
-        is_numbered = self.tools is not None and self.tools.has_numbered_calls
-        return numbered_ids(num_earlier) if is_numbered else random_ids
-
     def load(self) -> None:
         """Import the parser of these formats now: later it would block the loop."""
         if self != NO_FORMATS:
@@ -56,7 +47,7 @@ class ReplyFormats:
         self,
         prompt: str,
         tools: Sequence[Mapping[str, Any]],
-        ids: CallIds = random_ids,
+        first: int | None = None,
         *,
         is_split: bool = True,
         is_parallel: bool = True,
@@ -66,31 +57,25 @@ class ReplyFormats:
         Args:
             prompt: Its end may open the model's thoughts.
             tools: The model's tools. Without any, calls are not searched.
-            ids: Makes the ids of the calls.
+            first: As in `new_call`.
             is_split: Whether to separate thoughts.
             is_parallel: Whether there may be several calls. If not, calls after the first are dropped.
         """
-        formats = [
-            part
-            for part in (self.thoughts if is_split else None, self.tools if tools else None)
-            if part is not None
-        ]
+        wanted = (self.thoughts if is_split else None, self.tools if tools else None)
+        formats = [part for part in wanted if part is not None]
         if not formats:
             return None
         openings = [part.opening for part in formats if part.opening]
         prefix = next((text for text in openings if prompt.rstrip().endswith(text)), "")
-        return functools.partial(ParsedReply, formats, prefix, tools, ids, is_parallel=is_parallel)
+        max_calls = math.inf if is_parallel else 1
+        return functools.partial(ParsedReply, formats, prefix, tools, first, max_calls)
 
 
 NO_FORMATS = ReplyFormats()
 
 
 def reply_formats(tools: str, thoughts: str) -> ReplyFormats:
-    """Return the formats of these names, as the flags give them. Empty: none.
-
-    Raises:
-        ConfigInvalid: A name is not known.
-    """
+    """Return the formats of these names, as the flags give them. Empty: none."""
     return ReplyFormats(
         tools=_find("--tool-call-parser", tools, TOOL_FORMATS, TOOL_ALIASES),
         thoughts=_find("--reasoning-parser", thoughts, REASONING_FORMATS, REASONING_ALIASES),
@@ -116,8 +101,8 @@ class ParsedReply:
     Args:
         prefix: The end of the prompt, if it opens a region.
         tools: Their schemas give the types of arguments in tags.
-        ids: Makes the ids of its calls.
-        is_parallel: Whether there may be several calls. If not, calls after the first are dropped.
+        first: As in `new_call`.
+        max_calls: Later ones are dropped.
     """
 
     def __init__(
@@ -125,16 +110,14 @@ class ParsedReply:
         formats: Sequence[Format],
         prefix: str,
         tools: Sequence[Mapping[str, Any]],
-        ids: CallIds,
-        *,
-        is_parallel: bool,
+        first: int | None = None,
+        max_calls: float = math.inf,
     ) -> None:
         from transformers.utils.chat_parsing import ResponseParser
 
         self._lost = "".join(part.lost for part in formats)
         self._parser: Any = ResponseParser(_template(formats), prefix=prefix, tools=list(tools))
-        self._ids, self._num_calls = ids, 0
-        self._max_calls = math.inf if is_parallel else 1
+        self._first, self._max_calls, self._num_calls = first, max_calls, 0
         self._field = ""  # the open region
         self._raw = ""  # text of the open call
         self._blanks = ""  # at the end of the open text, returned once something follows
@@ -161,6 +144,7 @@ class ParsedReply:
         return parts
 
     def _follow(self, read: Callable[[], list[dict[str, Any]]], text: str) -> list[Part]:
+        """Return the parts that `read` makes of `text`."""
         self._parts = []
         if self._parser is None:
             return [Part("content", text)] if text else []
@@ -207,8 +191,10 @@ class ParsedReply:
         for name, arguments in calls:
             if self._num_calls >= self._max_calls:
                 return
-            text = arguments if isinstance(arguments, str) else _dumps(arguments)
-            self._parts.append(new_call(self._num_calls, name, text, self._ids))
+            text = arguments
+            if not isinstance(text, str):
+                text = json.dumps(text, ensure_ascii=False)
+            self._parts.append(new_call(self._num_calls, name, text, self._first))
             self._num_calls += 1
 
 
@@ -249,13 +235,8 @@ def _entries(text: str) -> Iterator[object]:
 
 def _call(entry: object) -> Call:
     match entry:
-        case {"name": str(name), "arguments": arguments} | {
-            "name": str(name),
-            "parameters": arguments,
-        }:
-            return name, arguments
-        case {"name": str(name)}:
-            return name, {}
+        case {"name": str(name), **others}:
+            return name, others.get("arguments", others.get("parameters", {}))
         case _:
             raise ValueError("a call has a name and arguments")
 
@@ -269,7 +250,3 @@ def _read(arguments: object) -> object:
     except ValueError:
         return arguments
     return value
-
-
-def _dumps(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)

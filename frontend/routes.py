@@ -5,9 +5,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Annotated
 
 from aiohttp import web
 from pydantic import Field
@@ -16,23 +15,19 @@ from tandem.frontend import answers
 from tandem.frontend.backend import ALONE, Backend, Health, ServedModel
 from tandem.frontend.body import Body, validate
 from tandem.frontend.edge import EDGE, LEAVING
+from tandem.frontend.keys import operators_only, require_operator
 from tandem.frontend.middleware import json_response
-from tandem.frontend.operators import operators_only, require_operator
 from tandem.frontend.tokenizer_files import tokenizer_hash
 from tandem.wire.errors import (
     InvalidRequest,
     ModelNotFound,
     NoNodeAvailable,
     Overloaded,
-    TandemError,
 )
 from tandem.wire.generation import GenerateRequest, SamplingParams, new_request_id
 
 # How often `/health_generate` polls: engines report their progress twice a second.
 _LOOK_INTERVAL_S = 0.1
-# Make the app's OpenAPI document, and the page that shows it.
-DOCUMENT: web.AppKey[Callable[[], dict[str, Any]]] = web.AppKey("document")
-PAGE: web.AppKey[Callable[[], web.Response]] = web.AppKey("page")
 
 
 class AbortBody(Body):
@@ -66,50 +61,43 @@ async def live(_request: web.Request) -> web.Response:
 async def health_generate(request: web.Request) -> web.Response:
     """Generate one token: 200 if it came, or if busy engines made progress."""
     edge = request.app[EDGE]
-    timeout_s = edge.options.health_timeout_s
-    async with asyncio.TaskGroup() as tasks:
-        progress = tasks.create_task(_progress(edge.backend))
-        probe = tasks.create_task(_one_token(edge.backend, progress))
-        done, late = await asyncio.wait(
-            {progress, probe}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        for task in late:
-            task.cancel()
-    if not done:
-        raise NoNodeAvailable(f"no token came within {timeout_s:g} s")
-    if progress not in done and (error := probe.result()) is not None:
-        raise error
+    backend, timeout_s = edge.backend, edge.options.health_timeout_s
+    first_told: dict[object, int] = {}
+
+    def is_progress() -> bool:
+        # The first report of a new engine does not count.
+        told = backend.tokens_told().items()
+        return any(count > first_told.setdefault(engine, count) for engine, count in told)
+
+    probe = asyncio.create_task(_one_token(backend))
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not is_progress():
+                await asyncio.wait({probe}, timeout=_LOOK_INTERVAL_S)
+                if probe.done() and not isinstance(probe.exception(), Overloaded):
+                    probe.result()
+                    break
+                if probe.done():
+                    await asyncio.sleep(_LOOK_INTERVAL_S)
+    except TimeoutError:
+        raise NoNodeAvailable(f"no token came within {timeout_s:g} s") from None
+    finally:
+        probe.cancel()
+        await asyncio.wait({probe})
     return _health_response(Health(is_serving=True, detail="tokens come"))
 
 
-async def _progress(backend: Backend) -> None:
-    """Return once an engine read or made tokens. The first report of a new engine does not count."""
-    first_told: dict[object, int] = {}
-    while not any(  # noqa: ASYNC110 - engines report over their own links
-        count > first_told.setdefault(engine, count)
-        for engine, count in backend.tokens_told().items()
-    ):
-        await asyncio.sleep(_LOOK_INTERVAL_S)
-
-
-async def _one_token(backend: Backend, progress: Awaitable[None]) -> TandemError | None:
-    """Return once one token was generated. If there is no room for it, return after `progress`."""
+async def _one_token(backend: Backend) -> None:
     probe = GenerateRequest(
         request_id=new_request_id(),
         prompt_ids=[0],
         sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True, seed=0),
     )
-    try:
-        async with aclosing(backend.generate(probe, ALONE)) as deltas:
-            async for delta in deltas:
-                if delta.token_ids:
-                    return None
-    except Overloaded:
-        await progress
-        return None
-    except TandemError as error:
-        return error
-    return NoNodeAvailable("the generation ended without a token")
+    async with aclosing(backend.generate(probe, ALONE)) as deltas:
+        async for delta in deltas:
+            if delta.token_ids:
+                return
+    raise NoNodeAvailable("the generation ended without a token")
 
 
 async def models(request: web.Request) -> web.Response:
@@ -169,16 +157,6 @@ async def metrics(request: web.Request) -> web.Response:
     parts = [part.rstrip("\n") for part in (edge.backend.metrics(), edge.metrics.render())]
     text = "".join(f"{part}\n" for part in parts if part)
     return web.Response(text=text, content_type="text/plain", charset="utf-8")
-
-
-async def openapi(request: web.Request) -> web.Response:
-    """Describe the server's API, as OpenAPI does."""
-    return json_response(request.app[DOCUMENT]())
-
-
-async def docs(request: web.Request) -> web.Response:
-    """Show the server's API in a browser."""
-    return request.app[PAGE]()
 
 
 @operators_only

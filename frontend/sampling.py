@@ -130,11 +130,7 @@ class SamplingBody(Body):
 
     @cached_property
     def text_rules(self) -> TextRules:
-        """What the edge does with the text. Made once, for all generations.
-
-        Raises:
-            InvalidRequest: A stop pattern cannot be used.
-        """
+        """What the edge does with the text. Made once, for all generations."""
         stops = tuple(stop for stop in self.stop if stop)
         return TextRules(
             stops=stops,
@@ -190,11 +186,7 @@ class CompletionSampling(OpenAISampling):
 def read_sampling(
     body_class: type[SamplingT], data: Mapping[str, object], model: ServedModel, prefix: str = ""
 ) -> SamplingT:
-    """Return the sampling parameters in `data`, behind them the model's defaults, then the API's.
-
-    Raises:
-        InvalidRequest: A field is wrong; the sentence names it.
-    """
+    """Return the sampling parameters in `data`, behind them the model's defaults, then the API's."""
     given = {name: value for name, value in data.items() if value is not None}
     return validate(body_class, msgspec.structs.asdict(model.default_sampling) | given, prefix)
 
@@ -206,9 +198,6 @@ def engine_params(
 
     `max_new_tokens` is cut to what the context leaves, which is also its default. An engine makes at
     least one token: for 0 it makes the one that `TextRules` hides.
-
-    Raises:
-        InvalidRequest: `min_new_tokens` passes `max_new_tokens`, or a biased id is unknown.
     """
     room = model.context_length - num_prompt_tokens
     max_new_tokens = room if body.max_new_tokens is None else min(body.max_new_tokens, room)
@@ -236,11 +225,7 @@ def engine_params(
 
 
 def require_tokens(body: SamplingBody, field: str) -> None:
-    """Reject an answer of no tokens. Only a report on the prompt has a use for one.
-
-    Raises:
-        InvalidRequest: The maximum is 0.
-    """
+    """Reject an answer of no tokens. Only a report on the prompt has a use for one."""
     if body.max_new_tokens == 0:
         raise InvalidRequest(f"{field}: must be at least 1")
 

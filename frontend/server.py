@@ -11,7 +11,6 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import cast
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
@@ -31,8 +30,6 @@ SEND_BUFFER_BYTES = 256 * 1024
 MAX_HEADER_BYTES = 16 * 1024
 MAX_HEADERS = 100
 HANDSHAKE_TIMEOUT_S = 10.0
-# Many times what /health or a refusal takes, and a fraction of the second within which nodes stop.
-HALF_CLOSED_S = 0.25
 
 log = get_logger(__name__)
 
@@ -64,27 +61,6 @@ def _listen_sentence(host: str, port: int, error: OSError) -> str:
     return f"cannot listen on {host} port {port}: {error.strerror or error}"
 
 
-def make_runner(app: web.Application, drain_timeout_s: float = 5.0) -> web.AppRunner:
-    """Return a runner that cancels a request when its client goes away.
-
-    Args:
-        app: As `create_app` returns it.
-        drain_timeout_s: How long `cleanup` lets running requests go on before it cancels them.
-    """
-    return web.AppRunner(
-        app,
-        handler_cancellation=True,
-        access_log=None,  # counted in /metrics; a line a request costs more than the request's routing
-        logger=_HttpLogger("aiohttp.server"),
-        keepalive_timeout=app[EDGE].options.idle_timeout_s,
-        max_line_size=MAX_HEADER_BYTES,
-        max_field_size=MAX_HEADER_BYTES,
-        max_headers=MAX_HEADERS,
-        auto_decompress=False,  # `frontend/limits.py` refuses compressed bodies
-        shutdown_timeout=drain_timeout_s,
-    )
-
-
 def cut_off_who_does_not_read(sock: socket.socket, timeout_s: float) -> None:
     """Have the kernel close connections whose client takes nothing for `timeout_s`.
 
@@ -108,52 +84,6 @@ class _HttpLogger(logging.Logger):
             log.debug("request.malformed", error=error.message)
         else:
             log.error("http.failed", message=record.getMessage(), exc_info=error)
-
-
-class Connection(asyncio.Protocol):
-    """One client's connection: aiohttp's handler, except when the client shuts down its sending side.
-
-    Such a client looks like one that went away. It gets what is answered at once, and nothing is
-    generated for it. nginx does the same.
-    """
-
-    def __init__(self, http: asyncio.Protocol) -> None:
-        self._http = http
-        self._transport: asyncio.Transport | None = None
-        self._closing: asyncio.TimerHandle | None = None
-
-    @override
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
-        self._http.connection_made(transport)
-
-    @override
-    def data_received(self, data: bytes) -> None:
-        self._http.data_received(data)
-
-    @override
-    def eof_received(self) -> bool:
-        transport = self._transport
-        assert transport is not None
-        if transport.get_extra_info("ssl_object") is not None:
-            return False  # TLS has no half of a connection
-        self._closing = asyncio.get_running_loop().call_later(HALF_CLOSED_S, transport.close)
-        return True
-
-    @override
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._closing is not None:
-            self._closing.cancel()
-        self._transport = None
-        self._http.connection_lost(exc)
-
-    @override
-    def pause_writing(self) -> None:
-        self._http.pause_writing()
-
-    @override
-    def resume_writing(self) -> None:
-        self._http.resume_writing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +113,23 @@ async def listening(app: web.Application, drain_timeout_s: float) -> AsyncIterat
     """
     options = app[EDGE].options
     context = None if options.http.tls is None else server_context(options.http.tls)
-    runner = make_runner(app, drain_timeout_s)
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,  # counted in /metrics; a line a request costs more than the request's routing
+        logger=_HttpLogger("aiohttp.server"),
+        keepalive_timeout=options.idle_timeout_s,
+        max_line_size=MAX_HEADER_BYTES,
+        max_field_size=MAX_HEADER_BYTES,
+        max_headers=MAX_HEADERS,
+        auto_decompress=False,  # `frontend/caller.py` refuses compressed bodies
+        shutdown_timeout=drain_timeout_s,
+    )
     await runner.setup()
     http = runner.server
     assert http is not None
     try:
-        yield Listening(lambda: Connection(http()), context)
+        yield Listening(http, context)
     finally:
         await runner.cleanup()
 

@@ -153,35 +153,41 @@ class EventStream:
         if error is not None and self.is_started:
             self._abort()
 
-    def has_room(self) -> bool:
-        """Return whether the stream has begun and its client keeps up."""
-        transport = self._transport
-        return transport is not None and transport.get_write_buffer_size() < _ROOM_BYTES
+    def put(self, events: bytes) -> bool:
+        """Send one or several events, in one write past aiohttp's writer.
 
-    def put(self, events: bytes) -> None:
-        """Send one or several events, in one write past aiohttp's writer. Follow it with `drain`."""
-        if self._transport is None:
+        Returns:
+            Whether there is room for more. If not, `drain` comes first.
+        """
+        transport = self._transport
+        if transport is None:
             self._early.append(events)
-            return
+            return False
         if self._is_chunked:
             events = b"%x\r\n%b\r\n" % (len(events), events)
-        self._outbox.put(self._transport, events)
+        self._outbox.put(transport, events)
+        return transport.get_write_buffer_size() < _ROOM_BYTES
 
-    async def drain(self) -> None:
+    async def drain(self) -> bool:
         """Start the response if it has events, and wait while its client does not read.
+
+        Returns:
+            Whether the stream has begun: then there is room for more.
 
         Raises:
             ConnectionError: The client is gone, or was cut off because it does not read.
         """
         if not self.is_started:
             if not self._early:
-                return
+                return False
             await self._start()
         if self.request.transport is None:
             raise ConnectionResetError("the client is gone")
-        if not self.has_room():
+        transport = self._transport
+        if transport is not None and transport.get_write_buffer_size() >= _ROOM_BYTES:
             self._outbox.flush()
             await self._within_stall_time(self.request.writer.drain())
+        return transport is not None
 
     async def finish(self) -> web.StreamResponse:
         """Send the end of the stream. Returns the response for aiohttp.

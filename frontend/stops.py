@@ -13,6 +13,7 @@ Patterns search after each character, as if the text ended there. That costs 2 Â
 pattern while nothing is held, which only generations with patterns pay.
 """
 
+import contextlib
 import re
 import time
 from collections.abc import Sequence
@@ -21,7 +22,6 @@ from functools import lru_cache
 from typing import Any
 
 import regex
-from typing_extensions import override
 
 from tandem.wire.errors import InvalidRequest
 
@@ -68,10 +68,6 @@ class StopStrings:
         self._held = ""
         self._first_characters = _first_characters(tuple(stops))
         self.matched: str | None = None
-
-    @override
-    def __repr__(self) -> str:
-        return f"StopStrings({list(self._stops)}, held={self._held!r}, matched={self.matched!r})"
 
     def push(self, text: str) -> str:
         """Take the next text. Returns what may be shown now."""
@@ -172,24 +168,15 @@ class StopPatterns:
     """
 
     def __init__(self, patterns: Sequence[StopPattern], keep_match: bool = False) -> None:
-        self._watches = [_Watch(pattern) for pattern in patterns]
-        self._keep_match = keep_match
+        self._patterns, self._keep_match = patterns, keep_match
+        self._starts = [0] * len(patterns)  # no match of each begins before
         self._text = ""  # some context, which was shown, then the text held back
         self._shown = 0  # how much of `_text` was shown
         self._budget_s = _MAX_BUDGET_S
         self.matched: str | None = None
 
-    @override
-    def __repr__(self) -> str:
-        held = self._text[self._shown :]
-        return f"StopPatterns({self._watches}, held={held!r}, matched={self.matched!r})"
-
     def push(self, text: str) -> str:
-        """Take the next text. Returns what may be shown now.
-
-        Raises:
-            InvalidRequest: The patterns take too long on this text.
-        """
+        """Take the next text. Returns what may be shown now."""
         if self.matched is not None:
             return ""
         started = time.thread_time()
@@ -198,7 +185,10 @@ class StopPatterns:
         for character in text:
             self._text += character
             if (match := self._first_match(started)) is not None:
-                return shown + self._end_at(match)
+                end = match.end() if self._keep_match else match.start()
+                shown += self._text[self._shown : end]
+                self._text, self._shown = "", 0
+                return shown
             shown += self._release()
         self._budget_s -= time.thread_time() - started
         return shown
@@ -209,67 +199,34 @@ class StopPatterns:
         return held
 
     def _first_match(self, started: float) -> "regex.Match[str] | None":
-        """Return the longest match in the text as it stands."""
+        """Return the longest match in the text as it stands. Else note where later text may complete one."""
         best: regex.Match[str] | None = None
-        for watch in self._watches:
+        for index, pattern in enumerate(self._patterns):
             left_s = self._budget_s - (time.thread_time() - started)
-            match = watch.search(self._text, left_s)
-            if match is not None and (best is None or match.start() < best.start()):
-                best, self.matched = match, watch.source or match.group()
+            found = _search(pattern, self._text, self._starts[index], left_s)
+            if found is None or found.partial:
+                self._starts[index] = len(self._text) if found is None else found.start()
+            elif best is None or found.start() < best.start():
+                best, self.matched = found, pattern.source or found.group()
         return best
-
-    def _end_at(self, match: "regex.Match[str]") -> str:
-        end = match.end() if self._keep_match else match.start()
-        shown, self._text, self._shown = self._text[self._shown : end], "", 0
-        return shown
 
     def _release(self) -> str:
         """Return text that cannot become part of a match, and forget text behind the context."""
         earliest = max(self._shown, len(self._text) - MAX_MATCH_CHARS)
-        for watch in self._watches:
-            watch.start = max(watch.start, earliest)
-        first_held = min(watch.start for watch in self._watches)
+        self._starts = [max(start, earliest) for start in self._starts]
+        first_held = min(self._starts)
         shown, self._shown = self._text[self._shown : first_held], first_held
         # Not at every character: each time copies what is left.
         if first_held > 2 * _CONTEXT_CHARS:
             dropped = first_held - _CONTEXT_CHARS
             self._text, self._shown = self._text[dropped:], _CONTEXT_CHARS
-            for watch in self._watches:
-                watch.start -= dropped
+            self._starts = [start - dropped for start in self._starts]
         return shown
 
 
-class _Watch:
-    """One pattern and where its next match may begin.
-
-    Attributes:
-        source: The pattern as it was sent, or empty.
-        start: No match begins before it.
-    """
-
-    def __init__(self, pattern: StopPattern) -> None:
-        self._pattern = pattern.compiled
-        self.source = pattern.source
-        self.start = 0
-
-    @override
-    def __repr__(self) -> str:
-        return repr(self.source or self._pattern.pattern)
-
-    def search(self, text: str, timeout_s: float) -> "regex.Match[str] | None":
-        """Return the match in `text`. Else note where one may begin that later text completes."""
-        if timeout_s <= 0:
-            raise _too_slow(self)
-        try:
-            found: Any = self._pattern.search(text, self.start, partial=True, timeout=timeout_s)
-        except TimeoutError:
-            raise _too_slow(self) from None
-        if found is None or found.partial:
-            self.start = len(text) if found is None else found.start()
-            return None
-        match: regex.Match[str] = found
-        return match
-
-
-def _too_slow(watch: _Watch) -> InvalidRequest:
-    return InvalidRequest(f"stop_regex: {watch!r} takes too long on this text; make it simpler")
+def _search(pattern: StopPattern, text: str, start: int, timeout_s: float) -> Any:
+    with contextlib.suppress(TimeoutError):
+        if timeout_s > 0:
+            return pattern.compiled.search(text, start, partial=True, timeout=timeout_s)
+    source = pattern.source or pattern.compiled.pattern
+    raise InvalidRequest(f"stop_regex: {source!r} takes too long on this text; make it simpler")

@@ -36,10 +36,7 @@ from tandem.wire.messages import TokenDelta
 HEADER = "X-Tandem-Timings"
 # The phases that follow each other until the first token.
 _ROW = frozenset(
-    {
-        *("tokenize", "queue", "pair", "lost_attempt", "reserve"),
-        *("kv_tier", "prefill_queue", "prefill"),
-    }
+    ["tokenize", "queue", "pair", "lost_attempt", "reserve", "kv_tier", "prefill_queue", "prefill"]
 )
 
 Outcome = Literal["finished", "failed", "cancelled"]
@@ -73,11 +70,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimingsSink(Protocol):
-    """Gets the report of every request that ended."""
+    """Gets the report of every generation that ended."""
 
     def request_ended(self, report: Report) -> None:
         """Note the report. Must neither wait nor raise."""
-        ...
 
 
 class Timings:
@@ -87,21 +83,6 @@ class Timings:
         arrived: When its HTTP request came, by `clock`.
         is_wanted: Whether the client asked for the report.
     """
-
-    __slots__ = (
-        "_arrived",
-        "_clock",
-        "_ended_s",
-        "_first_at_s",
-        "_sent_s",
-        "_told",
-        "_ttft_s",
-        "cached_by_tier",
-        "is_wanted",
-        "num_cached_tokens",
-        "num_output_tokens",
-        "outcome",
-    )
 
     def __init__(
         self,
@@ -122,39 +103,39 @@ class Timings:
         self.cached_by_tier: dict[str, int] = {}
         self.outcome: Outcome = "finished"
 
-    @property
-    def elapsed_s(self) -> float:
-        """Time since the request arrived."""
+    def _elapsed_s(self) -> float:
         return self._clock() - self._arrived
 
     def sent(self) -> None:
         """Note that the backend got the request. The backend's phases count from now."""
-        self._sent_s = self.elapsed_s
+        self._sent_s = self._elapsed_s()
 
-    def came(self, delta: TokenDelta) -> None:
-        """Note the phases and tokens of a delta."""
+    def came(self, delta: TokenDelta) -> bool:
+        """Note the phases and tokens of a delta. Return whether it has the first tokens."""
         self._told += delta.phases
-        if self._first_at_s is None and delta.token_ids:
-            self._first_at_s = self.elapsed_s
         if delta.cached_tokens > self.num_cached_tokens:
             self.num_cached_tokens = delta.cached_tokens
             self.cached_by_tier = delta.cached_by_tier
+        is_first = self._first_at_s is None and bool(delta.token_ids)
+        if is_first:
+            self._first_at_s = self._elapsed_s()
+        return is_first
 
     def token_read(self) -> float | None:
         """Note that a token is text. Returns the time to first token if it is the first, else None."""
         if self._ttft_s is not None:
             return None
-        self._ttft_s = self.elapsed_s
+        self._ttft_s = self._elapsed_s()
         return self._ttft_s
 
     def ended(self) -> float:
         """Note that the last token is text, and return the time. Later reports end here too."""
-        self._ended_s = self.elapsed_s
+        self._ended_s = self._elapsed_s()
         return self._ended_s
 
     def report(self, request_id: str, num_prompt_tokens: int) -> Report:
         """Return the report so far."""
-        elapsed_s = self.elapsed_s
+        elapsed_s = self._elapsed_s()
         e2e_s = elapsed_s if self._ended_s is None else self._ended_s
         row, beside = self._laid_out(e2e_s)
         nodes = {phase.name: phase.node for phase in (*row, *beside) if phase.node}
@@ -200,9 +181,5 @@ class Timings:
 
 
 def _shown(phase: Phase) -> dict[str, str | float]:
-    return {
-        "name": phase.name,
-        "start_s": round(phase.start_s, 6),
-        "duration_s": round(phase.duration_s, 6),
-        "node": phase.node,
-    }
+    times = {"start_s": round(phase.start_s, 6), "duration_s": round(phase.duration_s, 6)}
+    return {"name": phase.name, **times, "node": phase.node}

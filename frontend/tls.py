@@ -36,11 +36,7 @@ class TlsFiles:
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """Return the context of a server: TLS 1.2 and above, as Python's defaults.
-
-    Raises:
-        ConfigInvalid: A file cannot be read or used; the sentence names the flag.
-    """
+    """Return the context of a server: TLS 1.2 and above, as Python's defaults."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     # Otherwise clients may choose HTTP/2, which the server does not have.
     context.set_alpn_protocols(["http/1.1"])
@@ -59,11 +55,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def load_authorities(context: ssl.SSLContext, flag: str, path: str) -> None:
-    """Make `context` trust the certificates in a file.
-
-    Raises:
-        ConfigInvalid: The file cannot be read or holds none; the sentence names `flag`.
-    """
+    """Make `context` trust the certificates in a file."""
     _check_readable(flag, path)
     try:
         context.load_verify_locations(path)

@@ -10,7 +10,7 @@ brought them: waking a task costs 20 µs.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol, Self
 
 import msgspec
@@ -28,20 +28,7 @@ class StreamTap(Protocol):
     """Takes ordinary tokens at once."""
 
     def take_ordinary_at(self, index: int, token_ids: Sequence[int]) -> bool:
-        """Take the tokens from `index` on. False: put them into the stream."""
-        ...
-
-
-class StreamOwner(Protocol):
-    """The client that puts an engine's tokens into its streams."""
-
-    def cancel(self, request_id: RequestId, attempt: int) -> None:
-        """Tell the engine that nobody reads this attempt."""
-        ...
-
-    def forget(self, stream: "TokenStream") -> None:
-        """Put nothing more into a stream."""
-        ...
+        """Take the tokens from `index` on. False: queue them."""
 
 
 class TokenStream:
@@ -52,45 +39,47 @@ class TokenStream:
 
     Args:
         wake: Set whenever something arrives. Two streams may share one event.
+        forget: Stops the client from putting more into the stream.
+        cancel: Tells the engine that nobody reads this attempt.
 
     Attributes:
         number: The stream's short name on its link.
+        is_open: Whether more may arrive.
+        failure: What the attempt failed with.
         tap: Open only while the reader waits and nothing is queued. A token that it rejects closes it.
     """
 
     # With thousands of streams a token's time is that of fetching what it touches from memory.
     __slots__ = (
-        "_client",
-        "_failure",
-        "_is_open",
+        "_cancel",
+        "_forget",
         "_next_index",
         "_waiting",
         "_wake",
+        "failure",
+        "is_open",
         "key",
         "number",
         "tap",
     )
 
-    def __init__(self, client: StreamOwner, start: Start, wake: asyncio.Event | None) -> None:
+    def __init__(
+        self,
+        start: Start,
+        wake: asyncio.Event | None,
+        *,
+        forget: "Callable[[TokenStream], None]",
+        cancel: Callable[[RequestId, int], None],
+    ) -> None:
         self.key: StreamKey = (start.request.request_id, start.attempt)
         self.number = start.stream
         self.tap: StreamTap | None = None
-        self._client = client
+        self._forget, self._cancel = forget, cancel
         self._wake = wake or asyncio.Event()
         self._waiting: deque[TokenDelta] = deque()
-        self._failure: TandemError | None = None
+        self.failure: TandemError | None = None
         self._next_index = start.request.num_prior_tokens
-        self._is_open = True
-
-    @property
-    def is_open(self) -> bool:
-        """Whether more may arrive."""
-        return self._is_open
-
-    @property
-    def failure(self) -> TandemError | None:
-        """What the attempt failed with."""
-        return self._failure
+        self.is_open = True
 
     @property
     def is_empty(self) -> bool:
@@ -105,24 +94,21 @@ class TokenStream:
         """
         if self._waiting:
             return self._waiting.popleft()
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         return None
 
     def mute(self) -> None:
-        """Stop waking the reader. `take_late` still returns what arrives."""
+        """Stop waking the reader."""
         self._wake = asyncio.Event()
 
     def take_late(self) -> list[TokenDelta]:
         """Return every queued delta, even of an attempt that failed."""
-        waiting = list(self._waiting)
-        self._waiting.clear()
-        return waiting
+        waiting, self._waiting = self._waiting, deque()
+        return list(waiting)
 
     def put_ordinary(self, index: int, token_ids: Sequence[int]) -> None:
-        """Give tokens to the tap, or queue them if it is closed or rejects them."""
-        if self.tap is not None and self.tap.take_ordinary_at(index, token_ids):
-            return
+        """Queue tokens that no tap took."""
         self.put(self._delta(index, list(token_ids)))
 
     def put(self, delta: TokenDelta) -> None:
@@ -140,7 +126,7 @@ class TokenStream:
     def fail(self, error: TandemError) -> None:
         """End the stream with an error, behind the queued deltas."""
         self.tap = None
-        self._failure = error
+        self.failure = error
         self.forget()
         self._wake.set()
 
@@ -163,14 +149,14 @@ class TokenStream:
     def forget(self) -> None:
         """Take nothing more from the engine, without cancelling: its part is over."""
         self.tap = None
-        self._is_open = False
-        self._client.forget(self)
+        self.is_open = False
+        self._forget(self)
 
     def close(self) -> None:
         """Cancel the attempt unless it ended. Safe to call twice."""
-        if self._is_open:
+        if self.is_open:
             self.forget()
-            self._client.cancel(*self.key)
+            self._cancel(*self.key)
 
     def __enter__(self) -> Self:
         return self
@@ -192,7 +178,7 @@ class TokenStream:
             while (delta := self.take()) is not None:
                 yield delta
                 may_tap = tap is not None and bool(may_tap or delta.token_ids)
-            if not self._is_open:
+            if not self.is_open:
                 return
             if tap is not None and may_tap:
                 self.tap = _InOrder(tap, self._next_index)

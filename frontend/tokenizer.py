@@ -1,18 +1,20 @@
 """Text to token ids and back, from a model's tokenizer files, without transformers."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers import processors
-from typing_extensions import override
 
 from tandem.frontend.chat_template import ChatTemplate, Messages
-from tandem.frontend.detokenizer import BYTE_OF_CHARACTER, Detokenizer, Detokenizers, token_bytes
+from tandem.frontend.detokenizer import (
+    ByteLevelDetokenizer,
+    Detokenizer,
+    Pieces,
+    WindowDetokenizer,
+    sentencepiece_bytes,
+)
 from tandem.frontend.tokenizer_files import tokenizer_files
 from tandem.wire.errors import ConfigInvalid
 
@@ -43,20 +45,15 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self._template = ChatTemplate(_templates(config), self.special_tokens)
-        self._bound = _text_bound(backend)
-        self._detokenizers = Detokenizers(backend, self.special_ids)
-
-    @override
-    def __repr__(self) -> str:
-        return f"Tokenizer({self.backend.get_vocab_size()} tokens, {self._template!r})"
+        self._longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)))
+        decoder = json.loads(backend.to_str())["decoder"]
+        self._is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
+        self._skipped = {False: frozenset[int](), True: self.special_ids}
+        self._pieces = {skip: Pieces(backend, ids) for skip, ids in self._skipped.items()}
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
-        """Read the tokenizer files of a model directory.
-
-        Raises:
-            ConfigInvalid: There is no tokenizer.json, or a file is not what its name says.
-        """
+        """Read the tokenizer files of a model directory."""
         files = tokenizer_files(directory)
         if not files:
             raise ConfigInvalid(f"{directory} has no tokenizer.json")
@@ -64,11 +61,7 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, files: Mapping[str, str]) -> "Tokenizer":
-        """Make a tokenizer of file texts by name, as `tokenizer_files` returns them.
-
-        Raises:
-            ConfigInvalid: A file is not what its name says, or they do not belong together.
-        """
+        """Make a tokenizer of file texts by name, as `tokenizer_files` returns them."""
         config = _read_config(files)
         try:
             backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
@@ -105,20 +98,27 @@ class Tokenizer:
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """Return the detokenizer of a new generation: `decode`, as tokens come."""
-        return self._detokenizers.start(skip_special_tokens)
+        if self._is_byte_level:
+            return ByteLevelDetokenizer(self._pieces[skip_special_tokens])
+        return WindowDetokenizer(self.backend, self._skipped[skip_special_tokens])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token by itself, which may be part of a character."""
-        return self._detokenizers.token_bytes(token_id)
+        """Return the bytes of one token by itself, which may be part of a character.
+
+        An id that the vocabulary lacks has none. Joined, they are the text's bytes, except for what a
+        decoder does to the whole, such as dropping a leading space.
+        """
+        if self._is_byte_level:
+            return self._pieces[False].bytes_of(token_id)
+        token = self.backend.id_to_token(token_id)
+        return b"" if token is None else sentencepiece_bytes(token)
 
     def least_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens, without tokenizing.
+        """Return how many tokens a text has at least: each stands for so many characters at most.
 
-        A text of 10 MB takes seconds to tokenize. The bound is 0 for tokenizers that may drop or merge
-        text.
+        A text of 10 MB takes seconds to tokenize. Source: `max_chars_per_token` of vLLM.
         """
-        num_kept = len(text) - sum(text.count(character) for character in self._bound.dropped)
-        return int(num_kept / self._bound.chars_per_token)
+        return len(text) // self._longest_token
 
     def render_chat(
         self,
@@ -127,11 +127,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         extra: Mapping[str, object] | None = None,
     ) -> str:
-        """Return the prompt text of a conversation, special tokens included.
-
-        Raises:
-            InvalidRequest: The template rejected the messages, or the model has none.
-        """
+        """Return the prompt text of a conversation, special tokens included."""
         return self._template.render(messages, tools, add_generation_prompt, extra)
 
 
@@ -186,56 +182,4 @@ def _add_bos_and_eos(
         single=[part for part in (bos, "$A", eos) if part],
         pair=None,
         special_tokens=[(token, backend.token_to_id(token)) for token in (bos, eos) if token],
-    )
-
-
-# NFC never shrinks a text below a quarter: a composed character stands for at most four code points,
-# and three bytes for at most nine (Hangul).
-_NFC_SHRINKS_TO = 0.25
-_CONTINUATION_BYTES = range(0x80, 0xC0)
-
-
-@dataclass(frozen=True, slots=True)
-class _TextBound:
-    """How few tokens a text may have.
-
-    Attributes:
-        chars_per_token: The most characters of text one token stands for; infinite if not known.
-        dropped: Characters that the vocabulary lacks, so that they leave no token.
-    """
-
-    chars_per_token: float
-    dropped: str = ""
-
-
-def _text_bound(backend: tokenizers.Tokenizer) -> _TextBound:
-    """Return the bound, which is known for byte-level tokenizers.
-
-    Others may drop whitespace, or merge any run of unknown characters to one token.
-    """
-    spec = json.loads(backend.to_str())
-    vocabulary = backend.get_vocab(with_added_tokens=True)
-    missing = {byte for char, byte in BYTE_OF_CHARACTER.items() if char not in vocabulary}
-    # A character of several bytes has a continuation byte, so it leaves something if those do.
-    if not _keeps_text(spec) or missing.intersection(_CONTINUATION_BYTES):
-        return _TextBound(math.inf)
-    # In bytes, which are never fewer than characters.
-    longest = max(len(token_bytes(token)) for token in vocabulary)
-    return _TextBound(
-        chars_per_token=longest if spec["normalizer"] is None else longest / _NFC_SHRINKS_TO,
-        dropped="".join(chr(byte) for byte in sorted(missing) if byte < 0x80),
-    )
-
-
-def _keeps_text(spec: dict[str, Any]) -> bool:
-    """Return whether no step before the vocabulary is known to drop text."""
-    splits = json.dumps(spec["pre_tokenizer"])
-    normalizer = spec["normalizer"]
-    return (
-        spec["model"]["type"] == "BPE"
-        and '"ByteLevel"' in splits
-        and '"Removed"' not in splits
-        and (normalizer is None or normalizer["type"] == "NFC")
-        # An added token may swallow all the whitespace around it.
-        and not any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"])
     )

@@ -21,11 +21,7 @@ MAX_FILE_BYTES = 64 * 1024 * 1024
 
 
 def tokenizer_files(directory: Path) -> dict[str, str]:
-    """Return the text of each tokenizer file in `directory`, or nothing if it has no tokenizer.
-
-    Raises:
-        ConfigInvalid: A file is unreadable, too large or not UTF-8.
-    """
+    """Return the text of each tokenizer file in `directory`, or nothing if it has no tokenizer."""
     if not (directory / "tokenizer.json").is_file():
         return {}
     paths = [directory / name for name in TOKENIZER_FILE_NAMES]

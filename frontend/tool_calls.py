@@ -14,7 +14,7 @@ A forced call comes, is well-formed and fits its schema, whatever the model was 
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -23,9 +23,6 @@ import pydantic_core
 from tandem.frontend.grammars import native_grammar
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar
-
-# Returns the id of a call, from its index in the reply and the name of its tool.
-CallIds = Callable[[int, str], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,34 +58,23 @@ class Reply(Protocol):
     @property
     def finish_reason(self) -> Literal["stop", "tool_calls"]:
         """The finish reason of an answer that ended by itself."""
-        ...
 
     def push(self, text: str) -> list[Part]:
         """Return the parts that `text` completes. They join to the same however the text is cut."""
-        ...
 
     def finish(self) -> list[Part]:
         """Return the rest. Nothing may be pushed afterwards."""
-        ...
 
 
-def random_ids(_index: int, _name: str) -> str:
-    """Return an id as OpenAI makes them."""
-    return f"call_{secrets.token_hex(12)}"
-
-
-def numbered_ids(num_earlier: int) -> CallIds:
-    """Return a maker of ids that are numbered over the conversation.
+def new_call(index: int, name: str, arguments: str, first: int | None) -> Part:
+    """Return a call, or its beginning, with a new id.
 
     Args:
-        num_earlier: Calls in the conversation before the reply.
+        first: Number of the reply's first call, where ids number the calls of a conversation. None: the
+            id is random, as OpenAI's.
     """
-    return lambda index, name: f"functions.{name}:{num_earlier + index}"
-
-
-def new_call(index: int, name: str, arguments: str, ids: CallIds) -> Part:
-    """Return a call, or its beginning, with a new id."""
-    return Part("tool_call", arguments, index, ids(index, name), name)
+    id_ = f"call_{secrets.token_hex(12)}" if first is None else f"functions.{name}:{first + index}"
+    return Part("tool_call", arguments, index, id_, name)
 
 
 def message(parts: Iterable[Part]) -> dict[str, Any]:
@@ -104,12 +90,10 @@ def message(parts: Iterable[Part]) -> dict[str, Any]:
         else:
             calls[part.index]["function"]["arguments"] += part.text
     # OpenAI's content is null where there are only calls.
-    made: dict[str, Any] = {"role": "assistant", "content": texts["content"] or None}
-    if not calls and not texts["reasoning_content"]:
-        made["content"] = texts["content"]
-    if texts["reasoning_content"]:
-        made["reasoning_content"] = texts["reasoning_content"]
-    return made | ({"tool_calls": calls} if calls else {})
+    others = {"reasoning_content": texts["reasoning_content"], "tool_calls": calls}
+    others = {name: value for name, value in others.items() if value}
+    content = texts["content"] or (None if others else "")
+    return {"role": "assistant", "content": content, **others}
 
 
 Tool = Mapping[str, Any]
@@ -118,18 +102,18 @@ Tool = Mapping[str, Any]
 class ForcedCall:
     """Reads the answer to a named tool: all of it is arguments, returned as they come."""
 
-    # As OpenAI for a call that the client named.
+    # As OpenAI.
     finish_reason: Literal["stop", "tool_calls"] = "stop"
 
-    def __init__(self, name: str, ids: CallIds) -> None:
-        self._name, self._ids = name, ids
+    def __init__(self, name: str, first: int | None) -> None:
+        self._name, self._first = name, first
 
     def push(self, text: str) -> list[Part]:
         """Return `text` as arguments."""
         if not text:
             return []
         name, self._name = self._name, ""
-        return [new_call(0, name, text, self._ids) if name else Part("tool_call", text)]
+        return [new_call(0, name, text, self._first) if name else Part("tool_call", text)]
 
     def finish(self) -> list[Part]:
         """Return nothing: every part was returned already."""
@@ -141,8 +125,8 @@ class ForcedCalls:
 
     finish_reason: Literal["stop", "tool_calls"] = "tool_calls"
 
-    def __init__(self, ids: CallIds) -> None:
-        self._ids, self._text = ids, ""
+    def __init__(self, first: int | None) -> None:
+        self._first, self._text = first, ""
 
     def push(self, text: str) -> list[Part]:
         """Return nothing yet."""
@@ -155,11 +139,10 @@ class ForcedCalls:
             calls = pydantic_core.from_json(self._text)
         except ValueError:
             return [Part("content", self._text)] if self._text else []
+        texts = [json.dumps(call["parameters"], ensure_ascii=False) for call in calls]
         return [
-            new_call(
-                index, call["name"], json.dumps(call["parameters"], ensure_ascii=False), self._ids
-            )
-            for index, call in enumerate(calls)
+            new_call(index, call["name"], text, self._first)
+            for index, (call, text) in enumerate(zip(calls, texts, strict=True))
         ]
 
 
@@ -177,17 +160,13 @@ class ToolChoice:
     grammar: Grammar | None = None
     name: str = ""
 
-    def reply(self, ids: CallIds) -> Reply:
-        """Return the reader of an answer that follows the grammar."""
-        return ForcedCall(self.name, ids) if self.name else ForcedCalls(ids)
+    def reply(self, first: int | None) -> Reply:
+        """Return the reader of an answer that follows the grammar; `first` as in `new_call`."""
+        return ForcedCall(self.name, first) if self.name else ForcedCalls(first)
 
 
 def read_choice(tools: Sequence[Tool], choice: object, *, is_parallel: bool) -> ToolChoice:
-    """Read `tools`, `tool_choice` and `parallel_tool_calls`.
-
-    Raises:
-        InvalidRequest: The choice is unknown or names no tool, or a tool has no name or no schema.
-    """
+    """Read `tools`, `tool_choice` and `parallel_tool_calls`."""
     if choice is None or choice == "auto":
         return ToolChoice(tools)
     if choice == "none":

@@ -46,23 +46,14 @@ class RequestTrace:
     """The span of one HTTP request. A `TimingsSink` of its generations."""
 
     def __init__(self, tracer: "Tracer", span: "Span") -> None:
-        self._tracer, self._span = tracer, span
-
-    def headers(self) -> dict[str, str]:
-        """Return the headers that name this span in the answer."""
-        from opentelemetry.trace import set_span_in_context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        headers: dict[str, str] = {}
-        TraceContextTextMapPropagator().inject(headers, set_span_in_context(self._span))
-        return headers
+        self._tracer, self.span = tracer, span
 
     def request_ended(self, report: Report) -> None:
         """Make the spans of a generation."""
-        if not self._span.is_recording():
+        if not self.span.is_recording():
             return
         began = report.started_unix_s
-        generation = self._begin("generation", began, self._span)
+        generation = self._begin("generation", began, self.span)
         generation.set_attributes(_attributes(report))
         for phase in (*report.phases, *report.beside):
             start = began + float(phase["start_s"])
@@ -71,15 +62,6 @@ class RequestTrace:
                 span.set_attribute("tandem.node", phase["node"])
             span.end(int((start + float(phase["duration_s"])) * _NS))
         generation.end(int((began + report.e2e_s) * _NS))
-
-    def end(self, status: int) -> None:
-        """End the span with the status of the answer."""
-        from opentelemetry.trace import StatusCode
-
-        self._span.set_attribute("http.response.status_code", status)
-        if status >= 500:
-            self._span.set_status(StatusCode.ERROR)
-        self._span.end()
 
     def _begin(self, name: str, start_unix_s: float, parent: "Span") -> "Span":
         from opentelemetry.trace import set_span_in_context
@@ -92,18 +74,18 @@ TRACE: web.RequestKey[RequestTrace] = web.RequestKey("trace", RequestTrace)
 
 
 def _attributes(report: Report) -> dict[str, str | int | float]:
-    attributes: dict[str, str | int | float] = {
+    attributes: dict[str, str | int | float | None] = {
         "tandem.request_id": report.request_id,
         "tandem.outcome": report.outcome,
         "tandem.num_attempts": report.num_attempts,
         "tandem.num_cached_tokens": report.num_cached_tokens,
         "gen_ai.usage.input_tokens": report.num_prompt_tokens,
         "gen_ai.usage.output_tokens": report.num_output_tokens,
+        "tandem.time_to_first_token_s": report.ttft_s,
+        "tandem.prefill": report.prefill or None,
+        "tandem.decode": report.decode or None,
     }
-    if report.ttft_s is not None:
-        attributes["tandem.time_to_first_token_s"] = report.ttft_s
-    nodes = {"tandem.prefill": report.prefill, "tandem.decode": report.decode}
-    return attributes | {name: url for name, url in nodes.items() if url}
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 class Tracing:
@@ -120,35 +102,39 @@ class Tracing:
         self._provider, self._shutdown_timeout_s = provider, shutdown_timeout_s
         self._tracer = provider.get_tracer("tandem")
 
-    def begin(self, request: web.Request) -> RequestTrace:
-        """Return the span of a request, below the span that its head names."""
-        from opentelemetry.trace import SpanKind
+    @web.middleware
+    async def around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Trace a request that begins a generation, with whatever may reject it."""
+        from opentelemetry.trace import SpanKind, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+        if request.path not in TRACED:
+            return await handler(request)
         parent = TraceContextTextMapPropagator().extract(request.headers)
         attributes = {"http.request.method": request.method, "http.route": request.path}
         name = f"{request.method} {request.path}"
         span = self._tracer.start_span(name, parent, kind=SpanKind.SERVER, attributes=attributes)
-        return RequestTrace(self._tracer, span)
-
-    @web.middleware
-    async def around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Trace a request that begins a generation, with whatever may reject it."""
-        if request.path not in TRACED:
-            return await handler(request)
-        trace = request[TRACE] = self.begin(request)
+        request[TRACE] = RequestTrace(self._tracer, span)
         status = 499  # as proxies call a client that left
         try:
             response = await handler(request)
             status = response.status
         finally:
-            trace.end(status)
+            span.set_attribute("http.response.status_code", status)
+            if status >= 500:
+                span.set_status(StatusCode.ERROR)
+            span.end()
         return response
 
     async def name_span(self, request: web.Request, response: web.StreamResponse) -> None:
         """Put the span's name into the head of an answer; for `on_response_prepare`."""
+        from opentelemetry.trace import set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
         if (trace := request.get(TRACE)) is not None:
-            response.headers.update(trace.headers())
+            headers: dict[str, str] = {}
+            TraceContextTextMapPropagator().inject(headers, set_span_in_context(trace.span))
+            response.headers.update(headers)
 
     async def running(self, _app: web.Application) -> AsyncIterator[None]:
         """Send the last spans when the app ends; for `cleanup_ctx`."""

@@ -5,17 +5,17 @@
 ```
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import msgspec
-from typing_extensions import override
 
 from tandem.frontend.detokenizer import Detokenizer
-from tandem.frontend.metrics import TokenGaps
 from tandem.frontend.sampling import TextRules
 from tandem.frontend.stops import StopPatterns, StopStrings
+from tandem.telemetry.histogram import Histogram
 from tandem.wire.errors import Aborted, ErrorInfo, TandemError
 from tandem.wire.generation import Finish, TokenLogprobs
 from tandem.wire.messages import TokenDelta
@@ -57,21 +57,18 @@ NOTHING = Piece("", ())
 class Sink(Protocol):
     """Where the pieces of one generation go."""
 
-    def has_room(self) -> bool:
-        """Return whether `write` may be called again before `drain`."""
-        ...
+    def write(self, piece: Piece) -> bool:
+        """Take the next piece. Return whether there is room for more before `drain`.
 
-    def write(self, piece: Piece) -> None:
-        """Take the next piece. Must neither wait nor raise."""
-        ...
+        Must neither wait nor raise.
+        """
 
-    async def drain(self) -> None:
-        """Wait until the reader has caught up.
+    async def drain(self) -> bool:
+        """Wait until the reader has caught up. Return whether there is room for more.
 
         Raises:
             ConnectionError: The reader is gone.
         """
-        ...
 
 
 class Transcript:
@@ -80,12 +77,17 @@ class Transcript:
     The text does not depend on how tokens were grouped: with stops, tokens are read one by one, and
     those behind the match are dropped.
 
+    Args:
+        gaps: Counts the time between tokens. Those that come together have equal shares of it.
+
     Attributes:
         num_tokens: Tokens read so far, without those behind a stop.
+        has_room: Whether the sink may be written to at once. The reader of deltas sets it too.
     """
 
     __slots__ = (
         "_cached_tokens",
+        "_came_s",
         "_detokenizer",
         "_end",
         "_gaps",
@@ -95,14 +97,17 @@ class Transcript:
         "_rules",
         "_sink",
         "_stops",
+        "has_room",
         "num_tokens",
     )
 
     def __init__(
-        self, rules: TextRules, detokenizer: Detokenizer, sink: Sink, gaps: TokenGaps | None = None
+        self, rules: TextRules, detokenizer: Detokenizer, sink: Sink, gaps: Histogram
     ) -> None:
         self._rules, self._detokenizer = rules, detokenizer
         self._sink, self._gaps = sink, gaps
+        self._came_s = 0.0  # no token has come
+        self.has_room = False
         self._stops = _stops(rules)
         self._is_plain = not (
             rules.patterns or rules.min_new_tokens or rules.is_silent or rules.stream_interval > 1
@@ -111,10 +116,6 @@ class Transcript:
         self.num_tokens = self._cached_tokens = 0
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._end: Piece | TandemError | None = None
-
-    @override
-    def __repr__(self) -> str:
-        return f"Transcript({self.num_tokens} tokens, {self._stops!r})"
 
     def take(self, delta: TokenDelta) -> Piece | None:
         """Return the next piece; None where there is nothing to show yet.
@@ -140,14 +141,13 @@ class Transcript:
         Tokens that complete a stop are read here, but their piece is kept for `take`: a tap cannot
         end the generation.
         """
-        if self._end is not None or not self._sink.has_room():
+        if not self.has_room or self._end is not None:
             return False
         stops = self._stops
         if self._is_plain and (stops is None or len(token_ids) == 1):
             # What `_read` does, without its choices: most tokens come here.
             self.num_tokens += len(token_ids)
-            if self._gaps is not None:
-                self._gaps.came(len(token_ids))
+            self._note_gap(len(token_ids))
             text, ending = self._detokenizer.push(token_ids), None
             if stops is not None:
                 text = stops.push(text)
@@ -165,8 +165,16 @@ class Transcript:
         if piece.ending is not None:
             self._end = piece
             return False
-        self._sink.write(piece)
+        self.has_room = self._sink.write(piece)
         return True
+
+    def _note_gap(self, num_tokens: int) -> None:
+        now_s = time.perf_counter()
+        if self._came_s:
+            self._gaps.observe((now_s - self._came_s) / num_tokens, num_tokens)
+        else:  # the first has none before it
+            self._gaps.observe(0.0, num_tokens - 1)
+        self._came_s = now_s
 
     def _read(
         self,
@@ -174,8 +182,8 @@ class Transcript:
         finish: Finish | None = None,
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> Piece | None:
-        if self._gaps is not None and ids:
-            self._gaps.came(len(ids))
+        if ids:
+            self._note_gap(len(ids))
         ending = None if finish is None else _ending(finish)
         if self._rules.is_silent:
             is_aborted = ending is not None and ending.reason == "abort"

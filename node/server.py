@@ -19,9 +19,9 @@ from pydantic import Field
 
 from tandem.frontend.app import create_app
 from tandem.frontend.body import Body, read_json, validate
-from tandem.frontend.limits import expect
+from tandem.frontend.caller import expect
+from tandem.frontend.keys import operators_only
 from tandem.frontend.middleware import json_response
-from tandem.frontend.operators import operators_only
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.reply_parser import reply_formats
 from tandem.frontend.server import listen, serving
@@ -59,7 +59,7 @@ async def serve(
 
     Args:
         engine_modules: Of each role that the node may have.
-        operator_key: Of those who may drain the node and turn it; see `frontend/operators.py`.
+        operator_key: Of those who may drain the node and turn it; see `frontend/keys.py`.
 
     Returns:
         0 after a signal, 1 when the engine ended by itself or a second signal forced the end.

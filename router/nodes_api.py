@@ -18,8 +18,8 @@ from aiohttp import web
 from pydantic import Field
 
 from tandem.frontend.body import Body, read_json, validate
+from tandem.frontend.keys import operators_only
 from tandem.frontend.middleware import json_response
-from tandem.frontend.operators import operators_only
 from tandem.router.cluster import Cluster
 from tandem.router.config import node_id, node_url
 from tandem.router.control import PARENT_TIMEOUT_S, Link

@@ -19,8 +19,6 @@ from functools import cached_property
 from itertools import takewhile
 from weakref import WeakValueDictionary
 
-from typing_extensions import override
-
 from tandem.wire.messages import CacheReport, NodeLoad, TierLoad
 from tandem.wire.prefixes import BLOCK_TOKENS, MAX_BLOCKS, block_names, unpack_names
 

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.error_remedies import NOT_OVER_HTTP, OTHER_ERRORS, REMEDIES
 from tandem.frontend.app import FrontendOptions, route_table
+from tandem.frontend.body import UNSUPPORTED, UNSUPPORTED_IN_CHATS
 from tandem.frontend.openapi import document
-from tandem.frontend.unsupported import UNSUPPORTED, UNSUPPORTED_IN_CHATS
 from tandem.node.flags import MEANINGLESS
 from tandem.parsers import parsers
 from tandem.router.arguments import IGNORED_FLAGS

@@ -8,6 +8,13 @@ import aiohttp
 
 from tandem.frontend.tokenizer import Tokenizer
 
+# The routes that generate, each with the least body.
+ROUTES = {
+    "/generate": {"input_ids": [5]},
+    "/v1/completions": {"prompt": [5]},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+}
+
 
 class LoopClock:
     """The clock of the running loop, and of its timers: it goes on by itself, and jumps where a test says so.

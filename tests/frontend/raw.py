@@ -69,15 +69,21 @@ class RawClient:
 
 
 @asynccontextmanager
-async def connected(client: aiohttp.ClientSession, first: bytes = b"") -> AsyncIterator[RawClient]:
+async def connected(
+    client: aiohttp.ClientSession, first: bytes = b"", buffer_bytes: int = 0
+) -> AsyncIterator[RawClient]:
     """A bare connection to the server that `client` speaks with.
 
     Args:
         first: What is there before the server, of this process, looks: to it this client never was idle.
+        buffer_bytes: Of the receive buffer, which is read from as the test reads. 0: the kernel's choice.
     """
-    sock = socket.create_connection((client._base_url.host, client._base_url.port))
+    sock = socket.socket()
+    if buffer_bytes:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+    sock.connect((client._base_url.host, client._base_url.port))
     sock.sendall(first)
-    reader, writer = await asyncio.open_connection(sock=sock)
+    reader, writer = await asyncio.open_connection(sock=sock, limit=buffer_bytes or 2**16)
     try:
         yield RawClient(reader, writer)
     finally:

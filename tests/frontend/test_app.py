@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from tandem.frontend.backend import ALONE
 from tandem.frontend.options import FrontendOptions, HttpOptions
 from tandem.frontend.tokenizer_files import tokenizer_files, tokenizer_hash
 from tandem.wire.errors import MessageInvalid, NoNodeAvailable, Overloaded
@@ -61,11 +60,6 @@ async def test_health_generate_makes_one_token(client, backend):
     assert (await get(client, "/health_generate"))[0] == 503
 
 
-async def test_health_generate_asks_for_no_other_half(client, backend):
-    assert (await get(client, "/health_generate"))[0] == 200
-    assert backend.bootstraps == [ALONE]
-
-
 @pytest.mark.parametrize("step", [Overloaded("the queue is full"), asyncio.Event()])
 async def test_a_saturated_server_is_healthy_as_long_as_tokens_come(client, backend, step):
     backend.script = say(step)
@@ -95,24 +89,6 @@ async def test_an_engine_that_comes_or_goes_is_no_progress(backend, told):
         backend.told = told
         status, answer = await asking
     assert (status, answer["error"]["code"]) == (503, "no_node_available")
-
-
-async def test_progress_of_an_engine_that_came_meanwhile_is_progress(client, backend):
-    backend.script = say(asyncio.Event())
-    asking = asyncio.ensure_future(get(client, "/health_generate"))
-    await backend.until(lambda: backend.requests)
-    backend.told = Growing()
-    assert (await asking)[0] == 200
-
-
-class Growing(dict):
-    """What an engine tells that works: more each time."""
-
-    num_tokens = 500
-
-    def items(self):
-        self.num_tokens += 1
-        return [("another", self.num_tokens)]
 
 
 async def test_the_model_is_described(client):
@@ -187,18 +163,6 @@ async def test_a_text_of_10_mb_is_refused_without_being_tokenized(
     assert "8191" in answer["error"]["message"]
 
 
-async def test_ids_of_10_mb_are_refused(client):
-    status, answer = await post_large(client, "/generate", {"input_ids": [10_000] * (2 * MIB)})
-    assert status == 400
-    assert "2097152 tokens" in answer["error"]["message"]
-
-
-async def test_a_long_text_that_fits_is_served(client, backend):
-    backend.script = say(length(5))
-    status, answer = await post(client, "/generate", {"text": "word " * 5000})
-    assert (status, answer["meta_info"]["prompt_tokens"]) == (200, 5001)
-
-
 @pytest.mark.parametrize(
     "headers",
     [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "é"}],
@@ -215,15 +179,6 @@ async def test_without_the_key_only_health_and_metrics_answer(backend, headers):
         for path in ("/health", "/live", "/metrics"):
             async with client.get(path, headers=headers) as response:
                 assert response.status == 200
-
-
-async def test_with_the_key_one_may_come_in(backend):
-    headers = {"Authorization": "Bearer secret"}
-    async with serve(
-        backend, FrontendOptions(http=HttpOptions(api_keys=("other", "secret")))
-    ) as client:
-        body = {"text": "a", "max_new_tokens": 1}
-        assert (await post(client, "/generate", body, headers=headers))[0] == 200
 
 
 async def test_the_tokenizer_is_served_only_where_there_is_one(backend, client, tokenizer_dir):

@@ -3,15 +3,11 @@
 import asyncio
 import gzip
 import io
-import json
 
 import pytest
 
-from tandem.frontend.app import create_app
-from tandem.frontend.limits import INCOMING, Incoming
 from tandem.frontend.options import FrontendOptions, HttpOptions
-from tests.frontend.conftest import serve, serve_app
-from tests.frontend.fakes import length, say
+from tests.frontend.conftest import serve
 from tests.frontend.helpers import post, post_large
 from tests.frontend.raw import chunk, connected, head
 from tests.patience import PATIENCE_S
@@ -62,38 +58,6 @@ async def test_a_body_of_chunks_is_refused_once_it_passes_the_limit(backend):
         await big.send(head("POST", "/generate", CHUNKED) + chunk(b"[" * 600))
         await big.send(chunk(b"[" * 600))  # and no last chunk
         assert (await big.reply()).status == 413
-
-
-async def test_a_body_of_chunks_within_the_limit_is_served(backend):
-    body = json.dumps(GOOD).encode()
-    async with (
-        asyncio.timeout(PATIENCE_S),
-        serve(backend, SMALL) as client,
-        connected(client) as good,
-    ):
-        sent = b"".join(chunk(body[index : index + 1]) for index in range(len(body)))
-        await good.send(head("POST", "/generate", CHUNKED) + sent + b"0\r\n\r\n")
-        assert (await good.reply()).status == 200
-
-
-async def test_large_bodies_on_their_way_are_bounded_together_and_small_ones_pass(backend):
-    app = create_app(backend)
-    app[INCOMING] = Incoming(limit_bytes=1_500_000)
-    half_sent = head("POST", "/generate", f"Content-Length: {MILLION}") + b"{"
-    async with asyncio.timeout(PATIENCE_S), serve_app(app) as client:
-        async with connected(client) as slow:
-            await slow.send(half_sent)
-            await until_served(client, lambda: app[INCOMING].size_bytes == MILLION)
-            assert (await post_large(client, "/generate", {"text": "a" * MILLION}))[0] == 429
-            assert await is_served(client)
-        await until_served(client, lambda: app[INCOMING].size_bytes == 0)
-        assert (await post_large(client, "/generate", {"text": "a" * MILLION}))[0] == 400
-
-
-async def until_served(client, is_true) -> None:
-    """Serve others until something has become so."""
-    while not is_true():
-        assert await is_served(client)
 
 
 async def test_a_compressed_body_is_refused_and_never_inflated(client):
@@ -162,12 +126,6 @@ async def test_an_error_does_not_quote_a_megabyte(client):
     )
     assert status == 404
     assert len(answer["error"]["message"]) == 2000
-
-
-async def test_an_answer_of_a_billion_tokens_is_cut_to_the_context(client, backend):
-    backend.script = say(length(6))
-    assert (await post(client, "/generate", GOOD | {"max_new_tokens": 10**9}))[0] == 200
-    assert backend.requests[0].sampling.max_new_tokens == 8192 - 2
 
 
 @pytest.mark.parametrize(

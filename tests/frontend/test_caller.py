@@ -1,28 +1,27 @@
+import asyncio
 import hashlib
 import math
 
 import pytest
 
+from tandem.frontend.body import session_of
 from tandem.frontend.caller import wait_of
 from tandem.frontend.options import FrontendOptions, HttpOptions
-from tandem.wire.errors import InvalidRequest, Overloaded
+from tandem.wire.errors import Overloaded
 from tests.frontend.conftest import serve
-from tests.frontend.fakes import say
-from tests.frontend.helpers import post
+from tests.frontend.fakes import length, say
+from tests.frontend.helpers import ROUTES, LoopClock, events, post
+from tests.patience import PATIENCE_S
 
-BODIES = {
-    "/generate": {"text": "a", "sampling_params": {"n": 2, "max_new_tokens": 2}},
-    "/v1/completions": {"prompt": "a", "n": 2, "max_tokens": 2},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
-}
+GENERATE = ROUTES["/generate"]
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", ROUTES)
 async def test_the_backend_hears_who_asks_and_how_long_they_wait(backend, path):
     options = FrontendOptions(http=HttpOptions(api_keys=("secret-key",)))
     headers = {"Authorization": "Bearer secret-key", "X-Request-Timeout-Ms": "500000"}
     async with serve(backend, options) as client:
-        status, _ = await post(client, path, BODIES[path], headers=headers)
+        status, _ = await post(client, path, ROUTES[path] | {"n": 2}, headers=headers)
     assert status == 200
     for request in backend.requests:
         assert request.client == hashlib.sha256(b"secret-key").hexdigest()[:8]
@@ -30,25 +29,23 @@ async def test_the_backend_hears_who_asks_and_how_long_they_wait(backend, path):
 
 
 async def test_without_keys_nobody_has_a_name_and_without_a_word_nobody_a_deadline(client, backend):
-    await post(client, "/generate", BODIES["/generate"], headers={"Authorization": "Bearer x"})
+    await post(client, "/generate", GENERATE, headers={"Authorization": "Bearer x"})
     assert {(request.client, request.deadline_s) for request in backend.requests} == {("", None)}
 
 
 async def test_a_servers_own_limit_is_a_deadline(backend):
     options = FrontendOptions(http=HttpOptions(request_timeout_s=700.0))
     async with serve(backend, options) as client:
-        await post(client, "/generate", BODIES["/generate"])
+        await post(client, "/generate", GENERATE)
         assert 500 < backend.requests[-1].deadline_s <= 700
-        await post(
-            client, "/generate", BODIES["/generate"], headers={"X-Request-Timeout-Ms": "500000"}
-        )
+        await post(client, "/generate", GENERATE, headers={"X-Request-Timeout-Ms": "500000"})
         assert 0 < backend.requests[-1].deadline_s <= 500
 
 
 async def test_a_wait_that_is_no_number_is_refused(client):
     for wrong in ("soon", "-1", "0", "nan", "inf"):
         status, answer = await post(
-            client, "/generate", BODIES["/generate"], headers={"X-Request-Timeout-Ms": wrong}
+            client, "/generate", GENERATE, headers={"X-Request-Timeout-Ms": wrong}
         )
         assert status == 400
         assert "X-Request-Timeout-Ms" in answer["error"]["message"]
@@ -56,7 +53,7 @@ async def test_a_wait_that_is_no_number_is_refused(client):
 
 async def test_a_refusal_says_when_to_come_back(client, backend):
     backend.script = say(Overloaded("the line is full", retry_after_s=17))
-    async with client.post("/generate", json=BODIES["/generate"]) as response:
+    async with client.post("/generate", json=GENERATE) as response:
         assert (response.status, response.headers["Retry-After"]) == (429, "17")
 
 
@@ -74,7 +71,85 @@ def test_what_clients_say_of_themselves_is_read_and_the_least_counts(headers, wa
     assert found == wait_s or math.isclose(found, wait_s)
 
 
-def test_only_what_people_write_can_be_wrong():
-    assert wait_of({"X-Stainless-Timeout": "None"}) is None
-    with pytest.raises(InvalidRequest):
-        wait_of({"X-Request-Timeout-Ms": ""})
+# Below what aiohttp's client waits for, 300 s of the same clock.
+LIMIT_S = 100.0
+LIMITED = FrontendOptions(http=HttpOptions(request_timeout_s=LIMIT_S))
+
+
+@pytest.fixture
+async def clock():
+    return LoopClock()
+
+
+def patience(num_jumps: int) -> asyncio.Timeout:
+    return asyncio.timeout(PATIENCE_S + num_jumps * LIMIT_S)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_request_that_takes_too_long_is_answered_with_504_and_cancelled(
+    backend, clock, path, is_stream
+):
+    backend.script = say(asyncio.Event())
+    body, count = ROUTES[path] | {"n": 2, "stream": is_stream}, 2
+    async with patience(1), serve(backend, LIMITED) as client:
+        answering = asyncio.create_task(post(client, path, body))
+        await backend.until(lambda: len(backend.aborts) == count)
+        clock.jump(LIMIT_S)
+        status, answer = await answering
+        await backend.until(lambda: len(backend.cancelled) == count)
+    assert (status, answer["error"]["code"]) == (504, "timeout")
+    assert "100 s" in answer["error"]["message"]
+
+
+async def test_a_stream_that_takes_too_long_ends_with_an_error_event(backend, clock):
+    backend.script = say([81], asyncio.Event())
+
+    async def last_event(path: str, body: dict) -> dict:
+        async with client.post(path, json=body | {"stream": True}) as response:
+            assert response.status == 200
+            await backend.until(lambda: len(backend.aborts) == body.get("n", 1))
+            clock.jump(LIMIT_S)
+            return (await events(response))[-1]
+
+    async with patience(2), serve(backend, LIMITED) as client:
+        native = (await last_event("/generate", GENERATE | {"n": 2}))["meta_info"]
+        await backend.until(lambda: len(backend.cancelled) == 2)
+        completion = await last_event("/v1/completions", {"prompt": [5]})
+        await backend.until(lambda: len(backend.cancelled) == 3)
+    assert native["finish_reason"]["type"] == "abort"
+    assert native["finish_reason"]["err_type"] == completion["error"]["code"] == "timeout"
+
+
+async def test_without_a_limit_a_request_may_take_its_time(client, backend):
+    go_on = asyncio.Event()
+    backend.script = say(go_on, length(5))
+    async with asyncio.timeout(PATIENCE_S):
+        answering = asyncio.create_task(post(client, "/generate", GENERATE))
+        await backend.until(lambda: backend.aborts)
+        go_on.set()
+        assert (await answering)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "session"),
+    [
+        ({"X-Session-Id": "h"}, {"session_id": "b", "user": "u"}, "h"),
+        ({"X-SMG-Routing-Key": "k"}, {"user": "u"}, "k"),
+        ({}, {"session_id": "b", "prompt_cache_key": "c", "user": "u"}, "b"),
+        ({}, {"prompt_cache_key": "c", "user": "u"}, "c"),
+        ({"X-Session-Id": ""}, {"user": "u"}, "u"),
+        ({}, {"session_id": 7, "user": None}, ""),
+        ({"X-Session-Id": "a\udcffb"}, {}, "a?b"),
+        ({}, {"user": "x" * 1000}, "x" * 256),
+    ],
+)
+def test_the_session_is_the_first_that_is_named(headers, body, session):
+    assert session_of(headers, body) == session
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_every_route_tells_the_backend_the_session(client, backend, path):
+    await (await client.post(path, json=ROUTES[path], headers={"x-session-id": "s"})).read()
+    await (await client.post(path, json=ROUTES[path] | {"user": "u"})).read()
+    assert [request.session for request in backend.requests] == ["s", "u"]

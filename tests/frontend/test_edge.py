@@ -50,16 +50,6 @@ async def test_readers_whose_clients_are_gone_still_count_as_readers():
     assert order == ["let go", "late"]
 
 
-async def test_an_app_that_is_cleaned_up_leaves_no_reader_behind():
-    app = create_app(FakeBackend(None))
-    await app[EDGE].read(LARGE, lambda data: data)
-    app.freeze()
-    await app.startup()
-    await app.cleanup()
-    with pytest.raises(RuntimeError, match="shutdown"):
-        await app[EDGE].read(LARGE, lambda data: data)
-
-
 @pytest.mark.parametrize(
     ("steps", "outcome"),
     [

@@ -77,16 +77,6 @@ async def test_every_change_of_load_or_life_is_told_when_it_is_there_to_see(engi
         assert seen[-1][0] is False
 
 
-async def test_one_message_is_spread_over_its_requests(client, engine):
-    other = StartColocated(request=request(request_id="r2"))
-    streams = [client.generate(START), client.generate(other)]
-    await engine.next(StartColocated)
-    await engine.next(StartColocated)
-    deltas = [delta(START, 0, [1], "stop"), delta(other, 0, [2], "stop")]
-    engine.send(TokenBatch(epoch=engine.epoch, deltas=deltas))
-    assert [ids_of(await read(stream)) for stream in streams] == [[1], [2]]
-
-
 class BrokenTap:
     def take_ordinary_at(self, index, token_ids):
         raise KeyError(index)
@@ -137,14 +127,6 @@ async def test_leaving_a_stream_early_cancels_once(client, engine):
     await engine.next(FlushCache)  # and no second Cancel before it
 
 
-async def test_a_stream_that_ended_is_not_cancelled(client, engine):
-    with client.generate(START) as stream:
-        engine.say(await engine.next(StartColocated), 0, [5], "stop")
-        await read(stream)
-    client.flush_cache()
-    await engine.next(FlushCache)
-
-
 async def test_an_aborted_request_ends_with_that_reason_and_is_cancelled(client, engine):
     stream = client.generate(START)
     engine.say(await engine.next(StartColocated), 0, [5])
@@ -182,27 +164,6 @@ async def test_a_message_of_another_life_ends_every_stream(client, engine):
     with pytest.raises(PeerLost, match="restarted"):
         await read(stream)
     assert not client.is_up
-
-
-async def test_stopping_the_client_ends_every_stream(client):
-    stream = client.generate(START)
-    client.stop()
-    with pytest.raises(PeerLost):
-        await read(stream)
-
-
-async def test_the_load_is_what_the_engine_last_said(client):
-    assert client.load.num_running == 3
-
-
-async def test_an_engine_is_reached_by_the_name_of_its_host(engine):
-    port = engine.address.rpartition(":")[2]
-    client = EngineClient(f"tcp://localhost:{port}")
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(client.run())
-        async with asyncio.timeout(PATIENCE_S):
-            await client.answered.wait()
-        client.stop()
 
 
 async def test_a_name_that_is_not_known_is_told_as_the_reason_and_ends_nothing():
@@ -274,26 +235,6 @@ async def test_what_is_more_than_a_token_stays_behind_the_tokens_before_it(clien
     client._take([step(engine, s1=(1, 11)), step(engine, s1=(2, 12)), last])
     assert tap.taken == [(1, [11, 12])]
     assert ids_of(await read(stream)) == [13]
-
-
-async def test_what_a_tap_refuses_waits_for_the_reader_and_closes_the_tap(client, engine):
-    (stream, _), (tap, _) = await two_streams(client)
-    tap.is_open = False
-    client._take([step(engine, s1=(1, 11))])
-    tap.is_open = True
-    client._take([step(engine, s1=(2, 12))])
-    assert tap.taken == []
-    assert stream.take().token_ids == [11, 12]
-
-
-async def test_a_stream_whose_tokens_meet_a_bug_fails_alone(client, engine):
-    (broken, _), (_, tap) = await two_streams(client)
-    broken.tap = object()
-    client._take([step(engine, s1=(1, 11), s2=(1, 21))])
-    assert tap.taken == [(1, [21])]
-    with pytest.raises(TandemError, match="AttributeError") as failed:
-        await read(broken)
-    assert (failed.value.code, failed.value.is_retryable) == ("internal_error", False)
 
 
 async def test_an_engine_that_was_silent_is_alive_when_it_speaks_and_not_when_its_link_is_lost(

@@ -7,10 +7,8 @@ import pytest
 from tandem.frontend.answers import MetaInfo
 from tandem.frontend.generation import Generation
 from tandem.frontend.logprobs import ChatLogprobs, CompletionLogprobs, native_logprobs
-from tandem.frontend.options import FrontendOptions
 from tandem.frontend.sampling import TextRules
 from tandem.wire.generation import LogprobsWanted, TokenLogprobs
-from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say, stop
 from tests.frontend.helpers import each, post, stream
 from tests.router.fake_node import request
@@ -38,13 +36,6 @@ async def test_by_default_only_the_output_is_told_of(client, backend):
     assert meta["input_token_logprobs"] == []
     assert "output_top_logprobs" not in meta
     assert backend.requests[0].logprobs == LogprobsWanted(num_top=0, prompt_start=-1)
-
-
-async def test_nothing_is_told_unless_asked(client, backend):
-    backend.script = say(length(9))
-    meta = await meta_of(client, {"input_ids": [5], "logprob_start_len": 0, "top_logprobs_num": 2})
-    assert not any("logprob" in name for name in meta)
-    assert backend.requests[0].logprobs is None
 
 
 @pytest.mark.parametrize(
@@ -130,31 +121,6 @@ async def test_a_native_stream_is_cumulative_and_its_first_event_has_the_prompt(
     ]
 
 
-async def test_an_incremental_stream_tells_each_once(backend):
-    backend.script = say([8], [9], length(10))
-    async with serve(backend, FrontendOptions(incremental_streaming_output=True)) as client:
-        got = await stream(client, "/generate", NATIVE | {"logprob_start_len": 0})
-    metas = [event["meta_info"] for event in got]
-    assert [len(meta["input_token_logprobs"]) for meta in metas] == [3, 0, 0]
-    assert [meta["output_token_logprobs"] for meta in metas] == [
-        triples(8),
-        triples(9),
-        triples(10),
-    ]
-
-
-async def test_a_stop_string_keeps_the_log_probabilities_of_the_counted_tokens(
-    client, backend, tokenizer
-):
-    ids = tokenizer.encode("One two three four")
-    backend.script = say(ids, length(5))
-    body = NATIVE | {"stop": "thr"}
-    _, answer = await post(client, "/generate", body)
-    assert answer["text"] == "One two "
-    assert answer["output_ids"] == ids[:3]
-    assert answer["meta_info"]["output_token_logprobs"] == triples(*ids[:3])
-
-
 async def test_a_chat_tells_token_bytes_and_the_likeliest(sdk, backend, tokenizer):
     ids = tokenizer.encode("Hi you")
     backend.script = say(*each(tokenizer, "Hi you"), stop(EOS))
@@ -169,16 +135,6 @@ async def test_a_chat_tells_token_bytes_and_the_likeliest(sdk, backend, tokenize
     assert [len(entry.top_logprobs) for entry in content] == [2, 2, 2]
 
 
-async def test_a_streamed_chat_tells_each_token_once(sdk, backend, tokenizer):
-    backend.script = say(*each(tokenizer, "Hi you"), stop(EOS))
-    chunks = await sdk.chat.completions.create(
-        model="smol", messages=CHAT, logprobs=True, stream=True
-    )
-    told = [chunk.choices[0].logprobs async for chunk in chunks]
-    tokens = [entry.token for part in told if part is not None for entry in part.content]
-    assert tokens == ["Hi", " you", "<|im_end|>"]
-
-
 async def test_a_completion_tells_tokens_values_and_offsets(sdk, backend, tokenizer):
     backend.script = say(*each(tokenizer, "Hi you"), stop(EOS))
     answer = await sdk.completions.create(model="smol", prompt="a", logprobs=2)
@@ -187,17 +143,6 @@ async def test_a_completion_tells_tokens_values_and_offsets(sdk, backend, tokeni
     assert told.text_offset == [0, 2, 6]
     pairs = zip(told.tokens, told.top_logprobs, strict=True)
     assert told.token_logprobs == [top[token] for token, top in pairs]
-
-
-async def test_a_streamed_completion_continues_its_offsets(sdk, backend, tokenizer):
-    backend.script = say(*each(tokenizer, "Hi you"), stop(EOS))
-    chunks = await sdk.completions.create(model="smol", prompt="a", logprobs=0, stream=True)
-    told = [chunk.choices[0].logprobs async for chunk in chunks]
-    assert [(part.tokens, part.text_offset) for part in told] == [
-        (["Hi"], [0]),
-        ([" you"], [2]),
-        (["<|im_end|>"], [6]),
-    ]
 
 
 def score(choice, context_length):
@@ -284,7 +229,3 @@ def test_what_cannot_be_is_a_number_that_json_has(tokenizer):
     meta = MetaInfo("r", None, 1, 0)
     writer.fill(meta)
     assert meta.output_token_logprobs == [[-9999.0, 5, None]]
-
-
-def test_what_an_older_node_does_not_tell_is_left_out(tokenizer):
-    assert ChatLogprobs(tokenizer, 0).write(([5, 6], [])) == {"content": []}

@@ -6,8 +6,12 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.frontend import metrics as metrics_module
+from tandem.frontend import transcript
+from tandem.frontend.answering import Answer
+from tandem.frontend.detokenizer import NoText
 from tandem.frontend.metrics import FrontendMetrics
+from tandem.frontend.sampling import TextRules
+from tandem.frontend.transcript import Transcript
 from tandem.wire.errors import Overloaded
 from tests.frontend.fakes import say
 from tests.frontend.helpers import post
@@ -25,13 +29,20 @@ def gaps(metrics) -> dict[str, float]:
     }
 
 
+def reading(metrics):
+    """Return a function that has so many tokens come together, in one generation."""
+    reader = Transcript(TextRules(), NoText(), Answer(), metrics.gaps)
+    reader.has_room = True
+    return lambda num_tokens: reader.take_ordinary([5] * num_tokens)
+
+
 def test_tokens_that_come_together_each_have_their_share(monkeypatch):
     now = iter((100.0, 100.25, 101.0))
-    monkeypatch.setattr(metrics_module, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr(transcript, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     metrics = FrontendMetrics()
-    counted = metrics.token_gaps()
+    come = reading(metrics)
     for num_tokens in (1, 1, 3):
-        counted.came(num_tokens)
+        come(num_tokens)
     assert gaps(metrics)["_count"] == 4
     assert gaps(metrics)["+Inf"] == 4
     assert gaps(metrics)["0.3"] - gaps(metrics)["0.2"] == 4
@@ -40,18 +51,18 @@ def test_tokens_that_come_together_each_have_their_share(monkeypatch):
 
 def test_the_first_tokens_of_a_generation_have_no_gap_before_them():
     metrics = FrontendMetrics()
-    metrics.token_gaps().came(1)
+    reading(metrics)(1)
     assert gaps(metrics)["_count"] == 0
-    metrics.token_gaps().came(3)
+    reading(metrics)(3)
     assert gaps(metrics)["_count"] == gaps(metrics)["0.001"] == 2
     assert gaps(metrics)["_sum"] == 0
 
 
 def test_prometheus_is_told_of_each_gap_once():
     metrics = FrontendMetrics()
-    counted = metrics.token_gaps()
+    come = reading(metrics)
     for _ in range(5):
-        counted.came(1)
+        come(1)
         metrics.gather()
     assert gaps(metrics)["_count"] == 4
     buckets = [value for le, value in gaps(metrics).items() if le[0].isdigit()]

@@ -1,10 +1,9 @@
-import asyncio
 import json
 
 import openai
 import pytest
 
-from tandem.wire.errors import EngineFailed, Overloaded
+from tandem.wire.errors import EngineFailed
 from tandem.wire.generation import Grammar
 from tests.frontend.fakes import FakeBackend, length, say, stop
 from tests.frontend.helpers import each, post, stream
@@ -114,42 +113,11 @@ async def test_a_streamed_chat(sdk, backend):
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
 
 
-async def test_a_streamed_chat_of_several_choices(sdk, backend):
-    speak(backend, "Hello you")
-    texts = {0: "", 1: "", 2: ""}
-    async for chunk in await sdk.chat.completions.create(
-        model="smol", messages=CHAT, n=3, stream=True
-    ):
-        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-    assert texts == dict.fromkeys(range(3), "Hello you")
-
-
 async def test_continuous_usage_is_in_every_chunk(client, backend):
     speak(backend, "Hello you")
     options = {"include_usage": True, "continuous_usage_stats": True}
     got = await stream(client, "/v1/completions", {"prompt": "a", "stream_options": options})
     assert [chunk["usage"]["completion_tokens"] for chunk in got] == [1, 2, 3, 3]
-
-
-async def test_without_stream_options_there_is_no_usage(client, backend):
-    speak(backend, "Hello you")
-    got = await stream(client, "/v1/completions", {"prompt": "a"})
-    assert all("usage" not in chunk for chunk in got)
-
-
-async def test_a_stop_string_ends_a_chat(sdk, backend):
-    backend.script = say(*each(backend.served.tokenizer, "One two three"), asyncio.Event())
-    answer = await sdk.chat.completions.create(model="smol", messages=CHAT, stop=[" thr"])
-    assert answer.choices[0].message.content == "One two"
-    assert answer.choices[0].finish_reason == "stop"
-
-
-async def test_a_stop_pattern_ends_a_chat(sdk, backend):
-    backend.script = say(*each(backend.served.tokenizer, "One two three"), asyncio.Event())
-    extra = {"stop_regex": [r"\sth\w+"]}
-    answer = await sdk.chat.completions.create(model="smol", messages=CHAT, extra_body=extra)
-    assert answer.choices[0].message.content == "One two"
-    assert answer.choices[0].finish_reason == "stop"
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -164,13 +132,6 @@ async def test_a_chat_may_be_asked_for_json(sdk, backend):
     assert (schema.kind, json.loads(schema.text)) == ("json_schema", SCHEMA)
     assert any_object == Grammar(kind="json_object")
     assert text is None
-
-
-async def test_a_completion_may_be_asked_for_a_choice(client, backend):
-    backend.script = say(length(5))
-    body = {"prompt": "a", "guided_choice": ["yes", "no"]}
-    assert (await post(client, "/v1/completions", body))[0] == 200
-    assert backend.requests[0].sampling.grammar == Grammar(kind="regex", text="(yes|no)")
 
 
 async def test_extra_parameters_reach_the_engine(sdk, backend):
@@ -194,12 +155,6 @@ async def test_extra_parameters_reach_the_engine(sdk, backend):
     assert (sampling.ignore_eos, sampling.min_new_tokens, sampling.stop_token_ids) == (True, 2, [9])
     assert (sampling.max_new_tokens, sampling.logit_bias) == (7, {5: 1.0})
     assert (backend.requests[0].priority, backend.requests[0].cache_salt) == (-3, "tenant")
-
-
-async def test_max_completion_tokens_is_the_newer_name(sdk, backend):
-    backend.script = say(length(5))
-    await sdk.chat.completions.create(model="smol", messages=CHAT, max_completion_tokens=3)
-    assert backend.requests[0].sampling.max_new_tokens == 3
 
 
 async def test_content_may_come_in_parts(client, backend, tokenizer):
@@ -227,12 +182,6 @@ async def test_an_unknown_model_is_not_found(sdk):
     with pytest.raises(openai.NotFoundError, match="'smol'") as caught:
         await sdk.chat.completions.create(model="gpt-9", messages=CHAT)
     assert caught.value.code == "model_not_found"
-
-
-async def test_overload_is_a_rate_limit(sdk, backend):
-    backend.script = say(Overloaded("the queue is full"))
-    with pytest.raises(openai.RateLimitError):
-        await sdk.chat.completions.create(model="smol", messages=CHAT, stream=True)
 
 
 async def test_an_error_in_the_stream_reaches_the_client(sdk, backend):
@@ -322,12 +271,6 @@ async def test_a_bad_chat_is_answered_with_a_sentence(client, name):
     assert sentence in answer["error"]["message"]
 
 
-async def test_a_null_n_is_one(client, backend):
-    backend.script = say(length(5))
-    body = {"prompt": "a", "best_of": 1, "n": None}
-    assert (await post(client, "/v1/completions", body))[0] == 200
-
-
 async def test_what_is_off_is_not_refused(client, backend):
     backend.script = say(length(5))
     off = {"logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"}, "tools": []}
@@ -336,3 +279,15 @@ async def test_what_is_off_is_not_refused(client, backend):
         body = {"prompt": "a", "logprobs": none, "best_of": 1, "suffix": None}
         assert (await post(client, "/v1/completions", body))[0] == 200
     assert [request.logprobs for request in backend.requests] == [None] * 3
+
+
+async def test_without_stream_options_there_is_no_usage(client, backend):
+    speak(backend, "Hello you")
+    got = await stream(client, "/v1/completions", {"prompt": "a"})
+    assert all("usage" not in chunk for chunk in got)
+
+
+async def test_max_completion_tokens_is_the_newer_name(sdk, backend):
+    backend.script = say(length(5))
+    await sdk.chat.completions.create(model="smol", messages=CHAT, max_completion_tokens=3)
+    assert backend.requests[0].sampling.max_new_tokens == 3

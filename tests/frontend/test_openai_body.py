@@ -64,17 +64,6 @@ async def test_a_router_of_sglangs_kind_says_where_the_other_half_is(client, bac
     assert backend.requests[0].sampling.seed is None
 
 
-@pytest.mark.usefixtures("said")
-async def test_a_batch_has_a_room_for_each_prompt(client, backend):
-    lists = {"bootstrap_host": ["a", "b"], "bootstrap_port": [1, None], "bootstrap_room": [1, 2]}
-    body = {"prompt": ["a", "b"], **lists}
-    assert (await post(client, "/v1/completions", body))[0] == 200
-    assert sorted(backend.bootstraps, key=lambda half: half.room) == [
-        Bootstrap("a", 1, 1),
-        Bootstrap("b", None, 2),
-    ]
-
-
 BAD = {
     "one room for two": ({"prompt": ["a", "b"], **BOOTSTRAP}, "room of its own"),
     "n": ({"prompt": "a", "n": 2, **BOOTSTRAP}, "n is 1"),

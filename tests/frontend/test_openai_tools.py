@@ -64,13 +64,6 @@ async def test_without_formats_all_is_content(backend):
         assert await ask(sdk, tools=TOOLS) == ({"content": SAID}, [], "stop")
 
 
-async def test_without_tools_no_call_is_looked_for(backend):
-    speak(backend, SAID)
-    async with client_of(backend, FORMATS) as sdk:
-        said, calls, reason = await ask(sdk, tools=TOOLS, tool_choice="none")
-    assert (said["content"], calls, reason) == (SAID.partition("</think>")[2], [], "stop")
-
-
 async def test_a_named_tool_is_called_by_its_schema(backend):
     speak(backend, ARGUMENTS)
     choice = {"type": "function", "function": {"name": "weather"}}
@@ -79,13 +72,6 @@ async def test_a_named_tool_is_called_by_its_schema(backend):
     assert (said, calls, reason) == ({}, [("weather", ARGUMENTS)], "stop")
     text = json.dumps(SCHEMA, separators=(",", ":"))
     assert backend.requests[0].sampling.grammar == Grammar(kind="json_schema", text=text)
-
-
-async def test_a_required_call_is_of_any_tool(backend):
-    speak(backend, f'[{{"name": "weather", "parameters": {ARGUMENTS}}}]')
-    async with client_of(backend) as sdk:
-        said, calls, reason = await ask(sdk, tools=TOOLS, tool_choice="required")
-    assert (said, calls, reason) == ({}, [("weather", ARGUMENTS)], "tool_calls")
 
 
 async def test_calls_that_are_not_parallel_are_the_first_one(backend):

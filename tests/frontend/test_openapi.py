@@ -5,7 +5,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tandem.frontend.app import create_app
+from tandem.frontend.grammars import OpenAIGrammar
+from tandem.frontend.native import GenerateBody
+from tandem.frontend.openai_body import ChatBody, CompletionBody
 from tandem.frontend.options import FrontendOptions, HttpOptions
+from tandem.frontend.sampling import CompletionSampling, NativeSampling
 from tests.frontend.conftest import serve
 
 WITH_KEYS = FrontendOptions(http=HttpOptions(api_keys=("k",)), tokenizer_files=dict)
@@ -65,7 +69,7 @@ async def test_bodies_name_the_fields_of_their_models(client):
 async def test_answers_are_described_as_whole_as_events_and_as_errors(client):
     answers = (await document(client))["paths"]["/generate"]["post"]["responses"]
     assert set(answers["200"]["content"]) == {"application/json", "text/event-stream"}
-    assert references(answers["200"]["content"]["text/event-stream"]) == {"GenerateEvent"}
+    assert references(answers["200"]["content"]["text/event-stream"]) == {"Generated"}
     assert references(answers["413"]) == references(answers["default"]) == {"Error"}
 
 
@@ -100,52 +104,8 @@ JUNK = st.recursive(
     ),
     max_leaves=5,
 )
-FIELDS = [
-    "text",
-    "input_ids",
-    "prompt",
-    "messages",
-    "sampling_params",
-    "rid",
-    "stream",
-    "stream_options",
-    "priority",
-    "cache_salt",
-    "return_logprob",
-    "logprob_start_len",
-    "top_logprobs_num",
-    "logprobs",
-    "top_logprobs",
-    "echo",
-    "n",
-    "stop",
-    "stop_regex",
-    "seed",
-    "stop_token_ids",
-    "logit_bias",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "max_new_tokens",
-    "max_tokens",
-    "min_tokens",
-    "tools",
-    "tool_choice",
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-    "json_schema",
-    "regex",
-    "response_format",
-    "structured_outputs",
-    "guided_choice",
-    "chat_template_kwargs",
-    "add_generation_prompt",
-    "model",
-    "best_of",
-    "suffix",
-]
+BODIES = (GenerateBody, NativeSampling, CompletionBody, CompletionSampling, ChatBody, OpenAIGrammar)
+FIELDS = sorted(frozenset().union(*(body.names() for body in BODIES), {"best_of", "suffix"}))
 GOOD = {
     "/generate": {"input_ids": [5], "max_new_tokens": 2},
     "/v1/completions": {"prompt": [5], "max_tokens": 2},

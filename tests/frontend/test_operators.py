@@ -6,8 +6,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from multidict import CIMultiDict
 
 from tandem.frontend.app import create_app
-from tandem.frontend.middleware import OPEN_ROUTES
-from tandem.frontend.operators import Forbidden, operators_only
+from tandem.frontend.keys import OPEN_ROUTES, Forbidden, operators_only
 from tandem.frontend.options import FrontendOptions, HttpOptions
 from tandem.wire.keys import operator_key, reader_key
 from tests.frontend.fakes import FakeBackend

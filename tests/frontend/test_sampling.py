@@ -7,13 +7,8 @@ import pytest
 
 from tandem.wire.generation import SamplingDefaults
 from tests.frontend.fakes import length, say
-from tests.frontend.helpers import post
+from tests.frontend.helpers import ROUTES, post
 
-ROUTES = {
-    "/generate": {"input_ids": [5]},
-    "/v1/completions": {"prompt": [5]},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
-}
 OF_MODEL = SamplingDefaults(
     temperature=0.25, top_p=0.5, top_k=7, min_p=0.125, repetition_penalty=1.5
 )

@@ -43,15 +43,6 @@ async def until_empty(outbox: Outbox) -> int:
     return turns
 
 
-async def test_nothing_is_written_before_the_callback_under_way_returned():
-    outbox, transport = Outbox(), Transport()
-    outbox.put(transport, b"a")
-    outbox.put(transport, b"b")
-    assert transport.written == []
-    await until_empty(outbox)
-    assert transport.written == [b"a", b"b"]
-
-
 async def test_others_have_their_turn_between_many_writes():
     outbox, transport = Outbox(), Transport()
     for _ in range(3 * sse.WRITES_AT_ONCE):

@@ -82,17 +82,6 @@ def test_only_what_may_become_a_stop_is_held_back(text, stops):
         assert held == "" or any(stop.startswith(held) for stop in stops)
 
 
-def test_a_stop_across_pieces_is_never_shown_in_part():
-    watch = StopStrings(["\nUser:"])
-    assert [watch.push(piece) for piece in ("Hi", "\n", "Use", "r: more")] == ["Hi", "", "", ""]
-    assert watch.matched == "\nUser:"
-
-
-def test_a_false_beginning_is_shown_once_it_is_known():
-    watch = StopStrings(["###"])
-    assert [watch.push(piece) for piece in ("a#", "#", "b")] == ["a", "", "##b"]
-
-
 @pytest.mark.parametrize("kind", [StopStrings, lambda *args: watching(["x"], keep=True)])
 def test_nothing_comes_after_the_match(kind):
     watch = kind(["x"], True)
@@ -200,12 +189,6 @@ def test_what_may_become_a_match_is_held_back_and_no_more():
         "",
     ]
     assert watch.finish() == "3 "
-
-
-def test_whichever_is_complete_first_wins():
-    assert fed("abX", ["b"], ["abX"]) == ("a", "b")
-    assert fed("abX", ["bX."], ["ab"]) == ("", "ab")
-    assert fed("abX", ["X"], ["abX"]) == ("", "abX")
 
 
 def test_a_match_that_never_ends_is_not_waited_for_without_end():

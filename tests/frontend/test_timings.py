@@ -83,26 +83,6 @@ def test_phases_up_to_the_first_token_add_up_to_its_time():
     assert report.num_output_tokens == 9
 
 
-def test_only_the_first_token_counts():
-    clock = Clock()
-    timings = started(clock)
-    timings.came(delta(token_ids=[1]))
-    assert timings.token_read() is not None
-    clock.now = 90.0
-    timings.came(delta(token_ids=[2]))
-    assert timings.token_read() is None
-    assert timings.report("r", 1).ttft_s == 1.0
-
-
-def test_a_request_that_got_no_token_says_how_far_it_came():
-    clock = Clock()
-    timings = started(clock)
-    clock.now = 53.0
-    report = timings.report("r", 1)
-    assert durations(report) == {"tokenize": 1.0, "unanswered": 2.0}
-    assert report.ttft_s is None
-
-
 def test_a_request_is_over_with_its_last_token_however_late_it_is_reported():
     clock = Clock()
     timings = started(clock)

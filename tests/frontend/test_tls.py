@@ -49,11 +49,6 @@ async def test_a_client_that_trusts_the_authority_is_served(backend, files):
             await generate(url, ssl.create_default_context())
 
 
-async def test_key_and_certificate_may_be_in_one_file(backend, files):
-    async with serve(backend, files, TlsFiles(files.both)) as (trusting, url):
-        assert await generate(url, trusting) == [5, 6]
-
-
 async def test_the_client_of_openai_streams_over_tls(backend, files):
     async with serve(backend, files, TlsFiles(files.cert, files.key)) as (trusting, url):
         http = openai.DefaultAsyncHttpxClient(verify=trusting)
@@ -65,16 +60,6 @@ async def test_the_client_of_openai_streams_over_tls(backend, files):
             )
             reasons = [chunk.choices[0].finish_reason async for chunk in stream]
     assert reasons[-1] == "length"
-
-
-async def test_curl_is_served_over_tls(backend, files):
-    async with serve(backend, files, TlsFiles(files.cert, files.key)) as (_, url):
-        curl = await asyncio.create_subprocess_exec(
-            *("curl", "--silent", "--cacert", files.ca, f"{url}/health"),
-            stdout=asyncio.subprocess.PIPE,
-        )
-        out, _ = await curl.communicate()
-    assert b'"status":"ok"' in out
 
 
 async def test_clients_must_show_a_certificate_where_authorities_are_given(backend, files):

@@ -2,6 +2,7 @@ import asyncio
 
 import pytest
 
+from tandem.frontend.engine_client import give
 from tandem.frontend.token_stream import TokenStream
 from tandem.wire.errors import PeerLost
 from tandem.wire.messages import StartColocated
@@ -11,27 +12,23 @@ from tests.router.fake_node import delta, logprobs, request
 START = StartColocated(request=request())
 
 
-class Owner:
-    """Notes what a stream asks of the client."""
-
-    def __init__(self) -> None:
-        self.cancelled, self.num_forgotten = [], 0
-
-    def cancel(self, request_id, attempt) -> None:
-        self.cancelled.append((request_id, attempt))
-
-    def forget(self, stream) -> None:
-        self.num_forgotten += 1
+@pytest.fixture
+def cancelled():
+    return []
 
 
 @pytest.fixture
-def owner():
-    return Owner()
+def stream(cancelled):
+    return made(START, cancelled)
 
 
-@pytest.fixture
-def stream(owner):
-    return TokenStream(owner, START, None)
+def made(start, cancelled=()) -> TokenStream:
+    return TokenStream(
+        start,
+        None,
+        forget=lambda _: None,
+        cancel=lambda *key: cancelled.append(key),
+    )
 
 
 def test_what_waits_for_a_slow_reader_is_one_delta(stream):
@@ -91,18 +88,18 @@ def test_a_failure_comes_after_what_waits(stream):
         stream.take()
 
 
-def test_an_abort_cancels_once_and_ends_where_the_tokens_ended(stream, owner):
+def test_an_abort_cancels_once_and_ends_where_the_tokens_ended(stream, cancelled):
     stream.put(delta(START, 0, [1, 2]))
     assert stream.take().token_ids == [1, 2]
     stream.abort()
     stream.close()
     last = stream.take()
     assert (last.index, last.finish.reason) == (2, "abort")
-    assert owner.cancelled == [("r1", 0)]
+    assert cancelled == [("r1", 0)]
 
 
-def test_an_abort_before_any_token_of_a_replay_ends_where_the_earlier_attempt_did(owner):
-    stream = TokenStream(owner, StartColocated(request=request(num_prior_tokens=3)), None)
+def test_an_abort_before_any_token_of_a_replay_ends_where_the_earlier_attempt_did():
+    stream = made(StartColocated(request=request(num_prior_tokens=3)), [])
     stream.abort()
     assert stream.take().index == 3
 
@@ -132,25 +129,25 @@ async def until_reading(reading) -> asyncio.Task:
     return waiting
 
 
-async def test_a_stream_that_goes_on_after_a_replay_gives_its_tap_tokens_in_order_only(owner):
+async def test_a_stream_that_goes_on_after_a_replay_gives_its_tap_tokens_in_order_only():
     again = StartColocated(request=request(num_prior_tokens=3), attempt=1)
-    stream, tap = TokenStream(owner, again, None), Tap()
+    stream, tap = made(again), Tap()
     reading = stream.read(tap)
     waiting = await until_reading(reading)
     stream.put(delta(again, 3, []))  # of the prompt only
     assert (await waiting).token_ids == []
     waiting = await until_reading(reading)
     # The first token is never ordinary: there is more to say of it.
-    stream.put_ordinary(3, (13,))
+    give(stream, 3, (13,))
     first = await waiting
     assert (first.index, first.token_ids, tap.taken) == (3, [13], [])
     waiting = await until_reading(reading)
-    stream.put_ordinary(4, (14,))
-    stream.put_ordinary(5, (15,))
+    give(stream, 4, (14,))
+    give(stream, 5, (15,))
     assert tap.taken == [14, 15]
     # One that does not follow, and all behind it, are for the reader to judge by their index.
-    stream.put_ordinary(7, (17,))
-    stream.put_ordinary(8, (18,))
+    give(stream, 7, (17,))
+    give(stream, 8, (18,))
     late = await waiting
     assert (late.index, late.token_ids, tap.taken) == (7, [17, 18], [14, 15])
     await reading.aclose()
@@ -160,17 +157,17 @@ async def test_tokens_that_a_full_tap_refuses_reach_the_reader_and_the_next_ones
     tap = Tap()
     reading = stream.read(tap)
     waiting = await until_reading(reading)
-    stream.put_ordinary(0, (10,))
+    give(stream, 0, (10,))
     assert (await waiting).token_ids == [10]
     waiting = await until_reading(reading)
     tap.is_full = True
-    stream.put_ordinary(1, (11,))
+    give(stream, 1, (11,))
     tap.is_full = False
-    stream.put_ordinary(2, (12,))  # behind what waits, not before it
+    give(stream, 2, (12,))  # behind what waits, not before it
     late = await waiting
     assert (late.index, late.token_ids, tap.taken) == (1, [11, 12], [])
     waiting = await until_reading(reading)
-    stream.put_ordinary(3, (13,))
+    give(stream, 3, (13,))
     assert tap.taken == [13]
     stream.put(delta(START, 4, [14], "length"))
     assert (await waiting).token_ids == [14]

@@ -13,12 +13,11 @@ from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 from tandem.frontend import tracing
 from tandem.frontend.options import FrontendOptions, HttpOptions
-from tandem.frontend.server import listen
 from tandem.frontend.tracing import Tracing, checked_endpoint
 from tandem.wire.errors import ConfigInvalid, NoNodeAvailable
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import say
-from tests.frontend.helpers import post, stream
+from tests.frontend.helpers import post
 from tests.patience import PATIENCE_S
 
 TRACE_ID, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -93,14 +92,6 @@ async def test_a_request_is_one_trace_below_the_callers_span(backend, collector)
     assert collector.services == {"tandem-test"}
 
 
-async def test_each_choice_of_a_stream_is_a_generation(backend, collector):
-    async with serve(backend, options(collector)) as client:
-        await stream(client, "/v1/completions", {"prompt": "Hello", "max_tokens": 2, "n": 3})
-    (root,) = collector.named("POST /v1/completions")
-    generations = collector.named("generation")
-    assert [span.parent_span_id for span in generations] == [root.span_id] * 3
-
-
 async def test_a_trace_that_its_caller_does_not_record_is_not_sent(backend, collector):
     async with serve(backend, options(collector)) as client:
         headers = {"traceparent": TRACEPARENT[:-1] + "0"}
@@ -121,14 +112,6 @@ async def test_a_request_that_failed_says_so(backend, collector):
     assert root.status.code == 2
     facts = {each.key: each.value for each in generation.attributes}
     assert facts["tandem.outcome"].string_value == "failed"
-
-
-async def test_a_collector_that_is_away_costs_requests_nothing(backend):
-    with listen("127.0.0.1", 0) as nobody:
-        port = nobody.getsockname()[1]
-    http = HttpOptions(traces_endpoint=checked_endpoint(f"http://127.0.0.1:{port}"))
-    async with asyncio.timeout(PATIENCE_S), serve(backend, FrontendOptions(http=http)) as client:
-        assert (await post(client, "/generate", {"text": "Hello", "max_new_tokens": 2}))[0] == 200
 
 
 async def test_a_collector_that_hangs_does_not_hold_up_the_end_of_the_app():

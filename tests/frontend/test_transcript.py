@@ -8,6 +8,7 @@ from tandem.frontend.answering import Answer
 from tandem.frontend.sampling import TextRules
 from tandem.frontend.stops import compile_pattern
 from tandem.frontend.transcript import Transcript
+from tandem.telemetry.histogram import Histogram
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Finish
 from tandem.wire.messages import TokenDelta
@@ -15,6 +16,7 @@ from tests.frontend.fakes import told
 
 STOP = Finish(reason="stop", matched=99)
 LENGTH = Finish(reason="length")
+Z = Finish(reason="stop", matched=25)
 
 
 class Letters:
@@ -38,12 +40,17 @@ class Sink(Answer):
         super().__init__()
         self.is_full, self.sizes = False, []
 
-    def has_room(self) -> bool:
-        return not self.is_full
-
-    def write(self, piece) -> None:
+    def write(self, piece) -> bool:
         self.sizes.append(len(piece.token_ids))
         super().write(piece)
+        return not self.is_full
+
+
+def transcript_of(rules, sink) -> Transcript:
+    """A transcript whose sink has room."""
+    transcript = Transcript(rules, Letters(), sink, Histogram([1.0]))
+    transcript.has_room = True
+    return transcript
 
 
 def delta(token_ids, finish=None, index=0, *, is_told=False) -> TokenDelta:
@@ -60,9 +67,10 @@ def delta(token_ids, finish=None, index=0, *, is_told=False) -> TokenDelta:
 def read(parts, rules=TextRules(), straight=()) -> Sink:  # noqa: B008 - it is frozen
     """Return what a client gets of some deltas; those at the places in `straight` may use the tap."""
     sink = Sink()
-    transcript = Transcript(rules, Letters(), sink)
+    transcript = transcript_of(rules, sink)
     for place, part in enumerate(parts):
-        if place in straight and part.finish is None and transcript.take_ordinary(part.token_ids):
+        is_ordinary = place in straight and part.token_ids and part.finish is None
+        if is_ordinary and transcript.take_ordinary(part.token_ids):
             continue
         if (piece := transcript.take(part)) is not None:
             sink.write(piece)
@@ -112,71 +120,36 @@ def test_neither_the_grouping_of_tokens_nor_their_way_changes_what_a_client_gets
         assert [entry.logprob for entry in sink.logprobs] == [-i / 100 for i in sink.output_ids]
 
 
-# The last delta, the rules, and what becomes of them after a first token "a".
+B = {"stops": ("b",)}
+ABORT, HANDED = Finish(reason="abort"), Finish(reason="handed_off")
+ANY_OF = compile_pattern("[bc]")
+# Behind a first token "a": the last ids and finish, the rules, and the text, reason and match of the end.
 ENDS = {
-    "length alone": (delta([1], LENGTH), TextRules(), "ab", ("length", None)),
-    "a stop with the last token": (
-        delta([1], LENGTH),
-        TextRules(stops=("b",)),
-        "a",
-        ("stop", "b"),
-    ),
-    "a stop before the last token": (
-        delta([1, 2], LENGTH),
-        TextRules(stops=("b",), keeps_stop=True),
-        "ab",
-        ("stop", "b"),
-    ),
-    "half a stop with the last token": (
-        delta([1], LENGTH),
-        TextRules(stops=("bc",)),
-        "ab",
-        ("length", None),
-    ),
-    "a pattern with the last token": (
-        delta([1], LENGTH),
-        TextRules(patterns=(compile_pattern("[bc]"),)),
-        "a",
-        ("stop", "[bc]"),
-    ),
-    "a stop too early, at the length": (
-        delta([1], LENGTH),
-        TextRules(stops=("b",), min_new_tokens=2),
-        "ab",
-        ("length", None),
-    ),
-    "a stop token": (delta([1, 99], STOP), TextRules(), "ab", ("stop", 99)),
-    "a stop token behind a stop string": (
-        delta([1, 99], STOP),
-        TextRules(stops=("b",)),
-        "a",
-        ("stop", "b"),
-    ),
-    "an abort behind a stop": (
-        delta([1], Finish(reason="abort")),
-        TextRules(stops=("b",)),
-        "a",
-        ("stop", "b"),
-    ),
-    "prefill's part": (
-        delta([1], Finish(reason="handed_off")),
-        TextRules(),
-        "ab",
-        ("length", None),
-    ),
+    "length alone": ([1], LENGTH, {}, "ab", "length", None),
+    "a stop with the last token": ([1], LENGTH, B, "a", "stop", "b"),
+    "a stop before the last token": ([1, 2], LENGTH, B | {"keeps_stop": True}, "ab", "stop", "b"),
+    "half a stop with the last token": ([1], LENGTH, {"stops": ("bc",)}, "ab", "length", None),
+    "a pattern with the last token": ([1], LENGTH, {"patterns": (ANY_OF,)}, "a", "stop", "[bc]"),
+    "a stop too early": ([1], LENGTH, B | {"min_new_tokens": 2}, "ab", "length", None),
+    "a stop token": ([1, 99], STOP, {}, "ab", "stop", 99),
+    "a stop token that stays": ([1, 25], Z, {"keeps_stop": True}, "abz", "stop", 25),
+    "a stop token behind a stop string": ([1, 99], STOP, B, "a", "stop", "b"),
+    "an abort behind a stop": ([1], ABORT, B, "a", "stop", "b"),
+    "prefill's part": ([1], HANDED, {}, "ab", "length", None),
+    "nothing is shown": ([1], LENGTH, {"is_silent": True}, "", "length", None),
 }
 
 
 @pytest.mark.parametrize("name", ENDS)
 def test_the_reason_of_the_end_is_what_came_first(name):
-    last, rules, text, (reason, matched) = ENDS[name]
-    sink = read([delta([0]), last], rules)
-    assert (sink.text, sink.ending.reason, sink.ending.matched) == (text, reason, matched)
+    ids, finish, rules, *expected = ENDS[name]
+    sink = read([delta([0]), delta(ids, finish)], TextRules(**rules))
+    assert [sink.text, sink.ending.reason, sink.ending.matched] == expected
 
 
 def test_a_stop_that_the_tap_meets_ends_with_the_next_delta_whatever_that_is():
     sink = Sink()
-    transcript = Transcript(TextRules(stops=("bc",)), Letters(), sink)
+    transcript = transcript_of(TextRules(stops=("bc",)), sink)
     assert transcript.take(delta([0])).text == "a"
     assert transcript.take_ordinary([1])  # may yet become the stop
     assert not transcript.take_ordinary([2])
@@ -188,7 +161,7 @@ def test_a_stop_that_the_tap_meets_ends_with_the_next_delta_whatever_that_is():
 
 def test_a_pattern_that_takes_too_long_in_the_tap_fails_the_request():
     rules = TextRules(patterns=(compile_pattern("(a+)+x"),))
-    transcript = Transcript(rules, Letters(), Sink())
+    transcript = transcript_of(rules, Sink())
     with pytest.raises(InvalidRequest, match="takes too long"):
         for index in range(3000):
             if not transcript.take_ordinary([0]):
@@ -197,14 +170,14 @@ def test_a_pattern_that_takes_too_long_in_the_tap_fails_the_request():
 
 def test_a_full_sink_is_not_written_to_and_what_it_refused_is_not_lost():
     sink = Sink()
-    transcript = Transcript(TextRules(), Letters(), sink)
-    assert transcript.take_ordinary([0])
+    transcript = transcript_of(TextRules(), sink)
     sink.is_full = True
+    assert transcript.take_ordinary([0])  # it fills the sink
     assert not transcript.take_ordinary([1])
     assert sink.output_ids == [0]
     piece = transcript.take(delta([1, 2], index=1))
     assert (piece.text, list(piece.token_ids)) == ("bc", [1, 2])
-    sink.is_full = False
+    transcript.has_room = True  # drained
     assert transcript.take_ordinary([0])
     assert (sink.text, transcript.num_tokens) == ("aa", 4)
 
@@ -214,8 +187,3 @@ def test_an_event_may_hold_several_tokens_by_either_way():
     for straight in ((), range(1, 10)):
         sink = read(parts, TextRules(stream_interval=4), straight)
         assert (sink.sizes, sink.text) == ([1, 4, 4, 1], "abcabcabca")
-
-
-def test_a_silent_generation_shows_no_token():
-    sink = read([delta([0], LENGTH)], TextRules(is_silent=True))
-    assert (sink.text, sink.output_ids, sink.ending.reason) == ("", [], "length")
