@@ -45,6 +45,7 @@ from tandem.engine.step import ChunkEnd, CompletePages, ForwardTimes, Launched
 from tandem.engine.weight_files import read_object
 from tandem.wire.errors import ConfigInvalid, InvalidRequest
 from tandem.wire.generation import GenerateRequest, TokenLogprobs
+from tandem.wire.hand_off import LayerKV
 
 # Beginning of each layer's K and of its V that a forward writes: enough to tell one page from another.
 _MARK_BYTES = 8
@@ -60,7 +61,7 @@ class SimulatedPages:
 
     Args:
         memory: At least `num_pages * page_bytes`.
-        num_slabs: Pieces of a page that begin with a mark: K and V of each layer.
+        num_slabs: Pieces of a page that begin with a mark: what each layer keeps.
     """
 
     def __init__(
@@ -282,23 +283,32 @@ def read_model(config: EngineConfig, kv: SimKV) -> tuple[ModelShape, Ints]:
     digest.update(f"{kv_dtype} {kv}".encode())
     digest.update(ordinary.tobytes())
     name = f"{facts.get('model_type', 'model')}-{text.num_hidden_layers}layers"
+    layers = _latent_layers(text)
     shape = ModelShape(
         num_layers=text.num_hidden_layers,
-        num_kv_heads=kv_heads(text),
-        head_dim=head_dim(text),
+        num_kv_heads=1 if layers else kv_heads(text),
+        head_dim=sum(layer.key_dim for layer in layers) or head_dim(text),
         vocab_size=text.vocab_size,
         context_length=context_length(config.context_length, text),
         eos_token_ids=eos,
         dtype=dtype,
         kv_dtype=kv_dtype,
         fingerprint=f"{name}-simulated-kv-{kv}-{digest.hexdigest()[:16]}",
+        layers=layers,
+        attention=frozenset({"latents"} if layers else ()),
     )
     return (shape if kv == "real" else _without_kv(shape)), ordinary
 
 
+def _latent_layers(text: Any) -> tuple[LayerKV, ...]:
+    """Return what layers of latent attention keep: one row for all heads; empty for other models."""
+    rank = getattr(text, "kv_lora_rank", None)
+    return (LayerKV(1, rank + text.qk_rope_head_dim, 0),) * text.num_hidden_layers if rank else ()
+
+
 def _without_kv(shape: ModelShape) -> ModelShape:
     """Return the same model with as little KV as a page can have: two bytes a token."""
-    return replace(shape, num_layers=1, num_kv_heads=1, head_dim=1, kv_dtype="uint8")
+    return replace(shape, num_layers=1, num_kv_heads=1, head_dim=1, kv_dtype="uint8", layers=())
 
 
 def _text_config(path: Path, facts: dict[str, Any], *, trusts_code: bool) -> Any:

@@ -435,7 +435,6 @@ def test_a_grammar_past_the_time_limit_is_refused_and_kept_if_it_compiles_after_
 
 def test_when_every_worker_is_late_grammars_are_refused_until_one_is_done(gate, make_compiler):
     compiler = make_compiler()
-    compiler.compile(regex("warm")).result()  # the vocabulary
     compiler._time_limit_s = 0.05
     late = [compiler.compile(regex(f"slow{number}")) for number in range(3)]
     behind = compiler.compile(regex("behind"))
@@ -459,19 +458,6 @@ def test_a_failure_of_ours_is_reported_and_not_remembered(make_compiler, monkeyp
         for _ in range(4):  # more than there are workers
             with pytest.raises(EngineFailed, match="Error"):
                 compiler.compile(regex("a")).result(PATIENCE_S)
-    assert compiler.compile(regex("a")).result(PATIENCE_S)
-
-
-def test_a_machine_without_threads_refuses_grammars_until_it_has_some(make_compiler, monkeypatch):
-    compiler = make_compiler()
-
-    def no_thread(_thread):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", no_thread)
-        with pytest.raises(Overloaded):
-            compiler.compile(regex("a")).result(PATIENCE_S)
     assert compiler.compile(regex("a")).result(PATIENCE_S)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from transformers import DeepseekV3Config
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.core import Engine
@@ -26,7 +27,7 @@ from tandem.engine.simulated import (
 from tandem.wire.errors import ConfigInvalid, InvalidRequest
 from tandem.wire.generation import GenerateRequest, Grammar, LogprobsWanted, SamplingParams
 from tandem.wire.ids import RequestId
-from tests.tiny_models import CONFIGS, CONTEXT_LENGTH
+from tests.tiny_models import CONFIGS, CONTEXT_LENGTH, SIZES
 
 PAGE, EOS = 4, 1
 ORDINARY = np.arange(2, 50)
@@ -268,6 +269,17 @@ def test_the_shape_is_the_models_without_its_weights(tiny_model, tmp_path, kind,
     loaded = load_model(config_of(tiny_model(kind), **settings))[1]
     shape, _ = read_model(config_of(tmp_path, **settings), "real")
     assert replace(shape, fingerprint="") == replace(loaded, fingerprint="", model_kv_heads=0)
+
+
+def test_latents_are_as_large_as_those_of_the_model(tmp_path):
+    sizes = SIZES | {"num_key_value_heads": 4, "first_k_dense_replace": 3, "q_lora_rank": None}
+    sizes |= {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20}
+    DeepseekV3Config(**sizes).save_pretrained(tmp_path)
+    loaded = load_model(config_of(tmp_path, load_format="dummy"))[1]
+    shape, _ = read_model(config_of(tmp_path), "real")
+    assert shape.kv_bytes_per_token == 3 * (16 + 8) * 4
+    assert replace(shape, fingerprint="") == replace(loaded, fingerprint="", model_kv_heads=0)
+    assert read_model(config_of(tmp_path), "none")[0].kv_bytes_per_token == 2
 
 
 def test_where_the_config_is_silent_its_architecture_speaks(tmp_path):
