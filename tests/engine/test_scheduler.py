@@ -334,13 +334,11 @@ def test_nothing_that_a_failed_forward_was_to_compute_is_cached(num_prompt, monk
     assert engine.counts().free == 20
 
 
-def failing(launched):
-    class Outcome:
-        def token_ids(self):
-            raise RuntimeError("out of memory")
+def failing(_read):
+    def read():
+        raise RuntimeError("out of memory")
 
-    launched.outcome = Outcome()
-    return launched
+    return read
 
 
 # ── the order of the queue ───────────────────────────────────────────────────────────────────────
