@@ -147,7 +147,12 @@ class GrammarCompiler:
             job.is_late = True
             self._num_late += 1
             log.warning("grammar.too_complex", kind=job.grammar.kind, num_late=self._num_late)
-            job.settle(_too_complex())
+            job.settle(
+                InvalidRequest(
+                    "the grammar is too complex to compile in time; use fewer or smaller repetition "
+                    "bounds (maxLength, maxItems, {m,n}) and enums"
+                )
+            )
             if self._num_late == _NUM_WORKERS:
                 stranded = [other for other in self._jobs.values() if not other.is_late]
                 for other in stranded:
@@ -219,13 +224,6 @@ def _name(grammar: Grammar) -> str:
         "regex": "regular expression",
         "ebnf": "EBNF grammar",
     }[grammar.kind]
-
-
-def _too_complex() -> InvalidRequest:
-    return InvalidRequest(
-        "the grammar is too complex to compile in time; "
-        "use fewer or smaller repetition bounds (maxLength, maxItems, {m,n}) and enums"
-    )
 
 
 def _overloaded() -> Overloaded:

@@ -296,11 +296,6 @@ def test_a_batch_has_the_masks_of_its_rows(compiler, masks_of):
         assert logits[row].isfinite().nonzero().flatten().tolist() == expected
 
 
-def test_a_batch_without_grammars_has_no_masks(masks_of):
-    assert masks_of([None, None]) is None
-    assert masks_of([]) is None
-
-
 @pytest.mark.parametrize("vocab_size", [32, 33, 63, 95])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masks_keep_allowed_logits_as_they_are(vocab_size, dtype):
@@ -407,15 +402,6 @@ def test_a_slow_grammar_delays_neither_the_caller_nor_another_and_is_compiled_on
     gate.is_open.set()
     assert slow.result()
     assert sorted(gate.calls) == ["fast", "slow"]
-
-
-def test_a_compiled_grammar_is_kept_by_the_library(make_compiler):
-    compiler = make_compiler()
-    compiler.compile(schema(POINTS)).result()
-    size = compiler._library.get_cache_size_bytes()
-    assert size > 0
-    compiler.compile(schema(POINTS)).result()
-    assert compiler._library.get_cache_size_bytes() == size
 
 
 def test_a_grammar_past_the_time_limit_is_refused_and_kept_if_it_compiles_after_all(
