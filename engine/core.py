@@ -1,9 +1,9 @@
 """The engine: requests in, tokens out, one `step` at a time. No loop, no socket, no clock of its own.
 
-A role's loop queues requests, calls `step` and `cancel`, and acts on what they return. A step admits whom
-there are pages for, launches one forward and collects one. On a device that computes beside the host, the forward collected is
-the one before: the next is prepared and queued while it runs, taking tokens that the host has not read yet
-from the device.
+A role's loop queues requests, calls `step` and `cancel`, and acts on what they return. A step admits requests
+that have room, launches one forward and collects one. On a device that computes beside the host, the forward
+collected is the one before. The next is prepared and queued while it runs, and takes tokens from the device
+that the host has not read yet.
 
 Every page a request holds goes back through exactly one of `_let_go` (here), `release` (prefill,
 once pushed) or `reclaim` (decode, once no write can arrive).
@@ -283,7 +283,7 @@ class Engine:
         self._is_stuck = False
 
     def note_pages(self) -> None:
-        """Cached pages came back from readers that are no requests: try again who lacks pages."""
+        """Cached pages came back from readers that are no requests: retry admission."""
         self._scheduler.note_pages()
         self._is_stuck = False
 
@@ -300,7 +300,7 @@ class Engine:
 
     @property
     def num_prompts(self) -> int:
-        """Of these, requests whose prompt is not computed."""
+        """Running requests whose prompt is not computed."""
         return len(self._scheduler.prompts)
 
     @property

@@ -15,7 +15,6 @@ from tandem.engine.forward import Chunk
 from tandem.engine.model import load_model
 from tandem.engine.profile import DecodeTimes, PrefillTimes, Profile
 from tandem.engine.request import ActiveRequest
-from tandem.engine.shape import ModelShape
 from tandem.engine.simulated import (
     Clock,
     SimulatedLauncher,
@@ -27,9 +26,10 @@ from tandem.engine.simulated import (
 from tandem.wire.errors import ConfigInvalid, InvalidRequest
 from tandem.wire.generation import GenerateRequest, Grammar, LogprobsWanted, SamplingParams
 from tandem.wire.ids import RequestId
+from tests.engine.toy_runner import toy_shape
 from tests.tiny_models import CONFIGS, CONTEXT_LENGTH, SIZES
 
-PAGE, EOS = 4, 1
+PAGE = 4
 ORDINARY = np.arange(2, 50)
 PROMPTS = [[i + 1, *range(3, 3 + 5 * i)] for i in range(8)]
 
@@ -49,17 +49,7 @@ class FakeTime:
 
 
 def make_engine(num_pages=200, profile=None, time=None, ordinary=ORDINARY, **settings) -> Engine:
-    shape = ModelShape(
-        num_layers=4,
-        num_kv_heads=1,
-        head_dim=1,
-        vocab_size=int(ordinary[-1]) + 1,
-        context_length=1 << 20,
-        eos_token_ids=frozenset({EOS}),
-        dtype="float32",
-        kv_dtype="float32",
-        fingerprint="simulated",
-    )
+    shape = toy_shape(num_layers=4, vocab_size=int(ordinary[-1]) + 1)
     config = EngineConfig(model_dir="", page_size=PAGE, **{"chunked_prefill_size": 16, **settings})
     clock = (time or FakeTime()).clock()
     launcher = SimulatedLauncher(profile or Profile(), ordinary, shape.num_layers, clock=clock)
