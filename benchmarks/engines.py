@@ -35,7 +35,9 @@ def make_engine(path: Path, dtype: DType, max_total_tokens: int, chunk: int) -> 
     num_pages = max_total_tokens // config.page_size
     pool = make_pool(shape, num_pages, config.page_size, "cpu")
     runner = ModelRunner(model, pool, choose_backend(config, shape))
-    return Engine(ModelLauncher(runner, shape, config.page_size), shape, config, num_pages)
+    launcher = ModelLauncher(runner, shape, config.page_size)
+    launcher.warm_up()
+    return Engine(launcher, shape, config, num_pages)
 
 
 def ask(prompt: list[int], num_new: int) -> GenerateRequest:

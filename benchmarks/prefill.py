@@ -58,7 +58,6 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     path = model_dir(args.model)
     engine = make_engine(path, args.dtype, 2 * max(args.tokens) + 64, args.chunk)
-    engine.warm_up()
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, args.dtype)).eval()
     rng = random.Random(0)
     ratios = []

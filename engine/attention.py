@@ -2,7 +2,7 @@
 
 Registered under `NAME` with `AttentionInterface`; with `AttentionMaskInterface` on purpose not:
 transformers then makes no mask, nor waits for the GPU to tell whether it needs one. Each attention layer
-finds the forward under way by its own `attending`, since not every model passes arguments on; a backend
+finds the forward under way by its own `paged`, since not every model passes arguments on; a backend
 (`attention_backends.py`) writes the layer's K and V into the pool and attends over the pages. A model whose
 attention asks for anything else is refused when it is loaded (`observation.py`), and here at any later
 forward: nothing is ignored.
@@ -11,7 +11,7 @@ forward: nothing is ignored.
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -298,61 +298,14 @@ class GraphBackend(AttentionBackend, Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
-class Attending:
-    """What attention layers of one model need: of the model, and of the forward under way.
-
-    Attributes:
-        latents: For layers that keep latents.
-        chunks: Positions in a chunk, for layers that attend within chunks.
-        windows: For layers that do not bring their window themselves.
-        attend: Takes what a layer brings; returns shape (num_rows, num_heads, value_dim).
-        past: What the model was given for its cache.
-        wrote: As in `PagedBatch`.
-    """
-
-    latents: Mapping[int, Latents]
-    chunks: Mapping[int, int]
-    windows: Mapping[int, int]
-    attend: Callable[[LayerInputs], torch.Tensor] | None = None
-    past: PagedPast | None = None
-    wrote: Callable[[int], None] | None = None
-
-    def layer(
-        self,
-        index: int,
-        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        scoring: Scoring,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attend for one layer.
-
-        Args:
-            tensors: Query, key and value as `paged_attention` has them.
-
-        Returns:
-            Shape (num_rows, num_heads, value_dim).
-        """
-        assert self.attend is not None, "no forward is under way"
-        assert self.past is not None
-        latents = self.latents.get(index)
-        if latents is not None:
-            layer = latents.inputs(index, tensors[0], self.past.kept.pop(index), scoring)
-            attended = latents.outputs(self.attend(layer))
-        else:
-            query, key, value = (part[0].transpose(0, 1) for part in tensors)
-            attended = self.attend(LayerInputs(index, query, key, value, scoring, sinks))
-        if self.wrote is not None:
-            self.wrote(index)
-        return attended
-
-
 class PagedModel:
     """A transformers model that attends through pages.
 
     Args:
-        module: The causal language model. Its attention modules are given an attribute `attending`.
-        latents, chunks, windows: As in `Attending`.
+        module: The causal language model. Its attention modules are given this model as `paged`.
+        latents: For layers that keep latents.
+        chunks: Positions in a chunk, for layers that attend within chunks.
+        windows: For layers that do not bring their window themselves.
         has_past: Whether the model is given `PagedPast` for its cache, or nothing.
     """
 
@@ -367,10 +320,12 @@ class PagedModel:
     ) -> None:
         self.module = module
         self.has_past = has_past
-        self._attending = Attending(latents or {}, chunks or {}, windows or {})
+        self.chunks, self.windows = chunks or {}, windows or {}
+        self._latents = latents or {}
+        self._forward: _Forward | None = None
         for each in module.modules():
             if isinstance(getattr(each, "layer_idx", None), int):
-                each.attending = self._attending  # type: ignore[assignment]
+                each.paged = self  # type: ignore[assignment]
 
     def logits(
         self,
@@ -387,15 +342,15 @@ class PagedModel:
         Args:
             token_ids, positions: Shape (num_rows,), int64.
             logit_rows: Shape (num_logits,), int64.
-            attend, wrote: As in `Attending`.
+            attend: Takes what a layer brings; returns shape (num_rows, num_heads, value_dim).
+            wrote: As in `PagedBatch`.
             past: Of these positions; None makes one that keeps what latents need.
 
         Returns:
             Shape (num_logits, vocab_size).
         """
-        attending = self._attending
-        past = past or PagedPast(positions, attending.latents)
-        attending.attend, attending.wrote, attending.past = attend, wrote, past
+        past = past or PagedPast(positions, self._latents)
+        self._forward = _Forward(attend, past, wrote)
         try:
             output = self.module(
                 input_ids=token_ids.unsqueeze(0),
@@ -405,10 +360,45 @@ class PagedModel:
                 logits_to_keep=logit_rows,
             )
         finally:
-            # They hold the pool, and K and V of the last layers.
-            attending.attend = attending.wrote = attending.past = None
+            self._forward = None  # it holds the pool, and K and V of the last layers
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    def attend(
+        self,
+        index: int,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        scoring: Scoring,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend for one layer of the forward under way.
+
+        Args:
+            tensors: Query, key and value as `paged_attention` has them.
+
+        Returns:
+            Shape (num_rows, num_heads, value_dim).
+        """
+        forward = self._forward
+        assert forward is not None, "no forward is under way"
+        latents = self._latents.get(index)
+        if latents is not None:
+            layer = latents.inputs(index, tensors[0], forward.past.kept.pop(index), scoring)
+            attended = latents.outputs(forward.attend(layer))
+        else:
+            query, key, value = (part[0].transpose(0, 1) for part in tensors)
+            attended = forward.attend(LayerInputs(index, query, key, value, scoring, sinks))
+        if forward.wrote is not None:
+            forward.wrote(index)
+        return attended
+
+
+class _Forward(NamedTuple):
+    """The forward under way; see `PagedModel.logits`."""
+
+    attend: Callable[[LayerInputs], torch.Tensor]
+    past: PagedPast
+    wrote: Callable[[int], None] | None
 
 
 def paged_attention(
@@ -427,7 +417,7 @@ def paged_attention(
     """Attend for one layer of a transformers model.
 
     Args:
-        module: The attention module; `layer_idx` names the layer, `attending` has the forward.
+        module: The attention module; `layer_idx` names the layer, `paged` has the forward.
         query: Shape (1, num_heads, num_rows, key_dim), after rotary embedding.
         key: Shape (1, num_kv_heads, num_rows, key_dim).
         value: Shape (1, num_kv_heads, num_rows, value_dim).
@@ -443,14 +433,14 @@ def paged_attention(
         AttentionNotServed: The layer asks for what is not computed here.
     """
     _check_understood(module, attention_mask, others)
-    attending: Attending | None = getattr(module, "attending", None)
-    if attending is None:
+    paged: PagedModel | None = getattr(module, "paged", None)
+    if paged is None:
         raise AttentionNotServed("its attention does not know the number of its layer")
     index = int(module.layer_idx)  # type: ignore[arg-type]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = sliding_window or attending.windows.get(index)
-    scoring = Scoring(scale, window, softcap or None, attending.chunks.get(index))
-    return attending.layer(index, (query, key, value), scoring, s_aux).unsqueeze(0), None
+    window = sliding_window or paged.windows.get(index)
+    scoring = Scoring(scale, window, softcap or None, paged.chunks.get(index))
+    return paged.attend(index, (query, key, value), scoring, s_aux).unsqueeze(0), None
 
 
 def _check_understood(

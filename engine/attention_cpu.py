@@ -10,12 +10,14 @@ arithmetic. So do layers that the kernel does not know: with sinks, chunks, late
 """
 
 import ctypes
+import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import Any
 
+import llvmlite.binding as llvm
 import numba
 import numpy as np
 import torch
@@ -25,6 +27,9 @@ from numba.extending import intrinsic
 
 from tandem.engine.attention import LayerInputs, PagedBatch
 from tandem.engine.attention_torch import TorchAttention, attend_prompts, empty_output
+from tandem.telemetry.log import get_logger
+
+log = get_logger(__name__)
 
 _NO_WINDOW = 1 << 62
 # Elements of what is only known by its address.
@@ -47,6 +52,7 @@ CALL = np.dtype(
         ("num_seqs", np.int64),
         ("out", np.int64),
         ("num_threads", np.int64),
+        ("thread_number", np.int64),
         ("window", np.int64),
         ("scale", np.float32),
         ("softcap", np.float32),
@@ -55,6 +61,7 @@ CALL = np.dtype(
 )
 """What the kernel is told: addresses, and strides in elements.
 
+`thread_number` is a C function's that tells which of `num_threads` it is called on; 0 where there is one.
 `pool_page` is from page to page, `pool_layer` from the page's begin to the layer. Dimensions of a head are
 neighbours everywhere. `out` is contiguous, (num_seqs, num_heads, head_dim). `softcap` 0 is none.
 """
@@ -111,7 +118,7 @@ def _attend_decodes(layer: LayerInputs, batch: PagedBatch, out: torch.Tensor) ->
             is_bfloat16=batch.dtype is torch.bfloat16,
         )
     )
-    _run(kernel, call.ctypes.data)
+    run(kernel.address, call.ctypes.data)
 
 
 def _call(batch: PagedBatch) -> np.ndarray:
@@ -121,7 +128,8 @@ def _call(batch: PagedBatch) -> np.ndarray:
     call["page_table"] = batch.host_page_table.ctypes.data
     call["max_pages"] = batch.host_page_table.shape[1]
     call["kv_lens"] = batch.host_kv_lens.ctypes.data
-    call["num_seqs"], call["num_threads"] = batch.num_decodes, _num_threads()
+    call["num_seqs"], call["num_threads"] = batch.num_decodes, num_threads()
+    call["thread_number"] = thread_number()
     return call
 
 
@@ -162,13 +170,28 @@ def _pointer(_typing: Any, _address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+@intrinsic  # type: ignore[untyped-decorator]
+def _call_int(_typing: Any, _address: Any) -> Any:
+    """Call the C function `int (*)(void)` at an address: a constant one could not be kept on disk."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [])
+        return builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), [])
+
+    return types.int32(types.int64), generate
+
+
+# Inlined with the sizes of a `Geometry`, which are constants to the kernel that calls them.
+_inline = numba.njit(inline="always", fastmath=True, error_model="numpy")
+
+
+@_inline  # type: ignore[untyped-decorator]
 def _from_bfloat16(bits: Any) -> Any:
     """A bfloat16 is the upper half of the float32 of the same value."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
-@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+@_inline  # type: ignore[untyped-decorator]
 def _to_bfloat16(value: Any) -> Any:
     """Round to the nearest, ties to even."""
     bits = np.float32(value).view(np.uint32)
@@ -176,12 +199,7 @@ def _to_bfloat16(value: Any) -> Any:
     return np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
 
 
-@numba.njit(inline="always")  # type: ignore[untyped-decorator]
-def _float32(value: Any) -> Any:
-    return np.float32(value)
-
-
-@numba.njit(inline="always", fastmath=True)  # type: ignore[untyped-decorator]
+@_inline  # type: ignore[untyped-decorator]
 def _exp(x: Any) -> Any:
     """e^x for x <= 0, to one unit in the last place or two: vectorised, which libm's is not."""
     x = max(x, np.float32(-87.0)) * _LOG2_E
@@ -195,84 +213,75 @@ def _exp(x: Any) -> Any:
     return series * np.uint32(exponent).view(np.float32)
 
 
-def kernel_for(geometry: Geometry) -> int:
-    """Return the address of a C function that takes the address of a `CALL`; see `_run`."""
-    return int(_compile(geometry).address)
+@_inline  # type: ignore[untyped-decorator]
+def _widen(elements: Any, start: int, is_bfloat16: bool, out: Any) -> None:
+    for i in range(len(out)):
+        element = elements[np.uint64(start + i)]
+        if is_bfloat16:
+            out[i] = _from_bfloat16(element)
+        else:
+            out[i] = element
 
 
-class _PageFunctions(NamedTuple):
-    """What is done to one page of one KV head. They become part of the kernel that calls them."""
-
-    widen: Any
-    score: Any
-    weigh: Any
-    add: Any
-
-
-def _page_functions(geometry: Geometry) -> _PageFunctions:
-    page_size, head_dim = geometry.page_size, geometry.head_dim
-    load = _from_bfloat16 if geometry.is_bfloat16 else _float32
-    inline = numba.njit(inline="always", fastmath=True, error_model="numpy")
-
-    @inline  # type: ignore[untyped-decorator]
-    def widen(elements: Any, start: int, out: Any) -> None:
-        for i in range(len(out)):
-            out[i] = load(elements[np.uint64(start + i)])
-
-    @inline  # type: ignore[untyped-decorator]
-    def score(q: Any, g: int, keys: Any, softcap: Any, scores: Any) -> None:
-        for t in range(page_size):
-            product = np.float32(0)
-            for d in range(head_dim):
-                product += q[g, d] * keys[t, d]
-            scores[t] = product
-        if softcap > 0:
-            for t in range(page_size):
-                scores[t] = softcap * np.tanh(scores[t] / softcap)
-
-    @inline  # type: ignore[untyped-decorator]
-    def weigh(scores: Any, begin: int, end: int, highest: Any) -> Any:
-        """Make weights of scores, none outside of begin ... end; return the new highest and the sum."""
-        top = highest
-        for t in range(begin, end):
-            top = max(top, scores[t])
-        for t in range(page_size):
-            scores[t] = _exp(scores[t] - top)
-        total = np.float32(0)
-        for t in range(page_size):
-            scores[t] = scores[t] if begin <= t < end else np.float32(0)
-            total += scores[t]
-        return top, total
-
-    @inline  # type: ignore[untyped-decorator]
-    def add(weights: Any, values: Any, shrink: Any, sums: Any, g: int) -> None:
-        for d in range(head_dim):
-            weighted = sums[g, d] * shrink
-            for t in range(page_size):
-                weighted += weights[t] * values[t, d]
-            sums[g, d] = weighted
-
-    return _PageFunctions(widen, score, weigh, add)
+@_inline  # type: ignore[untyped-decorator]
+def _narrow(values: Any, total: Any, is_bfloat16: bool, out: Any, start: int) -> None:
+    for i in range(len(values)):
+        value = values[i] / total
+        if is_bfloat16:
+            out[np.uint64(start + i)] = _to_bfloat16(value)
+        else:
+            out[np.uint64(start + i)] = value
 
 
-def _c_function(kernel: Callable[[Any], None]) -> Any:
-    signature = types.void(types.CPointer(numba.from_dtype(CALL)))
-    return numba.cfunc(signature, nopython=True, fastmath=True, error_model="numpy")(kernel)
+@_inline  # type: ignore[untyped-decorator]
+def _score(q: Any, keys: Any, softcap: Any, scores: Any) -> None:
+    for t in range(len(scores)):
+        product = np.float32(0)
+        for d in range(len(q)):
+            product += q[d] * keys[t, d]
+        scores[t] = product
+    if softcap > 0:
+        for t in range(len(scores)):
+            scores[t] = softcap * np.tanh(scores[t] / softcap)
 
 
-# Kept for good: compiled code lives as long as its function object.
+@_inline  # type: ignore[untyped-decorator]
+def _weigh(scores: Any, begin: int, end: int, highest: Any) -> Any:
+    """Make weights of scores, none outside of begin ... end; return the new highest and the sum."""
+    top = highest
+    for t in range(begin, end):
+        top = max(top, scores[t])
+    for t in range(len(scores)):
+        scores[t] = _exp(scores[t] - top)
+    total = np.float32(0)
+    for t in range(len(scores)):
+        scores[t] = scores[t] if begin <= t < end else np.float32(0)
+        total += scores[t]
+    return top, total
+
+
+@_inline  # type: ignore[untyped-decorator]
+def _add(weights: Any, values: Any, shrink: Any, sums: Any) -> None:
+    for d in range(len(sums)):
+        weighted = sums[d] * shrink
+        for t in range(len(weights)):
+            weighted += weights[t] * values[t, d]
+        sums[d] = weighted
+
+
 @lru_cache
-def _compile(geometry: Geometry) -> Any:
+def kernel_for(geometry: Geometry) -> Any:
+    """Return a kernel: its `address` is that of a C function that takes the address of a `CALL`.
+
+    It is compiled, or read from numba's cache on disk where an earlier process has compiled it.
+    """
     num_kv_heads, group, head_dim = geometry.num_kv_heads, geometry.group, geometry.head_dim
-    page_size = geometry.page_size
+    page_size, is_bfloat16 = geometry.page_size, geometry.is_bfloat16
     plane = page_size * head_dim  # elements of one head's K, or V, in a page
-    element = np.uint16 if geometry.is_bfloat16 else np.float32
-    load, store = (_from_bfloat16, _to_bfloat16) if geometry.is_bfloat16 else (_float32, _float32)
-    thread_number = _thread_number()
-    widen, score, weigh, add = _page_functions(geometry)
+    element = np.uint16 if is_bfloat16 else np.float32
 
     # One function, long as it is: the arrays are made once for all units, and any part of it would take
-    # most of them. What stands alone is in `_page_functions`.
+    # most of them.
     def kernel(pointer: Any) -> None:
         call = numba.carray(pointer, 1)[0]
         query = numba.carray(_pointer(call.query), (_MOST,), element)
@@ -288,7 +297,8 @@ def _compile(geometry: Geometry) -> Any:
         keys = flat_keys.reshape((page_size, head_dim))
         values = flat_values.reshape((page_size, head_dim))
         scores = np.empty(page_size, np.float32)
-        for unit in range(thread_number(), call.num_seqs * num_kv_heads, call.num_threads):
+        thread = _call_int(call.thread_number) if call.num_threads > 1 else 0
+        for unit in range(thread, call.num_seqs * num_kv_heads, call.num_threads):
             n, kv_head = unit // num_kv_heads, unit % num_kv_heads
             kv_len, pages = int(kv_lens[n]), n * call.max_pages
             plane_k = call.pool_layer + kv_head * plane
@@ -305,34 +315,49 @@ def _compile(geometry: Geometry) -> Any:
             for g in range(group):
                 start = n * call.query_row + (kv_head * group + g) * call.query_head
                 highest[g], totals[g] = _FAR_BELOW, 0
+                _widen(query, start, is_bfloat16, q[g])
                 for d in range(head_dim):
-                    q[g, d] = load(query[np.uint64(start + d)]) * call.scale
+                    q[g, d] *= call.scale
                     sums[g, d] = 0
             first = max(0, kv_len - call.window)
             for p in range(first // page_size, (kv_len + page_size - 1) // page_size):
                 begin = max(0, first - p * page_size)
                 end = min(page_size, kv_len - p * page_size)
                 page = int(page_table[pages + p]) * call.pool_page
-                widen(pool, page + plane_k, flat_keys)
-                widen(pool, page + plane_v, flat_values)
+                _widen(pool, page + plane_k, is_bfloat16, flat_keys)
+                _widen(pool, page + plane_v, is_bfloat16, flat_values)
                 # What lies past `end` is another request's, or nothing, and may be no number at all:
                 # a weight of zero would not do.
                 for t in range(end, page_size):
                     for d in range(head_dim):
                         values[t, d] = 0
                 for g in range(group):
-                    score(q, g, keys, call.softcap, scores)
-                    top, total = weigh(scores, begin, end, highest[g])
+                    _score(q[g], keys, call.softcap, scores)
+                    top, total = _weigh(scores, begin, end, highest[g])
                     shrink = _exp(highest[g] - top)
                     highest[g], totals[g] = top, totals[g] * shrink + total
-                    add(scores, values, shrink, sums, g)
+                    _add(scores, values, shrink, sums[g])
 
             for g in range(group):
                 start = (n * num_kv_heads * group + kv_head * group + g) * head_dim
-                for d in range(head_dim):
-                    out[np.uint64(start + d)] = store(sums[g, d] / totals[g])
+                _narrow(sums[g], totals[g], is_bfloat16, out, start)
 
-    return _c_function(kernel)
+    return _compiled(kernel, geometry)
+
+
+def _compiled(kernel: Callable[[Any], None], geometry: Geometry) -> Any:
+    # Numba numbers the files of one function, and two processes may give one number to two kernels.
+    # So each geometry, processor and version of numba has files of its own.
+    host = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), numba.__version__
+    digest = hashlib.sha256(repr((geometry, host)).encode()).hexdigest()[:16]
+    kernel.__qualname__ = f"kernel_{digest}"
+    signature = types.void(types.CPointer(numba.from_dtype(CALL)))
+    compiled = partial(numba.cfunc, signature, nopython=True, fastmath=True, error_model="numpy")
+    try:
+        return compiled(cache=True)(kernel)
+    except Exception as error:  # noqa: BLE001 - no place on disk, or anything in a broken file there
+        log.warning("attention.kernel_not_kept", reason=str(error), effect="each start compiles it")
+        return compiled()(kernel)
 
 
 # ── torch's own threads ──────────────────────────────────────────────────────────────────────────
@@ -358,31 +383,29 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-@lru_cache
-def _thread_number() -> Callable[[], int]:
-    """Return a function, for compiled code to call, that tells which thread of `_run` it is on."""
+def thread_number() -> int:
+    """Return the address of the C function that tells which thread of `run` it is called on, or 0."""
     library = _library()
-    if library is None:
-        alone: Callable[[], int] = numba.njit(lambda: 0)
-        return alone
-    number = library.omp_get_thread_num
-    number.argtypes, number.restype = (), ctypes.c_int
-    return number
+    return (
+        0
+        if library is None
+        else ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p).value or 0
+    )
 
 
-def _num_threads() -> int:
-    """Return how many threads `_run` uses: torch's number, or one where they cannot be shared."""
+def num_threads() -> int:
+    """Return how many threads `run` uses: torch's number, or one where they cannot be shared."""
     return torch.get_num_threads() if _library() is not None else 1
 
 
-def _run(function: int, argument: int) -> None:
+def run(function: int, argument: int) -> None:
     """Call `function(argument)` on every thread at once; return when all have.
 
     Args:
         function: Address of a C function `void (*)(void *)`; it must take no lock of Python's.
         argument: Address of what it is given.
     """
-    count = _num_threads()
+    count = num_threads()
     library = _library()
     if count == 1 or library is None:
         _one_argument(function)(argument)

@@ -8,7 +8,6 @@ Source: FlashInfer, Ye et al. 2025; the layer of our pool is its HND layout.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import flashinfer
@@ -24,31 +23,19 @@ _WORKSPACE_BYTES = 128 << 20
 Kind = Literal["decode", "prompt"]
 
 
-@dataclass(frozen=True, slots=True)
-class PageRuns:
-    """The pages of some sequences, one after the other: host memory.
+def page_runs(batch: PagedBatch, sequences: slice) -> tuple[torch.Tensor, Ints32, torch.Tensor]:
+    """Return the pages of some sequences, one after the other: host memory, from the batch's host numbers.
 
-    Attributes:
-        starts: First page of each sequence, and their number. Shape (num_seqs + 1,).
-        page_ids: Shape (num_pages,).
-        last_lens: Keys in the last page of each. Shape (num_seqs,).
+    Returns:
+        First page of each sequence, and their number, shape (num_seqs + 1,); page ids, shape
+        (num_pages,); keys in the last page of each, shape (num_seqs,).
     """
-
-    starts: torch.Tensor
-    page_ids: Ints32
-    last_lens: torch.Tensor
-
-    @classmethod
-    def of(cls, batch: PagedBatch, sequences: slice) -> "PageRuns":
-        """Read them from the batch's host numbers."""
-        table, lens = batch.host_page_table[sequences], batch.host_kv_lens[sequences]
-        widths = -(-lens // batch.page_size)
-        is_used = np.arange(table.shape[1]) < widths[:, np.newaxis]
-        return cls(
-            torch.from_numpy(np.concatenate([[0], np.cumsum(widths)]).astype(np.int32)),
-            table[is_used],
-            torch.from_numpy((lens - (widths - 1) * batch.page_size).astype(np.int32)),
-        )
+    table, lens = batch.host_page_table[sequences], batch.host_kv_lens[sequences]
+    widths = -(-lens // batch.page_size)
+    is_used = np.arange(table.shape[1]) < widths[:, np.newaxis]
+    starts = np.concatenate([[0], np.cumsum(widths)]).astype(np.int32)
+    last_lens = (lens - (widths - 1) * batch.page_size).astype(np.int32)
+    return torch.from_numpy(starts), table[is_used], torch.from_numpy(last_lens)
 
 
 class _Planned:
@@ -71,13 +58,13 @@ class _Planned:
         _, num_kv_heads, page_size, head_dim = batch.pool.layers[self._index].key.shape
         is_decode = self.kind == "decode"
         sequences = slice(0, batch.num_decodes) if is_decode else slice(batch.num_decodes, None)
-        runs = PageRuns.of(batch, sequences)
+        first_pages, page_ids, last_lens = page_runs(batch, sequences)
         starts = torch.from_numpy(batch.host_query_starts[batch.num_decodes :])
         self.wrapper.plan(
             *(() if is_decode else (starts - starts[0],)),
-            runs.starts,
-            to_device(runs.page_ids, batch.pool.device),
-            runs.last_lens,
+            first_pages,
+            to_device(page_ids, batch.pool.device),
+            last_lens,
             self._num_heads,
             num_kv_heads,
             head_dim,

@@ -1,9 +1,9 @@
 """The engine: requests in, tokens out, one `step` at a time. No loop, no socket, no clock of its own.
 
-A role's loop queues requests, calls `step` and `cancel`, and acts on what they return. A step admits whom
-there are pages for, launches one forward and collects one. On a device that computes beside the host, the forward collected is
-the one before: the next is prepared and queued while it runs, taking tokens that the host has not read yet
-from the device.
+A role's loop queues requests, calls `step` and `cancel`, and acts on what they return. A step admits requests
+that have room, launches one forward and collects one. On a device that computes beside the host, the forward
+collected is the one before. The next is prepared and queued while it runs, and takes tokens from the device
+that the host has not read yet.
 
 Every page a request holds goes back through exactly one of `_let_go` (here), `release` (prefill,
 once pushed) or `reclaim` (decode, once no write can arrive).
@@ -19,17 +19,19 @@ from typing_extensions import override
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.errors import GrammarViolated
-from tandem.engine.forward import Chunk, Ints, Wrote
+from tandem.engine.forward import Chunk, Wrote
 from tandem.engine.kv_cache import KVCache, PageCounts
 from tandem.engine.request import ActiveRequest, Stage, check_request, seen_by
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.shape import ModelShape
 from tandem.engine.step import (
+    ChunkEnd,
     CompletePages,
     Computed,
     Failure,
     Launched,
     Launcher,
+    Outcome,
     PromptLogprobs,
     StepCounts,
     StepResult,
@@ -131,7 +133,6 @@ class Engine:
         check_request(request, self.shape)
         if num_prompt >= self.max_tokens:
             raise OutOfPages(self.cache.num_pages_for(num_prompt + 1), self.cache.num_pages)
-        self._launcher.check(request)
         drawn = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         new_tokens = max(1, request.sampling.max_new_tokens - request.num_prior_tokens)
         active = ActiveRequest(
@@ -215,10 +216,6 @@ class Engine:
         finish = self._accept_last(active, first_token)
         return Token(active, index, first_token, finish, first_logprobs)
 
-    def warm_up(self) -> None:
-        """Run what is compiled or allocated at its first use. Before the first request."""
-        self._launcher.warm_up()
-
     def watch_reserved(self, reserved: Callable[[ActiveRequest], None]) -> None:
         """Have `reserved` called when pages are set aside for a prompt that another node computes.
 
@@ -286,7 +283,7 @@ class Engine:
         self._is_stuck = False
 
     def note_pages(self) -> None:
-        """Cached pages came back from readers that are no requests: try again who lacks pages."""
+        """Cached pages came back from readers that are no requests: retry admission."""
         self._scheduler.note_pages()
         self._is_stuck = False
 
@@ -303,7 +300,7 @@ class Engine:
 
     @property
     def num_prompts(self) -> int:
-        """Of these, requests whose prompt is not computed."""
+        """Running requests whose prompt is not computed."""
         return len(self._scheduler.prompts)
 
     @property
@@ -346,21 +343,24 @@ class Engine:
     def _must_collect_first(self) -> bool:
         """Tell whether the next forward cannot be chosen before the last one's tokens are known."""
         assert self._launched is not None
-        slots = self._scheduler.slots
-        going_on = [request.slot for request in self._launched.sampled if request.slot >= 0]
-        return bool(slots.is_special[going_on].any()) or self._scheduler.is_short_of_pages
+        is_special = self._scheduler.slots.is_special[self._launched.rows].any()
+        return bool(is_special) or self._scheduler.is_short_of_pages
 
     def _launch(self) -> Launched | None:
         self.admit()
         batch = self._scheduler.next_batch()
         if not batch:
             return None
+        slots, rows = self._scheduler.slots, batch.sampled_rows()
+        indexes = slots.next_index[rows].tolist()
+        chunks = [ChunkEnd.of(chunk) for chunk in batch.chunks]
         pages = [self._complete_pages(c) for c in batch.chunks if c.request.is_prompt_only]
         pages = [each for each in pages if each.page_ids]
         wrote = self._begin(pages) if self._begin is not None and pages else None
-        launched = self._launcher.launch(batch, self._scheduler.slots, pages, wrote)
+        read = self._launcher.launch(batch, slots, wrote)
+        launched = Launched(batch, chunks, pages, batch.sampled(), rows, indexes, read)
         self._scheduler.advance(batch)
-        for end in launched.chunks:
+        for end in chunks:
             request = end.chunk.request
             request.is_begun, request.told_until = True, max(request.told_until, end.told.stop)
         for request in launched.participants():
@@ -398,22 +398,22 @@ class Engine:
         participants = launched.participants()
         try:
             try:
-                tokens = launched.outcome.token_ids()
-                logprobs = launched.outcome.token_logprobs()
+                outcome = launched.read()
             finally:
                 # Also of a forward that failed: it writes no more, and its pages are to go back.
                 for request in participants:
                     request.num_launched -= 1
-            self._collect_chunks(launched, result)
-            self._collect_tokens(launched, tokens, logprobs, result)
+            self._collect_chunks(launched, outcome.prompt_logprobs, result)
+            self._collect_tokens(launched, outcome, result)
         finally:
             for request in participants:
                 if request.stage is Stage.ENDED:
                     self._let_go(request)
-        self.steps.collected(launched)
+        self.steps.collected(launched.batch, outcome)
 
-    def _collect_chunks(self, launched: Launched, result: StepResult) -> None:
-        entries = launched.outcome.prompt_logprobs()
+    def _collect_chunks(
+        self, launched: Launched, entries: list[TokenLogprobs], result: StepResult
+    ) -> None:
         for end in launched.chunks:
             mine, entries = entries[: len(end.told)], entries[len(end.told) :]
             active = end.chunk.request
@@ -429,15 +429,8 @@ class Engine:
             pages for pages in launched.pages if pages.request.stage is not Stage.ENDED
         ]
 
-    def _collect_tokens(
-        self,
-        launched: Launched,
-        tokens: Ints,
-        logprobs: dict[int, TokenLogprobs],
-        result: StepResult,
-    ) -> None:
-        slots, out = self._scheduler.slots, result.tokens
-        rows = np.array([request.slot for request in launched.sampled], np.int64)
+    def _collect_tokens(self, launched: Launched, outcome: Outcome, result: StepResult) -> None:
+        slots, rows, tokens = self._scheduler.slots, launched.rows, outcome.token_ids
         slots.last_token[rows] = tokens
         slots.num_pending[rows] -= 1
         may_end = slots.num_tokens[rows] >= slots.max_tokens[rows]
@@ -460,9 +453,8 @@ class Engine:
                 self._end(request)
                 result.failures.append(Failure(request, error))
                 continue
-            out.append(
-                Token(request, index, token, finish, logprobs.get(row) if logprobs else None)
-            )
+            logprobs = outcome.token_logprobs.get(row) if outcome.token_logprobs else None
+            result.tokens.append(Token(request, index, token, finish, logprobs))
 
     def _accept_last(self, active: ActiveRequest, token: int) -> Finish | None:
         """Append a token that may be a request's last here, and end the request when it is."""

@@ -88,8 +88,6 @@ class GraphRunner:
         sizes = batch_sizes(num_decodes)
         self._graphs = [self._record(size, capture) for size in reversed(sizes)][::-1]
         log.info("engine.graphs_recorded", sizes=sizes)
-        # The first prompt would wait for its kernels to be compiled.
-        self._runner.forward(_short_prompt(scratch_page))
 
     @property
     def device(self) -> torch.device:
@@ -186,20 +184,6 @@ class GraphRunner:
                 f"this model's forward cannot be recorded ({str(error).splitlines()[0]}): give "
                 "--enforce-eager"
             ) from error
-
-
-def _short_prompt(page: int) -> ForwardInputs:
-    """Return a prompt of two tokens in one page."""
-    return ForwardInputs(
-        token_ids=np.zeros(2, np.int64),
-        sources=np.full(2, -1, np.int64),
-        positions=np.arange(2),
-        query_starts=np.array([0, 2], np.int32),
-        kv_lens=np.array([2], np.int32),
-        page_table=np.array([[page]], np.int32),
-        num_decodes=0,
-        logit_rows=np.ones(1, np.int64),
-    )
 
 
 class CudaCapture:

@@ -54,6 +54,11 @@ class Batch:
         """Return the requests whose next token the forward chooses, in order."""
         return self.decodes + [chunk.request for chunk in self.chunks if chunk.is_last]
 
+    def sampled_rows(self) -> Ints:
+        """Return the slots of the requests in `sampled`."""
+        last = [chunk.request.slot for chunk in self.chunks if chunk.is_last]
+        return np.concatenate([self.rows, np.array(last, np.int64)]) if last else self.rows
+
 
 class Slots:
     """Requests with pages as columns of numbers, so that a step is a few array operations.

@@ -1,21 +1,14 @@
 """Grammars become automata over the model's tokens, beside the engine's loop.
 
-xgrammar compiles them and keeps them. It releases the interpreter's lock while it compiles (in one
-compilation of 24 s, another thread never paused for over 9 ms), so threads suffice. A thread cannot be
-ended: one that passes the time limit is left to itself, and holds its worker until it is done.
-
-The vocabulary is read from tokenizer.json by a child process, for which this file is also a program. The
-tokenizer library holds the lock while it parses: 0.4 s for 49 thousand tokens, several times that for the
-largest, in which the engine's loop would stand still and its peers might take the node for lost.
+xgrammar compiles them on its own threads and keeps them in its own cache. It releases the interpreter's
+lock while it compiles (in one compilation of 24 s, another thread never paused for over 9 ms). A thread
+cannot be ended: one that passes the time limit is left to itself, and holds its worker until it is done.
 """
 
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -51,29 +44,36 @@ _JSON_CHARACTER = r'(([^\0-\x1f\"\\]) | ("\\" basic_escape))'
 _SHORT_ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|.)")
 # The place in the library's source that begins its errors.
 _ORIGIN = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: |Check failed: \(.*?\) is false: ")
-# Reading a vocabulary takes 3 s for 49 thousand tokens on two cores, nearly all of it imports.
-_VOCABULARY_LIMIT_S = 120
 
 
-class _Job:
-    """A grammar that is queued or being compiled."""
+class _Job(Future[CompiledGrammar]):
+    """A grammar that is queued or being compiled; `is_late` once that took longer than the limit."""
 
     def __init__(self, grammar: Grammar) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()  # from here on it cannot be cancelled: others may wait for it
         self.grammar = grammar
-        self.future: Future[CompiledGrammar] = Future()
-        self.future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
-        self.is_settled = self.is_late = False
+        self.is_late = False
+
+    def settle(self, outcome: CompiledGrammar | TandemError) -> None:
+        """Resolve it, unless that is done."""
+        if self.done():
+            return
+        if isinstance(outcome, TandemError):
+            self.set_exception(outcome)
+        else:
+            self.set_result(outcome)
 
 
 class GrammarCompiler:
     """Compiles each grammar once, and lets nobody wait for long.
 
-    The first `compile` also reads the model's vocabulary, which takes seconds.
+    Reads the model's vocabulary when it is made: with the interpreter's lock, for half a second and more.
 
     Args:
         vocab_size: Width of the logits; may be larger than the tokenizer's vocabulary.
         eos_token_ids: What may follow a finished grammar.
-        time_limit_s: After this long a grammar counts as too complex. The vocabulary is not in it.
+        time_limit_s: After this long a grammar counts as too complex.
     """
 
     def __init__(
@@ -84,15 +84,14 @@ class GrammarCompiler:
         *,
         time_limit_s: float = 10.0,
     ) -> None:
-        self._model = (model_dir, vocab_size, eos_token_ids)
         self._time_limit_s = time_limit_s
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="grammar-compiler")
-        self._lock = threading.Lock()
+        self._library = _make_library(model_dir, vocab_size, eos_token_ids)
+        # Guards what follows. Jobs are resolved under it: what they call back may call `compile`.
+        self._lock = threading.RLock()
         # Under way. Finished ones are in the library's cache.
         self._jobs: dict[Grammar, _Job] = {}
         self._num_late = 0
-        self._library: xgrammar.GrammarCompiler | None = None
-        self._library_lock = threading.Lock()
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
         """Return the compiled grammar as a future; never blocks.
@@ -104,34 +103,28 @@ class GrammarCompiler:
         """
         with self._lock:
             job = self._jobs.get(grammar)
-            if job is not None:
-                return job.future
-            job = _Job(grammar)
-            has_room = self._num_late < _NUM_WORKERS and len(self._jobs) < _MAX_QUEUED
-            if has_room:
-                self._jobs[grammar] = job
-        try:
-            if has_room:
-                self._workers.submit(self._work, job)
-        except RuntimeError as error:  # the machine allows this process no further thread
-            log.warning("grammar.no_thread", reason=str(error))
-            has_room = False
-        if not has_room:
-            self._settle(job, _overloaded(), is_over=True)
-        return job.future
+            if job is None:
+                job = _Job(grammar)
+                if isinstance(self._library, TandemError):
+                    job.settle(self._library)
+                elif self._num_late == _NUM_WORKERS or len(self._jobs) >= _MAX_QUEUED:
+                    job.settle(_overloaded())
+                else:
+                    self._workers.submit(self._work, job, self._library)
+                    self._jobs[grammar] = job
+            return job
 
     def close(self) -> None:
         """Take no more grammars; those under way end in their own time."""
         self._workers.shutdown(wait=False, cancel_futures=True)
 
-    def _work(self, job: _Job) -> None:
-        if job.is_settled:
+    def _work(self, job: _Job, library: xgrammar.GrammarCompiler) -> None:
+        if job.done():  # rejected while it was queued
             return
         timer = threading.Timer(self._time_limit_s, self._give_up, [job])
         timer.daemon = True
+        timer.start()
         try:
-            library = self._ready_library()
-            timer.start()
             outcome: CompiledGrammar | TandemError = compile_text(library, job.grammar)
         except TandemError as error:
             outcome = error
@@ -141,57 +134,30 @@ class GrammarCompiler:
             log.exception("grammar.failed", kind=job.grammar.kind)
             outcome = EngineFailed(f"compiling the grammar failed: {type(error).__name__}")
         timer.cancel()
-        self._settle(job, outcome, is_over=True)
-
-    def _ready_library(self) -> xgrammar.GrammarCompiler:
-        with self._library_lock:
-            if self._library is None:
-                # Half the cores at most: the engine may compute on them.
-                threads = max(1, min(8, (os.cpu_count() or 1) // 2))
-                self._library = xgrammar.GrammarCompiler(
-                    load_vocabulary(*self._model),
-                    max_threads=threads,
-                    cache_limit_bytes=_MAX_CACHED_BYTES,
-                )
-            return self._library
+        with self._lock:
+            self._num_late -= job.is_late
+            del self._jobs[job.grammar]
+            job.settle(outcome)
 
     def _give_up(self, job: _Job) -> None:
         """Refuse a grammar that takes too long, and those behind it once no worker is left for them."""
         with self._lock:
-            if job.is_settled:
+            if job.done():
                 return
             job.is_late = True
             self._num_late += 1
-            is_stuck = self._num_late == _NUM_WORKERS
-            stranded = list(self._jobs.values()) if is_stuck else []
-        log.warning("grammar.too_complex", kind=job.grammar.kind, num_late=self._num_late)
-        self._settle(job, _too_complex())
-        for other in stranded:
-            if not other.is_late:
-                self._settle(other, _overloaded(), is_over=True)
-
-    def _settle(
-        self, job: _Job, outcome: CompiledGrammar | TandemError, *, is_over: bool = False
-    ) -> None:
-        """Resolve a job's future, unless that is done.
-
-        Args:
-            is_over: No worker has it any more, so that the same grammar can be asked for anew.
-        """
-        with self._lock:
-            if is_over:
-                self._num_late -= job.is_late
-                job.is_late = False
-                if self._jobs.get(job.grammar) is job:
-                    del self._jobs[job.grammar]
-            if job.is_settled:
-                return
-            job.is_settled = True
-        # Outside of the lock: callbacks may call `compile`.
-        if isinstance(outcome, TandemError):
-            job.future.set_exception(outcome)
-        else:
-            job.future.set_result(outcome)
+            log.warning("grammar.too_complex", kind=job.grammar.kind, num_late=self._num_late)
+            job.settle(
+                InvalidRequest(
+                    "the grammar is too complex to compile in time; use fewer or smaller repetition "
+                    "bounds (maxLength, maxItems, {m,n}) and enums"
+                )
+            )
+            if self._num_late == _NUM_WORKERS:
+                stranded = [other for other in self._jobs.values() if not other.is_late]
+                for other in stranded:
+                    del self._jobs[other.grammar]
+                    other.settle(_overloaded())
 
 
 def compile_text(library: xgrammar.GrammarCompiler, grammar: Grammar) -> CompiledGrammar:
@@ -260,13 +226,6 @@ def _name(grammar: Grammar) -> str:
     }[grammar.kind]
 
 
-def _too_complex() -> InvalidRequest:
-    return InvalidRequest(
-        "the grammar is too complex to compile in time; "
-        "use fewer or smaller repetition bounds (maxLength, maxItems, {m,n}) and enums"
-    )
-
-
 def _overloaded() -> Overloaded:
     return Overloaded("other grammars keep the compilers busy; try again later")
 
@@ -274,50 +233,37 @@ def _overloaded() -> Overloaded:
 # ── the vocabulary ───────────────────────────────────────────────────────────────────────────────
 
 
-def load_vocabulary(
-    model_dir: Path, vocab_size: int, eos_token_ids: Iterable[int]
-) -> xgrammar.TokenizerInfo:
-    """Return the bytes of every token id; blocks for seconds, without the interpreter's lock.
-
-    Args:
-        vocab_size: Width of the logits, at least that of the tokenizer.
-        eos_token_ids: What may follow a finished grammar; at least one below `vocab_size`.
-
-    Raises:
-        InvalidRequest: The model has no tokenizer.json, or no end of sequence.
-        EngineFailed: The child died or could not read the file; the log has its output.
-    """
-    if not (model_dir / "tokenizer.json").is_file():
-        raise InvalidRequest(
+def _make_library(
+    model_dir: Path, vocab_size: int, eos_token_ids: frozenset[int]
+) -> xgrammar.GrammarCompiler | TandemError:
+    """Return xgrammar's compiler for a model, or why there is none: only grammars need it."""
+    file = model_dir / "tokenizer.json"
+    if not file.is_file():
+        return InvalidRequest(
             "structured output needs the model's tokenizer, and this model has no tokenizer.json"
         )
-    ends = [str(token) for token in sorted(eos_token_ids) if 0 <= token < vocab_size]
+    ends = sorted(token for token in eos_token_ids if 0 <= token < vocab_size)
     if not ends:
-        raise InvalidRequest(
+        return InvalidRequest(
             "structured output needs a model with an end-of-sequence token, and this one has none"
         )
-    program = [sys.executable, "-P", "-m", "tandem.engine.grammar_compiler"]
     try:
-        done = subprocess.run(  # noqa: S603 - our own module, arguments as a list
-            [*program, str(model_dir), str(vocab_size), *ends],
-            check=False,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_VOCABULARY_LIMIT_S,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise EngineFailed(f"reading tokenizer.json took over {_VOCABULARY_LIMIT_S} s") from error
-    if done.returncode:
-        words = done.stderr.decode(errors="replace").strip()[-2000:]
-        log.error("grammar.vocabulary_failed", status=done.returncode, stderr=words)
-        raise EngineFailed("structured output is out of order: tokenizer.json cannot be read")
-    return xgrammar.TokenizerInfo.deserialize_json(done.stdout.decode())
+        vocabulary = _read_vocabulary(file, vocab_size, ends)
+    except Exception:
+        # The tokenizer library raises what it likes about a wrong file.
+        log.exception("grammar.vocabulary_failed", file=str(file))
+        return EngineFailed("structured output is out of order: tokenizer.json cannot be read")
+    # Half the cores at most: the engine may compute on them.
+    threads = max(1, min(8, (os.cpu_count() or 1) // 2))
+    return xgrammar.GrammarCompiler(
+        vocabulary, max_threads=threads, cache_limit_bytes=_MAX_CACHED_BYTES
+    )
 
 
 def _read_vocabulary(
-    model_dir: Path, vocab_size: int, eos_token_ids: list[int]
+    file: Path, vocab_size: int, eos_token_ids: list[int]
 ) -> xgrammar.TokenizerInfo:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(model_dir / "tokenizer.json"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
     raw = xgrammar.TokenizerInfo.from_huggingface(
         tokenizer, vocab_size=vocab_size, stop_token_ids=eos_token_ids
     )
@@ -331,15 +277,3 @@ def _read_vocabulary(
         if added.special and token_id < vocab_size:
             tokens[token_id] = ""
     return xgrammar.TokenizerInfo.from_vocab_and_metadata(tokens, raw.dump_metadata())
-
-
-def main() -> int:
-    """Write the table of `model_dir vocab_size eos_token_id...` to standard output."""
-    model_dir, vocab_size, *ends = sys.argv[1:]
-    info = _read_vocabulary(Path(model_dir), int(vocab_size), [int(end) for end in ends])
-    sys.stdout.write(info.serialize_json())
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

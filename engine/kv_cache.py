@@ -15,7 +15,7 @@ late write into a page that was given to another request corrupts that request s
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
 import msgspec
@@ -50,29 +50,43 @@ class PageCounts(msgspec.Struct, frozen=True, kw_only=True):
     quarantined: int
 
 
-class PagePool:
-    """States and reader counts of pages 0 ... num_pages-1.
+class KVCache:
+    """States and reader counts of pages 0 ... num_pages-1, and the prefixes whose KV they hold.
+
+    Pages of a request are one list, in order: first those matched in the prefix cache, then its own.
 
     Args:
-        is_cached: Tells whether a page without a reader is kept for what is in it.
-        evict: Called with a number of pages when too few are free; returns that many cached pages,
-            least recently used first, that the prefix cache has now forgotten.
+        space: What all its pages have in common; None where no tiers are behind it.
+
+    Attributes:
+        journal: Changes of the prefix cache, which routers follow.
     """
 
     def __init__(
         self,
         num_pages: int,
-        is_cached: Callable[[int], bool] = lambda _page: False,
-        evict: Callable[[int], Sequence[int]] = lambda _num: (),
+        page_size: int,
+        *,
+        is_prefix_cache_enabled: bool = True,
+        space: PageSpace | None = None,
     ) -> None:
         self.num_pages = num_pages
-        self._is_cached = is_cached
-        self._evict = evict
+        self.page_size = page_size
+        self.space = space
+        self._is_prefix_cache_enabled = is_prefix_cache_enabled
+        self._prefixes = PrefixCache(page_size, self._is_unused, space)
+        self.journal: PrefixJournal = self._prefixes.journal
         self._states = [PageState.FREE] * num_pages
         self._readers = [0] * num_pages
         # Popped from the end, so low ids go first: neighbours are copied in one run.
         self._free = list(range(num_pages - 1, -1, -1))
         self._num_in = Counter({PageState.FREE: num_pages})
+
+    # ── who owns them ────────────────────────────────────────────────────────────────────────────
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        """Return how many pages hold `num_tokens`."""
+        return -(-num_tokens // self.page_size)
 
     @property
     def num_available(self) -> int:
@@ -96,16 +110,9 @@ class PagePool:
             self._readers[page] += 1
 
     def release(self, page_ids: Sequence[int]) -> None:
-        """Drop one reader of each page. The last one frees it, or leaves it cached."""
-        for page in page_ids:
-            self._require(page, PageState.HELD)
-            self._readers[page] -= 1
-            if self._readers[page]:
-                continue
-            if self._is_cached(page):
-                self._move(page, PageState.CACHED)
-            else:
-                self._put_back(page)
+        """Drop one reader of each page, which counts as a use. The last one frees it, or leaves it cached."""
+        self._prefixes.touch(page_ids)
+        self._drop_reader(page_ids)
 
     def land(self, page_ids: Iterable[int]) -> None:
         """Take over granted pages: every byte has arrived. They now have one reader."""
@@ -124,12 +131,6 @@ class PagePool:
         """Free granted or quarantined pages: no write can arrive any more."""
         for page in page_ids:
             self._require(page, PageState.GRANTED, PageState.QUARANTINED)
-            self._put_back(page)
-
-    def forget(self, page_ids: Iterable[int]) -> None:
-        """Free cached pages that the prefix cache has dropped."""
-        for page in page_ids:
-            self._require(page, PageState.CACHED)
             self._put_back(page)
 
     def state(self, page: int) -> PageState:
@@ -160,12 +161,31 @@ class PagePool:
         if num_pages > self.num_available:
             return None
         if num_pages > len(self._free):
-            self.forget(self._evict(num_pages - len(self._free)))
+            self._evict(num_pages - len(self._free))
         taken = [self._free.pop() for _ in range(num_pages)]
         for page in taken:
             self._move(page, state)
             self._readers[page] = readers
         return taken
+
+    def _drop_reader(self, page_ids: Sequence[int]) -> None:
+        for page in page_ids:
+            self._require(page, PageState.HELD)
+            self._readers[page] -= 1
+            if self._readers[page]:
+                continue
+            if page in self._prefixes:
+                self._move(page, PageState.CACHED)
+            else:
+                self._put_back(page)
+
+    def _evict(self, num_pages: int) -> int:
+        """Free cached pages without a reader, least recently used first; return how many."""
+        evicted = self._prefixes.evict(num_pages)
+        for page in evicted:
+            self._require(page, PageState.CACHED)
+            self._put_back(page)
+        return len(evicted)
 
     def _put_back(self, page: int) -> None:
         self._move(page, PageState.FREE)
@@ -187,37 +207,7 @@ class PagePool:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.counts()})"
 
-
-class KVCache(PagePool):
-    """A pool of pages whose contents are remembered by prefix.
-
-    Pages of a request are one list, in order: first those matched in the prefix cache, then its own.
-
-    Args:
-        space: What all its pages have in common; None where no tiers are behind it.
-
-    Attributes:
-        journal: Changes of the prefix cache, which routers follow.
-    """
-
-    def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        *,
-        is_prefix_cache_enabled: bool = True,
-        space: PageSpace | None = None,
-    ) -> None:
-        self.page_size = page_size
-        self.space = space
-        self._is_prefix_cache_enabled = is_prefix_cache_enabled
-        self._prefixes = PrefixCache(page_size, self._is_unused, space)
-        self.journal: PrefixJournal = self._prefixes.journal
-        super().__init__(num_pages, self._prefixes.__contains__, self._prefixes.evict)
-
-    def num_pages_for(self, num_tokens: int) -> int:
-        """Return how many pages hold `num_tokens`."""
-        return -(-num_tokens // self.page_size)
+    # ── what is in them ──────────────────────────────────────────────────────────────────────────
 
     def match(self, token_ids: Sequence[int], salt: str = "") -> PrefixMatch:
         """Find and hold the longest cached prefix; give it back with `release`."""
@@ -232,17 +222,9 @@ class KVCache(PagePool):
         if self._is_prefix_cache_enabled:
             self._prefixes.insert(token_ids, page_ids, salt)
 
-    @override
-    def release(self, page_ids: Sequence[int]) -> None:
-        """Drop one reader of each page, which counts as a use; remembered ones stay cached."""
-        self._prefixes.touch(page_ids)
-        super().release(page_ids)
-
     def flush(self) -> int:
         """Free every cached page without a reader; return how many."""
-        evicted = self._prefixes.evict(self.num_pages)
-        self.forget(evicted)
-        return len(evicted)
+        return self._evict(self.num_pages)
 
     def _is_unused(self, page: int) -> bool:
         return self.state(page) is PageState.CACHED
@@ -299,4 +281,4 @@ class KVCache(PagePool):
     def end_save(self, page_ids: Sequence[int], *, is_saved: bool = True) -> None:
         """Drop the reader that `begin_save` added; pages that are not saved are offered again."""
         self._prefixes.saved(page_ids, is_saved=is_saved)
-        super().release(page_ids)  # no use of theirs
+        self._drop_reader(page_ids)  # no use of theirs

@@ -4,20 +4,27 @@ The host reads nothing until the engine collects. Masks of grammars are built wh
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from tandem.engine.device import device_errors
-from tandem.engine.forward import Batch, ForwardInputs, Ints, Slots, Wrote, forward_inputs
+from tandem.engine.forward import (
+    Batch,
+    Chunk,
+    ForwardInputs,
+    Slots,
+    Wrote,
+    forward_inputs,
+    prompt_rows,
+)
 from tandem.engine.grammar import GrammarMasks, apply_masks
 from tandem.engine.request import ActiveRequest
 from tandem.engine.runner import Runner
-from tandem.engine.sampler import adjustments, sample
+from tandem.engine.sampler import adjust, sample
 from tandem.engine.shape import ModelShape
-from tandem.engine.step import ChunkEnd, CompletePages, ForwardTimes, Launched
+from tandem.engine.step import Outcome
 from tandem.wire.generation import GenerateRequest, TokenLogprobs
 
 
@@ -42,9 +49,6 @@ class ModelLauncher:
         """Whether the device is not the CPU."""
         return self._runner.device.type != "cpu"
 
-    def check(self, request: GenerateRequest) -> None:
-        """A model computes all that a request can ask for."""
-
     def seed(self, request: GenerateRequest, drawn: int) -> int:
         """Return `drawn`."""
         del request
@@ -64,38 +68,38 @@ class ModelLauncher:
         )
         self._runner.forward(inputs)
 
-    def launch(
-        self, batch: Batch, slots: Slots, pages: list[CompletePages], wrote: Wrote | None
-    ) -> Launched:
+    def launch(self, batch: Batch, slots: Slots, wrote: Wrote | None) -> Callable[[], Outcome]:
         """Queue a forward and the choice of its tokens.
 
         Raises:
             DeviceLost: The device cannot be used any more.
         """
         with device_errors(self._runner.device):
-            return self._launch(batch, slots, pages, wrote)
+            return self._launch(batch, slots, wrote)
 
-    def _launch(
-        self, batch: Batch, slots: Slots, pages: list[CompletePages], wrote: Wrote | None
-    ) -> Launched:
-        sampled = batch.sampled()
+    def _launch(self, batch: Batch, slots: Slots, wrote: Wrote | None) -> Callable[[], Outcome]:
+        sampled, rows = batch.sampled(), batch.sampled_rows()
         pending = self._masks.begin([request.grammar for request in sampled])
         inputs = forward_inputs(batch, slots, self._page_size)
         stopwatch = _Stopwatch(self._runner.device)
         logits = self._runner.forward(inputs, self._newest, wrote)
         masks = pending.result() if pending is not None else None
-        chunks = [ChunkEnd.of(chunk) for chunk in batch.chunks]
-        rows = np.array([request.slot for request in sampled], np.int64)
         raw = logits[: len(sampled)]
         special = np.flatnonzero(slots.is_special[rows]).tolist()
         changed = self._changed(raw, sampled, special, masks) if special else raw
         self._newest = ids = sample(changed, slots, rows)
-        logprobs = _token_logprobs(raw, ids, sampled)
+        token_logprobs = _token_logprobs(raw, ids, sampled)
         stopwatch.stop()
-        prompt_logprobs = _prompt_logprobs(logits[len(sampled) :], chunks)
-        outcome = _ModelOutcome(OnHost(ids), logprobs, prompt_logprobs, stopwatch)
-        indexes = slots.next_index[rows].tolist()
-        return Launched(batch, chunks, pages, sampled, indexes, outcome)
+        prompt_logprobs = _prompt_logprobs(logits[len(sampled) :], batch.chunks)
+        chosen = OnHost(ids)
+
+        def read() -> Outcome:
+            (tokens,) = chosen.read()
+            return Outcome(
+                tokens.numpy(), *stopwatch.times_s(), token_logprobs(), prompt_logprobs()
+            )
+
+        return read
 
     def _changed(
         self,
@@ -109,71 +113,62 @@ class ModelLauncher:
         if masks is not None:
             apply_masks(logits, masks)
         requests = [sampled[row] for row in special]
-        adjustments(special, requests, self._eos_token_ids, masks).apply(logits)
+        adjust(logits, special, requests, self._eos_token_ids, masks)
         return logits
 
 
 # ── log-probabilities: of the model's own distribution, before a request's parameters change it ──
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobRows:
-    """Log-probabilities of some rows of a forward, on their way to the host.
-
-    Attributes:
-        num_top: How many of the likeliest each row's request wants.
-        tensors: Of the chosen tokens, shape (n,); values and ids of the likeliest in falling order,
-            shape (n, num_top).
-    """
-
-    num_top: list[int]
-    tensors: "OnHost"
-
-    def read(self) -> list[TokenLogprobs]:
-        """Wait for them; return one entry a row."""
-        chosen, values, ids = (tensor.tolist() for tensor in self.tensors.read())
-        return [
-            TokenLogprobs(logprob=own, top=list(zip(ids[:num], values[:num], strict=True)))
-            for num, own, values, ids in zip(self.num_top, chosen, values, ids, strict=True)
-        ]
-
-
 @torch.inference_mode()
-def logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: list[int]) -> LogprobRows:
+def _logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, num_top: list[int]
+) -> Callable[[], list[TokenLogprobs]]:
     """Start reading the log-probabilities of `tokens`, and as many of the likeliest as each row wants.
 
     Args:
         logits: Shape (n, vocab_size).
         tokens: Shape (n,).
+
+    Returns:
+        What waits for them and returns one entry a row.
     """
     scores = logits.float().log_softmax(dim=-1)
     top = scores.topk(min(max(num_top), scores.shape[1]), dim=-1)
-    chosen = scores.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return LogprobRows(num_top, OnHost(chosen, top.values, top.indices))
+    on_host = OnHost(scores.gather(1, tokens.unsqueeze(1)).squeeze(1), top.values, top.indices)
+
+    def read() -> list[TokenLogprobs]:
+        columns = (tensor.tolist() for tensor in on_host.read())
+        return [
+            TokenLogprobs(logprob=own, top=list(zip(ids[:num], values[:num], strict=True)))
+            for num, own, values, ids in zip(num_top, *columns, strict=True)
+        ]
+
+    return read
 
 
 def _token_logprobs(
     logits: torch.Tensor, ids: torch.Tensor, sampled: Sequence[ActiveRequest]
-) -> tuple[list[int], LogprobRows] | None:
-    """Return the rows whose requests want them, and these."""
+) -> Callable[[], dict[int, TokenLogprobs]]:
+    """Start reading those of the tokens whose requests want them; they come by row."""
     rows = [row for row, request in enumerate(sampled) if request.request.logprobs is not None]
     if not rows:
-        return None
+        return dict
     where = torch.tensor(rows, device=logits.device)
-    return rows, logprobs(logits[where], ids[where], [_num_top(sampled[row]) for row in rows])
+    read = _logprobs(logits[where], ids[where], [_num_top(sampled[row]) for row in rows])
+    return lambda: dict(zip(rows, read(), strict=True))
 
 
-def _prompt_logprobs(logits: torch.Tensor, chunks: Sequence[ChunkEnd]) -> LogprobRows | None:
-    """Return those of prompt positions. Logits: one row for each."""
+def _prompt_logprobs(
+    logits: torch.Tensor, chunks: Sequence[Chunk]
+) -> Callable[[], list[TokenLogprobs]]:
+    """Start reading those of prompt positions. Logits: one row for each."""
     if not len(logits):
-        return None
-    ids = [
-        token
-        for end in chunks
-        for token in end.chunk.request.token_ids[end.told.start : end.told.stop]
-    ]
-    num_top = [_num_top(end.chunk.request) for end in chunks for _ in end.told]
-    return logprobs(logits, torch.tensor(ids, device=logits.device), num_top)
+        return list
+    told = [(chunk.request, position) for chunk in chunks for position in prompt_rows(chunk)]
+    ids = [request.token_ids[position] for request, position in told]
+    num_top = [_num_top(request) for request, _ in told]
+    return _logprobs(logits, torch.tensor(ids, device=logits.device), num_top)
 
 
 def _num_top(active: ActiveRequest) -> int:
@@ -212,7 +207,7 @@ class _Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self._times = ForwardTimes(0.0)
+        self._times_s = 0.0, 0.0
         if device.type == "cuda":
             # Recorded on the stream that computes, where the copy to the host follows: once that was
             # read, both events are over.
@@ -226,51 +221,14 @@ class _Stopwatch:
         if self._events is not None:
             self._events[1].record()
         else:
-            self._times = ForwardTimes(
-                time.perf_counter() - self._started_s, time.thread_time() - self._started_cpu_s
+            self._times_s = (
+                time.perf_counter() - self._started_s,
+                time.thread_time() - self._started_cpu_s,
             )
 
-    def times(self) -> ForwardTimes:
-        """Return what was timed. Only once something queued after `stop` was read."""
+    def times_s(self) -> tuple[float, float]:
+        """Return time on the device, and of the CPU. Only once something queued after `stop` was read."""
         if self._events is None:
-            return self._times
+            return self._times_s
         begin, end = self._events
-        return ForwardTimes(begin.elapsed_time(end) / 1000)
-
-
-@dataclass(frozen=True, slots=True)
-class _ModelOutcome:
-    """An `Outcome` on a device.
-
-    Attributes:
-        ids: Tokens chosen.
-        of_tokens: Rows with log-probabilities, and these.
-        of_prompts: Those of prompts, chunk by chunk.
-        stopwatch: Stopped before `ids` began to be copied.
-    """
-
-    ids: OnHost
-    of_tokens: tuple[list[int], LogprobRows] | None
-    of_prompts: LogprobRows | None
-    stopwatch: _Stopwatch
-
-    def token_ids(self) -> Ints:
-        """Wait for the forward; return the tokens chosen."""
-        (ids,) = self.ids.read()
-        host: Ints = ids.numpy()
-        return host
-
-    def token_logprobs(self) -> dict[int, TokenLogprobs]:
-        """Return their log-probabilities where wanted, by row."""
-        if self.of_tokens is None:
-            return {}
-        rows, entries = self.of_tokens
-        return dict(zip(rows, entries.read(), strict=True))
-
-    def prompt_logprobs(self) -> list[TokenLogprobs]:
-        """Return those of prompt positions."""
-        return [] if self.of_prompts is None else self.of_prompts.read()
-
-    def times(self) -> ForwardTimes:
-        """Return how long the forward took."""
-        return self.stopwatch.times()
+        return begin.elapsed_time(end) / 1000, 0.0

@@ -14,7 +14,6 @@ the noise of two tokens, the low half of the first.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,7 @@ import torch
 
 from tandem.engine.forward import Ints, Slots
 from tandem.engine.grammar import leaves_only
-from tandem.engine.request import ActiveRequest, Seen
+from tandem.engine.request import ActiveRequest
 
 NEG_INF = float("-inf")
 # Hotter than this every token is as likely as any other; noise multiplied by it is still finite.
@@ -201,25 +200,19 @@ def with_noise(
 # ── penalties, biases and bans ───────────────────────────────────────────────────────────────────
 
 
-@dataclass(slots=True)
-class Cells:
+class _Cells:
     """Entries of a matrix of logits with a number for each."""
 
-    rows: list[int] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.ids: list[int] = []
+        self.values: list[float] = []
 
     def add(self, row: int, ids: Sequence[int], values: Sequence[float]) -> None:
         """Add entries of one row."""
         self.rows += [row] * len(ids)
         self.ids += ids
         self.values += values
-
-    def within(self, vocab_size: int) -> "Cells":
-        """Return those whose id is in the vocabulary."""
-        kept = [i for i, token in enumerate(self.ids) if 0 <= token < vocab_size]
-        rows, ids, values = self.rows, self.ids, self.values
-        return Cells([rows[i] for i in kept], [ids[i] for i in kept], [values[i] for i in kept])
 
     def on(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return rows, ids and values as tensors beside `logits`. Shape (num_cells,) each."""
@@ -229,70 +222,47 @@ class Cells:
         return rows, ids, torch.tensor(self.values, device=device, dtype=logits.dtype)
 
 
-@dataclass(slots=True)
-class Adjustments:
-    """What is done to a batch of logits before a token is chosen, as few operations for all rows.
-
-    Attributes:
-        scales: Repetition penalties, over prompt and answer, as in Keskar et al. 2019.
-        offsets: Frequency and presence penalties and biases, summed.
-        bans: Tokens that cannot be chosen.
-    """
-
-    scales: Cells = field(default_factory=Cells)
-    offsets: Cells = field(default_factory=Cells)
-    bans: Cells = field(default_factory=Cells)
-
-    def penalize(self, row: int, seen: Seen, repetition: float) -> None:
-        """Penalize by a factor what was seen at all."""
-        self.scales.add(row, seen.ids, [repetition] * len(seen.ids))
-
-    def lower(self, row: int, seen: Seen, frequency: float, presence: float) -> None:
-        """Lower what was said, by how often it was said."""
-        counts = np.asarray(seen.counts)
-        said = np.flatnonzero(counts)
-        ids = np.asarray(seen.ids)[said]
-        self.offsets.add(row, ids.tolist(), (-frequency * counts[said] - presence).tolist())
-
-    def apply(self, logits: torch.Tensor) -> None:
-        """Change `logits` in place. Shape (num_rows, vocab_size), float32."""
-        if self.scales.rows:
-            rows, ids, factors = self.scales.on(logits)
-            scores = logits[rows, ids]
-            logits[rows, ids] = torch.where(scores > 0, scores / factors, scores * factors)
-        if self.offsets.rows:
-            rows, ids, values = self.offsets.on(logits)
-            logits.index_put_((rows, ids), values, accumulate=True)
-        if self.bans.rows:
-            rows, ids, values = self.bans.within(logits.shape[1]).on(logits)
-            logits[rows, ids] = values
-
-
-def adjustments(
+def adjust(
+    logits: torch.Tensor,
     rows: Sequence[int],
     requests: Sequence[ActiveRequest],
     eos_token_ids: frozenset[int],
     masks: torch.Tensor | None = None,
-) -> Adjustments:
-    """Return what the parameters of some requests do to their rows of logits.
+) -> None:
+    """Do what the parameters of some requests do to their rows of logits, in place.
+
+    Repetition penalties are a factor on all that occurs in prompt or answer, as in Keskar et al. 2019.
+    Frequency and presence penalties count the answer alone, and are summed with biases.
 
     Args:
+        logits: Shape (num_rows, vocab_size), float32.
         rows: Of the requests, in the logits.
         eos_token_ids: Not chosen before `min_new_tokens`, unless a grammar leaves nothing else.
         masks: Of grammars, by row of the logits.
     """
-    found = Adjustments()
+    scales, offsets, bans = _Cells(), _Cells(), _Cells()
     for row, request in zip(rows, requests, strict=True):
-        p = request.request.sampling
-        if request.seen is not None:
-            if p.repetition_penalty != 1.0:
-                found.penalize(row, request.seen, p.repetition_penalty)
-            if p.frequency_penalty or p.presence_penalty:
-                found.lower(row, request.seen, p.frequency_penalty, p.presence_penalty)
-        if p.logit_bias:
-            found.offsets.add(row, list(p.logit_bias), list(p.logit_bias.values()))
+        p, seen = request.request.sampling, request.seen
+        if seen is not None and p.repetition_penalty != 1.0:
+            scales.add(row, seen.ids, [p.repetition_penalty] * len(seen.ids))
+        if seen is not None and (p.frequency_penalty or p.presence_penalty):
+            counts = np.asarray(seen.counts)
+            said = np.flatnonzero(counts)
+            lower = -p.frequency_penalty * counts[said] - p.presence_penalty
+            offsets.add(row, np.asarray(seen.ids)[said].tolist(), lower.tolist())
+        offsets.add(row, list(p.logit_bias), list(p.logit_bias.values()))
         if request.next_index < p.min_new_tokens:
-            banned = sorted(eos_token_ids | set(p.stop_token_ids))
+            ends = sorted(eos_token_ids | set(p.stop_token_ids))
+            banned = [token for token in ends if 0 <= token < logits.shape[1]]
             if masks is None or request.grammar is None or not leaves_only(masks, row, banned):
-                found.bans.add(row, banned, [NEG_INF] * len(banned))
-    return found
+                bans.add(row, banned, [NEG_INF] * len(banned))
+    if scales.rows:
+        at_rows, ids, factors = scales.on(logits)
+        scores = logits[at_rows, ids]
+        logits[at_rows, ids] = torch.where(scores > 0, scores / factors, scores * factors)
+    if offsets.rows:
+        at_rows, ids, values = offsets.on(logits)
+        logits.index_put_((at_rows, ids), values, accumulate=True)
+    if bans.rows:
+        at_rows, ids, values = bans.on(logits)
+        logits[at_rows, ids] = values

@@ -146,17 +146,13 @@ class Scheduler:
 
     def advance(self, batch: Batch) -> None:
         """A forward over `batch` was launched: each request of it will have one more token."""
-        rows = batch.rows
         for chunk in batch.chunks:
             chunk.request.num_computed += chunk.num_tokens
             if chunk.is_last:
                 self.prompts.remove(chunk.request)
                 if not chunk.request.is_prompt_only:
                     self._begin_decoding(chunk.request)
-        last = [chunk.request.slot for chunk in batch.chunks if chunk.is_last]
-        if last:
-            rows = np.concatenate([rows, np.array(last, np.int64)])
-        self.slots.launched(rows)
+        self.slots.launched(batch.sampled_rows())
 
     def computed(self, active: ActiveRequest) -> None:
         """The KV of a whole prompt is in its pages: let others use it."""

@@ -41,10 +41,11 @@ from tandem.engine.shape import (
     head_dim,
     kv_heads,
 )
-from tandem.engine.step import ChunkEnd, CompletePages, ForwardTimes, Launched
+from tandem.engine.step import Outcome
 from tandem.engine.weight_files import read_object
 from tandem.wire.errors import ConfigInvalid, InvalidRequest
-from tandem.wire.generation import GenerateRequest, TokenLogprobs
+from tandem.wire.generation import GenerateRequest
+from tandem.wire.hand_off import LayerKV
 
 # Beginning of each layer's K and of its V that a forward writes: enough to tell one page from another.
 _MARK_BYTES = 8
@@ -60,7 +61,7 @@ class SimulatedPages:
 
     Args:
         memory: At least `num_pages * page_bytes`.
-        num_slabs: Pieces of a page that begin with a mark: K and V of each layer.
+        num_slabs: Pieces of a page that begin with a mark: what each layer keeps.
     """
 
     def __init__(
@@ -95,45 +96,6 @@ class Clock:
             self.sleep(left_s)
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedOutcome:
-    """An `Outcome` that is there when its time has come.
-
-    Attributes:
-        begin_s: When the device begins with it; it ends at `end_s`.
-        wrote: Called for each of `num_layers` as its share of that time is over.
-    """
-
-    ids: Ints
-    clock: Clock
-    begin_s: float
-    end_s: float
-    wrote: Wrote | None
-    num_layers: int
-
-    def token_ids(self) -> Ints:
-        """Wait until the forward ends; return its tokens."""
-        if self.wrote is not None:
-            a_layer_s = (self.end_s - self.begin_s) / self.num_layers
-            for layer in range(self.num_layers):
-                self.clock.wait_until(self.begin_s + (layer + 1) * a_layer_s)
-                self.wrote(layer)
-        self.clock.wait_until(self.end_s)
-        return self.ids
-
-    def token_logprobs(self) -> dict[int, TokenLogprobs]:
-        """There are none: `SimulatedLauncher.check` refuses to."""
-        return {}
-
-    def prompt_logprobs(self) -> list[TokenLogprobs]:
-        """There are none."""
-        return []
-
-    def times(self) -> ForwardTimes:
-        """Return how long the forward is."""
-        return ForwardTimes(self.end_s - self.begin_s)
-
-
 class SimulatedLauncher:
     """Chooses tokens by number and lets time pass; a `Launcher`.
 
@@ -161,46 +123,42 @@ class SimulatedLauncher:
         self._clock = clock or Clock()
         self._idle_at_s = 0.0
 
-    def check(self, request: GenerateRequest) -> None:
-        """Refuse what takes probabilities."""
+    def seed(self, request: GenerateRequest, drawn: int) -> int:
+        """Return a key of the prompt, and of the seed unless the request is greedy.
+
+        Raises:
+            InvalidRequest: The request asks for what takes probabilities.
+        """
         asked = unsupported(request)
         if asked:
             raise InvalidRequest(
                 f"{asked} cannot be had of a simulated engine, which has no probabilities; leave it out"
             )
-
-    def seed(self, request: GenerateRequest, drawn: int) -> int:
-        """Return a key of the prompt, and of the seed unless the request is greedy."""
         num_prompt = len(request.prompt_ids) - request.num_prior_tokens
         return answer_key(
             request.prompt_ids[:num_prompt], drawn if request.sampling.temperature > 0 else 0
         )
 
-    def launch(
-        self, batch: Batch, slots: Slots, pages: list[CompletePages], wrote: Wrote | None
-    ) -> Launched:
+    def launch(self, batch: Batch, slots: Slots, wrote: Wrote | None) -> Callable[[], Outcome]:
         """Begin a forward when the one before ends."""
-        sampled = batch.sampled()
-        last = np.array([chunk.request.slot for chunk in batch.chunks if chunk.is_last], np.int64)
-        rows = np.concatenate([batch.rows, last])
-        indexes = slots.next_index[rows]
+        rows = batch.sampled_rows()
+        ids = tokens_at(slots.seed[rows], slots.next_index[rows], self._ordinary_ids)
         begin_s = max(self._idle_at_s, self._clock.now())
-        self._idle_at_s = begin_s + self._forward_s(batch, slots)
+        self._idle_at_s = end_s = begin_s + self._forward_s(batch, slots)
         if self._pages is not None:
             for chunk in batch.chunks:
                 self._pages.fill(chunk)
-        chunks = [ChunkEnd.of(chunk) for chunk in batch.chunks]
-        ids = self._tokens_at(slots.seed[rows], indexes)
-        outcome = SimulatedOutcome(
-            ids, self._clock, begin_s, self._idle_at_s, wrote, self._num_layers
-        )
-        return Launched(batch, chunks, pages, sampled, indexes.tolist(), outcome)
 
-    def warm_up(self) -> None:
-        """Nothing is compiled."""
+        def read() -> Outcome:
+            if wrote is not None:
+                for layer in range(self._num_layers):
+                    share = (layer + 1) / self._num_layers
+                    self._clock.wait_until(begin_s + share * (end_s - begin_s))
+                    wrote(layer)
+            self._clock.wait_until(end_s)
+            return Outcome(ids, end_s - begin_s)
 
-    def _tokens_at(self, keys: npt.NDArray[np.uint64], indexes: Ints) -> Ints:
-        return tokens_at(keys, indexes, self._ordinary_ids)
+        return read
 
     def _forward_s(self, batch: Batch, slots: Slots) -> float:
         num_new = sum(chunk.num_tokens for chunk in batch.chunks)
@@ -282,23 +240,32 @@ def read_model(config: EngineConfig, kv: SimKV) -> tuple[ModelShape, Ints]:
     digest.update(f"{kv_dtype} {kv}".encode())
     digest.update(ordinary.tobytes())
     name = f"{facts.get('model_type', 'model')}-{text.num_hidden_layers}layers"
+    layers = _latent_layers(text)
     shape = ModelShape(
         num_layers=text.num_hidden_layers,
-        num_kv_heads=kv_heads(text),
-        head_dim=head_dim(text),
+        num_kv_heads=1 if layers else kv_heads(text),
+        head_dim=sum(layer.key_dim for layer in layers) or head_dim(text),
         vocab_size=text.vocab_size,
         context_length=context_length(config.context_length, text),
         eos_token_ids=eos,
         dtype=dtype,
         kv_dtype=kv_dtype,
         fingerprint=f"{name}-simulated-kv-{kv}-{digest.hexdigest()[:16]}",
+        layers=layers,
+        attention=frozenset({"latents"} if layers else ()),
     )
     return (shape if kv == "real" else _without_kv(shape)), ordinary
 
 
+def _latent_layers(text: Any) -> tuple[LayerKV, ...]:
+    """Return what layers of latent attention keep: one row for all heads; empty for other models."""
+    rank = getattr(text, "kv_lora_rank", None)
+    return (LayerKV(1, rank + text.qk_rope_head_dim, 0),) * text.num_hidden_layers if rank else ()
+
+
 def _without_kv(shape: ModelShape) -> ModelShape:
     """Return the same model with as little KV as a page can have: two bytes a token."""
-    return replace(shape, num_layers=1, num_kv_heads=1, head_dim=1, kv_dtype="uint8")
+    return replace(shape, num_layers=1, num_kv_heads=1, head_dim=1, kv_dtype="uint8", layers=())
 
 
 def _text_config(path: Path, facts: dict[str, Any], *, trusts_code: bool) -> Any:

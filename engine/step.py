@@ -2,10 +2,11 @@
 
 ```
  Engine (core.py) ── batch ──▶ Launcher ─┬─ ModelLauncher (launcher.py)      a model on a device, a sampler
-        ◀─ StepResult ── Launched ◀──────┴─ SimulatedLauncher (simulated.py)  a clock, no model
+        ◀─ StepResult ── Outcome ◀───────┴─ SimulatedLauncher (simulated.py)  a clock, no model
 ```
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -120,36 +121,22 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardTimes:
-    """How long one forward took.
+class Outcome:
+    """What a forward computed.
 
     Attributes:
+        token_ids: Tokens chosen, in the order of `Batch.sampled`. Shape (num_sampled,).
         device_s: From its begin on the device until its tokens were chosen.
         host_cpu_s: CPU time of the launching thread in that; 0 unless the device is the CPU.
+        token_logprobs: Of the tokens chosen where wanted, by their place in `token_ids`.
+        prompt_logprobs: Of prompt positions, `ChunkEnd.told` of chunk after chunk.
     """
 
-    device_s: float
+    token_ids: Ints
+    device_s: float = 0.0
     host_cpu_s: float = 0.0
-
-
-class Outcome(Protocol):
-    """What a forward computes. It is read once, in the order of launches; reading waits for it."""
-
-    def token_ids(self) -> Ints:
-        """Return the tokens chosen, in the order of `Launched.sampled`."""
-        ...
-
-    def token_logprobs(self) -> dict[int, TokenLogprobs]:
-        """Return their log-probabilities where wanted, by row of `Launched.sampled`."""
-        ...
-
-    def prompt_logprobs(self) -> list[TokenLogprobs]:
-        """Return those of prompt positions, `ChunkEnd.told` of chunk after chunk."""
-        ...
-
-    def times(self) -> ForwardTimes:
-        """Return how long it took. Only once its tokens were read."""
-        ...
+    token_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,22 +158,25 @@ class ChunkEnd:
         return cls(chunk, chunk.request.num_computed + chunk.num_tokens, prompt_rows(chunk))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Launched:
     """A forward under way.
 
     Attributes:
         pages: Pages of prompt-only requests that are complete after it.
-        sampled: Requests whose next token it chooses: those that decode, then those whose prompt ends.
+        sampled: Requests whose next token it chooses.
+        rows: Their slots. Shape (len(sampled),).
         indexes: Of these tokens.
+        read: Waits for it. Called once, in the order of launches.
     """
 
     batch: Batch
     chunks: list[ChunkEnd]
     pages: list[CompletePages]
     sampled: list[ActiveRequest]
+    rows: Ints
     indexes: list[int]
-    outcome: Outcome
+    read: Callable[[], Outcome]
 
     def participants(self) -> list[ActiveRequest]:
         """Return every request with a row in it, once."""
@@ -201,36 +191,27 @@ class Launcher(Protocol):
         """Whether forwards run while the host does other things."""
         ...
 
-    def check(self, request: GenerateRequest) -> None:
-        """Check that it can do what a request asks for.
-
-        Raises:
-            InvalidRequest: It cannot.
-        """
-        ...
-
     def seed(self, request: GenerateRequest, drawn: int) -> int:
         """Return the key of a request's draws.
 
         Args:
             drawn: The client's seed, or one that was drawn where it gave none.
+
+        Raises:
+            InvalidRequest: The launcher cannot do what the request asks for.
         """
         ...
 
-    def launch(
-        self, batch: Batch, slots: Slots, pages: list[CompletePages], wrote: Wrote | None
-    ) -> Launched:
+    def launch(self, batch: Batch, slots: Slots, wrote: Wrote | None) -> Callable[[], Outcome]:
         """Begin a forward over `batch`; it may take tokens of the one launched before.
 
         Args:
-            pages: Those it completes.
             wrote: Called with the numbers of layers, in order, as their K and V are in the pool;
                 perhaps from another thread, perhaps not for all of them.
-        """
-        ...
 
-    def warm_up(self) -> None:
-        """Run what is compiled or allocated at its first use. Before the first request."""
+        Returns:
+            What waits for the forward and returns its outcome.
+        """
         ...
 
 
@@ -245,7 +226,7 @@ class StepCounts:
         requests: Requests in each.
         tokens: Tokens computed by each: one for each decoding request, and the chunks of prompts.
         num_collected: Forwards so far.
-        host_cpu_s: CPU time of the engine's thread in all of them; see `ForwardTimes`.
+        host_cpu_s: CPU time of the engine's thread in all of them; see `Outcome`.
         prompt_token_s: Recent device time of one prompt token; 0 before any was computed.
     """
 
@@ -257,12 +238,11 @@ class StepCounts:
         self.host_cpu_s = 0.0
         self.prompt_token_s = 0.0
 
-    def collected(self, launched: Launched) -> None:
+    def collected(self, batch: Batch, outcome: Outcome) -> None:
         """Count a forward whose tokens were read."""
-        times, batch = launched.outcome.times(), launched.batch
         self.num_collected += 1
-        self.device_seconds.observe(times.device_s)
-        self.host_cpu_s += times.host_cpu_s
+        self.device_seconds.observe(outcome.device_s)
+        self.host_cpu_s += outcome.host_cpu_s
         self.requests.observe(len(batch.decodes) + len(batch.chunks))
         num_prompt = sum(chunk.num_tokens for chunk in batch.chunks)
         num_tokens = len(batch.decodes) + num_prompt
@@ -270,7 +250,7 @@ class StepCounts:
         # Dividing a forward's time by its tokens is fair to prompts only where they have most of them.
         if num_prompt >= max(_MIN_PROMPT, len(batch.decodes)):
             weight = _NEWEST if self.prompt_token_s else 1.0
-            self.prompt_token_s += weight * (times.device_s / num_tokens - self.prompt_token_s)
+            self.prompt_token_s += weight * (outcome.device_s / num_tokens - self.prompt_token_s)
 
     @override
     def __repr__(self) -> str:

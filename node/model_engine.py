@@ -53,9 +53,8 @@ def build_model(config: NodeConfig, memory: MemoryOf, waker: Waker, ranks: Ranks
     settings, shape = config.engine, plan.shape
     compiler = GrammarCompiler(Path(settings.model_dir), shape.vocab_size, shape.eos_token_ids)
     launcher = ModelLauncher(runner, shape, settings.page_size)
-    engine = Engine(launcher, shape, settings, plan.num_pages, compiler=compiler, wake=waker.wake)
-    engine.warm_up()
-    return engine
+    launcher.warm_up()
+    return Engine(launcher, shape, settings, plan.num_pages, compiler=compiler, wake=waker.wake)
 
 
 def build_shard(config: NodeConfig, memory: MemoryOf) -> tuple[Runner, PoolPlan]:

@@ -44,7 +44,8 @@ def build_simulated(
     pages = None
     if region is not None and config.role != "decode":
         bytes_ = region.array()[: plan.layout.pool_bytes]
-        pages = SimulatedPages(bytes_, plan.num_pages, plan.page_size, 2 * shape.num_layers)
+        num_planes = sum(1 + bool(layer.value_dim) for layer in shape.kv_layers)
+        pages = SimulatedPages(bytes_, plan.num_pages, plan.page_size, num_planes)
     log.info(
         "engine.simulated",
         model=config.served_model_name,

@@ -6,20 +6,11 @@ from tandem.engine.attention_backends import choose_backend, fastest
 from tandem.engine.config import EngineConfig
 from tandem.engine.shape import ModelShape
 from tandem.wire.errors import ConfigInvalid
+from tests.engine.toy_runner import toy_shape
 
 
 def shape(dtype="bfloat16", kv_dtype=None, head_dim=128) -> ModelShape:
-    return ModelShape(
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=head_dim,
-        vocab_size=1,
-        context_length=1,
-        eos_token_ids=frozenset(),
-        dtype=dtype,
-        kv_dtype=kv_dtype or dtype,
-        fingerprint="",
-    )
+    return toy_shape(head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype or dtype)
 
 
 def config(device="cpu", backend="auto") -> EngineConfig:

@@ -1,5 +1,10 @@
 """The CPU's kernel: its answers, on one of torch's threads and on several."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numba
 import numpy as np
 import pytest
@@ -39,20 +44,52 @@ def test_every_number_of_threads_gives_the_same_bits(torch_threads):
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_code_runs_once_on_each_of_torchs_threads(torch_threads, num_threads):
     torch_threads(num_threads)
-    number, most = attention_cpu._thread_number(), 8
+    most = 8
 
     @numba.cfunc(types.void(types.CPointer(types.int64)))
     def count(pointer):
-        numba.carray(pointer, most)[number()] += 1
+        numbers = numba.carray(pointer, most + 1)
+        numbers[attention_cpu._call_int(numbers[most])] += 1
 
-    counts = np.zeros(most, np.int64)
-    attention_cpu._run(count.address, counts.ctypes.data)
-    assert attention_cpu._num_threads() == num_threads
-    assert counts.tolist() == [1] * num_threads + [0] * (most - num_threads)
+    numbers = np.array([*[0] * most, attention_cpu.thread_number()], np.int64)
+    attention_cpu.run(count.address, numbers.ctypes.data)
+    assert attention_cpu.num_threads() == num_threads
+    assert numbers[:most].tolist() == [1] * num_threads + [0] * (most - num_threads)
 
 
 def test_without_torchs_library_one_thread_does_it_all(torch_threads, monkeypatch):
     torch_threads(4)
     monkeypatch.setattr(attention_cpu, "_library", lambda: None)
-    assert attention_cpu._num_threads() == 1
+    assert attention_cpu.num_threads() == 1
     assert error(CASES["decodes of group 3"], CpuAttention()) <= 2e-5
+
+
+# ── kept on disk ─────────────────────────────────────────────────────────────────────────────────
+
+COMPILE = """
+from tandem.engine.attention_cpu import Geometry, kernel_for
+for is_bfloat16 in (False, True):
+    print(kernel_for(Geometry(1, 1, 8, 4, is_bfloat16)).cache_hits)
+"""
+
+
+def hits_of_a_process(cache: Path) -> list[int]:
+    """Compile two kernels in a process of its own; return which it found on disk."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        env=os.environ | {"NUMBA_CACHE_DIR": str(cache)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return [int(line) for line in done.stdout.split() if line.isdigit()]
+
+
+def test_a_second_process_does_not_compile_again(tmp_path):
+    assert hits_of_a_process(tmp_path) == [0, 0]
+    indexes = {path.name.split("-")[0] for path in tmp_path.rglob("*.nbi")}
+    assert len(indexes) == 2, "kernels that share an index may be taken for each other"
+    assert hits_of_a_process(tmp_path) == [1, 1]
+    for path in tmp_path.rglob("*.nbi"):
+        path.write_bytes(path.read_bytes()[:9])
+    assert hits_of_a_process(tmp_path) == [0, 0], "what is broken is compiled anew"

@@ -241,15 +241,13 @@ def test_a_forward_that_fails_keeps_no_page(tiny_model, is_overlapped, monkeypat
     assert len(run(engine)["after"]) == 3
 
 
-def broken(launched):
-    """Return a forward whose tokens cannot be read."""
+def broken(_read):
+    """Return what cannot read the tokens of a forward."""
 
-    class Broken:
-        def token_ids(self):
-            raise RuntimeError("the device is gone")
+    def read():
+        raise RuntimeError("the device is gone")
 
-    launched.outcome = Broken()
-    return launched
+    return read
 
 
 def test_a_cancelled_prompt_keeps_its_pages_until_no_push_reads_them(tiny_model):

@@ -296,11 +296,6 @@ def test_a_batch_has_the_masks_of_its_rows(compiler, masks_of):
         assert logits[row].isfinite().nonzero().flatten().tolist() == expected
 
 
-def test_a_batch_without_grammars_has_no_masks(masks_of):
-    assert masks_of([None, None]) is None
-    assert masks_of([]) is None
-
-
 @pytest.mark.parametrize("vocab_size", [32, 33, 63, 95])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masks_keep_allowed_logits_as_they_are(vocab_size, dtype):
@@ -409,15 +404,6 @@ def test_a_slow_grammar_delays_neither_the_caller_nor_another_and_is_compiled_on
     assert sorted(gate.calls) == ["fast", "slow"]
 
 
-def test_a_compiled_grammar_is_kept_by_the_library(make_compiler):
-    compiler = make_compiler()
-    compiler.compile(schema(POINTS)).result()
-    size = compiler._library.get_cache_size_bytes()
-    assert size > 0
-    compiler.compile(schema(POINTS)).result()
-    assert compiler._library.get_cache_size_bytes() == size
-
-
 def test_a_grammar_past_the_time_limit_is_refused_and_kept_if_it_compiles_after_all(
     gate, make_compiler
 ):
@@ -435,7 +421,6 @@ def test_a_grammar_past_the_time_limit_is_refused_and_kept_if_it_compiles_after_
 
 def test_when_every_worker_is_late_grammars_are_refused_until_one_is_done(gate, make_compiler):
     compiler = make_compiler()
-    compiler.compile(regex("warm")).result()  # the vocabulary
     compiler._time_limit_s = 0.05
     late = [compiler.compile(regex(f"slow{number}")) for number in range(3)]
     behind = compiler.compile(regex("behind"))
@@ -459,19 +444,6 @@ def test_a_failure_of_ours_is_reported_and_not_remembered(make_compiler, monkeyp
         for _ in range(4):  # more than there are workers
             with pytest.raises(EngineFailed, match="Error"):
                 compiler.compile(regex("a")).result(PATIENCE_S)
-    assert compiler.compile(regex("a")).result(PATIENCE_S)
-
-
-def test_a_machine_without_threads_refuses_grammars_until_it_has_some(make_compiler, monkeypatch):
-    compiler = make_compiler()
-
-    def no_thread(_thread):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", no_thread)
-        with pytest.raises(Overloaded):
-            compiler.compile(regex("a")).result(PATIENCE_S)
     assert compiler.compile(regex("a")).result(PATIENCE_S)
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tandem.engine.kv_cache import KVCache, PagePool, PageState, PageStateError
+from tandem.engine.kv_cache import KVCache, PageState, PageStateError
 from tandem.wire.prefixes import BLOCK_TOKENS, PageSpace, block_names, page_keys
 
 PAGE = 4
@@ -28,14 +28,14 @@ def put(cache: KVCache, tokens, salt=""):
 
 
 def test_a_granted_page_cannot_be_released_as_if_it_were_held():
-    pool = PagePool(4)
+    pool = KVCache(4, PAGE)
     pages = pool.grant(2)
     with pytest.raises(PageStateError, match="is granted, must be held"):
         pool.release(pages)
 
 
 def test_a_quarantined_page_is_not_handed_out_until_its_writer_is_cut_off():
-    pool = PagePool(2)
+    pool = KVCache(2, PAGE)
     pages = pool.grant(2)
     pool.quarantine(pages)
     assert pool.allocate(1) is None
@@ -44,7 +44,7 @@ def test_a_quarantined_page_is_not_handed_out_until_its_writer_is_cut_off():
 
 
 def test_a_landed_page_cannot_be_landed_twice():
-    pool = PagePool(1)
+    pool = KVCache(1, PAGE)
     pages = pool.grant(1)
     pool.land(pages)
     with pytest.raises(PageStateError):
@@ -52,7 +52,7 @@ def test_a_landed_page_cannot_be_landed_twice():
 
 
 def test_a_page_with_two_readers_is_free_after_the_second_lets_go():
-    pool = PagePool(1)
+    pool = KVCache(1, PAGE)
     pages = pool.allocate(1)
     pool.hold(pages)
     pool.release(pages)
@@ -62,13 +62,13 @@ def test_a_page_with_two_readers_is_free_after_the_second_lets_go():
 
 
 def test_too_few_pages_take_none():
-    pool = PagePool(3)
+    pool = KVCache(3, PAGE)
     assert pool.allocate(4) is None
     assert pool.counts().free == 3
 
 
 def test_integrity_names_a_page_whose_state_and_readers_disagree():
-    pool = PagePool(2)
+    pool = KVCache(2, PAGE)
     pool.allocate(1)
     pool._readers[0] = 0
     with pytest.raises(PageStateError, match="page 0 is held with 0 readers"):

@@ -9,6 +9,7 @@ from tandem.engine.attention import (
     AttentionNotServed,
     PagedModel,
     PagedPast,
+    _Forward,
     paged_attention,
     register,
 )
@@ -98,8 +99,8 @@ def test_an_argument_that_is_not_understood_is_never_ignored(brings):
 
 def test_an_argument_that_is_off_is_no_reason_to_refuse():
     attention = Attention(position_bias=None, output_attentions=False, dropout=0.0)
-    PagedModel(attention).module.attending.attend = lambda layer: layer.value
-    attention.attending.past = PagedPast(torch.arange(3))
+    paged = PagedModel(attention)
+    paged._forward = _Forward(lambda layer: layer.value, PagedPast(torch.arange(3)), None)
     attended, weights = attention()
     assert attended.shape == (1, 3, 2, 8)
     assert weights is None

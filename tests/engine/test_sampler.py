@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tandem.engine.forward import Slots
 from tandem.engine.request import ActiveRequest, seen_by
-from tandem.engine.sampler import adjustments, gumbels, gumbels_of
+from tandem.engine.sampler import adjust, gumbels, gumbels_of
 from tandem.engine.sampler import sample as sample_slots
 from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams
 
@@ -42,7 +42,7 @@ def sample(logits: torch.Tensor, requests: list[ActiveRequest], eos=NO_EOS) -> l
         slots.take(request)
     rows = np.array([request.slot for request in requests])
     logits = logits.clone()
-    adjustments(range(len(rows)), requests, eos).apply(logits)
+    adjust(logits, range(len(rows)), requests, eos)
     return sample_slots(logits, slots, rows).tolist()
 
 

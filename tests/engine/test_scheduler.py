@@ -323,6 +323,15 @@ def test_turns_that_end_beside_a_page_border_have_the_tokens_of_an_engine_withou
     assert_all_returned(engine)
 
 
+@pytest.mark.parametrize("num_chunk", [7, 8, 9])
+def test_of_a_prompt_that_is_cancelled_only_what_was_computed_is_cached(num_chunk):
+    engine, _ = toy_engine(20, chunked_prefill_size=num_chunk, is_overlapped=False)
+    active = engine.submit(ask(prompt_of(20), max_new_tokens=5))
+    engine.step()
+    engine.cancel(active)
+    assert engine.cache.match(prompt_of(20)).num_tokens == num_chunk // 4 * 4
+
+
 @pytest.mark.parametrize("num_prompt", [7, 8, 9])
 def test_nothing_that_a_failed_forward_was_to_compute_is_cached(num_prompt, monkeypatch):
     engine, _ = toy_engine(20, is_overlapped=True)
@@ -339,13 +348,11 @@ def test_nothing_that_a_failed_forward_was_to_compute_is_cached(num_prompt, monk
     assert engine.counts().free == 20
 
 
-def failing(launched):
-    class Outcome:
-        def token_ids(self):
-            raise RuntimeError("out of memory")
+def failing(_read):
+    def read():
+        raise RuntimeError("out of memory")
 
-    launched.outcome = Outcome()
-    return launched
+    return read
 
 
 # ── the order of the queue ───────────────────────────────────────────────────────────────────────

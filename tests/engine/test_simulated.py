@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from transformers import DeepseekV3Config
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.core import Engine
@@ -14,7 +15,6 @@ from tandem.engine.forward import Chunk
 from tandem.engine.model import load_model
 from tandem.engine.profile import DecodeTimes, PrefillTimes, Profile
 from tandem.engine.request import ActiveRequest
-from tandem.engine.shape import ModelShape
 from tandem.engine.simulated import (
     Clock,
     SimulatedLauncher,
@@ -31,9 +31,10 @@ from tandem.wire.generation import (
     RequestId,
     SamplingParams,
 )
-from tests.tiny_models import CONFIGS, CONTEXT_LENGTH
+from tests.engine.toy_runner import toy_shape
+from tests.tiny_models import CONFIGS, CONTEXT_LENGTH, SIZES
 
-PAGE, EOS = 4, 1
+PAGE = 4
 ORDINARY = np.arange(2, 50)
 PROMPTS = [[i + 1, *range(3, 3 + 5 * i)] for i in range(8)]
 
@@ -53,17 +54,7 @@ class FakeTime:
 
 
 def make_engine(num_pages=200, profile=None, time=None, ordinary=ORDINARY, **settings) -> Engine:
-    shape = ModelShape(
-        num_layers=4,
-        num_kv_heads=1,
-        head_dim=1,
-        vocab_size=int(ordinary[-1]) + 1,
-        context_length=1 << 20,
-        eos_token_ids=frozenset({EOS}),
-        dtype="float32",
-        kv_dtype="float32",
-        fingerprint="simulated",
-    )
+    shape = toy_shape(num_layers=4, vocab_size=int(ordinary[-1]) + 1)
     config = EngineConfig(model_dir="", page_size=PAGE, **{"chunked_prefill_size": 16, **settings})
     clock = (time or FakeTime()).clock()
     launcher = SimulatedLauncher(profile or Profile(), ordinary, shape.num_layers, clock=clock)
@@ -273,6 +264,17 @@ def test_the_shape_is_the_models_without_its_weights(tiny_model, tmp_path, kind,
     loaded = load_model(config_of(tiny_model(kind), **settings))[1]
     shape, _ = read_model(config_of(tmp_path, **settings), "real")
     assert replace(shape, fingerprint="") == replace(loaded, fingerprint="", model_kv_heads=0)
+
+
+def test_latents_are_as_large_as_those_of_the_model(tmp_path):
+    sizes = SIZES | {"num_key_value_heads": 4, "first_k_dense_replace": 3, "q_lora_rank": None}
+    sizes |= {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20}
+    DeepseekV3Config(**sizes).save_pretrained(tmp_path)
+    loaded = load_model(config_of(tmp_path, load_format="dummy"))[1]
+    shape, _ = read_model(config_of(tmp_path), "real")
+    assert shape.kv_bytes_per_token == 3 * (16 + 8) * 4
+    assert replace(shape, fingerprint="") == replace(loaded, fingerprint="", model_kv_heads=0)
+    assert read_model(config_of(tmp_path), "none")[0].kv_bytes_per_token == 2
 
 
 def test_where_the_config_is_silent_its_architecture_speaks(tmp_path):

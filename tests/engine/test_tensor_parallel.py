@@ -16,7 +16,7 @@ from tandem.engine.config import EngineConfig, config_of_rank
 from tandem.engine.core import Engine
 from tandem.engine.forward import ForwardInputs
 from tandem.engine.launcher import ModelLauncher
-from tandem.engine.tensor_parallel import ShardedRunner, join, least
+from tandem.engine.tensor_parallel import ShardedRunner, join
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams
 from tests.engine.follower import NUM_PAGES, load_shard
@@ -178,12 +178,3 @@ def test_a_forward_that_fails_here_ends_the_others():
     with pytest.raises(ZeroDivisionError):
         ShardedRunner(Broken(), others).forward(inputs_of([5], [-1]))
     assert others.is_abandoned
-
-
-def test_rank_r_has_its_own_gpu():
-    config = EngineConfig(model_dir="", tp_size=2, device="cuda")
-    assert [config_of_rank(config, rank).device for rank in (0, 1)] == ["cuda:0", "cuda:1"]
-
-
-def test_one_rank_alone_agrees_with_itself():
-    assert least(7, EngineConfig(model_dir="")) == 7

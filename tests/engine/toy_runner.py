@@ -99,6 +99,24 @@ class ShardedToyRunner(ToyRunner):
         return logits
 
 
+def toy_shape(**changes) -> ModelShape:
+    """Return the shape of a model with next to nothing, but for these changes."""
+    return ModelShape(
+        **{
+            "num_layers": 1,
+            "num_kv_heads": 1,
+            "head_dim": 1,
+            "vocab_size": VOCAB,
+            "context_length": 1 << 20,
+            "eos_token_ids": frozenset({EOS}),
+            "dtype": "float32",
+            "kv_dtype": "float32",
+            "fingerprint": "toy",
+            **changes,
+        }
+    )
+
+
 def toy_engine(
     num_pages: int,
     page_size: int = 4,
@@ -107,17 +125,7 @@ def toy_engine(
     **settings,
 ):
     """Return an engine over a toy runner, and the runner."""
-    shape = ModelShape(
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=1,
-        vocab_size=VOCAB,
-        context_length=context_length,
-        eos_token_ids=frozenset({EOS}),
-        dtype="float32",
-        kv_dtype="float32",
-        fingerprint="toy",
-    )
+    shape = toy_shape(context_length=context_length)
     config = EngineConfig(
         model_dir="", page_size=page_size, **{"chunked_prefill_size": 16, **settings}
     )

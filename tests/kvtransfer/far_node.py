@@ -2,7 +2,7 @@
 
 `python far_node.py prefill|decode TRANSPORT HOST DIRECTORY calm|alert` takes one JSON object a line: `do` names a
 method below, the rest are its arguments. It prints one JSON object a line: what its agent tells its
-role, and answers. It owns its pages as a role does, in a `PagePool`. A calm node takes no silence for a loss: it
+role, and answers. It owns its pages as a role does, in a `KVCache`. A calm node takes no silence for a loss: it
 stays linked to whoever is alive on a machine that is slow. An alert one is as nodes are by default.
 """
 
@@ -14,7 +14,7 @@ import threading
 
 import numpy as np
 
-from tandem.engine.kv_cache import PagePool
+from tandem.engine.kv_cache import KVCache
 from tandem.kvtransfer.bootstrap import SenderEnd
 from tandem.kvtransfer.events import Failed, Landed, Lost, PushDone, Released, Safe
 from tandem.kvtransfer.layout import KVLayout
@@ -90,7 +90,7 @@ class Node:
     def __init__(self, region):
         self.region = region
         self.waker = Waker()
-        self.pool = PagePool(LAYOUT.num_pages)
+        self.pool = KVCache(LAYOUT.num_pages, LAYOUT.page_size)
         self.pages = {}
         self.memory = region.array().reshape(LAYOUT.num_pages, -1)
 

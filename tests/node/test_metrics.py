@@ -3,9 +3,10 @@
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from tandem.engine.step import ForwardTimes, StepCounts
+from tandem.engine.step import Outcome, StepCounts
 from tandem.node.metrics import Measures
 from tandem.wire.errors import Overloaded
 from tandem.wire.generation import Epoch
@@ -15,8 +16,7 @@ def forward(device_s, host_cpu_s=0.0, num_decodes=2, chunks=()):
     batch = SimpleNamespace(
         decodes=[None] * num_decodes, chunks=[SimpleNamespace(num_tokens=n) for n in chunks]
     )
-    outcome = SimpleNamespace(times=lambda: ForwardTimes(device_s, host_cpu_s))
-    return SimpleNamespace(batch=batch, outcome=outcome)
+    return batch, Outcome(np.zeros(0, np.int64), device_s, host_cpu_s)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def spreads(measures):
 
 
 def test_a_forward_counts_its_requests_its_tokens_and_the_devices_time(steps, measures):
-    steps.collected(forward(0.25, chunks=(100, 28)))
+    steps.collected(*forward(0.25, chunks=(100, 28)))
     told = spreads(measures)
     assert told["step_device_seconds"].total == 0.25
     assert told["step_requests"].total == 4
@@ -50,7 +50,7 @@ def test_cpu_time_of_a_launch_counts_with_the_forward_that_is_collected_next(
         pass  # a forward is launched
     assert sum(spreads(measures)["step_cpu_seconds"].counts) == 0
     with measures.step():
-        steps.collected(forward(1.0))
+        steps.collected(*forward(1.0))
     told = spreads(measures)["step_cpu_seconds"]
     assert (sum(told.counts), told.total) == (1, 0.75)
 
@@ -59,7 +59,7 @@ def test_the_forward_of_a_cpu_is_the_devices_time_and_not_the_hosts(steps, measu
     now = iter((10.0, 11.5))
     monkeypatch.setattr(time, "thread_time", lambda: next(now))
     with measures.step():
-        steps.collected(forward(device_s=1.3, host_cpu_s=1.25))
+        steps.collected(*forward(device_s=1.3, host_cpu_s=1.25))
     assert spreads(measures)["step_cpu_seconds"].total == 0.25
 
 

@@ -4,16 +4,14 @@ So a page that went elsewhere, was reused too early or never came changes an ans
 prompt, another index or another seed of a later attempt. It needs no torch, and a step takes microseconds.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import xxhash
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.core import Engine
-from tandem.engine.forward import forward_inputs
+from tandem.engine.forward import forward_inputs, prompt_rows
 from tandem.engine.shape import ModelShape
-from tandem.engine.step import ChunkEnd, ForwardTimes, Launched
+from tandem.engine.step import Outcome
 from tandem.kvtransfer.layout import KVLayout
 from tandem.wire.generation import TokenLogprobs
 
@@ -52,27 +50,6 @@ def answer(prompt, sampling):
     return tokens[len(prompt) :], told
 
 
-@dataclass(frozen=True)
-class ToyOutcome:
-    """See `tandem.engine.step.Outcome`."""
-
-    ids: np.ndarray
-    told: dict
-    prompt_told: list
-
-    def token_ids(self):
-        return self.ids
-
-    def token_logprobs(self):
-        return self.told
-
-    def prompt_logprobs(self):
-        return self.prompt_told
-
-    def times(self):
-        return ForwardTimes(0.0)
-
-
 class ToyLauncher:
     """See `tandem.engine.step.Launcher`.
 
@@ -86,22 +63,15 @@ class ToyLauncher:
         self._page_size = page_size
         self._newest = None
 
-    def check(self, request) -> None:
-        """It can do everything."""
-
     def seed(self, request, drawn: int) -> int:
         return drawn if request.sampling.temperature > 0 else 0
 
-    def warm_up(self) -> None:
-        """Nothing is compiled."""
-
-    def launch(self, batch, slots, pages, wrote):
+    def launch(self, batch, slots, wrote):
         sampled = batch.sampled()
         inputs = forward_inputs(batch, slots, self._page_size)
         self._write(inputs)
         for layer in range(NUM_LAYERS if wrote is not None else 0):
             wrote(layer)
-        chunks = [ChunkEnd.of(chunk) for chunk in batch.chunks]
         rows = np.array([request.slot for request in sampled], np.int64)
         indexes, seeds = slots.next_index[rows].tolist(), slots.seed[rows].tolist()
         known = [self._read(inputs, row) for row in inputs.logit_rows]
@@ -116,14 +86,16 @@ class ToyLauncher:
             if active.request.logprobs is not None
         }
         prompt_ids = [
-            end.chunk.request.token_ids[position] for end in chunks for position in end.told
+            chunk.request.token_ids[position]
+            for chunk in batch.chunks
+            for position in prompt_rows(chunk)
         ]
         prompt_told = [
             logprob_after(tokens, token)
             for tokens, token in zip(known[len(sampled) :], prompt_ids, strict=True)
         ]
-        outcome = ToyOutcome(self._newest, told, prompt_told)
-        return Launched(batch, chunks, pages, sampled, indexes, outcome)
+        outcome = Outcome(self._newest, token_logprobs=told, prompt_logprobs=prompt_told)
+        return lambda: outcome
 
     def _write(self, inputs) -> None:
         ids = inputs.token_ids.copy()
