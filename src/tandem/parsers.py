@@ -6,7 +6,7 @@ Imports every command; `src/tandem/__main__.py` imports the one that it runs.
 import argparse
 
 import tandem.batch.flags
-import tandem.bench.flags
+import tandem.bench.config
 import tandem.completion
 import tandem.decode.command
 import tandem.doctor.arguments
@@ -33,7 +33,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         "serve": _of_node(tandem.serve.COMMAND),
         "drain": tandem.drain.build_parser(),
         "doctor": tandem.doctor.arguments.build_parser(),
-        "bench": tandem.bench.flags.build_parser(),
+        "bench": tandem.bench.config.build_parser(),
         "batch": tandem.batch.flags.build_parser(),
         "top": tandem.top.command.build_parser(),
         "profile": tandem.profile.command.build_parser(),

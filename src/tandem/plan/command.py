@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tandem.bench.trace import TraceRow, read_trace
+from tandem.bench.workload import TraceRow, read_trace
 from tandem.plan.load import LENGTH_EXAMPLES, Load, draw, replay
 from tandem.plan.models import KNOWN
 from tandem.plan.nodes import CARDS, SIZES, NodeKind, node_kind
@@ -223,12 +223,7 @@ def _requests(args: argparse.Namespace) -> list[TraceRow]:
             raise ConfigInvalid(
                 "--trace has its own lengths: leave out --prompt, --output and --system-prompt"
             )
-        try:
-            with args.trace.open("rb") as lines:
-                rows = read_trace(lines, str(args.trace))
-        except OSError as error:
-            raise ConfigInvalid(f"--trace {args.trace}: {error.strerror}") from error
-        return replay(rows, args.rate)
+        return replay(read_trace(str(args.trace)), args.rate)
     if missing := [flag for flag, value in drawn.items() if not value]:
         raise ConfigInvalid(
             f"there is no load: give --trace, or {' and '.join(missing)}; lengths are {LENGTH_EXAMPLES}",

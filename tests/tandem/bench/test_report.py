@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tandem.bench.arguments import Load
 from tandem.bench.client import UNFINISHED, Sample
+from tandem.bench.config import Load
 from tandem.bench.report import (
     ClientCost,
     Goodput,
@@ -59,13 +59,10 @@ def test_failed_requests_count_by_kind_with_an_example_and_for_nothing_else():
     assert kinds == [("short", 2, "0"), ("HTTP 503", 1, "")]
 
 
-def test_a_load_of_which_everything_failed_is_still_a_report():
+def test_a_load_without_answers_is_still_a_report():
     one = summarise(LOAD, [sample(0, failure="HTTP 503")], limits=Goodput(ttft_ms=1))
     assert (one.output_tokens_per_s, one.ttft_ms.count) == (0, 0)
     assert one.goodput == Goodput(ttft_ms=1)
-
-
-def test_a_load_without_requests_is_still_a_report():
     assert summarise(LOAD, []).num_requests == 0
 
 

@@ -128,7 +128,7 @@ def test_the_commands_of_a_check_are_printed_and_parse(node, tmp_path, capsys):
     lines = [line.split() for line in out.splitlines() if line.startswith("  tandem ")]
     (_, _, *up), (_, _, *bench) = lines
     commands = parsers()
-    assert commands["bench"].parse_args(bench).trace == tmp_path / "load.jsonl"
+    assert commands["bench"].parse_args(bench).trace == str(tmp_path / "load.jsonl")
     given = vars(commands["up"].parse_args(up))
     assert (given["prefills"], given["decodes"]) == (5, 1)
     assert given["engine.max_total_tokens"] == 100_000
