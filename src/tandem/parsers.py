@@ -5,7 +5,7 @@ Imports every command; `src/tandem/__main__.py` imports the one that it runs.
 
 import argparse
 
-import tandem.batch.flags
+import tandem.batch.command
 import tandem.bench.config
 import tandem.completion
 import tandem.decode.command
@@ -34,7 +34,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         "drain": tandem.drain.build_parser(),
         "doctor": tandem.doctor.arguments.build_parser(),
         "bench": tandem.bench.config.build_parser(),
-        "batch": tandem.batch.flags.build_parser(),
+        "batch": tandem.batch.command.build_parser(),
         "top": tandem.top.command.build_parser(),
         "profile": tandem.profile.command.build_parser(),
         "plan": tandem.plan.command.build_parser(),
