@@ -9,7 +9,7 @@ import tandem.batch.command
 import tandem.bench.config
 import tandem.completion
 import tandem.decode.command
-import tandem.doctor.arguments
+import tandem.doctor.config
 import tandem.drain
 import tandem.manual.command
 import tandem.operator_key
@@ -32,7 +32,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         "lb": build_router_parser(),
         "serve": _of_node(tandem.serve.COMMAND),
         "drain": tandem.drain.build_parser(),
-        "doctor": tandem.doctor.arguments.build_parser(),
+        "doctor": tandem.doctor.config.build_parser(),
         "bench": tandem.bench.config.build_parser(),
         "batch": tandem.batch.command.build_parser(),
         "top": tandem.top.command.build_parser(),

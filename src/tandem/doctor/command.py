@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 
 from tandem.doctor import link, machine
-from tandem.doctor.arguments import DoctorConfig, parse
+from tandem.doctor.config import DoctorConfig, parse
 from tandem.doctor.nodes import ask, check_nodes
 from tandem.doctor.report import Finding, Report, TransportRow, render
 from tandem.kvtransfer.transports.base import TransportConfig
@@ -67,9 +67,9 @@ def examine(config: DoctorConfig, progress: Progress) -> Report:
         findings = check_nodes(asyncio.run(ask(config.nodes)))
     else:
         progress("looking at this machine")
-        if config.mode != "local":  # rejected now, not after a minute
-            flag, host = f"--{config.mode}", config.address.host
-            cluster_key(host, is_insecure=config.is_insecure, flag=flag)
+        if (address := config.listen or config.connect) is not None:
+            # Rejected now, not after a minute.
+            cluster_key(address.host, is_insecure=config.is_insecure, flag=f"--{config.mode}")
         findings = check_machine(config)
         if config.is_measuring and config.mode != "listen":
             rows = _measure(config, findings, progress)
@@ -99,13 +99,11 @@ def check_machine(config: DoctorConfig) -> list[Finding]:
     is_cpu, backends = config.engine.device == "cpu", config.backends
     rdma = list(machine.check_rdma())
     return [
-        *machine.check_packages(),
         *machine.check_cpu(),
         *machine.check_memory(pool_bytes, needs_shm=is_cpu and (not backends or "shm" in backends)),
         *machine.check_limits(pool_bytes, has_rdma=rdma[0].status != "missing"),
         *rdma,
         *machine.check_gpus(),
-        *machine.check_ports(config.host, config.ports),
         *(machine.check_model(model, machine.usable_memory()) if model else ()),
     ]
 
@@ -113,9 +111,8 @@ def check_machine(config: DoctorConfig) -> list[Finding]:
 def _measure(
     config: DoctorConfig, findings: list[Finding], progress: Progress
 ) -> list[TransportRow]:
-    host, peer = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host, None
-    if config.mode == "connect":
-        address = config.address
+    host, peer = "127.0.0.1", None
+    if (address := config.connect) is not None:
         peer = link.Peer(address.host, address.port, config.is_insecure)
         findings.append(link.reach(peer))
         if findings[-1].status == "failed":
@@ -144,7 +141,8 @@ def listen(config: DoctorConfig) -> None:
     Raises:
         ConfigInvalid: The address cannot be listened on, or needs a secret.
     """
-    host, port = config.address.host, config.address.port
+    assert config.listen is not None
+    host, port = config.listen.host, config.listen.port
     where = TransportConfig(host=host, interface=config.interface, directory=config.directory)
     allowed = link.usable(config.backends or known(), where)
     source = link.Source(host, port, allowed, is_insecure=config.is_insecure)

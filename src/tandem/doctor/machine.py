@@ -3,32 +3,22 @@
 Opens files and sockets and changes nothing. `root` is where a test puts a made-up /proc, /sys and /dev.
 """
 
-import contextlib
 import os
 import re
 import resource
 import shutil
-import socket
-import sys
-import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import msgspec
 import psutil
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
-import tandem
 from tandem.doctor.report import Finding, Status
 from tandem.engine.config import EngineConfig
 from tandem.kvtransfer.region import SHM_DIR
-from tandem.wire.hosts import reason_of
 
 ROOT = Path("/")
-DISTRIBUTION = "tandem-serve"
 GIB = 1 << 30
 # A node has a socket for each client, edge worker and stream; 1,024 is many systems' default.
 ENOUGH_OPEN_FILES = 4096
@@ -47,42 +37,8 @@ def _judged(
     return Finding(area=area, name=name, status=status, found=found, advice=advice)
 
 
-def check_packages() -> Iterator[Finding]:
-    """Compare Python and every package of a plain install with what is required."""
-    wanted_python, needs = _requirements()
-    python = ".".join(map(str, sys.version_info[:3]))
-    advice = "" if python in SpecifierSet(wanted_python) else f"install Python {wanted_python}"
-    yield _judged("packages", "python", python, advice, bad="failed")
-    versions: dict[str, str] = {}
-    for need in needs:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[need.name] = metadata.version(need.name)
-    num_fit = 0
-    for need in needs:
-        version = versions.get(need.name, "")
-        if version and need.specifier.contains(version, prereleases=True):
-            num_fit += 1
-            continue
-        advice = f"pip install '{need.name}{need.specifier}'"
-        yield _judged("packages", need.name, version or "not installed", advice, bad="failed")
-    shown = ", ".join(f"{name} {versions.get(name)}" for name in ("torch", "transformers"))
-    yield _judged("packages", "packages", f"{num_fit} of {len(needs)} as required; {shown}")
-
-
-def _requirements() -> tuple[str, list[Requirement]]:
-    try:
-        facts = metadata.metadata(DISTRIBUTION)
-        wanted_python, wanted = str(facts["Requires-Python"]), facts.get_all("Requires-Dist") or []
-    except metadata.PackageNotFoundError:  # run from a checkout
-        text = (Path(tandem.__file__).parents[2] / "pyproject.toml").read_text()
-        project = tomllib.loads(text)["project"]
-        wanted_python, wanted = project["requires-python"], project["dependencies"]
-    needs = map(Requirement, wanted)
-    return wanted_python, [n for n in needs if n.marker is None or n.marker.evaluate({"extra": ""})]
-
-
 def check_cpu(root: Path = ROOT) -> Iterator[Finding]:
-    """Report usable cores, instructions for bfloat16 and NUMA nodes."""
+    """Report usable cores and instructions for bfloat16."""
     num_cores = len(os.sched_getaffinity(0))
     usable, advice = min(num_cores, quota_cores(root) or num_cores), ""
     if usable < num_cores:
@@ -96,10 +52,6 @@ def check_cpu(root: Path = ROOT) -> Iterator[Finding]:
     if not bf16 and not list((root / "dev").glob(GPU_FILES)):
         advice = "bfloat16 goes through float32 here: --dtype float32 may be faster"
     yield _judged("cpu", "bfloat16", ", ".join(bf16) or "no instructions for it", advice)
-    num_numa = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
-    if num_numa > 1:
-        advice = "start each node on one of them: numactl --cpunodebind=0 --membind=0 tandem …"
-        yield _judged("cpu", "numa", f"{num_numa} nodes", advice, bad="ok")
 
 
 def _groups(root: Path) -> Iterator[Path]:
@@ -210,32 +162,6 @@ def check_gpus(root: Path = ROOT) -> Iterator[Finding]:
         return
     name, cuda = torch.cuda.get_device_name(0), torch.version.cuda
     yield _judged("gpu", "devices", f"{num_gpus} x {name}, driver {driver}, CUDA {cuda}")
-    pairs = [(i, j) for j in range(num_gpus) for i in range(j)]
-    if apart := [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]:
-        advice = (
-            "copies between them go through the host: put GPUs of one NVLink or PCIe switch together, or turn "
-            "PCIe access control (ACS) off"
-        )
-        found = f"{len(apart)} of {len(pairs)} pairs cannot reach each other's memory"
-        yield _judged("gpu", "peer access", found, advice)
-
-
-def check_ports(host: str, wanted: Sequence[tuple[int, str, bool]]) -> Iterator[Finding]:
-    """Try to listen on each (number, purpose, whether the operator named it), as a node would."""
-    for number, purpose, is_named in wanted:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        found, advice = f"free, for {purpose}", ""
-        try:
-            socket.create_server((host, number), family=family).close()
-        except OSError as error:
-            found = reason_of(error)
-            advice = (
-                "if no node of yours has it, find the process (ss -ltnp), or give another port for "
-                f"{purpose}"
-            )
-        # A default port that is taken is most likely a node that runs.
-        bad: Status = "failed" if is_named else "warning"
-        yield _judged("ports", f"{host}:{number}", found, advice, bad=bad)
 
 
 @dataclass(frozen=True, slots=True)
