@@ -45,7 +45,6 @@ class DrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "--timeout",
             ge=0,
-            metavar="SECONDS",
             help="how long running requests may take to finish before they are handed over to other nodes; "
             "0 hands over at once (default: the node's own --drain-timeout-s)",
         ),
@@ -57,7 +56,6 @@ class DrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Flag(
             "--api-key",
-            metavar="KEY",
             help="the operator key, as `tandem operator-key` prints it (default: derived from TANDEM_CLUSTER_KEY)",
         ),
     ] = ""

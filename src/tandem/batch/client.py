@@ -26,6 +26,7 @@ import aiohttp
 import msgspec
 
 from tandem.batch.lines import BatchError, BatchRequest, BatchResult
+from tandem.bench.config import json_object
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.hosts import checked_url, reason_of
 from tandem.wire.options import Flag
@@ -58,13 +59,6 @@ class _Stopping(Exception):
     """`stop` was called while a request waited."""
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise ConfigInvalid(f"--extra-request-body: {error}; give a JSON object") from error
-
-
 class BatchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How requests are sent."""
 
@@ -82,16 +76,16 @@ class BatchSettings(msgspec.Struct, frozen=True, kw_only=True):
             "--extra-request-body",
             metavar="JSON",
             help="fields for requests that lack them, such as '{\"priority\": -1}'",
-            parse=_json_object,
+            parse=json_object,
         ),
     ] = {}
     max_concurrency: Annotated[
         int,
         Flag(
             "--max-concurrency",
+            metavar="N",
             group="how many at once, and how often",
             ge=1,
-            metavar="N",
             help="maximum number of requests at once",
         ),
     ] = 1024
@@ -99,21 +93,21 @@ class BatchSettings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Flag(
             "--max-attempts",
-            ge=1,
             metavar="N",
+            ge=1,
             help="how often to send a request that ends in 408, 5xx or a broken connection",
         ),
     ] = 5
     timeout_s: Annotated[
         float,
-        Flag("--timeout-s", ge=0.001, metavar="S", help="time of one attempt, answer included"),
+        Flag("--timeout-s", metavar="S", ge=0.001, help="time of one attempt, answer included"),
     ] = 600.0
     patience_s: Annotated[
         float,
         Flag(
             "--patience-s",
-            ge=0,
             metavar="S",
+            ge=0,
             help="how long to retry a request after 429 and 503, and how long to wait while the server does not "
             "answer",
         ),

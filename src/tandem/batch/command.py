@@ -66,12 +66,7 @@ class BatchConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     url: Annotated[
-        str,
-        Flag(
-            *("--url", "--base-url"),
-            metavar="URL",
-            help="a router, or any server with OpenAI's API",
-        ),
+        str, Flag(*("--url", "--base-url"), help="a router, or any server with OpenAI's API")
     ] = "http://127.0.0.1:8000"
     settings: BatchSettings = BatchSettings()
 

@@ -112,13 +112,12 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
         str, Flag("--model", help="model for OpenAI's APIs (default: the server's first)")
     ] = ""
-    api_key: Annotated[str, Flag("--api-key", metavar="KEY", help="bearer token")] = ""
+    api_key: Annotated[str, Flag("--api-key", help="bearer token")] = ""
     extra_body: Annotated[
         dict[str, object],
         Flag(
             "--extra-request-body",
-            metavar="JSON",
-            help="more fields for each request, such as '{\"temperature\": 0.7}'",
+            help="JSON object: more fields for each request",
             parse=json_object,
         ),
     ] = {}
@@ -133,8 +132,7 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
             group="load: how many requests, and when",
             nargs="+",
             metavar="N",
-            help="closed loop: N streams, each sends its next request when one has ended; several numbers run "
-            f"one load after the other (default: {DEFAULT_STREAMS})",
+            help=f"closed loop of N streams; several: one after the other (default: {DEFAULT_STREAMS})",
             parse=_streams,
         ),
     ] = ()
@@ -142,8 +140,7 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
         Rate,
         Flag(
             *("--request-rate", "--rate"),
-            metavar="R",
-            help="open loop: R requests a second, whether or not the server keeps up; inf: all at once",
+            help="open loop: requests a second; inf: all at once",
             parse=lambda text: _rate("--request-rate", 0.0, text),
         ),
     ] = Rate(0.0)
@@ -160,27 +157,22 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "--max-concurrency",
             ge=0,
-            metavar="N",
-            help="maximum number of requests at once of an open loop or a trace; with neither the same as "
-            "--concurrency",
+            help="maximum number of requests at once, of an open loop or a trace",
         ),
     ] = 0
-    trace: Annotated[
-        str, Flag("--trace", metavar="FILE", help="replay JSON lines in Mooncake's format")
-    ] = ""
+    trace: Annotated[str, Flag("--trace", help="replay JSON lines in Mooncake's format")] = ""
     trace_speed: Annotated[
         float, Flag("--trace-speed", ge=LEAST, help="factor on the recorded speed")
     ] = 1.0
     trace_limit: Annotated[
-        int, Flag("--trace-limit", ge=0, metavar="N", help="replay only the first N requests")
+        int, Flag("--trace-limit", ge=0, help="replay only the first N requests")
     ] = 0
     num_prompts: Annotated[
         int,
         Flag(
             *("--num-prompts", "--num-requests"),
             ge=0,
-            metavar="N",
-            help="requests of each load (default: 8 for each stream; 200 in an open loop)",
+            help="requests of each load (default: 8 a stream; 200 in an open loop)",
         ),
     ] = 0
     warmup_requests: Annotated[
@@ -192,13 +184,11 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
             *("--input-len", "--random-input-len"),
             group="prompts and answers: random, of these lengths",
             ge=1,
-            metavar="N",
             help="tokens of a prompt",
         ),
     ] = 512
     output_tokens: Annotated[
-        int,
-        Flag("--output-len", "--random-output-len", ge=1, metavar="N", help="tokens of an answer"),
+        int, Flag("--output-len", "--random-output-len", ge=1, help="tokens of an answer")
     ] = 128
     range_ratio: Annotated[
         float,
@@ -206,8 +196,7 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
             "--random-range-ratio",
             ge=0,
             le=1,
-            metavar="R",
-            help="draw lengths from N * (1 - R) to N * (1 + R), as vLLM does; SGLang's R differs",
+            help="draw lengths from N * (1 - R) to N * (1 + R), as vLLM does",
         ),
     ] = 0.0
     shared_prefix_tokens: Annotated[
@@ -215,28 +204,19 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             *("--shared-prefix-tokens", "--random-prefix-len"),
             ge=0,
-            metavar="N",
             help="tokens before each prompt that others share",
         ),
     ] = 0
-    num_prefixes: Annotated[
-        int, Flag("--num-prefixes", ge=1, metavar="N", help="number of shared prefixes")
-    ] = 1
+    num_prefixes: Annotated[int, Flag("--num-prefixes", ge=1, help="number of shared prefixes")] = 1
     is_eos_ignored: Annotated[
         bool,
         Flag(
             "--disable-ignore-eos",
-            help="let answers end by themselves; by default a shorter one has failed",
+            help="let answers end by themselves (default: a shorter one failed)",
         ),
     ] = True
     vocab_size: Annotated[
-        int,
-        Flag(
-            "--vocab-size",
-            ge=0,
-            metavar="N",
-            help="random ids are below N (default: ask the server)",
-        ),
+        int, Flag("--vocab-size", ge=0, help="random ids are below N (default: ask the server)")
     ] = 0
     seed: Annotated[int, Flag("--seed", ge=0, help="seed of prompts, lengths and arrivals")] = 0
     slo_ttft_ms: Annotated[
@@ -245,31 +225,17 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
             "--slo-ttft-ms",
             group="report",
             ge=LEAST,
-            metavar="MS",
             help="goodput: limit of the time to the first token",
         ),
     ] = None
     slo_itl_ms: Annotated[
         float | None,
-        Flag(
-            "--slo-itl-ms",
-            ge=LEAST,
-            metavar="MS",
-            help="goodput: limit of a request's mean time between tokens",
-        ),
+        Flag("--slo-itl-ms", ge=LEAST, help="goodput: limit of the mean time between tokens"),
     ] = None
     slo_e2e_ms: Annotated[
-        float | None,
-        Flag(
-            "--slo-e2e-ms",
-            ge=LEAST,
-            metavar="MS",
-            help="goodput: limit of the time of the whole answer",
-        ),
+        float | None, Flag("--slo-e2e-ms", ge=LEAST, help="goodput: limit of the whole answer")
     ] = None
-    output_file: Annotated[
-        str, Flag("--output-file", metavar="FILE", help="write the report as JSON")
-    ] = ""
+    output_file: Annotated[str, Flag("--output-file", help="write the report as JSON")] = ""
 
     @property
     def loads(self) -> tuple[Load, ...]:

@@ -106,7 +106,6 @@ class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         Flag(
             "--node",
-            metavar="URL",
             help="check a running node; of several, also which can pair",
             parse=lambda urls: tuple(map(node_url, urls)),
         ),
@@ -124,18 +123,12 @@ class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True):
     is_quick: Annotated[bool, Flag("--quick", help="measure fewer and smaller hand-offs")] = False
     is_measuring: Annotated[bool, Flag("--no-measure", help="check the machine only")] = True
     interface: Annotated[
-        str,
-        Flag(
-            "--interface",
-            metavar="NAME",
-            help="network interface, for transports that take one",
-        ),
+        str, Flag("--interface", help="network interface, for transports that take one")
     ] = ""
     directory: Annotated[
         str,
         Flag(
             "--directory",
-            metavar="DIR",
             help="directory that both ends share, for transports that go through files",
         ),
     ] = ""
@@ -154,7 +147,6 @@ class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             *("--model", "--model-path"),
             group="the node that is to be started (its own flags)",
-            metavar="PATH",
             help="check whether it fits",
         ),
     ] = ""

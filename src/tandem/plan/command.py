@@ -89,31 +89,22 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
             "--link-gbit",
             ge=0,
             le=1e6,
-            metavar="X",
             help="rate of every node's link for KV, in Gbit/s (default: from its profile)",
         ),
     ] = 0.0
-    trace: Annotated[
-        str, Flag("--trace", group="load", metavar="FILE", help="JSON lines in Mooncake's format")
-    ] = ""
+    trace: Annotated[str, Flag("--trace", group="load", help="JSON lines in Mooncake's format")] = (
+        ""
+    )
     prompt: Annotated[
-        str,
-        Flag(
-            "--prompt",
-            metavar="TOKENS",
-            help=f"tokens of a prompt, without a trace: {LENGTH_EXAMPLES}",
-        ),
+        str, Flag("--prompt", help=f"tokens of a prompt, without a trace: {LENGTH_EXAMPLES}")
     ] = ""
-    output: Annotated[
-        str, Flag("--output", metavar="TOKENS", help="tokens of an answer, likewise")
-    ] = ""
+    output: Annotated[str, Flag("--output", help="tokens of an answer, likewise")] = ""
     rate: Annotated[
         float,
         Flag(
             "--rate",
             ge=0,
             le=10_000,  # a drawn load must fit into memory
-            metavar="R",
             help="requests a second; of a trace: its average, by stretching its times",
         ),
     ] = 0.0
@@ -122,23 +113,15 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "--system-prompt",
             ge=0,
-            metavar="TOKENS",
             help="shared beginning of every prompt, in addition to --prompt",
         ),
     ] = 0
     ttft_ms: Annotated[
         float | None,
-        Flag(
-            "--ttft-ms",
-            group="goals",
-            ge=0.001,
-            metavar="MS",
-            help="longest time to the first token",
-        ),
+        Flag("--ttft-ms", group="goals", ge=0.001, help="longest time to the first token"),
     ] = None
     itl_ms: Annotated[
-        float | None,
-        Flag("--itl-ms", ge=0.001, metavar="MS", help="longest time between two tokens"),
+        float | None, Flag("--itl-ms", ge=0.001, help="longest time between two tokens")
     ] = None
     percentile: Annotated[
         float,
@@ -146,7 +129,6 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
             "--percentile",
             ge=1,
             le=100,
-            metavar="P",
             help="percentile of requests and of gaps between tokens that keep these times",
         ),
     ] = 99.0
@@ -157,7 +139,6 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
         Path | None,
         Flag(
             "--check",
-            metavar="DIR",
             help="write files for simulated engines to DIR, and print the commands that check the plan with them",
             parse=Path,
         ),

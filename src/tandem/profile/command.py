@@ -56,13 +56,7 @@ class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     output: Annotated[
         Path | None,
-        Flag(
-            *("--output", "-o"),
-            group="measuring",
-            metavar="FILE",
-            help="write the profile as JSON",
-            parse=Path,
-        ),
+        Flag(*("--output", "-o"), group="measuring", help="write the profile as JSON", parse=Path),
     ] = None
     is_quick: Annotated[
         bool, Flag("--quick", help="measure fewer points, each for a shorter time")
@@ -72,7 +66,6 @@ class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "--longest-context",
             ge=0,
-            metavar="N",
             help="longest context to measure; longer ones are extrapolated. 0: "
             f"{CPU_CONTEXT:,} on the CPU ({QUICK_CPU_CONTEXT:,} with --quick), else {GPU_CONTEXT:,}",
         ),
@@ -82,7 +75,6 @@ class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "--max-error",
             ge=0.001,
-            metavar="SHARE",
             help="write nothing where the profile is off by more, on average over the points of a part",
         ),
     ] = 0.20

@@ -57,11 +57,9 @@ class TopConfig(msgspec.Struct, frozen=True, kw_only=True):
     interval_s: Annotated[
         float,
         # The router itself looks anew four times a second.
-        Flag("--interval", ge=0.1, metavar="SECONDS", help="time between two pictures"),
+        Flag("--interval", ge=0.1, help="time between two pictures"),
     ] = 1.0
-    api_key: Annotated[
-        str, Flag("--api-key", metavar="KEY", help="for a router that asks for one")
-    ] = ""
+    api_key: Annotated[str, Flag("--api-key", help="for a router that asks for one")] = ""
 
 
 def build_parser() -> Parser:
