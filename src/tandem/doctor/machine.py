@@ -127,41 +127,33 @@ def check_rdma(root: Path = ROOT) -> Iterator[Finding]:
         return
     for port in ports:
         state = _read(port / "state").rpartition(": ")[2]
-        found = f"{state}, {_read(port / 'link_layer')}, {_read(port / 'rate')}"
         advice = "" if state == "ACTIVE" else "check the cable, the switch and the subnet manager"
+        found = f"{state}, {_read(port / 'link_layer')}, {_read(port / 'rate')}"
         yield _judged("rdma", f"{port.parent.parent.name} port {port.name}", found, advice)
     files = sorted((root / "dev/infiniband").glob("uverbs*"))
-    closed = [file.name for file in files if not os.access(file, os.R_OK | os.W_OK)]
-    if closed:
-        advice = "let this user read and write them (group rdma, or a udev rule)"
-        yield _judged("rdma", "permissions", f"no access to {', '.join(closed)}", advice)
-    elif not files:
-        advice = "load the verbs module (modprobe ib_uverbs), or pass the device into the container"
-        yield _judged("rdma", "permissions", "no /dev/infiniband/uverbs*", advice)
+    if not files or not all(os.access(file, os.R_OK | os.W_OK) for file in files):
+        advice = (
+            "load ib_uverbs, pass the device into the container, or let this user read and write it"
+        )
+        yield _judged("rdma", "permissions", "/dev/infiniband/uverbs* cannot be opened", advice)
 
 
 def check_gpus(root: Path = ROOT) -> Iterator[Finding]:
     """Report NVIDIA GPUs. torch, which takes seconds to import, is asked only if there are any."""
-    match = re.search(r"Module\s+([\d.]+)", _read(root / "proc/driver/nvidia/version"))
-    driver, num_files = match[1] if match else "", len(list((root / "dev").glob(GPU_FILES)))
-    if not num_files and driver:
+    num_files = len(list((root / "dev").glob(GPU_FILES)))
+    if not num_files and (root / "proc/driver/nvidia/version").exists():
         advice = "pass the GPUs into the container (docker: --gpus all)"
-        yield _judged("gpu", "devices", f"driver {driver}, and no /dev/nvidia*", advice)
-        return
-    if not num_files:
+        yield _judged("gpu", "devices", "a driver, and no /dev/nvidia*", advice)
+    elif not num_files:
         yield Finding(area="gpu", name="devices", status="missing", found="none")
-        return
-    import torch
+    else:
+        import torch
 
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not num_gpus:
-        advice = "this torch is a build for CPUs: install the one for CUDA"
-        if torch.version.cuda:
-            advice = "check the driver with nvidia-smi"
-        yield _judged("gpu", "devices", f"{num_files}, and torch sees none", advice)
-        return
-    name, cuda = torch.cuda.get_device_name(0), torch.version.cuda
-    yield _judged("gpu", "devices", f"{num_gpus} x {name}, driver {driver}, CUDA {cuda}")
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        found = f"{num_gpus} x {torch.cuda.get_device_name(0)}" if num_gpus else "torch sees none"
+        advice = "check nvidia-smi, and that torch is a build for CUDA"
+        found += f", CUDA {torch.version.cuda}"
+        yield _judged("gpu", "devices", found, "" if num_gpus else advice)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ def test_gpus_that_cannot_be_used_say_why_without_asking_torch(root):
     assert [each.status for each in machine.check_gpus(root({}))] == ["missing"]
     driver = {"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Kernel Module  570.1  x\n"}
     [finding] = machine.check_gpus(root(driver))
-    assert (finding.status, finding.found) == ("warning", "driver 570.1, and no /dev/nvidia*")
+    assert (finding.status, finding.found) == ("warning", "a driver, and no /dev/nvidia*")
     assert "--gpus all" in finding.advice
 
 
