@@ -292,12 +292,6 @@ async def test_without_a_loop_results_come_in_the_order_of_the_requests():
     assert [result.status_code for result in results] == [404 if i == 7 else 200 for i in range(40)]
 
 
-@pytest.mark.parametrize("wrong", [{"max_concurrency": 0}, {"max_attempts": 0}, {"timeout_s": 0}])
-def test_settings_that_cannot_work_are_rejected(wrong):
-    with pytest.raises(ConfigInvalid, match=next(iter(wrong))):
-        BatchSettings(**wrong)
-
-
 @pytest.mark.parametrize("url", ["", "nonsense", "ftp://x"])
 def test_a_url_that_is_none_is_rejected(url):
     with pytest.raises(ConfigInvalid, match="URL"):

@@ -262,19 +262,3 @@ async def test_an_input_that_can_be_read_only_once_is_refused(files):
     status, told = await files.run("http://unused:1")
     assert status == 2
     assert "can be read only once" in told
-
-
-async def test_a_server_that_is_not_there_is_told_at_once(files, closed_url):
-    files.write(line("a"))
-    status, told = await files.run(closed_url)
-    assert status == 2
-    assert "does not answer" in told
-    assert "start a server" in told
-
-
-async def test_an_empty_file_is_done(files):
-    files.write("")
-    async with Stub().serving() as url:
-        status, told = await files.run(url)
-    assert (status, files.results()) == (0, [])
-    assert "0 requests" in told

@@ -60,12 +60,6 @@ def test_the_tightest_control_group_counts(root, monkeypatch):
     assert machine.usable_memory(box) == 4096
 
 
-def test_a_machine_without_control_groups_has_no_limit(root):
-    host = root({"proc/self/cgroup": "0::/../../host\n"})
-    assert machine.quota_cores(host) is None
-    assert machine.usable_memory(host) > 0
-
-
 @given(free=st.integers(0, 64 * GIB), pool=st.integers(1, 64 * GIB))
 def test_dev_shm_fails_exactly_when_the_pool_does_not_fit(free, pool):
     with pytest.MonkeyPatch.context() as patch:
@@ -74,12 +68,6 @@ def test_dev_shm_fails_exactly_when_the_pool_does_not_fit(free, pool):
         shm = named(machine.check_memory(pool, needs_shm=True), "/dev/shm")
     assert shm.status == ("ok" if pool <= free else "failed")
     assert bool(shm.advice) == (pool > free)
-
-
-def test_dev_shm_matters_only_where_something_needs_it(tmp_path):
-    assert [each.name for each in machine.check_memory(GIB, needs_shm=False)] == ["ram"]
-    absent = list(machine.check_memory(GIB, needs_shm=True, shm=tmp_path / "absent"))
-    assert absent[1].status == "missing"
 
 
 @pytest.mark.parametrize(
@@ -143,10 +131,3 @@ def test_a_model_on_gpus_is_held_against_their_memory():
     none = Model("m", "bfloat16", GIB, 1 << 16, 1 << 10, 1, "cuda", 0)
     advice = named(machine.check_model(none, 64 * GIB), "m").advice
     assert advice == "torch sees no GPU here: --device cuda cannot be"
-
-
-def test_a_pool_below_the_context_is_warned_of():
-    model = Model("m", "bfloat16", GIB, 1 << 10, 4096, 8192)
-    context = named(machine.check_model(model, 64 * GIB), "context")
-    assert context.status == "warning"
-    assert "--max-total-tokens 8192" in context.advice

@@ -108,11 +108,6 @@ def test_what_cannot_work_is_refused_with_what_to_give(node, flags, message, cap
     assert message in capsys.readouterr().err
 
 
-def test_a_plan_without_nodes_names_the_flags_for_them(capsys):
-    assert main(f"{LOAD} --ttft-ms 5".split()) == 2
-    assert "no kind of node for prefill: give --node" in capsys.readouterr().err
-
-
 def test_a_plan_of_known_models_is_made_without_torch():
     code = (
         "import sys; from tandem.plan.command import main; "

@@ -92,11 +92,6 @@ def test_compressed_latents_count_as_what_a_page_keeps_of_them(tmp_path):
     assert found.layer_params + found.head_params == pytest.approx(2.4e9, rel=0.1)
 
 
-def test_weights_take_what_their_files_have(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    assert read(tmp_path, LLAMA_8B).weight_bytes == 1000
-
-
 @pytest.mark.parametrize("card", CARDS)
 def test_more_cards_are_faster_and_hold_more(card):
     profiles = [estimate(CARDS[card], tp, read_model("llama-8b", tp)) for tp in SIZES]
@@ -115,16 +110,6 @@ def test_an_estimate_follows_from_the_figures_of_the_card():
     assert profile.decode.base_ms == pytest.approx(0.5 + 16.06e9 / (3.35e9 * 0.7), rel=0.001)
     assert profile.decode.per_context_token_ms == pytest.approx(131072 / (3.35e9 * 0.7), rel=0.001)
     assert profile.node.num_tokens == pytest.approx((80e9 * 0.85 - 16.06e9) / 131072, rel=0.001)
-
-
-def test_an_estimate_agrees_with_the_profile_that_is_shipped():
-    shipped = kind(SHIPPED).profile
-    made = estimate(CARDS["h100"], 8, read_model("llama-70b", 8))
-    assert made.decode.forward_s(64, 128_000) == pytest.approx(
-        shipped.decode.forward_s(64, 128_000), rel=0.25
-    )
-    assert made.node.num_tokens == pytest.approx(shipped.node.num_tokens, rel=0.02)
-    assert shipped.node.is_estimated
 
 
 @pytest.mark.parametrize(
