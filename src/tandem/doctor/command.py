@@ -99,20 +99,19 @@ def check_machine(config: DoctorConfig) -> list[Finding]:
 
 
 def _measure(config: DoctorConfig, findings: list[Finding]) -> list[TransportRow]:
-    host, peer = "127.0.0.1", None
-    if (address := config.connect) is not None:
-        peer = link.Peer(address.host, address.port, config.is_insecure)
+    host, peer = "127.0.0.1", config.connect
+    if peer is not None:
         findings.append(link.reach(peer))
         if findings[-1].status == "failed":
             return []
-        host = _own_host(address.host)
+        host = _own_host(peer.host)
     rows = []
     with tempfile.TemporaryDirectory(prefix="tandem-doctor-") as scratch:
         directory = config.directory or (scratch if peer is None else "")
         where = TransportConfig(host=host, interface=config.interface, directory=directory)
         for name in config.backends or known():
             _progress(f"measuring {name}")
-            rows.append(link.measure(name, where, peer, is_quick=config.is_quick))
+            rows.append(link.measure(name, where, config))
     return link.judge(rows, config.backends, AUTO)
 
 

@@ -83,15 +83,6 @@ async def test_never_more_at_once_than_allowed_and_no_more_taken_than_can_be_hel
     assert num_read == 200
 
 
-async def test_an_answer_that_says_no_is_an_answer():
-    stub = Stub(lambda body: said("too long", status=400))
-    async with stub.serving() as url:
-        [result] = await results_of(url, requests(1))
-    assert (result.status_code, result.num_attempts, result.failure) == (400, 1, "HTTP 400")
-    assert result.body == {"error": {"message": "too long"}}
-    assert result.error is None
-
-
 @pytest.mark.parametrize("trouble", [500, 502, 504, 408, 429, 503, "cut", "no JSON"])
 async def test_what_may_succeed_later_is_tried_again(trouble):
     troubles = iter([trouble] * 3)
@@ -250,26 +241,6 @@ async def test_it_ends_when_no_server_has_answered_for_too_long(closed_url, clos
     async with Stub(lambda body: said(status=503)).serving() as url:
         with pytest.raises(ServerAway, match="has no room"):
             await results_of(url, requests(3), patience_s=0.03)
-
-
-async def test_once_stopped_it_gives_the_answers_under_way_and_no_others():
-    is_free = asyncio.Event()
-
-    async def hold(body):
-        await is_free.wait()
-        return said(status=500 if body["prompt"] == "0" else 200)
-
-    stub = Stub(hold)
-    async with (
-        stub.serving() as url,
-        BatchClient(url, BatchSettings(max_concurrency=3)) as client,
-    ):
-        collecting = asyncio.create_task(collect(client, requests(50)))
-        await until(lambda: stub.now == 3)
-        client.stop()
-        is_free.set()
-        assert {result.custom_id for result in await collecting} == {"r1", "r2"}
-    assert len(stub.asked) == 3, "what failed is not tried again, either"
 
 
 async def test_whoever_leaves_early_ends_what_is_under_way():
