@@ -84,7 +84,7 @@ docs: setup ## Build the documentation as a site, into site/.
 	@echo "==> site/index.html; or: $(BIN)/python -m http.server -d site 8080"
 
 bench: setup ## Run the benchmarks that need nothing else (about 20 minutes).
-	@for name in step_overhead decode prefill transfer overlap interference serve edge balance; do \
+	@for name in step_overhead decode prefill transfer overlap interference serve edge; do \
 	  echo "==> $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 faults: setup ## Run the fault matrix and write docs/fault-matrix.md (about 40 minutes; as root for all of it).

@@ -11,12 +11,13 @@ import os
 import statistics
 
 from benchmarks.rig import Target, parse, parser_of, result, tandem, tandem_pair
-from benchmarks.streams import Served, closed_loop
+from benchmarks.streams import closed_loop
+from tandem.bench.report import LoadReport
 
 GOAL_RATIO = 3.0
 
 
-async def disturbed(args: argparse.Namespace, target: Target, seed: int) -> Served:
+async def disturbed(args: argparse.Namespace, target: Target, seed: int) -> LoadReport:
     """Return how the streams were served while the long prompts came."""
     seen, _ = await asyncio.gather(
         closed_loop(target.url, args.streams, args.streams, 32, args.output_tokens, seed=seed),
@@ -46,10 +47,10 @@ def main() -> None:
             for target in (apart, together) if round_ % 2 else (together, apart):
                 one = asyncio.run(disturbed(args, target, round_))
                 if round_:  # the first warms up
-                    worst[target.name].append(one.itl_ms[2])
+                    worst[target.name].append(one.itl_ms.p99)
                 print(
-                    f"{target.name:<9} ITL p50 {one.itl_ms[0]:>7.1f} ms  p99 {one.itl_ms[2]:>7.1f} ms"
-                    f"  {one.tokens_per_s:>7.1f} tokens/s  {one.num_failed} failed",
+                    f"{target.name:<9} ITL p50 {one.itl_ms.p50:>7.1f} ms  p99 {one.itl_ms.p99:>7.1f} ms"
+                    f"  {one.output_tokens_per_s:>7.1f} tokens/s  {one.num_failed} failed",
                     flush=True,
                 )
     values = {name: statistics.median(found) for name, found in worst.items()}

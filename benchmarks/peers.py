@@ -35,7 +35,7 @@ from benchmarks.rig import (
     tandem,
     tandem_pair,
 )
-from benchmarks.streams import client, closed_loop
+from benchmarks.streams import closed_loop
 
 # Ours over theirs, at every number of streams.
 GOAL_TOGETHER, GOAL_APART = 1.0, 4.0
@@ -84,7 +84,10 @@ def vllm_apart(python: Path) -> Iterator[Target]:
 
 async def proxy(prefill: str, decode: str, port: int) -> None:
     """Send each request to `prefill` with one token to make, then to `decode`."""
-    async with client() as session:
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=timeout
+    ) as session:
 
         async def forward(request: web.Request) -> web.StreamResponse:
             return await _forward(session, prefill, decode, request)
@@ -144,7 +147,7 @@ def measure(args: argparse.Namespace, server: Server) -> dict[int, float]:
                 )
                 for round_ in range(args.rounds)
             ]
-            speeds[streams] = statistics.median(one.tokens_per_s for one in served)
+            speeds[streams] = statistics.median(one.output_tokens_per_s for one in served)
             failed = sum(one.num_failed for one in served)
             print(
                 f"{streams:>4} streams  {target.name:<12} {speeds[streams]:>8.1f} tokens/s  "

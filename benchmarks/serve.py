@@ -15,7 +15,8 @@ import os
 from collections.abc import Sequence
 
 from benchmarks.rig import Target, parse, parser_of, result, tandem
-from benchmarks.streams import Served, closed_loop
+from benchmarks.streams import closed_loop
+from tandem.bench.report import LoadReport
 
 GOAL_RATIO = 1.0
 
@@ -40,7 +41,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def one_round(args: argparse.Namespace, target: Target, concurrency: int, round_: int) -> Served:
+def one_round(
+    args: argparse.Namespace, target: Target, concurrency: int, round_: int
+) -> LoadReport:
     """Drive a target once. Prompts differ between rounds."""
     return asyncio.run(
         closed_loop(
@@ -56,21 +59,22 @@ def one_round(args: argparse.Namespace, target: Target, concurrency: int, round_
 
 def measure(
     args: argparse.Namespace, targets: Sequence[Target], concurrency: int
-) -> dict[str, Served]:
+) -> dict[str, LoadReport]:
     """Drive all targets in an order that turns with each round; print and return the median rounds."""
-    rounds: dict[str, list[Served]] = {target.name: [] for target in targets}
+    rounds: dict[str, list[LoadReport]] = {target.name: [] for target in targets}
     for round_ in range(args.rounds):
         for target in targets if round_ % 2 == 0 else reversed(targets):
             rounds[target.name].append(one_round(args, target, concurrency, round_))
     medians = {}
     for name, served in rounds.items():
-        served.sort(key=lambda one: one.tokens_per_s)
+        served.sort(key=lambda one: one.output_tokens_per_s)
         one = medians[name] = served[len(served) // 2]
         times = "".join(
-            f"{'/'.join(f'{ms:.0f}' for ms in times):>18}" for times in (one.ttft_ms, one.itl_ms)
+            f"{f'{times.p50:.0f}/{times.p90:.0f}/{times.p99:.0f}':>18}"
+            for times in (one.ttft_ms, one.itl_ms)
         )
         print(
-            f"{name:<22}{concurrency:>8}{one.num_failed:>7}{one.tokens_per_s:>10.1f}{times}",
+            f"{name:<22}{concurrency:>8}{one.num_failed:>7}{one.output_tokens_per_s:>10.1f}{times}",
             flush=True,
         )
     return medians
@@ -102,12 +106,12 @@ def main() -> None:
             one_round(args, target, 1, 999)
         heads = "".join(f"{f'{name} p50/90/99 ms':>18}" for name in ("TTFT", "ITL"))
         print(f"{'server':<22}{'streams':>8}{'failed':>7}{'tokens/s':>10}{heads}")
-        last: dict[str, Served] = {}
+        last: dict[str, LoadReport] = {}
         for concurrency in args.concurrency:
             last = measure(args, targets, concurrency)
     ours = last.pop(targets[0].name)
-    best = max(last.values(), key=lambda one: one.tokens_per_s)
-    ratio = ours.tokens_per_s / max(best.tokens_per_s, 1e-9)
+    best = max(last.values(), key=lambda one: one.output_tokens_per_s)
+    ratio = ours.output_tokens_per_s / max(best.output_tokens_per_s, 1e-9)
     has_failures = ours.num_failed or best.num_failed
     print(result("serve_throughput_vs_colocated", 0.0 if has_failures else ratio, GOAL_RATIO))
 

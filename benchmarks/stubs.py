@@ -14,7 +14,7 @@ import asyncio
 import json
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import cast
 
@@ -22,11 +22,10 @@ import msgspec
 import uvloop
 from typing_extensions import override
 
-from benchmarks.rig import free_port
 from tandem.frontend.tokenizer_files import tokenizer_files, tokenizer_hash
 from tandem.node.checkpoint import resolve_model
 from tandem.node.command import default_cache_dir
-from tandem.wire.channel import Inbox, Peer, Waker, wait
+from tandem.wire.channel import Inbox, Peer, wait
 from tandem.wire.errors import PeerLost
 from tandem.wire.generation import Epoch, Finish, new_epoch
 from tandem.wire.messages import (
@@ -177,25 +176,15 @@ async def serve_http(
 
 
 class StubEngine:
-    """One role's inbox, and the answers under way.
-
-    Attributes:
-        edges: All edge workers that were heard of.
-    """
+    """One role's inbox, and the answers under way."""
 
     def __init__(self, role: str, interval_s: float) -> None:
         self.role, self.epoch = role, new_epoch()
         self.inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
-        self.edges: set[Peer] = set()
         self._interval_s = interval_s
         self._beat_at_s = time.monotonic() + interval_s
         self._starts: dict[tuple[Peer, str], StartDecode] = {}
         self._next: dict[tuple[Peer, str], int] = {}
-
-    @property
-    def num_streams(self) -> Counter[Peer]:
-        """Requests that run here, by the edge worker that sent them."""
-        return Counter(peer for peer, _ in list(self._starts))
 
     @property
     def wait_s(self) -> float:
@@ -218,7 +207,6 @@ class StubEngine:
             self._send(peer, batch)
 
     def _read(self, peer: Peer, message: ToEngine, batches: dict[Peer, TokenBatch]) -> None:
-        self.edges.add(peer)
         if isinstance(message, Ping):
             self._send(peer, Pong(epoch=self.epoch, load=LOAD))
         elif isinstance(message, StartPrefill):
@@ -266,42 +254,16 @@ def _delta(start: StartPrefill | StartDecode, index: int, reason: str = "") -> T
     )
 
 
-class StubNodes:
-    """A prefill and a decode node that compute nothing and move nothing.
-
-    Args:
-        interval_s: Between two beats.
-        model: Whose tokenizer they have; None: the embedded model's.
-    """
-
-    def __init__(self, ports: tuple[int, int], interval_s: float, model: str | None = None) -> None:
-        files = tokenizer_files(resolve_model(model, default_cache_dir() / "models"))
-        self.prefill = StubEngine("prefill", interval_s)
-        self.decode = StubEngine("decode", interval_s)
-        self._engines = (self.prefill, self.decode)
-        self.flags = ["--prefill", f"http://127.0.0.1:{ports[0]}", "1"]
-        self.flags += ["--decode", f"http://127.0.0.1:{ports[1]}"]
-        self._waker, self._is_closing = Waker(), False
-        routes = {
-            port: _routes(engine, files) for port, engine in zip(ports, self._engines, strict=True)
-        }
-        threading.Thread(target=lambda: uvloop.run(serve_http(routes)), daemon=True).start()
-
-    def run(self) -> None:
-        """Answer until `close`."""
-        while not self._is_closing:
-            waits = [engine.wait_s for engine in self._engines]
-            wait([engine.inbox for engine in self._engines], min(waits), self._waker)
-            for engine in self._engines:
-                engine.run_once()
-        for engine in self._engines:
-            engine.inbox.close()
-        self._waker.close()
-
-    def close(self) -> None:
-        """End `run`. Any thread may call it."""
-        self._is_closing = True
-        self._waker.wake()
+def run_nodes(ports: tuple[int, int], interval_s: float) -> None:
+    """Be a prefill and a decode node that compute nothing and move nothing, until stopped."""
+    files = tokenizer_files(resolve_model(None, default_cache_dir() / "models"))
+    engines = [StubEngine(role, interval_s) for role in ("prefill", "decode")]
+    routes = {port: _routes(engine, files) for port, engine in zip(ports, engines, strict=True)}
+    threading.Thread(target=lambda: uvloop.run(serve_http(routes)), daemon=True).start()
+    while True:
+        wait([engine.inbox for engine in engines], min(engine.wait_s for engine in engines))
+        for engine in engines:
+            engine.run_once()
 
 
 def _routes(engine: StubEngine, files: dict[str, str]) -> dict[str, bytes]:
@@ -332,15 +294,17 @@ def main() -> None:
     """Serve until stopped."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stubs")
     parser.add_argument("kind", choices=["http", "nodes"])
-    parser.add_argument("--port", type=int, nargs="+", help="one of http; prefill's and decode's")
+    parser.add_argument(
+        "--port", type=int, nargs="+", required=True, help="one of http; prefill's and decode's"
+    )
     parser.add_argument("--events", type=int, default=50, help="of each stream of http")
     parser.add_argument("--event-bytes", type=int, default=EVENT_BYTES, help="size of an event")
     parser.add_argument("--interval-ms", type=float, default=100, help="between two beats")
     args = parser.parse_args()
     interval_s = args.interval_ms / 1000
     if args.kind == "nodes":
-        prefill_port, decode_port = args.port or (free_port(), free_port())
-        StubNodes((prefill_port, decode_port), interval_s).run()
+        prefill_port, decode_port = args.port
+        run_nodes((prefill_port, decode_port), interval_s)
     else:
         streams = Streams(args.events, interval_s, args.event_bytes)
         uvloop.run(serve_http({args.port[0]: {"/v1/models": MODELS}}, streams))

@@ -1,4 +1,4 @@
-"""A long prompt whose beginning tiers have, against computing it: time to first token, and from when it pays.
+"""A long prompt whose beginning tiers have, against computing it: time to first token.
 
 One `tandem serve` with every tier computes a prompt and so fills them; then a node for each tier alone is asked for the
 same beginning with another end. Its own pages are dropped before each request, so that the tier's are used.
@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from benchmarks.rig import Target, get, parse, parser_of, result, tandem
 
@@ -107,30 +105,6 @@ def prompt_of(seed: str, num_tokens: int) -> list[int]:
     return [rng.randrange(100, 4000) for _ in range(num_tokens)]
 
 
-def break_even(computed: Sequence[tuple[int, float]], found: Sequence[tuple[int, float]]) -> int:
-    """Return from how many tokens a tier is faster than computing; -1: never, of those measured.
-
-    Computing is fitted by a line with a square, since each token looks at all before it; a tier by a line
-    over a fixed time.
-
-    Args:
-        computed, found: (tokens, seconds).
-    """
-    tokens = np.arange(1, max(num for num, _ in found) + 1)
-    square = _fit(computed, lambda n: np.stack([n, n * n], -1), tokens)
-    line = _fit(found, lambda n: np.stack([np.ones_like(n), n], -1), tokens)
-    pays = np.flatnonzero(line < square)
-    return int(tokens[pays[0]]) if len(pays) else -1
-
-
-def _fit(points: Sequence[tuple[int, float]], basis: Any, at: Any) -> Any:
-    x = np.array([num for num, _ in points], float)
-    y = np.array([seconds for _, seconds in points])
-    weights = 1 / np.maximum(y, 1e-6)  # every length counts alike
-    factors, *_ = np.linalg.lstsq(basis(x) * weights[:, None], y * weights, rcond=None)
-    return basis(at.astype(float)) @ factors
-
-
 def measure_computing(args: argparse.Namespace, target: Target) -> dict[int, Asked]:
     """Compute prompts that nobody has, by length; the longest, which fills the tiers, is the last."""
     computed, num_pages = {}, 0
@@ -145,11 +119,9 @@ def measure_computing(args: argparse.Namespace, target: Target) -> dict[int, Ask
     return computed
 
 
-def measure_tier(
-    args: argparse.Namespace, target: Target, computed: list[tuple[int, float]], name: str
-) -> str:
+def measure_tier(args: argparse.Namespace, target: Target, whole_s: float, name: str) -> str:
     """Measure the prompt with its beginning found; print it, and return the verdict."""
-    prefix, (_, whole_s) = prompt_of(f"computed {args.tokens}", args.found), computed[-1]
+    prefix = prompt_of(f"computed {args.tokens}", args.found)
     found, ttfts = [], []
     for length in (64, *(length for length in LENGTHS if length < args.found), args.found):
         tail = args.tokens - args.found if length == args.found else PAGE
@@ -167,7 +139,6 @@ def measure_tier(
     print(
         f"  {name}: {args.tokens} tokens, {args.found} found: first token after {ttfts[-1]:.2f} s"
     )
-    print(f"  {name}: faster than computing from {break_even(computed, found)} tokens on")
     return result(f"tiers_{name}_ttft", ttfts[-1] / whole_s, GOAL_TTFT_RATIO, is_lower_better=True)
 
 
@@ -180,17 +151,17 @@ def main() -> None:
         verdicts = []
         with node(args, ["host:16GiB", *shared]) as target:
             told = measure_computing(args, target)
-            computed = [(num, asked.ttft_s - asked.tier_s) for num, asked in told.items()]
-            for num, seconds in computed:
-                print(f"  computed: {num} tokens in {seconds:.2f} s")
+            for num, asked in told.items():
+                print(f"  computed: {num} tokens in {asked.ttft_s - asked.tier_s:.2f} s")
             longest = told[args.tokens]
+            whole_s = longest.ttft_s - longest.tier_s
             miss = 100 * longest.tier_s / longest.ttft_s
             print(f"  a miss in {1 + len(shared)} tiers: {longest.tier_s * 1000:.1f} ms of it")
-            verdicts.append(measure_tier(args, target, computed, "host"))
+            verdicts.append(measure_tier(args, target, whole_s, "host"))
         for spec in shared:
             with node(args, [spec]) as target:
                 name = tiers_of(target)[0]["name"]
-                verdicts.append(measure_tier(args, target, computed, name))
+                verdicts.append(measure_tier(args, target, whole_s, name))
         for verdict in verdicts:
             print(verdict)
         print(result("tiers_miss", miss, GOAL_MISS_PERCENT, "percent", is_lower_better=True))

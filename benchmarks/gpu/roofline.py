@@ -1,12 +1,11 @@
 """How close a GPU's prefill and decode come to what its memory and its multipliers allow.
 
-    python -m benchmarks.gpu.roofline [--models llama-3-8b qwen2.5-7b] [--no-transformers]
+    python -m benchmarks.gpu.roofline [--models llama-3-8b qwen2.5-7b]
 
 No download: seeded random bfloat16 weights of the shapes of Llama-3-8B and Qwen2.5-7B, made on the GPU.
 In the same run it measures the device (a copy, a matrix product), then our runners with every backend
-that is installed, with CUDA graphs and without, and transformers' own `generate` and continuous batching. The
-floor of a decode step is the time to read weights and KV once; that of a prompt, the time of its
-products. Cases that do not fit into memory are left out. The last lines are those that matter: geometric
+that is installed, with CUDA graphs and without. The floor of a decode step is the time to read weights and
+KV once; that of a prompt, the time of its products. Cases that do not fit into memory are left out. The last lines are those that matter: geometric
 means over all cases of the runner that a node takes by itself.
 """
 
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from benchmarks.gpu.floors import Device, Line, Work, mean_ratio, table
 from benchmarks.rig import parse, parser_of, result
@@ -97,9 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     parser = parser_of("gpu.roofline", "Measure a GPU's prefill and decode against its limits.")
     parser.add_argument("--models", nargs="+", choices=list(CONFIGS), default=list(CONFIGS))
-    parser.add_argument("--no-transformers", action="store_true", help="leave the baselines out")
-    quick = {"models": ["llama-3-8b"], "no_transformers": True}
-    args = parse(parser, quick, argv)
+    args = parse(parser, {"models": ["llama-3-8b"]}, argv)
     if not torch.cuda.is_available():
         print("This benchmark needs a CUDA GPU, and torch finds none here.", file=sys.stderr)
         return 2
@@ -111,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     lines: list[Line] = []
     for name in args.models:
         # One model at a time: the other's memory goes back before.
-        lines += run_model(name, device, has_baselines=not args.no_transformers)
+        lines += our_lines(make_rig(name, CONFIGS[name](), "cuda", None), device)
         gc.collect()
         torch.cuda.empty_cache()
     print("\n" + table(lines) + "\n")
@@ -146,15 +143,6 @@ def seconds(call: Callable[[], object], device: str, num_calls: int = 10, rounds
 def _wait(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize()
-
-
-def run_model(name: str, device: Device, *, has_baselines: bool) -> list[Line]:
-    """Measure one model with every runner."""
-    rig = make_rig(name, CONFIGS[name](), "cuda", None)
-    lines = [*our_lines(rig, device)]
-    if has_baselines:
-        lines += baseline_lines(rig, device)
-    return lines
 
 
 def make_rig(name: str, config: Any, device: str, num_pages: int | None) -> Rig:
@@ -283,58 +271,6 @@ def prompt_inputs(tokens: int, num_pages: int) -> ForwardInputs:
         num_decodes=0,
         logit_rows=np.array([tokens - 1], np.int64),
     )
-
-
-def baseline_lines(rig: Rig, device: Device) -> Iterator[Line]:
-    """Measure transformers on the same weights: a step is the difference of a long and a short answer."""
-    # Its cache is its own: ours would leave it no memory.
-    rig.pool.pages.untyped_storage().resize_(0)
-    torch.cuda.empty_cache()
-    rig.model.set_attn_implementation("sdpa")
-    ways: dict[str, Callable[[Any, torch.Tensor, int], object]] = {"generate": _generate}
-    if hasattr(rig.model, "generate_batch"):
-        ways["generate_batch"] = _generate_batch
-    for label, way in ways.items():
-        for tokens in PROMPTS[:2]:
-            prompt = torch.arange(tokens, device="cuda").unsqueeze(0) % 1000 + 5
-            floor = rig.work.prefill_floor_s(device, tokens)
-            took = _try(label, partial(way, rig.model, prompt, 1))
-            if took is not None:
-                yield Line(rig.name, "prefill", f"transformers {label}", 1, tokens, floor, took)
-        for batch in BATCHES:
-            prompt = (torch.arange(batch * 1024, device="cuda") % 1000 + 5).view(batch, 1024)
-            short, long = (_try(label, partial(way, rig.model, prompt, num)) for num in (1, 33))
-            if short is None or long is None or long <= short:
-                continue
-            floor = rig.work.decode_floor_s(device, batch, 1024 + 16)
-            took = (long - short) / 32
-            yield Line(rig.name, "decode", f"transformers {label}", batch, 1024, floor, took)
-
-
-def _generate(model: Any, prompt: torch.Tensor, num_new: int) -> object:
-    return model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=num_new,
-        min_new_tokens=num_new,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-
-
-def _generate_batch(model: Any, prompt: torch.Tensor, num_new: int) -> object:
-    config = GenerationConfig(max_new_tokens=num_new, do_sample=False, eos_token_id=-1)
-    return model.generate_batch(inputs=prompt.tolist(), generation_config=config)
-
-
-def _try(label: str, call: Callable[[], object]) -> float | None:
-    """Time a baseline; one that does not run here is named and left out."""
-    try:
-        return seconds(call, "cuda", num_calls=1, rounds=2)
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        print(f"transformers {label} left out: {str(error).splitlines()[0]}", file=sys.stderr)
-        return None
 
 
 if __name__ == "__main__":

@@ -7,16 +7,16 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
-from rich.console import Console
 
 from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid, TandemError
 from tandem.wire.hosts import checked_url, reason_of
 from tandem.wire.keys import operator_key
+from tandem.wire.options import Flag, add_flags, read_flags
 
 ASK_INTERVAL_S = 0.25
 ANSWER_TIMEOUT_S = 5.0
@@ -36,8 +36,33 @@ More: tandem docs operations
 """
 
 
+class DrainConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What `tandem drain` is given."""
+
+    url: str
+    timeout_s: Annotated[
+        float | None,
+        Flag(
+            "--timeout",
+            ge=0,
+            help="how long running requests may take to finish before they are handed over to other nodes; "
+            "0 hands over at once (default: the node's own --drain-timeout-s)",
+        ),
+    ] = None
+    is_cancel: Annotated[
+        bool, Flag("--cancel", help="end a drain: the node takes requests again")
+    ] = False
+    api_key: Annotated[
+        str,
+        Flag(
+            "--api-key",
+            help="the operator key, as `tandem operator-key` prints it (default: derived from TANDEM_CLUSTER_KEY)",
+        ),
+    ] = ""
+
+
 class DrainStatus(msgspec.Struct, frozen=True):
-    """What the node says of its drain."""
+    """What the node reports of its drain."""
 
     state: str
     detail: str
@@ -46,8 +71,9 @@ class DrainStatus(msgspec.Struct, frozen=True):
 
 
 class DrainFailed(TandemError, code="drain_failed"):
-    """The node cannot be asked, refuses, or is not empty in time."""
+    """The node cannot be asked, rejects the order, or is not empty in time."""
 
+    code = "drain_failed"
     topic = "operations#draining"
 
 
@@ -59,23 +85,8 @@ def build_parser() -> Parser:
         description="Have a node take nothing new, wait for what it has, and say when it is empty.",
         epilog=EXAMPLES,
     )
-    add = parser.add_argument
-    add("url", metavar="URL", help="of the node, such as http://10.0.0.5:7001")
-    add(
-        "--timeout",
-        type=float,
-        default=None,
-        metavar="SECONDS",
-        help="how long running requests may take to finish before they are handed over to other nodes; "
-        "nothing: the node's own --drain-timeout-s",
-    )
-    add("--cancel", action="store_true", help="end a drain: the node takes requests again")
-    add(
-        "--api-key",
-        default="",
-        metavar="KEY",
-        help="the operator key, as `tandem operator-key` prints it (default: derived from TANDEM_CLUSTER_KEY)",
-    )
+    parser.add_argument("url", metavar="URL", help="of the node, such as http://10.0.0.5:7001")
+    add_flags(parser, DrainConfig)
     return parser
 
 
@@ -84,61 +95,55 @@ def main(argv: Sequence[str]) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
-        url = checked_url("URL", args.url)
+        config = read_flags(DrainConfig, args, url=checked_url("URL", args.url))
     except ConfigInvalid as error:
         parser.error(error.message)
-    if args.timeout is not None and args.timeout < 0:
-        parser.error("--timeout: give 0, which hands over at once, or more")
-    key = args.api_key or operator_key(os.environ.get("TANDEM_CLUSTER_KEY", ""))
     try:
-        asyncio.run(_run(url, key, args.timeout, is_cancel=args.cancel))
+        asyncio.run(_run(config))
     except DrainFailed as error:
         sys.stderr.write(f"tandem drain: error: {error.for_operators}\n")
         return 1
     except KeyboardInterrupt:
+        url = config.url
         sys.stderr.write(f"{url} goes on draining; `tandem drain {url} --cancel` ends that\n")
         return 130
     return 0
 
 
-async def _run(url: str, key: str, timeout_s: float | None, *, is_cancel: bool) -> None:
+async def _run(config: DrainConfig) -> None:
+    key = config.api_key or operator_key(os.environ.get("TANDEM_CLUSTER_KEY", ""))
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-        if is_cancel:
-            status = await _ask(session, url, {"cancel": True})
-            sys.stdout.write(f"{url} is {status.detail}\n")
+        if config.is_cancel:
+            status = await _ask(session, config.url, {"cancel": True})
+            sys.stdout.write(f"{config.url} is {status.detail}\n")
             return
-        status = await _ask(session, url, {} if timeout_s is None else {"timeout_s": timeout_s})
-        await _watch(session, url, status)
+        order = {} if config.timeout_s is None else {"timeout_s": config.timeout_s}
+        await _watch(session, config.url, await _ask(session, config.url, order))
 
 
 async def _watch(session: aiohttp.ClientSession, url: str, status: DrainStatus) -> None:
-    """Show how many requests are left until none is."""
-    console, shown = Console(highlight=False), None
-    loop = asyncio.get_running_loop()
+    """Print how many requests are left until none is."""
+    loop, shown = asyncio.get_running_loop(), -1
     give_up_at = loop.time() + (status.remaining_s or 0.0) + GRACE_S
-    with console.status("") as line:
-        while status.state != "drained":
-            if status.state not in ("draining", "leaving"):
-                raise DrainFailed(f"the drain of {url} was ended: it is {status.detail}")
-            if loop.time() > give_up_at:
-                raise DrainFailed(
-                    f"{url} still has {status.num_left} requests {GRACE_S:g} s after its deadline: its log says "
-                    "what they wait for"
-                )
-            told = f"{url} is draining: {_requests(status.num_left)} left"
-            line.update(f"{told}, {status.remaining_s or 0:.0f} s until the rest is handed over")
-            if told != shown and not console.is_terminal:
-                console.print(told, soft_wrap=True)
-            shown = told
-            await asyncio.sleep(ASK_INTERVAL_S)
-            status = await _ask(session, url)
-    console.print(f"{url} is drained: nothing runs on it", soft_wrap=True)
-
-
-def _requests(num: int) -> str:
-    return "1 request" if num == 1 else f"{num} requests"
+    while status.state != "drained":
+        if status.state not in ("draining", "leaving"):
+            raise DrainFailed(f"the drain of {url} was ended: it is {status.detail}")
+        if loop.time() > give_up_at:
+            raise DrainFailed(
+                f"{url} still has {status.num_left} requests {GRACE_S:g} s after its deadline: its log says "
+                "what they wait for"
+            )
+        if status.num_left != shown:
+            shown = status.num_left
+            left = "1 request" if shown == 1 else f"{shown} requests"
+            within = f"{status.remaining_s or 0:.0f} s until the rest is handed over"
+            sys.stdout.write(f"{url} is draining: {left} left, {within}\n")
+            sys.stdout.flush()
+        await asyncio.sleep(ASK_INTERVAL_S)
+        status = await _ask(session, url)
+    sys.stdout.write(f"{url} is drained: nothing runs on it\n")
 
 
 async def _ask(
@@ -147,7 +152,7 @@ async def _ask(
     """Ask the node how far it is, or give it an order.
 
     Raises:
-        DrainFailed: It cannot be reached, or refuses.
+        DrainFailed: It cannot be reached, or rejects the order.
     """
     try:
         method = "GET" if body is None else "POST"

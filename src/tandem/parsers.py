@@ -5,11 +5,11 @@ Imports every command; `src/tandem/__main__.py` imports the one that it runs.
 
 import argparse
 
-import tandem.batch.flags
-import tandem.bench.flags
+import tandem.batch.command
+import tandem.bench.config
 import tandem.completion
 import tandem.decode.command
-import tandem.doctor.arguments
+import tandem.doctor.config
 import tandem.drain
 import tandem.manual.command
 import tandem.operator_key
@@ -32,9 +32,9 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         "lb": build_router_parser(),
         "serve": _of_node(tandem.serve.COMMAND),
         "drain": tandem.drain.build_parser(),
-        "doctor": tandem.doctor.arguments.build_parser(),
-        "bench": tandem.bench.flags.build_parser(),
-        "batch": tandem.batch.flags.build_parser(),
+        "doctor": tandem.doctor.config.build_parser(),
+        "bench": tandem.bench.config.build_parser(),
+        "batch": tandem.batch.command.build_parser(),
         "top": tandem.top.command.build_parser(),
         "profile": tandem.profile.command.build_parser(),
         "plan": tandem.plan.command.build_parser(),

@@ -111,7 +111,7 @@ def test_killed_at_any_moment_it_goes_on_without_losing_or_repeating(embedded_mo
             out.write(json.dumps(head | {"body": body_of(number)}) + "\n")
     asked = [BatchRequest(f"r{n}", body_of(n), "/v1/completions") for n in range(NUM_REQUESTS)]
     with running_cluster(*FLAGS) as cluster:
-        expected = [result.text for result in run_batch(asked, [cluster.url])]
+        expected = [result.text for result in run_batch(asked, cluster.url)]
         statuses = asyncio.run(run_with_kills(files, cluster.url, random.Random(8)))
     assert statuses == [-signal.SIGKILL] * NUM_KILLS + [0]
     results = [json.loads(line) for line in files["out"].read_text().splitlines()]

@@ -25,12 +25,6 @@ def test_a_process_that_inherits_the_secret_does_not_find_it_said_twice(tmp_path
     assert environment == {"TANDEM_CLUSTER_KEY": "s3cret"}
 
 
-def test_without_a_file_nothing_changes():
-    environment = {"TANDEM_CLUSTER_KEY": "s3cret"}
-    take_key_file(environment)
-    assert environment == {"TANDEM_CLUSTER_KEY": "s3cret"}
-
-
 @pytest.mark.parametrize(
     ("content", "key", "sentence"),
     [
@@ -47,11 +41,3 @@ def test_a_file_that_gives_no_secret_is_refused_with_what_to_do(tmp_path, conten
     environment = {"TANDEM_CLUSTER_KEY_FILE": str(file), "TANDEM_CLUSTER_KEY": key}
     with pytest.raises(ConfigInvalid, match=sentence):
         take_key_file(environment)
-
-
-def test_a_command_says_so_and_ends_with_2(monkeypatch, capsys):
-    monkeypatch.delenv("TANDEM_CLUSTER_KEY", raising=False)
-    monkeypatch.setenv("TANDEM_CLUSTER_KEY_FILE", "/nowhere")
-    monkeypatch.setattr("sys.argv", ["tandem", "lb"])
-    assert main() == 2
-    assert "tandem lb: error: TANDEM_CLUSTER_KEY_FILE is /nowhere" in capsys.readouterr().err

@@ -1,5 +1,3 @@
-import socket
-
 import pytest
 
 from tandem.router.arguments import parse
@@ -16,23 +14,6 @@ def test_a_pair_and_a_router_are_what_one_gets():
     assert prefill.argv[:5] == ["prefill", "--port", "9000", "--bootstrap-port", "9001"]
     assert decode.argv[:3] == ["decode", "--port", "9002"]
     assert router.argv[:5] == ["lb", "--prefill", "http://127.0.0.1:9000", "9001", "--decode"]
-
-
-def test_more_nodes_share_the_cores_and_none_shares_a_port():
-    found = cluster("--prefills", "2", "--decodes", "2", num_cores=8)
-    assert [member.name for member in found] == [
-        *("prefill-0", "prefill-1", "decode-0", "decode-1", "router")
-    ]
-    assert all(m.argv[m.argv.index("--num-threads") + 1] == "2" for m in found[:4])
-    ports = [m.argv[m.argv.index("--port") + 1] for m in found[:4]]
-    assert len(set(ports)) == 4
-
-
-def test_a_flag_of_nodes_goes_to_every_node_and_not_to_the_router():
-    prefill, decode, router = cluster("--dtype", "float32", "--model", "/m")
-    for node in (prefill, decode):
-        assert node.argv[-4:] == ["--dtype", "float32", "--model", "/m"]
-    assert "--dtype" not in router.argv
 
 
 def test_each_flag_goes_to_the_processes_that_it_is_of(tmp_path, monkeypatch):
@@ -63,14 +44,6 @@ def test_free_ports_are_distinct_and_none_that_the_kernel_gives_to_a_client():
     ports = free_ports(20)
     assert len(set(ports)) == 20
     assert max(ports) < 32768
-
-
-def test_a_port_on_which_somebody_listens_is_not_free(monkeypatch):
-    free = free_ports(1)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        ports = [taken.getsockname()[1], *free]
-        monkeypatch.setattr("tandem.up.PORTS", ports)
-        assert free_ports(1) == free
 
 
 def test_flags_of_http_go_to_the_router_and_leave_the_nodes_open_to_it(tmp_path):

@@ -1,8 +1,8 @@
-"""Send many requests to a cluster or to any OpenAI servers: `tandem batch`, and the same from code.
+"""Send many requests to a cluster or to any OpenAI server: `tandem batch`, and the same from code.
 
 ```
- input file ─▶ job.py ─▶ client.py: retries, and how many requests at once ─▶ servers
- output file ◀─ job.py ◀─ results, in the order in which they end
+ input file ─▶ command.py ─▶ client.py: retries, and how many requests at once ─▶ server
+ output file ◀─ command.py ◀─ results, in the order in which they end
 ```
 
 From code, without files:
@@ -10,7 +10,7 @@ From code, without files:
 ```python
 from tandem.batch import BatchClient, BatchRequest
 
-async with BatchClient(["http://127.0.0.1:8000"]) as client:
+async with BatchClient("http://127.0.0.1:8000") as client:
     async for result in client.run(BatchRequest(name, body) for name, body in bodies):
         print(result.custom_id, result.text)
 ```
@@ -21,7 +21,7 @@ from tandem.batch.client import (
     BatchSettings,
     BatchStopped,
     KeyRefused,
-    ServersAway,
+    ServerAway,
     run_batch,
 )
 from tandem.batch.lines import BatchError, BatchRequest, BatchResult
@@ -34,6 +34,6 @@ __all__ = [
     "BatchSettings",
     "BatchStopped",
     "KeyRefused",
-    "ServersAway",
+    "ServerAway",
     "run_batch",
 ]

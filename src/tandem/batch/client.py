@@ -1,14 +1,14 @@
-"""Sends requests and yields their results as they end. Writes no file: `job.py` does.
+"""Sends requests and yields their results as they end. Writes no file: `command.py` does.
 
 ```
  waiting for a place ─▶ sent ─▶ 2xx, 4xx ─────────────────────────────────────────────▶ result
       ▲                  │      408, 5xx, broken, timeout ─▶ pause ─▶ after `max_attempts`: result
-      │                  │      429, 503 ─▶ half as many at this server ─▶ after `patience_s`: result
-      └──────────────────┴───── no connection: another server, or this one later; costs no attempt
+      │                  │      429, 503 ─▶ half as many at once ─▶ after `patience_s`: result
+      └──────────────────┴───── no connection ─▶ pause; costs no attempt
 ```
 
-How many requests one server gets at once starts at `FIRST_LIMIT` and doubles with every round of answers. The
-first refusal halves it, and so does every other; from then on it grows by one a round.
+How many requests the server gets at once starts at `FIRST_LIMIT` and doubles with every round of answers. The
+first rejection halves it, and so does every other; from then on it grows by one a round.
 """
 
 import asyncio
@@ -17,26 +17,25 @@ import email.utils
 import math
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import aiohttp
 import msgspec
 
 from tandem.batch.lines import BatchError, BatchRequest, BatchResult
+from tandem.bench.config import json_object
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.hosts import checked_url, reason_of
+from tandem.wire.options import Flag
 
 CONNECT_TIMEOUT_S = 10.0
 FIRST_LIMIT = 16
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 # A longer Retry-After is a mistake of the server.
 MAX_RETRY_AFTER_S = 300.0
-# In a row: one 5xx is the request's fault, three are the server's. A server that fails at once is
-# always the least busy, and would get every request.
-NUM_BROKEN = 3
 # Of a body that is no JSON: enough to see what it is.
 MAX_SHOWN_BYTES = 2000
 
@@ -49,115 +48,101 @@ class BatchStopped(Exception):
 
 
 class KeyRefused(BatchStopped):
-    """A server requires another API key."""
+    """The server requires another API key."""
 
 
-class ServersAway(BatchStopped):
-    """No server has answered for too long."""
+class ServerAway(BatchStopped):
+    """The server has not answered for too long."""
 
 
 class _Stopping(Exception):
     """`stop` was called while a request waited."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSettings:
-    """How requests are sent.
+class BatchSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How requests are sent."""
 
-    Attributes:
-        api_key: Bearer token; empty for none.
-        max_concurrency: Maximum number of requests at all servers together.
-        min_concurrency: For each server: refusals do not lower its limit below this.
-        max_attempts: How often to send a request that ends in 408, 5xx or a broken connection.
-        timeout_s: Of one attempt, answer included.
-        patience_s: How long to retry a request that is refused (429, 503), and how long to wait while
-            no server answers.
-        extra_body: Fields for requests that lack them.
-    """
-
-    api_key: str = ""
-    max_concurrency: int = 1024
-    min_concurrency: int = 1
-    max_attempts: int = 5
-    timeout_s: float = 600.0
-    patience_s: float = 900.0
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    api_key: Annotated[
+        str,
+        Flag(
+            "--api-key",
+            metavar="KEY",
+            help="bearer token (default: TANDEM_API_KEY, then OPENAI_API_KEY, which `ps` does not show)",
+        ),
+    ] = ""
+    extra_body: Annotated[
+        dict[str, Any],
+        Flag(
+            "--extra-request-body",
+            metavar="JSON",
+            help="fields for requests that lack them, such as '{\"priority\": -1}'",
+            parse=json_object,
+        ),
+    ] = {}
+    max_concurrency: Annotated[
+        int,
+        Flag(
+            "--max-concurrency",
+            metavar="N",
+            group="how many at once, and how often",
+            ge=1,
+            help="maximum number of requests at once",
+        ),
+    ] = 1024
+    max_attempts: Annotated[
+        int,
+        Flag(
+            "--max-attempts",
+            metavar="N",
+            ge=1,
+            help="how often to send a request that ends in 408, 5xx or a broken connection",
+        ),
+    ] = 5
+    timeout_s: Annotated[
+        float,
+        Flag("--timeout-s", metavar="S", ge=0.001, help="time of one attempt, answer included"),
+    ] = 600.0
+    patience_s: Annotated[
+        float,
+        Flag(
+            "--patience-s",
+            metavar="S",
+            ge=0,
+            help="how long to retry a request after 429 and 503, and how long to wait while the server does not "
+            "answer",
+        ),
+    ] = 900.0
 
     def __post_init__(self) -> None:
-        for name in ("max_concurrency", "min_concurrency", "max_attempts"):
-            if getattr(self, name) < 1:
-                raise ConfigInvalid(f"{name} is {getattr(self, name)}: give at least 1")
-        for name in ("timeout_s", "patience_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigInvalid(
-                    f"{name} is {getattr(self, name)}: give more than 0, and no infinity"
-                )
-
-
-class Server:
-    """One server: how many requests it may have, and when it may be asked again.
-
-    Attributes:
-        limit: Maximum number of our requests there; grows in fractions.
-        problem: Why the last request failed; empty after an answer.
-        retry_at: Send nothing before this time.
-    """
-
-    def __init__(self, url: str, settings: BatchSettings) -> None:
-        self.url, self._settings = url, settings
-        self.limit = float(max(FIRST_LIMIT, settings.min_concurrency))
-        self.in_flight = 0
-        self.problem = ""
-        self.retry_at = self._failed_at = -math.inf
-        self._num_failures = self._num_broken = 0
-
-    @property
-    def has_room(self) -> bool:
-        """Whether it may get a request now."""
-        return self.in_flight < int(self.limit) and time.monotonic() >= self.retry_at
-
-    def succeed(self) -> None:
-        """Count an answer."""
-        self.problem, self._num_failures, self._num_broken = "", 0, 0
-        self.limit += 1 if self._failed_at < 0 else 1 / self.limit
-        self.limit = min(self.limit, self._settings.max_concurrency)
-
-    def break_off(self, sent_at: float) -> None:
-        """Count a 5xx or a broken connection."""
-        self._num_broken += 1
-        if self._num_broken >= NUM_BROKEN:
-            self.fail("fails", sent_at)
-
-    def fail(self, problem: str, sent_at: float, retry_after_s: float = 0.0) -> None:
-        """Halve the limit and pause; requests sent before the last failure belong to that one."""
-        now, self.problem = time.monotonic(), problem
-        if sent_at >= self._failed_at:
-            self._failed_at = now
-            self._num_failures += 1
-            half = min(self.limit, self.in_flight) / 2
-            self.limit = max(half, self._settings.min_concurrency)
-            self.retry_at = now + pause_s(self._num_failures)
-        self.retry_at = max(self.retry_at, now + min(retry_after_s, MAX_RETRY_AFTER_S))
+        if min(self.max_concurrency, self.max_attempts) < 1 or self.timeout_s <= 0:
+            raise ConfigInvalid(
+                "max_concurrency and max_attempts are at least 1, timeout_s above 0"
+            )
 
 
 class BatchClient:
-    """An asynchronous context manager over servers; one `run` at a time.
+    """An asynchronous context manager over a server; one `run` at a time.
 
     Args:
-        urls: Routers or any OpenAI servers; each request goes to the least busy one.
+        url: A router, or any server with OpenAI's API.
+
+    Attributes:
+        in_flight: Requests at the server now.
+        limit: Maximum number of requests there; grows in fractions.
+        problem: Why the last request failed; empty after an answer.
 
     Raises:
-        ConfigInvalid: There is no URL, or one is malformed.
+        ConfigInvalid: The URL is malformed.
     """
 
-    def __init__(self, urls: Iterable[str], settings: BatchSettings | None = None) -> None:
-        given = [checked_url("--url", url.rstrip("/").removesuffix("/v1")) for url in urls]
-        if not given:
-            raise ConfigInvalid("no URL: name at least one server")
+    def __init__(self, url: str, settings: BatchSettings | None = None) -> None:
+        self._url = checked_url("--url", url.rstrip("/").removesuffix("/v1"))
         self._settings = settings or BatchSettings()
-        self.servers = [Server(url, self._settings) for url in dict.fromkeys(given)]
-        self._was_reached = False
-        self._answered_at = 0.0
+        self.in_flight, self.limit, self.problem = 0, float(FIRST_LIMIT), ""
+        self._num_failures = 0
+        # Nothing is sent before `_retry_at`. `_answered_at` is None until the server was reached.
+        self._retry_at = self._failed_at = -math.inf
+        self._answered_at: float | None = None
 
     async def __aenter__(self) -> Self:
         key = self._settings.api_key
@@ -178,13 +163,8 @@ class BatchClient:
     ) -> None:
         await self._session.close()
 
-    @property
-    def in_flight(self) -> int:
-        """Requests at servers now."""
-        return sum(server.in_flight for server in self.servers)
-
     def stop(self) -> None:
-        """Start nothing more: `run` ends when the requests at servers have ended."""
+        """Start nothing more: `run` ends when the requests at the server have ended."""
         self._is_stopping.set()
         self._has_changed.set()
 
@@ -195,8 +175,8 @@ class BatchClient:
         last result, close the iterator (`contextlib.aclosing`), which cancels the requests.
 
         Raises:
-            ServersAway: No server answers, or none has for `patience_s`.
-            KeyRefused: A server requires another API key.
+            ServerAway: The server cannot be reached, or has answered nothing for `patience_s`.
+            KeyRefused: The server requires another API key.
         """
         results: asyncio.Queue[BatchResult | None] = asyncio.Queue()
         # Also bounds memory: requests that pause and results that nobody took yet count.
@@ -216,7 +196,8 @@ class BatchClient:
                         return
                     tasks.create_task(carry(request))
 
-        self._answered_at = time.monotonic()
+        if self._answered_at is not None:
+            self._answered_at = time.monotonic()
         sending = asyncio.create_task(send_all())
         sending.add_done_callback(lambda _: results.put_nowait(None))
         try:
@@ -235,83 +216,88 @@ class BatchClient:
 
         Raises:
             _Stopping: `stop` was called before.
+            BatchStopped: No request can have a result.
         """
         began_at, num_attempts, num_broken = time.monotonic(), 0, 0
         while True:
-            server, sent_at = await self._take(), time.monotonic()
+            await self._take_place()
+            sent_at = time.monotonic()
             try:
-                kind, result, retry_after = await self._send(server, request)
-                self._count(server, kind, result, sent_at, retry_after)
+                kind, result, retry_after = await self._send(request)
+                self._count(kind, result, sent_at, retry_after)
             finally:
-                server.in_flight -= 1
+                self.in_flight -= 1
                 self._has_changed.set()
             num_attempts += kind != "away"
             num_broken += kind == "broke"
             is_late = time.monotonic() - began_at > self._settings.patience_s
+            # If nothing was answered since, the server rejects all requests, not this one.
+            is_alone = is_late and (self._answered_at or 0.0) > began_at
             if (
                 kind == "answered"
                 or (kind == "broke" and num_broken >= self._settings.max_attempts)
-                # If nobody was answered since, the servers refuse all requests, not this one.
-                or (kind == "full" and is_late and self._answered_at > began_at)
+                or (kind == "full" and is_alone)
             ):
                 return replace(result, num_attempts=num_attempts)
             if kind == "broke":
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._is_stopping.wait(), pause_s(num_broken))
 
-    async def _take(self) -> Server:
-        """Wait for a place at a server, the least busy one first, and take it."""
+    async def _take_place(self) -> None:
+        """Wait until the server may get one more request."""
         async with self._line:
             while not self._is_stopping.is_set():
-                if open_ones := [server for server in self.servers if server.has_room]:
-                    server = min(open_ones, key=lambda each: each.in_flight / each.limit)
-                    server.in_flight += 1
-                    return server
+                wait_s = self._retry_at - time.monotonic()
+                if self.in_flight < int(self.limit) and wait_s <= 0:
+                    self.in_flight += 1
+                    return
                 self._has_changed.clear()
-                pauses = [server.retry_at - time.monotonic() for server in self.servers]
-                next_s = min((pause for pause in pauses if pause > 0), default=None)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._has_changed.wait(), next_s)
+                    await asyncio.wait_for(self._has_changed.wait(), wait_s if wait_s > 0 else None)
             raise _Stopping
 
-    def _count(
-        self, server: Server, kind: Kind, result: BatchResult, sent_at: float, retry_after: str
-    ) -> None:
-        """Let an attempt count for its server.
+    def _count(self, kind: Kind, result: BatchResult, sent_at: float, retry_after: str) -> None:
+        """Let an attempt change the pace.
 
         Raises:
             KeyRefused: The server requires another key.
-            ServersAway: No server has answered for too long.
+            ServerAway: It has not answered for too long.
         """
-        self._was_reached |= result.status_code > 0
+        now, was_reached = time.monotonic(), self._answered_at is not None
         if result.status_code == 401:
-            raise KeyRefused(f"{server.url} requires an API key, or another one: give --api-key")
-        match kind:
-            case "answered":
-                self._answered_at = time.monotonic()
-                return server.succeed()
-            case "broke":
-                return server.break_off(sent_at)
-            case "full":
-                server.fail("has no room", sent_at, retry_after_s(retry_after))
-            case "away":
-                assert result.error is not None
-                server.fail(f"does not answer ({result.error.message})", sent_at)
-        if all(each.problem for each in self.servers):
-            problems = "; ".join(f"{each.url} {each.problem}" for each in self.servers)
-            silent_s = time.monotonic() - self._answered_at
-            if not self._was_reached:
-                raise ServersAway(f"{problems}: start a server, or give another --url")
-            if silent_s > self._settings.patience_s:
-                raise ServersAway(f"no server has answered for {silent_s:.0f} s: {problems}")
-        return None
+            raise KeyRefused(f"{self._url} requires an API key, or another one: give --api-key")
+        if result.status_code and not was_reached:
+            self._answered_at = now
+        if kind == "answered":
+            self.problem, self._num_failures, self._answered_at = "", 0, now
+            self.limit += 1 if self._failed_at < 0 else 1 / self.limit
+            self.limit = min(self.limit, self._settings.max_concurrency)
+        elif kind in ("full", "away"):
+            why = f"does not answer ({result.error.message})" if result.error else "has no room"
+            self.problem = why
+            self._slow_down(sent_at, retry_after_s(retry_after))
+            if self._answered_at is None:
+                raise ServerAway(f"{self._url} {why}: start a server, or give another --url")
+            if now - self._answered_at > self._settings.patience_s:
+                silent = f"has answered nothing for {now - self._answered_at:.0f} s"
+                raise ServerAway(f"{self._url} {silent}: it {why}")
 
-    async def _send(self, server: Server, request: BatchRequest) -> tuple[Kind, BatchResult, str]:
+    def _slow_down(self, sent_at: float, after_s: float) -> None:
+        """Halve the limit and pause; requests sent before the last failure belong to that one."""
+        now = time.monotonic()
+        if sent_at >= self._failed_at:
+            self._failed_at = now
+            self._num_failures += 1
+            self.limit = max(min(self.limit, self.in_flight) / 2, 1.0)
+            self._retry_at = now + pause_s(self._num_failures)
+        self._retry_at = max(self._retry_at, now + min(after_s, MAX_RETRY_AFTER_S))
+
+    async def _send(self, request: BatchRequest) -> tuple[Kind, BatchResult, str]:
         """Send a request once; return the outcome and the server's Retry-After."""
         timeout = aiohttp.ClientTimeout(self._settings.timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
             async with self._session.post(
-                server.url + request.url,
+                self._url + request.url,
                 data=request.payload(self._settings.extra_body),
                 headers={"Content-Type": "application/json"},
                 timeout=timeout,
@@ -405,9 +391,7 @@ async def _each(requests: Requests) -> AsyncGenerator[BatchRequest, None]:
 
 
 def run_batch(
-    requests: Iterable[BatchRequest],
-    urls: Iterable[str],
-    settings: BatchSettings | None = None,
+    requests: Iterable[BatchRequest], url: str, settings: BatchSettings | None = None
 ) -> list[BatchResult]:
     """Send requests, wait for all of them, and return their results in the order of the requests.
 
@@ -418,7 +402,7 @@ def run_batch(
     places = {id(request): place for place, request in enumerate(given)}
 
     async def run() -> list[BatchResult]:
-        async with BatchClient(urls, settings) as client:
+        async with BatchClient(url, settings) as client:
             return [result async for result in client.run(given)]
 
     return sorted(asyncio.run(run()), key=lambda result: places[id(result.request)])

@@ -1,24 +1,102 @@
-"""From the command line of `tandem batch` to its exit status."""
+"""`tandem batch`: a file of requests in, a file of results out, and the same command resumes.
 
-import argparse
+A result is one line, appended with one write; a request whose `custom_id` has a line is not sent again.
+"""
+
 import asyncio
+import contextlib
+import fcntl
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
-from tandem.batch.client import BatchSettings, BatchStopped
-from tandem.batch.flags import build_parser
-from tandem.batch.job import BatchConfig, Interrupted, run_job
+from tandem.batch.client import BatchClient, BatchSettings, BatchStopped
+from tandem.batch.lines import BatchError, BatchRequest, LineInvalid, failure_of, read_request
+from tandem.long_work import counted
+from tandem.wire.channel import allow_descriptors
+from tandem.wire.command_line import HelpFormatter, Parser
 from tandem.wire.errors import ConfigInvalid
+from tandem.wire.options import Flag, add_flags, read_flags
 
+EXAMPLES = """\
+examples:
+  tandem batch requests.jsonl -o answers.jsonl               through the router of this machine, at port 8000
+  tandem batch requests.jsonl -o answers.jsonl --url http://10.0.0.2:8000 --extra-request-body '{"priority": -1}'
+                                                             behind requests of a higher priority
+  tandem batch requests.jsonl -o answers.jsonl               again, after a crash or Ctrl-C: resumes
+
+A line of IN.jsonl, in OpenAI's batch format:
+  {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "M", "messages": [...]}}
+and a line of OUT.jsonl, in the order in which answers come:
+  {"id": "...", "custom_id": "1", "response": {"status_code": 200, "request_id": "...", "body": {...}}, "error": null}
+
+Ctrl-C sends nothing new and waits for answers under way; a second one ends at once. A request that has a line
+in the output is not sent again.
+exit status: 0 all succeeded; 1 some failed; 2 the job could not run, or not to its end; 130 stopped by Ctrl-C.
+
+More: tandem docs batch
+"""
 SOME_FAILED, COULD_NOT_RUN = 1, 2
-STOPPED = 130  # what shells say of a command that Ctrl-C ended
-DEFAULT_URL = "http://127.0.0.1:8000"
-# The first that is set; the second is what OpenAI's own programs read.
-KEY_VARIABLES = ("TANDEM_API_KEY", "OPENAI_API_KEY")
+STOPPED = 130  # what shells report of a command that Ctrl-C ended
 RESUME = "give the same command again to go on"
+NUM_SHOWN = 20
+# Every line of an output begins so: a torn line that does not is somebody else's.
+PREFIX = b'{"id":"batch_req_'
+
+
+class BatchConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What `tandem batch` is given."""
+
+    input: Path
+    output: Annotated[
+        Path | None,
+        Flag(
+            *("--output", "-o", "--output-file"),
+            group="output and server",
+            metavar="OUT.jsonl",
+            help="answers, each appended as it comes (required)",
+            parse=Path,
+        ),
+    ] = None
+    url: Annotated[
+        str, Flag(*("--url", "--base-url"), help="a router, or any server with OpenAI's API")
+    ] = "http://127.0.0.1:8000"
+    settings: BatchSettings = BatchSettings()
+
+
+class Interrupted(Exception):
+    """The operator stopped the command before its end."""
+
+
+class _Status(msgspec.Struct):
+    status_code: int
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    response: _Status | None
+    error: BatchError | None
+
+
+def build_parser() -> Parser:
+    """Return the parser."""
+    parser = Parser(
+        "tandem batch",
+        description="Send a file of requests to a cluster, or to any OpenAI server, and write the answers to a "
+        "file. After a crash the same command resumes.",
+        epilog=EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("input", type=Path, metavar="IN.jsonl", help="requests, one a line")
+    add_flags(parser, BatchConfig)
+    return parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,6 +108,25 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("tandem batch: stopped\n")
         return STOPPED
+
+
+def parse(argv: Sequence[str], environment: Mapping[str, str]) -> BatchConfig:
+    """Read the command line.
+
+    Raises:
+        ConfigInvalid: A value cannot work; the sentence says what to give.
+        SystemExit: argparse's own answer to a wrong flag (2) and to --help (0).
+    """
+    args = build_parser().parse_args(argv)
+    config = read_flags(BatchConfig, args, input=args.input)
+    if config.output is None:
+        raise ConfigInvalid("--output is missing: give -o OUT.jsonl")
+    if config.output.resolve() == config.input.resolve():
+        raise ConfigInvalid(f"{config.output} is the input: give another file for the output")
+    if config.settings.api_key or not (key := environment.get("OPENAI_API_KEY")):
+        return config
+    settings = msgspec.structs.replace(config.settings, api_key=key)
+    return msgspec.structs.replace(config, settings=settings)
 
 
 async def carry_out(config: BatchConfig) -> int:
@@ -54,59 +151,183 @@ def _fail(sentence: str) -> int:
     return COULD_NOT_RUN
 
 
-def parse(argv: Sequence[str], environment: Mapping[str, str]) -> BatchConfig:
-    """Read the command line.
+async def run_job(config: BatchConfig) -> int:
+    """Send the requests that have no result yet; return how many results of the output are failures.
 
     Raises:
-        ConfigInvalid: A value cannot work; the sentence says what to give.
-        SystemExit: argparse's own answer to a wrong flag (2) and to --help (0).
+        ConfigInvalid: The input or the output is unfit.
+        BatchStopped: The server is away or requires another key.
+        OSError: A file could not be read or written.
+        Interrupted: The operator stopped it; every answer that came is in the output.
     """
-    args = build_parser().parse_args(argv)
-    for name in ("max_line_bytes", "grace_s"):
-        if not getattr(args, name) >= 0:
-            raise ConfigInvalid(
-                f"--{name.replace('_', '-')} is {getattr(args, name)}: give 0 or more"
-            )
-    keys = [args.api_key, *(environment.get(name, "") for name in KEY_VARIABLES)]
-    config = BatchConfig(
-        input=args.input,
-        output=args.output,
-        error_file=args.error_file,
-        urls=tuple(args.urls or [DEFAULT_URL]),
-        settings=_settings(args, next(filter(None, keys), "")),
-        is_restarted=args.is_restarted,
-        skips_invalid=args.skips_invalid,
-        max_line_bytes=args.max_line_bytes,
-        grace_s=args.grace_s,
+    assert config.output is not None
+    began_s, names = time.monotonic(), check_input(config.input)
+    with contextlib.closing(Output(config.output)) as output:
+        outcomes = dict(output.outcomes())
+        num_requests, num_before = len(names | outcomes.keys()), len(outcomes)
+        if outcomes:
+            sys.stderr.write(f"resuming: {num_before} of {num_requests} are done\n")
+        if num_requests > num_before:
+            requests = (each for _, each in _lines(config.input) if isinstance(each, BatchRequest))
+            pending = (each for each in requests if each.custom_id not in outcomes)
+            await _send(config, pending, output, outcomes, num_requests)
+    if len(outcomes) < num_requests:
+        raise Interrupted(f"{len(outcomes)} of {num_requests} are done")
+    failures = Counter(filter(None, outcomes.values()))
+    kinds = ", ".join(f"{num} x {kind}" for kind, num in failures.most_common(5))
+    sys.stdout.write(
+        f"{num_requests} requests: {num_requests - failures.total()} succeeded, {failures.total()} failed"
+        + (f" ({kinds})" if kinds else "")
+        + f"; {num_requests - num_before} of them now, in {time.monotonic() - began_s:.1f} s\n"
     )
-    _check_paths(config)
-    return config
+    return failures.total()
 
 
-def _settings(args: argparse.Namespace, api_key: str) -> BatchSettings:
-    try:
-        extra = msgspec.json.decode(args.extra_body, type=dict[str, object])
-    except msgspec.MsgspecError as error:
-        raise ConfigInvalid(f"--extra-request-body: {error}; give a JSON object") from error
-    names = ("max_concurrency", "min_concurrency", "max_attempts", "timeout_s", "patience_s")
-    given = {name: getattr(args, name) for name in names}
-    try:
-        return BatchSettings(api_key=api_key, extra_body=extra, **given)
-    except ConfigInvalid as error:
-        name, _, rest = error.message.partition(" ")
-        raise ConfigInvalid(f"--{name.replace('_', '-')} {rest}") from error
-
-
-def _check_paths(config: BatchConfig) -> None:
-    """Reject files that would overwrite each other.
+class Output:
+    """The output file, which no other process writes.
 
     Raises:
-        ConfigInvalid: Two are the same.
+        ConfigInvalid: Another command writes it.
+        OSError: It cannot be opened.
     """
-    seen = {config.input.resolve(): "the input"}
-    for name, path in (("-o", config.output), ("--error-file", config.error_file)):
-        if path is None:
-            continue
-        if other := seen.get(path.resolve()):
-            raise ConfigInvalid(f"{path} is {other} and {name}: give another file")
-        seen[path.resolve()] = name
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._fd)
+            raise ConfigInvalid(f"{path} is in use: another tandem batch writes it") from error
+
+    def outcomes(self) -> Iterator[tuple[str, str]]:
+        """Yield name and failure of each result in the file, and cut off a torn last line.
+
+        Raises:
+            ConfigInvalid: It is no output of `tandem batch`.
+        """
+        end, decoder = 0, msgspec.json.Decoder(_Line)
+        with self._path.open("rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n") and line[: len(PREFIX)] == PREFIX[: len(line)]:
+                    os.ftruncate(self._fd, end)
+                    return
+                try:
+                    found = decoder.decode(line)
+                except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                    raise ConfigInvalid(
+                        f"{self._path} is no output of tandem batch ({error}): give another file"
+                    ) from error
+                end += len(line)
+                status = found.response.status_code if found.response else 0
+                yield found.custom_id, failure_of(status, found.error)
+
+    def append(self, line: bytes) -> None:
+        """Write a line; it outlives this process at once.
+
+        Raises:
+            OSError: The disk is full; the next run cuts off the part that was written.
+        """
+        while line:
+            line = line[os.write(self._fd, line) :]
+
+    def close(self) -> None:
+        """Have the disk hold all of it, and let others write."""
+        os.fsync(self._fd)
+        os.close(self._fd)
+
+
+def check_input(path: Path) -> set[str]:
+    """Read the whole input; return the `custom_id` of every request.
+
+    Raises:
+        ConfigInvalid: It cannot be read, two requests have the same name, or a line is no request.
+    """
+    lines_of: dict[str, int] = {}
+    invalid: list[str] = []
+    for number, request in _lines(path):
+        if isinstance(request, LineInvalid):
+            invalid.append(f"line {number}: {request}")
+        elif first := lines_of.get(request.custom_id):
+            raise ConfigInvalid(
+                f"{path}: lines {first} and {number} have the same custom_id {request.custom_id!r}: give each "
+                "request a name of its own"
+            )
+        else:
+            lines_of[request.custom_id] = number
+    if invalid:
+        shown = [*invalid[:NUM_SHOWN], *(["..."] if len(invalid) > NUM_SHOWN else [])]
+        raise ConfigInvalid(
+            "\n".join([f"{path}: {len(invalid)} lines are no requests: mend them", *shown])
+        )
+    return set(lines_of)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, BatchRequest | LineInvalid]]:
+    """Yield the number and content of every line that is not blank."""
+    if path.exists() and not path.is_file():
+        raise ConfigInvalid(f"{path} can be read only once: save it as a file first")
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise ConfigInvalid(f"{path}: {error.strerror}") from error
+    with file:
+        for number, line in enumerate(file, 1):
+            if not (content := line.strip()):
+                continue
+            try:
+                yield number, read_request(content)
+            except LineInvalid as error:
+                yield number, error
+
+
+async def _send(
+    config: BatchConfig,
+    requests: Iterator[BatchRequest],
+    output: Output,
+    outcomes: dict[str, str],
+    num_requests: int,
+) -> None:
+    """Send requests, append their results to the output, and note their outcomes.
+
+    Raises:
+        Interrupted: A second signal.
+    """
+    allow_descriptors(config.settings.max_concurrency, "requests at once")
+    async with BatchClient(config.url, config.settings) as client:
+        with _stopping_on_signals(client), counted("tandem batch", num_requests) as advance:
+            try:
+                async with contextlib.aclosing(client.run(requests)) as results:
+                    async for result in results:
+                        output.append(result.line())
+                        outcomes[result.custom_id] = result.failure
+                        advance(len(outcomes), f"{client.in_flight} in flight {client.problem}")
+            except asyncio.CancelledError:
+                raise Interrupted(f"{len(outcomes)} of {num_requests} are done") from None
+
+
+@contextlib.contextmanager
+def _stopping_on_signals(client: BatchClient) -> Iterator[None]:
+    """On the first Ctrl-C or SIGTERM wait for answers under way; on a second, end at once."""
+    loop, task, is_second = asyncio.get_running_loop(), asyncio.current_task(), False
+    assert task is not None
+
+    def stop() -> None:
+        nonlocal is_second
+        if is_second:
+            task.cancel()
+            return
+        is_second = True
+        sys.stderr.write(
+            f"tandem batch: waiting for {client.in_flight} answers under way; Ctrl-C again ends at once\n"
+        )
+        client.stop()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

@@ -15,55 +15,36 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from tandem.bench.arguments import Api
-from tandem.bench.workload import Job, PromptRules
+from tandem.bench.config import BenchConfig
+from tandem.bench.workload import Job, prompt_ids, prompt_text
 
 PATHS = {"native": "/generate", "completions": "/v1/completions", "chat": "/v1/chat/completions"}
 UNFINISHED = "unfinished"
 MAX_SHOWN = 300
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
-    """The server under load, and how to ask it.
-
-    Attributes:
-        model: Asked for over OpenAI's APIs.
-        is_eos_ignored: Every answer is as long as asked; a shorter one has failed.
-        extra_body: More fields of every request.
-        timeout_s: A request that receives nothing for this long has failed.
-    """
-
-    url: str
-    api: Api
-    model: str = ""
-    api_key: str = ""
-    is_eos_ignored: bool = True
-    extra_body: dict[str, object] = field(default_factory=dict)
-    timeout_s: float = 300.0
-
-    def body(self, job: Job, rules: PromptRules) -> bytes:
-        """Return the body of a request."""
-        length: dict[str, object]
-        prompt: dict[str, object]
-        if self.api == "native":
-            prompt = {"input_ids": rules.ids(job)}
-            sampling = {"max_new_tokens": job.output_tokens, "temperature": 0}
-            length = {"sampling_params": sampling | {"ignore_eos": self.is_eos_ignored}}
+def body_of(config: BenchConfig, job: Job) -> bytes:
+    """Return the body of a request."""
+    if config.api == "native":
+        sampling = {"max_new_tokens": job.output_tokens, "temperature": 0}
+        body: dict[str, object] = {
+            "input_ids": prompt_ids(config, job),
+            "sampling_params": sampling | {"ignore_eos": config.is_eos_ignored},
+        }
+    else:
+        body = {
+            "model": config.model,
+            "max_tokens": job.output_tokens,
+            "temperature": 0,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        if config.is_eos_ignored:  # servers that do not know the field reject it
+            body["ignore_eos"] = True
+        if config.api == "chat":
+            body["messages"] = [{"role": "user", "content": prompt_text(config, job)}]
         else:
-            length = {
-                "model": self.model,
-                "max_tokens": job.output_tokens,
-                "temperature": 0,
-                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-            }
-            # Servers that do not know the field reject it.
-            length |= {"ignore_eos": True} if self.is_eos_ignored else {}
-            if self.api == "chat":
-                prompt = {"messages": [{"role": "user", "content": rules.text(job)}]}
-            else:
-                prompt = {"prompt": rules.ids(job)}
-        return msgspec.json.encode({**prompt, **length, "stream": True, **self.extra_body})
+            body["prompt"] = prompt_ids(config, job)
+    return msgspec.json.encode({**body, "stream": True, **config.extra_body})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -209,8 +190,7 @@ class Answer:
 
 
 async def drive(
-    server: Server,
-    rules: PromptRules,
+    config: BenchConfig,
     jobs: Sequence[Job],
     concurrency: int = 0,
     *,
@@ -224,11 +204,10 @@ async def drive(
         ended: Called with each sample.
         stop: Once it is set, the requests under way are cancelled, and count as unfinished.
     """
-    load = _Load(server, rules, concurrency or max(len(jobs), 1), ended)
+    load = _Load(config, concurrency or max(len(jobs), 1), ended)
+    timeout = aiohttp.ClientTimeout(sock_read=config.timeout_s, sock_connect=config.timeout_s)
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
-        headers=_headers(server),
-        timeout=aiohttp.ClientTimeout(sock_read=server.timeout_s, sock_connect=server.timeout_s),
+        connector=aiohttp.TCPConnector(limit=0), headers=headers_of(config), timeout=timeout
     ) as session:
         running = asyncio.create_task(load.run(session, jobs))
         stopping = asyncio.create_task((stop or asyncio.Event()).wait())
@@ -242,18 +221,17 @@ async def drive(
     return load.samples
 
 
-def _headers(server: Server) -> dict[str, str]:
-    key = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
+def headers_of(config: BenchConfig) -> dict[str, str]:
+    """Return the headers of every request."""
+    key = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
     return {"Content-Type": "application/json", **key}
 
 
 class _Load:
     """A load under way."""
 
-    def __init__(
-        self, server: Server, rules: PromptRules, bound: int, ended: Callable[[Sample], None]
-    ) -> None:
-        self._server, self._rules, self._ended = server, rules, ended
+    def __init__(self, config: BenchConfig, bound: int, ended: Callable[[Sample], None]) -> None:
+        self._config, self._ended = config, ended
         self._places, self._freed_s = asyncio.Semaphore(bound), 0.0
         self.samples: list[Sample] = []
 
@@ -262,7 +240,7 @@ class _Load:
         async with asyncio.TaskGroup() as tasks:
             for job in jobs:
                 # Made before it is due: making it takes longer than sending it.
-                body, due_s = self._server.body(job, self._rules), start_s + job.due_s
+                body, due_s = body_of(self._config, job), start_s + job.due_s
                 await asyncio.sleep(max(due_s - time.monotonic(), 0))
                 has_waited = self._places.locked()
                 await self._places.acquire()
@@ -276,8 +254,7 @@ class _Load:
         sample = Sample(due_s=due_s, sent_s=time.monotonic(), prompt_tokens=job.input_tokens)
         try:
             await self._exchange(session, body, sample)
-            if self._server.is_eos_ignored and sample.output_tokens < job.output_tokens:
-                raise _short(sample.output_tokens, job.output_tokens)
+            self._check_length(sample, job)
         except Broken as broken:
             sample.failure, sample.error = broken.kind, str(broken)
         except asyncio.CancelledError:
@@ -289,13 +266,21 @@ class _Load:
             self.samples.append(sample)
             self._ended(sample)
 
+    def _check_length(self, sample: Sample, job: Job) -> None:
+        if self._config.is_eos_ignored and sample.output_tokens < job.output_tokens:
+            raise Broken(
+                "short",
+                f"ended after {sample.output_tokens} of {job.output_tokens} tokens: give --disable-ignore-eos if "
+                "answers may end early, or a smaller --output-len if the context is too short",
+            )
+
     async def _exchange(self, session: aiohttp.ClientSession, body: bytes, sample: Sample) -> None:
         """Send a request and read its answer.
 
         Raises:
             Broken: There is no whole answer.
         """
-        answer, url = Answer(sample), self._server.url + PATHS[self._server.api]
+        answer, url = Answer(sample), self._config.url + PATHS[self._config.api]
         try:
             async with session.post(url, data=body) as response:
                 if response.status != 200:
@@ -303,20 +288,12 @@ class _Load:
                 async for data in response.content.iter_any():
                     answer.feed(data, time.monotonic())
         except TimeoutError as error:
-            raise Broken("timeout", f"nothing came for {self._server.timeout_s:g} s") from error
+            raise Broken("timeout", f"nothing came for {self._config.timeout_s:g} s") from error
         except aiohttp.ClientConnectorError as error:
             raise Broken("no connection", str(error)) from error
         except aiohttp.ClientError as error:
             raise Broken("disconnected", str(error) or "the connection broke") from error
         answer.finish()
-
-
-def _short(got: int, asked: int) -> Broken:
-    return Broken(
-        "short",
-        f"ended after {got} of {asked} tokens: give --disable-ignore-eos if answers may end early, or a "
-        "smaller --output-len if the context is too short",
-    )
 
 
 def _sentence(body: bytes) -> str:

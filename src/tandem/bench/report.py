@@ -3,6 +3,7 @@
 Scripts may rely on its shape: a new field has a default, none is renamed or reused. Times are in milliseconds.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
@@ -13,8 +14,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tandem.bench.arguments import Load
 from tandem.bench.client import UNFINISHED, Sample
+from tandem.bench.config import Load
 
 SCHEMA = "tandem.bench/2"
 # A busier client sees tokens late: it measures itself.
@@ -205,11 +206,9 @@ def _times(parts: Sequence[Sequence[float] | Array]) -> Times:
 
 def _failures(failed: Sequence[Sample]) -> list[Failure]:
     """Return them by kind, the most frequent first."""
-    kinds: dict[str, list[Sample]] = {}
-    for sample in failed:
-        kinds.setdefault(sample.failure, []).append(sample)
-    found = [Failure(kind, len(those), those[0].error) for kind, those in kinds.items()]
-    return sorted(found, key=lambda failure: -failure.count)
+    examples = {sample.failure: sample.error for sample in reversed(failed)}
+    kinds = Counter(sample.failure for sample in failed).most_common()
+    return [Failure(kind, count, examples[kind]) for kind, count in kinds]
 
 
 def _goodput(
@@ -236,11 +235,6 @@ def _over(value: float, divisor: float) -> float:
     return value / divisor if divisor else 0.0
 
 
-def times_of(load: LoadReport) -> dict[str, Times]:
-    """Return the kinds of time by name."""
-    return {"TTFT": load.ttft_ms, "ITL": load.itl_ms, "TPOT": load.tpot_ms, "E2E": load.e2e_ms}
-
-
 def render(report: Report, console: Console) -> None:
     """Print a table of all loads, then what else to know of each."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -249,10 +243,11 @@ def render(report: Report, console: Console) -> None:
     for title in ("mean", "p50", "p90", "p99"):
         table.add_column(title, justify="right", no_wrap=True)
     for load in report.loads:
-        for name, times in times_of(load).items():
+        for name in ("ttft", "itl", "tpot", "e2e"):
+            times: Times = getattr(load, f"{name}_ms")
             cells = [f"{v:,.1f}" for v in (times.mean, times.p50, times.p90, times.p99)]
             shown = cells if times.count else ["-"] * 4
-            table.add_row(load.name if name == "TTFT" else "", f"{name}, ms", *shown)
+            table.add_row(load.name if name == "ttft" else "", f"{name.upper()}, ms", *shown)
         table.add_section()
     console.print(table)
     for load in report.loads:

@@ -5,14 +5,12 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import msgspec
-from rich.console import Console
 
 from tandem.doctor import link, machine
-from tandem.doctor.arguments import DoctorConfig, parse
+from tandem.doctor.config import DoctorConfig, parse
 from tandem.doctor.nodes import ask, check_nodes
 from tandem.doctor.report import Finding, Report, TransportRow, render
 from tandem.kvtransfer.transports.base import TransportConfig
@@ -24,8 +22,6 @@ from tandem.wire.keys import cluster_key, is_loopback
 
 STOPPED = 130  # what shells report of a command that Ctrl-C ended
 
-Progress = Callable[[str], None]
-
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit status."""
@@ -34,8 +30,7 @@ def main(argv: Sequence[str]) -> int:
     configure("error")
     try:
         config = parse(argv)
-        with _progress() as progress:
-            report = examine(config, progress)
+        report = examine(config)
         if config.is_json:
             sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
         else:
@@ -52,27 +47,22 @@ def main(argv: Sequence[str]) -> int:
     return 0 if report.is_well else 1
 
 
-def examine(config: DoctorConfig, progress: Progress) -> Report:
+def examine(config: DoctorConfig) -> Report:
     """Check what the command line asks for.
-
-    Args:
-        progress: Called with the step under way.
 
     Raises:
         ConfigInvalid: It cannot be done this way; the sentence says what to give.
     """
     rows: list[TransportRow] = []
     if config.mode == "nodes":
-        progress("asking the nodes")
         findings = check_nodes(asyncio.run(ask(config.nodes)))
     else:
-        progress("looking at this machine")
-        if config.mode != "local":  # rejected now, not after a minute
-            flag, host = f"--{config.mode}", config.address.host
-            cluster_key(host, is_insecure=config.is_insecure, flag=flag)
+        if (address := config.listen or config.connect) is not None:
+            # Rejected now, not after a minute.
+            cluster_key(address.host, is_insecure=config.is_insecure, flag=f"--{config.mode}")
         findings = check_machine(config)
         if config.is_measuring and config.mode != "listen":
-            rows = _measure(config, findings, progress)
+            rows = _measure(config, findings)
     statuses = [each.status for each in findings] + [row.status for row in rows]
     return Report(
         version=package_version(),
@@ -99,35 +89,29 @@ def check_machine(config: DoctorConfig) -> list[Finding]:
     is_cpu, backends = config.engine.device == "cpu", config.backends
     rdma = list(machine.check_rdma())
     return [
-        *machine.check_packages(),
         *machine.check_cpu(),
         *machine.check_memory(pool_bytes, needs_shm=is_cpu and (not backends or "shm" in backends)),
         *machine.check_limits(pool_bytes, has_rdma=rdma[0].status != "missing"),
         *rdma,
         *machine.check_gpus(),
-        *machine.check_ports(config.host, config.ports),
         *(machine.check_model(model, machine.usable_memory()) if model else ()),
     ]
 
 
-def _measure(
-    config: DoctorConfig, findings: list[Finding], progress: Progress
-) -> list[TransportRow]:
-    host, peer = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host, None
-    if config.mode == "connect":
-        address = config.address
-        peer = link.Peer(address.host, address.port, config.is_insecure)
+def _measure(config: DoctorConfig, findings: list[Finding]) -> list[TransportRow]:
+    host, peer = "127.0.0.1", config.connect
+    if peer is not None:
         findings.append(link.reach(peer))
         if findings[-1].status == "failed":
             return []
-        host = _own_host(address.host)
+        host = _own_host(peer.host)
     rows = []
     with tempfile.TemporaryDirectory(prefix="tandem-doctor-") as scratch:
         directory = config.directory or (scratch if peer is None else "")
         where = TransportConfig(host=host, interface=config.interface, directory=directory)
         for name in config.backends or known():
-            progress(f"measuring {name}")
-            rows.append(link.measure(name, where, peer, is_quick=config.is_quick))
+            _progress(f"measuring {name}")
+            rows.append(link.measure(name, where, config))
     return link.judge(rows, config.backends, AUTO)
 
 
@@ -144,7 +128,8 @@ def listen(config: DoctorConfig) -> None:
     Raises:
         ConfigInvalid: The address cannot be listened on, or needs a secret.
     """
-    host, port = config.address.host, config.address.port
+    assert config.listen is not None
+    host, port = config.listen.host, config.listen.port
     where = TransportConfig(host=host, interface=config.interface, directory=config.directory)
     allowed = link.usable(config.backends or known(), where)
     source = link.Source(host, port, allowed, is_insecure=config.is_insecure)
@@ -156,12 +141,7 @@ def listen(config: DoctorConfig) -> None:
         source.close()
 
 
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """Show the step under way: on a terminal only, and never on standard output."""
-    console = Console(stderr=True, markup=False)
-    if not console.is_terminal:
-        yield lambda _step: None
-        return
-    with console.status("") as status:
-        yield lambda step: status.update(f"{step} …")
+def _progress(step: str) -> None:
+    """Tell a person who waits which step is under way."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"{step} …\n")

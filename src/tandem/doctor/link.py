@@ -22,13 +22,15 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.doctor.config import Address, DoctorConfig
 from tandem.doctor.report import Finding, HandOff, TransportRow
 from tandem.kvtransfer.bootstrap import SenderEnd
 from tandem.kvtransfer.events import Failed, Landed, Lost, PushDone, Released
@@ -77,15 +79,6 @@ CONNECT_TIMEOUT_S = 5.0
 FOREVER_S = 1e9
 
 _processes = multiprocessing.get_context("spawn")
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """The listening end, as the connecting one reaches it."""
-
-    host: str
-    port: int
-    is_insecure: bool = False
 
 
 class Source:
@@ -142,8 +135,11 @@ class Sink:
         ConfigInvalid: The transport cannot be used here, or the peer needs a secret.
     """
 
-    def __init__(self, name: str, config: TransportConfig, peer: Peer) -> None:
+    def __init__(
+        self, name: str, config: TransportConfig, peer: Address, *, is_insecure: bool = False
+    ) -> None:
         self._peer, self._waker, self._num_done = peer, Waker(), 0
+        self._key = cluster_key(peer.host, is_insecure=is_insecure, flag="--connect")
         self._rng, self._page_ids = np.random.default_rng(0), list[int]()
         try:
             self._open(name, config, MemoryRegion.private(LAYOUT.pool_bytes))
@@ -151,7 +147,7 @@ class Sink:
             self._open(name, config, MemoryRegion.shared(LAYOUT.pool_bytes, "doctor"))
 
     def _open(self, name: str, config: TransportConfig, region: MemoryRegion) -> None:
-        peer, self._region = self._peer, region
+        self._region = region
         self._agent = DecodeAgent(
             epoch=new_epoch(),
             fingerprint=FINGERPRINT,
@@ -159,7 +155,7 @@ class Sink:
             region=region,
             transports=transports(name, config),
             waker=self._waker,
-            key=cluster_key(peer.host, is_insecure=peer.is_insecure, flag="--connect"),
+            key=self._key,
             verify="off",
         )
 
@@ -217,7 +213,7 @@ def usable(names: Sequence[str], config: TransportConfig) -> list[Transport]:
     return found
 
 
-def reach(peer: Peer) -> Finding:
+def reach(peer: Address) -> Finding:
     """Try to connect to the listening end."""
     name = tcp_address(peer.host, peer.port).removeprefix("tcp://")
     try:
@@ -233,11 +229,9 @@ def reach(peer: Peer) -> Finding:
     return Finding(area="link", name=name, found="can be reached")
 
 
-def measure(
-    name: str, config: TransportConfig, peer: Peer | None, *, is_quick: bool
-) -> TransportRow:
-    """Measure one transport from `peer`, or from a process of this host."""
-    far = None
+def measure(name: str, config: TransportConfig, asked: DoctorConfig) -> TransportRow:
+    """Measure one transport from the end to connect to, or from a process of this host."""
+    far, peer = None, asked.connect
     with contextlib.ExitStack() as stack:
         try:
             if peer is None:
@@ -246,8 +240,9 @@ def measure(
                 if isinstance(port, TransportRow):
                     return port
                 assert isinstance(port, int)
-                peer = Peer(config.host, port)
-            near = stack.enter_context(_child(_measure, name, config, peer, is_quick))
+                peer = Address(config.host, port)
+            how = (asked.is_quick, asked.is_insecure)
+            near = stack.enter_context(_child(_measure, name, config, peer, *how))
             row = near(PROCESS_TIMEOUT_S)
             assert isinstance(row, TransportRow)
             if far is not None and row.status == "warning":
@@ -294,6 +289,10 @@ def _child(work: Callable[..., None], *args: object) -> Iterator[Callable[[float
     """
     pipe, theirs = _processes.Pipe()
     process = _processes.Process(target=_run, args=(work, theirs, *args), daemon=True)
+    # Ctrl-C in the middle of a start would leave a process that was not told its work. It inherits the
+    # mask: the parent ends it.
+    resource_tracker.ensure_running()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     process.start()
     theirs.close()
 
@@ -307,6 +306,7 @@ def _child(work: Callable[..., None], *args: object) -> Iterator[Callable[[float
             raise PeerLost(f"its process ended with status {process.exitcode}") from None
 
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         yield answer
     finally:
         pipe.close()
@@ -315,7 +315,6 @@ def _child(work: Callable[..., None], *args: object) -> Iterator[Callable[[float
 
 
 def _run(work: Callable[..., None], pipe: Connection, *args: object) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     logs.configure("error", "json")
     with open(os.devnull, "wb") as nothing:
         for number in (1, 2):  # libraries print, and a crash would in the middle of the table
@@ -334,16 +333,16 @@ def _source(pipe: Connection, name: str, config: TransportConfig) -> None:
     source.close()
 
 
-def _measure(
-    pipe: Connection, name: str, config: TransportConfig, peer: Peer, is_quick: bool
-) -> None:
-    pipe.send_bytes(msgspec.json.encode(_measured(name, config, peer, is_quick=is_quick)))
+def _measure(pipe: Connection, name: str, config: TransportConfig, *asked: Any) -> None:
+    pipe.send_bytes(msgspec.json.encode(_measured(name, config, *asked)))
 
 
-def _measured(name: str, config: TransportConfig, peer: Peer, *, is_quick: bool) -> TransportRow:
+def _measured(
+    name: str, config: TransportConfig, peer: Address, is_quick: bool, is_insecure: bool
+) -> TransportRow:
     found: list[HandOff] = []
     try:
-        with contextlib.closing(Sink(name, config, peer)) as sink:
+        with contextlib.closing(Sink(name, config, peer, is_insecure=is_insecure)) as sink:
             for num_pages in QUICK_SIZES if is_quick else SIZES:
                 sink.take(num_pages)  # the first costs what no later one does
                 end_s, times = time.monotonic() + (0.05 if is_quick else 0.5), list[float]()

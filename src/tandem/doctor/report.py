@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 Status = Literal["ok", "warning", "missing", "failed"]
@@ -104,19 +102,14 @@ def _transport(row: TransportRow, num_sizes: int) -> list[str]:
 
 
 def _print(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Draw a table on a terminal; elsewhere write one aligned line for each row, whatever its length."""
+    """Write one aligned line for each row, whatever its length."""
     lines = [list(heads), *(list(map(_printable, row)) for row in rows)]
-    if not console.is_terminal:
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        for line in lines:
-            padded = (text.ljust(width) for text, width in zip(line, widths, strict=True))
-            console.print("  ".join(padded).rstrip(), soft_wrap=True)
-        console.print()
-        return
-    table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for status, *cells in lines[1:]:
-        table.add_row(Text(status, style=COLOURS[status]), *cells)
-    console.print(table)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        padded = (text.ljust(width) for text, width in zip(line, widths, strict=True))
+        text = Text("  ".join(padded).rstrip(), style=COLOURS.get(line[0], ""))
+        console.print(text, soft_wrap=True)
+    console.print()
 
 
 def _printable(text: str) -> str:

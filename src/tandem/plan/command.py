@@ -1,21 +1,23 @@
 """`tandem plan`: from the command line to the files and tables of a plan."""
 
-import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 from rich.console import Console
 
-from tandem.bench.trace import TraceRow, read_trace
+from tandem.bench.workload import TraceRow, read_trace
 from tandem.plan.load import LENGTH_EXAMPLES, Load, draw, replay
 from tandem.plan.models import KNOWN
 from tandem.plan.nodes import CARDS, SIZES, NodeKind, node_kind
 from tandem.plan.report import Plan, as_json, render, write_check
 from tandem.plan.sizing import Goals, size_decode, size_prefill
 from tandem.telemetry import log as logs
-from tandem.wire.command_line import Parser
+from tandem.wire.command_line import HelpFormatter, Parser
 from tandem.wire.errors import ConfigInvalid
+from tandem.wire.options import Flag, add_flags, read_flags
 
 EXAMPLES = f"""\
 examples:
@@ -35,23 +37,112 @@ More: tandem docs plan; tandem docs tuning
 """
 
 
-def _up_to(most: float) -> Callable[[str], float]:
-    """Return a reader of numbers above 0."""
-
-    def number(text: str) -> float:
-        if not 0 < (value := float(text)) <= most:
-            raise argparse.ArgumentTypeError(f"{text}: give more than 0, up to {most:g}")
-        return value
-
-    return number
-
-
-_number = _up_to(1e6)
+def _costs(words: Sequence[str]) -> list[tuple[str, float]]:
+    costs = []
+    for word in words:
+        name, _, number = word.rpartition("=")
+        try:
+            costs.append((name, float(number)))
+        except ValueError:
+            raise ConfigInvalid(f"--cost {word}: give NODE=X") from None
+    return costs
 
 
-def _cost(text: str) -> tuple[str, float]:
-    name, _, number = text.rpartition("=")
-    return name, _number(number)
+class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What `tandem plan` is given."""
+
+    nodes: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--node",
+            group="nodes",
+            metavar="NODE",
+            help="kind of node for either role: a file of `tandem profile`, or CARD-tpN; may be repeated",
+        ),
+    ] = ()
+    prefill_nodes: Annotated[
+        tuple[str, ...], Flag("--prefill-node", metavar="NODE", help="for prefill alone")
+    ] = ()
+    decode_nodes: Annotated[
+        tuple[str, ...], Flag("--decode-node", metavar="NODE", help="for decode alone")
+    ] = ()
+    model: Annotated[
+        str,
+        Flag(
+            "--model",
+            metavar="PATH|NAME",
+            help="model of cards: a directory with config.json, or a known name",
+        ),
+    ] = ""
+    costs: Annotated[
+        tuple[tuple[str, float], ...],
+        Flag(
+            "--cost",
+            metavar="NODE=X",
+            help="cost of one such node, in any unit (default: its number of devices); may be repeated",
+            parse=_costs,
+        ),
+    ] = ()
+    link_gbit: Annotated[
+        float,
+        Flag(
+            "--link-gbit",
+            ge=0,
+            le=1e6,
+            help="rate of every node's link for KV, in Gbit/s (default: from its profile)",
+        ),
+    ] = 0.0
+    trace: Annotated[str, Flag("--trace", group="load", help="JSON lines in Mooncake's format")] = (
+        ""
+    )
+    prompt: Annotated[
+        str, Flag("--prompt", help=f"tokens of a prompt, without a trace: {LENGTH_EXAMPLES}")
+    ] = ""
+    output: Annotated[str, Flag("--output", help="tokens of an answer, likewise")] = ""
+    rate: Annotated[
+        float,
+        Flag(
+            "--rate",
+            ge=0,
+            le=10_000,  # a drawn load must fit into memory
+            help="requests a second; of a trace: its average, by stretching its times",
+        ),
+    ] = 0.0
+    system_tokens: Annotated[
+        int,
+        Flag(
+            "--system-prompt",
+            ge=0,
+            help="shared beginning of every prompt, in addition to --prompt",
+        ),
+    ] = 0
+    ttft_ms: Annotated[
+        float | None,
+        Flag("--ttft-ms", group="goals", ge=0.001, help="longest time to the first token"),
+    ] = None
+    itl_ms: Annotated[
+        float | None, Flag("--itl-ms", ge=0.001, help="longest time between two tokens")
+    ] = None
+    percentile: Annotated[
+        float,
+        Flag(
+            "--percentile",
+            ge=1,
+            le=100,
+            help="percentile of requests and of gaps between tokens that keep these times",
+        ),
+    ] = 99.0
+    is_json: Annotated[
+        bool, Flag("--json", group="output", help="print one JSON object instead of tables")
+    ] = False
+    check: Annotated[
+        Path | None,
+        Flag(
+            "--check",
+            help="write files for simulated engines to DIR, and print the commands that check the plan with them",
+            parse=Path,
+        ),
+    ] = None
 
 
 def build_parser() -> Parser:
@@ -61,88 +152,10 @@ def build_parser() -> Parser:
         description="Calculate how many prefill and decode nodes of which kind serve a load within the given "
         "times at the least cost.",
         epilog=EXAMPLES,
+        formatter_class=HelpFormatter,
     )
-    _add_nodes(parser.add_argument_group("nodes"))
-    _add_load(parser.add_argument_group("load"))
-    add = parser.add_argument_group("goals").add_argument
-    add("--ttft-ms", type=_number, metavar="MS", help="longest time to the first token")
-    add("--itl-ms", type=_number, metavar="MS", help="longest time between two tokens")
-    add(
-        "--percentile",
-        type=_up_to(100),
-        default=99.0,
-        metavar="P",
-        help="of requests and of gaps between tokens that keep these times (default: 99)",
-    )
-    add = parser.add_argument_group("output").add_argument
-    add("--json", action="store_true", help="print one JSON object instead of tables")
-    add(
-        "--check",
-        type=Path,
-        metavar="DIR",
-        help="write files for simulated engines to DIR, and print the commands that check the plan with them",
-    )
+    add_flags(parser, PlanConfig)
     return parser
-
-
-def _add_nodes(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--node",
-        action="append",
-        default=[],
-        metavar="NODE",
-        help="kind of node for either role: a file of `tandem profile`, or CARD-tpN; may be repeated",
-    )
-    add("--prefill-node", action="append", default=[], metavar="NODE", help="for prefill alone")
-    add("--decode-node", action="append", default=[], metavar="NODE", help="for decode alone")
-    add(
-        "--model",
-        default="",
-        metavar="PATH|NAME",
-        help="of cards, which depend on it: a directory with config.json, or a known name",
-    )
-    add(
-        "--cost",
-        action="append",
-        type=_cost,
-        default=[],
-        metavar="NODE=X",
-        help="of one such node, in any unit (default: its number of devices); may be repeated",
-    )
-    add(
-        "--link-gbit",
-        type=_number,
-        default=0.0,
-        metavar="X",
-        help="rate of every node's link for KV, in Gbit/s (default: from its profile)",
-    )
-
-
-def _add_load(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--trace", type=Path, metavar="FILE", help="JSON lines in Mooncake's format")
-    add(
-        "--prompt",
-        default="",
-        metavar="TOKENS",
-        help=f"tokens of a prompt, without a trace: {LENGTH_EXAMPLES}",
-    )
-    add("--output", default="", metavar="TOKENS", help="tokens of an answer, likewise")
-    add(
-        "--rate",
-        type=_up_to(10_000),  # a drawn load must fit into memory
-        default=0.0,
-        metavar="R",
-        help="requests a second; of a trace: its average, by stretching its times",
-    )
-    add(
-        "--system-prompt",
-        type=int,
-        default=0,
-        metavar="TOKENS",
-        help="shared beginning of every prompt, in addition to --prompt",
-    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -150,34 +163,35 @@ def main(argv: Sequence[str]) -> int:
     logs.configure("error")
     args = build_parser().parse_args(argv)
     try:
-        plan = make_plan(args)
-        check = write_check(plan, args.check) if args.check is not None and plan.best else None
+        config = read_flags(PlanConfig, args)
+        plan = make_plan(config)
+        check = write_check(plan, config.check) if config.check and plan.best else None
     except ConfigInvalid as error:
         sys.stderr.write(f"tandem plan: error: {error.for_operators}\n")
         return 2
-    if args.json:
+    if config.is_json:
         sys.stdout.write(as_json(plan, check).decode())
     else:
         render(plan, check, Console(markup=False, highlight=False))
     return 0 if plan.best else 1
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
+def make_plan(config: PlanConfig) -> Plan:
     """Return the plan that the flags ask for.
 
     Raises:
         ConfigInvalid: A value cannot work; the message names what to give.
     """
-    if args.ttft_ms is None and args.itl_ms is None:
+    if config.ttft_ms is None and config.itl_ms is None:
         raise ConfigInvalid("there is no goal: give --ttft-ms, --itl-ms or both", topic="plan")
     goals = Goals(
-        ttft_s=None if args.ttft_ms is None else args.ttft_ms / 1000,
-        itl_s=None if args.itl_ms is None else args.itl_ms / 1000,
-        percentile=args.percentile,
+        ttft_s=None if config.ttft_ms is None else config.ttft_ms / 1000,
+        itl_s=None if config.itl_ms is None else config.itl_ms / 1000,
+        percentile=config.percentile,
     )
-    prefills, decodes = _kinds(args)
+    prefills, decodes = _kinds(config)
     most_tokens = min(max(kind.most_tokens for kind in kinds) for kinds in (prefills, decodes))
-    load = Load(_requests(args), most_tokens)
+    load = Load(_requests(config), most_tokens)
     return Plan(
         load=load,
         goals=goals,
@@ -186,10 +200,10 @@ def make_plan(args: argparse.Namespace) -> Plan:
     )
 
 
-def _kinds(args: argparse.Namespace) -> tuple[list[NodeKind], list[NodeKind]]:
+def _kinds(config: PlanConfig) -> tuple[list[NodeKind], list[NodeKind]]:
     """Return the kinds for prefill and for decode."""
-    prefills = [*dict.fromkeys(args.node + args.prefill_node)]
-    decodes = [*dict.fromkeys(args.node + args.decode_node)]
+    prefills = [*dict.fromkeys(config.nodes + config.prefill_nodes)]
+    decodes = [*dict.fromkeys(config.nodes + config.decode_nodes)]
     for role, names in (("prefill", prefills), ("decode", decodes)):
         if not names:
             raise ConfigInvalid(
@@ -198,12 +212,12 @@ def _kinds(args: argparse.Namespace) -> tuple[list[NodeKind], list[NodeKind]]:
                 topic="plan#nodes",
             )
     names = [*dict.fromkeys(prefills + decodes)]
-    costs = dict(args.cost)
+    costs = dict(config.costs)
     if unknown := [name for name in costs if name not in names]:
         raise ConfigInvalid(f"--cost {unknown[0]}: name a node as --node does")
-    link_bytes_per_s = args.link_gbit * 1e9 / 8
+    link_bytes_per_s = config.link_gbit * 1e9 / 8
     kinds = {
-        name: node_kind(name, args.model, cost=costs.get(name), link_bytes_per_s=link_bytes_per_s)
+        name: node_kind(name, config.model, cost=costs.get(name), link_bytes_per_s=link_bytes_per_s)
         for name in names
     }
     sizes = {kind.figures.kv_bytes_per_token: name for name, kind in kinds.items()}
@@ -216,22 +230,17 @@ def _kinds(args: argparse.Namespace) -> tuple[list[NodeKind], list[NodeKind]]:
     return [kinds[name] for name in prefills], [kinds[name] for name in decodes]
 
 
-def _requests(args: argparse.Namespace) -> list[TraceRow]:
-    drawn = {"--prompt": args.prompt, "--output": args.output, "--rate": args.rate}
-    if args.trace is not None:
-        if args.prompt or args.output or args.system_prompt:
+def _requests(config: PlanConfig) -> list[TraceRow]:
+    drawn = {"--prompt": config.prompt, "--output": config.output, "--rate": config.rate}
+    if config.trace:
+        if config.prompt or config.output or config.system_tokens:
             raise ConfigInvalid(
                 "--trace has its own lengths: leave out --prompt, --output and --system-prompt"
             )
-        try:
-            with args.trace.open("rb") as lines:
-                rows = read_trace(lines, str(args.trace))
-        except OSError as error:
-            raise ConfigInvalid(f"--trace {args.trace}: {error.strerror}") from error
-        return replay(rows, args.rate)
+        return replay(read_trace(config.trace), config.rate)
     if missing := [flag for flag, value in drawn.items() if not value]:
         raise ConfigInvalid(
             f"there is no load: give --trace, or {' and '.join(missing)}; lengths are {LENGTH_EXAMPLES}",
             topic="plan#the-load",
         )
-    return draw(args.prompt, args.output, rate=args.rate, system_tokens=args.system_prompt)
+    return draw(config.prompt, config.output, rate=config.rate, system_tokens=config.system_tokens)

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tandem.bench.arrivals import arrival_times
-from tandem.bench.trace import BLOCK_TOKENS, TraceRow, due_times
+from tandem.bench.workload import BLOCK_TOKENS, TraceRow, arrival_times, due_times
 from tandem.wire.errors import ConfigInvalid
 
 # Ten requests are beyond a 99th percentile; half a minute is longer than most answers take.

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tandem.engine.config import EngineConfig
-from tandem.engine.shape import ITEM_BYTES, ModelShape
+from tandem.engine.shape import ITEM_BYTES
 from tandem.wire.errors import ConfigInvalid
 
 # All in bfloat16, with 8 KV heads of 128, gated feed-forward layers and two embeddings:
@@ -33,11 +31,8 @@ class ModelFacts:
         item_bytes: Of one element of an activation.
         layer_params: Parameters that a token passes through, without the output head.
         head_params: Parameters of the output head, which only sampled tokens pass through.
-        pair_flops: Of one query with one key, in all layers without a window.
-        window_flops: Of one query in all layers with a window.
-        kv_bytes: That pages keep of a token. Layers with a window keep every token, too.
-        read_bytes: That attention reads of each token before, in layers without a window.
-        window_bytes: That attention reads for one answer in layers with a window, at most.
+        pair_flops: Of one query with one key, as if no layer had a window.
+        kv_bytes: That pages keep of a token, and that attention reads of each token before.
     """
 
     name: str
@@ -50,9 +45,6 @@ class ModelFacts:
     head_params: float
     pair_flops: float
     kv_bytes: int
-    read_bytes: float
-    window_flops: float = 0.0
-    window_bytes: float = 0.0
 
 
 def read_model(model: str, tp: int) -> ModelFacts:
@@ -84,7 +76,6 @@ def _of_table(name: str) -> ModelFacts:
     num_layers, hidden, num_heads, feed_forward, vocab_size, context_length = KNOWN[name]
     attention = 2 * hidden * _HEAD_DIM * (num_heads + _KV_HEADS)
     layer_params = num_layers * (attention + 3 * hidden * feed_forward)
-    kv_bytes = 4 * num_layers * _KV_HEADS * _HEAD_DIM
     return ModelFacts(
         name=name,
         num_layers=num_layers,
@@ -95,8 +86,7 @@ def _of_table(name: str) -> ModelFacts:
         layer_params=layer_params,
         head_params=vocab_size * hidden,
         pair_flops=4 * num_layers * num_heads * _HEAD_DIM,
-        kv_bytes=kv_bytes,
-        read_bytes=kv_bytes,
+        kv_bytes=4 * num_layers * _KV_HEADS * _HEAD_DIM,
     )
 
 
@@ -110,6 +100,9 @@ def _of_directory(folder: Path, tp: int) -> ModelFacts:
     config = EngineConfig(model_dir=str(folder), load_format="dummy", tp_size=tp)
     needs = model_needs(config)
     shape, text = needs.shape, text_config_of(read_config(config))
+    # A layer that keeps nothing reads what another one keeps; latents are key and value at once.
+    layers = [shape.kv_layers[shape.kv_sources.get(i, i)] for i in range(shape.num_layers)]
+    key_and_value = [each.key_dim + (each.value_dim or each.key_dim) for each in layers]
     item_bytes, embedding = ITEM_BYTES[shape.dtype], text.vocab_size * text.hidden_size
     num_params = needs.weight_bytes / item_bytes - (not text.tie_word_embeddings) * embedding
     return ModelFacts(
@@ -122,27 +115,8 @@ def _of_directory(folder: Path, tp: int) -> ModelFacts:
         layer_params=num_params - embedding - _idle_expert_params(text),
         head_params=embedding,
         kv_bytes=tp * shape.kv_bytes_per_token,
-        **_attention(shape, text, tp),
+        pair_flops=2 * text.num_attention_heads * sum(key_and_value),
     )
-
-
-def _attention(shape: ModelShape, text: Any, tp: int) -> dict[str, float]:
-    """Return what attention computes and reads, apart for layers with a window."""
-    # A layer that keeps nothing reads what another one keeps.
-    layers = [shape.kv_layers[shape.kv_sources.get(i, i)] for i in range(shape.num_layers)]
-    flops = np.array([e.key_dim + (e.value_dim or e.key_dim) for e in layers])
-    flops *= 2 * text.num_attention_heads
-    read = np.array([e.num_kv_heads * (e.key_dim + e.value_dim) for e in layers])
-    read *= tp * shape.kv_item_bytes
-    window = getattr(text, "sliding_window", 0) or getattr(text, "attention_chunk_size", 0) or 0
-    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * len(layers)
-    is_full = np.array([not window or kind == "full_attention" for kind in kinds])
-    return {
-        "pair_flops": float(flops[is_full].sum()),
-        "read_bytes": float(read[is_full].sum()),
-        "window_flops": float(window * flops[~is_full].sum()),
-        "window_bytes": float(window * read[~is_full].sum()),
-    }
 
 
 def _idle_expert_params(text: Any) -> int:

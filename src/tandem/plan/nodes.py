@@ -2,7 +2,8 @@
 
 An estimated forward is a sum: reading all weights once, arithmetic of its tokens, attention, and
 all-reduces between cards. Computing and reading overlap in truth, so small batches are overestimated. Of
-experts, every one is read in each forward.
+experts, every one is read in each forward; windows of attention are left out, so long contexts are
+overestimated for models that have them.
 """
 
 import re
@@ -174,8 +175,7 @@ def _times(card: Card, tp: int, model: ModelFacts) -> tuple[PrefillTimes, Decode
     reduced_bytes = 4 * model.num_layers * model.hidden * model.item_bytes * (tp - 1) / tp
     reduce_s = reduced_bytes / (card.card_bytes_per_s * COLLECTIVE)
     matmul, attention = tp * card.flops * MATMUL, tp * card.flops * ATTENTION
-    read_bytes_per_s = tp * card.bytes_per_s * READ
-    token_s = 2 * model.layer_params / matmul + model.window_flops / attention + reduce_s
+    token_s = 2 * model.layer_params / matmul + reduce_s
     answer_s = 2 * (model.layer_params + model.head_params) / matmul + reduce_s
     return (
         PrefillTimes(
@@ -185,8 +185,8 @@ def _times(card: Card, tp: int, model: ModelFacts) -> tuple[PrefillTimes, Decode
         ),
         DecodeTimes(
             base_ms=_ms(base_s),
-            per_request_ms=_ms(answer_s + model.window_bytes / read_bytes_per_s),
-            per_context_token_ms=_ms(model.read_bytes / read_bytes_per_s),
+            per_request_ms=_ms(answer_s),
+            per_context_token_ms=_ms(model.kv_bytes / (tp * card.bytes_per_s * READ)),
         ),
     )
 

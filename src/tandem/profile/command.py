@@ -1,6 +1,5 @@
 """`tandem profile`: measures the forwards of one node, and writes the profile that describes them."""
 
-import argparse
 import os
 import platform
 import signal
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -23,7 +23,7 @@ from tandem.telemetry import log as logs
 from tandem.telemetry.version import package_version
 from tandem.wire.command_line import HelpFormatter, Parser
 from tandem.wire.errors import ConfigInvalid, TandemError
-from tandem.wire.options import add_flags, read_flags
+from tandem.wire.options import Flag, add_flags, read_flags
 
 EXAMPLES = """\
 examples:
@@ -42,7 +42,6 @@ usage; 130 stopped by Ctrl-C.
 More: tandem docs plan; tandem docs simulation
 """
 STOPPED = 130  # what shells report of a command that Ctrl-C ended
-DEFAULT_MAX_ERROR = 0.20
 # Attention of one chunk over 4,096 tokens of the embedded model takes two cores a second or two: over all
 # points, three minutes.
 CPU_CONTEXT, QUICK_CPU_CONTEXT, GPU_CONTEXT = 4096, 1024, 32768
@@ -50,6 +49,40 @@ QUICK_POINT_S, POINT_S = 0.3, 2.0
 # Any byte that makes an ordinary number of every type: zeros would be one page of memory, read again
 # and again out of the cache, and a denormal number takes longer than others.
 _FILL = 0x3C
+
+
+class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What `tandem profile` is given. `node.engine.model_dir` is still what the user gave."""
+
+    output: Annotated[
+        Path | None,
+        Flag(*("--output", "-o"), group="measuring", help="write the profile as JSON", parse=Path),
+    ] = None
+    is_quick: Annotated[
+        bool, Flag("--quick", help="measure fewer points, each for a shorter time")
+    ] = False
+    longest_context: Annotated[
+        int,
+        Flag(
+            "--longest-context",
+            ge=0,
+            help="longest context to measure; longer ones are extrapolated. 0: "
+            f"{CPU_CONTEXT:,} on the CPU ({QUICK_CPU_CONTEXT:,} with --quick), else {GPU_CONTEXT:,}",
+        ),
+    ] = 0
+    max_error: Annotated[
+        float,
+        Flag(
+            "--max-error",
+            ge=0.001,
+            help="write nothing where the profile is off by more, on average over the points of a part",
+        ),
+    ] = 0.20
+    node: NodeConfig
+
+
+_OWN = ("output", "is_quick", "longest_context", "max_error")
+_OF_NODE = ("model", "cache_dir", "served_model_name", "engine")
 
 
 def build_parser() -> Parser:
@@ -61,25 +94,8 @@ def build_parser() -> Parser:
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    add = parser.add_argument_group("measuring").add_argument
-    add("-o", "--output", type=Path, default=None, metavar="FILE", help="write the profile as JSON")
-    add("--quick", action="store_true", help="fewer points, each for a shorter time")
-    add(
-        "--longest-context",
-        type=int,
-        default=0,
-        metavar="N",
-        help="longest context to measure; longer ones are extrapolated. 0: "
-        f"{CPU_CONTEXT:,} on the CPU ({QUICK_CPU_CONTEXT:,} with --quick), else {GPU_CONTEXT:,}",
-    )
-    add(
-        "--max-error",
-        type=float,
-        default=DEFAULT_MAX_ERROR,
-        metavar="SHARE",
-        help="write nothing where the profile is off by more, on average over the points of a part",
-    )
-    add_flags(parser, NodeConfig, only=("model", "cache_dir", "served_model_name", "engine"))
+    add_flags(parser, ProfileConfig, only=_OWN)
+    add_flags(parser, NodeConfig, only=_OF_NODE)
     return parser
 
 
@@ -87,15 +103,14 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit status."""
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
     logs.configure("error")
-    args = build_parser().parse_args(argv)
     try:
-        config = read_config(args)
+        config = parse(argv)
         # The C library reads these at its start, and they save a tenth of a step on a CPU.
         if not MALLOC_SETTINGS.keys() <= os.environ.keys():
             command = [sys.executable, "-P", "-m", "tandem", "profile", *argv]
             os.execve(sys.executable, command, MALLOC_SETTINGS | os.environ)  # noqa: S606 - this program
-        with _engine_of(config, Path(config.cache_dir) if config.cache_dir else None) as engine:
-            profile = _measured(args, config, engine)
+        with _engine_of(config.node) as engine:
+            profile = _measured(config, engine)
     except ConfigInvalid as error:
         sys.stderr.write(f"tandem profile: error: {error.for_operators}\n")
         return 2
@@ -105,40 +120,36 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("tandem profile: stopped\n")
         return STOPPED
-    return write(profile, args.output, args.max_error)
+    return write(profile, config.output, config.max_error)
 
 
-def read_config(args: argparse.Namespace) -> NodeConfig:
-    """Return the node to measure, as `tandem serve` would run it; `model_dir` is still what was given.
+def parse(argv: Sequence[str]) -> ProfileConfig:
+    """Read the command line.
 
     Raises:
         ConfigInvalid: A value cannot work, or the file could not be written after minutes of work.
+        SystemExit: argparse's own answer to a wrong flag (2) and to --help (0).
     """
-    if not args.max_error > 0:
-        raise ConfigInvalid(f"--max-error is {args.max_error:g}: give more than 0, such as 0.2")
-    if args.longest_context < 0:
-        raise ConfigInvalid(f"--longest-context is {args.longest_context}: give tokens, or 0")
-    config = read_flags(NodeConfig, args, role="colocated")
-    if not config.engine.is_prefix_cache_enabled:
+    args = build_parser().parse_args(argv)
+    node = read_flags(NodeConfig, args, role="colocated")
+    if not node.engine.is_prefix_cache_enabled:
         raise ConfigInvalid(
             "--disable-prefix-cache: leave it out; the cost of a context is measured through the prefix cache"
         )
+    engine = msgspec.structs.replace(node.engine, model_dir=node.model or "")
+    name = node.served_model_name or model_name(node.model)
+    node = check(msgspec.structs.replace(node, engine=engine, served_model_name=name))
+    config = read_flags(ProfileConfig, args, node=node)
     try:
-        if args.output is not None:
-            args.output.open("ab").close()
+        if config.output is not None:
+            config.output.open("ab").close()
     except OSError as error:
-        raise ConfigInvalid(f"--output {args.output}: {error.strerror}") from error
-    return check(
-        msgspec.structs.replace(
-            config,
-            engine=msgspec.structs.replace(config.engine, model_dir=config.model or ""),
-            served_model_name=config.served_model_name or model_name(config.model),
-        )
-    )
+        raise ConfigInvalid(f"--output {config.output}: {error.strerror}") from error
+    return config
 
 
 @contextmanager
-def _engine_of(config: NodeConfig, cache_dir: Path | None) -> Iterator[Engine]:
+def _engine_of(config: NodeConfig) -> Iterator[Engine]:
     """Load a model and make its pool, as a node does; the other ranks end with the block.
 
     Raises:
@@ -153,7 +164,7 @@ def _engine_of(config: NodeConfig, cache_dir: Path | None) -> Iterator[Engine]:
     from tandem.wire.channel import Waker
 
     settings, replace = config.engine, msgspec.structs.replace
-    folder = (cache_dir or default_cache_dir()) / "models"
+    folder = Path(config.cache_dir or default_cache_dir()) / "models"
     model = resolve_model(settings.model_dir or None, folder, settings)
     config = replace(config, engine=replace(settings, model_dir=str(model)))
 
@@ -181,20 +192,21 @@ def _rank_ended(error: TandemError) -> None:
     os._exit(1)
 
 
-def _measured(args: argparse.Namespace, config: NodeConfig, engine: Engine) -> Profile:
+def _measured(asked: ProfileConfig, engine: Engine) -> Profile:
     """Measure all points, print them, and return the profile."""
-    settings, shape, is_cpu = config.engine, engine.shape, config.engine.device == "cpu"
-    cpu_context = QUICK_CPU_CONTEXT if args.quick else CPU_CONTEXT
+    config, shape = asked.node, engine.shape
+    settings, is_cpu = config.engine, config.engine.device == "cpu"
+    cpu_context = QUICK_CPU_CONTEXT if asked.is_quick else CPU_CONTEXT
     grid = Grid(
         num_tokens=engine.cache.num_pages * engine.cache.page_size,
         context_length=shape.context_length,
         page_size=settings.page_size,
         chunk=settings.chunked_prefill_size,
         max_running=settings.max_running_requests,
-        longest_context=args.longest_context or (cpu_context if is_cpu else GPU_CONTEXT),
-        is_quick=args.quick,
+        longest_context=asked.longest_context or (cpu_context if is_cpu else GPU_CONTEXT),
+        is_quick=asked.is_quick,
     )
-    bench = Bench(engine, QUICK_POINT_S if args.quick else POINT_S)
+    bench = Bench(engine, QUICK_POINT_S if asked.is_quick else POINT_S)
     prefill = fit_prefill(_timed("tokens of a prompt", grid.prefills(), bench.prefill_s))
     decode = fit_decode(_timed("answers", grid.decodes(), bench.decode_s))
     figures = NodeFigures(

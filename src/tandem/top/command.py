@@ -1,11 +1,11 @@
 """`tandem top`: asks a router for its overview again and again, and draws it."""
 
-import argparse
 import asyncio
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Annotated
 
 import aiohttp
 import msgspec
@@ -15,9 +15,10 @@ from rich.text import Text
 
 from tandem.router.overview import Overview
 from tandem.top.picture import picture, plain
-from tandem.wire.command_line import Parser
+from tandem.wire.command_line import HelpFormatter, Parser
 from tandem.wire.errors import ConfigInvalid, TandemError
 from tandem.wire.hosts import checked_url, reason_of
+from tandem.wire.options import Flag, add_flags, read_flags
 
 EXAMPLES = """\
 examples:
@@ -41,6 +42,22 @@ class KeyRefused(RouterAway, code="key_refused"):
     """It wants another API key: asking again does not help."""
 
 
+class TopConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What `tandem top` is given."""
+
+    url: str
+    is_once: Annotated[bool, Flag("--once", help="print one picture, and end")] = False
+    is_json: Annotated[bool, Flag("--json", help="print the state itself, a line each time")] = (
+        False
+    )
+    interval_s: Annotated[
+        float,
+        # The router itself looks anew four times a second.
+        Flag("--interval", ge=0.1, help="time between two pictures"),
+    ] = 1.0
+    api_key: Annotated[str, Flag("--api-key", help="for a router that asks for one")] = ""
+
+
 def build_parser() -> Parser:
     """Return the parser."""
     parser = Parser(
@@ -48,13 +65,11 @@ def build_parser() -> Parser:
         description="Show what a router's cluster does now: nodes and their pages, pairs, latencies, recent "
         "requests, events.",
         epilog=EXAMPLES,
+        formatter_class=HelpFormatter,
     )
-    add = parser.add_argument
-    add("url", nargs="?", default="http://127.0.0.1:8000", metavar="URL", help="of the router")
-    add("--once", action="store_true", help="print one picture, and end")
-    add("--json", action="store_true", help="print the state itself, a line each time")
-    add("--interval", type=float, default=1.0, metavar="SECONDS", help="between two pictures; 1")
-    add("--api-key", default="", metavar="KEY", help="for a router that asks for one")
+    url = "http://127.0.0.1:8000"
+    parser.add_argument("url", nargs="?", default=url, metavar="URL", help="of the router")
+    add_flags(parser, TopConfig)
     return parser
 
 
@@ -63,15 +78,11 @@ def main(argv: Sequence[str]) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
-        args.url = checked_url("URL", args.url)
+        config = read_flags(TopConfig, args, url=checked_url("URL", args.url))
     except ConfigInvalid as error:
         parser.error(error.message)
-    if args.interval < 0.1:
-        parser.error(
-            "--interval: give 0.1 or more: the router itself looks anew four times a second"
-        )
     try:
-        asyncio.run((_once if args.once else _watch)(args, Console(highlight=False)))
+        asyncio.run(_watch(config, Console(highlight=False)))
     except RouterAway as error:
         sys.stderr.write(f"tandem top: error: {plain(error.message)}\n")
         return 1
@@ -80,53 +91,40 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-async def _once(args: argparse.Namespace, console: Console) -> None:
-    async with _session(args.api_key) as session:
-        body = await _fetch(session, args.url)
-    if args.json:
-        _write(body)
-    else:
-        console.print(picture(_decoded(args.url, body), console.width))
-
-
-async def _watch(args: argparse.Namespace, console: Console) -> None:
-    """Draw until Ctrl-C. A router that is away is waited for, and its last state stays."""
+async def _watch(config: TopConfig, console: Console) -> None:
+    """Draw until Ctrl-C, or once. A router that is away is waited for, and its last state stays."""
     shown: Overview | None = None
-    away_since = 0.0
+    problem = since = ""
     # Without a terminal, pictures follow one another.
-    is_live = console.is_terminal and not args.json
-    live = Live(Text(f"asking {args.url} …"), console=console, screen=True, auto_refresh=False)
-    async with _session(args.api_key) as session:
+    is_live = console.is_terminal and not config.is_json and not config.is_once
+    live = Live(Text(f"asking {config.url} …"), console=console, screen=True, auto_refresh=False)
+    async with _session(config.api_key) as session:
         with live if is_live else nullcontext():
             while True:
-                body, problem = b"", ""
                 try:
-                    body = await _fetch(session, args.url)
-                    shown, away_since = _decoded(args.url, body), 0.0
-                except KeyRefused:
-                    raise
+                    body = await _fetch(session, config.url)
+                    shown, problem, since = _decoded(config.url, body), "", ""
+                    if config.is_json:
+                        sys.stdout.write(body.decode() + "\n")
+                        sys.stdout.flush()
                 except RouterAway as error:
-                    away_since = away_since or time.time()
-                    since = time.strftime("%H:%M:%S", time.localtime(away_since))
+                    if config.is_once or isinstance(error, KeyRefused):
+                        raise
+                    since = since or time.strftime("%H:%M:%S")
                     problem = plain(f"{error.message} (since {since}; trying again)")
-                if args.json and problem:
-                    sys.stderr.write(f"tandem top: {problem}\n")
-                elif args.json:
-                    _write(body)
-                elif shown is not None or problem:
+                    if config.is_json:
+                        sys.stderr.write(f"tandem top: {problem}\n")
+                if not config.is_json:
                     num_lines = console.height if is_live else None
                     drawn = (
-                        Text(problem)
-                        if shown is None
-                        else picture(shown, console.width, num_lines, problem)
+                        picture(shown, console.width, num_lines, problem)
+                        if shown
+                        else Text(problem)
                     )
-                    live.update(drawn, refresh=True) if is_live else console.print(drawn, "")
-                await asyncio.sleep(args.interval)
-
-
-def _write(body: bytes) -> None:
-    sys.stdout.write(body.decode() + "\n")
-    sys.stdout.flush()
+                    live.update(drawn, refresh=True) if is_live else console.print(drawn)
+                if config.is_once:
+                    return
+                await asyncio.sleep(config.interval_s)
 
 
 def _session(key: str) -> aiohttp.ClientSession:

@@ -4,7 +4,7 @@ Names and errors come from other machines: `plain` keeps what a terminal would o
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.columns import Columns
@@ -30,8 +30,6 @@ STYLES = {
     **dict.fromkeys(RED_EVENTS, "red"),
     **dict.fromkeys(YELLOW_EVENTS, "yellow"),
 }
-# Narrower terminals get no columns of bytes, caches, zones and phases.
-WIDE = 110
 # Lines that are not of a list: headline, heads of tables, gaps.
 FIXED_LINES = 18
 
@@ -73,7 +71,7 @@ def picture(
         ]
         parts.append(_table("pairs", ["prefill", "decode"], ["requests", "prompt tokens"], rows))
     if overview.recent:
-        parts.append(_requests(overview.recent[-num_others:], width))
+        parts.append(_requests(overview.recent[-num_others:]))
     return Group(*parts)
 
 
@@ -111,9 +109,7 @@ def _headline(overview: Overview, problem: str) -> Iterator[RenderableType]:
 Cells = Sequence[str | Text]
 
 
-def _table(
-    title: str, texts: list[str], numbers: list[str], rows: "Iterator[Cells] | Sequence[Cells]"
-) -> Table:
+def _table(title: str, texts: list[str], numbers: list[str], rows: Iterable[Cells]) -> Table:
     """Return a table; columns of numbers stand to the right, after those of text."""
     table = Table(title=f"\n{title}", title_justify="left", title_style="bold", box=None)
     table.pad_edge, table.show_header = False, any(texts)
@@ -128,29 +124,23 @@ def _table(
 
 
 def _nodes(shown: Sequence[NodeView], title: str, width: int) -> Table:
-    texts = ["role", "node", "state", "pages"]
-    numbers = ["run", "wait", "tok/s"]
-    numbers += ["moving", "KV", "cached", "zone"] if width >= WIDE else []
+    texts, numbers = ["role", "node", "state", "pages"], ["run", "wait", "tok/s", "KV"]
     return _table(title, texts, numbers, (_node(node, width) for node in shown))
 
 
 def _node(node: NodeView, width: int) -> Cells:
-    load, rates, is_prefill = node.load, node.rates, node.role == "prefill"
-    cells: list[str | Text] = [
+    rates, is_prefill = node.rates, node.role == "prefill"
+    moved = rates.pushed_bytes if is_prefill else rates.received_bytes
+    return [
         node.role or "?",
         plain(node.id),
         _state(node),
         page_bar(node, max(8, min(30, width // 6))),
-        number(load.num_running),
-        number(load.num_waiting),
+        number(node.load.num_running),
+        number(node.load.num_waiting),
         number(rates.prompt_tokens if is_prefill else rates.generated_tokens),
+        f"{number(moved)}B/s",
     ]
-    if width >= WIDE:
-        moved = rates.pushed_bytes if is_prefill else rates.received_bytes
-        cached = load.cached_tokens / load.prompt_tokens if load.prompt_tokens else 0.0
-        cells += [number(load.num_transferring), f"{number(moved)}B/s", f"{cached:.0%}"]
-        cells += [plain(node.zone)]
-    return cells
 
 
 def _state(node: NodeView) -> Text:
@@ -180,30 +170,24 @@ def page_bar(node: NodeView, width: int) -> Text:
     return bar
 
 
-def _requests(recent: Sequence[dict[str, Any]], width: int) -> Table:
+def _requests(recent: Sequence[dict[str, Any]]) -> Table:
     """Return some requests, the newest first."""
-    numbers = ["TTFT", "whole", "tokens", *(["longest phase before"] if width >= WIDE else [])]
-    rows = (_request(timings, width) for timings in reversed(recent))
-    return _table("recent requests", ["began", "request", "attempts"], numbers, rows)
+    rows = map(_request, reversed(recent))
+    return _table(
+        "recent requests", ["began", "request", "attempts"], ["TTFT", "whole", "tokens"], rows
+    )
 
 
-def _request(timings: dict[str, Any], width: int) -> Cells:
+def _request(timings: dict[str, Any]) -> Cells:
     ended = timings["outcome"]
-    tokens = f"{timings['num_prompt_tokens']} → {timings['num_output_tokens']}"
-    cells: list[str | Text] = [
+    return [
         _clock(timings["started_unix_s"]),
         plain(str(timings["request_id"]))[:24],
         str(timings["num_attempts"]),
         seconds(timings["ttft_s"]) if ended == "finished" else Text(ended, style="red"),
         seconds(timings["e2e_s"]),
-        tokens,
+        f"{timings['num_prompt_tokens']} → {timings['num_output_tokens']}",
     ]
-    if width >= WIDE:
-        before = [phase for phase in timings["phases"] if phase["name"] != "stream"]
-        longest = max(before, key=lambda phase: phase["duration_s"], default=None)
-        name = plain(longest["name"]).replace("_", " ") if longest else NONE
-        cells.append(f"{name} {seconds(longest['duration_s'])}" if longest else NONE)
-    return cells
 
 
 # ── words ────────────────────────────────────────────────────────────────────────────────────────

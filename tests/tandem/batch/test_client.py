@@ -2,7 +2,6 @@
 
 import asyncio
 import email.utils
-import math
 import time
 from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
@@ -12,12 +11,13 @@ import pytest
 from tandem.batch import (
     BatchClient,
     BatchRequest,
+    BatchResult,
     BatchSettings,
     KeyRefused,
-    ServersAway,
+    ServerAway,
     run_batch,
 )
-from tandem.batch.client import MAX_RETRY_AFTER_S, Server, retry_after_s
+from tandem.batch.client import MAX_RETRY_AFTER_S, retry_after_s
 from tandem.wire.errors import ConfigInvalid
 from tests.tandem.batch.stub import Stub, said
 
@@ -26,8 +26,8 @@ def requests(number: int):
     return [BatchRequest(f"r{i}", {"prompt": str(i)}, "/v1/completions") for i in range(number)]
 
 
-async def results_of(urls, asked, **settings):
-    async with BatchClient(urls, BatchSettings(**settings)) as client:
+async def results_of(url, asked, **settings):
+    async with BatchClient(url, BatchSettings(**settings)) as client:
         return [result async for result in client.run(asked)]
 
 
@@ -39,7 +39,7 @@ async def until(is_so) -> None:
 async def test_every_request_has_its_own_answer():
     stub = Stub()
     async with stub.serving() as url:
-        results = await results_of([f"{url}/v1/"], requests(300))
+        results = await results_of(f"{url}/v1/", requests(300))
     assert {result.custom_id: result.text for result in results} == {
         f"r{i}": str(i) for i in range(300)
     }
@@ -56,7 +56,7 @@ async def test_requests_may_be_made_as_they_are_needed_and_bodies_may_be_text():
 
     stub = Stub()
     async with stub.serving() as url:
-        results = await results_of([url], made(), extra_body={"prompt": "not so", "top_p": 0.5})
+        results = await results_of(url, made(), extra_body={"prompt": "not so", "top_p": 0.5})
     assert {result.text for result in results} == {"0", "1", "2"}
     assert {body["top_p"] for body in stub.asked} == {0.5}
 
@@ -72,7 +72,7 @@ async def test_never_more_at_once_than_allowed_and_no_more_taken_than_can_be_hel
 
     async with (
         stub.serving() as url,
-        BatchClient([url], BatchSettings(max_concurrency=6)) as client,
+        BatchClient(url, BatchSettings(max_concurrency=6)) as client,
         aclosing(client.run(counted())) as results,
     ):
         num_read = 0
@@ -81,15 +81,6 @@ async def test_never_more_at_once_than_allowed_and_no_more_taken_than_can_be_hel
             assert num_taken <= num_read + 6
     assert stub.most <= 6
     assert num_read == 200
-
-
-async def test_an_answer_that_says_no_is_an_answer():
-    stub = Stub(lambda body: said("too long", status=400))
-    async with stub.serving() as url:
-        [result] = await results_of([url], requests(1))
-    assert (result.status_code, result.num_attempts, result.failure) == (400, 1, "HTTP 400")
-    assert result.body == {"error": {"message": "too long"}}
-    assert result.error is None
 
 
 @pytest.mark.parametrize("trouble", [500, 502, 504, 408, 429, 503, "cut", "no JSON"])
@@ -111,17 +102,17 @@ async def test_what_may_succeed_later_is_tried_again(trouble):
 
     stub = Stub(script)
     async with stub.serving() as url:
-        [result] = await results_of([url], requests(1))
+        [result] = await results_of(url, requests(1))
     assert result.is_ok
     assert result.num_attempts == len(stub.asked) == 4
 
 
 async def test_trying_again_has_an_end_and_the_last_word_is_kept():
     async with Stub(lambda body: said("broken", status=500)).serving() as url:
-        [result] = await results_of([url], requests(1), max_attempts=3)
+        [result] = await results_of(url, requests(1), max_attempts=3)
     assert (result.num_attempts, result.failure) == (3, "HTTP 500")
     async with Stub(lambda body: None).serving() as url:
-        [result] = await results_of([url], requests(1), max_attempts=2)
+        [result] = await results_of(url, requests(1), max_attempts=2)
     assert (result.num_attempts, result.failure, result.body) == (2, "connection_broken", None)
 
 
@@ -130,7 +121,7 @@ async def test_an_answer_that_does_not_end_is_too_late():
         await asyncio.Event().wait()
 
     async with Stub(hang).serving() as url:
-        [result] = await results_of([url], requests(1), max_attempts=1, timeout_s=0.05)
+        [result] = await results_of(url, requests(1), max_attempts=1, timeout_s=0.05)
     assert result.failure == "timeout"
 
 
@@ -147,7 +138,7 @@ async def test_one_request_that_is_refused_ends_when_others_were_answered_meanwh
     results = []
     async with (
         stub.serving() as url,
-        BatchClient([url], settings) as client,
+        BatchClient(url, settings) as client,
         aclosing(client.run(asked())) as ended,
     ):
         async for result in ended:
@@ -158,50 +149,52 @@ async def test_one_request_that_is_refused_ends_when_others_were_answered_meanwh
     assert len(results) > 3
 
 
-def server(limit: float, in_flight: int, **settings) -> Server:
-    one = Server("http://one", BatchSettings(**settings))
-    one.limit, one.in_flight = limit, in_flight
-    return one
+def sending(limit: float, in_flight: int, **settings) -> BatchClient:
+    client = BatchClient("http://one", BatchSettings(**settings))
+    client.limit, client.in_flight = limit, in_flight
+    return client
 
 
-def test_the_limit_doubles_in_a_round_until_the_first_refusal_then_grows_by_one():
-    one = server(16, 16)
+def count(client: BatchClient, status: int, sent_at: float | None = None, retry_after="") -> None:
+    kind = "answered" if status == 200 else "full"
+    result = BatchResult(requests(1)[0], status)
+    client._count(kind, result, time.monotonic() if sent_at is None else sent_at, retry_after)
+
+
+def test_the_limit_doubles_in_a_round_until_the_first_rejection_then_grows_by_one():
+    one = sending(16, 16)
     for _ in range(16):
-        one.succeed()
+        count(one, 200)
     assert one.limit == 32
     one.in_flight = 32
-    one.fail("has no room", time.monotonic())
+    count(one, 429)
     assert one.limit == 16
     for _ in range(16):
-        one.succeed()
+        count(one, 200)
     assert 16.9 < one.limit <= 17
-    bounded = server(16, 0, max_concurrency=17)
+    bounded = sending(16, 0, max_concurrency=17)
     for _ in range(9):
-        bounded.succeed()
+        count(bounded, 200)
     assert bounded.limit == 17
 
 
-def test_a_refusal_halves_the_limit_once_for_all_requests_of_its_time():
-    one = server(64, 64)
+def test_a_rejection_halves_the_limit_once_for_all_requests_of_its_time():
+    one = sending(64, 64)
     began = time.monotonic()
     for _ in range(40):
-        one.fail("has no room", began)
+        count(one, 503, began)
     assert one.limit == 32
     one.in_flight = 0
-    one.fail("has no room", time.monotonic())
+    count(one, 503)
     assert one.limit == 1, "what was not in use does not count"
-    fixed = server(8, 8, min_concurrency=8)
-    fixed.fail("has no room", began)
-    assert fixed.limit == 8
 
 
 def test_nothing_is_sent_before_retry_after_is_over():
-    one = server(8, 1)
-    one.fail("has no room", time.monotonic(), retry_after_s=30.0)
-    assert not one.has_room
-    assert 29 < one.retry_at - time.monotonic() <= 30
-    one.fail("has no room", 0.0, retry_after_s=1e9)
-    assert one.retry_at - time.monotonic() <= MAX_RETRY_AFTER_S
+    one = sending(8, 1)
+    count(one, 429, retry_after="30")
+    assert 29 < one._retry_at - time.monotonic() <= 30
+    count(one, 429, 0.0, retry_after="1e9")
+    assert one._retry_at - time.monotonic() <= MAX_RETRY_AFTER_S
 
 
 def test_retry_after_is_seconds_or_a_date():
@@ -211,21 +204,13 @@ def test_retry_after_is_seconds_or_a_date():
     assert [retry_after_s(value) for value in ("", "soon", "-3")] == [0.0, 0.0, 0.0]
 
 
-async def test_others_go_on_while_a_server_is_away_and_it_costs_no_attempt(closed_url):
-    stub = Stub()
-    async with stub.serving() as url:
-        results = await results_of([closed_url, url], requests(100), max_attempts=1)
-    assert all(result.is_ok for result in results)
-    assert len(stub.asked) == 100
-
-
 async def test_a_server_that_comes_back_is_used_again(closed_url, closed_port):
     stub = Stub()
-    async with BatchClient([closed_url]) as client:
+    async with BatchClient(closed_url) as client:
         async with stub.serving(closed_port):
             await collect(client, requests(1))
         collecting = asyncio.create_task(collect(client, requests(20)))
-        await until(lambda: client.servers[0].problem)
+        await until(lambda: client.problem)
         async with stub.serving(closed_port):
             results = await collecting
     assert len(results) == 20
@@ -236,89 +221,31 @@ async def collect(client, asked):
     return [result async for result in client.run(asked)]
 
 
-def shut_for_ever(server, problem, sent_at, retry_after_s=0.0):
-    server.problem, server.retry_at = problem, math.inf
-
-
-async def test_a_server_that_fails_at_once_does_not_get_everything(monkeypatch):
-    # Once it failed three times in a row it is left alone for longer than the test takes.
-    monkeypatch.setattr("tandem.batch.client.Server.fail", shut_for_ever)
-    broken, stub = Stub(lambda body: said("no", status=500)), Stub()
-
-    async with broken.serving() as bad, stub.serving() as good:
-        results = await results_of([bad, good], requests(300), max_concurrency=8, max_attempts=20)
-    assert all(result.is_ok for result in results)
-    assert 3 <= len(broken.asked) <= 2 + 8, "those under way beside the third fail, too"
-
-
-async def test_the_least_busy_server_is_first():
-    is_free = asyncio.Event()
-
-    async def hold(body):
-        await is_free.wait()
-        return said()
-
-    slow, quick = Stub(hold), Stub()
-    async with (
-        slow.serving() as one,
-        quick.serving() as other,
-        BatchClient([one, other], BatchSettings(max_concurrency=9)) as client,
-        aclosing(client.run(requests(60))) as results,
-    ):
-        num_left = 60
-        async for _ in results:
-            num_left -= 1
-            if num_left <= len(slow.asked):
-                is_free.set()
-    assert num_left == 0
-    assert len(slow.asked) <= 9 < 50 <= len(quick.asked)
-
-
 async def test_another_key_is_asked_for_once_and_no_answer_is_made_of_that():
     stub = Stub(lambda body: said("no", status=401))
     async with stub.serving() as url:
         with pytest.raises(KeyRefused, match="--api-key"):
-            await results_of([url], requests(50), api_key="wrong", max_concurrency=1)
+            await results_of(url, requests(50), api_key="wrong", max_concurrency=1)
     assert len(stub.asked) == 1
     assert stub.keys == ["Bearer wrong"]
 
 
 async def test_it_ends_when_no_server_has_answered_for_too_long(closed_url, closed_port):
-    async with BatchClient([closed_url], BatchSettings(patience_s=0.03)) as client:
-        with pytest.raises(ServersAway, match=f"{closed_url} .*refused.*start a server"):
+    async with BatchClient(closed_url, BatchSettings(patience_s=0.03)) as client:
+        with pytest.raises(ServerAway, match=f"{closed_url} .*refused.*start a server"):
             await collect(client, requests(3))  # at once: nothing was ever there
         async with Stub().serving(closed_port):
             await collect(client, requests(1))
-        with pytest.raises(ServersAway, match=f"no server has answered .*{closed_url}.*refused"):
+        with pytest.raises(ServerAway, match=f"{closed_url} has answered nothing .*refused"):
             await collect(client, requests(3))
     async with Stub(lambda body: said(status=503)).serving() as url:
-        with pytest.raises(ServersAway, match="has no room"):
-            await results_of([url], requests(3), patience_s=0.03)
-
-
-async def test_once_stopped_it_gives_the_answers_under_way_and_no_others():
-    is_free = asyncio.Event()
-
-    async def hold(body):
-        await is_free.wait()
-        return said(status=500 if body["prompt"] == "0" else 200)
-
-    stub = Stub(hold)
-    async with (
-        stub.serving() as url,
-        BatchClient([url], BatchSettings(max_concurrency=3)) as client,
-    ):
-        collecting = asyncio.create_task(collect(client, requests(50)))
-        await until(lambda: stub.now == 3)
-        client.stop()
-        is_free.set()
-        assert {result.custom_id for result in await collecting} == {"r1", "r2"}
-    assert len(stub.asked) == 3, "what failed is not tried again, either"
+        with pytest.raises(ServerAway, match="has no room"):
+            await results_of(url, requests(3), patience_s=0.03)
 
 
 async def test_whoever_leaves_early_ends_what_is_under_way():
     stub = Stub(lambda body: said() if body["prompt"] == "0" else asyncio.Event().wait())
-    async with stub.serving() as url, BatchClient([url]) as client:
+    async with stub.serving() as url, BatchClient(url) as client:
         async with aclosing(client.run(requests(10))) as results:
             async for _ in results:
                 break
@@ -331,20 +258,12 @@ async def test_without_a_loop_results_come_in_the_order_of_the_requests():
 
     async with Stub(script).serving() as url:
         asked = requests(40)
-        results = await asyncio.to_thread(run_batch, asked, [url])
+        results = await asyncio.to_thread(run_batch, asked, url)
     assert [result.request for result in results] == asked
     assert [result.status_code for result in results] == [404 if i == 7 else 200 for i in range(40)]
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"max_concurrency": 0}, {"min_concurrency": 0}, {"max_attempts": 0}, {"timeout_s": 0}]
-)
-def test_settings_that_cannot_work_are_refused(wrong):
-    with pytest.raises(ConfigInvalid, match=next(iter(wrong))):
-        BatchSettings(**wrong)
-
-
-@pytest.mark.parametrize("urls", [[], ["nonsense"], ["ftp://x"]])
-def test_urls_that_are_none_are_refused(urls):
+@pytest.mark.parametrize("url", ["", "nonsense", "ftp://x"])
+def test_a_url_that_is_none_is_rejected(url):
     with pytest.raises(ConfigInvalid, match="URL"):
-        BatchClient(urls)
+        BatchClient(url)

@@ -36,7 +36,6 @@ class Files:
     def __init__(self, folder: Path, capture: pytest.CaptureFixture) -> None:
         self._capture = capture
         self.input, self.output = folder / "in.jsonl", folder / "out.jsonl"
-        self.errors = folder / "err.jsonl"
 
     def write(self, *lines: str) -> None:
         self.input.write_text("".join(lines))
@@ -47,8 +46,8 @@ class Files:
         status = await carry_out(parse(argv, env or {}))
         return status, "".join(self._capture.readouterr())
 
-    def results(self, path: Path | None = None) -> list[dict]:
-        return [json.loads(text) for text in (path or self.output).read_text().splitlines()]
+    def results(self) -> list[dict]:
+        return [json.loads(text) for text in self.output.read_text().splitlines()]
 
 
 @pytest.fixture
@@ -77,24 +76,21 @@ async def test_answers_have_the_shape_of_openai(files):
     assert set(stub.keys) == {"Bearer k1"}
 
 
-@pytest.mark.parametrize("has_error_file", [False, True])
-async def test_what_failed_is_in_the_output_or_in_a_file_of_its_own(files, has_error_file):
+async def test_failed_requests_are_in_the_output(files):
     def script(body):
         return {"bad": lambda: said("no", status=400), "cut": lambda: None}.get(
             body["prompt"], said
         )()
 
     files.write(line("good"), line("bad"), line("cut"), line("e", url="/v1/embeddings"))
-    argv = ["--max-attempts", "1"] + (["--error-file", str(files.errors)] if has_error_file else [])
+    told_before = "2 succeeded, 2 failed (1 x HTTP 400, 1 x connection_broken)"
     async with Stub(script).serving() as url:
-        status, told = await files.run(url, *argv)
+        status, told = await files.run(url, "--max-attempts", "1")
     assert status == 1
-    assert "2 succeeded, 2 failed (1 x HTTP 400, 1 x connection_broken)" in told
-    results = files.results() + (files.results(files.errors) if has_error_file else [])
-    assert len(files.results()) == (2 if has_error_file else 4)
-    told = (await files.run(url, *argv))[1]
-    assert "2 succeeded, 2 failed (1 x HTTP 400, 1 x connection_broken); 0 of them now" in told
-    by_name = {result["custom_id"]: result for result in results}
+    assert told_before in told
+    assert f"{told_before}; 0 of them now" in (await files.run(url))[1]
+    by_name = {result["custom_id"]: result for result in files.results()}
+    assert len(by_name) == 4
     assert by_name["bad"]["response"]["status_code"] == 400
     assert by_name["bad"]["response"]["body"] == {"error": {"message": "no"}}
     assert by_name["bad"]["error"] is None
@@ -102,20 +98,13 @@ async def test_what_failed_is_in_the_output_or_in_a_file_of_its_own(files, has_e
     assert by_name["cut"]["error"]["code"] == "connection_broken"
 
 
-async def test_bad_lines_are_told_before_anything_is_sent_and_can_be_left_out(files):
+async def test_bad_lines_are_reported_before_anything_is_sent(files):
     files.write(line("a"), "{\n", line("b", method="GET"), line("c"))
-    stub = Stub()
-    async with stub.serving() as url:
-        status, told = await files.run(url)
-        assert status == 2
-        assert "line 2: " in told
-        assert "line 3: method is 'GET': give POST" in told
-        assert "--skip-invalid" in told
-        assert stub.asked == []
-        assert not files.output.exists()
-        status, told = await files.run(url, "--skip-invalid")
-    assert (status, set(stub.prompts)) == (0, {"a", "c"})
-    assert {result["custom_id"] for result in files.results()} == {"a", "c"}
+    status, told = await files.run("http://unused:1")
+    assert status == 2
+    assert "line 2: " in told
+    assert "line 3: method is 'GET': give POST" in told
+    assert not files.output.exists()
 
 
 async def test_two_requests_of_one_name_are_refused_with_both_lines(files):
@@ -156,23 +145,21 @@ async def test_ctrl_c_waits_for_what_is_under_way_and_the_same_command_goes_on(f
     assert sorted(int(result["custom_id"]) for result in files.results()) == list(range(40))
 
 
-async def test_a_second_ctrl_c_and_the_end_of_the_grace_wait_for_nothing(files):
+async def test_a_second_ctrl_c_waits_for_nothing(files):
     stub = Stub(lambda body: asyncio.Event().wait())
     files.write(line("a"))
     async with stub.serving() as url:
-        for flags, num_signals in ((["--grace-s", "0"], 1), (["--grace-s", "3600"], 2)):
-            stub.is_asked.clear()
-            process = await start(str(files.input), "-o", str(files.output), "--url", url, *flags)
-            await stub.is_asked.wait()
-            for words in (b"answers under way", b"stopped")[:num_signals]:
-                process.send_signal(signal.SIGTERM)
-                # Two that come before the first is seen would be one.
-                await line_with(process, words)
-            await process.communicate()
-            assert process.returncode == 130
+        process = await start(str(files.input), "-o", str(files.output), "--url", url)
+        await stub.is_asked.wait()
+        for words in (b"answers under way", b"stopped"):
+            process.send_signal(signal.SIGTERM)
+            # Two that come before the first is seen would be one.
+            await line_with(process, words)
+        await process.communicate()
+        assert process.returncode == 130
 
 
-async def test_what_has_a_line_is_not_sent_again_unless_begun_again(files):
+async def test_what_has_a_line_is_not_sent_again(files):
     files.write(line("a"), line("b"))
     stub = Stub(lambda body: said(status=200 if body["prompt"] == "a" else 401))
     async with stub.serving() as url:
@@ -186,8 +173,6 @@ async def test_what_has_a_line_is_not_sent_again_unless_begun_again(files):
         assert "resuming: 1 of 2 are done" in told
         assert (await files.run(url))[0] == 0
         assert len(stub.asked) == 3
-        assert (await files.run(url, "--restart"))[0] == 0
-    assert len(stub.asked) == 5
     assert len(files.results()) == 2
 
 
@@ -216,14 +201,14 @@ async def test_a_file_that_is_no_output_stays_as_it_is(files, content):
     assert files.output.read_text() == content
 
 
-async def test_one_begun_again_does_not_touch_what_another_is_writing(files):
+async def test_one_output_has_one_writer(files):
     files.write(line("a"))
     again: list[tuple[int, str]] = []
 
     async def answer(body):
         if not again:
             again.append((0, ""))
-            again.append(await files.run(url, "--restart"))
+            again.append(await files.run(url))
         return said()
 
     async with Stub(answer).serving() as url:
@@ -257,11 +242,10 @@ async def test_a_full_disk_ends_it_with_what_to_do_and_loses_nothing(files):
     ("argv", "said"),
     [
         (["--max-concurrency", "0"], "--max-concurrency is 0: give at least 1"),
+        (["-o", "IN"], "is the input"),
         (["--url", "nonsense"], "give a URL such as"),
         (["--extra-request-body", "[]"], "--extra-request-body"),
-        (["--error-file", "IN"], "is the input and --error-file"),
-        (["--timeout-s", "inf"], "--timeout-s is inf: give more than 0, and no infinity"),
-        (["--grace-s", "-1"], "--grace-s is -1.0: give 0 or more"),
+        (["--timeout-s", "inf"], "--timeout-s is inf: give at least 0.001"),
     ],
 )
 def test_flags_that_cannot_work_are_refused_before_anything_is_done(files, argv, said, capsys):
@@ -278,19 +262,3 @@ async def test_an_input_that_can_be_read_only_once_is_refused(files):
     status, told = await files.run("http://unused:1")
     assert status == 2
     assert "can be read only once" in told
-
-
-async def test_a_server_that_is_not_there_is_told_at_once(files, closed_url):
-    files.write(line("a"))
-    status, told = await files.run(closed_url)
-    assert status == 2
-    assert "does not answer" in told
-    assert "start a server" in told
-
-
-async def test_an_empty_file_is_done(files):
-    files.write("")
-    async with Stub().serving() as url:
-        status, told = await files.run(url)
-    assert (status, files.results()) == (0, [])
-    assert "0 requests" in told

@@ -104,10 +104,3 @@ def test_a_stream_that_did_not_end_well_is_broken(events, kind):
         answer.feed(encoded(events, done=kind != "cut off"), 1.0)
         answer.finish()
     assert raised.value.kind == kind
-
-
-def test_an_end_without_done_is_an_end_when_a_reason_was_given():
-    answer, sample = reading()
-    answer.feed(encoded(STREAMS["chat"], done=False), 1.0)
-    answer.finish()
-    assert sample.output_tokens == 3

@@ -72,13 +72,6 @@ async def test_openai_apis_are_driven_and_their_counts_believed(backend, tmp_pat
     assert load.input_tokens == sum(len(request.prompt_ids) for request in backend.requests)
 
 
-async def test_an_open_loop_sends_without_waiting_for_answers(ids_backend, tmp_path):
-    async with serve(ids_backend) as client:
-        argv = ("--request-rate", "inf", "--num-prompts", "20", "--max-concurrency", "20")
-        _, _, report = await bench(client, tmp_path, *argv)
-    assert (report.loads[0].kind, report.loads[0].num_done) == ("open", 20)
-
-
 async def test_a_trace_is_replayed_with_what_its_requests_share(ids_backend, tmp_path):
     trace = tmp_path / "trace.jsonl"
     rows = [{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}] * 2
@@ -104,14 +97,6 @@ async def test_failures_are_told_by_kind_and_goodput_counts_them(ids_backend, tm
     assert report.loads[0].goodput.share == 0
     assert "failed, HTTP 503: 1, such as: no node is there" in printed
     assert "--disable-ignore-eos" in printed
-
-
-async def test_answers_may_end_early_where_that_was_allowed(ids_backend, tmp_path):
-    ids_backend.script = say([1], length(2))
-    async with serve(ids_backend) as client:
-        argv = ("--num-prompts", "2", "--disable-ignore-eos")
-        status, _, report = await bench(client, tmp_path, *argv)
-    assert (status, report.loads[0].num_done, report.loads[0].output_tokens) == (0, 2, 4)
 
 
 async def stopped(backend: FakeBackend, tmp_path: Path, number: int) -> tuple[int, str, LoadReport]:

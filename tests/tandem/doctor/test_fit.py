@@ -1,6 +1,5 @@
 """What a model takes, by its configuration alone, and by the numbers that a node uses."""
 
-import json
 import shutil
 
 import pytest
@@ -41,16 +40,6 @@ def test_ranks_share_the_pool(tiny_model, tmp_path):
     assert (facts.pool_bytes, facts.kv_bytes_per_token) == (160 * TOKEN_BYTES, TOKEN_BYTES)
     with pytest.raises(ConfigInvalid, match="--tp 3 cannot share"):
         read_model(EngineConfig(model_dir=str(tiny_model("llama")), tp_size=3), tmp_path)
-
-
-def test_weights_that_stay_quantised_are_as_large_as_their_files(tiny_model, tmp_path):
-    directory = shutil.copytree(tiny_model("llama"), tmp_path / "model")
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitnet"}
-    (directory / "config.json").write_text(json.dumps(config))
-    size = (directory / "model.safetensors").stat().st_size
-    (directory / "other.safetensors").write_bytes(bytes(1000))
-    assert model_needs(EngineConfig(model_dir=str(directory))).weight_bytes == size
 
 
 def test_a_model_that_no_node_could_serve_is_refused_as_a_node_would(tiny_model, tmp_path):

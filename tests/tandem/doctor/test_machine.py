@@ -2,9 +2,7 @@
 
 import resource
 import shutil
-import socket
 from collections import namedtuple
-from importlib import metadata
 
 import pytest
 from hypothesis import given
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 from tandem.doctor import machine
 from tandem.doctor.machine import GIB, OVERHEAD_BYTES, Model
 from tandem.doctor.report import Finding
-from tandem.up import free_ports
 
 
 @pytest.fixture
@@ -35,38 +32,9 @@ def named(findings, name: str) -> Finding:
     return finding
 
 
-def test_packages_are_those_of_a_plain_install():
-    findings = list(machine.check_packages())
-    assert {finding.status for finding in findings} == {"ok"}
-    assert "torch" in named(findings, "packages").found
-    assert "pytest" not in [need.name for need in machine._requirements()[1]]
-
-
-def test_a_checkout_that_is_not_installed_reads_its_own_pyproject(monkeypatch):
-    monkeypatch.setattr(machine, "DISTRIBUTION", "tandem-not-installed")
-    assert {"torch", "msgspec"} <= {need.name for need in machine._requirements()[1]}
-
-
-def test_a_package_that_is_too_old_or_not_there_is_named_with_its_pip_line(monkeypatch):
-    def version(name: str) -> str:
-        if name == "pyzmq":
-            raise metadata.PackageNotFoundError
-        return {"torch": "2.9.1", "transformers": "99.0a0+git1234"}.get(name, "9999")
-
-    monkeypatch.setattr(metadata, "version", version)
-    monkeypatch.setattr("sys.version_info", (3, 9, 1))
-    findings = list(machine.check_packages())
-    failed = {each.name for each in findings if each.status == "failed"}
-    assert failed == {"python", "torch", "pyzmq"}
-    assert named(findings, "torch").advice.startswith("pip install 'torch>=")
-    assert named(findings, "pyzmq").found == "not installed"
-
-
-def test_instruction_sets_and_memories_are_read_on_x86_and_arm(root):
-    nodes = {f"sys/devices/system/node/node{i}/cpulist": "0" for i in range(2)}
-    x86 = root({"proc/cpuinfo": "processor\t: 0\nflags\t\t: sse avx512_bf16\n"} | nodes)
+def test_instruction_sets_are_read_on_x86_and_arm(root):
+    x86 = root({"proc/cpuinfo": "processor\t: 0\nflags\t\t: sse avx512_bf16\n"})
     assert named(machine.check_cpu(x86), "bfloat16").found == "avx512_bf16"
-    assert "numactl" in named(machine.check_cpu(x86), "numa").advice
     arm = root({"proc/cpuinfo": "processor\t: 0\nFeatures\t: fp bf16\n"})
     assert named(machine.check_cpu(arm), "bfloat16").status == "ok"
     plain = root({"proc/cpuinfo": "processor\t: 0\nflags\t: sse\n"})
@@ -92,12 +60,6 @@ def test_the_tightest_control_group_counts(root, monkeypatch):
     assert machine.usable_memory(box) == 4096
 
 
-def test_a_machine_without_control_groups_has_no_limit(root):
-    host = root({"proc/self/cgroup": "0::/../../host\n"})
-    assert machine.quota_cores(host) is None
-    assert machine.usable_memory(host) > 0
-
-
 @given(free=st.integers(0, 64 * GIB), pool=st.integers(1, 64 * GIB))
 def test_dev_shm_fails_exactly_when_the_pool_does_not_fit(free, pool):
     with pytest.MonkeyPatch.context() as patch:
@@ -106,12 +68,6 @@ def test_dev_shm_fails_exactly_when_the_pool_does_not_fit(free, pool):
         shm = named(machine.check_memory(pool, needs_shm=True), "/dev/shm")
     assert shm.status == ("ok" if pool <= free else "failed")
     assert bool(shm.advice) == (pool > free)
-
-
-def test_dev_shm_matters_only_where_something_needs_it(tmp_path):
-    assert [each.name for each in machine.check_memory(GIB, needs_shm=False)] == ["ram"]
-    absent = list(machine.check_memory(GIB, needs_shm=True, shm=tmp_path / "absent"))
-    assert absent[1].status == "missing"
 
 
 @pytest.mark.parametrize(
@@ -146,22 +102,8 @@ def test_gpus_that_cannot_be_used_say_why_without_asking_torch(root):
     assert [each.status for each in machine.check_gpus(root({}))] == ["missing"]
     driver = {"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Kernel Module  570.1  x\n"}
     [finding] = machine.check_gpus(root(driver))
-    assert (finding.status, finding.found) == ("warning", "driver 570.1, and no /dev/nvidia*")
+    assert (finding.status, finding.found) == ("warning", "a driver, and no /dev/nvidia*")
     assert "--gpus all" in finding.advice
-
-
-def test_a_taken_port_fails_only_when_it_was_asked_for():
-    (number,) = free_ports(1)  # which no connection of another process is given meanwhile
-    with socket.create_server(("127.0.0.1", number)):
-        wanted = [(number, "--port", True), (number, "prefill", False)]
-        asked, default = machine.check_ports("127.0.0.1", wanted)
-    assert (asked.status, default.status) == ("failed", "warning")
-    assert asked.found == "Address already in use"
-    for _ in range(2):
-        [free] = machine.check_ports("127.0.0.1", [(number, "prefill", True)])
-        assert free.status == "ok"
-    [foreign] = machine.check_ports("192.0.2.1", [(number, "prefill", True)])
-    assert foreign.found == "Cannot assign requested address"
 
 
 @given(
@@ -189,10 +131,3 @@ def test_a_model_on_gpus_is_held_against_their_memory():
     none = Model("m", "bfloat16", GIB, 1 << 16, 1 << 10, 1, "cuda", 0)
     advice = named(machine.check_model(none, 64 * GIB), "m").advice
     assert advice == "torch sees no GPU here: --device cuda cannot be"
-
-
-def test_a_pool_below_the_context_is_warned_of():
-    model = Model("m", "bfloat16", GIB, 1 << 10, 4096, 8192)
-    context = named(machine.check_model(model, 64 * GIB), "context")
-    assert context.status == "warning"
-    assert "--max-total-tokens 8192" in context.advice

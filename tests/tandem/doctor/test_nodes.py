@@ -67,11 +67,6 @@ def test_other_versions_and_names_are_warned_of():
     assert "--served-model-name" in finding.advice
 
 
-def test_every_prefill_is_held_against_every_decode():
-    answers = [answer("prefill"), answer("prefill"), answer("decode"), answer("colocated")]
-    assert [each.area for each in check_nodes(answers)] == ["nodes"] * 4 + ["pairs"] * 2
-
-
 def node_app(info: NodeInfo, health: int) -> web.Application:
     async def server_info(request: web.Request) -> web.Response:
         return web.json_response(msgspec.to_builtins(info))

@@ -1,15 +1,12 @@
 import os
 import pty
-import socket
 import subprocess
 import sys
 
 import pytest
 
 import tandem.router.command
-from tandem.frontend.server import listen
 from tandem.manual.command import main
-from tandem.wire.errors import ConfigInvalid, error_from_info
 
 
 def test_without_a_topic_all_are_listed(capsys):
@@ -30,11 +27,6 @@ def test_an_unknown_topic_suggests_those_that_are_like_it(capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "no one topic 'membershp'; did you mean\n  tandem docs membership\n" in captured.err
-
-
-def test_a_topic_like_no_other_is_answered_with_how_to_list_them(capsys):
-    assert main(["qqqqqqqq"]) == 2
-    assert "`tandem docs` lists them" in capsys.readouterr().err
 
 
 def test_on_a_terminal_a_topic_is_set_and_given_to_the_pager():
@@ -102,10 +94,3 @@ def test_a_node_that_refuses_to_start_ends_with_where_to_read_on(argv, topic):
 def test_a_router_that_refuses_its_flags_ends_with_where_to_read_on(argv, topic, capsys):
     assert tandem.router.command.main(argv) == 2
     assert capsys.readouterr().err.endswith(f"\nsee: tandem docs {topic}\n")
-
-
-def test_an_error_keeps_where_to_read_on_from_the_engines_process_to_the_nodes():
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigInvalid) as caught:
-        listen("127.0.0.1", taken.getsockname()[1])
-    told = error_from_info(caught.value.info())
-    assert told.for_operators.endswith("\nsee: tandem docs troubleshooting#cannot-listen")

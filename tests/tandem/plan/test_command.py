@@ -85,12 +85,12 @@ def test_a_trace_is_planned_for(node, tmp_path, capsys):
     ("flags", "message"),
     [
         (LOAD, "there is no goal: give --ttft-ms"),
-        (f"{LOAD} --ttft-ms 0", "--ttft-ms: 0: give more than 0"),
-        (f"{LOAD} --ttft-ms 5 --percentile 101", "--percentile: 101: give more than 0, up to 100"),
+        (f"{LOAD} --ttft-ms 0", "--ttft-ms is 0: give at least"),
+        (f"{LOAD} --ttft-ms 5 --percentile 101", "--percentile is 101: give 1 to 100"),
         ("--ttft-ms 5", "give --trace, or --prompt and --output and --rate"),
         ("--ttft-ms 5 --prompt 5 --output 5", "give --trace, or --rate"),
         ("--ttft-ms 5 --prompt five --output 5 --rate 1", "--prompt five: give tokens such as"),
-        ("--ttft-ms 5 --prompt 5 --output 5 --rate 1e9", "--rate: 1e9: give more than 0, up to"),
+        ("--ttft-ms 5 --prompt 5 --output 5 --rate 1e9", "--rate is 1e+09: give 0 to 10000"),
         (f"{LOAD} --ttft-ms 5 --cost other=1", "--cost other: name a node"),
         (f"{LOAD} --ttft-ms 5 --model llama-70b --node h100-tp4", "one size of a token's KV"),
         (f"{LOAD} --ttft-ms 5 --trace /nowhere", "leave out --prompt, --output"),
@@ -108,11 +108,6 @@ def test_what_cannot_work_is_refused_with_what_to_give(node, flags, message, cap
     assert message in capsys.readouterr().err
 
 
-def test_a_plan_without_nodes_names_the_flags_for_them(capsys):
-    assert main(f"{LOAD} --ttft-ms 5".split()) == 2
-    assert "no kind of node for prefill: give --node" in capsys.readouterr().err
-
-
 def test_a_plan_of_known_models_is_made_without_torch():
     code = (
         "import sys; from tandem.plan.command import main; "
@@ -128,7 +123,7 @@ def test_the_commands_of_a_check_are_printed_and_parse(node, tmp_path, capsys):
     lines = [line.split() for line in out.splitlines() if line.startswith("  tandem ")]
     (_, _, *up), (_, _, *bench) = lines
     commands = parsers()
-    assert commands["bench"].parse_args(bench).trace == tmp_path / "load.jsonl"
+    assert commands["bench"].parse_args(bench).trace == str(tmp_path / "load.jsonl")
     given = vars(commands["up"].parse_args(up))
     assert (given["prefills"], given["decodes"]) == (5, 1)
     assert given["engine.max_total_tokens"] == 100_000

@@ -48,20 +48,6 @@ LATENTS = {
     "vocab_size": 102400,
     "max_position_embeddings": 163840,
 }
-# Gemma 3 1B's sizes: 22 of 26 layers have a window of 512.
-WINDOWS = {
-    "model_type": "gemma3_text",
-    "torch_dtype": "bfloat16",
-    "num_hidden_layers": 26,
-    "hidden_size": 1152,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "intermediate_size": 6912,
-    "vocab_size": 262144,
-    "sliding_window": 512,
-    "max_position_embeddings": 32768,
-}
 
 
 def read(tmp_path, fields, tp=1):
@@ -100,24 +86,10 @@ def test_all_experts_are_read_and_few_are_computed(tmp_path):
 
 def test_compressed_latents_count_as_what_a_page_keeps_of_them(tmp_path):
     found = read(tmp_path, LATENTS)
-    assert found.kv_bytes == found.read_bytes == 27 * (512 + 64) * 2
+    assert found.kv_bytes == 27 * (512 + 64) * 2
     # 15.7 billion parameters, 2.4 of them for a token, its embedding left out.
     assert found.weight_bytes == pytest.approx(2 * 15.7e9, rel=0.01)
     assert found.layer_params + found.head_params == pytest.approx(2.4e9, rel=0.1)
-
-
-def test_layers_with_a_window_keep_every_token_and_read_no_more_than_their_window(tmp_path):
-    found = read(tmp_path, WINDOWS)
-    assert found.kv_bytes == 26 * 2 * 256 * 2
-    assert found.read_bytes == 4 * 2 * 256 * 2
-    assert found.window_bytes == 22 * 2 * 256 * 2 * 512
-    assert found.window_flops == 22 * 2 * 4 * 2 * 256 * 512
-    assert found.weight_bytes == pytest.approx(2e9, rel=0.01)
-
-
-def test_weights_take_what_their_files_have(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    assert read(tmp_path, LLAMA_8B).weight_bytes == 1000
 
 
 @pytest.mark.parametrize("card", CARDS)
@@ -138,16 +110,6 @@ def test_an_estimate_follows_from_the_figures_of_the_card():
     assert profile.decode.base_ms == pytest.approx(0.5 + 16.06e9 / (3.35e9 * 0.7), rel=0.001)
     assert profile.decode.per_context_token_ms == pytest.approx(131072 / (3.35e9 * 0.7), rel=0.001)
     assert profile.node.num_tokens == pytest.approx((80e9 * 0.85 - 16.06e9) / 131072, rel=0.001)
-
-
-def test_an_estimate_agrees_with_the_profile_that_is_shipped():
-    shipped = kind(SHIPPED).profile
-    made = estimate(CARDS["h100"], 8, read_model("llama-70b", 8))
-    assert made.decode.forward_s(64, 128_000) == pytest.approx(
-        shipped.decode.forward_s(64, 128_000), rel=0.25
-    )
-    assert made.node.num_tokens == pytest.approx(shipped.node.num_tokens, rel=0.02)
-    assert shipped.node.is_estimated
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.bench.trace import TraceRow
+from tandem.bench.workload import TraceRow
 from tandem.engine.profile import DecodeTimes, NodeFigures, PrefillTimes, Profile
 from tandem.plan.load import Load, draw, draw_lengths, replay
 from tandem.plan.nodes import NodeKind

@@ -7,7 +7,7 @@ import pytest
 
 from tandem.engine.profile import NodeFigures, Profile, read_profile
 from tandem.plan.nodes import node_kind
-from tandem.profile.command import build_parser, read_config, write
+from tandem.profile.command import parse, write
 from tandem.wire.errors import ConfigInvalid
 
 
@@ -63,5 +63,5 @@ def test_a_profile_that_does_not_describe_what_was_measured_is_not_written(tmp_p
 )
 def test_what_cannot_work_is_refused_before_anything_is_measured(flags, message):
     with pytest.raises(ConfigInvalid) as raised:
-        read_config(build_parser().parse_args(flags))
+        parse(flags)
     assert message in raised.value.message

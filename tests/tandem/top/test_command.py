@@ -67,7 +67,7 @@ def test_a_router_that_is_not_there_is_an_error_at_once_and_waited_for_otherwise
 
 
 def test_what_cannot_be_is_refused_with_what_can():
-    assert "--interval: give 0.1 or more" in top("--interval", "0").stderr
+    assert "--interval is 0: give at least 0.1" in top("--interval", "0").stderr
     wrong = top("10.0.0.1:8000")
     assert wrong.returncode == 2
     assert "URL" in wrong.stderr
