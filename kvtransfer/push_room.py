@@ -23,10 +23,11 @@ from typing import Protocol
 import msgspec
 
 from tandem.kvtransfer.bootstrap import DecodeLink
-from tandem.kvtransfer.checksum import PushSums
+from tandem.kvtransfer.checksum import page_sums, sampled_slabs
 from tandem.kvtransfer.fan_in import PushFanIn
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import CopyPlan, PagedTokens, plan_copies
+from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.session import SenderState, Session, sender_session
 from tandem.wire.errors import TransferRefused
 from tandem.wire.hand_off import Grant, Landed
@@ -192,7 +193,6 @@ class PushPart:
         landed: What decode is to receive at the end, once the role has finished.
         num_layers_pushed: Of the run of own pages that begins at this place in the prompt.
         own_pages: By their place in the prompt, own pages of which every layer was pushed.
-        sums: Of what is pushed; None where nothing is hashed. Used by the worker alone.
         refusal: Of one of its jobs; no other is done after that. Used by the worker alone.
     """
 
@@ -206,7 +206,6 @@ class PushPart:
     landed: Landed | None = None
     num_layers_pushed: dict[int, int] = field(default_factory=dict)
     own_pages: dict[int, int] = field(default_factory=dict)
-    sums: PushSums | None = None
     refusal: TransferRefused | None = None
     pushed_bytes: int = 0
 
@@ -279,13 +278,19 @@ class PushPart:
             index += 1
         return min(index * page_size, self.destination.end_token)
 
-    def sum_up(self, layout: KVLayout) -> None:
+    def sum_up(self, region: MemoryRegion, layout: KVLayout) -> None:
         """Add the checksums to what decode is to receive. In the worker, after `check_complete`."""
-        if self.sums is None or not self.destination.page_ids:
-            return
         assert self.landed is not None
+        assert self.link is not None
+        theirs, one_in = self.destination, self.landed.checksum_one_in
+        if not (one_in and theirs.page_ids and self.link.heads.num_heads):
+            return
         end_token = self.end_token(layout.page_size)
-        sums = self.sums.finish(self.own_pages, layout, end_token)
+        first, last = theirs.first_token // layout.page_size, (end_token - 1) // layout.page_size
+        held = [self.own_pages[index] for index in range(first, last + 1)]
+        own = PagedTokens(layout, held, first * layout.page_size)
+        slabs = sampled_slabs(self.room.room, layout, one_in)
+        sums = page_sums(region, own, theirs, end_token, slabs=slabs, heads=self.link.heads)
         self.landed = msgspec.structs.replace(self.landed, checksums=sums, end_token=end_token)
 
 

@@ -23,7 +23,7 @@ from itertools import zip_longest
 import msgspec
 from typing_extensions import override
 
-from tandem.kvtransfer.checksum import Verify, arrived_sums, sampled_slabs
+from tandem.kvtransfer.checksum import Verify, page_sums, sampled_slabs
 from tandem.kvtransfer.control import ControlThread, Outbox, transport_errors
 from tandem.kvtransfer.events import Failed, Landed, Lost, ReceiverEvent, ReceiverTimes, Safe
 from tandem.kvtransfer.fan_in import LandFanIn
@@ -108,8 +108,9 @@ class LandPart:
         if not 0 <= granted.end_token - end_token < layout.page_size:
             return f"tokens up to {end_token} were written and {granted.end_token} granted"
         slabs = sampled_slabs(landed.room, layout, landed.checksum_one_in)
-        heads = HeadRange(0, self.link.heads.start, len(self.link.heads))
-        sums = arrived_sums(region, granted, end_token, slabs, heads)
+        first_head = self.link.heads.start
+        heads = HeadRange(first_head, first_head, len(self.link.heads))
+        sums = page_sums(region, granted, granted, end_token, slabs=slabs, heads=heads)
         if sums == landed.checksums:
             return ""
         num_bad = sum(a != b for a, b in zip_longest(sums, landed.checksums))
@@ -155,6 +156,11 @@ class ReceiverStatistics(msgspec.Struct, frozen=True, kw_only=True):
     saved_bytes: int
 
 
+def receiver_outbox(waker: Waker | None = None) -> Outbox[ReceiverEvent]:
+    """Return an outbox of what happens to rooms at decode."""
+    return Outbox(waker, (Landed, Failed, Safe), Safe)
+
+
 class DecodeAgent:
     """The receiving end of every room of one decode node.
 
@@ -196,7 +202,7 @@ class DecodeAgent:
         self._epoch, self._layout, self._region = epoch, layout, region
         self._is_verified = verify != "off"
         self._timeouts, self._clock = timeouts or ReceiverTimeouts(), clock
-        self._outbox: Outbox[ReceiverEvent] = Outbox(waker, (Landed, Failed, Safe), Safe)
+        self._outbox = receiver_outbox(waker)
         self._rooms: dict[Room, LandRoom] = {}  # until the last of their parts is over
         self._done: Counter[Action] = Counter()
         self.times = ReceiverTimes()
