@@ -85,7 +85,6 @@ class DecodeLink:
         num_parts: How many of them there are.
         heads: Those that we push to it.
         more_ports: Of the other ranks of our node that push to it, where this one knows them.
-        failure: Why a message could not be sent, once one could not.
         connection: Put in by the worker.
     """
 
@@ -98,7 +97,6 @@ class DecodeLink:
     num_parts: int
     heads: HeadRange
     more_ports: list[int]
-    failure: PeerLost | None = None
     connection: Connection | None = None
 
     def hang_up(self) -> None:
@@ -161,8 +159,8 @@ class BootstrapPort:
         try:
             self._inbox.send(link.peer, message)
         except PeerLost as error:
-            # Lost in the next turn, when the room whose message it is has come to rest.
-            link.failure = error
+            # Posted: the room whose message it is has to come to rest before the link is lost to it.
+            self._control.post(partial(self.drop, link, error))
 
     def drop(self, link: DecodeLink, error: TandemError) -> None:
         """Lose a link; no-op when it is lost already."""
@@ -294,8 +292,6 @@ class BootstrapPort:
         is_ping_due = self._rhythm.is_ping_due(now_s)
         for link in list(self._links.values()):
             try:
-                if link.failure is not None:
-                    raise link.failure
                 self._rhythm.check("decode", link.last_heard_s, now_s)
             except PeerLost as error:
                 self.drop(link, error)

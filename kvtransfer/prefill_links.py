@@ -87,7 +87,6 @@ class PrefillLink:
         socket: None until the link is open.
         epoch: Prefill's, once it sent Welcome.
         transport: The one it took; the others are fenced then.
-        is_fence_due: That failed, and is to be tried again.
         more_ports: Of other ranks of prefill that hold heads of ours; known once the link is up.
         heads: Those that come over this link, counted in our pages; known once it is up.
     """
@@ -105,7 +104,6 @@ class PrefillLink:
     is_redirected: bool = False
     epoch: Epoch | None = None
     transport: str = ""
-    is_fence_due: bool = False
     more_ports: Sequence[int] = ()
     heads: range = range(0)
 
@@ -343,7 +341,9 @@ class PrefillLinks:
         )
         self._up(link)
         if self._is_kept(link):  # behind the permissions of rooms that waited
-            self._fence_unused(link)
+            # Offers that cannot be fenced now are fenced with the link.
+            fence = partial(self._fence, link, link.transport)
+            link.worker.submit(fence, lambda _none: None, lambda _error: None)
         return None
 
     def _redirect(self, link: PrefillLink, redirect: Redirect) -> None:
@@ -359,15 +359,6 @@ class PrefillLinks:
         link.socket, link.is_redirected, link.is_greeted = socket, True, False
         link.more_ports = redirect.more_ports
         return None
-
-    def _fence_unused(self, link: PrefillLink) -> None:
-        """Fence what prefill was offered and did not take; at the next ping again, if that fails."""
-
-        def failed(_error: TandemError) -> None:
-            link.is_fence_due = True
-
-        link.is_fence_due = False
-        link.worker.submit(partial(self._fence, link, link.transport), lambda _none: None, failed)
 
     def _cut_off(self, link: PrefillLink) -> None:
         """Fence a lost link, as often as it takes. In the worker.
@@ -401,7 +392,8 @@ class PrefillLinks:
                     address=link.address,
                     transport=name,
                     reason=str(error),
-                    effect="it is tried again; pages it may still write into stay in quarantine",
+                    effect="it is tried again, at the latest with the link's end; pages it may still "
+                    "write into stay in quarantine",
                 )
         if failure is not None:
             raise failure
@@ -425,8 +417,6 @@ class PrefillLinks:
             self._rhythm.check("prefill", link.last_heard_s, now_s)
         if is_ping_due:
             link.socket.send(LinkPing(epoch=self._end.epoch))
-            if link.is_fence_due:
-                self._fence_unused(link)
         return None
 
     def _greet(self, link: PrefillLink, socket: Link[FromPrefill]) -> None:

@@ -189,7 +189,7 @@ class PushPart:
     Attributes:
         deadline_s: When the half that is missing is given up.
         link: That of the grant, once there is one.
-        pending: Pushes that came before the grant.
+        pending: What the role asked for before the grant came.
         landed: What decode is to receive at the end, once the role has finished.
         num_layers_pushed: Of the run of own pages that begins at this place in the prompt.
         own_pages: By their place in the prompt, own pages of which every layer was pushed.
@@ -202,7 +202,7 @@ class PushPart:
     session: Session[SenderState] = field(default_factory=sender_session)
     link: DecodeLink | None = None
     grant: Grant | None = None
-    pending: list[Push] = field(default_factory=list)
+    pending: list[Callable[["PushPart"], None]] = field(default_factory=list)
     landed: Landed | None = None
     num_layers_pushed: dict[int, int] = field(default_factory=dict)
     own_pages: dict[int, int] = field(default_factory=dict)
@@ -213,12 +213,7 @@ class PushPart:
         """Return the same for another link. Only before it is granted."""
         assert self.grant is None
         return PushPart(
-            self.room,
-            number,
-            self.deadline_s,
-            copy(self.session),
-            pending=list(self.pending),
-            landed=self.landed,
+            self.room, number, self.deadline_s, copy(self.session), pending=list(self.pending)
         )
 
     @property

@@ -181,7 +181,7 @@ class PrefillAgent:
         """
         push = Push(page_ids, first_page_index, layers)
         now_s = self._clock()
-        self._control.post(lambda: self._push_all(room, push, now_s))
+        self._control.post(lambda: self._push(room, push, now_s))
 
     def push_by_layer(self, runs: Sequence[PageRun]) -> Wrote:
         """A forward begins that completes these pages: return what it calls for each layer.
@@ -211,7 +211,7 @@ class PrefillAgent:
             checksum_one_in=self._one_in,
         )
         now_s = self._clock()
-        self._control.post(lambda: self._finish_all(room, landed, now_s))
+        self._control.post(lambda: self._finish(room, landed, now_s))
 
     def abort(self, room: Room, error: TandemError | None = None) -> None:
         """Give a room up; decode receives `error`. `Released` follows. No-op when it is over."""
@@ -264,11 +264,6 @@ class PrefillAgent:
         rooms = list(self._rooms.values())
         return [part for room in rooms for part in list(room.parts.values())]
 
-    def _parts_of(self, room: Room) -> list[PushPart]:
-        """Return those of one room; none when it ended while the role computed."""
-        entry = self._rooms.get(room)
-        return [] if entry is None else list(entry.parts.values())
-
     def _hear(self, link: DecodeLink, message: hand_off.Grant | hand_off.Withdraw) -> None:
         room = self._rooms.get(message.room)
         part = None if room is None else room.parts.get(link.part)
@@ -306,18 +301,24 @@ class PrefillAgent:
         part.link, part.grant = link, grant
         return self._apply(part, Event.GRANT_ARRIVED)
 
-    def _push_all(self, room: Room, push: Push, now_s: float) -> None:
-        entry = self._rooms.get(room)
-        if entry is not None and entry.pushed_s is None:
+    def _push(self, room: Room, push: Push, now_s: float) -> None:
+        if (entry := self._rooms.get(room)) is None:
+            return  # it ended while the role computed
+        if entry.pushed_s is None:
             entry.pushed_s = now_s
-        for part in self._parts_of(room):
-            self._push(part, push)
+        self._when_granted(entry, lambda part: self._write(part, push))
 
-    def _push(self, part: PushPart, push: Push) -> None:
-        if part.session.state is SenderState.WAITING:
-            part.pending.append(push)
-        elif part.session.state is SenderState.PUSHING:
-            self._write(part, push)
+    def _finish(self, room: Room, landed: hand_off.Landed, now_s: float) -> None:
+        if (entry := self._rooms.get(room)) is not None:
+            entry.finished_s = now_s
+            self._when_granted(entry, lambda part: self._conclude(part, landed))
+
+    def _when_granted(self, room: PushRoom, do: Callable[[PushPart], None]) -> None:
+        for part in list(room.parts.values()):
+            if part.session.state is SenderState.WAITING:
+                part.pending.append(do)
+            elif part.session.state is SenderState.PUSHING:
+                do(part)
 
     def _write(self, part: PushPart, push: Push) -> None:
         own, layers = part.take(push, self._end.layout)
@@ -335,19 +336,9 @@ class PrefillAgent:
 
         self._submit(part, write, lambda _none: None)
 
-    def _finish_all(self, room: Room, landed: hand_off.Landed, now_s: float) -> None:
-        if (entry := self._rooms.get(room)) is not None:
-            entry.finished_s = now_s
-        for part in self._parts_of(room):
-            self._finish(part, landed)
-
-    def _finish(self, part: PushPart, landed: hand_off.Landed) -> None:
-        part.landed = landed
-        if part.session.state is SenderState.PUSHING:
-            self._conclude(part)
-
-    def _conclude(self, part: PushPart) -> None:
+    def _conclude(self, part: PushPart, landed: hand_off.Landed) -> None:
         """Queue the end behind the writes: checksums, then Landed."""
+        part.landed = landed
         try:
             part.check_complete(self._end.layout.page_size)
         except TransferRefused as error:
@@ -405,7 +396,10 @@ class PrefillAgent:
         match action:
             case Action.TELL_GRANTED:
                 self._report(part, Granted(room, part.destination.first_token))
-                self._flush(part)
+                pending, part.pending = part.pending, []
+                for do in pending:  # what the role asked for before the grant came
+                    if part.session.state is SenderState.PUSHING:
+                        do(part)
             case Action.STOP_WRITES:
                 assert part.link is not None
                 part.link.worker.stop(room, partial(self._apply, part, Event.WRITES_STOPPED))
@@ -464,11 +458,3 @@ class PrefillAgent:
         if room.fan_in is fan_in and not fan_in.is_over:
             for part in list(room.parts.values()):
                 self._apply(part, Event.ABORT_ASKED, why)
-
-    def _flush(self, part: PushPart) -> None:
-        """Do what the role asked for before the grant came."""
-        pending, part.pending = part.pending, []
-        for push in pending:
-            self._push(part, push)
-        if part.landed is not None:
-            self._finish(part, part.landed)

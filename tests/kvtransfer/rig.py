@@ -1,6 +1,8 @@
 """Both agents in one process, over a real wire, and peers of theirs that do what a test says."""
 
 import os
+import threading
+from collections import defaultdict
 
 import numpy as np
 
@@ -11,13 +13,17 @@ from tandem.kvtransfer.receiver import DecodeAgent
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sender import PrefillAgent
 from tandem.kvtransfer.transports.base import Pool
-from tandem.kvtransfer.transports.loopback import LoopbackTransport
+from tandem.kvtransfer.transports.loopback import (
+    LoopbackConnection,
+    LoopbackListener,
+    LoopbackTransport,
+)
 from tandem.wire import hand_off
 from tandem.wire.channel import Inbox, Link, Waker, wait
 from tandem.wire.errors import PeerLost
 from tandem.wire.ids import Epoch, Room
 from tests.calm import CALM, calm_receiver, calm_sender
-from tests.patience import patiently
+from tests.patience import PATIENCE_S, patiently
 
 ROOM = Room(42)
 PROMPT_PAGES = [3, 1, 7, 8]
@@ -136,9 +142,34 @@ def request(decode, prefill, page_ids=DECODE_PAGES, have_tokens=0, room=ROOM):
     decode.agent.request(room, "127.0.0.1", prefill.agent.port, page_ids, have_tokens)
 
 
+def begin(cluster, *faults, sender=None, receiver=None, **granted):
+    """Return both ends of a room that prefill expects and decode grants.
+
+    Args:
+        faults: Of loopback.
+        sender: What prefill's agent is made with, beside what all are.
+        receiver: The same of decode's.
+        granted: See `request`.
+    """
+    if faults:
+        cluster.use(LoopbackTransport(faults))
+    prefill, decode = cluster.prefill(**sender or {}), cluster.decode(**receiver or {})
+    prefill.agent.expect(ROOM)
+    request(decode, prefill, **granted)
+    return prefill, decode
+
+
 def push_all(prefill, page_ids=PROMPT_PAGES, room=ROOM):
     prefill.agent.push(room, page_ids, 0)
     prefill.agent.finish(room, first_token=9, seed=77, cached_tokens=4)
+
+
+def has_turned(agent):
+    """Return when the control thread has looked at all its links at the time that it is."""
+    for _ in range(2):
+        is_done = threading.Event()
+        agent._control.post(is_done.set)
+        assert is_done.wait(PATIENCE_S)
 
 
 def until(is_so):
@@ -167,6 +198,81 @@ def serve_the_next(prefill, decode):
     assert isinstance(prefill.next(), Granted)
     assert isinstance(prefill.next(), PushDone)
     assert isinstance(decode.next(), Landed)
+
+
+class Hold:
+    """Stops whoever comes to it, once it is told to, until it is let go.
+
+    Attributes:
+        threads: Names of those that came.
+    """
+
+    def __init__(self):
+        self._is_on, self.reached, self._let_go = False, threading.Event(), threading.Event()
+        self.threads = set()
+
+    def begin(self):
+        self._is_on = True
+
+    def pass_by(self):
+        self.threads.add(threading.current_thread().name)
+        if self._is_on:
+            self.reached.set()
+            assert self._let_go.wait(PATIENCE_S)
+
+    def let_go(self):
+        self._is_on = False
+        self._let_go.set()
+
+
+class Scripted(LoopbackTransport):
+    """Loopback whose calls are held, or fail, as a test asks.
+
+    Attributes:
+        holds: By the name of the call.
+        failures: Names of calls, each of which raises once.
+    """
+
+    def __init__(self, name="loopback"):
+        super().__init__()
+        self.name, self.failures, self.is_fenced = name, [], False
+        self.holds = defaultdict(Hold)
+
+    def follow(self, call):
+        if call in self.failures:
+            self.failures.remove(call)
+            raise OSError(f"{call} failed")
+        self.holds[call].pass_by()
+
+    def listen(self, pool):
+        listener = ScriptedListener(pool, self._listeners)
+        listener.script = self
+        return listener
+
+    def connect(self, offer, region):
+        self.follow("connect")
+        plain = super().connect(offer, region)
+        connection = ScriptedConnection(self, plain._listener, plain._peer, region)
+        connection.script = self
+        return connection
+
+
+def _scripted(name):
+    def call(self, *args):
+        self.script.follow(name)
+        result = getattr(super(type(self), self), name)(*args)
+        self.script.is_fenced |= name == "fence"
+        return result
+
+    return call
+
+
+class ScriptedListener(LoopbackListener):
+    admit, permit, revoke, fence = map(_scripted, ("admit", "permit", "revoke", "fence"))
+
+
+class ScriptedConnection(LoopbackConnection):
+    write, close = map(_scripted, ("write", "close"))
 
 
 class FakePrefill:

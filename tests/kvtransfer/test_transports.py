@@ -292,7 +292,7 @@ def test_a_write_to_a_stopped_owner_ends_when_the_connection_is_closed(name):
 def test_a_fence_waits_for_a_writer_stopped_in_the_middle_of_a_copy():
     pair = Pair(ShmTransport())
     pair.listener.permit(pair.peer, ROOM, [0])
-    with pair.connection._end.turn(ROOM, pair.plan([0], [0])):  # as if SIGSTOPped here
+    with pair.connection.turn(ROOM, pair.plan([0], [0])):  # as if SIGSTOPped here
         fence = threading.Thread(target=pair.listener.fence, args=(pair.peer,))
         fence.start()
         fence.join(0.05)
