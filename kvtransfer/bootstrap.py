@@ -22,7 +22,7 @@ from tandem.kvtransfer.control import TURN_S, ControlThread, Rhythm, Worker
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import HeadRange
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.sharding import Links, Shard, held_heads, links_of, pair_ranks
+from tandem.kvtransfer.sharding import RankPair, Shard, held_heads, pair_ranks
 from tandem.kvtransfer.transports.base import Connection, Transport
 from tandem.kvtransfer.transports.registry import choose
 from tandem.telemetry.log import get_logger
@@ -196,7 +196,10 @@ class BootstrapPort:
     def _greet(self, peer: Peer, hello: Hello) -> None:
         try:
             layout = self._check(hello)
-            sources, targets = self._links_of(hello, layout)
+            pairs = self._pairs(hello, layout)
+            sources = [pair.source for pair in pairs if pair.destination == hello.tp_rank]
+            own_rank = self._end.shard.tp_rank
+            targets = {pair.destination: pair.heads for pair in pairs if pair.source == own_rank}
             if hello.tp_rank not in targets:
                 return self._redirect(peer, self._ports_of(sources))
             for old in list(self._links.values()):
@@ -246,14 +249,13 @@ class BootstrapPort:
             raise LayoutMismatch(ours, _described(hello.fingerprint, layout, theirs))
         return layout
 
-    def _links_of(self, hello: Hello, layout: KVLayout) -> Links:
+    def _pairs(self, hello: Hello, layout: KVLayout) -> list[RankPair]:
         end = self._end
         try:
-            pairs = pair_ranks(
+            return pair_ranks(
                 held_heads(end.shard, end.layout.num_kv_heads),
                 held_heads(_shard_of(hello), layout.num_kv_heads),
             )
-            return links_of(pairs, end.shard.tp_rank, hello.tp_rank)
         except ValueError as error:
             ours = _described(end.fingerprint, end.layout, end.shard)
             raise LayoutMismatch(ours, f"{hello.fingerprint} ({error})") from error

@@ -29,7 +29,7 @@ from tandem.kvtransfer.events import Failed, Landed, Lost, ReceiverEvent, Receiv
 from tandem.kvtransfer.fan_in import LandFanIn
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import HeadRange, PagedTokens
-from tandem.kvtransfer.prefill_links import PrefillLink, PrefillLinks, ReceiverEnd
+from tandem.kvtransfer.prefill_links import PrefillLink, PrefillLinks
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.session import Action, Event, ReceiverState, Session, receiver_session
 from tandem.kvtransfer.sharding import Shard
@@ -209,8 +209,19 @@ class DecodeAgent:
         self._num_corrupted = self._received_bytes = self._saved_bytes = 0
         self._control = ControlThread("kv-decode", self._turn)
         pool = Pool(region, layout.page_bytes, layout.num_pages)
+        shard = shard or Shard()
+        hello = hand_off.Hello(
+            epoch=epoch,
+            fingerprint=fingerprint,
+            layout=layout.to_info(),
+            offers=[],
+            tp_rank=shard.tp_rank,
+            tp_size=shard.tp_size,
+            model_kv_heads=shard.model_kv_heads,
+        )
         self._links = PrefillLinks(
-            ReceiverEnd(epoch, fingerprint, layout, listen(transports, pool), shard or Shard()),
+            hello,
+            listen(transports, pool),
             self._control,
             key=key,
             connect_timeout_s=self._timeouts.connect_s,

@@ -14,9 +14,8 @@ import contextlib
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import msgspec
 
@@ -24,7 +23,7 @@ from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.base import check_bounds
-from tandem.kvtransfer.transports.tcp_stream import TcpOffer
+from tandem.kvtransfer.transports.tcp_stream import Lane, OpenLane, TcpOffer
 from tandem.wire.errors import PeerLost, TransferRefused
 from tandem.wire.hand_off import TransportOffer
 from tandem.wire.ids import Room
@@ -37,30 +36,11 @@ GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 SHARE_BYTES = 4 << 20
 
 
-class SendingLane(Protocol):
-    """Takes the batches of one stream. One thread at a time uses it."""
-
-    def send(self, room: Room, batch: CopyPlan) -> None:
-        """Announce and send a batch; however it ends, no byte of its sources is read after it.
-
-        Raises:
-            PeerLost: The stream or the lane broke, or the stream was shut down meanwhile.
-            TransferRefused: The pages are not granted to this room.
-        """
-        ...
-
-    def close(self) -> None:
-        """Give back what the lane holds. The stream may be shut down, and is its caller's to close."""
-        ...
-
-
 class StreamConnection:
     """Streams to one listener with a lane each. They share large writes.
 
     Args:
         offer: Of a `TcpListener`.
-        open_lane: Called with a stream on which the listener has accepted us, and `region`; raises
-            PeerLost.
         source_host: Address to send from; empty for the one that routing picks.
     """
 
@@ -68,14 +48,14 @@ class StreamConnection:
         self,
         offer: TransportOffer,
         region: MemoryRegion,
-        open_lane: Callable[[socket.socket, MemoryRegion], SendingLane],
+        open_lane: OpenLane,
         *,
         num_streams: int = 1,
         source_host: str = "",
     ) -> None:
         self._size_bytes = region.size_bytes
         self._streams: list[socket.socket] = []
-        self._lanes: list[SendingLane] = []
+        self._lanes: list[Lane] = []
         with contextlib.ExitStack() as opened:
             try:
                 facts = msgspec.convert(offer.descriptor, TcpOffer)

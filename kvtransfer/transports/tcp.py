@@ -10,15 +10,12 @@ import socket
 import struct
 from pathlib import Path
 
-from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.base import Pool, TransportConfig, need_cpu_memory
 from tandem.kvtransfer.transports.lanes import StreamConnection
-from tandem.kvtransfer.transports.tcp_stream import TcpListener
-from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tandem.kvtransfer.transports.tcp_stream import TcpLane, TcpListener
+from tandem.wire.errors import ConfigInvalid, TransferRefused
 from tandem.wire.hand_off import TransportOffer
-from tandem.wire.ids import Room
 
 SIOCGIFADDR = 0x8915  # netdevice(7)
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")
@@ -60,27 +57,6 @@ class TcpTransport:
             num_streams=self._config.num_streams,
             source_host=source_host,
         )
-
-
-class TcpLane:
-    """The stream itself: the bytes follow their table."""
-
-    def __init__(self, stream: socket.socket, region: MemoryRegion) -> None:
-        self._stream, self._view = stream, region.buffer
-
-    def send(self, room: Room, batch: CopyPlan) -> None:
-        """Send table and bytes in one go, and wait for the answer."""
-        views = [self._view[begin : begin + size] for begin, _, size in batch.copies()]
-        lost: PeerLost | None = None
-        try:
-            frames.send_from(self._stream, [memoryview(frames.table_of(room, batch)), *views])
-        except PeerLost as error:
-            lost = error  # a listener that refuses hangs up, but its answer is there to read
-        if frames.receive_exactly(self._stream, 1) == frames.REFUSED:
-            raise TransferRefused(f"the pages are not granted to room {room}") from lost
-
-    def close(self) -> None:
-        """Do nothing: the stream is closed by its owner."""
 
 
 # ── network interfaces ───────────────────────────────────────────────────────────────────────────
