@@ -2,14 +2,15 @@
 
 import contextlib
 import socket
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import PagedTokens, plan_copies
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports import tcp
 from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.base import Pool, TransportConfig
 from tandem.kvtransfer.transports.tcp import TcpTransport, address_of
@@ -91,13 +92,15 @@ def test_an_unknown_interface_is_refused_naming_those_there_are():
         TcpTransport(TransportConfig(interface="ib7"))
 
 
-def test_an_interface_without_such_an_address_is_refused(tmp_path, monkeypatch):
-    link_local = tmp_path / "if_inet6"
-    link_local.write_text("fe800000000000000000000000000001 01 80 20 80       lo\n")
-    for path in (link_local, tmp_path / "nowhere"):
-        monkeypatch.setattr(tcp, "IPV6_ADDRESSES", path)
-        with pytest.raises(ConfigInvalid, match="no IPv6 address"):
-            TcpTransport(TransportConfig(host="::", interface="lo"))
+LINK_LOCAL = SimpleNamespace(family=socket.AF_INET6, address="fe80::1%lo")
+ONLY_IPV4 = SimpleNamespace(family=socket.AF_INET, address="127.0.0.1")
+
+
+@pytest.mark.parametrize("addresses", [[ONLY_IPV4, LINK_LOCAL], []])
+def test_an_interface_without_such_an_address_is_refused(monkeypatch, addresses):
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": addresses})
+    with pytest.raises(ConfigInvalid, match="no IPv6 address"):
+        TcpTransport(TransportConfig(host="::", interface="lo"))
 
 
 @pytest.mark.parametrize(("host", "address"), [("0.0.0.0", "127.0.0.1"), ("::", "::1")])
@@ -113,12 +116,10 @@ def test_streams_come_from_the_interface_and_go_to_its_address(host, address):
         listener.close()
 
 
-def test_an_offer_of_the_other_family_is_refused_if_the_interface_has_no_such_address(
-    tmp_path, monkeypatch
-):
+def test_an_offer_of_the_other_family_is_refused_if_the_interface_has_no_such_address(monkeypatch):
     with MemoryRegion.private(4096) as region:
         listener = TcpTransport(TransportConfig(host="::1")).listen(Pool(region, 4096, 1))
-        monkeypatch.setattr(tcp, "IPV6_ADDRESSES", tmp_path / "nowhere")
+        monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [ONLY_IPV4]})
         here = TcpTransport(TransportConfig(interface="lo"))
         with pytest.raises(TransferRefused, match="no IPv6 address"):
             here.connect(listener.admit("::1").offer, region)
