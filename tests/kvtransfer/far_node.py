@@ -15,16 +15,14 @@ import threading
 import numpy as np
 
 from tandem.engine.kv_cache import PagePool
-from tandem.kvtransfer.bootstrap import SenderEnd
 from tandem.kvtransfer.events import Failed, Landed, Lost, PushDone, Released, Safe
 from tandem.kvtransfer.layout import KVLayout
-from tandem.kvtransfer.receiver import DecodeAgent
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.sender import PrefillAgent
 from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.wire.channel import Waker
 from tandem.wire.heartbeat import DEFAULT_HEARTBEAT
-from tandem.wire.ids import Room, new_epoch
+from tandem.wire.ids import Room
+from tests.agents import decode_agent, prefill_agent
 from tests.calm import CALM, calm_receiver, calm_sender
 from tests.kvtransfer.makers import all_transports
 
@@ -138,9 +136,14 @@ class PrefillNode(Node):
         super().__init__(MemoryRegion.private(LAYOUT.pool_bytes))
         self.may_end = threading.Event()
         allowed = [EndlessTransport(each, self.may_end) for each in allowed]
-        end = SenderEnd(new_epoch(), "model", LAYOUT, self.region, allowed)
-        limits = calm_sender(heartbeat=heartbeat)
-        self.agent = PrefillAgent(f"tcp://{host}:0", end, waker=self.waker, timeouts=limits)
+        self.agent = prefill_agent(
+            LAYOUT,
+            self.region,
+            allowed,
+            address=f"tcp://{host}:0",
+            waker=self.waker,
+            timeouts=calm_sender(heartbeat=heartbeat),
+        )
         say(answer="port", port=self.agent.port)
 
     def push(self, room):
@@ -169,15 +172,8 @@ class DecodeNode(Node):
         del host
         self.watched = set()
         self.marked = set()
-        self.agent = DecodeAgent(
-            epoch=new_epoch(),
-            fingerprint="model",
-            layout=LAYOUT,
-            region=self.region,
-            transports=allowed,
-            waker=self.waker,
-            timeouts=calm_receiver(heartbeat=heartbeat),
-        )
+        limits = calm_receiver(heartbeat=heartbeat)
+        self.agent = decode_agent(LAYOUT, self.region, allowed, waker=self.waker, timeouts=limits)
         say(answer="ready", region=str(self.region.path))
 
     def request(self, room, host, port):

@@ -6,12 +6,9 @@ from collections import defaultdict
 
 import numpy as np
 
-from tandem.kvtransfer.bootstrap import SenderEnd
 from tandem.kvtransfer.events import Granted, Landed, PushDone
 from tandem.kvtransfer.layout import KVLayout
-from tandem.kvtransfer.receiver import DecodeAgent
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.sender import PrefillAgent
 from tandem.kvtransfer.transports.base import Pool
 from tandem.kvtransfer.transports.loopback import (
     LoopbackConnection,
@@ -22,7 +19,8 @@ from tandem.wire import hand_off
 from tandem.wire.channel import Inbox, Link, Waker, wait
 from tandem.wire.errors import PeerLost
 from tandem.wire.ids import Epoch, Room
-from tests.calm import CALM, calm_receiver, calm_sender
+from tests.agents import decode_agent, prefill_agent
+from tests.calm import CALM
 from tests.patience import PATIENCE_S, patiently
 
 ROOM = Room(42)
@@ -102,32 +100,21 @@ class Cluster:
     def use(self, transport, *others):
         self.transport, self.transports = transport, [transport, *others]
 
-    def prefill(
-        self, address="tcp://127.0.0.1:0", *, fingerprint="llama", shape=None, epoch=1, **more
-    ):
-        shape = shape or layout()
-        region, waker = MemoryRegion.private(shape.pool_bytes), Waker()
-        region.array()[:] = np.random.default_rng(epoch).integers(
-            0, 256, shape.pool_bytes, np.uint8
-        )
-        end = SenderEnd(Epoch(epoch), fingerprint, shape, region, self.transports)
-        more = {"timeouts": calm_sender(), **more}
-        node = Node(PrefillAgent(address, end, waker=waker, **more), waker, region)
-        self._stack.callback(node.close)
-        return node
+    def prefill(self, address="tcp://127.0.0.1:0", *, shape=None, epoch=1, **more):
+        shape, waker = shape or layout(), Waker()
+        region = MemoryRegion.private(shape.pool_bytes)
+        random = np.random.default_rng(epoch)
+        region.array()[:] = random.integers(0, 256, shape.pool_bytes, np.uint8)
+        more |= {"address": address, "epoch": Epoch(epoch), "waker": waker}
+        return self._node(prefill_agent(shape, region, self.transports, **more), waker, region)
 
-    def decode(self, *, fingerprint="llama", shape=None, epoch=2, **more):
-        shape = shape or layout()
-        region, waker = MemoryRegion.shared(shape.pool_bytes, OWN_NAME), Waker()
-        agent = DecodeAgent(
-            epoch=Epoch(epoch),
-            fingerprint=fingerprint,
-            layout=shape,
-            region=region,
-            transports=self.transports,
-            waker=waker,
-            **{"timeouts": calm_receiver(), **more},
-        )
+    def decode(self, *, shape=None, epoch=2, **more):
+        shape, waker = shape or layout(), Waker()
+        region = MemoryRegion.shared(shape.pool_bytes, OWN_NAME)
+        more |= {"epoch": Epoch(epoch), "waker": waker}
+        return self._node(decode_agent(shape, region, self.transports, **more), waker, region)
+
+    def _node(self, agent, waker, region):
         node = Node(agent, waker, region)
         self._stack.callback(node.close)
         return node

@@ -6,13 +6,10 @@ import numpy as np
 import pytest
 
 from tandem.engine.kv_cache import KVCache
-from tandem.kvtransfer.bootstrap import SenderEnd
 from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
 from tandem.kvtransfer.group import DecodeGroup, PrefillGroup
 from tandem.kvtransfer.layout import KVLayout
-from tandem.kvtransfer.receiver import DecodeAgent
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.sender import PrefillAgent
 from tandem.kvtransfer.sharding import Shard, held_heads
 from tandem.kvtransfer.transports.loopback import Fault, LoopbackTransport
 from tandem.kvtransfer.transports.shm import ShmTransport
@@ -22,8 +19,9 @@ from tandem.wire.errors import Aborted, LayoutMismatch, PeerLost, TandemError
 from tandem.wire.hand_off import Landed as LandedWord
 from tandem.wire.hand_off import Released as ReleasedWord
 from tandem.wire.hand_off import Welcome
-from tandem.wire.ids import Room, new_epoch
-from tests.calm import calm_receiver, calm_sender
+from tandem.wire.ids import Room
+from tests.agents import decode_agent, prefill_agent
+from tests.calm import calm_receiver
 from tests.kvtransfer.rig import FakeDecode
 from tests.patience import PATIENCE_S, patiently
 
@@ -93,19 +91,17 @@ class Prefill(Half):
         )
         for kv, heads in zip(self.kv, self.held, strict=True):
             kv[:] = self.truth[:, :, :, heads.start : heads.stop]
-        self.agents: list[PrefillAgent] = []
+        self.agents = []
         for rank in reversed(range(size)):  # rank 0 last: it is told the ports of the others
             ports = [agent.port for agent in self.agents] if rank == 0 else []
-            end = SenderEnd(
-                new_epoch(),
-                "llama",
+            agent = prefill_agent(
                 self.layouts[rank],
                 self.regions[rank],
                 [transports[rank]],
-                ports,
-                self.shards[rank],
+                rank_ports=ports,
+                shard=self.shards[rank],
+                waker=self.waker,
             )
-            agent = PrefillAgent("tcp://127.0.0.1:0", end, waker=self.waker, timeouts=calm_sender())
             stack.callback(agent.close)
             self.agents.insert(0, agent)
         self.group = PrefillGroup(self.agents[0], self.agents[1:]) if size > 1 else self.agents[0]
@@ -134,17 +130,8 @@ class Decode(Half):
     ):
         super().__init__(stack, size, num_heads, is_split, page_size, MemoryRegion.shared)
         self.agents = [
-            DecodeAgent(
-                epoch=new_epoch(),
-                fingerprint="llama",
-                layout=self.layouts[rank],
-                region=self.regions[rank],
-                transports=transports,
-                waker=self.waker,
-                shard=self.shards[rank],
-                **{"timeouts": calm_receiver(), **more},
-            )
-            for rank in range(size)
+            decode_agent(layout, region, transports, waker=self.waker, shard=shard, **more)
+            for layout, region, shard in zip(self.layouts, self.regions, self.shards, strict=True)
         ]
         for agent in self.agents:
             stack.callback(agent.close)
@@ -452,14 +439,11 @@ def test_a_rank_that_holds_another_share_than_its_own_is_refused(stack):
     transport = LoopbackTransport()
     prefill, decode = Prefill(stack, 2, 4, [transport] * 2), Decode(stack, 1, 2, [transport])
     decode.agents[0].close()
-    decode.agents[0] = decode.group = DecodeAgent(
-        epoch=new_epoch(),
-        fingerprint="llama",
-        layout=decode.layouts[0],
-        region=decode.regions[0],
-        transports=[transport],
+    decode.agents[0] = decode.group = decode_agent(
+        decode.layouts[0],
+        decode.regions[0],
+        [transport],
         waker=decode.waker,
-        timeouts=calm_receiver(),
         shard=Shard(0, 4, 4),  # of which each rank has one
     )
     stack.callback(decode.group.close)
