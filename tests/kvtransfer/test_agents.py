@@ -110,17 +110,6 @@ def test_what_is_pushed_and_finished_before_the_grant_is_kept_for_it(cluster):
     assert (pages(decode, DECODE_PAGES) == pages(prefill, PROMPT_PAGES)).all()
 
 
-def test_only_what_decode_does_not_have_is_pushed(cluster):
-    prefill, decode = cluster.prefill(), cluster.decode()
-    request(decode, prefill, [5, 6], have_tokens=8)
-    prefill.agent.expect(ROOM)
-    assert prefill.next() == Granted(ROOM, 8)
-    push_all(prefill)
-    assert prefill.next() == PushDone(ROOM, 2 * layout().page_bytes)
-    decode.next(Landed)
-    assert (pages(decode, [5, 6]) == pages(prefill, PROMPT_PAGES[2:])).all()
-
-
 def test_nodes_of_different_page_sizes_hand_off(cluster):
     cluster.use(TcpTransport(TransportConfig(num_streams=2)))
     small = layout(page_size=2, num_pages=20)
@@ -136,9 +125,10 @@ def test_nodes_of_different_page_sizes_hand_off(cluster):
         assert (landed[token // 2, :, :, :, token % 2] == expected).all()
 
 
-def test_many_rooms_share_one_link(cluster):
+def test_many_rooms_share_one_link_of_nodes_that_know_the_secret(cluster):
     cluster.use(ShmTransport())
-    prefill, decode = cluster.prefill(), cluster.decode()
+    key = ChannelKey.from_secret("of this cluster")
+    prefill, decode = cluster.prefill(key=key), cluster.decode(key=key)
     for number in range(16):
         prefill.agent.expect(Room(number))
         request(decode, prefill, [number], room=Room(number))
@@ -147,13 +137,6 @@ def test_many_rooms_share_one_link(cluster):
     assert landed == set(range(16))
     assert (pages(decode, range(16)) == pages(prefill, range(15, -1, -1))).all()
     assert decode.agent.statistics().num_links == 1
-
-
-def test_nodes_that_know_the_secret_hand_off(cluster):
-    key = ChannelKey.from_secret("of this cluster")
-    prefill, decode = begin(cluster, sender={"key": key}, receiver={"key": key})
-    push_all(prefill)
-    decode.next(Landed)
 
 
 # ── giving up, at each stage ─────────────────────────────────────────────────────────────────────
@@ -166,22 +149,33 @@ def test_a_request_withdrawn_before_the_link_stands_is_safe_at_once(cluster):
     assert decode.next() == Safe(ROOM)
 
 
-def test_a_grant_withdrawn_before_the_request_came_fails_the_request(cluster):
+@pytest.mark.parametrize("is_expected", [False, True])
+def test_a_grant_withdrawn_before_a_push_is_safe_and_fails_the_request(cluster, is_expected):
     prefill, decode = cluster.prefill(), cluster.decode()
     request(decode, prefill)
     prefill.wait_until(lambda now: now.num_early_grants == 1)
+    if is_expected:
+        prefill.agent.expect(ROOM)
+        prefill.next(Granted)
     decode.agent.withdraw(ROOM)
     assert decode.next() == Safe(ROOM)
-    prefill.agent.expect(ROOM)
+    if not is_expected:
+        prefill.agent.expect(ROOM)
     assert isinstance(prefill.next(Released).error, Aborted)
 
 
-def test_a_grant_withdrawn_while_prefill_computes_is_released(cluster):
-    prefill, decode = begin(cluster)
-    prefill.next(Granted)
-    decode.agent.withdraw(ROOM)
-    assert decode.next() == Safe(ROOM)
-    assert isinstance(prefill.next(Released).error, Aborted)
+@pytest.mark.parametrize("half", ["request", "grant"])
+def test_a_half_whose_other_does_not_come_ends_in_time(cluster, half):
+    limits = calm_sender(grant_s=10, early_grant_s=10)
+    prefill, decode = cluster.prefill(timeouts=limits, clock=cluster.clock), cluster.decode()
+    if half == "request":
+        prefill.agent.expect(ROOM)
+    else:
+        request(decode, prefill)
+    prefill.wait_until(lambda now: now.num_waiting + now.num_early_grants == 1)
+    cluster.clock.now_s += 10.5
+    last = prefill.next(Released) if half == "request" else decode.next(Failed)
+    assert isinstance(last.error, TransferTimeout)
 
 
 @pytest.mark.parametrize("by", ["prefill", "decode"])
@@ -212,13 +206,7 @@ def test_after_a_withdraw_that_crossed_landed_the_role_hears_only_safe(cluster):
     decode.wait_until(lambda now: now.num_landed == 1)
     decode.agent.withdraw(ROOM)
     assert decode.next() == Safe(ROOM)
-
-
-def test_withdrawing_a_room_that_is_over_does_nothing(cluster):
-    prefill, decode = begin(cluster)
-    push_all(prefill)
-    decode.next(Landed)
-    decode.agent.withdraw(ROOM)
+    decode.agent.withdraw(ROOM)  # it is over
     assert list(decode.agent.events()) == []
 
 
@@ -231,23 +219,6 @@ def test_an_abort_before_the_grant_is_answered_when_the_grant_comes(cluster):
     failed = decode.next(Failed)
     assert isinstance(failed.error, EngineFailed)
     assert failed.error.message == "the forward raised"
-
-
-def test_a_grant_without_a_request_is_given_back_in_time(cluster):
-    prefill = cluster.prefill(timeouts=calm_sender(early_grant_s=10), clock=cluster.clock)
-    decode = cluster.decode()
-    request(decode, prefill)
-    prefill.wait_until(lambda now: now.num_early_grants == 1)
-    cluster.clock.now_s += 10.5
-    assert isinstance(decode.next(Failed).error, TransferTimeout)
-
-
-def test_a_request_without_a_grant_fails_in_time(cluster):
-    prefill = cluster.prefill(timeouts=calm_sender(grant_s=10), clock=cluster.clock)
-    prefill.agent.expect(ROOM)
-    prefill.wait_until(lambda now: now.num_waiting == 1)
-    cluster.clock.now_s += 10.5
-    assert isinstance(prefill.next(Released).error, TransferTimeout)
 
 
 def test_a_prefill_that_never_pushes_loses_its_grant(cluster):
@@ -374,22 +345,19 @@ def test_layers_may_be_pushed_one_after_another(cluster):
     assert (pages(decode, DECODE_PAGES) == pages(prefill, PROMPT_PAGES)).all()
 
 
-def test_both_ends_count_what_was_moved_and_what_need_not_be(cluster):
-    prefill, decode = begin(cluster, page_ids=[5], have_tokens=12)
+def test_only_what_decode_does_not_have_is_pushed_and_both_ends_count_it(cluster):
+    prefill, decode = begin(cluster, Fault("duplicate"), page_ids=[5], have_tokens=12)
+    assert prefill.next() == Granted(ROOM, 12)
     push_all(prefill)
+    assert prefill.next() == PushDone(ROOM, layout().page_bytes)
     decode.next(Landed)
+    assert (pages(decode, [5]) == pages(prefill, PROMPT_PAGES[3:])).all()
     prefill.wait_until(lambda now: now.num_landed == 1)
     page = layout().page_bytes
     told = decode.agent.statistics()
     assert (told.received_bytes, told.saved_bytes) == (page, 3 * page)
     told = prefill.agent.statistics()
     assert (told.pushed_bytes, told.saved_bytes) == (page, 3 * page)
-
-
-def test_a_write_that_comes_twice_does_no_harm(cluster):
-    prefill, decode = begin(cluster, Fault("duplicate"))
-    push_all(prefill)
-    decode.next(Landed)
 
 
 @pytest.mark.parametrize(
