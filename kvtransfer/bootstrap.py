@@ -59,12 +59,9 @@ class SenderEnd:
     """What prefill is to decode nodes.
 
     Attributes:
-        epoch: Of this process.
         fingerprint: Equal at both ends exactly when their KV is interchangeable.
         layout: Of the own pool, which `region` holds.
-        transports: Those that may be used.
         rank_ports: Bootstrap ports of the ranks after this one; only rank 0's is known outside.
-        shard: Which of the node's ranks this is.
     """
 
     epoch: Epoch
@@ -81,8 +78,7 @@ class DecodeLink:
     """A rank of a decode node that sent Hello, and the worker that writes to it.
 
     Attributes:
-        part: Its number among the ranks of its node that we push to.
-        num_parts: How many of them there are.
+        part: Its number among the `num_parts` ranks of its node that we push to.
         heads: Those that we push to it.
         more_ports: Of the other ranks of our node that push to it, where this one knows them.
         connection: Put in by the worker.

@@ -61,13 +61,12 @@ class PrefillLink:
     """A link to one bootstrap port.
 
     Attributes:
-        host: As it was wanted; `ip` is its address, once that is known.
+        ip: Address of `host`, once that is known.
         address: The port that was wanted; the socket's own may be another after a Redirect.
-        admissions: By transport name. The worker puts them in before the link is open, and takes out
-            what it has fenced.
-        socket: None until the link is open.
+        admissions: By transport name. The worker puts them in before the socket is opened, and takes
+            out what it has fenced.
         epoch: Prefill's, once it sent Welcome.
-        transport: The one it took; the others are fenced then.
+        transport: The one that prefill took; offers of the others are fenced then.
         more_ports: Of other ranks of prefill that hold heads of ours; known once the link is up.
         heads: Those that come over this link, counted in our pages; known once it is up.
     """

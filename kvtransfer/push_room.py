@@ -18,7 +18,6 @@ Nothing depends on `wrote`: a forward that reports no layers is pushed as a whol
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
@@ -54,14 +53,8 @@ class PageRun:
     first_page_index: int
 
 
-class LayerPush(Protocol):
-    """`PrefillAgent.push`."""
-
-    def __call__(
-        self, room: Room, page_ids: Sequence[int], first_page_index: int, layers: range | None
-    ) -> None:
-        """Queue the layers that are computed and were not pushed yet."""
-        ...
+LayerPush = Callable[[Room, Sequence[int], int, range | None], None]
+"""`PrefillAgent.push`: queues the layers that are computed and were not pushed yet."""
 
 
 def layers_at_a_time(runs: Sequence[PageRun], layout: KVLayout, least_bytes: int) -> int:
@@ -117,9 +110,8 @@ class PushRoom:
         is_expected: Whether the role asked for the room. From then on it has all its parts.
         parts: Those that are not over, by number.
         fan_in: What all of them reported.
-        expected_s: When the role asked for the room; None before.
-        pushed_s: When the role pushed the first of its pages or layers; None before.
-        finished_s: When the role had pushed all; None before.
+        expected_s, pushed_s, finished_s: When the role asked for the room, pushed its first pages, and
+            had pushed all; None before.
     """
 
     def __init__(self, room: Room) -> None:
