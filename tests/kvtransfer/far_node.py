@@ -1,16 +1,16 @@
 """A prefill or a decode node without a model, in a process of its own: tests kill it, stop it, cut it off.
 
-`python far_node.py prefill|decode TRANSPORT HOST DIRECTORY calm|alert` takes one JSON object a line: `do` names a
-method below, the rest are its arguments. It prints one JSON object a line: what its agent tells its
+`python far_node.py prefill|decode TRANSPORT HOST DIRECTORY calm|alert DESCRIPTOR` takes dicts from the connection with
+this descriptor: `do` names a method below, the rest are its arguments. It sends dicts: what its agent reports to its
 role, and answers. It owns its pages as a role does, in a `PagePool`. A calm node takes no silence for a loss: it
 stays linked to whoever is alive on a machine that is slow. An alert one is as nodes are by default.
 """
 
-import json
 import os
 import select
 import sys
 import threading
+from multiprocessing.connection import Connection
 
 import numpy as np
 
@@ -39,8 +39,6 @@ PROMPT_PAGES = 24
 # What decode writes into pages that came back: it must stay.
 MARK = 7
 WATCH_S = 0.002
-# Logs, ours and those of libraries, go to where errors go: standard output is for the test alone.
-OUT = os.dup(1)
 
 
 def prompt():
@@ -48,10 +46,6 @@ def prompt():
     return np.random.default_rng(1).integers(
         MARK + 1, 256, (PROMPT_PAGES, LAYOUT.page_bytes), np.uint8
     )
-
-
-def say(**line):
-    os.write(OUT, json.dumps(line).encode() + b"\n")
 
 
 class EndlessConnection:
@@ -86,8 +80,8 @@ class EndlessTransport:
 class Node:
     """What both have: pages by room, and a loop over commands and events."""
 
-    def __init__(self, region):
-        self.region = region
+    def __init__(self, link, region):
+        self.link, self.region = link, region
         self.waker = Waker()
         self.pool = PagePool(LAYOUT.num_pages)
         self.pages = {}
@@ -95,21 +89,24 @@ class Node:
 
     def run(self):
         while True:
-            select.select([sys.stdin, self.waker], [], [], self.watch_s)
+            select.select([self.link, self.waker], [], [], self.watch_s)
             self.waker.clear()
             for event in self.agent.events():
                 error = getattr(event, "error", None)
-                say(event=type(event).__name__, room=event.room, error=error and error.code)
+                self.say(event=type(event).__name__, room=event.room, error=error and error.code)
                 self.hear(event)
             self.watch()
-            if select.select([sys.stdin], [], [], 0)[0]:
-                line = sys.stdin.buffer.raw.readline()
-                if not line:
+            if self.link.poll():
+                try:
+                    command = self.link.recv()
+                except EOFError:
                     break
-                command = json.loads(line)
                 getattr(self, command.pop("do"))(**command)
         self.agent.close()
         self.region.close()
+
+    def say(self, **line):
+        self.link.send(line)
 
     watch_s = None
 
@@ -119,21 +116,17 @@ class Node:
     def report(self):
         self.pool.check_integrity()
         counts = self.pool.counts()
-        say(
+        self.say(
             answer="report",
             is_all_free=counts.free == counts.total,
             num_quarantined=counts.quarantined,
-            statistics={
-                name: getattr(self.agent.statistics(), name)
-                for name in self.agent.statistics().__struct_fields__
-            },
             **self.more(),
         )
 
 
 class PrefillNode(Node):
-    def __init__(self, allowed, host, heartbeat):
-        super().__init__(MemoryRegion.private(LAYOUT.pool_bytes))
+    def __init__(self, link, allowed, host, heartbeat):
+        super().__init__(link, MemoryRegion.private(LAYOUT.pool_bytes))
         self.may_end = threading.Event()
         allowed = [EndlessTransport(each, self.may_end) for each in allowed]
         self.agent = prefill_agent(
@@ -144,7 +137,7 @@ class PrefillNode(Node):
             waker=self.waker,
             timeouts=calm_sender(heartbeat=heartbeat),
         )
-        say(answer="port", port=self.agent.port)
+        self.say(answer="port", port=self.agent.port)
 
     def push(self, room):
         """Expect a room and push the whole prompt, over and over until `finish`."""
@@ -167,14 +160,14 @@ class PrefillNode(Node):
 
 
 class DecodeNode(Node):
-    def __init__(self, allowed, host, heartbeat):
-        super().__init__(MemoryRegion.shared(LAYOUT.pool_bytes, "farnode"))
+    def __init__(self, link, allowed, host, heartbeat):
+        super().__init__(link, MemoryRegion.shared(LAYOUT.pool_bytes, "farnode"))
         del host
         self.watched = set()
         self.marked = set()
         limits = calm_receiver(heartbeat=heartbeat)
         self.agent = decode_agent(LAYOUT, self.region, allowed, waker=self.waker, timeouts=limits)
-        say(answer="ready", region=str(self.region.path))
+        self.say(answer="ready", region=str(self.region.path))
 
     def request(self, room, host, port):
         pages = self.pages[room] = self.pool.grant(PROMPT_PAGES)
@@ -191,14 +184,14 @@ class DecodeNode(Node):
         for room in list(self.watched & self.pages.keys()):
             if self.memory[self.pages[room][-1], -1]:
                 self.watched.discard(room)
-                say(event="Bytes", room=room, error=None)
+                self.say(event="Bytes", room=room, error=None)
 
     def hear(self, event):
         pages = self.pages[event.room]
         match event:
             case Landed():
                 self.pool.land(pages)
-                say(answer="pages", is_equal=bool((self.memory[pages] == prompt()).all()))
+                self.say(answer="pages", is_equal=bool((self.memory[pages] == prompt()).all()))
                 self.pool.release(pages)
             case Failed():
                 self.pool.reclaim(pages)
@@ -217,11 +210,11 @@ class DecodeNode(Node):
         return {"is_untouched": bool((self.memory[sorted(self.marked)] == MARK).all())}
 
 
-def main(kind, transport, host, directory, mood):
-    os.dup2(2, 1)
+def main(kind, transport, host, directory, mood, descriptor):
+    link = Connection(int(descriptor))
     allowed = all_transports(transport, TransportConfig(host=host, directory=directory))
     heartbeat = {"calm": CALM, "alert": DEFAULT_HEARTBEAT}[mood]
-    node = {"prefill": PrefillNode, "decode": DecodeNode}[kind](allowed, host, heartbeat)
+    node = {"prefill": PrefillNode, "decode": DecodeNode}[kind](link, allowed, host, heartbeat)
     node.run()
     os._exit(0)
 
