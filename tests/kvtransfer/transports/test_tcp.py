@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +24,7 @@ from tests.kvtransfer.transports.lane_cases import (  # noqa: F401 - of every st
     test_small_and_odd_copies_land_where_the_plan_says_and_nowhere_else,
 )
 from tests.kvtransfer.transports.lane_rig import PAGE_BYTES, ROOM, LaneRig, copies
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -47,7 +49,12 @@ def test_a_peer_that_breaks_its_word_and_still_sends_is_cut_by_the_revocation(ri
     with stream:
         stream.sendall(frames.table_of(ROOM, copies((0, 0, PAGE_BYTES))) + b"\xff" * 10)
         rig.wait_until_open()
-        rig.listener.revoke(rig.admission.peer, ROOM)
+        revoke = threading.Thread(
+            target=rig.listener.revoke, args=(rig.admission.peer, ROOM), daemon=True
+        )
+        revoke.start()
+        revoke.join(PATIENCE_S)
+        assert not revoke.is_alive()
         with pytest.raises(PeerLost):
             frames.receive_exactly(stream, 1)
 
