@@ -58,13 +58,13 @@ class _Rooms(Generic[E]):
             for event in events():
                 fan_in = self._fan_ins[event.room]
                 was_ending = fan_in.is_ending
-                told += fan_in.hear(rank, event)
+                for each in fan_in.hear(rank, event):
+                    self._outbox.put(each)
+                    told.append(each)
                 if fan_in.is_over:
                     del self._fan_ins[event.room]
                 elif fan_in.is_ending and not was_ending:
                     self._end_all(fan_in, fan_in.error)
-        for event in told:
-            self._outbox.put(event)
         return told
 
     def _end_all(self, fan_in: RoomFanIn[E], error: TandemError | None) -> None:

@@ -262,13 +262,28 @@ class ScriptedConnection(LoopbackConnection):
     write, close = map(_scripted, ("write", "close"))
 
 
-class FakePrefill:
+# More heartbeats than can be on their way when something is held.
+NUM_BEATS = 10
+
+
+class FakeEnd:
+    """What both fakes do. `channel` is the end of the link."""
+
+    def hear_beats(self):
+        """Forget those on their way, and wait for more than can be."""
+        while self.channel.receive() is not None:
+            pass
+        for _ in range(NUM_BEATS):
+            self.next(hand_off.LinkPing)
+
+
+class FakePrefill(FakeEnd):
     """A bootstrap port and nothing behind it."""
 
     def __init__(self, stack, epoch=5, heartbeat=CALM):
         self.epoch = Epoch(epoch)
         inbox = Inbox("tcp://127.0.0.1:0", hand_off.ToPrefill, heartbeat=heartbeat)
-        self.inbox = stack.enter_context(inbox)
+        self.inbox = self.channel = stack.enter_context(inbox)
         self.port, self.peer = inbox.port, None
 
     def next(self, *kinds):
@@ -298,7 +313,7 @@ class FakePrefill:
         self.say(hand_off.Released(**{"epoch": self.epoch, "room": room, **more}))
 
 
-class FakeDecode:
+class FakeDecode(FakeEnd):
     """A link to a prefill's port, and a pool that prefill may write."""
 
     def __init__(self, stack, port, transport, epoch=2, shape=None, heartbeat=CALM):
@@ -306,7 +321,9 @@ class FakeDecode:
         self.region = stack.enter_context(MemoryRegion.private(self.shape.pool_bytes))
         pool = Pool(self.region, self.shape.page_bytes, self.shape.num_pages)
         self.listener = transport.listen(pool)
-        self.link = Link(f"tcp://127.0.0.1:{port}", hand_off.FromPrefill, heartbeat=heartbeat)
+        self.link = self.channel = Link(
+            f"tcp://127.0.0.1:{port}", hand_off.FromPrefill, heartbeat=heartbeat
+        )
         stack.callback(self.link.close)
 
     def say(self, message):

@@ -19,7 +19,7 @@ from tandem.kvtransfer.transports.tcp import TcpTransport
 from tandem.kvtransfer.transports.tcp_stream import HANDSHAKE_TIMEOUT_S
 from tandem.wire.channel import wait
 from tandem.wire.errors import PeerLost
-from tandem.wire.hand_off import Grant, Hello, LinkPing, Refused, Released, Welcome, Withdraw
+from tandem.wire.hand_off import Grant, Hello, Refused, Released, Welcome, Withdraw
 from tandem.wire.hand_off import Landed as LandedWord
 from tandem.wire.heartbeat import DEFAULT_HEARTBEAT
 from tandem.wire.ids import Room
@@ -29,8 +29,6 @@ from tests.kvtransfer.rig import ROOM, layout
 from tests.patience import PATIENCE_S, patiently
 
 OFTEN = CalmHeartbeat(0.02)
-# More than can be on their way when something is held.
-NUM_BEATS = 10
 SLOW = "slow.example.org"
 
 
@@ -61,25 +59,6 @@ class HeldPages(Sequence):
         return self._page_ids[index]
 
 
-class Prefill(rig.FakePrefill):
-    """A prefill that counts heartbeats."""
-
-    def __init__(self, stack, epoch):
-        super().__init__(stack, epoch, heartbeat=OFTEN)
-
-    def link_up(self, decode, room=0):
-        self.meet(decode, Room(room), [room])
-        self.welcome()
-        assert self.next(Grant).room == room
-
-    def hear_beats(self):
-        """Forget those on their way, and wait for more than can be."""
-        while self.inbox.receive() is not None:
-            pass
-        for _ in range(NUM_BEATS):
-            self.next(LinkPing)
-
-
 @pytest.fixture
 def transport():
     made = rig.Scripted()
@@ -98,9 +77,15 @@ def let_go(holds):
     return lambda: [hold.let_go() for hold in list(holds.values())]
 
 
+def link_up(prefill, decode, room=0):
+    prefill.meet(decode, Room(room), [room])
+    prefill.welcome()
+    assert prefill.next(Grant).room == room
+
+
 @pytest.fixture
 def prefills(stack):
-    return [Prefill(stack, 11), Prefill(stack, 12)]
+    return [rig.FakePrefill(stack, epoch, heartbeat=OFTEN) for epoch in (11, 12)]
 
 
 @pytest.fixture
@@ -151,10 +136,10 @@ def test_a_slow_call_for_one_prefill_silences_no_link(
         return resolve("127.0.0.1" if host == SLOW else host, *rest, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve_slowly)
-    first.link_up(decode)
+    link_up(first, decode)
     is_up = call in ("read", "revoke", "fence")
     if is_up:
-        second.link_up(decode, 1)
+        link_up(second, decode, 1)
     holds[call].begin()
     SLOW_AT_DECODE[call](decode, second)
     assert holds[call].reached.wait(PATIENCE_S)
@@ -183,8 +168,8 @@ def test_a_slow_revocation_silences_no_link_and_holds_the_last_word_back(
     decode, prefills, holds, let_go, end
 ):
     first, second = prefills
-    first.link_up(decode)
-    second.link_up(decode, 1)
+    link_up(first, decode)
+    link_up(second, decode, 1)
     holds["revoke"].begin()
     (first.released if end is Released else first.landed)(Room(0))
     assert holds["revoke"].reached.wait(PATIENCE_S)
@@ -199,7 +184,7 @@ def test_a_slow_permission_silences_no_link_and_the_grant_follows_it(
     decode, prefills, holds, let_go
 ):
     first, second = prefills
-    first.link_up(decode)
+    link_up(first, decode)
     holds["permit"].begin()
     decode.agent.request(Room(1), "127.0.0.1", second.port, [1])
     second.next(Hello)
@@ -216,7 +201,7 @@ def test_a_landed_prompt_counts_although_its_prefill_ends_while_it_is_checked(
     decode, prefills, holds, let_go
 ):
     first = prefills[0]
-    first.link_up(decode)
+    link_up(first, decode)
     holds["revoke"].begin()
     first.landed(Room(0))
     assert holds["revoke"].reached.wait(PATIENCE_S)
@@ -232,24 +217,9 @@ def test_a_landed_prompt_counts_although_its_prefill_ends_while_it_is_checked(
 # ── prefill ──────────────────────────────────────────────────────────────────────────────────────
 
 
-class Decode(rig.FakeDecode):
-    """A decode that counts heartbeats."""
-
-    def __init__(self, stack, port, transport, epoch):
-        super().__init__(stack, port, transport, epoch, heartbeat=OFTEN)
-
-    def link_up(self):
-        assert isinstance(self.hello(), Welcome)
-
-    def permit(self, room):
-        self.listener.permit(self.admission.peer, Room(room), [room])
-        self.grant([room], Room(room))
-
-    def hear_beats(self):
-        while self.link.receive() is not None:
-            pass
-        for _ in range(NUM_BEATS):
-            self.next(LinkPing)
+def permit(decode, room):
+    decode.listener.permit(decode.admission.peer, Room(room), [room])
+    decode.grant([room], Room(room))
 
 
 @pytest.fixture
@@ -257,7 +227,9 @@ def pushing(cluster, stack, transport, let_go):
     """Return a prefill's agent, and two decode ends."""
     cluster.use(transport)
     agent = cluster.prefill(timeouts=calm_sender(heartbeat=OFTEN)).agent
-    ends = [Decode(stack, agent.port, cluster.transport, epoch) for epoch in (21, 22)]
+    ends = [
+        rig.FakeDecode(stack, agent.port, transport, epoch, heartbeat=OFTEN) for epoch in (21, 22)
+    ]
     stack.callback(let_go)
     return agent, *ends
 
@@ -278,11 +250,11 @@ SLOW_AT_PREFILL = {
 )
 def test_a_slow_call_for_one_decode_silences_no_link(pushing, holds, call, is_writing):
     agent, first, second = pushing
-    first.link_up()
+    assert isinstance(first.hello(), Welcome)
     if call != "connect":
-        second.link_up()
+        assert isinstance(second.hello(), Welcome)
         agent.expect(Room(1))
-        second.permit(1)
+        permit(second, 1)
     if is_writing:
         holds["write"].begin()
         agent.push(Room(1), [1], 0)
