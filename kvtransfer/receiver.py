@@ -127,7 +127,6 @@ class ReceiverTimeouts:
             and the check of what arrived.
         released_s: From a Withdraw that is sent to its answer. A prefill that is alive and does not answer in this
             time is cut off, with all its rooms.
-        heartbeat: Of the links.
     """
 
     connect_s: float = 5.0
@@ -168,7 +167,6 @@ class DecodeAgent:
     `statistics` may be called from any.
 
     Args:
-        epoch: Of this process.
         fingerprint: Equal at both ends exactly when their KV is interchangeable.
         layout: Of the own pool, which `region` holds.
         transports: Those that may be used, best first.
@@ -249,7 +247,6 @@ class DecodeAgent:
         Args:
             room: Used for no other attempt: a late answer to that one would end this.
             bootstrap_host: An IPv6 host may be bracketed.
-            bootstrap_port: Of the prefill.
             page_ids: For the prompt's tokens `have_tokens` and on, in order.
             have_tokens: Prompt tokens already held; whole pages.
         """
@@ -431,7 +428,10 @@ class DecodeAgent:
             case Action.SEND_WITHDRAW:
                 self._send_withdraw(part, error)
             case Action.TELL_LANDED:
-                self._report(part, _landed(part))
+                word = part.landed
+                assert word is not None
+                tokens = (word.first_token, word.seed, word.cached_tokens)
+                self._report(part, Landed(room, *tokens, word.first_logprobs))
             case Action.TELL_FAILED:
                 self._report(part, Failed(room, error))
             case Action.TELL_LOST:
@@ -491,14 +491,6 @@ class DecodeAgent:
             part.deadline_s = self._clock() + self._timeouts.released_s
 
         part.link.worker.after(sent)
-
-
-def _landed(part: LandPart) -> Landed:
-    word = part.landed
-    assert word is not None
-    return Landed(
-        part.room.room, word.first_token, word.seed, word.cached_tokens, word.first_logprobs
-    )
 
 
 def _too_late(part: LandPart) -> TransferTimeout:
