@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections import defaultdict
 
 import numpy as np
@@ -267,7 +268,16 @@ NUM_BEATS = 10
 
 
 class FakeEnd:
-    """What both fakes do. `channel` is the end of the link."""
+    """What both fakes do. `channel` is the end of the link, `take` waits for its next message."""
+
+    def next(self, *kinds):
+        """Return the next message of these kinds; of any but pings where none is named."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline_s:  # pings never end
+            message = self.take()
+            if isinstance(message, kinds) or not (kinds or isinstance(message, hand_off.LinkPing)):
+                return message
+        raise AssertionError(f"no message of {kinds} came")
 
     def hear_beats(self):
         """Forget those on their way, and wait for more than can be."""
@@ -286,13 +296,10 @@ class FakePrefill(FakeEnd):
         self.inbox = self.channel = stack.enter_context(inbox)
         self.port, self.peer = inbox.port, None
 
-    def next(self, *kinds):
-        """Return the next message of these kinds."""
-        while True:
-            envelope = receive(self.inbox)
-            self.peer = envelope.peer
-            if isinstance(envelope.message, kinds):
-                return envelope.message
+    def take(self):
+        envelope = receive(self.inbox)
+        self.peer = envelope.peer
+        return envelope.message
 
     def say(self, message):
         self.inbox.send(self.peer, message)
@@ -335,13 +342,8 @@ class FakeDecode(FakeEnd):
                 wait([self.link], 0.001)
         raise AssertionError("no connection")
 
-    def next(self, *kinds):
-        """Return the next message of these kinds; of any but pings where none is named."""
-        while True:
-            message = receive(self.link)
-            is_wanted = isinstance(message, kinds) or not kinds
-            if is_wanted and (kinds or not isinstance(message, hand_off.LinkPing)):
-                return message
+    def take(self):
+        return receive(self.link)
 
     def introduce(self, **lies):
         """Say Hello, or lie."""
