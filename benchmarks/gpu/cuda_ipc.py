@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.rig import parse, parser_of, result
 from benchmarks.transfer import BLOCK_BYTES, ROOM, make_plans
-from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.region import DeviceRegion
 from tandem.kvtransfer.transports.base import Pool
 from tandem.kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from tandem.wire.hand_off import TransportOffer
@@ -38,7 +38,7 @@ def listen(pool_bytes: int) -> None:
     """Be the far end until standard input ends; each line asks for the pool's hash."""
     memory = torch.zeros(pool_bytes, dtype=torch.uint8, device=far_device())
     num_pages = pool_bytes // BLOCK_BYTES
-    pool = Pool(MemoryRegion.of_tensor(memory), BLOCK_BYTES, num_pages)
+    pool = Pool(DeviceRegion(memory), BLOCK_BYTES, num_pages)
     listener = CudaIpcTransport().listen(pool)
     admission = listener.admit("")
     listener.permit(admission.peer, ROOM, range(num_pages))
@@ -74,7 +74,7 @@ def run(size_bytes: int, num_rounds: int) -> dict[str, float]:
         assert child.stdin is not None
         assert child.stdout is not None
         offer = msgspec.json.decode(child.stdout.readline(), type=TransportOffer)
-        connection = CudaIpcTransport().connect(offer, MemoryRegion.of_tensor(source))
+        connection = CudaIpcTransport().connect(offer, DeviceRegion(source))
         plans = make_plans(size_bytes, pool_bytes)
         cases: dict[str, Callable[[], object]] = {
             name: partial(connection.write, ROOM, plan) for name, plan in plans.items()
