@@ -22,7 +22,7 @@ from tandem.kvtransfer.control import TURN_S, ControlThread, Rhythm, Worker
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import HeadRange
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.sharding import Links, Shard, held_heads, links_of, pair_ranks
+from tandem.kvtransfer.sharding import RankPair, Shard, held_heads, pair_ranks
 from tandem.kvtransfer.transports.base import Connection, Transport
 from tandem.kvtransfer.transports.registry import choose
 from tandem.telemetry.log import get_logger
@@ -58,12 +58,9 @@ class SenderEnd:
     """What prefill is to decode nodes.
 
     Attributes:
-        epoch: Of this process.
         fingerprint: Equal at both ends exactly when their KV is interchangeable.
         layout: Of the own pool, which `region` holds.
-        transports: Those that may be used.
         rank_ports: Bootstrap ports of the ranks after this one; only rank 0's is known outside.
-        shard: Which of the node's ranks this is.
     """
 
     epoch: Epoch
@@ -80,11 +77,9 @@ class DecodeLink:
     """A rank of a decode node that sent Hello, and the worker that writes to it.
 
     Attributes:
-        part: Its number among the ranks of its node that we push to.
-        num_parts: How many of them there are.
+        part: Its number among the `num_parts` ranks of its node that we push to.
         heads: Those that we push to it.
         more_ports: Of the other ranks of our node that push to it, where this one knows them.
-        failure: Why a message could not be sent, once one could not.
         connection: Put in by the worker.
     """
 
@@ -97,7 +92,6 @@ class DecodeLink:
     num_parts: int
     heads: HeadRange
     more_ports: list[int]
-    failure: PeerLost | None = None
     connection: Connection | None = None
 
     def hang_up(self) -> None:
@@ -160,8 +154,8 @@ class BootstrapPort:
         try:
             self._inbox.send(link.peer, message)
         except PeerLost as error:
-            # Lost in the next turn, when the room whose message it is has come to rest.
-            link.failure = error
+            # Posted: the room whose message it is has to come to rest before the link is lost to it.
+            self._control.post(partial(self.drop, link, error))
 
     def drop(self, link: DecodeLink, error: TandemError) -> None:
         """Lose a link; no-op when it is lost already."""
@@ -197,7 +191,10 @@ class BootstrapPort:
     def _greet(self, peer: Peer, hello: Hello) -> None:
         try:
             layout = self._check(hello)
-            sources, targets = self._links_of(hello, layout)
+            pairs = self._pairs(hello, layout)
+            sources = [pair.source for pair in pairs if pair.destination == hello.tp_rank]
+            own_rank = self._end.shard.tp_rank
+            targets = {pair.destination: pair.heads for pair in pairs if pair.source == own_rank}
             if hello.tp_rank not in targets:
                 return self._redirect(peer, self._ports_of(sources))
             for old in list(self._links.values()):
@@ -247,14 +244,13 @@ class BootstrapPort:
             raise LayoutMismatch(ours, _described(hello.fingerprint, layout, theirs))
         return layout
 
-    def _links_of(self, hello: Hello, layout: KVLayout) -> Links:
+    def _pairs(self, hello: Hello, layout: KVLayout) -> list[RankPair]:
         end = self._end
         try:
-            pairs = pair_ranks(
+            return pair_ranks(
                 held_heads(end.shard, end.layout.num_kv_heads),
                 held_heads(_shard_of(hello), layout.num_kv_heads),
             )
-            return links_of(pairs, end.shard.tp_rank, hello.tp_rank)
         except ValueError as error:
             ours = _described(end.fingerprint, end.layout, end.shard)
             raise LayoutMismatch(ours, f"{hello.fingerprint} ({error})") from error
@@ -293,8 +289,6 @@ class BootstrapPort:
         is_ping_due = self._rhythm.is_ping_due(now_s)
         for link in list(self._links.values()):
             try:
-                if link.failure is not None:
-                    raise link.failure
                 self._rhythm.check("decode", link.last_heard_s, now_s)
             except PeerLost as error:
                 self.drop(link, error)

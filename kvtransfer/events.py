@@ -3,9 +3,7 @@
 Also how long hand-offs take, as the agent of each end sees them, for operators.
 """
 
-from dataclasses import dataclass
-
-from typing_extensions import override
+from dataclasses import dataclass, field
 
 from tandem.telemetry.histogram import Histogram
 from tandem.wire.errors import TandemError
@@ -92,6 +90,7 @@ _SECONDS = (
 )
 
 
+@dataclass(eq=False, slots=True)
 class SenderTimes:
     """Times of a prefill agent's hand-offs. Its control thread writes, any thread may read.
 
@@ -103,17 +102,13 @@ class SenderTimes:
         num_lost_links: Decode nodes whose link broke or fell silent.
     """
 
-    def __init__(self) -> None:
-        self.bootstrap_seconds = Histogram(_SECONDS)
-        self.push_seconds = Histogram(_SECONDS)
-        self.push_exposed_seconds = Histogram(_SECONDS)
-        self.num_lost_links = 0
-
-    @override
-    def __repr__(self) -> str:
-        return f"SenderTimes(push={self.push_seconds!r})"
+    bootstrap_seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
+    push_seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
+    push_exposed_seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
+    num_lost_links: int = 0
 
 
+@dataclass(eq=False, slots=True)
 class ReceiverTimes:
     """Times of a decode agent's hand-offs. Its control thread writes, any thread may read.
 
@@ -122,10 +117,5 @@ class ReceiverTimes:
         num_lost_links: Prefill nodes whose link broke or fell silent.
     """
 
-    def __init__(self) -> None:
-        self.granted_seconds = Histogram(_SECONDS)
-        self.num_lost_links = 0
-
-    @override
-    def __repr__(self) -> str:
-        return f"ReceiverTimes(granted={self.granted_seconds!r})"
+    granted_seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
+    num_lost_links: int = 0

@@ -4,163 +4,74 @@ The role uses a group as it uses a single agent. `fan_in.py` decides what the ro
 Everything here runs in the role's thread.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 import msgspec
-from typing_extensions import override
 
 from tandem.kvtransfer.control import Outbox, RoomEvent
-from tandem.kvtransfer.events import (
-    Failed,
-    Landed,
-    PushDone,
-    ReceiverEvent,
-    Released,
-    Safe,
-    SenderEvent,
-)
+from tandem.kvtransfer.events import PushDone, ReceiverEvent, SenderEvent
 from tandem.kvtransfer.fan_in import LandFanIn, PushFanIn, RoomFanIn
 from tandem.kvtransfer.push_room import PageRun, Wrote
-from tandem.kvtransfer.receiver import ReceiverStatistics
-from tandem.kvtransfer.sender import SenderStatistics
+from tandem.kvtransfer.receiver import DecodeAgent, ReceiverStatistics, receiver_outbox
+from tandem.kvtransfer.sender import PrefillAgent, SenderStatistics, sender_outbox
 from tandem.wire.errors import TandemError
 from tandem.wire.generation import Room, TokenLogprobs
 
 E = TypeVar("E", bound=RoomEvent)
 
 
-class SenderRank(Protocol):
-    """What a group asks of the prefill agent of one rank; `PrefillAgent` has the contracts."""
+class _Rooms(Generic[E]):
+    """The rooms of a node, each over all ranks.
 
-    def expect(self, room: Room) -> None:
-        """A request came."""
-        ...
+    Args:
+        events: Of each rank: yields what happened there and was not taken yet.
+        end: Of each rank: has it end a room.
+    """
 
-    def push(self, room: Room, page_ids: Sequence[int], first_page_index: int) -> None:
-        """Queue own pages to be written."""
-        ...
-
-    def push_by_layer(self, runs: Sequence[PageRun]) -> Wrote:
-        """A forward begins that completes these pages."""
-        ...
-
-    def finish(self, room: Room, first_token: int, seed: int, cached_tokens: int = 0) -> None:
-        """Every page was pushed."""
-        ...
-
-    def abort(self, room: Room, error: TandemError | None = None) -> None:
-        """Give a room up."""
-        ...
-
-    def events(self) -> Iterator[SenderEvent]:
-        """Yield what happened and was not taken yet."""
-        ...
-
-
-class Sender(SenderRank, Protocol):
-    """What the role asks of its prefill agent, be it one or one on every rank."""
-
-    @override
-    def finish(
+    def __init__(
         self,
-        room: Room,
-        first_token: int,
-        seed: int,
-        cached_tokens: int = 0,
-        *,
-        logprobs: TokenLogprobs | None = None,
-    ) -> None: ...
-
-    def statistics(self) -> SenderStatistics:
-        """Return what is held now and was done so far."""
-        ...
-
-    def close(self) -> None:
-        """Hang up on everybody."""
-        ...
-
-
-class ReceiverRank(Protocol):
-    """What a group asks of the decode agent of one rank; `DecodeAgent` has the contracts."""
-
-    def request(
-        self,
-        room: Room,
-        bootstrap_host: str,
-        bootstrap_port: int,
-        page_ids: Sequence[int],
-        have_tokens: int = 0,
+        outbox: Outbox[E],
+        events: Sequence[Callable[[], Iterator[E]]],
+        end: Sequence[Callable[[Room, TandemError | None], None]],
     ) -> None:
-        """Grant pages to a prefill."""
-        ...
+        self._outbox, self._events, self._end = outbox, events, end
+        self._fan_ins: dict[Room, RoomFanIn[E]] = {}
 
-    def withdraw(self, room: Room, error: TandemError | None = None) -> None:
-        """Take the pages back."""
-        ...
-
-    def events(self) -> Iterator[ReceiverEvent]:
-        """Yield what happened and was not taken yet."""
-        ...
-
-
-class Receiver(ReceiverRank, Protocol):
-    """What the role asks of its decode agent, be it one or one on every rank."""
-
-    def statistics(self) -> ReceiverStatistics:
-        """Return what is held now and was done so far."""
-        ...
-
-    def close(self) -> None:
-        """Cut every prefill off."""
-        ...
-
-
-class _Group(ABC, Generic[E]):
-    """The rooms of a node, each over all ranks."""
-
-    def __init__(self, outbox: Outbox[E]) -> None:
-        self._outbox = outbox
-        self._rooms: dict[Room, RoomFanIn[E]] = {}
-
-    @abstractmethod
-    def _take(self) -> Iterator[tuple[int, E]]:
-        """Yield what happened on each rank and was not taken yet."""
-
-    @abstractmethod
-    def _end(self, rank: int, room: Room, error: TandemError | None) -> None:
-        """Have a rank end a room."""
-
-    def events(self) -> Iterator[E]:
-        """Yield what happened and was not taken yet, oldest first."""
-        for rank, event in self._take():
-            fan_in = self._rooms[event.room]
-            was_ending = fan_in.is_ending
-            for each in fan_in.hear(rank, event):
-                self._outbox.put(each)
-            if fan_in.is_over:
-                del self._rooms[event.room]
-            elif fan_in.is_ending and not was_ending:
-                self._end_all(fan_in, fan_in.error)
-        return self._outbox.take()
-
-    def _open(self, fan_in: RoomFanIn[E]) -> None:
+    def open(self, fan_in: RoomFanIn[E]) -> None:
+        """The role began with a room."""
         self._outbox.open(fan_in.room)
-        self._rooms[fan_in.room] = fan_in
+        self._fan_ins[fan_in.room] = fan_in
 
-    def _give_up(self, room: Room, error: TandemError | None) -> None:
-        fan_in = self._rooms.get(room) if self._outbox.cancel(room) else None
+    def give_up(self, room: Room, error: TandemError | None) -> None:
+        """End a room on every rank; no-op when it is over."""
+        fan_in = self._fan_ins.get(room) if self._outbox.cancel(room) else None
         if fan_in is not None and not fan_in.is_ending:
             fan_in.give_up()
             self._end_all(fan_in, error)
 
+    def settled(self) -> list[E]:
+        """Take what the ranks report; put out, and return, what is true of all of them."""
+        told = []
+        for rank, events in enumerate(self._events):
+            for event in events():
+                fan_in = self._fan_ins[event.room]
+                was_ending = fan_in.is_ending
+                for each in fan_in.hear(rank, event):
+                    self._outbox.put(each)
+                    told.append(each)
+                if fan_in.is_over:
+                    del self._fan_ins[event.room]
+                elif fan_in.is_ending and not was_ending:
+                    self._end_all(fan_in, fan_in.error)
+        return told
+
     def _end_all(self, fan_in: RoomFanIn[E], error: TandemError | None) -> None:
         for rank in fan_in.live_members:
-            self._end(rank, fan_in.room, error)
+            self._end[rank](fan_in.room, error)
 
 
-class PrefillGroup(_Group[SenderEvent]):
+class PrefillGroup:
     """The prefill agents of all ranks.
 
     Args:
@@ -168,15 +79,17 @@ class PrefillGroup(_Group[SenderEvent]):
         others: Of the other ranks, in order.
     """
 
-    def __init__(self, own: Sender, others: Sequence[SenderRank]) -> None:
-        super().__init__(Outbox(None, (PushDone, Released), Released))
-        self._own = own
-        self._ranks: list[SenderRank] = [own, *others]
+    def __init__(self, own: PrefillAgent, others: Sequence[PrefillAgent]) -> None:
+        self._ranks = ranks = [own, *others]
+        self._outbox = sender_outbox()
+        self._rooms = _Rooms(
+            self._outbox, [rank.events for rank in ranks], [rank.abort for rank in ranks]
+        )
         self._pushed_bytes = 0
 
     def expect(self, room: Room) -> None:
         """A request came: every rank waits for its grant."""
-        self._open(PushFanIn(room, len(self._ranks)))
+        self._rooms.open(PushFanIn(room, len(self._ranks)))
         for rank in self._ranks:
             rank.expect(room)
 
@@ -187,9 +100,8 @@ class PrefillGroup(_Group[SenderEvent]):
 
     def push_by_layer(self, runs: Sequence[PageRun]) -> Wrote:
         """A forward begins. The forward of each rank reports its layers to that rank's agent."""
-        for rank in self._ranks[1:]:
-            rank.push_by_layer(runs)
-        return self._own.push_by_layer(runs)
+        own, *_others = [rank.push_by_layer(runs) for rank in self._ranks]
+        return own
 
     def finish(
         self,
@@ -201,40 +113,34 @@ class PrefillGroup(_Group[SenderEvent]):
         logprobs: TokenLogprobs | None = None,
     ) -> None:
         """Every page was pushed. What decode receives beside the KV comes from rank 0."""
-        self._own.finish(room, first_token, seed, cached_tokens, logprobs=logprobs)
-        for rank in self._ranks[1:]:
+        own, *others = self._ranks
+        own.finish(room, first_token, seed, cached_tokens, logprobs=logprobs)
+        for rank in others:
             rank.finish(room, first_token, seed, cached_tokens)
 
     def abort(self, room: Room, error: TandemError | None = None) -> None:
         """Give a room up on every rank."""
-        self._give_up(room, error)
+        self._rooms.give_up(room, error)
+
+    def events(self) -> Iterator[SenderEvent]:
+        """Yield what happened and was not taken yet, oldest first."""
+        for event in self._rooms.settled():
+            self._pushed_bytes += event.pushed_bytes if isinstance(event, PushDone) else 0
+        return self._outbox.take()
 
     def statistics(self) -> SenderStatistics:
-        """Return those of rank 0, with the bytes that all ranks pushed and saved."""
-        own = self._own.statistics()
+        """Return those of rank 0, with the bytes of all ranks in rooms that landed."""
+        own = self._ranks[0].statistics()
         return msgspec.structs.replace(
-            own,
-            pushed_bytes=self._pushed_bytes,
-            saved_bytes=own.saved_bytes * len(self._ranks),
+            own, pushed_bytes=self._pushed_bytes, saved_bytes=own.saved_bytes * len(self._ranks)
         )
 
     def close(self) -> None:
         """Close rank 0's agent; the others end with their ranks."""
-        self._own.close()
-
-    @override
-    def _take(self) -> Iterator[tuple[int, SenderEvent]]:
-        for number, rank in enumerate(self._ranks):
-            for event in rank.events():
-                self._pushed_bytes += event.pushed_bytes if isinstance(event, PushDone) else 0
-                yield number, event
-
-    @override
-    def _end(self, rank: int, room: Room, error: TandemError | None) -> None:
-        self._ranks[rank].abort(room, error)
+        self._ranks[0].close()
 
 
-class DecodeGroup(_Group[ReceiverEvent]):
+class DecodeGroup:
     """The decode agents of all ranks.
 
     Args:
@@ -242,10 +148,12 @@ class DecodeGroup(_Group[ReceiverEvent]):
         others: Of the other ranks, in order.
     """
 
-    def __init__(self, own: Receiver, others: Sequence[ReceiverRank]) -> None:
-        super().__init__(Outbox(None, (Landed, Failed, Safe), Safe))
-        self._own = own
-        self._ranks: list[ReceiverRank] = [own, *others]
+    def __init__(self, own: DecodeAgent, others: Sequence[DecodeAgent]) -> None:
+        self._ranks = ranks = [own, *others]
+        self._outbox = receiver_outbox()
+        self._rooms = _Rooms(
+            self._outbox, [rank.events for rank in ranks], [rank.withdraw for rank in ranks]
+        )
 
     def request(
         self,
@@ -256,17 +164,22 @@ class DecodeGroup(_Group[ReceiverEvent]):
         have_tokens: int = 0,
     ) -> None:
         """Grant the same pages of every rank."""
-        self._open(LandFanIn(room, len(self._ranks)))
+        self._rooms.open(LandFanIn(room, len(self._ranks)))
         for rank in self._ranks:
             rank.request(room, bootstrap_host, bootstrap_port, page_ids, have_tokens)
 
     def withdraw(self, room: Room, error: TandemError | None = None) -> None:
         """Take the pages of every rank back."""
-        self._give_up(room, error)
+        self._rooms.give_up(room, error)
+
+    def events(self) -> Iterator[ReceiverEvent]:
+        """Yield what happened and was not taken yet, oldest first."""
+        self._rooms.settled()
+        return self._outbox.take()
 
     def statistics(self) -> ReceiverStatistics:
         """Return those of rank 0, with the bytes of all ranks, whose pages are of one size."""
-        own, num_ranks = self._own.statistics(), len(self._ranks)
+        own, num_ranks = self._ranks[0].statistics(), len(self._ranks)
         return msgspec.structs.replace(
             own,
             received_bytes=own.received_bytes * num_ranks,
@@ -275,14 +188,11 @@ class DecodeGroup(_Group[ReceiverEvent]):
 
     def close(self) -> None:
         """Close rank 0's agent; the others end with their ranks."""
-        self._own.close()
+        self._ranks[0].close()
 
-    @override
-    def _take(self) -> Iterator[tuple[int, ReceiverEvent]]:
-        for number, rank in enumerate(self._ranks):
-            for event in rank.events():
-                yield number, event
 
-    @override
-    def _end(self, rank: int, room: Room, error: TandemError | None) -> None:
-        self._ranks[rank].withdraw(room, error)
+Sender = PrefillAgent | PrefillGroup
+"""What the role asks of its prefill agent, be it one or one on every rank."""
+
+Receiver = DecodeAgent | DecodeGroup
+"""What the role asks of its decode agent, be it one or one on every rank."""

@@ -114,11 +114,8 @@ class KVLayout:
 
     def has_same_pages(self, other: "KVLayout") -> bool:
         """Tell whether a page of one is byte for byte a page of the other."""
-        return self.page_size == other.page_size and self.holds_same_tokens(other)
-
-    def holds_same_tokens(self, other: "KVLayout") -> bool:
-        """Tell whether tokens can be copied between the two; their page sizes may differ."""
-        return self.num_kv_heads == other.num_kv_heads and self.holds_same_heads(other)
+        sizes = (self.page_size, self.num_kv_heads)
+        return sizes == (other.page_size, other.num_kv_heads) and self.holds_same_heads(other)
 
     def holds_same_heads(self, other: "KVLayout") -> bool:
         """Tell whether a head can be copied between the two; how many each has may differ."""

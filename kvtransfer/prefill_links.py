@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+
 from tandem.kvtransfer.control import TURN_S, ControlThread, Rhythm, Worker, transport_errors
-from tandem.kvtransfer.layout import KVLayout
-from tandem.kvtransfer.sharding import Shard
 from tandem.kvtransfer.transports.base import Admission, Listener, PeerKey
 from tandem.telemetry.log import get_logger
 from tandem.wire.channel import Heartbeat, Link, Waker, tcp_address, wait
@@ -55,38 +55,17 @@ CONNECTING_TURN_S = 0.002
 OPEN_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiverEnd:
-    """What decode is to prefill nodes.
-
-    Attributes:
-        epoch: Of this process.
-        fingerprint: Equal at both ends exactly when their KV is interchangeable.
-        layout: Of the own pool.
-        listeners: By transport name, best first.
-        shard: Which of the node's ranks this is.
-    """
-
-    epoch: Epoch
-    fingerprint: str
-    layout: KVLayout
-    listeners: Mapping[str, Listener]
-    shard: Shard = field(default_factory=Shard)
-
-
 @dataclass(eq=False, slots=True)
 class PrefillLink:
     """A link to one bootstrap port.
 
     Attributes:
-        host: As it was wanted; `ip` is its address, once that is known.
+        ip: Address of `host`, once that is known.
         address: The port that was wanted; the socket's own may be another after a Redirect.
-        admissions: By transport name. The worker puts them in before the link is open, and takes out
-            what it has fenced.
-        socket: None until the link is open.
+        admissions: By transport name. The worker puts them in before the socket is opened, and takes
+            out what it has fenced.
         epoch: Prefill's, once it sent Welcome.
-        transport: The one it took; the others are fenced then.
-        is_fence_due: That failed, and is to be tried again.
+        transport: The one that prefill took; offers of the others are fenced then.
         more_ports: Of other ranks of prefill that hold heads of ours; known once the link is up.
         heads: Those that come over this link, counted in our pages; known once it is up.
     """
@@ -104,7 +83,6 @@ class PrefillLink:
     is_redirected: bool = False
     epoch: Epoch | None = None
     transport: str = ""
-    is_fence_due: bool = False
     more_ports: Sequence[int] = ()
     heads: range = range(0)
 
@@ -118,7 +96,8 @@ class PrefillLinks:
     """Keeps decode's links.
 
     Args:
-        end: What we are.
+        hello: What we are; each link adds its offers.
+        listeners: By transport name, best first.
         control: Runs everything here but what workers do.
         key: Proves to prefill nodes that we know the cluster's secret.
         connect_timeout_s: From the offers to Welcome.
@@ -131,7 +110,8 @@ class PrefillLinks:
 
     def __init__(
         self,
-        end: ReceiverEnd,
+        hello: Hello,
+        listeners: Mapping[str, Listener],
         control: ControlThread,
         *,
         key: ChannelKey | None,
@@ -143,7 +123,8 @@ class PrefillLinks:
         lost: Callable[[PrefillLink, TandemError], None],
         fenced: Callable[[PrefillLink], None],
     ) -> None:
-        self._end, self._control, self._key, self._clock = end, control, key, clock
+        self._hello, self._listeners = hello, listeners
+        self._control, self._key, self._clock = control, key, clock
         self._connect_timeout_s, self._heartbeat = connect_timeout_s, heartbeat
         self._rhythm = Rhythm(heartbeat, clock())
         self._up, self._heard, self._lost, self._fenced = up, heard, lost, fenced
@@ -154,7 +135,7 @@ class PrefillLinks:
     @property
     def num_violations(self) -> int:
         """Writes that our listeners refused, as far as they can tell."""
-        return sum(getattr(each, "num_violations", 0) for each in self._end.listeners.values())
+        return sum(getattr(each, "num_violations", 0) for each in self._listeners.values())
 
     @property
     def num_links(self) -> int:
@@ -259,13 +240,13 @@ class PrefillLinks:
             if link.socket is not None:
                 link.socket.close()
             link.worker.end()
-        for listener in self._end.listeners.values():
+        for listener in self._listeners.values():
             listener.close()
 
     def _offer(self, link: PrefillLink) -> str:
         """Return the address of the link's host, and have each transport make an offer. In the worker."""
         ip, reasons = resolve(link.host), []
-        for name, listener in self._end.listeners.items():
+        for name, listener in self._listeners.items():
             try:
                 with transport_errors():
                     link.admissions[name] = listener.admit(ip)
@@ -286,7 +267,7 @@ class PrefillLinks:
 
     def _receiving(self, link: PrefillLink) -> tuple[Listener, PeerKey]:
         """Return what prefill writes through, and as whom. Only once the link is up."""
-        return self._end.listeners[link.transport], link.admissions[link.transport].peer
+        return self._listeners[link.transport], link.admissions[link.transport].peer
 
     def _send(self, link: PrefillLink, message: Message) -> None:
         if link.socket is None or not self._is_kept(link):
@@ -322,7 +303,7 @@ class PrefillLinks:
                     self.num_refused += 1
 
     def _welcome(self, link: PrefillLink, welcome: Welcome) -> None:
-        num_own = self._end.layout.num_kv_heads
+        num_own = self._hello.layout.num_kv_heads
         num_heads = num_own if welcome.num_heads is None else welcome.num_heads
         has_such_heads = welcome.first_head >= 0 and 0 <= num_heads <= num_own - welcome.first_head
         if link.is_up or welcome.transport not in link.admissions or not has_such_heads:
@@ -342,7 +323,9 @@ class PrefillLinks:
         )
         self._up(link)
         if self._is_kept(link):  # behind the permissions of rooms that waited
-            self._fence_unused(link)
+            # Offers that cannot be fenced now are fenced with the link.
+            fence = partial(self._fence, link, link.transport)
+            link.worker.submit(fence, lambda _none: None, lambda _error: None)
         return None
 
     def _redirect(self, link: PrefillLink, redirect: Redirect) -> None:
@@ -358,15 +341,6 @@ class PrefillLinks:
         link.socket, link.is_redirected, link.is_greeted = socket, True, False
         link.more_ports = redirect.more_ports
         return None
-
-    def _fence_unused(self, link: PrefillLink) -> None:
-        """Fence what prefill was offered and did not take; at the next ping again, if that fails."""
-
-        def failed(_error: TandemError) -> None:
-            link.is_fence_due = True
-
-        link.is_fence_due = False
-        link.worker.submit(partial(self._fence, link, link.transport), lambda _none: None, failed)
 
     def _cut_off(self, link: PrefillLink) -> None:
         """Fence a lost link, as often as it takes. In the worker.
@@ -391,7 +365,7 @@ class PrefillLinks:
         for name in [each for each in link.admissions if each != kept]:
             try:
                 with transport_errors():
-                    self._end.listeners[name].fence(link.admissions[name].peer)
+                    self._listeners[name].fence(link.admissions[name].peer)
                 del link.admissions[name]
             except TandemError as error:
                 failure = error
@@ -400,7 +374,8 @@ class PrefillLinks:
                     address=link.address,
                     transport=name,
                     reason=str(error),
-                    effect="it is tried again; pages it may still write into stay in quarantine",
+                    effect="it is tried again, at the latest with the link's end; pages it may still "
+                    "write into stay in quarantine",
                 )
         if failure is not None:
             raise failure
@@ -423,23 +398,13 @@ class PrefillLinks:
         if link.is_up:
             self._rhythm.check("prefill", link.last_heard_s, now_s)
         if is_ping_due:
-            link.socket.send(LinkPing(epoch=self._end.epoch))
-            if link.is_fence_due:
-                self._fence_unused(link)
+            link.socket.send(LinkPing(epoch=self._hello.epoch))
         return None
 
     def _greet(self, link: PrefillLink, socket: Link[FromPrefill]) -> None:
-        hello = Hello(
-            epoch=self._end.epoch,
-            fingerprint=self._end.fingerprint,
-            layout=self._end.layout.to_info(),
-            offers=[admission.offer for admission in link.admissions.values()],
-            tp_rank=self._end.shard.tp_rank,
-            tp_size=self._end.shard.tp_size,
-            model_kv_heads=self._end.shard.model_kv_heads,
-        )
+        offers = [admission.offer for admission in link.admissions.values()]
         with contextlib.suppress(PeerLost):  # there is no connection yet
-            socket.send(hello)
+            socket.send(msgspec.structs.replace(self._hello, offers=offers))
             link.is_greeted = True
 
 

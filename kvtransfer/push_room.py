@@ -18,15 +18,15 @@ Nothing depends on `wrote`: a forward that reports no layers is pushed as a whol
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
 from tandem.kvtransfer.bootstrap import DecodeLink
-from tandem.kvtransfer.checksum import PushSums
+from tandem.kvtransfer.checksum import page_sums, sampled_slabs
 from tandem.kvtransfer.fan_in import PushFanIn
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import CopyPlan, PagedTokens, plan_copies
+from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.session import SenderState, Session, sender_session
 from tandem.wire.errors import TransferRefused
 from tandem.wire.generation import Room
@@ -53,14 +53,8 @@ class PageRun:
     first_page_index: int
 
 
-class LayerPush(Protocol):
-    """`PrefillAgent.push`."""
-
-    def __call__(
-        self, room: Room, page_ids: Sequence[int], first_page_index: int, layers: range | None
-    ) -> None:
-        """Queue the layers that are computed and were not pushed yet."""
-        ...
+LayerPush = Callable[[Room, Sequence[int], int, range | None], None]
+"""`PrefillAgent.push`: queues the layers that are computed and were not pushed yet."""
 
 
 def layers_at_a_time(runs: Sequence[PageRun], layout: KVLayout, least_bytes: int) -> int:
@@ -116,9 +110,8 @@ class PushRoom:
         is_expected: Whether the role asked for the room. From then on it has all its parts.
         parts: Those that are not over, by number.
         fan_in: What all of them reported.
-        expected_s: When the role asked for the room; None before.
-        pushed_s: When the role pushed the first of its pages or layers; None before.
-        finished_s: When the role had pushed all; None before.
+        expected_s, pushed_s, finished_s: When the role asked for the room, pushed its first pages, and
+            had pushed all; None before.
     """
 
     def __init__(self, room: Room) -> None:
@@ -188,11 +181,10 @@ class PushPart:
     Attributes:
         deadline_s: When the half that is missing is given up.
         link: That of the grant, once there is one.
-        pending: Pushes that came before the grant.
+        pending: What the role asked for before the grant came.
         landed: What decode is to receive at the end, once the role has finished.
         num_layers_pushed: Of the run of own pages that begins at this place in the prompt.
         own_pages: By their place in the prompt, own pages of which every layer was pushed.
-        sums: Of what is pushed; None where nothing is hashed. Used by the worker alone.
         refusal: Of one of its jobs; no other is done after that. Used by the worker alone.
     """
 
@@ -202,11 +194,10 @@ class PushPart:
     session: Session[SenderState] = field(default_factory=sender_session)
     link: DecodeLink | None = None
     grant: Grant | None = None
-    pending: list[Push] = field(default_factory=list)
+    pending: list[Callable[["PushPart"], None]] = field(default_factory=list)
     landed: Landed | None = None
     num_layers_pushed: dict[int, int] = field(default_factory=dict)
     own_pages: dict[int, int] = field(default_factory=dict)
-    sums: PushSums | None = None
     refusal: TransferRefused | None = None
     pushed_bytes: int = 0
 
@@ -214,12 +205,7 @@ class PushPart:
         """Return the same for another link. Only before it is granted."""
         assert self.grant is None
         return PushPart(
-            self.room,
-            number,
-            self.deadline_s,
-            copy(self.session),
-            pending=list(self.pending),
-            landed=self.landed,
+            self.room, number, self.deadline_s, copy(self.session), pending=list(self.pending)
         )
 
     @property
@@ -279,13 +265,19 @@ class PushPart:
             index += 1
         return min(index * page_size, self.destination.end_token)
 
-    def sum_up(self, layout: KVLayout) -> None:
+    def sum_up(self, region: MemoryRegion, layout: KVLayout) -> None:
         """Add the checksums to what decode is to receive. In the worker, after `check_complete`."""
-        if self.sums is None or not self.destination.page_ids:
-            return
         assert self.landed is not None
+        assert self.link is not None
+        theirs, one_in = self.destination, self.landed.checksum_one_in
+        if not (one_in and theirs.page_ids and self.link.heads.num_heads):
+            return
         end_token = self.end_token(layout.page_size)
-        sums = self.sums.finish(self.own_pages, layout, end_token)
+        first, last = theirs.first_token // layout.page_size, (end_token - 1) // layout.page_size
+        held = [self.own_pages[index] for index in range(first, last + 1)]
+        own = PagedTokens(layout, held, first * layout.page_size)
+        slabs = sampled_slabs(self.room.room, layout, one_in)
+        sums = page_sums(region, own, theirs, end_token, slabs=slabs, heads=self.link.heads)
         self.landed = msgspec.structs.replace(self.landed, checksums=sums, end_token=end_token)
 
 

@@ -23,13 +23,13 @@ from itertools import zip_longest
 import msgspec
 from typing_extensions import override
 
-from tandem.kvtransfer.checksum import Verify, arrived_sums, sampled_slabs
+from tandem.kvtransfer.checksum import Verify, page_sums, sampled_slabs
 from tandem.kvtransfer.control import ControlThread, Outbox, transport_errors
 from tandem.kvtransfer.events import Failed, Landed, Lost, ReceiverEvent, ReceiverTimes, Safe
 from tandem.kvtransfer.fan_in import LandFanIn
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import HeadRange, PagedTokens
-from tandem.kvtransfer.prefill_links import PrefillLink, PrefillLinks, ReceiverEnd
+from tandem.kvtransfer.prefill_links import PrefillLink, PrefillLinks
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.session import Action, Event, ReceiverState, Session, receiver_session
 from tandem.kvtransfer.sharding import Shard
@@ -107,8 +107,9 @@ class LandPart:
         if not 0 <= granted.end_token - end_token < layout.page_size:
             return f"tokens up to {end_token} were written and {granted.end_token} granted"
         slabs = sampled_slabs(landed.room, layout, landed.checksum_one_in)
-        heads = HeadRange(0, self.link.heads.start, len(self.link.heads))
-        sums = arrived_sums(region, granted, end_token, slabs, heads)
+        first_head = self.link.heads.start
+        heads = HeadRange(first_head, first_head, len(self.link.heads))
+        sums = page_sums(region, granted, granted, end_token, slabs=slabs, heads=heads)
         if sums == landed.checksums:
             return ""
         num_bad = sum(a != b for a, b in zip_longest(sums, landed.checksums))
@@ -125,7 +126,6 @@ class ReceiverTimeouts:
             and the check of what arrived.
         released_s: From a Withdraw that is sent to its answer. A prefill that is alive and does not answer in this
             time is cut off, with all its rooms.
-        heartbeat: Of the links.
     """
 
     connect_s: float = 5.0
@@ -154,6 +154,11 @@ class ReceiverStatistics(msgspec.Struct, frozen=True, kw_only=True):
     saved_bytes: int
 
 
+def receiver_outbox(waker: Waker | None = None) -> Outbox[ReceiverEvent]:
+    """Return an outbox of what happens to rooms at decode."""
+    return Outbox(waker, (Landed, Failed, Safe), Safe)
+
+
 class DecodeAgent:
     """The receiving end of every room of one decode node.
 
@@ -161,7 +166,6 @@ class DecodeAgent:
     `statistics` may be called from any.
 
     Args:
-        epoch: Of this process.
         fingerprint: Equal at both ends exactly when their KV is interchangeable.
         layout: Of the own pool, which `region` holds.
         transports: Those that may be used, best first.
@@ -195,15 +199,26 @@ class DecodeAgent:
         self._epoch, self._layout, self._region = epoch, layout, region
         self._is_verified = verify != "off"
         self._timeouts, self._clock = timeouts or ReceiverTimeouts(), clock
-        self._outbox: Outbox[ReceiverEvent] = Outbox(waker, (Landed, Failed, Safe), Safe)
+        self._outbox = receiver_outbox(waker)
         self._rooms: dict[Room, LandRoom] = {}  # until the last of their parts is over
         self._done: Counter[Action] = Counter()
         self.times = ReceiverTimes()
         self._num_corrupted = self._received_bytes = self._saved_bytes = 0
         self._control = ControlThread("kv-decode", self._turn)
         pool = Pool(region, layout.page_bytes, layout.num_pages)
+        shard = shard or Shard()
+        hello = hand_off.Hello(
+            epoch=epoch,
+            fingerprint=fingerprint,
+            layout=layout.to_info(),
+            offers=[],
+            tp_rank=shard.tp_rank,
+            tp_size=shard.tp_size,
+            model_kv_heads=shard.model_kv_heads,
+        )
         self._links = PrefillLinks(
-            ReceiverEnd(epoch, fingerprint, layout, listen(transports, pool), shard or Shard()),
+            hello,
+            listen(transports, pool),
             self._control,
             key=key,
             connect_timeout_s=self._timeouts.connect_s,
@@ -231,7 +246,6 @@ class DecodeAgent:
         Args:
             room: Used for no other attempt: a late answer to that one would end this.
             bootstrap_host: An IPv6 host may be bracketed.
-            bootstrap_port: Of the prefill.
             page_ids: For the prompt's tokens `have_tokens` and on, in order.
             have_tokens: Prompt tokens already held; whole pages.
         """
@@ -413,7 +427,10 @@ class DecodeAgent:
             case Action.SEND_WITHDRAW:
                 self._send_withdraw(part, error)
             case Action.TELL_LANDED:
-                self._report(part, _landed(part))
+                word = part.landed
+                assert word is not None
+                tokens = (word.first_token, word.seed, word.cached_tokens)
+                self._report(part, Landed(room, *tokens, word.first_logprobs))
             case Action.TELL_FAILED:
                 self._report(part, Failed(room, error))
             case Action.TELL_LOST:
@@ -473,14 +490,6 @@ class DecodeAgent:
             part.deadline_s = self._clock() + self._timeouts.released_s
 
         part.link.worker.after(sent)
-
-
-def _landed(part: LandPart) -> Landed:
-    word = part.landed
-    assert word is not None
-    return Landed(
-        part.room.room, word.first_token, word.seed, word.cached_tokens, word.first_logprobs
-    )
 
 
 def _too_late(part: LandPart) -> TransferTimeout:

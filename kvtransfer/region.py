@@ -68,18 +68,6 @@ class MemoryRegion:
         self._buffer = memoryview(memory)
 
     @classmethod
-    def of_tensor(cls, tensor: DeviceTensor, read: Read | None = None) -> "DeviceRegion":
-        """Return the memory of a tensor on a device; the tensor stays alive as long as the region.
-
-        Args:
-            read: Copies bytes to the CPU, at once and on any thread; None: nobody is going to ask.
-
-        Raises:
-            ValueError: It has gaps.
-        """
-        return DeviceRegion(tensor, read)
-
-    @classmethod
     def shared(cls, size_bytes: int, name_hint: str = "kv") -> "MemoryRegion":
         """Make a region that processes of this host and user can map. All bytes are 0.
 
@@ -168,13 +156,20 @@ class MemoryRegion:
 
 
 class DeviceRegion(MemoryRegion):
-    """Memory of a device, which the CPU does not look into.
+    """Memory of a tensor on a device, which the CPU does not look into.
+
+    Args:
+        tensor: Stays alive as long as the region.
+        read: Copies bytes to the CPU, at once and on any thread; None: nobody is going to ask.
+
+    Raises:
+        ValueError: The tensor has gaps.
 
     Attributes:
         tensor: What it is the memory of; None once it is closed.
     """
 
-    def __init__(self, tensor: DeviceTensor, read: Read | None) -> None:
+    def __init__(self, tensor: DeviceTensor, read: Read | None = None) -> None:
         if not tensor.is_contiguous():
             raise ValueError("a region is contiguous, and this tensor is not")
         self.tensor: DeviceTensor | None = tensor

@@ -14,7 +14,6 @@ holds for each part of the room, that is for each rank of decode that our heads 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +21,7 @@ import msgspec
 from typing_extensions import override
 
 from tandem.kvtransfer.bootstrap import BootstrapPort, DecodeLink, SenderEnd
-from tandem.kvtransfer.checksum import PushSums, Verify, one_in, sampled_slabs
+from tandem.kvtransfer.checksum import Verify, one_in
 from tandem.kvtransfer.control import ControlThread, Outbox
 from tandem.kvtransfer.events import Granted, PushDone, Released, SenderEvent, SenderTimes
 from tandem.kvtransfer.fan_in import PushFanIn
@@ -92,17 +91,9 @@ class SenderStatistics(msgspec.Struct, frozen=True, kw_only=True):
     num_strangers: int = 0
 
 
-@contextmanager
-def _no_byte_under_way() -> Iterator[None]:
-    """Raise `TransferRefused` for any error of our checksums: every write before has returned.
-
-    It fails this room, where another error would cost the link.
-    """
-    try:
-        yield
-    except Exception as error:
-        log.exception("kv_checksum.failed")
-        raise TransferRefused(f"prefill cannot compute checksums: {error!r}") from error
+def sender_outbox(waker: Waker | None = None) -> Outbox[SenderEvent]:
+    """Return an outbox of what happens to rooms at prefill."""
+    return Outbox(waker, (PushDone, Released), Released)
 
 
 class PrefillAgent:
@@ -155,10 +146,11 @@ class PrefillAgent:
             heard=self._hear,
             lost=self._lose,
         )
-        self._outbox: Outbox[SenderEvent] = Outbox(waker, (PushDone, Released), Released)
+        self._outbox = sender_outbox(waker)
         self._rooms: dict[Room, PushRoom] = {}  # until the last of their parts is over
         self.times = SenderTimes()
-        self._num_landed = self._num_released = self._pushed_bytes = self._saved_bytes = 0
+        self._done: Counter[Action] = Counter()
+        self._pushed_bytes = self._saved_bytes = 0
         self._control.start()
 
     # ── the role's side ──────────────────────────────────────────────────────────────────────────
@@ -187,7 +179,7 @@ class PrefillAgent:
         """
         push = Push(page_ids, first_page_index, layers)
         now_s = self._clock()
-        self._control.post(lambda: self._push_all(room, push, now_s))
+        self._control.post(lambda: self._push(room, push, now_s))
 
     def push_by_layer(self, runs: Sequence[PageRun]) -> Wrote:
         """A forward begins that completes these pages: return what it calls for each layer.
@@ -217,7 +209,7 @@ class PrefillAgent:
             checksum_one_in=self._one_in,
         )
         now_s = self._clock()
-        self._control.post(lambda: self._finish_all(room, landed, now_s))
+        self._control.post(lambda: self._finish(room, landed, now_s))
 
     def abort(self, room: Room, error: TandemError | None = None) -> None:
         """Give a room up; decode receives `error`. `Released` follows. No-op when it is over."""
@@ -237,8 +229,8 @@ class PrefillAgent:
             num_waiting=states[SenderState.WAITING],
             num_early_grants=states[SenderState.GRANTED_EARLY],
             num_pushing=states[SenderState.PUSHING] + states[SenderState.RELEASING],
-            num_landed=self._num_landed,
-            num_released=self._num_released,
+            num_landed=self._done[Action.SEND_LANDED],
+            num_released=self._done[Action.TELL_RELEASED],
             num_refused=self._bootstrap.num_refused,
             num_strangers=self._bootstrap.num_strangers,
             pushed_bytes=self._pushed_bytes,
@@ -269,11 +261,6 @@ class PrefillAgent:
         """Return all parts that are not over. Any thread may call it."""
         rooms = list(self._rooms.values())
         return [part for room in rooms for part in list(room.parts.values())]
-
-    def _parts_of(self, room: Room) -> list[PushPart]:
-        """Return those of one room; none when it ended while the role computed."""
-        entry = self._rooms.get(room)
-        return [] if entry is None else list(entry.parts.values())
 
     def _hear(self, link: DecodeLink, message: hand_off.Grant | hand_off.Withdraw) -> None:
         room = self._rooms.get(message.room)
@@ -310,23 +297,26 @@ class PrefillAgent:
         self._rooms[grant.room] = room
         part = room.granted(link, self._clock() + self._timeouts.early_grant_s)
         part.link, part.grant = link, grant
-        if self._one_in and link.heads.num_heads:
-            slabs = sampled_slabs(grant.room, self._end.layout, self._one_in)
-            part.sums = PushSums(self._end.region, part.destination, slabs, link.heads)
         return self._apply(part, Event.GRANT_ARRIVED)
 
-    def _push_all(self, room: Room, push: Push, now_s: float) -> None:
-        entry = self._rooms.get(room)
-        if entry is not None and entry.pushed_s is None:
+    def _push(self, room: Room, push: Push, now_s: float) -> None:
+        if (entry := self._rooms.get(room)) is None:
+            return  # it ended while the role computed
+        if entry.pushed_s is None:
             entry.pushed_s = now_s
-        for part in self._parts_of(room):
-            self._push(part, push)
+        self._when_granted(entry, lambda part: self._write(part, push))
 
-    def _push(self, part: PushPart, push: Push) -> None:
-        if part.session.state is SenderState.WAITING:
-            part.pending.append(push)
-        elif part.session.state is SenderState.PUSHING:
-            self._write(part, push)
+    def _finish(self, room: Room, landed: hand_off.Landed, now_s: float) -> None:
+        if (entry := self._rooms.get(room)) is not None:
+            entry.finished_s = now_s
+            self._when_granted(entry, lambda part: self._conclude(part, landed))
+
+    def _when_granted(self, room: PushRoom, do: Callable[[PushPart], None]) -> None:
+        for part in list(room.parts.values()):
+            if part.session.state is SenderState.WAITING:
+                part.pending.append(do)
+            elif part.session.state is SenderState.PUSHING:
+                do(part)
 
     def _write(self, part: PushPart, push: Push) -> None:
         own, layers = part.take(push, self._end.layout)
@@ -341,33 +331,24 @@ class PrefillAgent:
             assert part.link is not None
             assert part.link.connection is not None
             part.link.connection.write(part.room.room, plan)
-            if part.sums is not None:
-                with _no_byte_under_way():
-                    part.sums.add(own, layers)
 
         self._submit(part, write, lambda _none: None)
 
-    def _finish_all(self, room: Room, landed: hand_off.Landed, now_s: float) -> None:
-        if (entry := self._rooms.get(room)) is not None:
-            entry.finished_s = now_s
-        for part in self._parts_of(room):
-            self._finish(part, landed)
-
-    def _finish(self, part: PushPart, landed: hand_off.Landed) -> None:
-        part.landed = landed
-        if part.session.state is SenderState.PUSHING:
-            self._conclude(part)
-
-    def _conclude(self, part: PushPart) -> None:
+    def _conclude(self, part: PushPart, landed: hand_off.Landed) -> None:
         """Queue the end behind the writes: checksums, then Landed."""
+        part.landed = landed
         try:
             part.check_complete(self._end.layout.page_size)
         except TransferRefused as error:
             return self._apply(part, Event.WRITE_FAILED, error)
 
         def sum_up() -> None:
-            with _no_byte_under_way():
-                part.sum_up(self._end.layout)
+            try:
+                part.sum_up(self._end.region, self._end.layout)
+            except Exception as error:
+                # Every write before has returned: this fails the room, and not the link.
+                log.exception("kv_checksum.failed")
+                raise TransferRefused(f"prefill cannot compute checksums: {error!r}") from error
 
         return self._submit(part, sum_up, lambda _none: self._apply(part, Event.WRITES_DONE))
 
@@ -398,6 +379,7 @@ class PrefillAgent:
             return  # this crossed with the last word
         before = part.session.state
         for action in part.session.apply(event, error):
+            self._done[action] += 1
             self._act(part, action)
         state, room = part.session.state, part.room
         if state is SenderState.REFUSING and before is not state:
@@ -412,17 +394,16 @@ class PrefillAgent:
         match action:
             case Action.TELL_GRANTED:
                 self._report(part, Granted(room, part.destination.first_token))
-                self._flush(part)
+                pending, part.pending = part.pending, []
+                for do in pending:  # what the role asked for before the grant came
+                    if part.session.state is SenderState.PUSHING:
+                        do(part)
             case Action.STOP_WRITES:
                 assert part.link is not None
                 part.link.worker.stop(room, partial(self._apply, part, Event.WRITES_STOPPED))
             case Action.SEND_LANDED:
                 assert part.landed is not None
                 assert part.link is not None
-                self._num_landed += 1
-                self._pushed_bytes += part.pushed_bytes
-                first_token = part.destination.first_token
-                self._saved_bytes += first_token * self._end.layout.all_heads_bytes
                 self._bootstrap.send(part.link, part.landed)
             case Action.SEND_RELEASED:
                 assert part.link is not None
@@ -430,7 +411,6 @@ class PrefillAgent:
             case Action.TELL_PUSHED:
                 self._report(part, PushDone(room, part.pushed_bytes))
             case Action.TELL_RELEASED:
-                self._num_released += 1
                 self._report(part, Released(room, error))
             case _:
                 raise AssertionError(action)
@@ -445,16 +425,20 @@ class PrefillAgent:
         fan_in = part.room.fan_in
         was_ending = fan_in.is_ending
         for each in fan_in.hear(part.number, event):
-            self._observe(part.room, each)
+            self._observe(part, each)
             self._outbox.put(each)
         if fan_in.is_ending and not was_ending:
             why = fan_in.error or Aborted("another part of the request ended")
             self._control.post(partial(self._end_parts, part.room, fan_in, why))
 
-    def _observe(self, room: PushRoom, event: SenderEvent) -> None:
-        now_s, times = self._clock(), self.times
+    def _observe(self, part: PushPart, event: SenderEvent) -> None:
+        now_s, times, room = self._clock(), self.times, part.room
         if isinstance(event, Granted) and room.expected_s is not None:
             times.bootstrap_seconds.observe(now_s - room.expected_s)
+        if isinstance(event, PushDone):
+            self._pushed_bytes += event.pushed_bytes
+            have_tokens = part.destination.first_token
+            self._saved_bytes += have_tokens * self._end.layout.all_heads_bytes
         if isinstance(event, PushDone) and event.pushed_bytes:  # else decode had it all
             if room.pushed_s is not None:
                 times.push_seconds.observe(now_s - room.pushed_s)
@@ -472,11 +456,3 @@ class PrefillAgent:
         if room.fan_in is fan_in and not fan_in.is_over:
             for part in list(room.parts.values()):
                 self._apply(part, Event.ABORT_ASKED, why)
-
-    def _flush(self, part: PushPart) -> None:
-        """Do what the role asked for before the grant came."""
-        pending, part.pending = part.pending, []
-        for push in pending:
-            self._push(part, push)
-        if part.landed is not None:
-            self._finish(part, part.landed)

@@ -42,18 +42,6 @@ class RankPair(NamedTuple):
     heads: HeadRange
 
 
-class Links(NamedTuple):
-    """Who is linked to one rank of decode, as one rank of prefill sees it.
-
-    Attributes:
-        sources: Ranks of prefill that copy to it.
-        targets: What the one rank copies, by rank of decode.
-    """
-
-    sources: list[int]
-    targets: dict[int, HeadRange]
-
-
 def held_heads(shard: Shard, own_kv_heads: int) -> list[range]:
     """Return which of the model's heads each rank of a node holds, given one of its ranks.
 
@@ -94,14 +82,6 @@ def pair_ranks(sources: Sequence[range], destinations: Sequence[range]) -> list[
     idle = set(range(len(sources))) - {pair.source for pair in pairs}
     pairs += [RankPair(rank, rank % len(destinations), HeadRange(0, 0, 0)) for rank in idle]
     return sorted(pairs)
-
-
-def links_of(pairs: Sequence[RankPair], source: int, destination: int) -> Links:
-    """Return what a rank of prefill has to know of the links of a rank of decode, and of its own."""
-    return Links(
-        [pair.source for pair in pairs if pair.destination == destination],
-        {pair.destination: pair.heads for pair in pairs if pair.source == source},
-    )
 
 
 def _split(num_heads: int, size: int) -> list[range]:

@@ -90,7 +90,7 @@ def _device_region(size_bytes: int, device: str) -> MemoryRegion:
         sizes = [extent.stop - extent.start for extent in extents]
         return [piece.numpy().data for piece in torch.split(gathered, sizes)]
 
-    return MemoryRegion.of_tensor(memory, read)
+    return DeviceRegion(memory, read)
 
 
 # ── for tiers ────────────────────────────────────────────────────────────────────────────────────

@@ -185,7 +185,7 @@ class Ranks:
 class RemoteAgent:
     """The transfer agent of another rank, as the group on rank 0 sees it.
 
-    It has the methods of a `SenderRank` or `ReceiverRank`: each is called at the rank.
+    It stands in for a `PrefillAgent` or `DecodeAgent`: each method is called at the rank.
     """
 
     def __init__(self, rank: RankProcess) -> None:
@@ -195,7 +195,7 @@ class RemoteAgent:
         return partial(self._rank.call, "agent", method)
 
     def push_by_layer(self, runs: Sequence[PageRun]) -> Wrote:
-        """See `SenderRank.push_by_layer`. The rank's own next forward reports the layers to its agent."""
+        """Have the rank's own next forward report its layers to its agent."""
         self._rank.call("rank", "push_by_layer", runs)
         return lambda _layer: None
 

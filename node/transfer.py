@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from tandem.kvtransfer.bootstrap import SenderEnd
-from tandem.kvtransfer.group import DecodeGroup, PrefillGroup, ReceiverRank, SenderRank
+from tandem.kvtransfer.group import DecodeGroup, PrefillGroup
 from tandem.kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sender import PrefillAgent, SenderTimeouts
@@ -89,8 +89,8 @@ def join_ranks(own: RankAgent | None, others: Sequence[RankProcess]) -> NodeAgen
     remote = [RemoteAgent(rank) for rank in others]
     match own:
         case PrefillAgent() if remote:
-            return PrefillGroup(own, cast("list[SenderRank]", remote))
+            return PrefillGroup(own, cast("list[PrefillAgent]", remote))
         case DecodeAgent() if remote:
-            return DecodeGroup(own, cast("list[ReceiverRank]", remote))
+            return DecodeGroup(own, cast("list[DecodeAgent]", remote))
         case _:
             return own

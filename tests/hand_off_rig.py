@@ -13,10 +13,8 @@ from tandem.engine.launcher import ModelLauncher
 from tandem.engine.model import load_model
 from tandem.engine.request import ActiveRequest, Stage
 from tandem.engine.runner import ModelRunner
-from tandem.kvtransfer.bootstrap import SenderEnd
-from tandem.kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
+from tandem.kvtransfer.receiver import ReceiverTimeouts
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.sender import PrefillAgent
 from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.registry import transports
 from tandem.node.answers import Ticket
@@ -24,15 +22,17 @@ from tandem.node.pool import PoolPlan, bytes_of
 from tandem.node.tiering import Tiering
 from tandem.prefill.role import PrefillRole
 from tandem.wire.channel import Peer, Waker, wait
-from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams, new_epoch, new_room
+from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams, new_room
 from tandem.wire.messages import StartDecode, StartPrefill
+from tests.agents import decode_agent, prefill_agent
+from tests.calm import calm_receiver
 from tests.node.tier_rig import ScriptedStack
 from tests.patience import patiently
 
 PAGE = 8
 NUM_PAGES = 60
 # Where the other end is gone, and the test would only wait.
-IMPATIENT = ReceiverTimeouts(connect_s=0.5, released_s=0.5)
+IMPATIENT = calm_receiver(connect_s=0.5, released_s=0.5)
 
 
 class CollectedAnswers:
@@ -117,22 +117,12 @@ class Pair:
         self.source, self.target = source, target
         is_named = isinstance(transport, str)
         allowed = transports(transport, TransportConfig()) if is_named else [transport]
-        print_ = self.prefill_engine.shape.fingerprint
-        self.sender = PrefillAgent(
-            "tcp://127.0.0.1:0",
-            SenderEnd(new_epoch(), print_, plan.layout, source, allowed),
-            waker=self.waker,
-            least_bytes=1,
-            verify="always",
+        common = {"fingerprint": self.prefill_engine.shape.fingerprint, "waker": self.waker}
+        self.sender = prefill_agent(
+            plan.layout, source, allowed, least_bytes=1, verify="always", **common
         )
-        self.receiver = DecodeAgent(
-            epoch=new_epoch(),
-            fingerprint=print_,
-            layout=decode_plan.layout,
-            region=target,
-            transports=allowed,
-            waker=self.waker,
-            timeouts=timeouts,
+        self.receiver = decode_agent(
+            decode_plan.layout, target, allowed, timeouts=timeouts, **common
         )
         self.prefill = PrefillRole(
             self.prefill_engine,

@@ -17,25 +17,23 @@ torch uses the same primary context. Tests run all but the driver's calls on a C
 import ctypes
 import os
 import struct
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
+from typing_extensions import override
 
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports.base import Pool, TransportConfig, check_bounds
+from tandem.kvtransfer.transports.base import Pool, TransportConfig
 from tandem.kvtransfer.transports.shm import (
-    BATCH_BYTES,
-    BATCH_COPIES,
+    ControlConnection,
     ControlListener,
     ControlOffer,
-    WriterEnd,
     read_offer,
 )
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
-from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
 
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
@@ -79,46 +77,32 @@ class CudaIpcTransport:
 
     def connect(self, offer: TransportOffer, region: MemoryRegion) -> "CudaIpcConnection":
         """Map the pool that `offer` names."""
-        return CudaIpcConnection(offer, region, self._memory)
+        return CudaIpcConnection(read_offer(offer, _Offer), region, self._memory)
 
 
-class CudaIpcConnection:
-    """Maps the pool and the control file of one listener."""
+class CudaIpcConnection(ControlConnection):
+    """Copies into the mapped memory of a device."""
 
-    def __init__(self, offer: TransportOffer, region: MemoryRegion, memory: "CudaMemory") -> None:
-        facts = read_offer(offer, _Offer)
+    def __init__(self, facts: _Offer, region: MemoryRegion, memory: "CudaMemory") -> None:
         if facts.pid_namespace != _pid_namespace():
             raise TransferRefused("the pool's owner is in another pid namespace")
-        self._source_bytes, self._pool_bytes = region.size_bytes, facts.pool_bytes
-        self._has_failed = False
-        self._end = WriterEnd(facts)
-        try:
-            self._pool = memory.open(bytes.fromhex(facts.handle), facts.pool_bytes, region)
-        except TransferRefused:
-            self._end.close()
-            raise
-        self._end.on_close(self._pool.close)
+        self._memory, self._has_failed = memory, False
+        super().__init__(facts, region)
 
-    def write(self, room: Room, plan: CopyPlan) -> None:
-        """Copy batch by batch, each under the lock."""
-        check_bounds(self._source_bytes, plan.source_offset, plan.size_bytes)
-        check_bounds(self._pool_bytes, plan.destination_offset, plan.size_bytes)
-        for batch in plan.batches(BATCH_BYTES, BATCH_COPIES):
-            with self._end.turn(room, batch):
-                self._copy(batch)
+    @override
+    def _open_pool(self, facts: Any, region: MemoryRegion, opened: ExitStack) -> None:
+        self._pool = self._memory.open(bytes.fromhex(facts.handle), facts.pool_bytes, region)
+        opened.callback(self._pool.close)
 
+    @override
     def _copy(self, batch: CopyPlan) -> None:
         if self._has_failed:
             raise PeerLost("the device failed in an earlier write")
         # Stays so if the copy raises, and with it the mark: the device may still be at it.
         self._has_failed = True
-        with self._end.control.device_busy():
+        with self._control.device_busy():
             self._pool.copy(batch)
         self._has_failed = False
-
-    def close(self) -> None:
-        """Hang up after the batch under way."""
-        self._end.close()
 
 
 def _pid_namespace() -> int:

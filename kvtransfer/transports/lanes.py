@@ -1,33 +1,29 @@
-"""What two-sided transports share: a stream announces each batch, a lane beside it brings the bytes.
+"""The sending end of transports whose peers meet on a stream: one connection for all of them.
 
 ```
- sender   ──▶ header and table, as on a TCP stream (tcp_stream)                  ┐
- listener ──▶ one byte: READY, or REFUSED and the end                            │ repeated
-     lane ══▶ the bytes                                                          │
- listener ──▶ one byte: LANDED                                                   ┘
+ sender   ──▶ header and table (`tcp_stream`); on a TCP lane the bytes follow at once     ┐
+ listener ──▶ one byte: READY, or REFUSED and the end                  not on a TCP lane  │ repeated
+     lane ══▶ the bytes                                                not on a TCP lane  │
+ listener ──▶ one byte: LANDED                                                            ┘
 ```
 
 The stream authenticates the peer and shows when it is gone, whatever the lane runs on.
-This file has the sending end; `tcp_stream` has the receiving one.
 """
 
 import contextlib
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
-import numpy as np
 
-from tandem.kvtransfer import plan
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.base import check_bounds
-from tandem.kvtransfer.transports.tcp import open_stream
-from tandem.kvtransfer.transports.tcp_stream import TcpOffer
+from tandem.kvtransfer.transports.tcp_stream import Lane, OpenLane, TcpOffer
 from tandem.wire.errors import PeerLost, TransferRefused
 from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
@@ -36,79 +32,122 @@ READY = b"\x03"
 # The largest message of a handshake: addresses and names, far below this.
 MAX_BLOB_BYTES = 64 << 10
 GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+# Below this a second stream costs more than it brings.
+SHARE_BYTES = 4 << 20
 
 
-class SendingLane(Protocol):
-    """Takes the bytes of the batches that one stream announces. One thread uses it."""
-
-    def send(self, batch: CopyPlan) -> None:
-        """Send the sources of a batch; however it ends, no byte of them is read after it.
-
-        Raises:
-            PeerLost: The stream or the lane broke, or the stream was shut down meanwhile.
-        """
-        ...
-
-    def close(self) -> None:
-        """Give back what the lane holds. The stream may be shut down, and is its caller's to close."""
-        ...
-
-
-class LaneConnection:
-    """The sending end: one stream, and one lane beside it.
+class StreamConnection:
+    """Streams to one listener with a lane each. They share large writes.
 
     Args:
         offer: Of a `TcpListener`.
-        open_lane: Called with a stream on which the listener has accepted us, and `region`; raises
-            PeerLost.
+        source_host: Address to send from; empty for the one that routing picks.
     """
 
     def __init__(
         self,
         offer: TransportOffer,
         region: MemoryRegion,
-        open_lane: Callable[[socket.socket, MemoryRegion], SendingLane],
+        open_lane: OpenLane,
+        *,
+        num_streams: int = 1,
+        source_host: str = "",
     ) -> None:
         self._size_bytes = region.size_bytes
+        self._streams: list[socket.socket] = []
+        self._lanes: list[Lane] = []
         with contextlib.ExitStack() as opened:
             try:
                 facts = msgspec.convert(offer.descriptor, TcpOffer)
-                self._stream = opened.enter_context(open_stream(facts))
-                lane = open_lane(self._stream, region)
+                for _ in range(num_streams):
+                    stream = opened.enter_context(open_stream(facts, source_host))
+                    lane = open_lane(stream, region)
+                    opened.callback(lane.close)
+                    self._streams.append(stream)
+                    self._lanes.append(lane)
             except (msgspec.ValidationError, OSError, PeerLost) as error:
                 raise TransferRefused(f"cannot connect: {error}") from error
-            opened.callback(lane.close)
-            self._lane, self._opened = lane, opened.pop_all()
+            self._threads = opened.enter_context(ThreadPoolExecutor(num_streams, "kv-stream"))
+            self._opened = opened.pop_all()
         self._writing = threading.Lock()
         self._is_closed = False
 
     def write(self, room: Room, plan: CopyPlan) -> None:
-        """Announce and send batch after batch."""
+        """Deal the batches out to the streams and wait for every acknowledgement."""
         check_bounds(self._size_bytes, plan.source_offset, plan.size_bytes)
+        num_streams = len(self._streams)
+        share = max(SHARE_BYTES, -(-plan.total_bytes // num_streams))
+        batches = list(plan.batches(min(share, frames.BATCH_BYTES), frames.MAX_COPIES))
         with self._writing:
             if self._is_closed:
                 raise PeerLost("the connection is closed")
-            for batch in plan.batches(frames.BATCH_BYTES, frames.MAX_COPIES):
-                try:
-                    self._send(room, batch)
-                except PeerLost:
-                    frames.shut_down(self._stream)  # the ends may differ on where the stream is
-                    raise
+            if num_streams == 1 or len(batches) == 1:  # no thread for what is small
+                return self._send(0, room, batches)
+            futures = [
+                self._threads.submit(self._send, number, room, batches[number::num_streams])
+                for number in range(num_streams)
+            ]
+            # All of them, also when one fails: after an error no byte of ours may be under way.
+            errors = [error for future in futures if (error := future.exception())]
+        if errors:
+            raise errors[0]
+        return None
 
-    def _send(self, room: Room, batch: CopyPlan) -> None:
-        frames.send_from(self._stream, [memoryview(frames.table_of(room, batch))])
-        if frames.receive_exactly(self._stream, 1) != READY:
-            raise TransferRefused(f"the pages are not granted to room {room}")
-        self._lane.send(batch)
-        if frames.receive_exactly(self._stream, 1) != frames.LANDED:
-            raise PeerLost("the listener stopped in the middle of a batch")
+    def _send(self, number: int, room: Room, batches: list[CopyPlan]) -> None:
+        try:
+            for batch in batches:
+                self._lanes[number].send(room, batch)
+        except PeerLost:
+            frames.shut_down(self._streams[number])  # the ends may differ on where the stream is
+            raise
 
     def close(self) -> None:
-        """Cut the stream: a write under way fails."""
+        """Cut the streams: a write under way fails."""
         self._is_closed = True
-        frames.shut_down(self._stream)
-        with self._writing:
+        for stream in self._streams:
+            frames.shut_down(stream)
+        with self._writing:  # no thread may still use a descriptor whose number goes to others
             self._opened.close()
+
+
+def open_stream(facts: TcpOffer, source_host: str = "") -> socket.socket:
+    """Return a stream on which the listener has accepted us.
+
+    Raises:
+        OSError: Nobody answers there.
+        PeerLost: The listener there does not accept us.
+    """
+    stream = socket.create_connection(
+        (facts.host, facts.port),
+        frames.HANDSHAKE_TIMEOUT_S,
+        source_address=(source_host, 0) if source_host else None,
+    )
+    try:
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        challenge = frames.receive_exactly(stream, frames.CHALLENGE_BYTES)
+        stream.sendall(facts.peer.encode() + frames.proof(bytes.fromhex(facts.secret), challenge))
+        frames.receive_exactly(stream, len(frames.ACCEPTED))
+        stream.settimeout(None)
+    except (OSError, PeerLost):
+        stream.close()
+        raise
+    return stream
+
+
+@contextlib.contextmanager
+def announced(stream: socket.socket, room: Room, batch: CopyPlan) -> Iterator[None]:
+    """Announce a batch, have the block bring its bytes, and wait until they landed.
+
+    Raises:
+        PeerLost: The stream broke, or the listener stopped in the middle of the batch.
+        TransferRefused: The pages are not granted to this room.
+    """
+    frames.send_from(stream, [memoryview(frames.table_of(room, batch))])
+    if frames.receive_exactly(stream, 1) != READY:
+        raise TransferRefused(f"the pages are not granted to room {room}")
+    yield
+    if frames.receive_exactly(stream, 1) != frames.LANDED:
+        raise PeerLost("the listener stopped in the middle of a batch")
 
 
 @contextlib.contextmanager
@@ -120,11 +159,7 @@ def handshake(stream: socket.socket) -> Iterator[None]:
 
 
 def send_blob(stream: socket.socket, blob: bytes) -> None:
-    """Send bytes whose number the other end does not know.
-
-    Raises:
-        PeerLost: The stream broke.
-    """
+    """Send bytes whose number the other end does not know."""
     frames.send_from(stream, [memoryview(len(blob).to_bytes(4, "little") + blob)])
 
 
@@ -138,30 +173,3 @@ def receive_blob(stream: socket.socket) -> bytes:
     if size_bytes > MAX_BLOB_BYTES:
         raise PeerLost(f"{size_bytes} bytes in a handshake")
     return frames.receive_exactly(stream, size_bytes)
-
-
-def gather(memory: Any, batch: CopyPlan, staging: Any) -> None:
-    """Copy the sources of a batch, one after the other, to the start of `staging`.
-
-    Args:
-        memory: The pool's bytes: a numpy array, or a device's tensor.
-        staging: The same kind.
-    """
-    if isinstance(memory, np.ndarray):
-        return plan.gather(memory, batch, staging)
-    at = 0
-    for begin, _, size in batch.copies():
-        staging[at : at + size] = memory[begin : begin + size]
-        at += size
-    return None
-
-
-def scatter(staging: Any, batch: CopyPlan, memory: Any) -> None:
-    """Copy the start of `staging` out to the destinations of a batch: the inverse of `gather`."""
-    if isinstance(memory, np.ndarray):
-        return plan.scatter(staging, batch, memory)
-    at = 0
-    for _, to, size in batch.copies():
-        memory[to : to + size] = staging[at : at + size]
-        at += size
-    return None

@@ -26,11 +26,13 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import Store
 from typing_extensions import override
 
+from tandem.kvtransfer import plan
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import DeviceRegion, MemoryRegion
 from tandem.kvtransfer.transports import lanes
@@ -38,6 +40,7 @@ from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.base import Pool, TransportConfig
 from tandem.kvtransfer.transports.tcp_stream import OpenPages, TcpListener
 from tandem.wire.errors import PeerLost
+from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
 
 # A piece is copied while the one before it is under way.
@@ -71,9 +74,9 @@ class NcclTransport:
             lambda stream, region: GroupLane(stream, _tensor(region), LISTENER),
         )
 
-    def connect(self, offer: TransportOffer, region: MemoryRegion) -> lanes.LaneConnection:
+    def connect(self, offer: TransportOffer, region: MemoryRegion) -> lanes.StreamConnection:
         """Make a group with the listener."""
-        return lanes.LaneConnection(
+        return lanes.StreamConnection(
             offer, region, lambda stream, region: GroupLane(stream, _tensor(region), SENDER)
         )
 
@@ -116,15 +119,15 @@ class GroupLane:
         self._watcher = threading.Thread(target=self._watch, name="kv-group", daemon=True)
         self._watcher.start()
 
-    def send(self, batch: CopyPlan) -> None:
+    def send(self, room: Room, batch: CopyPlan) -> None:
         """Send piece after piece, `NUM_PIECES` ahead of what the listener has taken."""
         sends: deque[Any] = deque()
-        with self._breaking():
+        with self._breaking(), lanes.announced(self._stream, room, batch):
             for number, piece in enumerate(batch.batches(PIECE_BYTES, len(batch))):
                 if len(sends) == NUM_PIECES:
                     self._finish_send(sends)
                 slot = number % NUM_PIECES
-                lanes.gather(self._memory, piece, self._staging[slot])
+                _gather(self._memory, piece, self._staging[slot])
                 sends.append(self._group.send(self._slots[slot, : piece.total_bytes]))
             while sends:
                 self._finish_send(sends)
@@ -146,7 +149,7 @@ class GroupLane:
                 self._group.finish(receives.popleft())
                 frames.send_from(self._stream, [memoryview(TAKEN)])
                 with open_pages(piece):
-                    lanes.scatter(self._staging[number % NUM_PIECES], piece, self._memory)
+                    _scatter(self._staging[number % NUM_PIECES], piece, self._memory)
                     self._group.settle()
                 receives.append(self._post(pieces, number + NUM_PIECES))
 
@@ -190,6 +193,25 @@ class GroupLane:
             yield
         except RuntimeError as error:  # all that torch.distributed raises
             raise PeerLost(f"the group broke: {error}") from error
+
+
+def _gather(memory: Any, batch: CopyPlan, staging: Any) -> None:
+    """Copy the sources of a batch, one after the other, to the start of `staging`."""
+    if isinstance(memory, np.ndarray):
+        return plan.gather(memory, batch, staging)
+    sources = [memory[begin : begin + size] for begin, _, size in batch.copies()]
+    torch.cat(sources, out=staging[: batch.total_bytes])
+    return None
+
+
+def _scatter(staging: Any, batch: CopyPlan, memory: Any) -> None:
+    """Copy the start of `staging` out to the destinations of a batch: the inverse of `_gather`."""
+    if isinstance(memory, np.ndarray):
+        return plan.scatter(staging, batch, memory)
+    pieces = staging[: batch.total_bytes].split(batch.size_bytes.tolist())
+    for (_, to, size), piece in zip(batch.copies(), pieces, strict=True):
+        memory[to : to + size] = piece
+    return None
 
 
 class GlooGroup:

@@ -23,13 +23,15 @@ import os
 import secrets
 import select
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
+from typing_extensions import override
 
 from tandem.kvtransfer.plan import CopyPlan, copy_blocks
 from tandem.kvtransfer.region import POOL_NAME, SHM_DIR, MemoryRegion, is_unlocked
@@ -258,31 +260,46 @@ class ControlListener:
         self._closing()
 
 
-class WriterEnd:
-    """A writer's view of its control file and of the owner's life.
-
-    Attributes:
-        pool_fd: The owner's file.
+class ControlConnection(ABC):
+    """The sending end: a writer's view of its control file and of the owner's life.
 
     Raises:
         TransferRefused: The files are not in this /dev/shm, or are not those of the offer.
     """
 
-    def __init__(self, facts: ControlOffer) -> None:
+    def __init__(self, facts: ControlOffer, region: MemoryRegion) -> None:
+        self._source_bytes, self._pool_bytes = region.size_bytes, facts.pool_bytes
         self._mutex = threading.Lock()
         self._is_closed = False
         with ExitStack() as opened:
             try:
                 path = SHM_DIR / facts.pool
-                self.pool_fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-                opened.callback(os.close, self.pool_fd)
-                self.control = Control(control_path(path, facts.peer), facts)
-                opened.callback(self.control.close)
+                self._pool_fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                opened.callback(os.close, self._pool_fd)
+                self._control = Control(control_path(path, facts.peer), facts)
+                opened.callback(self._control.close)
             except (OSError, OverflowError, ValueError) as error:
                 raise TransferRefused(f"no such pool in this /dev/shm: {error}") from error
-            if self.control.nonce.hex() != facts.nonce:
+            if self._control.nonce.hex() != facts.nonce:
                 raise TransferRefused("the pool in this /dev/shm is another one")
-            self._files = opened.pop_all()
+            self._open_pool(facts, region, opened)
+            self._opened = opened.pop_all()
+
+    @abstractmethod
+    def _open_pool(self, facts: Any, region: MemoryRegion, opened: ExitStack) -> None:
+        """Map the pool; `opened` gives it back. Raises TransferRefused."""
+
+    @abstractmethod
+    def _copy(self, batch: CopyPlan) -> None:
+        """Copy a batch, and return when it is done. In a turn."""
+
+    def write(self, room: Room, plan: CopyPlan) -> None:
+        """Copy batch by batch, each under the lock."""
+        check_bounds(self._source_bytes, plan.source_offset, plan.size_bytes)
+        check_bounds(self._pool_bytes, plan.destination_offset, plan.size_bytes)
+        for batch in plan.batches(BATCH_BYTES, BATCH_COPIES):
+            with self.turn(room, batch):
+                self._copy(batch)
 
     @contextmanager
     def turn(self, room: Room, batch: CopyPlan) -> Iterator[None]:
@@ -295,13 +312,9 @@ class WriterEnd:
         with self._mutex:
             if self._is_closed:
                 raise PeerLost("the connection is closed")
-            with self.control.turn(self.pool_fd):
-                self.control.permits.check(room, batch)
+            with self._control.turn(self._pool_fd):
+                self._control.permits.check(room, batch)
                 yield
-
-    def on_close(self, call: Callable[[], None]) -> None:
-        """Have `call` made before the files are closed."""
-        self._files.callback(call)
 
     def close(self) -> None:
         """Hang up after the batch under way."""
@@ -309,7 +322,7 @@ class WriterEnd:
         # A batch takes milliseconds. Longer means that the far end was stopped while it held the
         # lock: then the files stay open until it goes on, and our caller does not wait with them.
         if self._mutex.acquire(timeout=0.1):
-            self._files.close()
+            self._opened.close()
             self._mutex.release()
 
 
@@ -341,32 +354,20 @@ class ShmTransport:
 
     def connect(self, offer: TransportOffer, region: MemoryRegion) -> "ShmConnection":
         """Map the pool that `offer` names."""
-        return ShmConnection(offer, region)
+        return ShmConnection(read_offer(offer, ControlOffer), region)
 
 
-class ShmConnection:
-    """Maps the pool and the control file of one listener."""
+class ShmConnection(ControlConnection):
+    """Copies into the mapped pool."""
 
-    def __init__(self, offer: TransportOffer, region: MemoryRegion) -> None:
-        self._source = region.array()
-        facts = read_offer(offer, ControlOffer)
-        self._end = WriterEnd(facts)
-        try:
-            memory = mmap.mmap(self._end.pool_fd, facts.pool_bytes)
+    @override
+    def _open_pool(self, facts: Any, region: MemoryRegion, opened: ExitStack) -> None:
+        try:  # the mapping goes when nothing looks at it
+            memory = mmap.mmap(self._pool_fd, facts.pool_bytes)
         except (OSError, OverflowError, ValueError) as error:
-            self._end.close()
             raise TransferRefused(f"the pool is smaller than its offer says: {error}") from error
-        self._pool = np.frombuffer(memory, np.uint8)
+        self._source, self._pool = region.array(), np.frombuffer(memory, np.uint8)
 
-    def write(self, room: Room, plan: CopyPlan) -> None:
-        """Copy batch by batch, each under the lock."""
-        source, pool = self._source, self._pool
-        check_bounds(len(source), plan.source_offset, plan.size_bytes)
-        check_bounds(len(pool), plan.destination_offset, plan.size_bytes)
-        for batch in plan.batches(BATCH_BYTES, BATCH_COPIES):
-            with self._end.turn(room, batch):
-                copy_blocks(batch, source, pool)
-
-    def close(self) -> None:
-        """Hang up after the batch under way. The mapping goes when nothing looks at it."""
-        self._end.close()
+    @override
+    def _copy(self, batch: CopyPlan) -> None:
+        copy_blocks(batch, self._source, self._pool)

@@ -177,10 +177,19 @@ OpenPages = Callable[[CopyPlan], AbstractContextManager[None]]
 
 
 class Lane(Protocol):
-    """Brings the bytes of the batches that one stream announces. One thread uses it."""
+    """Brings the bytes of the batches that one stream announces. One thread at a time uses it."""
+
+    def send(self, room: Room, batch: CopyPlan) -> None:
+        """At the sender: announce a batch and send it. No byte of its sources is read afterwards.
+
+        Raises:
+            PeerLost: The stream or the lane broke, or the stream was shut down meanwhile.
+            TransferRefused: The pages are not granted to this room.
+        """
+        ...
 
     def receive(self, batch: CopyPlan, open_pages: OpenPages) -> None:
-        """Fill the destinations of a batch. They may be touched only while they are open.
+        """At the listener: fill the destinations of a batch. They are touched only while they are open.
 
         Nothing is read before they were opened once, since that checks them. Waiting for the peer
         ends when the stream is shut down.
@@ -196,19 +205,35 @@ class Lane(Protocol):
         ...
 
 
-class _StreamItself:
-    """The lane of TCP: the bytes follow their table."""
+OpenLane = Callable[[socket.socket, MemoryRegion], Lane]
+"""Makes a lane beside a stream whose ends have accepted each other, for the own pool; raises PeerLost."""
+
+
+class TcpLane:
+    """The stream itself: the bytes follow their table."""
 
     def __init__(self, stream: socket.socket, region: MemoryRegion) -> None:
         self._stream, self._pool = stream, region.buffer
 
+    def send(self, room: Room, batch: CopyPlan) -> None:
+        """Send table and bytes in one go, and wait for the answer."""
+        views = [self._pool[begin : begin + size] for begin, _, size in batch.copies()]
+        lost: PeerLost | None = None
+        try:
+            send_from(self._stream, [memoryview(table_of(room, batch)), *views])
+        except PeerLost as error:
+            lost = error  # a listener that refuses hangs up, but its answer is there to read
+        if receive_exactly(self._stream, 1) == REFUSED:
+            raise TransferRefused(f"the pages are not granted to room {room}") from lost
+
     def receive(self, batch: CopyPlan, open_pages: OpenPages) -> None:
+        """Read straight into the pages."""
         with open_pages(batch):
             views = [self._pool[to : to + size] for _, to, size in batch.copies()]
             receive_into(self._stream, views)
 
     def close(self) -> None:
-        pass
+        """Do nothing: the stream is closed by its owner."""
 
 
 @dataclass(slots=True)
@@ -226,7 +251,6 @@ class TcpListener:
 
     Args:
         name: Of the transport, for its offers.
-        open_lane: Called with a stream of an admitted peer, and the pool; raises PeerLost.
 
     Attributes:
         num_violations: Streams ended because of what they sent.
@@ -237,7 +261,7 @@ class TcpListener:
         pool: Pool,
         host: str,
         name: str = "tcp",
-        open_lane: Callable[[socket.socket, MemoryRegion], Lane] = _StreamItself,
+        open_lane: OpenLane = TcpLane,
     ) -> None:
         self._pool, self._host = pool, host.strip("[]")
         self._name, self._open_lane = name, open_lane

@@ -18,13 +18,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.plan import CopyPlan, gather, scatter
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports import lanes
 from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.base import Pool, TransportConfig
 from tandem.kvtransfer.transports.tcp_stream import OpenPages, TcpListener
 from tandem.wire.errors import PeerLost
+from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
 
 # Read as the library is loaded. Its own choice is standard output, on which a rank answers rank 0; and
@@ -63,9 +64,9 @@ class UcxTransport:
         """Begin to receive."""
         return TcpListener(pool, self._config.host, self.name, self._open_lane)
 
-    def connect(self, offer: TransportOffer, region: MemoryRegion) -> lanes.LaneConnection:
+    def connect(self, offer: TransportOffer, region: MemoryRegion) -> lanes.StreamConnection:
         """Connect an endpoint to the listener's."""
-        return lanes.LaneConnection(offer, region, self._open_lane)
+        return lanes.StreamConnection(offer, region, self._open_lane)
 
     def _open_lane(self, stream: socket.socket, region: MemoryRegion) -> "UcxLane":
         return UcxLane(stream, region, self._config.interface)
@@ -102,12 +103,16 @@ class UcxLane:
         except ucx.UCXError as error:
             raise PeerLost(f"no UCX endpoint: {error}") from error
 
-    def send(self, batch: CopyPlan) -> None:
+    def send(self, room: Room, batch: CopyPlan) -> None:
         """Send each copy as a message, or all as one where they are small."""
+        with lanes.announced(self._stream, room, batch):
+            self._send(batch)
+
+    def _send(self, batch: CopyPlan) -> None:
         views = [self._view[begin : begin + size] for begin, _, size in batch.copies()]
         if _is_staged(batch):
             staging = np.empty(batch.total_bytes, np.uint8)
-            lanes.gather(self._memory, batch, staging)
+            gather(self._memory, batch, staging)
             views = [staging.data]
         self._run([self._endpoint.tag_send(Array(view), self._peers_tag) for view in views])
 
@@ -117,7 +122,7 @@ class UcxLane:
             if _is_staged(batch):
                 staging = np.empty(batch.total_bytes, np.uint8)
                 self._receive([staging.data])
-                return lanes.scatter(staging, batch, self._memory)
+                return scatter(staging, batch, self._memory)
             return self._receive([self._view[to : to + size] for _, to, size in batch.copies()])
 
     def _receive(self, views: Sequence[memoryview]) -> None:

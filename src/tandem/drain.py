@@ -73,7 +73,6 @@ class DrainStatus(msgspec.Struct, frozen=True):
 class DrainFailed(TandemError, code="drain_failed"):
     """The node cannot be asked, rejects the order, or is not empty in time."""
 
-    code = "drain_failed"
     topic = "operations#draining"
 
 

@@ -3,7 +3,6 @@
 import pytest
 
 from tandem.decode.role import DecodeRole
-from tandem.kvtransfer.bootstrap import SenderEnd
 from tandem.kvtransfer.group import DecodeGroup, PrefillGroup
 from tandem.kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
 from tandem.kvtransfer.region import MemoryRegion
@@ -13,7 +12,7 @@ from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.registry import transports
 from tandem.prefill.role import PrefillRole
 from tandem.wire.errors import PeerLost
-from tandem.wire.generation import new_epoch
+from tests.agents import decode_agent, prefill_agent
 from tests.hand_off_rig import IMPATIENT, NUM_PAGES, Pair, prompt_of
 
 
@@ -65,35 +64,19 @@ class GroupPair(Pair):
         )
 
     def _sender(self, rank: int, rank_ports=()) -> PrefillAgent:
-        return PrefillAgent(
-            "tcp://127.0.0.1:0",
-            SenderEnd(
-                new_epoch(),
-                "m",
-                self.layout,
-                self.sources[rank],
-                self.allowed,
-                rank_ports,
-                shard=self._shard(rank),
-            ),
-            waker=self.waker,
+        return prefill_agent(
+            self.layout, self.sources[rank], **self._of(rank), rank_ports=rank_ports
         )
-
-    def _shard(self, rank: int) -> Shard:
-        """Return the place of a rank in a model of twice as many heads."""
-        return Shard(rank, 2, 2 * self.layout.num_kv_heads)
 
     def _receiver(self, rank: int) -> DecodeAgent:
-        return DecodeAgent(
-            epoch=new_epoch(),
-            fingerprint="m",
-            layout=self.layout,
-            region=self.targets[rank],
-            transports=self.allowed,
-            waker=self.waker,
-            timeouts=self.timeouts,
-            shard=self._shard(rank),
+        return decode_agent(
+            self.layout, self.targets[rank], **self._of(rank), timeouts=self.timeouts
         )
+
+    def _of(self, rank: int):
+        """Return what both agents of a rank have: a place in a model of twice as many heads."""
+        shard = Shard(rank, 2, 2 * self.layout.num_kv_heads)
+        return {"transports": self.allowed, "waker": self.waker, "shard": shard}
 
     def expected(self, request) -> list[int]:
         """Return the tokens that one engine gives."""

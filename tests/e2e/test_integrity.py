@@ -12,7 +12,7 @@ TRANSPORT = '''
 import msgspec
 
 from tandem.kvtransfer.transports.base import Admission
-from tandem.kvtransfer.transports.tcp import TcpConnection, TcpTransport
+from tandem.kvtransfer.transports.tcp import TcpTransport
 
 
 class FlipsOneBit(TcpTransport):
@@ -22,7 +22,7 @@ class FlipsOneBit(TcpTransport):
     is_well = False
 
     def connect(self, offer, region):
-        connection = TcpConnection(offer, region, self._config)
+        connection = super().connect(offer, region)
         healthy, pool = connection.write, region.array()
 
         def write(room, plan):

@@ -9,7 +9,7 @@ import sys
 import msgspec
 import torch
 
-from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.region import DeviceRegion
 from tandem.kvtransfer.transports.base import Pool
 from tandem.kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from tandem.wire.generation import Room
@@ -24,7 +24,7 @@ def say(line: str) -> None:
 
 def main() -> None:
     memory = torch.zeros(PAGE_BYTES * NUM_PAGES, dtype=torch.uint8, device="cuda:0")
-    pool = Pool(MemoryRegion.of_tensor(memory), PAGE_BYTES, NUM_PAGES)
+    pool = Pool(DeviceRegion(memory), PAGE_BYTES, NUM_PAGES)
     listener = CudaIpcTransport().listen(pool)
     admission = listener.admit("")
     listener.permit(admission.peer, Room(1), range(NUM_PAGES // 2))

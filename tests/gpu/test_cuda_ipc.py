@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tandem.kvtransfer.plan import CopyPlan
-from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.region import DeviceRegion
 from tandem.kvtransfer.transports.cuda_ipc import CudaIpcTransport, CudaMemory
 from tandem.wire.errors import PeerLost, TransferRefused
 from tandem.wire.generation import Room
@@ -38,7 +38,7 @@ class Rig:
             0, 256, (NUM_PAGES, PAGE_BYTES), dtype=torch.uint8, device="cuda:0"
         )
         torch.cuda.synchronize()
-        region = MemoryRegion.of_tensor(self.source)
+        region = DeviceRegion(self.source)
         self.connection = CudaIpcTransport().connect(offer, region)
 
     def ask(self, question):
@@ -85,6 +85,6 @@ def test_nothing_is_written_after_the_fence(rig):
 
 
 def test_a_handle_of_nothing_is_refused():
-    region = MemoryRegion.of_tensor(torch.zeros(4096, dtype=torch.uint8, device="cuda:0"))
+    region = DeviceRegion(torch.zeros(4096, dtype=torch.uint8, device="cuda:0"))
     with pytest.raises(TransferRefused):
         CudaMemory().open(bytes(72), 4096, region)

@@ -1,29 +1,27 @@
 """A prefill or a decode node without a model, in a process of its own: tests kill it, stop it, cut it off.
 
-`python far_node.py prefill|decode TRANSPORT HOST DIRECTORY calm|alert` takes one JSON object a line: `do` names a
-method below, the rest are its arguments. It prints one JSON object a line: what its agent tells its
+`python far_node.py prefill|decode TRANSPORT HOST DIRECTORY calm|alert DESCRIPTOR` takes dicts from the connection with
+this descriptor: `do` names a method below, the rest are its arguments. It sends dicts: what its agent reports to its
 role, and answers. It owns its pages as a role does, in a `KVCache`. A calm node takes no silence for a loss: it
 stays linked to whoever is alive on a machine that is slow. An alert one is as nodes are by default.
 """
 
-import json
 import os
 import select
 import sys
 import threading
+from multiprocessing.connection import Connection
 
 import numpy as np
 
 from tandem.engine.kv_cache import KVCache
-from tandem.kvtransfer.bootstrap import SenderEnd
 from tandem.kvtransfer.events import Failed, Landed, Lost, PushDone, Released, Safe
 from tandem.kvtransfer.layout import KVLayout
-from tandem.kvtransfer.receiver import DecodeAgent
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.sender import PrefillAgent
 from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.wire.channel import DEFAULT_HEARTBEAT, Waker
-from tandem.wire.generation import Room, new_epoch
+from tandem.wire.generation import Room
+from tests.agents import decode_agent, prefill_agent
 from tests.calm import CALM, calm_receiver, calm_sender
 from tests.kvtransfer.makers import all_transports
 
@@ -40,8 +38,6 @@ PROMPT_PAGES = 24
 # What decode writes into pages that came back: it must stay.
 MARK = 7
 WATCH_S = 0.002
-# Logs, ours and those of libraries, go to where errors go: standard output is for the test alone.
-OUT = os.dup(1)
 
 
 def prompt():
@@ -49,10 +45,6 @@ def prompt():
     return np.random.default_rng(1).integers(
         MARK + 1, 256, (PROMPT_PAGES, LAYOUT.page_bytes), np.uint8
     )
-
-
-def say(**line):
-    os.write(OUT, json.dumps(line).encode() + b"\n")
 
 
 class EndlessConnection:
@@ -87,8 +79,8 @@ class EndlessTransport:
 class Node:
     """What both have: pages by room, and a loop over commands and events."""
 
-    def __init__(self, region):
-        self.region = region
+    def __init__(self, link, region):
+        self.link, self.region = link, region
         self.waker = Waker()
         self.pool = KVCache(LAYOUT.num_pages, LAYOUT.page_size)
         self.pages = {}
@@ -96,21 +88,24 @@ class Node:
 
     def run(self):
         while True:
-            select.select([sys.stdin, self.waker], [], [], self.watch_s)
+            select.select([self.link, self.waker], [], [], self.watch_s)
             self.waker.clear()
             for event in self.agent.events():
                 error = getattr(event, "error", None)
-                say(event=type(event).__name__, room=event.room, error=error and error.code)
+                self.say(event=type(event).__name__, room=event.room, error=error and error.code)
                 self.hear(event)
             self.watch()
-            if select.select([sys.stdin], [], [], 0)[0]:
-                line = sys.stdin.buffer.raw.readline()
-                if not line:
+            if self.link.poll():
+                try:
+                    command = self.link.recv()
+                except EOFError:
                     break
-                command = json.loads(line)
                 getattr(self, command.pop("do"))(**command)
         self.agent.close()
         self.region.close()
+
+    def say(self, **line):
+        self.link.send(line)
 
     watch_s = None
 
@@ -120,27 +115,28 @@ class Node:
     def report(self):
         self.pool.check_integrity()
         counts = self.pool.counts()
-        say(
+        self.say(
             answer="report",
             is_all_free=counts.free == counts.total,
             num_quarantined=counts.quarantined,
-            statistics={
-                name: getattr(self.agent.statistics(), name)
-                for name in self.agent.statistics().__struct_fields__
-            },
             **self.more(),
         )
 
 
 class PrefillNode(Node):
-    def __init__(self, allowed, host, heartbeat):
-        super().__init__(MemoryRegion.private(LAYOUT.pool_bytes))
+    def __init__(self, link, allowed, host, heartbeat):
+        super().__init__(link, MemoryRegion.private(LAYOUT.pool_bytes))
         self.may_end = threading.Event()
         allowed = [EndlessTransport(each, self.may_end) for each in allowed]
-        end = SenderEnd(new_epoch(), "model", LAYOUT, self.region, allowed)
-        limits = calm_sender(heartbeat=heartbeat)
-        self.agent = PrefillAgent(f"tcp://{host}:0", end, waker=self.waker, timeouts=limits)
-        say(answer="port", port=self.agent.port)
+        self.agent = prefill_agent(
+            LAYOUT,
+            self.region,
+            allowed,
+            address=f"tcp://{host}:0",
+            waker=self.waker,
+            timeouts=calm_sender(heartbeat=heartbeat),
+        )
+        self.say(answer="port", port=self.agent.port)
 
     def push(self, room):
         """Expect a room and push the whole prompt, over and over until `finish`."""
@@ -163,21 +159,14 @@ class PrefillNode(Node):
 
 
 class DecodeNode(Node):
-    def __init__(self, allowed, host, heartbeat):
-        super().__init__(MemoryRegion.shared(LAYOUT.pool_bytes, "farnode"))
+    def __init__(self, link, allowed, host, heartbeat):
+        super().__init__(link, MemoryRegion.shared(LAYOUT.pool_bytes, "farnode"))
         del host
         self.watched = set()
         self.marked = set()
-        self.agent = DecodeAgent(
-            epoch=new_epoch(),
-            fingerprint="model",
-            layout=LAYOUT,
-            region=self.region,
-            transports=allowed,
-            waker=self.waker,
-            timeouts=calm_receiver(heartbeat=heartbeat),
-        )
-        say(answer="ready", region=str(self.region.path))
+        limits = calm_receiver(heartbeat=heartbeat)
+        self.agent = decode_agent(LAYOUT, self.region, allowed, waker=self.waker, timeouts=limits)
+        self.say(answer="ready", region=str(self.region.path))
 
     def request(self, room, host, port):
         pages = self.pages[room] = self.pool.grant(PROMPT_PAGES)
@@ -194,14 +183,14 @@ class DecodeNode(Node):
         for room in list(self.watched & self.pages.keys()):
             if self.memory[self.pages[room][-1], -1]:
                 self.watched.discard(room)
-                say(event="Bytes", room=room, error=None)
+                self.say(event="Bytes", room=room, error=None)
 
     def hear(self, event):
         pages = self.pages[event.room]
         match event:
             case Landed():
                 self.pool.land(pages)
-                say(answer="pages", is_equal=bool((self.memory[pages] == prompt()).all()))
+                self.say(answer="pages", is_equal=bool((self.memory[pages] == prompt()).all()))
                 self.pool.release(pages)
             case Failed():
                 self.pool.reclaim(pages)
@@ -220,11 +209,11 @@ class DecodeNode(Node):
         return {"is_untouched": bool((self.memory[sorted(self.marked)] == MARK).all())}
 
 
-def main(kind, transport, host, directory, mood):
-    os.dup2(2, 1)
+def main(kind, transport, host, directory, mood, descriptor):
+    link = Connection(int(descriptor))
     allowed = all_transports(transport, TransportConfig(host=host, directory=directory))
     heartbeat = {"calm": CALM, "alert": DEFAULT_HEARTBEAT}[mood]
-    node = {"prefill": PrefillNode, "decode": DecodeNode}[kind](allowed, host, heartbeat)
+    node = {"prefill": PrefillNode, "decode": DecodeNode}[kind](link, allowed, host, heartbeat)
     node.run()
     os._exit(0)
 

@@ -1,11 +1,9 @@
 """Nodes in processes and namespaces of their own, and the words a test says to them."""
 
-import json
 import os
-import select
 import subprocess
 import sys
-import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 FAR_NODE = Path(__file__).with_name("far_node.py")
@@ -24,15 +22,17 @@ class FarNode:
     """
 
     def __init__(self, kind, transport, directory, host=LOCAL, prefix=(), mood="calm"):
-        node = [sys.executable, str(FAR_NODE), kind, transport, host, str(directory), mood]
+        self._link, theirs = Pipe()
+        node = [FAR_NODE, kind, transport, host, directory, mood, theirs.fileno()]
         self.kind, self.host, self.port, self.region = kind, host, 0, ""
         self.process = subprocess.Popen(
-            [*prefix, *node],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            [*prefix, sys.executable, *map(str, node)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
             env={**os.environ, "PYTHONPATH": "src:."},
         )
-        self._rest, self._lines = b"", []
+        theirs.close()
+        self._lines = []
 
     def ready(self):
         """Wait until it is up."""
@@ -41,21 +41,17 @@ class FarNode:
         return self
 
     def do(self, what, **arguments):
-        self.process.stdin.write(json.dumps({"do": what, **arguments}).encode() + b"\n")
-        self.process.stdin.flush()
+        self._link.send({"do": what, **arguments})
 
     def next(self, within_s=GUARD_S):
-        """Return the next line it prints; None when it prints none in time."""
-        deadline_s = time.monotonic() + within_s
-        while not self._lines:
-            left_s = max(0.0, deadline_s - time.monotonic())
-            if not select.select([self.process.stdout], [], [], left_s)[0]:
-                return None
-            data = os.read(self.process.stdout.fileno(), 1 << 16)
-            assert data, f"{self.kind} ended with status {self.process.wait()}"
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            self._lines += map(json.loads, lines)
-        return self._lines.pop(0)
+        """Return the next thing it reports; None when it reports none in time."""
+        if self._lines:
+            return self._lines.pop(0)
+        try:
+            return self._link.recv() if self._link.poll(within_s) else None
+        except (EOFError, ConnectionError) as error:
+            status = self.process.wait()
+            raise AssertionError(f"{self.kind} ended with status {status}") from error
 
     def hear(self, event, room, within_s=GUARD_S):
         """Wait for the next event of a room, which must be this. Those of other rooms are kept."""
@@ -90,7 +86,8 @@ class FarNode:
         """End it, whatever became of it."""
         if self.process.poll() is None:
             self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        self._link.close()
         if self.region:  # a killed node cannot remove its own
             region = Path(self.region)
             for path in [region, *region.parent.glob(region.stem + ".*")]:

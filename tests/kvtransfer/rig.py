@@ -1,23 +1,28 @@
 """Both agents in one process, over a real wire, and peers of theirs that do what a test says."""
 
 import os
+import threading
+import time
+from collections import defaultdict
 
 import numpy as np
 
-from tandem.kvtransfer.bootstrap import SenderEnd
 from tandem.kvtransfer.events import Granted, Landed, PushDone
 from tandem.kvtransfer.layout import KVLayout
-from tandem.kvtransfer.receiver import DecodeAgent
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.sender import PrefillAgent
 from tandem.kvtransfer.transports.base import Pool
-from tandem.kvtransfer.transports.loopback import LoopbackTransport
+from tandem.kvtransfer.transports.loopback import (
+    LoopbackConnection,
+    LoopbackListener,
+    LoopbackTransport,
+)
 from tandem.wire import hand_off
 from tandem.wire.channel import Inbox, Link, Waker, wait
 from tandem.wire.errors import PeerLost
 from tandem.wire.generation import Epoch, Room
-from tests.calm import CALM, calm_receiver, calm_sender
-from tests.patience import patiently
+from tests.agents import decode_agent, prefill_agent
+from tests.calm import CALM
+from tests.patience import PATIENCE_S, patiently
 
 ROOM = Room(42)
 PROMPT_PAGES = [3, 1, 7, 8]
@@ -96,32 +101,21 @@ class Cluster:
     def use(self, transport, *others):
         self.transport, self.transports = transport, [transport, *others]
 
-    def prefill(
-        self, address="tcp://127.0.0.1:0", *, fingerprint="llama", shape=None, epoch=1, **more
-    ):
-        shape = shape or layout()
-        region, waker = MemoryRegion.private(shape.pool_bytes), Waker()
-        region.array()[:] = np.random.default_rng(epoch).integers(
-            0, 256, shape.pool_bytes, np.uint8
-        )
-        end = SenderEnd(Epoch(epoch), fingerprint, shape, region, self.transports)
-        more = {"timeouts": calm_sender(), **more}
-        node = Node(PrefillAgent(address, end, waker=waker, **more), waker, region)
-        self._stack.callback(node.close)
-        return node
+    def prefill(self, address="tcp://127.0.0.1:0", *, shape=None, epoch=1, **more):
+        shape, waker = shape or layout(), Waker()
+        region = MemoryRegion.private(shape.pool_bytes)
+        random = np.random.default_rng(epoch)
+        region.array()[:] = random.integers(0, 256, shape.pool_bytes, np.uint8)
+        more |= {"address": address, "epoch": Epoch(epoch), "waker": waker}
+        return self._node(prefill_agent(shape, region, self.transports, **more), waker, region)
 
-    def decode(self, *, fingerprint="llama", shape=None, epoch=2, **more):
-        shape = shape or layout()
-        region, waker = MemoryRegion.shared(shape.pool_bytes, OWN_NAME), Waker()
-        agent = DecodeAgent(
-            epoch=Epoch(epoch),
-            fingerprint=fingerprint,
-            layout=shape,
-            region=region,
-            transports=self.transports,
-            waker=waker,
-            **{"timeouts": calm_receiver(), **more},
-        )
+    def decode(self, *, shape=None, epoch=2, **more):
+        shape, waker = shape or layout(), Waker()
+        region = MemoryRegion.shared(shape.pool_bytes, OWN_NAME)
+        more |= {"epoch": Epoch(epoch), "waker": waker}
+        return self._node(decode_agent(shape, region, self.transports, **more), waker, region)
+
+    def _node(self, agent, waker, region):
         node = Node(agent, waker, region)
         self._stack.callback(node.close)
         return node
@@ -136,9 +130,34 @@ def request(decode, prefill, page_ids=DECODE_PAGES, have_tokens=0, room=ROOM):
     decode.agent.request(room, "127.0.0.1", prefill.agent.port, page_ids, have_tokens)
 
 
+def begin(cluster, *faults, sender=None, receiver=None, **granted):
+    """Return both ends of a room that prefill expects and decode grants.
+
+    Args:
+        faults: Of loopback.
+        sender: What prefill's agent is made with, beside what all are.
+        receiver: The same of decode's.
+        granted: See `request`.
+    """
+    if faults:
+        cluster.use(LoopbackTransport(faults))
+    prefill, decode = cluster.prefill(**sender or {}), cluster.decode(**receiver or {})
+    prefill.agent.expect(ROOM)
+    request(decode, prefill, **granted)
+    return prefill, decode
+
+
 def push_all(prefill, page_ids=PROMPT_PAGES, room=ROOM):
     prefill.agent.push(room, page_ids, 0)
     prefill.agent.finish(room, first_token=9, seed=77, cached_tokens=4)
+
+
+def has_turned(agent):
+    """Return when the control thread has looked at all its links at the time that it is."""
+    for _ in range(2):
+        is_done = threading.Event()
+        agent._control.post(is_done.set)
+        assert is_done.wait(PATIENCE_S)
 
 
 def until(is_so):
@@ -169,22 +188,118 @@ def serve_the_next(prefill, decode):
     assert isinstance(decode.next(), Landed)
 
 
-class FakePrefill:
+class Hold:
+    """Stops whoever comes to it, once it is told to, until it is let go.
+
+    Attributes:
+        threads: Names of those that came.
+    """
+
+    def __init__(self):
+        self._is_on, self.reached, self._let_go = False, threading.Event(), threading.Event()
+        self.threads = set()
+
+    def begin(self):
+        self._is_on = True
+
+    def pass_by(self):
+        self.threads.add(threading.current_thread().name)
+        if self._is_on:
+            self.reached.set()
+            assert self._let_go.wait(PATIENCE_S)
+
+    def let_go(self):
+        self._is_on = False
+        self._let_go.set()
+
+
+class Scripted(LoopbackTransport):
+    """Loopback whose calls are held, or fail, as a test asks.
+
+    Attributes:
+        holds: By the name of the call.
+        failures: Names of calls, each of which raises once.
+    """
+
+    def __init__(self, name="loopback"):
+        super().__init__()
+        self.name, self.failures, self.is_fenced = name, [], False
+        self.holds = defaultdict(Hold)
+
+    def follow(self, call):
+        if call in self.failures:
+            self.failures.remove(call)
+            raise OSError(f"{call} failed")
+        self.holds[call].pass_by()
+
+    def listen(self, pool):
+        listener = ScriptedListener(pool, self._listeners)
+        listener.script = self
+        return listener
+
+    def connect(self, offer, region):
+        self.follow("connect")
+        plain = super().connect(offer, region)
+        connection = ScriptedConnection(self, plain._listener, plain._peer, region)
+        connection.script = self
+        return connection
+
+
+def _scripted(name):
+    def call(self, *args):
+        self.script.follow(name)
+        result = getattr(super(type(self), self), name)(*args)
+        self.script.is_fenced |= name == "fence"
+        return result
+
+    return call
+
+
+class ScriptedListener(LoopbackListener):
+    admit, permit, revoke, fence = map(_scripted, ("admit", "permit", "revoke", "fence"))
+
+
+class ScriptedConnection(LoopbackConnection):
+    write, close = map(_scripted, ("write", "close"))
+
+
+# More heartbeats than can be on their way when something is held.
+NUM_BEATS = 10
+
+
+class FakeEnd:
+    """What both fakes do. `channel` is the end of the link, `take` waits for its next message."""
+
+    def next(self, *kinds):
+        """Return the next message of these kinds; of any but pings where none is named."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline_s:  # pings never end
+            message = self.take()
+            if isinstance(message, kinds) or not (kinds or isinstance(message, hand_off.LinkPing)):
+                return message
+        raise AssertionError(f"no message of {kinds} came")
+
+    def hear_beats(self):
+        """Forget those on their way, and wait for more than can be."""
+        while self.channel.receive() is not None:
+            pass
+        for _ in range(NUM_BEATS):
+            self.next(hand_off.LinkPing)
+
+
+class FakePrefill(FakeEnd):
     """A bootstrap port and nothing behind it."""
 
     def __init__(self, stack, epoch=5, heartbeat=CALM):
         self.epoch = Epoch(epoch)
         inbox = Inbox("tcp://127.0.0.1:0", hand_off.ToPrefill, heartbeat=heartbeat)
-        self.inbox = stack.enter_context(inbox)
+        self.inbox = self.channel = stack.enter_context(inbox)
         self.port, self.peer = inbox.port, None
 
-    def next(self, *kinds):
-        """Return the next message of these kinds."""
-        while True:
-            envelope = receive(self.inbox)
-            self.peer = envelope.peer
-            if isinstance(envelope.message, kinds):
-                return envelope.message
+    def take(self):
+        envelope = receive(self.inbox)
+        self.peer = envelope.peer
+        return envelope.message
 
     def say(self, message):
         self.inbox.send(self.peer, message)
@@ -205,7 +320,7 @@ class FakePrefill:
         self.say(hand_off.Released(**{"epoch": self.epoch, "room": room, **more}))
 
 
-class FakeDecode:
+class FakeDecode(FakeEnd):
     """A link to a prefill's port, and a pool that prefill may write."""
 
     def __init__(self, stack, port, transport, epoch=2, shape=None, heartbeat=CALM):
@@ -213,7 +328,9 @@ class FakeDecode:
         self.region = stack.enter_context(MemoryRegion.private(self.shape.pool_bytes))
         pool = Pool(self.region, self.shape.page_bytes, self.shape.num_pages)
         self.listener = transport.listen(pool)
-        self.link = Link(f"tcp://127.0.0.1:{port}", hand_off.FromPrefill, heartbeat=heartbeat)
+        self.link = self.channel = Link(
+            f"tcp://127.0.0.1:{port}", hand_off.FromPrefill, heartbeat=heartbeat
+        )
         stack.callback(self.link.close)
 
     def say(self, message):
@@ -225,13 +342,8 @@ class FakeDecode:
                 wait([self.link], 0.001)
         raise AssertionError("no connection")
 
-    def next(self, *kinds):
-        """Return the next message of these kinds; of any but pings where none is named."""
-        while True:
-            message = receive(self.link)
-            is_wanted = isinstance(message, kinds) or not kinds
-            if is_wanted and (kinds or not isinstance(message, hand_off.LinkPing)):
-                return message
+    def take(self):
+        return receive(self.link)
 
     def introduce(self, **lies):
         """Say Hello, or lie."""

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.kvtransfer.checksum import SAMPLE_ONE_IN, PushSums, arrived_sums, sampled_slabs
+from tandem.kvtransfer.checksum import SAMPLE_ONE_IN, page_sums, sampled_slabs
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import HeadRange, PagedTokens, plan_copies
 from tandem.kvtransfer.region import MemoryRegion
@@ -32,7 +32,7 @@ def region_of(layout: KVLayout, seed: int) -> MemoryRegion:
 
 
 class Link:
-    """A prompt that is pushed run by run, layer by layer, hashed on the way and after."""
+    """A prompt that is pushed, and hashed at both ends."""
 
     def __init__(self, own_size, their_size, heads, num_have, num_tokens, hashed):
         self.hashed = hashed
@@ -47,30 +47,28 @@ class Link:
         self.own_pages = dict(enumerate(range(-(-num_tokens // own_size))))
         self.end = min(len(self.own_pages) * own_size, self.granted.end_token)
 
-    def push(self, num_pages_a_run: int, layers_at_a_time: int) -> list[int]:
-        sums = PushSums(self.source, self.granted, self.hashed, self.heads)
-        for first in range(0, len(self.own_pages), num_pages_a_run):
-            page_ids = list(self.own_pages.values())[first : first + num_pages_a_run]
-            own = PagedTokens(self.own, page_ids, first * self.own.page_size)
-            begin = max(own.first_token, self.granted.first_token)
-            tokens = range(begin, max(begin, min(own.end_token, self.granted.end_token)))
-            for layer in range(0, NUM_LAYERS, layers_at_a_time):
-                layers = range(layer, min(layer + layers_at_a_time, NUM_LAYERS))
-                plan = plan_copies(own, self.granted, tokens, self.heads, layers)
-                for at, to, size in plan.copies():
-                    self.target.array()[to : to + size] = self.source.array()[at : at + size]
-                if len(plan):
-                    sums.add(own, layers)
-        return sums.finish(self.own_pages, self.own, self.end)
+    def push(self) -> list[int]:
+        tokens = range(self.granted.first_token, max(self.granted.first_token, self.end))
+        own = PagedTokens(self.own, list(self.own_pages.values()))
+        for at, to, size in plan_copies(own, self.granted, tokens, self.heads).copies():
+            self.target.array()[to : to + size] = self.source.array()[at : at + size]
+        return page_sums(
+            self.source, own, self.granted, self.end, slabs=self.hashed, heads=self.heads
+        )
 
     def arrived(self) -> list[int]:
-        return arrived_sums(self.target, self.granted, self.end, self.hashed, self.heads)
+        own = self.granted
+        return page_sums(self.target, own, own, self.end, slabs=self.hashed, heads=self.own_heads)
+
+    @property
+    def own_heads(self) -> HeadRange | None:
+        """The heads pushed, by their place in the granted pages."""
+        first = self.heads and self.heads.destination_first
+        return self.heads and HeadRange(first, first, self.heads.num_heads)
 
     def written(self) -> np.ndarray:
         """Offsets of the bytes that are hashed, in their pool."""
-        heads = self.heads and HeadRange(
-            self.heads.destination_first, self.heads.destination_first, self.heads.num_heads
-        )
+        heads = self.own_heads
         tokens = range(self.granted.first_token, self.end)
         plans = [
             plan_copies(self.granted, self.granted, tokens, heads, range(slab // 2, slab // 2 + 1))
@@ -102,14 +100,14 @@ LINKS = st.builds(
 )
 
 
-@given(LINKS, st.integers(1, 16), st.integers(1, NUM_LAYERS))
-def test_both_ends_make_the_same_sums(link, num_pages_a_run, layers_at_a_time):
-    assert link.push(num_pages_a_run, layers_at_a_time) == link.arrived()
+@given(LINKS)
+def test_both_ends_make_the_same_sums(link):
+    assert link.push() == link.arrived()
 
 
 @given(LINKS, st.integers(0, 1 << 30), st.integers(0, 7))
 def test_one_bit_makes_one_sum_another(link, place, bit):
-    sums = link.push(16, 1)
+    sums = link.push()
     written = link.written()
     link.target.array()[written[place % len(written)]] ^= 1 << bit
     assert sum(a != b for a, b in zip(link.arrived(), sums, strict=True)) == 1
@@ -118,7 +116,7 @@ def test_one_bit_makes_one_sum_another(link, place, bit):
 @pytest.mark.parametrize("slab", range(2 * NUM_LAYERS))
 def test_a_page_that_went_elsewhere_is_found_in_any_slab(slab):
     link = Link(4, 4, (2, 2, None), 0, 15, range(slab, slab + 1))
-    sums = link.push(16, 1)
+    sums = link.push()
     first, second = (page_id * link.theirs.page_bytes for page_id in link.granted.page_ids[:2])
     pool, size = link.target.array(), link.theirs.page_bytes
     pool[second : second + size] = pool[first : first + size]
@@ -129,7 +127,7 @@ def test_pages_of_one_layer_are_hashed_each_for_itself():
     layout = KVLayout(4, 2, 1, 1, 4, "int16", 2)
     region = region_of(layout, 1)
     one, other = (
-        arrived_sums(region, PagedTokens(layout, page_ids, 0), 4, range(2))
+        page_sums(region, *[PagedTokens(layout, page_ids)] * 2, 4, slabs=range(2))
         for page_ids in ([1, 2], [2, 1])
     )
     assert one == other[::-1]

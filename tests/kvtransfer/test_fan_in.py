@@ -90,36 +90,10 @@ def test_the_last_event_comes_once_when_every_member_has_ended_and_is_the_worst_
     assert sum(isinstance(each, Granted) for each in said) <= 1
 
 
-@pytest.mark.parametrize("num_members", [2, 3])
-def test_pages_are_not_safe_while_one_member_may_still_write(num_members):
-    fan_in = LandFanIn(ROOM, num_members)
-    error = PeerLost("x")
-    assert fan_in.hear(0, Failed(ROOM, error)) == [Lost(ROOM, error)]
-    for member in range(1, num_members - 1):
-        assert fan_in.hear(member, Safe(ROOM)) == []
-    assert fan_in.live_members == [num_members - 1]
-    assert fan_in.hear(num_members - 1, Safe(ROOM)) == [Safe(ROOM)]
-
-
 def test_a_room_is_granted_when_all_its_members_are():
     fan_in = PushFanIn(ROOM, 2)
     assert fan_in.hear(1, Granted(ROOM, 4)) == []
     assert fan_in.hear(0, Granted(ROOM, 4)) == [Granted(ROOM, 4)]
-
-
-def test_a_landing_that_crossed_with_an_end_is_no_landing():
-    fan_in = LandFanIn(ROOM, 2)
-    fan_in.give_up()
-    assert fan_in.hear(0, Landed(ROOM, 1, 2, 3)) == []
-    assert fan_in.hear(1, Landed(ROOM, 1, 2, 3)) == [Safe(ROOM)]
-    assert fan_in.error is None
-
-
-def test_a_member_that_ends_twice_is_a_bug_by_name():
-    fan_in = LandFanIn(ROOM, 2)
-    fan_in.hear(0, Safe(ROOM))
-    with pytest.raises(AssertionError, match="member 0 ended twice"):
-        fan_in.hear(0, Safe(ROOM))
 
 
 def test_members_that_are_known_late_count_from_the_beginning():

@@ -5,7 +5,6 @@ machine is. None of them may be called by a control thread in any test of this f
 """
 
 import socket
-import threading
 from collections.abc import Sequence
 
 import pytest
@@ -16,17 +15,12 @@ from tandem.kvtransfer.receiver import ReceiverTimeouts
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports import tcp_stream
 from tandem.kvtransfer.transports.base import Pool
-from tandem.kvtransfer.transports.loopback import (
-    LoopbackConnection,
-    LoopbackListener,
-    LoopbackTransport,
-)
 from tandem.kvtransfer.transports.tcp import TcpTransport
 from tandem.kvtransfer.transports.tcp_stream import HANDSHAKE_TIMEOUT_S
 from tandem.wire.channel import DEFAULT_HEARTBEAT, wait
-from tandem.wire.errors import PeerLost, TransferRefused
+from tandem.wire.errors import PeerLost
 from tandem.wire.generation import Room
-from tandem.wire.hand_off import Grant, Hello, LinkPing, Refused, Released, Welcome, Withdraw
+from tandem.wire.hand_off import Grant, Hello, Refused, Released, Welcome, Withdraw
 from tandem.wire.hand_off import Landed as LandedWord
 from tests.calm import CalmHeartbeat, calm_receiver, calm_sender
 from tests.kvtransfer import rig
@@ -34,97 +28,16 @@ from tests.kvtransfer.rig import ROOM, layout
 from tests.patience import PATIENCE_S, patiently
 
 OFTEN = CalmHeartbeat(0.02)
-# More than can be on their way when something is held.
-NUM_BEATS = 10
 SLOW = "slow.example.org"
 
 
 CONTROL_THREADS = {"kv-decode", "kv-prefill"}
 
 
-class Hold:
-    """Stops whoever comes to it, once it is told to, until it is let go.
-
-    Attributes:
-        threads: Names of those that came.
-    """
-
-    def __init__(self):
-        self._is_on, self.reached, self._let_go = False, threading.Event(), threading.Event()
-        self.threads = set()
-
-    def begin(self):
-        self._is_on = True
-
-    def pass_by(self):
-        self.threads.add(threading.current_thread().name)
-        if self._is_on:
-            self.reached.set()
-            assert self._let_go.wait(PATIENCE_S)
-
-    def let_go(self):
-        self._is_on = False
-        self._let_go.set()
-
-
-class HeldListener(LoopbackListener):
-    def __init__(self, pool, listeners, holds):
-        super().__init__(pool, listeners)
-        self._holds = holds
-
-    def admit(self, toward_host):
-        self._holds["admit"].pass_by()
-        return super().admit(toward_host)
-
-    def permit(self, peer, room, page_ids):
-        self._holds["permit"].pass_by()
-        super().permit(peer, room, page_ids)
-
-    def revoke(self, peer, room):
-        self._holds["revoke"].pass_by()
-        super().revoke(peer, room)
-
-    def fence(self, peer):
-        self._holds["fence"].pass_by()
-        super().fence(peer)
-
-
-class HeldConnection(LoopbackConnection):
-    def __init__(self, holds, *rest):
-        super().__init__(*rest)
-        self._holds = holds
-
-    def write(self, room, plan):
-        self._holds["write"].pass_by()
-        super().write(room, plan)
-
-    def close(self):
-        self._holds["close"].pass_by()
-        super().close()
-
-
-class HeldTransport(LoopbackTransport):
-    """Each call is held at a hold of its name."""
-
-    def __init__(self, holds):
-        super().__init__()
-        self._holds = holds
-
-    def listen(self, pool):
-        return HeldListener(pool, self._listeners, self._holds)
-
-    def connect(self, offer, region):
-        self._holds["connect"].pass_by()
-        if offer.descriptor["peer"] not in self._listeners:
-            raise TransferRefused("the offer is from another process")
-        peer = offer.descriptor["peer"]
-        return HeldConnection(self._holds, self, self._listeners[peer], peer, region)
-
-
 class HeldRegion(MemoryRegion):
     """Memory whose reader is held."""
 
-    hold: Hold
+    hold: rig.Hold
 
     def read(self, extents):
         self.hold.pass_by()
@@ -145,47 +58,38 @@ class HeldPages(Sequence):
         return self._page_ids[index]
 
 
-class Prefill(rig.FakePrefill):
-    """A prefill that counts heartbeats."""
-
-    def __init__(self, stack, epoch):
-        super().__init__(stack, epoch, heartbeat=OFTEN)
-
-    def link_up(self, decode, room=0):
-        self.meet(decode, Room(room), [room])
-        self.welcome()
-        assert self.next(Grant).room == room
-
-    def hear_beats(self):
-        """Forget those on their way, and wait for more than can be."""
-        while self.inbox.receive() is not None:
-            pass
-        for _ in range(NUM_BEATS):
-            self.next(LinkPing)
+@pytest.fixture
+def transport():
+    made = rig.Scripted()
+    yield made
+    assert not [name for name, hold in made.holds.items() if hold.threads & CONTROL_THREADS]
 
 
 @pytest.fixture
-def holds():
-    decodes = ("admit", "permit", "revoke", "fence", "read", "resolve")
-    made = {name: Hold() for name in (*decodes, "connect", "plan", "write", "close")}
-    yield made
-    assert not [name for name, hold in made.items() if hold.threads & CONTROL_THREADS]
+def holds(transport):
+    return transport.holds
 
 
 @pytest.fixture
 def let_go(holds):
     """Let everything go, before what waits for it is closed."""
-    return lambda: [hold.let_go() for hold in holds.values()]
+    return lambda: [hold.let_go() for hold in list(holds.values())]
+
+
+def link_up(prefill, decode, room=0):
+    prefill.meet(decode, Room(room), [room])
+    prefill.welcome()
+    assert prefill.next(Grant).room == room
 
 
 @pytest.fixture
 def prefills(stack):
-    return [Prefill(stack, 11), Prefill(stack, 12)]
+    return [rig.FakePrefill(stack, epoch, heartbeat=OFTEN) for epoch in (11, 12)]
 
 
 @pytest.fixture
-def decode(cluster, stack, holds, let_go):
-    cluster.use(HeldTransport(holds))
+def decode(cluster, stack, transport, holds, let_go):
+    cluster.use(transport)
     made = cluster.decode(timeouts=calm_receiver(heartbeat=OFTEN))
     region = HeldRegion.private(layout().pool_bytes)
     stack.callback(region.close)
@@ -197,22 +101,32 @@ def decode(cluster, stack, holds, let_go):
 # ── decode ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_slow_admission_of_one_prefill_silences_no_other(decode, prefills, holds, let_go):
-    first, second = prefills
-    first.link_up(decode)
-    holds["admit"].begin()
-    decode.agent.request(Room(1), "127.0.0.1", second.port, [1])
-    assert holds["admit"].reached.wait(PATIENCE_S)
-    first.hear_beats()
-    let_go()
-    second.next(Hello)
-    second.welcome()
-    assert second.next(Grant).room == 1
+def ask(decode, prefill, host="127.0.0.1"):
+    decode.agent.request(Room(1), host, prefill.port, [1])
 
 
-def test_a_slow_resolver_silences_no_link(decode, prefills, holds, let_go, monkeypatch):
+def answer_hello(decode, prefill):
+    ask(decode, prefill)
+    prefill.next(Hello)
+    prefill.welcome()
+
+
+# What makes decode call what is held, for its second prefill; the third has begun a hand-off already.
+SLOW_AT_DECODE = {
+    "admit": ask,
+    "resolve": lambda decode, prefill: ask(decode, prefill, SLOW),
+    "permit": answer_hello,
+    "read": lambda _, prefill: prefill.landed(Room(1), checksums=[1]),
+    "revoke": lambda _, prefill: prefill.released(Room(1)),
+    "fence": lambda _, prefill: prefill.say(Refused(error=PeerLost("restarting").info())),
+}
+
+
+@pytest.mark.parametrize("call", SLOW_AT_DECODE)
+def test_a_slow_call_for_one_prefill_silences_no_link(
+    decode, prefills, holds, let_go, monkeypatch, call
+):
     first, second = prefills
-    first.link_up(decode)
     resolve = socket.getaddrinfo
 
     def resolve_slowly(host, *rest, **more):
@@ -221,13 +135,23 @@ def test_a_slow_resolver_silences_no_link(decode, prefills, holds, let_go, monke
         return resolve("127.0.0.1" if host == SLOW else host, *rest, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve_slowly)
-    holds["resolve"].begin()
-    decode.agent.request(Room(1), SLOW, second.port, [1])
-    assert holds["resolve"].reached.wait(PATIENCE_S)
+    link_up(first, decode)
+    is_up = call in ("read", "revoke", "fence")
+    if is_up:
+        link_up(second, decode, 1)
+    holds[call].begin()
+    SLOW_AT_DECODE[call](decode, second)
+    assert holds[call].reached.wait(PATIENCE_S)
     first.hear_beats()
+    if call in ("read", "revoke"):
+        second.hear_beats()
     let_go()
-    second.next(Hello)
-    second.welcome()
+    if is_up:
+        assert decode.next(Lost if call == "fence" else Failed).room == 1
+        return
+    if call != "permit":
+        second.next(Hello)
+        second.welcome()
     assert second.next(Grant).room == 1
 
 
@@ -238,28 +162,13 @@ def test_a_name_that_is_not_known_fails_the_request_saying_so(decode, prefills):
     assert "cannot resolve nowhere.invalid" in error.message
 
 
-def test_slow_checksums_of_one_room_silence_no_link_not_even_their_own(
-    decode, prefills, holds, let_go
-):
-    first, second = prefills
-    first.link_up(decode)
-    second.link_up(decode, 1)
-    holds["read"].begin()
-    first.landed(Room(0), checksums=[1])
-    assert holds["read"].reached.wait(PATIENCE_S)
-    first.hear_beats()
-    second.hear_beats()
-    let_go()
-    assert decode.next(Failed).room == 0
-
-
 @pytest.mark.parametrize("end", [Released, LandedWord])
 def test_a_slow_revocation_silences_no_link_and_holds_the_last_word_back(
     decode, prefills, holds, let_go, end
 ):
     first, second = prefills
-    first.link_up(decode)
-    second.link_up(decode, 1)
+    link_up(first, decode)
+    link_up(second, decode, 1)
     holds["revoke"].begin()
     (first.released if end is Released else first.landed)(Room(0))
     assert holds["revoke"].reached.wait(PATIENCE_S)
@@ -274,7 +183,7 @@ def test_a_slow_permission_silences_no_link_and_the_grant_follows_it(
     decode, prefills, holds, let_go
 ):
     first, second = prefills
-    first.link_up(decode)
+    link_up(first, decode)
     holds["permit"].begin()
     decode.agent.request(Room(1), "127.0.0.1", second.port, [1])
     second.next(Hello)
@@ -287,21 +196,11 @@ def test_a_slow_permission_silences_no_link_and_the_grant_follows_it(
     assert [type(word) for word in words] == [Grant, Withdraw]
 
 
-def test_a_slow_fence_silences_no_other_link(decode, prefills, holds, let_go):
-    first, second = prefills
-    first.link_up(decode)
-    second.link_up(decode, 1)
-    holds["fence"].begin()
-    second.say(Refused(error=PeerLost("restarting").info()))
-    assert holds["fence"].reached.wait(PATIENCE_S)
-    first.hear_beats()
-
-
 def test_a_landed_prompt_counts_although_its_prefill_ends_while_it_is_checked(
     decode, prefills, holds, let_go
 ):
     first = prefills[0]
-    first.link_up(decode)
+    link_up(first, decode)
     holds["revoke"].begin()
     first.landed(Room(0))
     assert holds["revoke"].reached.wait(PATIENCE_S)
@@ -317,73 +216,54 @@ def test_a_landed_prompt_counts_although_its_prefill_ends_while_it_is_checked(
 # ── prefill ──────────────────────────────────────────────────────────────────────────────────────
 
 
-class Decode(rig.FakeDecode):
-    """A decode that counts heartbeats."""
-
-    def __init__(self, stack, port, transport, epoch):
-        super().__init__(stack, port, transport, epoch, heartbeat=OFTEN)
-
-    def link_up(self):
-        assert isinstance(self.hello(), Welcome)
-
-    def permit(self, room):
-        self.listener.permit(self.admission.peer, Room(room), [room])
-        self.grant([room], Room(room))
-
-    def hear_beats(self):
-        while self.link.receive() is not None:
-            pass
-        for _ in range(NUM_BEATS):
-            self.next(LinkPing)
+def permit(decode, room):
+    decode.listener.permit(decode.admission.peer, Room(room), [room])
+    decode.grant([room], Room(room))
 
 
 @pytest.fixture
-def pushing(cluster, stack, holds, let_go):
+def pushing(cluster, stack, transport, let_go):
     """Return a prefill's agent, and two decode ends."""
-    cluster.use(HeldTransport(holds))
+    cluster.use(transport)
     agent = cluster.prefill(timeouts=calm_sender(heartbeat=OFTEN)).agent
-    ends = [Decode(stack, agent.port, cluster.transport, epoch) for epoch in (21, 22)]
+    ends = [
+        rig.FakeDecode(stack, agent.port, transport, epoch, heartbeat=OFTEN) for epoch in (21, 22)
+    ]
     stack.callback(let_go)
     return agent, *ends
 
 
-def test_a_slow_connection_to_one_decode_silences_no_other(pushing, holds):
-    _, first, second = pushing
-    first.link_up()
-    holds["connect"].begin()
-    second.introduce()
-    assert holds["connect"].reached.wait(PATIENCE_S)
-    first.hear_beats()
+# What makes prefill call what is held, for its second decode.
+SLOW_AT_PREFILL = {
+    "connect": lambda agent, decode, holds: decode.introduce(),
+    "plan": lambda agent, decode, holds: agent.push(
+        Room(1), HeldPages([1], holds["plan"]), 0, range(1)
+    ),
+    "close": lambda agent, decode, holds: decode.introduce(),  # the link before it is lost
+}
 
 
-def test_a_long_plan_of_copies_to_one_decode_silences_no_link(pushing, holds):
+@pytest.mark.parametrize(
+    ("call", "is_writing"),
+    [("connect", False), ("plan", False), ("close", False), ("close", True)],
+)
+def test_a_slow_call_for_one_decode_silences_no_link(pushing, holds, call, is_writing):
     agent, first, second = pushing
-    for each in (first, second):
-        each.link_up()
-    agent.expect(Room(1))
-    second.permit(1)
-    holds["plan"].begin()
-    agent.push(Room(1), HeldPages([1], holds["plan"]), 0, range(1))
-    assert holds["plan"].reached.wait(PATIENCE_S)
-    first.hear_beats()
-    second.hear_beats()
-
-
-@pytest.mark.parametrize("is_writing", [False, True])
-def test_a_slow_hang_up_on_one_decode_silences_no_other(pushing, holds, is_writing):
-    agent, first, second = pushing
-    for each in (first, second):
-        each.link_up()
+    assert isinstance(first.hello(), Welcome)
+    if call != "connect":
+        assert isinstance(second.hello(), Welcome)
+        agent.expect(Room(1))
+        permit(second, 1)
     if is_writing:
         holds["write"].begin()
-        agent.expect(Room(1))
-        second.permit(1)
         agent.push(Room(1), [1], 0)
         assert holds["write"].reached.wait(PATIENCE_S)
-    holds["close"].begin()
-    second.introduce()  # anew: the link before it is lost
-    assert holds["close"].reached.wait(PATIENCE_S)
+    holds[call].begin()
+    SLOW_AT_PREFILL[call](agent, second, holds)
+    assert holds[call].reached.wait(PATIENCE_S)
     first.hear_beats()
+    if call == "plan":
+        second.hear_beats()
 
 
 # ── silence ──────────────────────────────────────────────────────────────────────────────────────
@@ -392,22 +272,14 @@ def test_a_slow_hang_up_on_one_decode_silences_no_other(pushing, holds, is_writi
 NOTICED_WITHIN_S, FORGIVEN_S = 2.0, 1.5
 
 
-def has_turned(agent):
-    """Return when the control thread has looked at all its links at the time that it is."""
-    for _ in range(2):
-        is_done = threading.Event()
-        agent._control.post(is_done.set)
-        assert is_done.wait(PATIENCE_S)
-
-
 def check_silence(node, clock):
     """Let time pass in which nothing comes from the only peer."""
     node.wait_until(lambda now: now.num_links == 1)
     clock.now_s += FORGIVEN_S
-    has_turned(node.agent)
+    rig.has_turned(node.agent)
     assert node.agent.statistics().num_links == 1
     clock.now_s += NOTICED_WITHIN_S - FORGIVEN_S
-    has_turned(node.agent)
+    rig.has_turned(node.agent)
     assert node.agent.statistics().num_links == 0
 
 
@@ -440,7 +312,7 @@ def test_a_prefill_that_never_answers_hello_fails_the_request_in_time(cluster, s
     decode = cluster.decode(timeouts=limits, clock=cluster.clock)
     rig.FakePrefill(stack).meet(decode)
     cluster.clock.now_s += 4.9
-    has_turned(decode.agent)
+    rig.has_turned(decode.agent)
     assert not list(decode.agent.events())
     cluster.clock.now_s += 0.2
     assert isinstance(decode.next(Failed).error, PeerLost)

@@ -51,40 +51,37 @@ def test_a_message_of_another_epoch_is_refused(liar):
     assert not liar.prefill.agent.statistics().num_early_grants
 
 
-def absurd(**sizes):
-    return msgspec.structs.replace(rig.layout().to_info(), **sizes)
+def offers(num, descriptor):
+    return {"offers": [hand_off.TransportOffer(name="loopback", descriptor=descriptor)] * num}
 
 
-@pytest.mark.parametrize("size", [-HUGE, -1, 0, HUGE, 2**63 - 1])
-@pytest.mark.parametrize(
-    "field", ["num_pages", "page_size", "num_layers", "num_kv_heads", "head_dim", "itemsize"]
-)
-def test_a_hello_with_an_absurd_layout_is_refused(liar, field, size):
-    answer = liar.hello(layout=absurd(**{field: size}))
-    assert answer.error.code == "layout_mismatch"
-    assert liar.prefill.agent.statistics().num_links == 0
+SIZES = ("num_pages", "page_size", "num_layers", "num_kv_heads", "head_dim", "itemsize")
+FALSE_HELLOS = [
+    *[
+        ({"layout": msgspec.structs.replace(rig.layout().to_info(), **{name: size})}, "layout")
+        for name in SIZES
+        for size in (-HUGE, -1, 0, HUGE, 2**63 - 1)
+    ],
+    ({"fingerprint": "x" * (1 << 20)}, "layout"),
+    *[({"tp_rank": rank}, "layout") for rank in (-1, 99, HUGE)],
+    *[(offers(1, each), "offer") for each in ({}, {"peer": "x" * 100_000}, {"peer": -HUGE})],
+    (offers(MAX_OFFERS + 1, {}), "offer"),
+]
 
 
-def test_a_hello_with_offers_without_end_is_refused_before_any_is_tried(liar):
-    offer = hand_off.TransportOffer(name="loopback", descriptor={})
-    answer = liar.hello(offers=[offer] * (MAX_OFFERS + 1))
-    assert answer.error.code == "transfer_refused"
-    assert liar.prefill.agent.statistics().num_links == 0
+@pytest.mark.parametrize(("lies", "kind"), FALSE_HELLOS)
+def test_a_hello_that_lies_is_refused(liar, lies, kind):
+    code = {"layout": "layout_mismatch", "offer": "transfer_refused"}[kind]
+    assert liar.hello(**lies).error.code == code
+    liar.prefill.wait_until(lambda now: now.num_links == 0)
 
 
-@pytest.mark.parametrize("descriptor", [{}, {"peer": "x" * 100_000}, {"peer": -HUGE}])
-def test_a_hello_with_an_offer_of_nonsense_is_refused(liar, descriptor):
-    offer = hand_off.TransportOffer(name="loopback", descriptor=descriptor)
-    assert liar.hello(offers=[offer]).error.code == "transfer_refused"
-
-
-def test_a_hello_of_a_long_fingerprint_is_refused(liar):
-    assert liar.hello(fingerprint="x" * (1 << 20)).error.code == "layout_mismatch"
-
-
-@pytest.mark.parametrize("tp_rank", [-1, 99, HUGE])
-def test_a_hello_of_a_rank_that_does_not_exist_is_refused(liar, tp_rank):
-    assert isinstance(liar.hello(tp_rank=tp_rank), hand_off.Refused)
+def test_offers_without_end_are_refused_before_any_is_tried(liar, cluster, monkeypatch):
+    tried = []
+    monkeypatch.setattr(cluster.transport, "connect", lambda *args: tried.append(args))
+    liar.hello(**offers(MAX_OFFERS + 1, {}))
+    assert not tried
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("epoch", [2, 3])
@@ -256,14 +253,6 @@ def test_a_welcome_to_what_was_not_offered_fails_the_request_and_costs_the_link(
     false_prefill.decode.wait_until(lambda now: now.num_links == 0)
 
 
-def test_a_second_welcome_costs_the_link(cluster, false_prefill):
-    false_prefill.stand()
-    false_prefill.welcome(epoch=Epoch(6))
-    assert isinstance(false_prefill.decode.next(Lost).error, PeerLost)
-    assert false_prefill.decode.next() == Safe(ROOM)
-    is_cut_off(false_prefill, cluster)
-
-
 def test_a_rank_is_redirected_once(cluster, false_prefill, stack):
     own = rig.FakePrefill(stack)
     false_prefill.say(hand_off.Redirect(epoch=Epoch(5), port=own.port))
@@ -280,47 +269,44 @@ def test_a_redirect_to_a_port_of_nobody_fails_the_request(cluster, false_prefill
     assert isinstance(failed_in_time(false_prefill.decode, cluster.clock).error, PeerLost)
 
 
-def test_a_redirect_of_a_link_that_is_up_costs_the_link(cluster, false_prefill):
+LIES_ON_A_LINK_THAT_IS_UP = {
+    "another welcome": lambda liar: liar.welcome(epoch=Epoch(6)),
+    "redirect": lambda liar: liar.say(hand_off.Redirect(epoch=Epoch(5), port=liar.port)),
+    "refusal": lambda liar: liar.say(hand_off.Refused(error=ErrorInfo(code="", message=""))),
+}
+
+
+@pytest.mark.parametrize("lie", LIES_ON_A_LINK_THAT_IS_UP)
+def test_a_word_that_cannot_come_on_a_link_that_is_up_costs_the_link(cluster, false_prefill, lie):
     false_prefill.stand()
-    false_prefill.say(hand_off.Redirect(epoch=Epoch(5), port=false_prefill.inbox.port))
-    assert isinstance(false_prefill.decode.next(Lost).error, PeerLost)
+    LIES_ON_A_LINK_THAT_IS_UP[lie](false_prefill)
+    false_prefill.decode.next(Lost)
     assert false_prefill.decode.next() == Safe(ROOM)
     is_cut_off(false_prefill, cluster)
 
 
-@pytest.mark.parametrize("checksums", [[1], [1] * 3, [0] * 4, [1] * 5, [2**64 - 1] * 1_000_000])
+@pytest.mark.parametrize(
+    "checksums",
+    [
+        *([1], [1] * 3, [0] * 4, [1] * 5, [2**64 - 1] * 1_000_000),
+        *([-1] * 4, [-(2**63)] * 4),
+    ],
+)
 def test_a_landed_with_other_checksums_or_another_number_of_them_fails(false_prefill, checksums):
     false_prefill.stand()
     false_prefill.landed(checksums=checksums)
     assert false_prefill.decode.next(Failed).error.code == "kv_corrupted"
 
 
-@pytest.mark.parametrize("checksums", [[-1] * 4, [-(2**63)] * 4])
-def test_checksums_that_are_none_fail(false_prefill, checksums):
-    false_prefill.stand()
-    false_prefill.landed(checksums=checksums)
-    assert false_prefill.decode.next(Failed).error.code == "kv_corrupted"
-
-
 @pytest.mark.parametrize("lie", [{"epoch": Epoch(6)}, {"room": Room(43)}, {"room": Room(-HUGE)}])
-def test_last_words_of_another_life_or_room_are_passed_over(false_prefill, lie):
+def test_last_words_of_another_life_or_room_and_second_ones_are_passed_over(false_prefill, lie):
+    false_prefill.landed()  # before the welcome
     false_prefill.stand()
     false_prefill.landed(**lie)
     false_prefill.released(**lie)
     false_prefill.released()
+    false_prefill.landed()
     assert false_prefill.decode.next(Failed).room == ROOM
-
-
-def test_a_landed_before_the_welcome_is_passed_over(cluster, false_prefill):
-    false_prefill.landed()
-    assert isinstance(failed_in_time(false_prefill.decode, cluster.clock).error, PeerLost)
-
-
-def test_a_second_last_word_is_passed_over(false_prefill):
-    false_prefill.stand()
-    false_prefill.released()
-    false_prefill.landed()
-    assert isinstance(false_prefill.decode.next(), Failed)
 
 
 @pytest.mark.parametrize("status", [-1, 0, 200, 999, HUGE])
@@ -330,13 +316,6 @@ def test_an_error_with_a_status_that_is_none_keeps_its_words(false_prefill, stat
     false_prefill.released(error=info)
     error = false_prefill.decode.next(Failed).error
     assert (error.message, error.status) == ("so it is", 500)
-
-
-def test_a_refusal_of_a_link_that_is_up_is_a_loss(false_prefill):
-    false_prefill.stand()
-    false_prefill.say(hand_off.Refused(error=ErrorInfo(code="", message="")))
-    false_prefill.decode.next(Lost)
-    assert false_prefill.decode.next() == Safe(ROOM)
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x80" * 1000, bytes(1 << 20)])

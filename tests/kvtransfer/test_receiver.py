@@ -7,7 +7,7 @@ import pytest
 
 from tandem.kvtransfer import prefill_links
 from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, Safe
-from tandem.kvtransfer.transports.loopback import LoopbackListener, LoopbackTransport
+from tandem.kvtransfer.transports.loopback import LoopbackTransport
 from tandem.wire.channel import wait
 from tandem.wire.errors import TransferFailed, TransferTimeout
 from tandem.wire.generation import Room
@@ -40,51 +40,10 @@ def no_threads(monkeypatch, name=""):
         yield
 
 
-class Failing(LoopbackTransport):
-    """Has a listener whose calls fail as often as a test says."""
-
-    def listen(self, pool):
-        self.listener = FailingListener(pool, self._listeners)
-        return self.listener
-
-
-class FailingListener(LoopbackListener):
-    def __init__(self, pool, listeners):
-        super().__init__(pool, listeners)
-        self.failures = []
-        self.is_fenced = False
-        self.is_revoking, self.may_revoke = threading.Event(), threading.Event()
-        self.may_revoke.set()
-
-    def admit(self, toward_host):
-        self._may_fail("admit")
-        return super().admit(toward_host)
-
-    def permit(self, peer, room, page_ids):
-        self._may_fail("permit")
-        super().permit(peer, room, page_ids)
-
-    def revoke(self, peer, room):
-        self._may_fail("revoke")
-        self.is_revoking.set()
-        self.may_revoke.wait()
-        super().revoke(peer, room)
-
-    def fence(self, peer):
-        self._may_fail("fence")
-        super().fence(peer)
-        self.is_fenced = True
-
-    def _may_fail(self, call):
-        if call in self.failures:
-            self.failures.remove(call)
-            raise OSError(f"{call} failed")
-
-
 @pytest.fixture
 def cluster(stack):
     made = rig.Cluster(stack)
-    made.use(Failing())
+    made.use(rig.Scripted())
     return made
 
 
@@ -104,17 +63,16 @@ def ends(cluster):
 
 def test_a_request_for_which_no_link_can_be_made_fails(cluster, ends):
     prefill, decode = ends
-    cluster.transport.listener.failures = ["admit"]
+    cluster.transport.failures = ["admit"]
     rig.request(decode, prefill)
     assert "admit failed" in decode.next(Failed).error.message
 
 
 def test_a_transport_that_cannot_admit_is_not_offered_and_the_others_are(cluster):
-    failing, healthy = Failing(), LoopbackTransport()
-    failing.name = "failing"
-    cluster.use(failing, healthy)
+    failing = rig.Scripted("failing")
+    cluster.use(failing, LoopbackTransport())
     prefill, decode = cluster.prefill(), cluster.decode()
-    failing.listener.failures = ["admit"]
+    failing.failures = ["admit"]
     prefill.agent.expect(ROOM)
     rig.request(decode, prefill)
     rig.push_all(prefill)
@@ -129,52 +87,52 @@ def test_a_request_that_trips_over_a_bug_fails(cluster):
 
 def test_a_room_that_cannot_be_permitted_is_lost_and_its_pages_are_safe_once_fenced(cluster, ends):
     prefill, decode = ends
-    cluster.transport.listener.failures = ["permit"]
+    cluster.transport.failures = ["permit"]
     rig.request(decode, prefill)
     assert isinstance(decode.next(Lost).error, TransferFailed)
     assert decode.next() == Safe(ROOM)
-    assert cluster.transport.listener.is_fenced
+    assert cluster.transport.is_fenced
 
 
 def test_a_room_that_cannot_be_revoked_has_landed_and_its_writer_is_fenced(cluster, ends):
     prefill, decode = ends
-    cluster.transport.listener.failures = ["revoke"]
+    cluster.transport.failures = ["revoke"]
     prefill.agent.expect(ROOM)
     rig.request(decode, prefill)
     rig.push_all(prefill)
     decode.next(Landed)
     decode.wait_until(lambda now: now.num_links == 0)
-    rig.until(lambda: cluster.transport.listener.is_fenced)
+    rig.until(lambda: cluster.transport.is_fenced)
 
 
 def test_a_room_that_can_neither_be_revoked_nor_fenced_at_once_is_lost(cluster, ends, monkeypatch):
     monkeypatch.setattr(prefill_links, "FENCE_RETRY_S", 0)
     prefill, decode = ends
-    listener = cluster.transport.listener
-    listener.failures = ["revoke", "fence", "fence"]
+    transport = cluster.transport
+    transport.failures = ["revoke", "fence", "fence"]
     prefill.agent.expect(ROOM)
     rig.request(decode, prefill)
     prefill.next(Granted)
     rig.push_all(prefill)
     assert isinstance(decode.next(Lost).error, TransferFailed)
     assert decode.next() == Safe(ROOM)
-    assert listener.is_fenced
-    assert not listener.failures
+    assert transport.is_fenced
+    assert not transport.failures
 
 
 @contextmanager
 def hanging_revoke(cluster, prefill, decode):
     """Do a hand-off of which decode's listener does not take the pages back while the block runs."""
-    listener = cluster.transport.listener
-    listener.may_revoke.clear()
+    revoke = cluster.transport.holds["revoke"]
+    revoke.begin()
     try:
         prefill.agent.expect(ROOM)
         rig.request(decode, prefill)
         rig.push_all(prefill)
-        assert listener.is_revoking.wait(PATIENCE_S)
+        assert revoke.reached.wait(PATIENCE_S)
         yield
     finally:
-        listener.may_revoke.set()
+        revoke.let_go()
 
 
 @pytest.mark.parametrize("is_link_lost", [False, True])
@@ -209,10 +167,7 @@ def test_a_withdraw_that_waits_for_the_transport_costs_the_link_no_sooner_than_i
         decode.agent.withdraw(Room(43))
         decode.wait_until(lambda now: now.num_withdrawn == 1)
         cluster.clock.now_s += 50
-        for _ in range(2):  # a whole turn at this time
-            is_done = threading.Event()
-            decode.agent._control.post(is_done.set)
-            assert is_done.wait(PATIENCE_S)
+        rig.has_turned(decode.agent)
         assert decode.agent.statistics().num_links == 1
         cluster.clock.now_s += 51
         decode.wait_until(lambda now: now.num_links == 0)
@@ -235,20 +190,20 @@ def test_a_room_that_cannot_be_verified_is_lost(cluster, ends):
 def test_a_fence_that_fails_is_tried_again_and_pages_are_safe_only_then(cluster, ends, monkeypatch):
     monkeypatch.setattr(prefill_links, "FENCE_RETRY_S", 0)
     prefill, decode = ends
-    listener = cluster.transport.listener
-    listener.failures = ["permit", "fence", "fence"]
+    transport = cluster.transport
+    transport.failures = ["permit", "fence", "fence"]
     rig.request(decode, prefill)
     decode.next(Lost)
     assert decode.next() == Safe(ROOM)
-    assert listener.is_fenced
-    assert not listener.failures
+    assert transport.is_fenced
+    assert not transport.failures
 
 
 def test_a_fence_needs_no_thread_that_there_may_not_be(cluster, ends, monkeypatch):
     prefill, decode = ends
     rig.request(decode, prefill)
     prefill.wait_until(lambda now: now.num_early_grants == 1)
-    cluster.transport.listener.failures = ["permit"]
+    cluster.transport.failures = ["permit"]
     with no_threads(monkeypatch):
         rig.request(decode, prefill, room=Room(43))
         assert {decode.next(Lost).room, decode.next(Lost).room} == {ROOM, Room(43)}
@@ -287,21 +242,23 @@ def test_a_room_that_goes_over_two_links_is_lost_if_there_is_a_thread_for_one(
     assert decode.next() == Safe(ROOM)
 
 
-def test_an_offer_that_is_not_taken_and_cannot_be_fenced_holds_no_room_up(cluster):
-    refused, failing, healthy = Failing(), Failing(), LoopbackTransport()
-    refused.name, failing.name = "refused", "failing"
+def test_an_offer_that_is_not_taken_and_cannot_be_fenced_is_fenced_with_its_link(cluster):
+    refused, failing = rig.Scripted("refused"), rig.Scripted("failing")
+    healthy = LoopbackTransport()
     cluster.use(refused, failing, healthy)
     decode = cluster.decode()
     cluster.use(healthy)
     prefill = cluster.prefill()
-    refused.listener.failures = ["fence"] * 3
+    refused.failures = ["fence"]
     prefill.agent.expect(ROOM)
     rig.request(decode, prefill)
     rig.push_all(prefill)
     decode.next(Landed)
-    rig.until(lambda: refused.listener.is_fenced)
-    assert failing.listener.is_fenced
+    rig.until(lambda: failing.is_fenced)
+    assert not refused.is_fenced
     assert decode.agent.statistics().num_links == 1
+    prefill.agent.close()
+    rig.until(lambda: refused.is_fenced)
 
 
 def test_a_grant_that_cannot_be_sent_costs_the_link(cluster, stack):

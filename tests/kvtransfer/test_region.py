@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tandem.kvtransfer.region import MemoryRegion, sweep_stale
+from tandem.kvtransfer.region import DeviceRegion, MemoryRegion, sweep_stale
 from tandem.kvtransfer.transports.base import Pool, TransportConfig
 from tandem.kvtransfer.transports.registry import transports
 from tandem.wire.errors import ConfigInvalid, TransferRefused
@@ -94,7 +94,7 @@ class FakeTensor:
 
 
 def test_a_devices_memory_has_an_address_and_a_size_and_no_bytes_for_the_cpu():
-    region = MemoryRegion.of_tensor(FakeTensor())
+    region = DeviceRegion(FakeTensor())
     assert (region.device, region.address, region.size_bytes) == ("cuda:1", 0x7000, 4096)
     assert region.path is None
     for look in (lambda: region.buffer, region.array):
@@ -106,23 +106,21 @@ def test_a_devices_memory_has_an_address_and_a_size_and_no_bytes_for_the_cpu():
 
 def test_a_devices_memory_is_read_through_what_its_owner_gave():
     content = bytes(range(256))
-    region = MemoryRegion.of_tensor(
-        FakeTensor(), lambda extents: [content[extent] for extent in extents]
-    )
+    region = DeviceRegion(FakeTensor(), lambda extents: [content[extent] for extent in extents])
     assert list(region.read([slice(3, 6), slice(0, 1)])) == [content[3:6], content[:1]]
     with pytest.raises(TransferRefused, match="cuda:1"):
-        MemoryRegion.of_tensor(FakeTensor()).read([slice(3, 6)])
+        DeviceRegion(FakeTensor()).read([slice(3, 6)])
 
 
 def test_a_tensor_with_gaps_is_no_region():
     tensor = FakeTensor()
     tensor.has_gaps = True
     with pytest.raises(ValueError, match="contiguous"):
-        MemoryRegion.of_tensor(tensor)
+        DeviceRegion(tensor)
 
 
 @pytest.mark.parametrize("name", ["shm", "tcp"])
 def test_transports_of_the_cpu_refuse_a_devices_memory(name, tmp_path):
     [transport] = transports(name, TransportConfig(directory=str(tmp_path)))
     with pytest.raises(ConfigInvalid, match="memory"):
-        transport.listen(Pool(MemoryRegion.of_tensor(FakeTensor()), 4096, 1))
+        transport.listen(Pool(DeviceRegion(FakeTensor()), 4096, 1))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.kvtransfer.checksum import PushSums
+from tandem.kvtransfer import push_room
 from tandem.kvtransfer.events import Failed, Granted, Lost, Released, Safe
 from tandem.kvtransfer.transports.loopback import Fault, LoopbackConnection, LoopbackTransport
 from tandem.wire import channel
@@ -75,8 +75,7 @@ def test_only_a_refusal_says_that_no_write_is_under_way(cluster, error):
     rig.serve_the_next(prefill, decode)
 
 
-@pytest.mark.parametrize("call", ["add", "finish"])
-def test_an_error_of_our_checksums_costs_the_room_and_not_the_link(cluster, monkeypatch, call):
+def test_an_error_of_our_checksums_costs_the_room_and_not_the_link(cluster, monkeypatch):
     prefill, decode = cluster.prefill(), cluster.decode()
 
     def fail(*_args):
@@ -84,7 +83,7 @@ def test_an_error_of_our_checksums_costs_the_room_and_not_the_link(cluster, monk
 
     prefill.agent.expect(ROOM)
     with monkeypatch.context() as patch:
-        patch.setattr(PushSums, call, fail)
+        patch.setattr(push_room, "page_sums", fail)
         rig.request(decode, prefill)
         prefill.next(Granted)
         rig.push_all(prefill)

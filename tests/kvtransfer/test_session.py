@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from tandem.kvtransfer.session import (
@@ -98,3 +100,9 @@ def test_the_diagram_has_a_line_for_every_arrow():
     lines = diagram(SENDER).splitlines()
     assert len(lines) == sum(len(arrows) for arrows in SENDER.values())
     assert "PUSHING       WritesDone        → LANDED        send Landed, tell pushed" in lines
+
+
+@pytest.mark.parametrize("table", [SENDER, RECEIVER], ids=["sender", "receiver"])
+def test_the_page_of_the_hand_off_shows_the_table_as_it_is(table):
+    page = Path(__file__).resolve().parents[2] / "docs" / "hand-off.md"
+    assert f"```\n{diagram(table)}\n```" in page.read_text()

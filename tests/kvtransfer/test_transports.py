@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import contextmanager
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ from tandem.kvtransfer.transports.shm import ShmTransport
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
+from tests.kvtransfer import far_end
 from tests.kvtransfer.makers import DIRECTORY, NAMES, OTHER_PROCESS, make
 from tests.patience import PATIENCE_S
 
@@ -38,7 +39,6 @@ LAYOUT = KVLayout(
     itemsize=2,
 )
 ROOM = Room(1)
-FAR_END = Path(__file__).with_name("far_end.py")
 # By the module of the library that each stands on, which need not be installed.
 OPTIONAL = {"nixl": "nixl_cu12", "ucx": "ucxx"}
 # Of files in /dev/shm: other processes run tests, too.
@@ -215,12 +215,21 @@ def test_an_offer_that_is_not_understood_is_refused(pair):
         pair.transport.connect(nonsense, pair.source)
 
 
+def test_a_secret_of_one_peer_is_worth_nothing_for_another(pair):
+    own, other = (pair.listener.admit("127.0.0.1").offer for _ in range(2))
+    for name in {"secret", "nonce", "token"} & own.descriptor.keys():
+        assert own.descriptor[name] != other.descriptor[name]
+        mixed = {**own.descriptor, name: other.descriptor[name]}
+        with pytest.raises(TransferRefused):
+            pair.transport.connect(TransportOffer(name=own.name, descriptor=mixed), pair.source)
+
+
 # ── peers that die ───────────────────────────────────────────────────────────────────────────────
 
 
-def far_end(what, name):
+def start(what, name):
     return subprocess.Popen(
-        [sys.executable, FAR_END, what, name],
+        [sys.executable, far_end.__file__, what, name],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -228,22 +237,20 @@ def far_end(what, name):
     )
 
 
-def far_plan():
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    spec = spec_from_file_location("far_end", FAR_END)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.LAYOUT, module.whole_pool()
+@contextmanager
+def connected_to_far_owner(name, plan):
+    """Yield the process of a pool's owner, and a connection to it that has written once."""
+    with start("listen", name) as child, MemoryRegion.private(far_end.LAYOUT.pool_bytes) as region:
+        offer = msgspec.json.decode(child.stdout.readline(), type=TransportOffer)
+        connection = make(name).connect(offer, region)
+        connection.write(ROOM, plan)
+        yield child, connection
 
 
 @pytest.mark.parametrize("name", OTHER_PROCESS)
 def test_a_writer_notices_that_the_pools_owner_was_killed(name):
-    layout, plan = far_plan()
-    with far_end("listen", name) as child, MemoryRegion.private(layout.pool_bytes) as region:
-        offer = msgspec.json.decode(child.stdout.readline(), type=TransportOffer)
-        connection = make(name).connect(offer, region)
-        connection.write(ROOM, plan)
+    plan = far_end.whole_pool()
+    with connected_to_far_owner(name, plan) as (child, connection):
         with ThreadPoolExecutor(1) as thread:
             killing = thread.submit(child.send_signal, signal.SIGKILL)
             with pytest.raises(PeerLost):
@@ -256,8 +263,8 @@ def test_a_writer_notices_that_the_pools_owner_was_killed(name):
 @pytest.mark.parametrize("name", OTHER_PROCESS)
 @pytest.mark.parametrize("death", [signal.SIGKILL, None])
 def test_nothing_is_written_after_a_busy_writer_is_fenced(name, death):
-    layout, _ = far_plan()
-    with MemoryRegion.shared(layout.pool_bytes, "fence") as region, far_end("write", name) as child:
+    layout = far_end.LAYOUT
+    with MemoryRegion.shared(layout.pool_bytes, "fence") as region, start("write", name) as child:
         listener = make(name).listen(Pool(region, layout.page_bytes, 8))
         admission = listener.admit("127.0.0.1")
         listener.permit(admission.peer, ROOM, range(8))
@@ -275,11 +282,8 @@ def test_nothing_is_written_after_a_busy_writer_is_fenced(name, death):
 
 @pytest.mark.parametrize("name", [each for each in OTHER_PROCESS if each not in WITHOUT_THE_OWNER])
 def test_a_write_to_a_stopped_owner_ends_when_the_connection_is_closed(name):
-    layout, plan = far_plan()
-    with far_end("listen", name) as child, MemoryRegion.private(layout.pool_bytes) as region:
-        offer = msgspec.json.decode(child.stdout.readline(), type=TransportOffer)
-        connection = make(name).connect(offer, region)
-        connection.write(ROOM, plan)
+    plan = far_end.whole_pool()
+    with connected_to_far_owner(name, plan) as (child, connection):
         child.send_signal(signal.SIGSTOP)
         os.waitpid(child.pid, os.WUNTRACED)
         with ThreadPoolExecutor(1) as thread:
@@ -292,7 +296,7 @@ def test_a_write_to_a_stopped_owner_ends_when_the_connection_is_closed(name):
 def test_a_fence_waits_for_a_writer_stopped_in_the_middle_of_a_copy():
     pair = Pair(ShmTransport())
     pair.listener.permit(pair.peer, ROOM, [0])
-    with pair.connection._end.turn(ROOM, pair.plan([0], [0])):  # as if SIGSTOPped here
+    with pair.connection.turn(ROOM, pair.plan([0], [0])):  # as if SIGSTOPped here
         fence = threading.Thread(target=pair.listener.fence, args=(pair.peer,))
         fence.start()
         fence.join(0.05)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.region import DeviceRegion, MemoryRegion
 from tandem.node.pool import bytes_of, make_region, pool_pages
 from tests.node.test_flags import read
 
@@ -72,4 +72,4 @@ def test_the_bytes_of_a_region_are_the_regions_own():
     bytes_of(region)[5] = 7
     assert region.buffer[5] == 7
     on_device = torch.zeros(4096, dtype=torch.uint8)
-    assert bytes_of(MemoryRegion.of_tensor(on_device)) is on_device
+    assert bytes_of(DeviceRegion(on_device)) is on_device

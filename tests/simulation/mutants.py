@@ -75,7 +75,8 @@ def _free_granted(cancel, role, ticket):
         role._engine.reclaim(half.active)
 
 
-def _land_at_once(_original, agent, part):
+def _land_at_once(_original, agent, part, landed):
+    part.landed = landed
     agent._apply(part, Event.WRITES_DONE)
 
 

@@ -3,11 +3,8 @@
 from contextlib import ExitStack
 
 from tandem.decode.role import DecodeRole
-from tandem.kvtransfer.bootstrap import SenderEnd
 from tandem.kvtransfer.layout import KVLayout
-from tandem.kvtransfer.receiver import DecodeAgent
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.sender import PrefillAgent
 from tandem.kvtransfer.transports.loopback import LoopbackTransport
 from tandem.node.answers import Answers
 from tandem.node.loop import EngineLoop
@@ -25,6 +22,7 @@ from tandem.wire.messages import (
     StartPrefill,
     ToEngine,
 )
+from tests.agents import decode_agent, prefill_agent
 from tests.calm import CALM, calm_receiver, calm_sender
 from tests.engine.toy_runner import toy_engine
 from tests.patience import patiently
@@ -79,27 +77,17 @@ class Cluster:
         )
 
         def prefill(engine, answers, waker):
-            end = SenderEnd(Epoch(1), "toy", layout, source, [transport])
-            self.sender = PrefillAgent(
-                "tcp://127.0.0.1:0",
-                end,
-                waker=waker,
-                timeouts=calm_sender(grant_s=0.05, early_grant_s=0.05),
-                clock=lambda: self._now_s,
+            limits = calm_sender(grant_s=0.05, early_grant_s=0.05)
+            self.sender = prefill_agent(
+                layout, source, [transport], timeouts=limits, waker=waker, clock=lambda: self._now_s
             )
             stack.callback(self.sender.close)
             return PrefillRole(engine, self.sender, answers, 8)
 
         def decode(engine, answers, waker):
-            self.receiver = DecodeAgent(
-                epoch=Epoch(2),
-                fingerprint="toy",
-                layout=layout,
-                region=target,
-                transports=[transport],
-                waker=waker,
-                timeouts=calm_receiver(connect_s=0.05, landed_s=0.2, released_s=0.2),
-                clock=lambda: self._now_s,
+            limits = calm_receiver(connect_s=0.05, landed_s=0.2, released_s=0.2)
+            self.receiver = decode_agent(
+                layout, target, [transport], timeouts=limits, waker=waker, clock=lambda: self._now_s
             )
             stack.callback(self.receiver.close)
             return DecodeRole(engine, self.receiver, answers, 8, 8)

@@ -2,14 +2,16 @@
 
 import contextlib
 import socket
+import threading
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import PagedTokens, plan_copies
 from tandem.kvtransfer.region import MemoryRegion
-from tandem.kvtransfer.transports import tcp
 from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.base import Pool, TransportConfig
 from tandem.kvtransfer.transports.tcp import TcpTransport, address_of
@@ -22,6 +24,7 @@ from tests.kvtransfer.transports.lane_cases import (  # noqa: F401 - of every st
     test_small_and_odd_copies_land_where_the_plan_says_and_nowhere_else,
 )
 from tests.kvtransfer.transports.lane_rig import PAGE_BYTES, ROOM, LaneRig, copies
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -46,7 +49,12 @@ def test_a_peer_that_breaks_its_word_and_still_sends_is_cut_by_the_revocation(ri
     with stream:
         stream.sendall(frames.table_of(ROOM, copies((0, 0, PAGE_BYTES))) + b"\xff" * 10)
         rig.wait_until_open()
-        rig.listener.revoke(rig.admission.peer, ROOM)
+        revoke = threading.Thread(
+            target=rig.listener.revoke, args=(rig.admission.peer, ROOM), daemon=True
+        )
+        revoke.start()
+        revoke.join(PATIENCE_S)
+        assert not revoke.is_alive()
         with pytest.raises(PeerLost):
             frames.receive_exactly(stream, 1)
 
@@ -91,13 +99,15 @@ def test_an_unknown_interface_is_refused_naming_those_there_are():
         TcpTransport(TransportConfig(interface="ib7"))
 
 
-def test_an_interface_without_such_an_address_is_refused(tmp_path, monkeypatch):
-    link_local = tmp_path / "if_inet6"
-    link_local.write_text("fe800000000000000000000000000001 01 80 20 80       lo\n")
-    for path in (link_local, tmp_path / "nowhere"):
-        monkeypatch.setattr(tcp, "IPV6_ADDRESSES", path)
-        with pytest.raises(ConfigInvalid, match="no IPv6 address"):
-            TcpTransport(TransportConfig(host="::", interface="lo"))
+LINK_LOCAL = SimpleNamespace(family=socket.AF_INET6, address="fe80::1%lo")
+ONLY_IPV4 = SimpleNamespace(family=socket.AF_INET, address="127.0.0.1")
+
+
+@pytest.mark.parametrize("addresses", [[ONLY_IPV4, LINK_LOCAL], []])
+def test_an_interface_without_such_an_address_is_refused(monkeypatch, addresses):
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": addresses})
+    with pytest.raises(ConfigInvalid, match="no IPv6 address"):
+        TcpTransport(TransportConfig(host="::", interface="lo"))
 
 
 @pytest.mark.parametrize(("host", "address"), [("0.0.0.0", "127.0.0.1"), ("::", "::1")])
@@ -113,12 +123,10 @@ def test_streams_come_from_the_interface_and_go_to_its_address(host, address):
         listener.close()
 
 
-def test_an_offer_of_the_other_family_is_refused_if_the_interface_has_no_such_address(
-    tmp_path, monkeypatch
-):
+def test_an_offer_of_the_other_family_is_refused_if_the_interface_has_no_such_address(monkeypatch):
     with MemoryRegion.private(4096) as region:
         listener = TcpTransport(TransportConfig(host="::1")).listen(Pool(region, 4096, 1))
-        monkeypatch.setattr(tcp, "IPV6_ADDRESSES", tmp_path / "nowhere")
+        monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [ONLY_IPV4]})
         here = TcpTransport(TransportConfig(interface="lo"))
         with pytest.raises(TransferRefused, match="no IPv6 address"):
             here.connect(listener.admit("::1").offer, region)

@@ -4,7 +4,7 @@ import pytest
 
 from tandem.kvtransfer.transports import lanes
 from tandem.kvtransfer.transports import tcp_stream as frames
-from tandem.kvtransfer.transports.tcp import open_stream
+from tandem.kvtransfer.transports.lanes import open_stream
 from tandem.kvtransfer.transports.tcp_stream import TcpOffer
 from tandem.kvtransfer.transports.ucx import UcxLane, UcxTransport
 from tandem.wire.errors import PeerLost
@@ -35,7 +35,7 @@ def test_a_message_longer_than_its_table_says_ends_the_peer_and_lands_nowhere_el
         stream.sendall(frames.table_of(ROOM, copies((0, 0, 1000))))
         assert frames.receive_exactly(stream, 1) == lanes.READY
         with pytest.raises(PeerLost):
-            lane.send(copies((0, 0, POOL_BYTES)))
+            lane._send(copies((0, 0, POOL_BYTES)))
             frames.receive_exactly(stream, 1)
         lane.close()
     assert not rig.pool.array()[1000:].any()

@@ -1,0 +1,43 @@
+"""Builds the transfer agents of tests: fresh, calm and on this host, unless a test asks for something else."""
+
+from tandem.kvtransfer.bootstrap import SenderEnd
+from tandem.kvtransfer.receiver import DecodeAgent
+from tandem.kvtransfer.sender import PrefillAgent
+from tandem.kvtransfer.sharding import Shard
+from tandem.wire.generation import new_epoch
+from tests.calm import calm_receiver, calm_sender
+
+
+def prefill_agent(
+    layout,
+    region,
+    transports,
+    *,
+    address="tcp://127.0.0.1:0",
+    epoch=None,
+    fingerprint="llama",
+    rank_ports=(),
+    shard=None,
+    timeouts=None,
+    **more,
+):
+    """Return a started agent. Its maker closes it, and then the region."""
+    end = SenderEnd(
+        epoch or new_epoch(), fingerprint, layout, region, transports, rank_ports, shard or Shard()
+    )
+    return PrefillAgent(address, end, timeouts=timeouts or calm_sender(), **more)
+
+
+def decode_agent(
+    layout, region, transports, *, epoch=None, fingerprint="llama", timeouts=None, **more
+):
+    """Return a started agent. Its maker closes it, and then the region."""
+    return DecodeAgent(
+        epoch=epoch or new_epoch(),
+        fingerprint=fingerprint,
+        layout=layout,
+        region=region,
+        transports=transports,
+        timeouts=timeouts or calm_receiver(),
+        **more,
+    )
