@@ -21,7 +21,7 @@ from tandem.wire.errors import InvalidRequest, NoNodeAvailable
 from tandem.wire.generation import GenerateRequest
 from tandem.wire.ids import Room
 from tandem.wire.messages import NodeLoad, StartColocated, StartDecode, StartPrefill, TokenDelta
-from tandem.wire.node_info import ModelInfo, NodeInfo
+from tandem.wire.node_info import NodeInfo
 
 # After so long without a word of its loop an engine counts as hung: three times the longest chunk of a large
 # model on a CPU. It answers every half second while it is well.
@@ -65,17 +65,16 @@ class LocalBackend:
         return num_left(self._load())
 
     def model(self) -> ServedModel:
-        """See `Backend.model`."""
-        if self._ready is None:
-            raise NoNodeAvailable(self._life.describe())
+        """Return the model that the engine serves."""
+        ready = self._engine()
         return ServedModel(
-            name=self._config.served_model_name,
-            context_length=self._ready.context_length,
-            max_prompt_tokens=self._ready.max_prompt_tokens,
-            vocab_size=self._ready.vocab_size,
-            eos_token_ids=frozenset(self._ready.eos_token_ids),
+            name=ready.model.name,
+            context_length=ready.model.context_length,
+            max_prompt_tokens=ready.max_prompt_tokens,
+            vocab_size=ready.model.vocab_size,
+            eos_token_ids=frozenset(ready.model.eos_token_ids),
             tokenizer=self._tokenizer,
-            default_sampling=self._config.default_sampling,
+            default_sampling=ready.model.default_sampling,
         )
 
     async def generate(
@@ -84,7 +83,7 @@ class LocalBackend:
         bootstrap: Bootstrap | None = None,
         tap: Tap | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
-        """See `Backend.generate`."""
+        """Answer a request, or the half of it that this node's role computes."""
         if self._client is None:
             raise NoNodeAvailable(self._life.describe())
         if self._life.is_draining:
@@ -114,17 +113,17 @@ class LocalBackend:
         )
 
     async def abort(self, request_id: str) -> bool:
-        """See `Backend.abort`."""
+        """Stop a request; False when there is none of this name."""
         return self._client is not None and self._client.abort(request_id)
 
     async def flush_cache(self) -> None:
-        """See `Backend.flush_cache`."""
+        """Drop cached pages that no request reads."""
         if self._client is None:
             raise NoNodeAvailable(self._life.describe())
         self._client.flush_cache()
 
     def health(self) -> Health:
-        """See `Backend.health`."""
+        """Return whether the node serves, and what it does."""
         if self._client is None:
             return Health(is_serving=False, detail=self._life.describe())
         if not self._client.is_up:
@@ -141,7 +140,7 @@ class LocalBackend:
         return Health(is_serving=is_serving, detail=self._life.describe(self.num_left))
 
     def tokens_told(self) -> Mapping[object, int]:
-        """See `Backend.tokens_told`."""
+        """Return how many tokens each engine has computed."""
         client = self._client
         if client is None or not client.is_up:
             return {}
@@ -153,10 +152,9 @@ class LocalBackend:
         Raises:
             NoNodeAvailable: The engine is not ready.
         """
-        ready, model = self._ready, self.model()
-        assert ready is not None
+        config, ready = self._config, self._engine()
         info = NodeInfo(
-            role=self._config.role,
+            role=config.role,
             version=package_version(),
             epoch=ready.epoch,
             engine_port=ready.engine_port,
@@ -165,20 +163,12 @@ class LocalBackend:
             is_draining=self._life.is_draining,
             max_prompt_tokens=ready.max_prompt_tokens,
             load=self._load(),
-            tp_size=self._config.engine.tp_size,
+            tp_size=config.engine.tp_size,
             transports=self._transports(),
-            zone=self._config.zone,
-            heartbeat_interval_ms=self._config.heartbeat_interval_ms,
-            takes_prompts=self._config.role != "prefill",
-            model=ModelInfo(
-                name=model.name,
-                fingerprint=ready.fingerprint,
-                context_length=model.context_length,
-                vocab_size=model.vocab_size,
-                eos_token_ids=ready.eos_token_ids,
-                tokenizer_hash=self._tokenizer_hash,
-                default_sampling=model.default_sampling,
-            ),
+            zone=config.zone,
+            heartbeat_interval_ms=config.heartbeat_interval_ms,
+            takes_prompts=config.role != "prefill",
+            model=msgspec.structs.replace(ready.model, tokenizer_hash=self._tokenizer_hash),
         )
         built: dict[str, object] = msgspec.to_builtins(info)
         return built
@@ -189,7 +179,7 @@ class LocalBackend:
         return names_of(self._config.transfer.backend, self._config.engine.device)
 
     def metrics(self) -> str:
-        """See `Backend.metrics`."""
+        """Return the metrics as Prometheus reads them."""
         return render(self._metrics)
 
     def _view(self) -> NodeView:
@@ -199,7 +189,7 @@ class LocalBackend:
             state=self._life.state,
             facts={
                 "model": config.served_model_name,
-                "fingerprint": "" if self._ready is None else self._ready.fingerprint,
+                "fingerprint": "" if self._ready is None else self._ready.model.fingerprint,
                 "device": config.engine.device,
                 "tp_size": str(config.engine.tp_size),
                 "transports": ",".join(self._transports()),
@@ -208,6 +198,11 @@ class LocalBackend:
             load=self._load(),
             measured=None if client is None else client.measured,
         )
+
+    def _engine(self) -> Ready:
+        if self._ready is None:
+            raise NoNodeAvailable(self._life.describe())
+        return self._ready
 
     def _load(self) -> NodeLoad:
         return NodeLoad() if self._client is None else self._client.load

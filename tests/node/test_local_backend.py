@@ -15,6 +15,7 @@ from tandem.node.metrics import Measures
 from tandem.wire.channel import Inbox
 from tandem.wire.ids import Epoch
 from tandem.wire.messages import NodeLoad, Pong, ToEngine
+from tandem.wire.node_info import ModelInfo
 from tests.patience import patiently
 
 CONFIG = NodeConfig(role="decode", served_model_name="m", engine=EngineConfig(model_dir="m"))
@@ -22,11 +23,10 @@ READY = Ready(
     epoch=1,
     engine_port=1,
     bootstrap_port=None,
-    fingerprint="llama",
-    context_length=128,
     max_prompt_tokens=127,
-    vocab_size=10,
-    eos_token_ids=[],
+    model=ModelInfo(
+        name="m", fingerprint="llama", context_length=128, vocab_size=10, eos_token_ids=[]
+    ),
 )
 
 

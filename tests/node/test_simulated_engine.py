@@ -7,7 +7,7 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.profile import Simulation
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.node.config import NodeConfig
-from tandem.node.simulated_engine import build_simulated
+from tandem.node.engine_host import build_simulated
 from tandem.wire.errors import ConfigInvalid
 
 HEAVY = {"torch", "transformers", "xgrammar", "numba", "triton"}
@@ -20,7 +20,7 @@ def config(path, role="prefill", **settings) -> NodeConfig:
 
 def test_a_simulated_engine_loads_nothing_that_computes():
     asked = f"print(sorted({HEAVY} & set(sys.modules)))"
-    modules = "prefill.engine, decode.engine, node.simulated_engine"
+    modules = "tandem.prefill.engine, tandem.decode.engine"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys, {modules}; {asked}"],
         check=True,
