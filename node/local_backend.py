@@ -15,7 +15,7 @@ from tandem.kvtransfer.transports.registry import names_of
 from tandem.node.config import NodeConfig
 from tandem.node.engine_process import Ready
 from tandem.node.life import Life, State, num_left, refusal
-from tandem.node.metrics import NodeView, node_metrics, render
+from tandem.node.metrics import NodeView, render
 from tandem.telemetry.version import package_version
 from tandem.wire.errors import InvalidRequest, NoNodeAvailable
 from tandem.wire.generation import GenerateRequest
@@ -33,16 +33,18 @@ class LocalBackend:
 
     Args:
         tokenizer: None when the model has none; `tokenizer_hash` is then empty.
+
+    Attributes:
+        life: The node's, which its supervisor leads.
     """
 
     def __init__(
-        self, config: NodeConfig, life: Life, tokenizer: Tokenizer | None, tokenizer_hash: str
+        self, config: NodeConfig, tokenizer: Tokenizer | None, tokenizer_hash: str
     ) -> None:
-        self._config, self._life = config, life
+        self._config, self.life = config, Life(config.role)
         self._tokenizer, self._tokenizer_hash = tokenizer, tokenizer_hash
         self._ready: Ready | None = None
         self._client: EngineClient | None = None
-        self._metrics = node_metrics(self._view)
 
     def attach(self, config: NodeConfig, ready: Ready) -> None:
         """Serve an engine, from its first link on."""
@@ -85,8 +87,8 @@ class LocalBackend:
     ) -> AsyncGenerator[TokenDelta, None]:
         """Answer a request, or the half of it that this node's role computes."""
         if self._client is None:
-            raise NoNodeAvailable(self._life.describe())
-        if self._life.is_draining:
+            raise NoNodeAvailable(self.life.describe())
+        if self.life.is_draining:
             raise refusal()
         with self._client.generate(self._start(request, bootstrap)) as stream:
             async for delta in stream.read(tap):
@@ -119,13 +121,13 @@ class LocalBackend:
     async def flush_cache(self) -> None:
         """Drop cached pages that no request reads."""
         if self._client is None:
-            raise NoNodeAvailable(self._life.describe())
+            raise NoNodeAvailable(self.life.describe())
         self._client.flush_cache()
 
     def health(self) -> Health:
         """Return whether the node serves, and what it does."""
         if self._client is None:
-            return Health(is_serving=False, detail=self._life.describe())
+            return Health(is_serving=False, detail=self.life.describe())
         if not self._client.is_up:
             return Health(is_serving=False, detail="the engine does not answer")
         limit_s = min(LOOP_SILENCE_S, self._config.step_timeout_s)
@@ -136,8 +138,8 @@ class LocalBackend:
                 detail=f"the engine's loop has not turned for {silent_s:.0f} s; the node ends when a step "
                 f"takes {self._config.step_timeout_s:g} s",
             )
-        is_serving = self._life.state is State.SERVING
-        return Health(is_serving=is_serving, detail=self._life.describe(self.num_left))
+        is_serving = self.life.state is State.SERVING
+        return Health(is_serving=is_serving, detail=self.life.describe(self.num_left))
 
     def tokens_told(self) -> Mapping[object, int]:
         """Return how many tokens each engine has computed."""
@@ -160,7 +162,7 @@ class LocalBackend:
             engine_port=ready.engine_port,
             bootstrap_port=ready.bootstrap_port,
             is_healthy=self.health().is_serving,
-            is_draining=self._life.is_draining,
+            is_draining=self.life.is_draining,
             max_prompt_tokens=ready.max_prompt_tokens,
             load=self._load(),
             tp_size=config.engine.tp_size,
@@ -180,13 +182,13 @@ class LocalBackend:
 
     def metrics(self) -> str:
         """Return the metrics as Prometheus reads them."""
-        return render(self._metrics)
+        return render(self._view())
 
     def _view(self) -> NodeView:
         config, client = self._config, self._client
         return NodeView(
             role=config.role,
-            state=self._life.state,
+            state=self.life.state,
             facts={
                 "model": config.served_model_name,
                 "fingerprint": "" if self._ready is None else self._ready.model.fingerprint,
@@ -201,7 +203,7 @@ class LocalBackend:
 
     def _engine(self) -> Ready:
         if self._ready is None:
-            raise NoNodeAvailable(self._life.describe())
+            raise NoNodeAvailable(self.life.describe())
         return self._ready
 
     def _load(self) -> NodeLoad:

@@ -21,23 +21,14 @@ def make_pair(tiny_model):
         pair.close()
 
 
-def expected_of(pair: Pair, request) -> list[int]:
-    """Return the tokens of one engine, which has nothing cached."""
-    pair.colocated.cache.flush()
-    pair.colocated.submit(request)
-    tokens = []
-    while pair.colocated.has_work:
-        tokens += [token.token for token in pair.colocated.step().tokens]
-    return tokens
-
-
 def run(pair: Pair, name: str, prompt, **options) -> list[int]:
     """Return the tokens that a request gets, and see that they are those of one engine."""
     request = pair.start(name, prompt, **options)
     pair.run_until(lambda: pair.decode_answers.finishes[name])
     pair.run_until(pair.all_pages_are_back)
     tokens = pair.decode_answers.tokens[name]
-    assert tokens == expected_of(pair, request)
+    pair.colocated.cache.flush()
+    assert tokens == pair.alone(request)[name]
     return tokens
 
 

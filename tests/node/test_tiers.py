@@ -41,16 +41,9 @@ def node():
     return TwoRanks()
 
 
-def compute(node, prompt, name="first"):
-    """Have a prompt computed and saved, and forgotten on the device."""
-    node.start(name, prompt)
-    node.run()
-    node.forget()
-
-
 def test_what_was_evicted_comes_back_with_the_pages_of_both_ranks(node):
     prompt = prompt_of(41)
-    compute(node, prompt)
+    node.compute(prompt)
     node.start("b", prompt)
     node.run()
     answers(node, "b", prompt)
@@ -58,7 +51,7 @@ def test_what_was_evicted_comes_back_with_the_pages_of_both_ranks(node):
 
 
 def test_no_rank_knows_a_page_by_the_name_of_another(node):
-    compute(node, prompt_of(41))
+    node.compute(prompt_of(41))
     own, other = (set(stack.content) for stack in node.stacks)
     assert len(own) == len(other) == 10
     assert not own & other
@@ -66,7 +59,7 @@ def test_no_rank_knows_a_page_by_the_name_of_another(node):
 
 def test_only_what_both_ranks_have_is_found(node):
     prompt = prompt_of(41)
-    compute(node, prompt)
+    node.compute(prompt)
     content = node.stacks[1].content
     for digest in list(content)[6:]:
         del content[digest]
@@ -78,7 +71,7 @@ def test_only_what_both_ranks_have_is_found(node):
 
 def test_a_rank_that_has_nothing_is_a_miss_that_waits_for_no_other(node):
     prompt = prompt_of(41)
-    compute(node, prompt)
+    node.compute(prompt)
     node.stacks[1].content.clear()
     node.start("b", prompt)
     node.rank.work()
@@ -95,7 +88,7 @@ def test_a_rank_that_has_nothing_is_a_miss_that_waits_for_no_other(node):
 
 def test_a_rank_that_says_nothing_costs_a_request_no_more_than_its_limit(node):
     prompt = prompt_of(41)
-    compute(node, prompt)
+    node.compute(prompt)
     node.start("b", prompt)
     node.stacks[0].answer_all()
     node.turn()
@@ -111,20 +104,10 @@ def test_a_rank_that_says_nothing_costs_a_request_no_more_than_its_limit(node):
     assert node.told.cached["b"] == 0
 
 
-def test_a_cancelled_fetch_is_forgotten_by_both_ranks(node):
-    compute(node, prompt_of(41))
-    node.start("b", prompt_of(41))
-    node.rank.work()
-    assert [len(stack.looking) for stack in node.stacks] == [1, 1]
-    node.role.cancel(node.ticket("b"))
-    node.rank.work()
-    assert [len(stack.looking) for stack in node.stacks] == [0, 0]
-
-
 @pytest.mark.parametrize("broken", [0, 1])
 def test_a_copy_that_fails_on_one_rank_is_a_miss(node, broken):
     prompt = prompt_of(41)
-    compute(node, prompt)
+    node.compute(prompt)
     node.start("b", prompt)
     node.tiers_work()
     node.turn()
