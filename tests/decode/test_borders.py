@@ -58,6 +58,31 @@ def test_an_idle_decode_node_gives_the_pages_of_withdrawn_grants_to_the_next_in_
     pair.run_until(pair.all_pages_are_back)
 
 
+def test_reclaimed_pages_have_a_request_tried_again_that_was_tried_in_vain_before(make_pair):
+    pair, reserved = make_pair(), []
+    engine = pair.decode_engine
+    engine.watch_reserved(reserved.append)
+
+    def queue(name: str, prompt, *, is_remote: bool) -> None:
+        sampling = SamplingParams(max_new_tokens=1, ignore_eos=True)
+        request = GenerateRequest(request_id=RequestId(name), prompt_ids=prompt, sampling=sampling)
+        engine.queue(engine.check(request, is_remote=is_remote))
+        engine.admit()
+
+    queue("withdrawn", prompt_of(NUM_PAGES * PAGE - 20), is_remote=True)
+    queue("next", prompt_of(200)[::-1], is_remote=False)
+    (withdrawn,) = reserved
+    engine.quarantine(withdrawn)
+    while engine.has_work:  # until it is plain that nothing can run
+        assert not engine.step().tokens
+    engine.reclaim(withdrawn)
+    tokens = []
+    while engine.has_work:
+        tokens += engine.step().tokens
+    assert [token.request.request.request_id for token in tokens] == ["next"]
+    engine.cache.check_integrity()
+
+
 @pytest.mark.parametrize("num_new", [PAGE - 1, PAGE, PAGE + 1, PAGE + 2])
 @pytest.mark.parametrize("num_prompt", [PAGE - 1, PAGE, 3 * PAGE])
 def test_a_turn_that_ends_on_a_page_border_is_gone_on_with(make_pair, num_prompt, num_new):
