@@ -99,14 +99,6 @@ class DecodeRole(Role[_Half]):
         self._engine.admit()
 
     @override
-    def cancel(self, ticket: Ticket) -> None:
-        half = self._by_ticket.pop(ticket, None)
-        if half is not None:
-            self._num_aborted += 1
-            half.is_wanted = False
-            self._let_go(half)
-
-    @override
     def poll(self) -> None:
         for event in () if self._agent is None else self._agent.events():
             half = self._granted[event.room]
@@ -161,12 +153,6 @@ class DecodeRole(Role[_Half]):
             if has_part:
                 self._engine.cancel(half.active)
                 self._fail(half, error)
-
-    @override
-    def hand_over(self, error: TandemError) -> None:
-        for half in list(self._by_ticket.values()):
-            self._fail(half, error)
-            self._let_go(half, error)
 
     @override
     def load(self) -> NodeLoad:
@@ -247,9 +233,8 @@ class DecodeRole(Role[_Half]):
 
     def _answer(self, half: _Half, token: Token) -> None:
         self._send(half, token, self._phases(half, token))
-        if token.finish is not None:
-            half.is_wanted = False
-            self._by_ticket.pop(half.ticket, None)
+        if token.finish is not None and half.is_wanted:
+            self._part(half)
 
     def _phases(self, half: _Half, token: Token) -> list[Phase] | None:
         """Return what is sent with this token: a first one whose prompt was computed here, or the last."""
@@ -268,9 +253,8 @@ class DecodeRole(Role[_Half]):
         if error is not None:
             self._fail(half, error)
 
+    @override
     def _let_go(self, half: _Half, error: TandemError | None = None) -> None:
-        """Stop a half that nobody waits for any more; prefill is sent `error`."""
-        self._tiering.cancel(half.active)
         if half.active.stage is Stage.RESERVED:
             assert half.hand_off is not None
             assert self._agent is not None
@@ -278,10 +262,3 @@ class DecodeRole(Role[_Half]):
             self._agent.withdraw(half.hand_off.room, error)
         else:
             self._engine.cancel(half.active)
-
-    def _fail(self, half: _Half, error: TandemError) -> None:
-        self._tiering.cancel(half.active)
-        if half.is_wanted:
-            half.is_wanted = False
-            self._by_ticket.pop(half.ticket, None)
-            self._answers.fail(half.ticket, error)

@@ -1,11 +1,10 @@
-"""A node tells routers that it is there, every few seconds, and that it leaves.
+"""A node announces itself to its routers every few seconds, and reports when it leaves.
 
 ```
  start ──▶ POST ROUTER/nodes {"url", "role", "ttl_s"} ──3 s──▶ POST ... ──stop──▶ DELETE ROUTER/nodes/URL
 ```
 
-A router that is away or refuses harms the node in nothing: it is told of once, and tried again. What a
-router does with the word is `router/`'s to say.
+A router that is away or rejects the node does it no harm: that is logged once, and tried again.
 """
 
 import asyncio
@@ -24,18 +23,16 @@ from tandem.wire.keys import is_loopback
 log = get_logger(__name__)
 
 INTERVAL_S = 3.0
-# Two words may be lost before a router forgets the node.
+# Two announcements may be lost before a router forgets the node.
 TTL_S = 10.0
 TIMEOUT_S = 2.0
 # A router that is away holds up the end of the node by no more.
 LEAVE_TIMEOUT_S = 1.0
 
 LATE = "does not answer in time"
-
 ANNOUNCING = "tandem docs operations#announcing"
-WILDCARDS = ("0.0.0.0", "::")
 
-# What an operator can do about an answer; of any other the router's own sentence says it.
+# What an operator can do about an answer; for any other the router's own sentence reports it.
 ACTIONS = {
     401: "give this node the router's TANDEM_CLUSTER_KEY",
     403: "set TANDEM_CLUSTER_KEY to one secret on this node and the router",
@@ -60,7 +57,7 @@ class Announcer:
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Announce the node until `stop`, then say that it leaves."""
+        """Announce the node until `stop`, then report that it leaves."""
         async with (
             aiohttp.ClientSession(headers=self._headers) as session,
             asyncio.TaskGroup() as tasks,
@@ -79,8 +76,17 @@ class Announcer:
             before, url = outcome, await self.advertised(router)
             outcome = await self._announce(session, router, url)
             may_be_known |= outcome in ("", LATE)  # a late answer may have been a yes
-            if outcome != before:
-                _tell(router, url, outcome)
+            if outcome and outcome != before:
+                log.warning(
+                    "announce.refused",
+                    router=router,
+                    url=url,
+                    reason=outcome,
+                    action="retrying",
+                    see=ANNOUNCING,
+                )
+            elif outcome != before:
+                log.info("announce.accepted", router=router, url=url)
             try:
                 async with asyncio.timeout(INTERVAL_S):
                     await self._stopping.wait()
@@ -90,7 +96,7 @@ class Announcer:
             await self._leave(session, router, url)
 
     async def _announce(self, session: aiohttp.ClientSession, router: str, url: str) -> str:
-        """Return what is wrong and what to do; empty when the router took it."""
+        """Return what is wrong and what to do; empty when the router took the node."""
         body = {"url": url, "role": self._role(), "ttl_s": TTL_S}
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
@@ -103,10 +109,9 @@ class Announcer:
 
     async def _leave(self, session: aiohttp.ClientSession, router: str, url: str) -> None:
         timeout = aiohttp.ClientTimeout(total=LEAVE_TIMEOUT_S)
+        node = f"{router}/nodes/{quote(url, safe='')}"
         try:
-            async with session.delete(
-                f"{router}/nodes/{quote(url, safe='')}", timeout=timeout
-            ) as response:
+            async with session.delete(node, timeout=timeout) as response:
                 log.info("announce.left", router=router, status=response.status)
         except (aiohttp.ClientError, TimeoutError) as error:
             log.info("announce.not_left", router=router, reason=_why(error), effect="it forgets us")
@@ -116,14 +121,14 @@ class Announcer:
         if self._config.advertise_url:
             return self._config.advertise_url
         host = self._config.host
-        if host in WILDCARDS:
+        if host in ("0.0.0.0", "::"):
             host = await _address_towards(router) or host
         shown = f"[{host}]" if ":" in host else host
         return f"{self._config.http.scheme}://{shown}:{self._port}"
 
 
 def warn_of_loopback(config: NodeConfig) -> None:
-    """Say so when a router on another machine is told of an address that only this one has."""
+    """Log a warning for each router on another machine that gets an address of this machine alone."""
     for router in config.routers if is_loopback(config.host) and not config.advertise_url else ():
         if not is_loopback(urlsplit(router).hostname or ""):
             log.warning(
@@ -133,20 +138,6 @@ def warn_of_loopback(config: NodeConfig) -> None:
                 action="give --host an address that the router reaches, or --advertise-url",
                 see=ANNOUNCING,
             )
-
-
-def _tell(router: str, url: str, outcome: str) -> None:
-    if outcome:
-        log.warning(
-            "announce.refused",
-            router=router,
-            url=url,
-            reason=outcome,
-            action="retrying",
-            see=ANNOUNCING,
-        )
-    else:
-        log.info("announce.accepted", router=router, url=url)
 
 
 def _refusal(status: int, body: bytes) -> str:

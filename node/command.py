@@ -14,7 +14,7 @@ from tandem.frontend.options import warn_of_exposed_keys
 from tandem.node.checkpoint import resolve_model, sampling_defaults
 from tandem.node.config import NodeConfig, NodeRole
 from tandem.node.flags import MEANINGLESS, build_parser, read_config
-from tandem.node.server import serve
+from tandem.node.supervisor import serve
 from tandem.telemetry import log as logs
 from tandem.wire.channel import PER_LINK, allow_descriptors
 from tandem.wire.command_line import Parser

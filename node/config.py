@@ -1,11 +1,13 @@
 """What a node is told before it starts: checked in `__main__`, frozen, passed down."""
 
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
 from tandem.engine.config import EngineConfig
+from tandem.engine.profile import Profile, Simulation, read_profile
 from tandem.frontend.options import (
     GENERATION_CONFIG,
     REASONING_PARSER,
@@ -19,9 +21,9 @@ from tandem.telemetry.log import LogFormat
 from tandem.wire.channel import Heartbeat, heartbeat_of
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.generation import SamplingDefaults
-from tandem.wire.hosts import bare_host, checked_url
+from tandem.wire.hosts import checked_url
 from tandem.wire.keys import is_loopback
-from tandem.wire.options import HEARTBEAT, LOG_FORMAT, LOG_LEVEL, Flag
+from tandem.wire.options import HEARTBEAT, HOST, LOG_FORMAT, LOG_LEVEL, PORT, Flag
 
 NodeRole = Literal["prefill", "decode", "colocated"]
 
@@ -176,6 +178,51 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 2 << 30
 
 
+class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line says of an engine without a model; `EngineConfig.simulation` is read from it."""
+
+    engine: Annotated[
+        Literal["model", "simulated"],
+        Flag(
+            "--engine",
+            group="simulation",
+            help="simulated: the whole node, but forwards only take time; see `tandem docs simulation`",
+        ),
+    ] = "model"
+    profile: Annotated[
+        str,
+        Flag(
+            "--sim-profile",
+            metavar="FILE",
+            help="JSON file of the milliseconds that forwards take; without it, no time at all",
+        ),
+    ] = ""
+    kv: Annotated[
+        Literal["", "real", "none"],
+        Flag(
+            "--sim-kv",
+            help="real (default): pages have the model's bytes, and nodes push them; none: two bytes a "
+            "token, so that a pool of any size fits: a million tokens, or --max-total-tokens",
+        ),
+    ] = ""
+
+    def simulation(self) -> Simulation | None:
+        """Read the simulated engine that is asked for.
+
+        Raises:
+            ConfigInvalid: The profile is none, or the engine is not simulated.
+        """
+        if self.engine == "simulated":
+            profile = read_profile(Path(self.profile)) if self.profile else Profile()
+            return Simulation(profile=profile, kv=self.kv or "real")
+        for flag, value in (("--sim-profile", self.profile), ("--sim-kv", self.kv)):
+            if value:
+                raise ConfigInvalid(
+                    f"{flag} {value} is for --engine simulated: give that, too", topic="simulation"
+                )
+        return None
+
+
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One node: an HTTP process and the engine process under it.
 
@@ -207,19 +254,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
             help="directory of converted models (default: $XDG_CACHE_HOME/tandem)",
         ),
     ] = ""
-    host: Annotated[
-        str,
-        Flag(
-            "--host",
-            group="server",
-            metavar="ADDRESS",
-            help="address to listen on",
-            parse=partial(bare_host, "--host"),
-        ),
-    ] = "127.0.0.1"
-    port: Annotated[
-        int, Flag("--port", metavar="PORT", ge=0, le=65535, help="port of HTTP; 0: any free port")
-    ] = 7000
+    host: Annotated[str, HOST] = "127.0.0.1"
+    port: Annotated[int, PORT] = 7000
     zone: Annotated[
         str,
         Flag(
@@ -304,6 +340,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     transfer: TransferConfig = TransferConfig()
+    simulation: SimulationConfig = SimulationConfig()
 
     @property
     def heartbeat(self) -> Heartbeat:

@@ -15,13 +15,14 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, BinaryIO
 
 import msgspec
 
 from tandem.engine.core import Engine
 from tandem.engine.errors import DeviceLost
+from tandem.engine.profile import Simulation
+from tandem.engine.simulated import SimulatedLauncher, SimulatedPages, read_model
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sender import PrefillAgent
 from tandem.node.answers import Answers
@@ -29,7 +30,7 @@ from tandem.node.config import NodeConfig
 from tandem.node.engine_process import Drained, Failed, Order, Ready, Report
 from tandem.node.loop import EngineLoop
 from tandem.node.metrics import Measures
-from tandem.node.pool import PoolPlan, make_region
+from tandem.node.pool import MakeRegion, PoolPlan, checked_pages, make_region
 from tandem.node.process import (
     SWITCH_S,
     StepWatch,
@@ -41,14 +42,14 @@ from tandem.node.process import (
 from tandem.node.ranks import Ranks
 from tandem.node.role import Role
 from tandem.node.tiering import Tiering, make_tiering
-from tandem.node.tiers import RemoteTiers, TierGroup, Tiers, open_tiers
+from tandem.node.tiers import TierGroup, open_tiers
 from tandem.node.transfer import NodeAgent, RankAgent, join_ranks, open_agent
 from tandem.telemetry import log as logs
 from tandem.wire.channel import Inbox, Waker, tcp_address
 from tandem.wire.errors import TandemError
-from tandem.wire.generation import new_epoch
+from tandem.wire.generation import Epoch, new_epoch
 from tandem.wire.keys import cluster_key
-from tandem.wire.messages import ToEngine
+from tandem.wire.messages import ModelInfo, ToEngine
 
 log = logs.get_logger(__name__)
 
@@ -56,6 +57,8 @@ log = logs.get_logger(__name__)
 RANK_LOST_GRACE_S = 2.0
 # For what is released at the end: some of it may wait for the device.
 DEVICE_LOST_GRACE_S = 2.0
+# Tokens in a pool of pages without bytes: of a 70B model's KV that would be 320 GiB, the room of a few large GPUs.
+_TOKENS_WITHOUT_KV = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,37 +85,30 @@ def main(make_role: MakeRole) -> int:
     # Ctrl-C reaches the whole group, and so may SIGTERM; the parent drains, and decides what ends when.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    parent = _Parent(claim_stdout())
+    out = claim_stdout()
     sys.setswitchinterval(SWITCH_S)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=NodeConfig)
     logs.configure(config.log_level, config.log_format, role=config.role)
     allow_peers()
-    process = _EngineProcess(config, make_role, parent)
+    process = _EngineProcess(config, make_role, out)
     try:
         return process.run()
     except TandemError as error:
-        parent.report(Failed(error=error.info()))
+        process.report(Failed(error=error.info()))
         return 1
     finally:
         process.close()
 
 
-class _Parent:
-    """Standard output, where reports go."""
-
-    def __init__(self, out: BinaryIO) -> None:
-        self._out = out
-
-    def report(self, message: Report) -> None:
-        self._out.write(msgspec.json.encode(message) + b"\n")
-        self._out.flush()
-
-
 class _EngineProcess:
-    """From the config to the end of the loop."""
+    """From the config to the end of the loop.
 
-    def __init__(self, config: NodeConfig, make_role: MakeRole, parent: _Parent) -> None:
-        self._config, self._make_role, self._parent = config, make_role, parent
+    Args:
+        out: Where reports to the parent go.
+    """
+
+    def __init__(self, config: NodeConfig, make_role: MakeRole, out: BinaryIO) -> None:
+        self._config, self._make_role, self._out = config, make_role, out
         self._waker = Waker()
         self._loop: EngineLoop | None = None
         self._lost_rank: TandemError | None = None
@@ -124,6 +120,11 @@ class _EngineProcess:
         )
         self._others = [] if self._ranks is None else self._ranks.others
 
+    def report(self, message: Report) -> None:
+        """Send the parent a report."""
+        self._out.write(msgspec.json.encode(message) + b"\n")
+        self._out.flush()
+
     def run(self) -> int:
         """Serve; return the exit status."""
         config, epoch = self._config, new_epoch()
@@ -132,7 +133,8 @@ class _EngineProcess:
         inbox: Inbox[ToEngine] = Inbox(
             tcp_address(config.host, config.engine_port), ToEngine, key, config.heartbeat
         )
-        stack = self._open_tiers(engine)
+        own = open_tiers(config, engine.shape, self._region, self._waker)
+        stack = TierGroup(own, self._others) if own is not None and self._others else own
         tiering = make_tiering(config.tiers, engine, stack)
         journals = {} if stack is None else stack.journals()
         answers = Answers(inbox, epoch, engine.cache.journal, journals)
@@ -165,19 +167,7 @@ class _EngineProcess:
         threading.Thread(
             target=_take_orders, args=(loop,), name="parent-watch", daemon=True
         ).start()
-        shape = engine.shape
-        self._parent.report(
-            Ready(
-                epoch=epoch,
-                engine_port=inbox.port,
-                bootstrap_port=self._agent.port if isinstance(self._agent, PrefillAgent) else None,
-                fingerprint=shape.fingerprint,
-                context_length=shape.context_length,
-                max_prompt_tokens=engine.max_tokens - 1,
-                vocab_size=shape.vocab_size,
-                eos_token_ids=sorted(shape.eos_token_ids),
-            )
-        )
+        self.report(self._ready(epoch, engine, inbox.port))
         try:
             loop.run()
         except DeviceLost as lost:
@@ -207,19 +197,26 @@ class _EngineProcess:
         if self._region is not None:
             self._region.close()
 
-    def _open_tiers(self, engine: Engine) -> Tiers | None:
-        own = open_tiers(self._config, engine.shape, self._region, self._waker)
-        if own is None or not self._others:
-            return own
-        remote = [
-            RemoteTiers(partial(rank.call, "tiers"), partial(rank.take_events, "tiers"))
-            for rank in self._others
-        ]
-        return TierGroup(own, remote)
+    def _ready(self, epoch: Epoch, engine: Engine, engine_port: int) -> Ready:
+        config, shape = self._config, engine.shape
+        return Ready(
+            epoch=epoch,
+            engine_port=engine_port,
+            bootstrap_port=self._agent.port if isinstance(self._agent, PrefillAgent) else None,
+            max_prompt_tokens=engine.max_tokens - 1,
+            model=ModelInfo(
+                name=config.served_model_name,
+                fingerprint=shape.fingerprint,
+                context_length=shape.context_length,
+                vocab_size=shape.vocab_size,
+                eos_token_ids=sorted(shape.eos_token_ids),
+                default_sampling=config.default_sampling,
+            ),
+        )
 
     def _report_drained(self, number: int) -> None:
         try:
-            self._parent.report(Drained(number=number))
+            self.report(Drained(number=number))
         except OSError:  # the parent died: the end of standard input stops the loop
             log.debug("engine.parent_gone")
 
@@ -231,17 +228,14 @@ class _EngineProcess:
         # process.
         end_process_after(RANK_LOST_GRACE_S)
         if self._loop is None:
-            self._parent.report(Failed(error=error.info()))
+            self.report(Failed(error=error.info()))
             self._close_memory()
             os._exit(1)
         self._loop.stop()  # after the answers to its requests
 
 
 def build_engine(
-    config: NodeConfig,
-    make_region: Callable[[PoolPlan], MemoryRegion | None],
-    waker: Waker,
-    ranks: Ranks | None = None,
+    config: NodeConfig, make_region: MakeRegion, waker: Waker, ranks: Ranks | None = None
 ) -> Engine:
     """Make the engine that the config names, and its pool.
 
@@ -251,16 +245,45 @@ def build_engine(
     Raises:
         ConfigInvalid: The model cannot be loaded, or no page fits.
     """
-    # What one needs the other never loads: torch alone is 200 MB and a second.
-    simulation = config.engine.simulation
-    if simulation is not None:
-        from tandem.node.simulated_engine import build_simulated
-
-        return build_simulated(config, simulation, make_region)
+    if config.engine.simulation is not None:
+        return build_simulated(config, config.engine.simulation, make_region)
+    # A simulated engine never loads torch, which alone is 200 MB and a second.
     with uncollected():
         from tandem.node.model_engine import build_model
 
     return build_model(config, make_region, waker, ranks)
+
+
+def build_simulated(config: NodeConfig, simulation: Simulation, make_region: MakeRegion) -> Engine:
+    """Make an engine that only takes time, and a pool as large as a model's or next to nothing.
+
+    Raises:
+        ConfigInvalid: There is no such model, or no page fits.
+    """
+    settings = config.engine
+    shape, ordinary_ids = read_model(settings, simulation.kv)
+    num_tokens = settings.max_total_tokens or (
+        settings.kv_bytes // shape.kv_bytes_per_token
+        if simulation.kv == "real"
+        else _TOKENS_WITHOUT_KV
+    )
+    plan = PoolPlan(shape, checked_pages(num_tokens // settings.page_size), settings.page_size)
+    region = make_region(plan)
+    pages = None
+    if region is not None and config.role != "decode":
+        bytes_ = region.array()[: plan.layout.pool_bytes]
+        num_planes = sum(1 + bool(layer.value_dim) for layer in shape.kv_layers)
+        pages = SimulatedPages(bytes_, plan.num_pages, plan.page_size, num_planes)
+    log.info(
+        "engine.simulated",
+        model=config.served_model_name,
+        fingerprint=shape.fingerprint,
+        num_pages=plan.num_pages,
+        max_total_tokens=plan.num_pages * plan.page_size,
+        pool_bytes=plan.layout.pool_bytes if region is not None else 0,
+    )
+    launcher = SimulatedLauncher(simulation.profile, ordinary_ids, shape.num_layers, pages=pages)
+    return Engine(launcher, shape, settings, plan.num_pages)
 
 
 def _take_orders(loop: EngineLoop) -> None:

@@ -19,6 +19,7 @@ from tandem.frontend.engine_client import EngineClient
 from tandem.node.config import NodeConfig
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import EngineFailed, ErrorInfo, TandemError, error_from_info
+from tandem.wire.messages import ModelInfo
 
 log = get_logger(__name__)
 
@@ -43,11 +44,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     epoch: int
     engine_port: int
     bootstrap_port: int | None
-    fingerprint: str
-    context_length: int
     max_prompt_tokens: int
-    vocab_size: int
-    eos_token_ids: list[int]
+    model: ModelInfo
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -1,16 +1,11 @@
-"""The flags of a node, with the names that users of SGLang and vLLM know.
-
-Three commands share these flags.
-"""
+"""The command lines of `prefill`, `decode` and `serve`, with names that users of SGLang and vLLM know."""
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
 
 import msgspec
 from typing_extensions import override
 
-from tandem.engine.profile import Profile, Simulation, read_profile
 from tandem.frontend.options import HttpOptions, with_files
 from tandem.frontend.reply_parser import reply_formats
 from tandem.node.checkpoint import model_name
@@ -19,7 +14,7 @@ from tandem.wire.command_line import HelpFormatter, Parser
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.options import add_flags, read_flags
 
-# Known elsewhere, without meaning here: accepted, said once. Value: why.
+# Accepted with a warning, and why they mean nothing here.
 MEANINGLESS = {
     "--enable-chunked-prefill": "prompts are always computed in chunks",
     "--enable-p2p-check": "the transport checks its own link",
@@ -92,18 +87,26 @@ def build_parser(prog: str, role: NodeRole, summary: str, default_port: int) -> 
     alone = ("transfer", "routers", "advertise_url", "engine.local_prefill_tokens")
     without = alone if role == "colocated" else ()
     add_flags(parser, NodeConfig, defaults=defaults, without=without)
-    add_simulation_flags(parser)
+    add_hidden_flags(parser)
     if role != "colocated":
         parser.add_argument(
             "--disaggregation-mode", choices=["prefill", "decode"], help=argparse.SUPPRESS
         )
+    return parser
+
+
+def add_hidden_flags(parser: Parser, without: Collection[str] = ()) -> None:
+    """Add the flags that users of SGLang type, and that configure nothing here.
+
+    Args:
+        without: Flags that the parser has with a meaning.
+    """
     parser.add_argument("--enable-hierarchical-cache", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(meaningless=[])
-    for flag in MEANINGLESS:
+    for flag in sorted(MEANINGLESS.keys() - set(without)):
         parser.add_argument(
             flag, nargs="*", action=_Meaningless, dest="meaningless", help=argparse.SUPPRESS
         )
-    return parser
 
 
 class _Meaningless(argparse.Action):
@@ -119,29 +122,6 @@ class _Meaningless(argparse.Action):
     ) -> None:
         del parser, values
         namespace.meaningless = [*namespace.meaningless, option_string]
-
-
-def add_simulation_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of an engine without a model."""
-    add = parser.add_argument_group("simulation").add_argument
-    add(
-        "--engine",
-        choices=["model", "simulated"],
-        default="model",
-        help="simulated: the whole node, but forwards only take time; see `tandem docs simulation`",
-    )
-    add(
-        "--sim-profile",
-        type=Path,
-        metavar="FILE",
-        help="JSON file of the milliseconds that forwards take; without it, no time at all",
-    )
-    add(
-        "--sim-kv",
-        choices=["real", "none"],
-        help="real (default): pages have the model's bytes, and nodes push them; none: two bytes a token, "
-        "so that a pool of any size fits: a million tokens, or --max-total-tokens",
-    )
 
 
 def read_config(
@@ -173,24 +153,7 @@ def read_config(
         read.engine,
         model_dir=read.model or "",
         has_tiers=bool(read.tiers.specs),
-        simulation=simulation_of(args),
+        simulation=read.simulation.simulation(),
     )
     name = read.served_model_name or model_name(read.model)
     return check(msgspec.structs.replace(read, engine=engine, served_model_name=name)), args
-
-
-def simulation_of(args: argparse.Namespace) -> Simulation | None:
-    """Return the simulated engine that the flags of `add_simulation_flags` ask for.
-
-    Raises:
-        ConfigInvalid: The profile is none, or the engine is not simulated.
-    """
-    if args.engine == "simulated":
-        profile = Profile() if args.sim_profile is None else read_profile(args.sim_profile)
-        return Simulation(profile=profile, kv=args.sim_kv or "real")
-    for flag, value in (("--sim-profile", args.sim_profile), ("--sim-kv", args.sim_kv)):
-        if value is not None:
-            raise ConfigInvalid(
-                f"{flag} {value} is for --engine simulated: give that, too", topic="simulation"
-            )
-    return None

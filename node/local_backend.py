@@ -15,12 +15,11 @@ from tandem.kvtransfer.transports.registry import names_of
 from tandem.node.config import NodeConfig
 from tandem.node.engine_process import Ready
 from tandem.node.life import Life, State, num_left, refusal
-from tandem.node.metrics import NodeView, node_metrics, render
+from tandem.node.metrics import NodeView, render
 from tandem.telemetry.version import package_version
 from tandem.wire.errors import InvalidRequest, NoNodeAvailable
 from tandem.wire.generation import GenerateRequest, Room
 from tandem.wire.messages import (
-    ModelInfo,
     NodeInfo,
     NodeLoad,
     StartColocated,
@@ -39,16 +38,18 @@ class LocalBackend:
 
     Args:
         tokenizer: None when the model has none; `tokenizer_hash` is then empty.
+
+    Attributes:
+        life: The node's, which its supervisor leads.
     """
 
     def __init__(
-        self, config: NodeConfig, life: Life, tokenizer: Tokenizer | None, tokenizer_hash: str
+        self, config: NodeConfig, tokenizer: Tokenizer | None, tokenizer_hash: str
     ) -> None:
-        self._config, self._life = config, life
+        self._config, self.life = config, Life(config.role)
         self._tokenizer, self._tokenizer_hash = tokenizer, tokenizer_hash
         self._ready: Ready | None = None
         self._client: EngineClient | None = None
-        self._metrics = node_metrics(self._view)
 
     def attach(self, config: NodeConfig, ready: Ready) -> None:
         """Serve an engine, from its first link on."""
@@ -71,17 +72,16 @@ class LocalBackend:
         return num_left(self._load())
 
     def model(self) -> ServedModel:
-        """See `Backend.model`."""
-        if self._ready is None:
-            raise NoNodeAvailable(self._life.describe())
+        """Return the model that the engine serves."""
+        ready = self._engine()
         return ServedModel(
-            name=self._config.served_model_name,
-            context_length=self._ready.context_length,
-            max_prompt_tokens=self._ready.max_prompt_tokens,
-            vocab_size=self._ready.vocab_size,
-            eos_token_ids=frozenset(self._ready.eos_token_ids),
+            name=ready.model.name,
+            context_length=ready.model.context_length,
+            max_prompt_tokens=ready.max_prompt_tokens,
+            vocab_size=ready.model.vocab_size,
+            eos_token_ids=frozenset(ready.model.eos_token_ids),
             tokenizer=self._tokenizer,
-            default_sampling=self._config.default_sampling,
+            default_sampling=ready.model.default_sampling,
         )
 
     async def generate(
@@ -90,10 +90,10 @@ class LocalBackend:
         bootstrap: Bootstrap | None = None,
         tap: Tap | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
-        """See `Backend.generate`."""
+        """Answer a request, or the half of it that this node's role computes."""
         if self._client is None:
-            raise NoNodeAvailable(self._life.describe())
-        if self._life.is_draining:
+            raise NoNodeAvailable(self.life.describe())
+        if self.life.is_draining:
             raise refusal()
         with self._client.generate(self._start(request, bootstrap)) as stream:
             async for delta in stream.read(tap):
@@ -120,19 +120,19 @@ class LocalBackend:
         )
 
     async def abort(self, request_id: str) -> bool:
-        """See `Backend.abort`."""
+        """Stop a request; False when there is none of this name."""
         return self._client is not None and self._client.abort(request_id)
 
     async def flush_cache(self) -> None:
-        """See `Backend.flush_cache`."""
+        """Drop cached pages that no request reads."""
         if self._client is None:
-            raise NoNodeAvailable(self._life.describe())
+            raise NoNodeAvailable(self.life.describe())
         self._client.flush_cache()
 
     def health(self) -> Health:
-        """See `Backend.health`."""
+        """Return whether the node serves, and what it does."""
         if self._client is None:
-            return Health(is_serving=False, detail=self._life.describe())
+            return Health(is_serving=False, detail=self.life.describe())
         if not self._client.is_up:
             return Health(is_serving=False, detail="the engine does not answer")
         limit_s = min(LOOP_SILENCE_S, self._config.step_timeout_s)
@@ -143,11 +143,11 @@ class LocalBackend:
                 detail=f"the engine's loop has not turned for {silent_s:.0f} s; the node ends when a step "
                 f"takes {self._config.step_timeout_s:g} s",
             )
-        is_serving = self._life.state is State.SERVING
-        return Health(is_serving=is_serving, detail=self._life.describe(self.num_left))
+        is_serving = self.life.state is State.SERVING
+        return Health(is_serving=is_serving, detail=self.life.describe(self.num_left))
 
     def tokens_told(self) -> Mapping[object, int]:
-        """See `Backend.tokens_told`."""
+        """Return how many tokens each engine has computed."""
         client = self._client
         if client is None or not client.is_up:
             return {}
@@ -159,32 +159,23 @@ class LocalBackend:
         Raises:
             NoNodeAvailable: The engine is not ready.
         """
-        ready, model = self._ready, self.model()
-        assert ready is not None
+        config, ready = self._config, self._engine()
         info = NodeInfo(
-            role=self._config.role,
+            role=config.role,
             version=package_version(),
             epoch=ready.epoch,
             engine_port=ready.engine_port,
             bootstrap_port=ready.bootstrap_port,
             is_healthy=self.health().is_serving,
-            is_draining=self._life.is_draining,
+            is_draining=self.life.is_draining,
             max_prompt_tokens=ready.max_prompt_tokens,
             load=self._load(),
-            tp_size=self._config.engine.tp_size,
+            tp_size=config.engine.tp_size,
             transports=self._transports(),
-            zone=self._config.zone,
-            heartbeat_interval_ms=self._config.heartbeat_interval_ms,
-            takes_prompts=self._config.role != "prefill",
-            model=ModelInfo(
-                name=model.name,
-                fingerprint=ready.fingerprint,
-                context_length=model.context_length,
-                vocab_size=model.vocab_size,
-                eos_token_ids=ready.eos_token_ids,
-                tokenizer_hash=self._tokenizer_hash,
-                default_sampling=model.default_sampling,
-            ),
+            zone=config.zone,
+            heartbeat_interval_ms=config.heartbeat_interval_ms,
+            takes_prompts=config.role != "prefill",
+            model=msgspec.structs.replace(ready.model, tokenizer_hash=self._tokenizer_hash),
         )
         built: dict[str, object] = msgspec.to_builtins(info)
         return built
@@ -195,17 +186,17 @@ class LocalBackend:
         return names_of(self._config.transfer.backend, self._config.engine.device)
 
     def metrics(self) -> str:
-        """See `Backend.metrics`."""
-        return render(self._metrics)
+        """Return the metrics as Prometheus reads them."""
+        return render(self._view())
 
     def _view(self) -> NodeView:
         config, client = self._config, self._client
         return NodeView(
             role=config.role,
-            state=self._life.state,
+            state=self.life.state,
             facts={
                 "model": config.served_model_name,
-                "fingerprint": "" if self._ready is None else self._ready.fingerprint,
+                "fingerprint": "" if self._ready is None else self._ready.model.fingerprint,
                 "device": config.engine.device,
                 "tp_size": str(config.engine.tp_size),
                 "transports": ",".join(self._transports()),
@@ -214,6 +205,11 @@ class LocalBackend:
             load=self._load(),
             measured=None if client is None else client.measured,
         )
+
+    def _engine(self) -> Ready:
+        if self._ready is None:
+            raise NoNodeAvailable(self.life.describe())
+        return self._ready
 
     def _load(self) -> NodeLoad:
         return NodeLoad() if self._client is None else self._client.load

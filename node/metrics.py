@@ -346,39 +346,29 @@ METRICS = (
 
 
 class NodeCollector(Collector):
-    """Collects what `view` returns at the time of the scrape."""
+    """Collects what is known of a node."""
 
-    def __init__(self, view: Callable[[], NodeView]) -> None:
+    def __init__(self, view: NodeView) -> None:
         self._view = view
 
     @override
     def collect(self) -> Iterator[Metric]:
-        view = self._view()
+        view = self._view
         info = InfoMetricFamily("tandem_node", "What this node is and has; always 1.")
         info.add_metric([], {"role": ROLE_NAMES.get(view.role, view.role), **view.facts})
         yield info
         for declared in METRICS:
             yield declared.family(view)
 
-    @override
-    def __repr__(self) -> str:
-        return f"NodeCollector({self._view()!r})"
 
-
-def node_metrics(view: Callable[[], NodeView]) -> CollectorRegistry:
-    """Return a registry that reports a node; render it with `render`."""
-
-    def pids() -> dict[str, int]:
-        measured = view().measured
-        engine = {} if measured is None else {"engine": measured.pid}
-        return {"http": os.getpid(), **engine}
-
+def render(view: NodeView) -> str:
+    """Return a node's metrics as Prometheus reads them."""
+    pids = {"http": os.getpid()} | ({} if view.measured is None else {"engine": view.measured.pid})
     registry = CollectorRegistry()
-    for collector in (NodeCollector(view), ProcessesCollector(pids), BuildCollector()):
+    for collector in (
+        NodeCollector(view),
+        ProcessesCollector(lambda: pids),
+        BuildCollector(),
+    ):
         registry.register(collector)
-    return registry
-
-
-def render(registry: CollectorRegistry) -> str:
-    """Return the registry's metrics as text."""
     return generate_latest(registry).decode()

@@ -1,6 +1,5 @@
 """The engine of a node that computes: its model, its pool, and the ranks it shares them with."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,21 +15,18 @@ from tandem.engine.model import load_model
 from tandem.engine.runner import Runner
 from tandem.engine.shape import ModelShape
 from tandem.engine.tensor_parallel import ShardedRunner, join, least
-from tandem.kvtransfer.region import MemoryRegion
 from tandem.node.config import NodeConfig
-from tandem.node.pool import PoolPlan, bytes_of
+from tandem.node.pool import MakeRegion, PoolPlan, bytes_of, checked_pages
 from tandem.node.ranks import Ranks, config_for
 from tandem.telemetry import log as logs
 from tandem.wire.channel import Waker
-from tandem.wire.errors import ConfigInvalid
 
 log = logs.get_logger(__name__)
 
-MemoryOf = Callable[[PoolPlan], MemoryRegion | None]
-"""Makes the memory of a pool; None leaves it to torch."""
 
-
-def build_model(config: NodeConfig, memory: MemoryOf, waker: Waker, ranks: Ranks | None) -> Engine:
+def build_model(
+    config: NodeConfig, memory: MakeRegion, waker: Waker, ranks: Ranks | None
+) -> Engine:
     """Load the model and make its pool.
 
     Returns once the other ranks have done so too.
@@ -57,7 +53,7 @@ def build_model(config: NodeConfig, memory: MemoryOf, waker: Waker, ranks: Ranks
     return Engine(launcher, shape, settings, plan.num_pages, compiler=compiler, wake=waker.wake)
 
 
-def build_shard(config: NodeConfig, memory: MemoryOf) -> tuple[Runner, PoolPlan]:
+def build_shard(config: NodeConfig, memory: MakeRegion) -> tuple[Runner, PoolPlan]:
     """Load this rank's shard of the model and make its pool, on the device that was taken.
 
     Raises:
@@ -67,12 +63,7 @@ def build_shard(config: NodeConfig, memory: MemoryOf) -> tuple[Runner, PoolPlan]
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     model, shape = load_model(settings)
-    num_pages = least(_num_pages(config, shape), settings)
-    if num_pages < 1:
-        raise ConfigInvalid(
-            "the KV pool holds no page: raise --max-total-tokens",
-            topic="troubleshooting#too-little-memory",
-        )
+    num_pages = checked_pages(least(_num_pages(config, shape), settings))
     backend = choose_backend(settings, shape)
     plan = PoolPlan(shape, num_pages, settings.page_size, is_recording(settings, backend))
     region = memory(plan)

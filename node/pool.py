@@ -4,7 +4,7 @@ The engine computes in it; prefill reads and writes it from other processes; tie
 and into it. Which page is whose is the engine's business (`tandem.engine.kv_cache`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.region import DeviceRegion, MemoryRegion
 from tandem.kvtransfer.transports.registry import names_of
 from tandem.node.config import NodeConfig
+from tandem.wire.errors import ConfigInvalid
 
 if TYPE_CHECKING:  # a simulated engine has memory, and no tensors
     import torch
@@ -46,6 +47,24 @@ class PoolPlan:
     def memory_bytes(self) -> int:
         """Bytes of the whole pool."""
         return self.layout.pool_bytes + self.has_scratch_page * self.layout.page_bytes
+
+
+MakeRegion = Callable[[PoolPlan], MemoryRegion | None]
+"""Returns the memory of a pool; None leaves it to torch."""
+
+
+def checked_pages(num_pages: int) -> int:
+    """Return the size of a pool.
+
+    Raises:
+        ConfigInvalid: There is no page.
+    """
+    if num_pages < 1:
+        raise ConfigInvalid(
+            "the KV pool holds no page: raise --max-total-tokens",
+            topic="troubleshooting#too-little-memory",
+        )
+    return num_pages
 
 
 def make_region(config: NodeConfig, plan: PoolPlan) -> MemoryRegion | None:

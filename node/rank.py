@@ -19,8 +19,8 @@ from tandem.node.config import NodeConfig
 from tandem.node.pool import PoolPlan, make_region
 from tandem.node.process import SWITCH_S, allow_peers, end_process, end_process_after, uncollected
 from tandem.node.ranks import received
-from tandem.node.tiers import RankTiers, open_tiers
-from tandem.node.transfer import RankAgent, open_agent
+from tandem.node.tiers import SAVE_AGAIN_S, RankTiers, open_tiers
+from tandem.node.transfer import open_agent
 from tandem.telemetry import log as logs
 from tandem.wire.channel import Waker, wait
 from tandem.wire.errors import TandemError
@@ -83,9 +83,17 @@ class _Rank:
         threading.Thread(target=self._read, name="rank-0", daemon=True).start()
         use_device(config.engine)
         join(config.engine, store)
-        stack.callback(self._close_region)
         self._runner, plan = build_shard(config, self._make_region)
-        self._agent = self._open_agent(plan)
+        self._agent = open_agent(
+            config,
+            plan,
+            self._region,
+            epoch=new_epoch(),
+            waker=self._waker,
+            key=cluster_key(config.host, is_insecure=config.is_insecure),
+        )
+        if self._agent is not None:
+            stack.callback(self._agent.close)
         self._tiers = self._open_tiers(plan)
         self._targets = {"rank": self, "agent": self._agent, "tiers": self._tiers}
 
@@ -110,29 +118,11 @@ class _Rank:
         assert isinstance(self._agent, PrefillAgent)
         self._wrote = self._agent.push_by_layer(runs)
 
-    # ── what it has ──────────────────────────────────────────────────────────────────────────────
-
     def _make_region(self, plan: PoolPlan) -> MemoryRegion | None:
         self._region = make_region(self._config, plan)
-        return self._region
-
-    def _close_region(self) -> None:
         if self._region is not None:
-            self._region.close()
-
-    def _open_agent(self, plan: PoolPlan) -> RankAgent | None:
-        config = self._config
-        agent = open_agent(
-            config,
-            plan,
-            self._region,
-            epoch=new_epoch(),
-            waker=self._waker,
-            key=cluster_key(config.host, is_insecure=config.is_insecure),
-        )
-        if agent is not None:
-            self._stack.callback(agent.close)
-        return agent
+            self._stack.callback(self._region.close)
+        return self._region
 
     def _open_tiers(self, plan: PoolPlan) -> RankTiers | None:
         opened = open_tiers(self._config, plan.shape, self._region, self._tier_waker)
@@ -164,7 +154,7 @@ class _Rank:
     def _report_tiers(self, tiers: RankTiers) -> None:
         try:
             while not self._is_over:
-                wait([], tiers.wait_s(), self._tier_waker)
+                wait([], SAVE_AGAIN_S if tiers.has_to_retry else 1.0, self._tier_waker)
                 for event in tiers.events():
                     try:
                         self._report("tiers", event)

@@ -14,13 +14,15 @@ A socket pair joins rank 0 to each rank, and nobody else has its ends, so object
 them. The socket ends with the process at either end: no rank outlives rank 0, and rank 0 ends without a rank.
 """
 
+import os
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,7 +33,6 @@ from typing_extensions import override
 
 from tandem.engine.config import config_of_rank
 from tandem.engine.forward import ForwardInputs
-from tandem.kvtransfer.push_room import PageRun, Wrote
 from tandem.node.config import NodeConfig
 from tandem.telemetry import log as logs
 from tandem.wire.errors import EngineFailed, TandemError
@@ -79,11 +80,11 @@ class RankProcess:
         self._reader.start()
         self._send((config, store))
 
-    def call(self, target: str, method: str, *args: object, **kwargs: object) -> None:
+    def call(self, target: str, method: str, /, *args: object, **kwargs: object) -> None:
         """Have the rank make a call, after those before. The reader notices a rank that is gone."""
         self._send((target, method, args, kwargs))
 
-    def take_events(self, source: str) -> Iterator[Any]:
+    def take_events(self, source: str, /) -> Iterator[Any]:
         """Yield what its agent, or its tiers, reported since the last call, oldest first."""
         events = self._events[source]
         for _ in range(len(events)):
@@ -94,9 +95,10 @@ class RankProcess:
         self._process.kill()
 
     def hang_up(self) -> None:
-        """Ask it to end; `join` waits for that."""
+        """Ask it to end; `join` waits for that. Never blocks, not even on a rank that reads nothing."""
         self._is_closing = True
-        self._send(None)
+        with suppress(OSError), socket.socket(fileno=os.dup(self._link.fileno())) as link:
+            link.shutdown(socket.SHUT_WR)
 
     def join(self) -> None:
         """Wait for its end, which is forced after a while."""
@@ -145,7 +147,7 @@ class Ranks:
 
     Args:
         heard: Called, from any thread, when an agent or the tiers of a rank reported something.
-        ended: See `RankProcess`.
+        ended: Called as by `RankProcess`.
     """
 
     def __init__(
@@ -164,12 +166,12 @@ class Ranks:
             rank.is_ready.wait()
 
     def forward(self, inputs: ForwardInputs, num_sampled: int) -> None:
-        """See `Followers.forward`."""
+        """Have every rank take part in a forward."""
         for rank in self.others:
             rank.call("rank", "forward", inputs, num_sampled)
 
     def abandon(self) -> None:
-        """See `Followers.abandon`."""
+        """Kill every rank: no forward of theirs can end."""
         for rank in self.others:
             rank.kill()
 
@@ -182,37 +184,13 @@ class Ranks:
         self._directory.cleanup()
 
 
-class RemoteAgent:
-    """The transfer agent of another rank, as the group on rank 0 sees it.
-
-    It stands in for a `PrefillAgent` or `DecodeAgent`: each method is called at the rank.
-    """
-
-    def __init__(self, rank: RankProcess) -> None:
-        self._rank = rank
-
-    def __getattr__(self, method: str) -> Callable[..., None]:
-        return partial(self._rank.call, "agent", method)
-
-    def push_by_layer(self, runs: Sequence[PageRun]) -> Wrote:
-        """Have the rank's own next forward report its layers to its agent."""
-        self._rank.call("rank", "push_by_layer", runs)
-        return lambda _layer: None
-
-    def events(self) -> Iterator[Any]:
-        """Yield what the agent reported since the last call."""
-        return self._rank.take_events("agent")
-
-
 def config_for(config: NodeConfig, rank: int) -> NodeConfig:
     """Return the config of one rank of a node."""
     return msgspec.structs.replace(config, engine=config_of_rank(config.engine, rank))
 
 
 def received(link: Connection) -> Iterator[Any]:
-    """Yield what comes until the far side is gone, or sends None as its last message."""
-    try:
-        while (message := link.recv()) is not None:
-            yield message
-    except (EOFError, OSError):
-        return
+    """Yield what comes until the far side hangs up or is gone."""
+    with suppress(EOFError, OSError):
+        while True:
+            yield link.recv()

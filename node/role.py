@@ -181,9 +181,13 @@ class Role(ABC, Generic[H]):
             TandemError: The request is rejected; nothing of it is left.
         """
 
-    @abstractmethod
     def cancel(self, ticket: Ticket) -> None:
         """Stop a request at whatever stage it is; an unknown ticket is no error."""
+        half = self._by_ticket.get(ticket)
+        if half is not None:
+            self._num_aborted += 1
+            self._part(half)
+            self._let_go(half)
 
     @abstractmethod
     def poll(self) -> None:
@@ -197,13 +201,18 @@ class Role(ABC, Generic[H]):
     def fail_all(self, error: TandemError) -> None:
         """End every request that computes with `error`."""
 
-    @abstractmethod
     def hand_over(self, error: TandemError) -> None:
         """End every request with `error`, whatever its stage, and report it to the other half."""
+        for half in list(self._by_ticket.values()):
+            self._end(half, error)
 
     @abstractmethod
     def load(self) -> NodeLoad:
         """Return the node's load."""
+
+    @abstractmethod
+    def _let_go(self, half: H, error: TandemError | None = None) -> None:
+        """Stop computing and transferring for a half; the other half is sent `error`."""
 
     @abstractmethod
     def _log_line(self, now: NodeLoad, before: NodeLoad, elapsed_s: float) -> str | None:
@@ -224,6 +233,23 @@ class Role(ABC, Generic[H]):
         half = active.owner and active.owner()
         assert half is not None, "a result of a request that no client waits for"
         return cast("H", half)
+
+    def _end(self, half: H, error: TandemError) -> None:
+        """End a half, for its client and for the other half."""
+        self._fail(half, error)
+        self._let_go(half, error)
+
+    def _fail(self, half: H, error: TandemError) -> None:
+        """Report an error to the client; the pages stay until no transfer uses them."""
+        if half.is_wanted:
+            self._part(half)
+            self._answers.fail(half.ticket, error)
+
+    def _part(self, half: H) -> None:
+        """Note that the client has heard the last of this half: its id may be used again."""
+        half.is_wanted = False
+        self._tiering.cancel(half.active)
+        del self._by_ticket[half.ticket]
 
     def _send(self, half: H, token: Token, phases: list[Phase] | None) -> None:
         """Send a token to the client."""

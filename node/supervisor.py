@@ -1,23 +1,41 @@
-"""One node from its first signal handler to its last process: its engines, one after another, and its life.
+"""One node's HTTP process: its server, its engines one after another, and its life.
 
 Starts the engine of the node's role, attaches it to the backend, passes orders on to it, and ends it, as `life.py`
-allows. Orders come by signals and by the routes of `server.py`. A node that turns is one that ends its engine and
-starts another in the other role.
+allows. Orders come by signals and by the routes of operators, `/drain` and `/role`. A node that turns ends its
+engine and starts another in the other role.
+
+```
+ listen ─▶ HTTP answers (health: 503) ─▶ engine loads ─▶ serving ─▶ signal: 503, drain ─▶ engine stops
+                                              └─ engine fails to start, or dies ─▶ the node ends with 1
+```
 """
 
 import asyncio
 import signal
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
+from aiohttp import web
+from pydantic import Field
 
+from tandem.frontend.app import create_app
+from tandem.frontend.body import Body, read_json, validate
+from tandem.frontend.caller import expect
 from tandem.frontend.engine_client import EngineClient
+from tandem.frontend.keys import operators_only
+from tandem.frontend.middleware import json_response
+from tandem.frontend.options import FrontendOptions
+from tandem.frontend.reply_parser import reply_formats
+from tandem.frontend.server import listen, serving
 from tandem.frontend.tokenizer import Tokenizer
+from tandem.frontend.tokenizer_files import tokenizer_files, tokenizer_hash
 from tandem.node.announce import LEAVE_TIMEOUT_S, Announcer, warn_of_loopback
-from tandem.node.config import NodeConfig, NodeRole
+from tandem.node.config import MAX_DRAIN_S, NodeConfig, NodeRole
 from tandem.node.engine_process import EngineProcess, Ready, keep_linked
-from tandem.node.life import Event, Life, State
+from tandem.node.life import Event, State
 from tandem.node.local_backend import LocalBackend
 from tandem.telemetry.log import configure, get_logger
 from tandem.wire.channel import tcp_address
@@ -53,12 +71,9 @@ class Supervisor:
 
     Args:
         engine_modules: Of each role that the node may have.
-        tokenizer: None when the model has none; `tokenizer_hash` is then empty.
+        backend: What the node's HTTP serves; has its life.
+        announcer: Announces the node to routers.
         port: Where its HTTP listens.
-        operator_key: With which it announces itself to routers.
-
-    Attributes:
-        backend: What the node's HTTP serves.
     """
 
     def __init__(
@@ -66,18 +81,15 @@ class Supervisor:
         config: NodeConfig,
         engine_modules: Mapping[NodeRole, str],
         key: ChannelKey | None,
+        backend: LocalBackend,
+        announcer: Announcer,
         *,
-        tokenizer: Tokenizer | None,
-        tokenizer_hash: str,
         port: int,
-        operator_key: str,
     ) -> None:
         self._config, self._modules, self._key = config, engine_modules, key
-        self._life = Life(config.role)
-        self.backend = LocalBackend(config, self._life, tokenizer, tokenizer_hash)
+        self._life, self._backend, self._announcer = backend.life, backend, announcer
         shown = f"[{config.host}]" if ":" in config.host else config.host
         self._url = f"{config.http.scheme}://{shown}:{port}"
-        self._announcer = Announcer(config, port, lambda: self._life.role, operator_key)
         self._engine = self._new_engine(config)
         self._changed = asyncio.Event()
         self._deadline_s = 0.0
@@ -92,7 +104,7 @@ class Supervisor:
 
     def status(self) -> NodeStatus:
         """Return how far the node is."""
-        num_left, remaining_s = self.backend.num_left, None
+        num_left, remaining_s = self._backend.num_left, None
         if self._life.state in (State.DRAINING, State.LEAVING):
             remaining_s = max(0.0, self._deadline_s - asyncio.get_running_loop().time())
         return NodeStatus(
@@ -131,7 +143,7 @@ class Supervisor:
             InvalidRequest: The node has both roles.
             NotNow: It has requests, or is in no state to.
         """
-        if self._life.turn(role, self.backend.num_left):
+        if self._life.turn(role, self._backend.num_left):
             log.info("node.turning", role=role)
             self._changed.set()
 
@@ -149,7 +161,7 @@ class Supervisor:
         if self._life.state is State.LEAVING:
             log.warning(
                 "node.not_emptied",
-                num_left=self.backend.num_left,
+                num_left=self._backend.num_left,
                 effect="the node ends",
                 see="tandem docs operations#ending",
             )
@@ -161,7 +173,7 @@ class Supervisor:
             self._apply(Event.EMPTIED)
 
     def _drain_engine(self, timeout_s: float) -> None:
-        log.info("node.draining", num_left=self.backend.num_left, timeout_s=timeout_s)
+        log.info("node.draining", num_left=self._backend.num_left, timeout_s=timeout_s)
         self._deadline_s = asyncio.get_running_loop().time() + timeout_s
         self._engine.drain(timeout_s)
 
@@ -204,7 +216,7 @@ class Supervisor:
                     return ready
                 await self._wait_to_be_turned(config.role, ready)
         finally:
-            self.backend.detach()
+            self._backend.detach()
             await engine.stop()
         return self._status if self._life.state is State.ENDED else None
 
@@ -234,9 +246,9 @@ class Supervisor:
             config.heartbeat,
             wants_measures=True,
         )
-        self.backend.attach(config, ready)
+        self._backend.attach(config, ready)
         async with asyncio.TaskGroup() as tasks:
-            linked = tasks.create_task(keep_linked(make_client, self.backend.link))
+            linked = tasks.create_task(keep_linked(make_client, self._backend.link))
             self._apply(Event.LOADED)
             log.info("node.serving", url=self._url)
             died = tasks.create_task(self._engine.wait())
@@ -251,7 +263,7 @@ class Supervisor:
                 # While the engine still answers: no router takes this for a loss.
                 self._announcer.stop()
                 await asyncio.wait([announcing], timeout=LEAVE_TIMEOUT_S)
-            self.backend.detach()
+            self._backend.detach()
             linked.cancel()
             died.cancel()
         return has_died
@@ -272,3 +284,92 @@ class Supervisor:
 def _reachable(host: str) -> str:
     """Return where this machine reaches a socket of its own that is bound to `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+# ── HTTP ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class DrainBody(Body):
+    """`POST /drain`."""
+
+    timeout_s: Annotated[float, Field(ge=0, le=MAX_DRAIN_S)] | None = None
+    cancel: bool = False
+
+
+class RoleBody(Body):
+    """`POST /role`."""
+
+    role: Literal["prefill", "decode"]
+
+
+async def serve(
+    config: NodeConfig,
+    engine_modules: Mapping[NodeRole, str],
+    key: ChannelKey | None,
+    operator_key: str = "",
+) -> int:
+    """Run a node until a signal or until its engine ends.
+
+    Args:
+        engine_modules: Of each role that the node may have.
+        operator_key: Of those who may drain the node and turn it; see `frontend/keys.py`.
+
+    Returns:
+        0 after a signal, 1 when the engine ended by itself or a second signal forced the end.
+
+    Raises:
+        TandemError: The tokenizer is broken, the port is in use, or the engine could not start.
+    """
+    files = tokenizer_files(Path(config.engine.model_dir))
+    if not files:
+        log.warning(
+            "tokenizer.missing", effect="only input_ids can be served, and no text comes out"
+        )
+    tokenizer = Tokenizer.from_files(files) if files else None
+    with listen(config.host, config.port) as sock:
+        port = sock.getsockname()[1]
+        backend = LocalBackend(config, tokenizer, tokenizer_hash(files))
+        announcer = Announcer(config, port, lambda: backend.life.role, operator_key)
+        node = Supervisor(config, engine_modules, key, backend, announcer, port=port)
+        app = create_app(backend, _options(config, files, operator_key))
+        add_routes(app, node)
+        async with serving(app, sock):
+            outcome = await node.run()
+    if isinstance(outcome, TandemError):
+        raise outcome
+    return outcome
+
+
+def _options(config: NodeConfig, files: Mapping[str, str], operator_key: str) -> FrontendOptions:
+    return FrontendOptions(
+        http=config.http,
+        incremental_streaming_output=config.is_incremental_output,
+        tokenizer_files=lambda: files,
+        reply_formats=reply_formats(config.tool_call_parser, config.reasoning_parser),
+        operator_key=operator_key,
+        service=f"tandem-{config.role}",
+    )
+
+
+def add_routes(app: web.Application, node: Supervisor) -> None:
+    """Give a node's app the routes of its operators."""
+
+    async def status(_request: web.Request) -> web.Response:
+        return json_response(node.status())
+
+    async def drain(request: web.Request) -> web.Response:
+        data = await request.read()
+        body = validate(DrainBody, read_json(data) if data.strip() else {})
+        if body.cancel:
+            node.resume()
+        else:
+            node.drain(body.timeout_s)
+        return json_response(node.status())
+
+    async def turn(request: web.Request) -> web.Response:
+        node.turn(validate(RoleBody, read_json(await request.read())).role)
+        return json_response(node.status())
+
+    app.router.add_get("/drain", operators_only(status))
+    app.router.add_post("/drain", operators_only(drain), expect_handler=expect)
+    app.router.add_post("/role", operators_only(turn), expect_handler=expect)

@@ -1,8 +1,8 @@
-"""The tiers behind the pool of a node: one stack on each rank, and rank 0's view of all of them as one.
+"""The tiers behind the pool of a node: a stack of them on each rank, used from rank 0 as if it were one.
 
 ```
  Tiering ── fetch, place, abandon, save ──▶ TierGroup ─┬─▶ TierStack                    rank 0's own
-         ◀── Fetched, Placed, Saved ────────           └─▶ RemoteTiers ──▶ RankTiers    each other rank's, by calls
+         ◀── Fetched, Placed, Saved ────────           └─▶ RankProcess ──▶ RankTiers    each other rank's, by calls
 ```
 
 A page is of use with the heads of every rank only. So a node has found what each of its ranks has, and placed
@@ -13,8 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from typing_extensions import override
@@ -35,20 +34,11 @@ log = get_logger(__name__)
 
 # Of the time that a request waits: what looking may take. The rest is for the copy into the pool.
 LOOKING_SHARE = 0.75
-# How long a save that rank 0 has begun waits at a rank that has no memory for it now, with its pages held. The
-# puts of a tier that keeps up free some in a fraction of that.
+# How long a save that rank 0 began waits at a rank without memory for it, with its pages held. A tier that
+# keeps up frees some in a fraction of that.
 SAVE_WAIT_S = 1.0
 # Between two tries.
-_SAVE_AGAIN_S = 0.05
-# Sizes and bytes are for operators, who look no oftener.
-_REPORT_S = 1.0
-
-# From what one wishes for to what one looks at first.
-_STATES = ("up", "full", "backing_off")
-_SUMMED = ("put_bytes", "got_bytes", "num_evicted", "num_corrupted", "num_failures")
-# What one rank lacks, or has too late, all do without. What was hit is the same on all.
-_MOST = ("missed_tokens", "late_tokens")
-_SIZES = ("num_pages", "num_bytes", "limit_bytes")
+SAVE_AGAIN_S = 0.05
 
 
 def open_tiers(
@@ -88,22 +78,13 @@ def open_tiers(
 # ── at another rank ──────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class TierReport:
-    """What a rank's tiers hold and did; see `TierStack.loads` and `costs`."""
-
-    loads: list[TierLoad]
-    costs: Mapping[str, TierCost]
-
-
 class RankTiers:
-    """The tiers of a rank beside rank 0, which calls them through `RemoteTiers`. Any thread may use it.
+    """The tiers of a rank beside rank 0, which calls them. Any thread may use it.
 
     Args:
         stack: Over this rank's pool; closed here.
         shard: Of this rank, as `PageSpace` has it.
         wake: Has another thread take `events` soon.
-        clock: Seconds that only grow.
     """
 
     def __init__(
@@ -117,21 +98,19 @@ class RankTiers:
         self._lock = threading.Lock()
         # Saves that are not begun yet, each with when it is given up.
         self._saves: deque[tuple[int, list[PageKey], list[int], float]] = deque()
-        self._reported: TierReport | None = None
-        self._report_after_s = 0.0
 
     def fetch(self, number: int, digests: Sequence[bytes]) -> None:
-        """Look through the tiers; see `TierStack.fetch`."""
+        """Look through the tiers."""
         with self._lock:
             self._stack.fetch(number, self._keys(digests))
 
     def place(self, number: int, page_ids: Sequence[int]) -> None:
-        """Copy fetched pages into the pool; see `TierStack.place`."""
+        """Copy fetched pages into the pool."""
         with self._lock:
             self._stack.place(number, page_ids)
 
     def abandon(self, number: int) -> None:
-        """Forget a fetch; see `TierStack.abandon`."""
+        """Forget a fetch."""
         with self._lock:
             self._stack.abandon(number)
 
@@ -142,17 +121,18 @@ class RankTiers:
             self._saves.append((number, self._keys(digests), page_ids, until_s))
         self._wake()
 
-    def events(self) -> list[TierEvent | TierReport]:
+    def events(self) -> list[TierEvent]:
         """Begin saves that had to wait, and return what happened since the last look."""
         with self._lock:
-            return [*self._begin_saves(), *self._stack.events(), *self._report()]
+            return [*self._begin_saves(), *self._stack.events()]
 
-    def wait_s(self) -> float:
-        """Return how long one may wait before asking for `events` again, unless woken."""
-        return _SAVE_AGAIN_S if self._saves else _REPORT_S
+    @property
+    def has_to_retry(self) -> bool:
+        """Whether a save waits for memory; `events` tries it again."""
+        return bool(self._saves)
 
     def close(self) -> None:
-        """Close the tiers; see `TierStack.close`."""
+        """Close the tiers."""
         self._stack.close()
 
     def _begin_saves(self) -> Iterator[Saved]:
@@ -165,15 +145,6 @@ class RankTiers:
                 yield Saved(number)
             self._saves.popleft()
 
-    def _report(self) -> Iterator[TierReport]:
-        if self._clock() < self._report_after_s:
-            return
-        self._report_after_s = self._clock() + _REPORT_S
-        report = TierReport(self._stack.loads(), dict(self._stack.costs()))
-        if report != self._reported:
-            self._reported = report
-            yield report
-
     def _keys(self, digests: Sequence[bytes]) -> list[PageKey]:
         # Without blocks: routers follow rank 0's journals.
         return [PageKey(shard_key(digest, self._shard), ()) for digest in digests]
@@ -182,40 +153,27 @@ class RankTiers:
 # ── at rank 0 ────────────────────────────────────────────────────────────────────────────────────
 
 
-class RemoteTiers:
-    """The tiers of another rank, as rank 0 sees them.
+class RemoteRank(Protocol):
+    """Another rank, whose `RankTiers` make calls in the order in which rank 0 made them."""
 
-    Args:
-        call: Has a method of the rank's `RankTiers` called, after those before.
-        take: Returns what the rank reported since the last call.
+    def call(self, target: str, method: str, /, *args: object) -> None:
+        """Have a method of `target` called."""
+        ...
 
-    Attributes:
-        loads, costs: As the rank reported them last; empty before.
-    """
-
-    def __init__(self, call: Callable[..., None], take: Callable[[], Iterable[Any]]) -> None:
-        self.call, self._take = call, take
-        self.loads: Sequence[TierLoad] = ()
-        self.costs: Mapping[str, TierCost] = {}
-
-    def events(self) -> Iterator[TierEvent]:
-        """Yield what happened since the last look."""
-        for event in self._take():
-            if isinstance(event, TierReport):
-                self.loads, self.costs = event.loads, event.costs
-            else:
-                yield event
+    def take_events(self, source: str, /) -> Iterable[Any]:
+        """Return what `source` reported since the last call."""
+        ...
 
 
 class TierGroup:
-    """The stacks of all ranks as one `TierStack`.
+    """The stacks of all ranks, with the methods of one `TierStack`.
 
     Args:
         own: Rank 0's, which has the journals that routers follow.
         others: From rank 1 on.
     """
 
-    def __init__(self, own: TierStack, others: Sequence[RemoteTiers]) -> None:
+    def __init__(self, own: TierStack, others: Sequence[RemoteRank]) -> None:
         self._own, self._others = own, others
         # What each rank answered, by rank, of fetches, placings and saves that are not answered by all.
         self._answers: dict[int, dict[int, TierEvent]] = {}
@@ -226,53 +184,43 @@ class TierGroup:
         return self._own.max_save_pages
 
     def fetch(self, number: int, keys: Sequence[PageKey]) -> None:
-        """See `TierStack.fetch`. `Fetched` has what every rank found."""
-        self._answers[number] = {}
-        self._call_others("fetch", number, _digests(keys))
+        """Look through the tiers. `Fetched` has what every rank found."""
+        self._begin("fetch", number, _digests(keys))
         self._own.fetch(number, keys)
 
     def place(self, number: int, page_ids: Sequence[int]) -> None:
-        """See `TierStack.place`. What a rank found beyond these pages it gives up."""
-        self._answers[number] = {}
-        self._call_others("place", number, list(page_ids))
+        """Copy fetched pages into the pool. What a rank found beyond these pages it gives up."""
+        self._begin("place", number, list(page_ids))
         self._own.place(number, page_ids)
 
     def abandon(self, number: int) -> None:
-        """See `TierStack.abandon`."""
-        self._answers.pop(number, None)
-        self._call_others("abandon", number)
+        """Forget a fetch."""
+        self._begin("abandon", number)
+        del self._answers[number]
         self._own.abandon(number)
 
     def save(self, number: int, keys: Sequence[PageKey], page_ids: Sequence[int]) -> bool:
-        """See `TierStack.save`. Rank 0 decides whether it begins; others wait a moment, or go without."""
-        if not self._own.save(number, keys, page_ids):
-            return False
-        self._answers[number] = {}
-        self._call_others("save", number, _digests(keys), list(page_ids))
-        return True
+        """Begin a save if rank 0 can. Other ranks wait a moment for memory, or go without."""
+        is_begun = self._own.save(number, keys, page_ids)
+        if is_begun:
+            self._begin("save", number, _digests(keys), list(page_ids))
+        return is_begun
 
     def events(self) -> Iterator[TierEvent]:
         """Yield what holds on all ranks since the last look."""
         heard = [(0, event) for event in self._own.events()]
         for number, rank in enumerate(self._others, 1):
-            heard += [(number, event) for event in rank.events()]
+            heard += [(number, event) for event in rank.take_events("tiers")]
         agreed = [self._agree(rank, event) for rank, event in heard]
         return iter([event for event in agreed if event is not None])
 
     def loads(self) -> list[TierLoad]:
-        """Return what each tier holds and did on all ranks; others' are up to a second old."""
-        by_name = [{load.name: load for load in rank.loads} for rank in self._others]
-        return [
-            load_of_node(own, [loads[own.name] for loads in by_name if own.name in loads])
-            for own in self._own.loads()
-        ]
+        """Return rank 0's loads, with the bytes of all ranks: each keeps an equal part of each page."""
+        return [load_of_node(load, 1 + len(self._others)) for load in self._own.loads()]
 
     def costs(self) -> Mapping[str, TierCost]:
-        """Return what each tier takes on the slowest rank, which all wait for; known when rank 0's is."""
-        return {
-            name: _dearest([own, *(r.costs[name] for r in self._others if name in r.costs)])
-            for name, own in self._own.costs().items()
-        }
+        """Return rank 0's."""
+        return self._own.costs()
 
     def journals(self) -> Mapping[str, PrefixJournal]:
         """Return rank 0's: what another rank lacks of it costs a prompt its hit."""
@@ -282,9 +230,10 @@ class TierGroup:
         """Close rank 0's. The other ranks close their own when they end."""
         self._own.close()
 
-    def _call_others(self, method: str, *arguments: object) -> None:
+    def _begin(self, method: str, number: int, *arguments: object) -> None:
+        self._answers[number] = {}
         for rank in self._others:
-            rank.call(method, *arguments)
+            rank.call("tiers", method, number, *arguments)
 
     def _agree(self, rank: int, event: TierEvent) -> TierEvent | None:
         """Return what holds for the node by what a rank reports; None: other ranks have to answer first.
@@ -321,31 +270,17 @@ class TierGroup:
 Tiers = TierStack | TierGroup
 
 
-def load_of_node(own: TierLoad, others: Iterable[TierLoad]) -> TierLoad:
-    """Return the load of a tier over several ranks.
+def load_of_node(load: TierLoad, num_ranks: int) -> TierLoad:
+    """Return the load of a tier over several ranks by rank 0's.
 
-    Each keeps its own part of each page: what they hold is the sum, but of a store with a limit of its own each
-    sees the whole.
-
-    Args:
-        own: Rank 0's.
+    Of a store with a limit of its own (`limit_bytes` is 0) each rank sees the whole.
     """
-    loads = [own, *others]
-    size: Callable[[Iterable[int]], int] = sum if own.limit_bytes else max
     return msgspec.structs.replace(
-        own,
-        state=max((load.state for load in loads), key=_STATES.index),
-        **{field: size(getattr(load, field) for load in loads) for field in _SIZES},
-        **{field: sum(getattr(load, field) for load in loads) for field in _SUMMED},
-        **{field: max(getattr(load, field) for load in loads) for field in _MOST},
-    )
-
-
-def _dearest(costs: Sequence[TierCost]) -> TierCost:
-    return TierCost(
-        max(cost.latency_s for cost in costs),
-        max(cost.page_s for cost in costs),
-        costs[0].num_pages,
+        load,
+        num_bytes=load.num_bytes * (num_ranks if load.limit_bytes else 1),
+        limit_bytes=load.limit_bytes * num_ranks,
+        put_bytes=load.put_bytes * num_ranks,
+        got_bytes=load.got_bytes * num_ranks,
     )
 
 

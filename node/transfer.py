@@ -1,10 +1,12 @@
 """The transfer agent of a rank, and of a node: made alike on every rank, by the node's role."""
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, cast
 
 from tandem.kvtransfer.bootstrap import SenderEnd
 from tandem.kvtransfer.group import DecodeGroup, PrefillGroup
+from tandem.kvtransfer.push_room import PageRun, Wrote
 from tandem.kvtransfer.receiver import DecodeAgent, ReceiverTimeouts
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sender import PrefillAgent, SenderTimeouts
@@ -13,7 +15,7 @@ from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.registry import transports
 from tandem.node.config import NodeConfig
 from tandem.node.pool import PoolPlan
-from tandem.node.ranks import RankProcess, RemoteAgent
+from tandem.node.ranks import RankProcess
 from tandem.wire.channel import Waker, tcp_address
 from tandem.wire.generation import Epoch
 from tandem.wire.keys import ChannelKey
@@ -82,6 +84,28 @@ def open_agent(
         verify=transfer.verify,
         shard=shard,
     )
+
+
+class RemoteAgent:
+    """The transfer agent of another rank, as the group on rank 0 sees it.
+
+    It stands in for a `PrefillAgent` or `DecodeAgent`: each method is called at the rank.
+    """
+
+    def __init__(self, rank: RankProcess) -> None:
+        self._rank = rank
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        return partial(self._rank.call, "agent", method)
+
+    def push_by_layer(self, runs: Sequence[PageRun]) -> Wrote:
+        """Have the rank's next forward report its layers to the rank's agent."""
+        self._rank.call("rank", "push_by_layer", runs)
+        return lambda _layer: None
+
+    def events(self) -> Iterator[Any]:
+        """Yield what the agent reported since the last call."""
+        return self._rank.take_events("agent")
 
 
 def join_ranks(own: RankAgent | None, others: Sequence[RankProcess]) -> NodeAgent | None:

@@ -106,14 +106,6 @@ class PrefillRole(Role[_Half]):
         self._by_ticket[ticket] = _Half(ticket, active, Timeline(self._clock), is_queued=True)
 
     @override
-    def cancel(self, ticket: Ticket) -> None:
-        half = self._by_ticket.get(ticket)
-        if half is not None:
-            self._num_aborted += 1
-            self._part(half)
-            self._abandon(half)
-
-    @override
     def poll(self) -> None:
         for event in self._agent.events():
             half = self._by_room.get(event.room)
@@ -155,11 +147,6 @@ class PrefillRole(Role[_Half]):
         for half in {*self._by_ticket.values(), *self._by_room.values()}:
             if half.is_queued:
                 self._end(half, error)
-
-    @override
-    def hand_over(self, error: TandemError) -> None:
-        for half in list(self._by_ticket.values()):
-            self._end(half, error)
 
     @override
     def load(self) -> NodeLoad:
@@ -250,24 +237,9 @@ class PrefillRole(Role[_Half]):
         self._engine.cancel(half.active)
         self._forget(half)
 
-    def _end(self, half: _Half, error: TandemError) -> None:
-        self._fail(half, error)
-        self._abandon(half, error)
-
-    def _fail(self, half: _Half, error: TandemError) -> None:
-        """Report an error to the client; the pages stay until no push reads them."""
-        if half.is_wanted:
-            self._part(half)
-            self._answers.fail(half.ticket, error)
-
-    def _part(self, half: _Half) -> None:
-        """The client has heard the last of this half: its id may be used again."""
-        half.is_wanted = False
-        self._tiering.cancel(half.active)
-        del self._by_ticket[half.ticket]
-
-    def _abandon(self, half: _Half, error: TandemError | None = None) -> None:
-        """Stop computing and pushing; the agent answers with `Released`, whatever landed."""
+    @override
+    def _let_go(self, half: _Half, error: TandemError | None = None) -> None:
+        # The agent answers with `Released`, whatever landed.
         self._engine.cancel(half.active)
         if half.room is not None:
             self._agent.abort(half.room, error)

@@ -3,7 +3,6 @@
 import ssl
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Annotated, Literal, get_args
 from urllib.parse import urlsplit
 
@@ -19,8 +18,7 @@ from tandem.router.key_limits import KeyLimit, read_limits
 from tandem.telemetry.log import LogFormat
 from tandem.wire.channel import Heartbeat, heartbeat_of
 from tandem.wire.errors import ConfigInvalid
-from tandem.wire.hosts import bare_host
-from tandem.wire.options import HEARTBEAT, LOG_FORMAT, LOG_LEVEL, Flag
+from tandem.wire.options import HEARTBEAT, HOST, LOG_FORMAT, LOG_LEVEL, PORT, Flag
 
 PolicyName = Literal[
     "least_load", "cache_aware", "session", "power_of_two", "round_robin", "random"
@@ -390,19 +388,8 @@ class RouterConfig:
     ] = ()
     kubernetes: KubernetesTarget | None = None
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
-    host: Annotated[
-        str,
-        Flag(
-            "--host",
-            group="server",
-            metavar="ADDRESS",
-            help="address to listen on",
-            parse=partial(bare_host, "--host"),
-        ),
-    ] = "127.0.0.1"
-    port: Annotated[
-        int, Flag("--port", metavar="PORT", ge=0, le=65535, help="port of HTTP; 0: any free port")
-    ] = 8000
+    host: Annotated[str, HOST] = "127.0.0.1"
+    port: Annotated[int, PORT] = 8000
     num_workers: Annotated[
         int,
         Flag(

@@ -44,6 +44,7 @@ class CollectedAnswers:
         self.errors: dict[str, Exception] = {}
         self.prompt_positions: dict[str, list[int]] = defaultdict(list)
         self.by_tier: dict[str, dict[str, int]] = defaultdict(dict)
+        self.cached: dict[str, int] = {}
         self.phases: dict[str, list[str]] = defaultdict(list)
         self.num_failed = 0
 
@@ -60,9 +61,10 @@ class CollectedAnswers:
         phases=None,
     ):
         self.by_tier[ticket.request_id] |= cached_by_tier or {}
+        self.cached.setdefault(ticket.request_id, cached_tokens)
         self.phases[ticket.request_id] += [phase.name for phase in phases or ()]
-        assert index <= len(self.tokens[ticket.request_id])
-        self.tokens[ticket.request_id][index:] = token_ids
+        assert index == len(self.tokens[ticket.request_id])
+        self.tokens[ticket.request_id] += token_ids
         if finish is not None:
             self.finishes[ticket.request_id].append(finish.reason)
 
@@ -223,6 +225,16 @@ class Pair:
                 wait([], 0.01, self.waker)
         raise AssertionError((self.sender.statistics(), self.receiver.statistics()))
 
+    def alone(self, *requests: GenerateRequest) -> dict[str, list[int]]:
+        """Return the tokens that one engine gives, by request."""
+        for request in requests:
+            self.colocated.submit(request)
+        tokens = {request.request_id: [] for request in requests}
+        while self.colocated.has_work:
+            for token in self.colocated.step().tokens:
+                tokens[token.request.request.request_id].append(token.token)
+        return tokens
+
     def running(self) -> list[ActiveRequest]:
         """Return what decode generates for."""
         halves = [half.active for half in self.decode._by_ticket.values()]
@@ -255,15 +267,7 @@ class Pair:
         for role in (self.prefill, self.decode):
             role.flush_cache()
         for answers in (self.prefill_answers, self.decode_answers):
-            for told in (
-                answers.tokens,
-                answers.finishes,
-                answers.errors,
-                answers.prompt_positions,
-            ):
-                told.clear()
-            answers.by_tier.clear()
-            answers.phases.clear()
+            answers.__init__()
 
     def close(self) -> None:
         self.receiver.close()

@@ -18,11 +18,13 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from tandem.wire.errors import ConfigInvalid
+from tandem.wire.hosts import bare_host
 
 T = TypeVar("T")
 
@@ -235,6 +237,14 @@ def _default(each: Any) -> Any:
 
 
 # Flags of several commands.
+HOST = Flag(
+    "--host",
+    group="server",
+    metavar="ADDRESS",
+    help="address to listen on",
+    parse=partial(bare_host, "--host"),
+)
+PORT = Flag("--port", metavar="PORT", ge=0, le=65535, help="port of HTTP; 0: any free port")
 LOG_LEVEL = Flag(
     "--log-level",
     metavar="LEVEL",

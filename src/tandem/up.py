@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tandem.node.config import NodeConfig
-from tandem.node.flags import add_simulation_flags
+from tandem.node.flags import add_hidden_flags
 from tandem.node.flags import build_parser as build_node_parser
 from tandem.router.arguments import build_parser as build_router_parser
 from tandem.router.arguments import parse
@@ -95,7 +95,7 @@ def build_parser() -> Parser:
     )
     add_flags(parser, RouterConfig, without=OWN)
     add_flags(parser, NodeConfig, without=(*OWN, *OWN_OF_NODES, *_shared_fields()))
-    add_simulation_flags(parser)
+    add_hidden_flags(parser, without=_names(RouterConfig))
     return parser
 
 

@@ -20,23 +20,14 @@ def make_pair(tiny_model):
         pair.close()
 
 
-def expected_of(pair: Pair, request) -> list[int]:
-    """Return the tokens of one engine, which has nothing cached."""
-    pair.colocated.cache.flush()
-    pair.colocated.submit(request)
-    tokens = []
-    while pair.colocated.has_work:
-        tokens += [token.token for token in pair.colocated.step().tokens]
-    return tokens
-
-
 def run(pair: Pair, name: str, prompt, **options) -> list[int]:
     """Return the tokens that a request gets, and see that they are those of one engine."""
     request = pair.start(name, prompt, **options)
     pair.run_until(lambda: pair.decode_answers.finishes[name])
     pair.run_until(pair.all_pages_are_back)
     tokens = pair.decode_answers.tokens[name]
-    assert tokens == expected_of(pair, request)
+    pair.colocated.cache.flush()
+    assert tokens == pair.alone(request)[name]
     return tokens
 
 
@@ -64,6 +55,31 @@ def test_an_idle_decode_node_gives_the_pages_of_withdrawn_grants_to_the_next_in_
     pair.decode.cancel(pair.ticket("withdrawn"))
     pair.run_until(lambda: pair.decode_answers.finishes["next"])
     pair.run_until(pair.all_pages_are_back)
+
+
+def test_reclaimed_pages_have_a_request_tried_again_that_was_tried_in_vain_before(make_pair):
+    pair, reserved = make_pair(), []
+    engine = pair.decode_engine
+    engine.watch_reserved(reserved.append)
+
+    def queue(name: str, prompt, *, is_remote: bool) -> None:
+        sampling = SamplingParams(max_new_tokens=1, ignore_eos=True)
+        request = GenerateRequest(request_id=RequestId(name), prompt_ids=prompt, sampling=sampling)
+        engine.queue(engine.check(request, is_remote=is_remote))
+        engine.admit()
+
+    queue("withdrawn", prompt_of(NUM_PAGES * PAGE - 20), is_remote=True)
+    queue("next", prompt_of(200)[::-1], is_remote=False)
+    (withdrawn,) = reserved
+    engine.quarantine(withdrawn)
+    while engine.has_work:  # until it is plain that nothing can run
+        assert not engine.step().tokens
+    engine.reclaim(withdrawn)
+    tokens = []
+    while engine.has_work:
+        tokens += engine.step().tokens
+    assert [token.request.request.request_id for token in tokens] == ["next"]
+    engine.cache.check_integrity()
 
 
 @pytest.mark.parametrize("num_new", [PAGE - 1, PAGE, PAGE + 1, PAGE + 2])

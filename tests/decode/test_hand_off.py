@@ -54,10 +54,7 @@ def test_the_halves_find_each_other_in_either_order(pair, decode_first):
     request = pair.start(
         "a", prompt_of(30), decode_first, max_new_tokens=6, temperature=0.8, seed=4
     )
-    pair.colocated.submit(request)
-    expected = []
-    while pair.colocated.has_work:
-        expected += [token.token for token in pair.colocated.step().tokens]
+    expected = pair.alone(request)["a"]
     pair.run_until(lambda: pair.decode_answers.finishes["a"])
     pair.run_until(pair.all_pages_are_back)
     assert pair.decode_answers.tokens["a"] == expected
@@ -119,10 +116,7 @@ def test_other_page_sizes_at_the_two_ends_change_no_token(tiny_model):
     pair = Pair(tiny_model("qwen3"), "tcp", decode_page=16)
     try:
         request = pair.start("a", prompt_of(61), max_new_tokens=6)
-        pair.colocated.submit(request)
-        expected = []
-        while pair.colocated.has_work:
-            expected += [token.token for token in pair.colocated.step().tokens]
+        expected = pair.alone(request)["a"]
         pair.run_until(lambda: pair.decode_answers.finishes["a"])
         assert pair.decode_answers.tokens["a"] == expected
     finally:

@@ -2,8 +2,6 @@
 
 import pytest
 
-from tandem.engine.core import Engine
-from tandem.wire.generation import GenerateRequest
 from tests.architectures.configs import cases, make_model
 from tests.hand_off_rig import Pair, prompt_of
 
@@ -34,16 +32,6 @@ def directory_of(tmp_path_factory):
     return get
 
 
-def expected(engine: Engine, requests: list[GenerateRequest]) -> dict[str, list[int]]:
-    for request in requests:
-        engine.submit(request)
-    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    while engine.has_work:
-        for token in engine.step().tokens:
-            tokens[token.request.request.request_id].append(token.token)
-    return tokens
-
-
 @pytest.mark.parametrize("decode_page", [8, 4])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,7 +47,7 @@ def test_a_pair_generates_what_one_engine_does(directory_of, kind, transport, de
             pair.run_until(lambda: all(pair.decode_answers.finishes[name] for name in names))  # noqa: B023
             pair.run_until(pair.all_pages_are_back)
             answers = {name: pair.decode_answers.tokens[name] for name in names}
-            assert answers == expected(pair.colocated, requests)
+            assert answers == pair.alone(*requests)
         assert not pair.receiver.statistics().num_corrupted
     finally:
         pair.close()

@@ -35,17 +35,6 @@ def start_local(pair, name, prompt, *, priority=0, logprobs=None, **sampling) ->
     return request
 
 
-def alone(pair, *requests) -> dict[str, list[int]]:
-    """The tokens that one engine gives, by request."""
-    for request in requests:
-        pair.colocated.submit(request)
-    out = {request.request_id: [] for request in requests}
-    while pair.colocated.has_work:
-        for token in pair.colocated.step().tokens:
-            out[token.request.request.request_id].append(token.token)
-    return out
-
-
 def finished(pair, names) -> bool:
     assert not pair.decode_answers.errors
     return all(pair.decode_answers.finishes[name] for name in names)
@@ -61,7 +50,7 @@ def test_whole_requests_and_hand_offs_share_a_small_pool_and_no_token_differs(pa
         requests[str(i)] = start_local(pair, str(i), prompt, seed=i, **seeded)
     pair.run_until(lambda: finished(pair, requests))
     assert pair.decode.load().num_retracted > 0
-    expected = alone(pair, *requests.values())
+    expected = pair.alone(*requests.values())
     assert {name: pair.decode_answers.tokens[name] for name in requests} == expected
 
 
@@ -70,7 +59,7 @@ def test_a_whole_request_needs_no_prefill_and_fills_the_cache_for_the_next_turn(
     request = start_local(pair, "a", prompt, max_new_tokens=12)
     pushed = pair.prefill.load().pushed_bytes
     pair.run_until(lambda: finished(pair, "a"))
-    expected = alone(pair, request)["a"]
+    expected = pair.alone(request)["a"]
     assert pair.decode_answers.tokens["a"] == expected
     before = pair.decode.load()
     start_local(pair, "b", prompt + expected + [5], max_new_tokens=2)
@@ -82,7 +71,7 @@ def test_a_whole_request_needs_no_prefill_and_fills_the_cache_for_the_next_turn(
 
 def test_a_replayed_answer_goes_on_where_it_stopped(pair):
     request = start_local(pair, "a", prompt_of(20), max_new_tokens=10, temperature=1, seed=3)
-    expected = alone(pair, request)["a"]
+    expected = pair.alone(request)["a"]
     pair.run_until(lambda: finished(pair, "a"))
     rest = replace(
         request,

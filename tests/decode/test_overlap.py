@@ -22,14 +22,6 @@ def make_pair(tiny_model):
         pair.close()
 
 
-def expected_tokens(pair: Pair, request) -> list[int]:
-    pair.colocated.submit(request)
-    tokens = []
-    while pair.colocated.has_work:
-        tokens += [token.token for token in pair.colocated.step().tokens]
-    return tokens
-
-
 @pytest.mark.parametrize("decode_page", [PAGE, 4, 16])
 @pytest.mark.parametrize("pushes_layers", [True, False])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -41,8 +33,7 @@ def test_tokens_are_equal_however_pages_leave(make_pair, transport, pushes_layer
     ]
     names = [request.request_id for request in requests]
     pair.run_until(lambda: all(pair.decode_answers.finishes[name] for name in names))
-    for request in requests:
-        assert pair.decode_answers.tokens[request.request_id] == expected_tokens(pair, request)
+    assert pair.decode_answers.tokens == pair.alone(*requests)
     pair.run_until(pair.all_pages_are_back)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.decode.test_local import alone, start_local
+from tests.decode.test_local import start_local
 from tests.hand_off_rig import Pair, prompt_of
 
 PROMPT = prompt_of(100)
@@ -32,7 +32,7 @@ def test_a_prompt_computed_here_comes_from_tiers_and_others_overtake_it(pair):
     pair.run_until(lambda: pair.decode_answers.finishes["short"])
     assert pair.decode.load().num_waiting == 1
     pair.run_with_tiers_until(lambda: pair.decode_answers.finishes["a"])
-    assert pair.decode_answers.tokens["a"] == alone(pair, request)["a"]
+    assert pair.decode_answers.tokens["a"] == pair.alone(request)["a"]
     assert pair.decode_answers.by_tier["a"] == {"host": 96}
     assert pair.decode_answers.phases["a"][0] == "kv_tier"
 

@@ -1,5 +1,6 @@
-"""An engine process whose device is lost, run as its parent runs it."""
+"""The engine process of a node: its parent, its engine, and a device that is lost or not there."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -8,9 +9,77 @@ import msgspec
 import pytest
 
 from tandem.engine.config import EngineConfig
-from tandem.engine.profile import Profile, Simulation
+from tandem.engine.profile import Simulation
+from tandem.frontend.engine_client import EngineClient
+from tandem.kvtransfer.region import MemoryRegion
 from tandem.node.config import NodeConfig
+from tandem.node.engine_host import build_engine
+from tandem.node.engine_process import keep_linked
+from tandem.wire.channel import Waker
+from tandem.wire.errors import ConfigInvalid
 from tests.patience import PATIENCE_S
+from tests.router.fake_node import FakeEngine, until
+
+HEAVY = {"torch", "transformers", "xgrammar", "numba", "triton"}
+
+
+def config_of(path, role="prefill", **settings) -> NodeConfig:
+    engine = EngineConfig(model_dir=str(path), page_size=8, **settings)
+    return NodeConfig(role=role, served_model_name="m", engine=engine, log_format="json")
+
+
+@pytest.fixture
+def waker():
+    made = Waker()
+    yield made
+    made.close()
+
+
+def test_a_simulated_engine_loads_nothing_that_computes():
+    asked = f"print(sorted({HEAVY} & set(sys.modules)))"
+    modules = "tandem.prefill.engine, tandem.decode.engine"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, {modules}; {asked}"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("kv", ["real", "none"])
+def test_a_pool_has_as_many_tokens_as_asked_for_and_their_bytes(tiny_model, waker, kv):
+    made = []
+
+    def memory(plan):
+        made.append(MemoryRegion.private(plan.memory_bytes))
+        return made[0]
+
+    config = config_of(tiny_model("llama"), max_total_tokens=804, simulation=Simulation(kv=kv))
+    engine = build_engine(config, memory, waker)
+    assert engine.cache.num_pages == 100
+    token_bytes = 3 * 2 * 2 * 16 * 4 if kv == "real" else 2
+    assert made[0].size_bytes == 800 * token_bytes
+    made[0].close()
+
+
+def test_without_kv_a_pool_holds_a_million_tokens(tiny_model, waker):
+    config = config_of(tiny_model("llama"), "colocated", simulation=Simulation(kv="none"))
+    assert build_engine(config, lambda _plan: None, waker).cache.num_pages * 8 == 1 << 20
+
+
+def test_a_pool_without_a_page_is_refused(tiny_model, waker):
+    config = config_of(tiny_model("llama"), max_total_tokens=7, simulation=Simulation())
+    with pytest.raises(ConfigInvalid, match="--max-total-tokens"):
+        build_engine(config, lambda _plan: None, waker)
+
+
+def test_the_device_is_taken_before_the_model_is_read(waker):
+    """Here it is not there; where it is, all of the model goes to it."""
+    config = config_of("/there is no model", "colocated", device="cuda:99")
+    with pytest.raises(ConfigInvalid, match="--device cuda:99: torch sees"):
+        build_engine(config, lambda _plan: None, waker)
+
 
 LOSES_ITS_DEVICE = """
 from tandem.decode.role import DecodeRole
@@ -27,17 +96,10 @@ raise SystemExit(main(lambda parts: Role(parts.engine, None, parts.answers, 8, 8
 """
 
 
-@pytest.fixture
-def config(tiny_model) -> NodeConfig:
-    engine = EngineConfig(
-        model_dir=str(tiny_model("llama")),
-        max_total_tokens=256,
-        simulation=Simulation(profile=Profile(), kv="none"),
+def test_a_lost_device_ends_the_engine_process_which_says_why(tiny_model):
+    config = config_of(
+        tiny_model("llama"), "colocated", max_total_tokens=256, simulation=Simulation(kv="none")
     )
-    return NodeConfig(role="colocated", served_model_name="m", engine=engine, log_format="json")
-
-
-def test_a_lost_device_ends_the_engine_process_which_says_why(config):
     engine = subprocess.Popen(
         [sys.executable, "-c", LOSES_ITS_DEVICE],
         stdin=subprocess.PIPE,
@@ -53,3 +115,19 @@ def test_a_lost_device_ends_the_engine_process_which_says_why(config):
     assert reports == ["Ready"]
     (lost,) = [line for line in logged if line["event"] == "device.lost"]
     assert lost["reason"].startswith("cuda:0: CUDA error")
+
+
+async def test_a_link_that_was_lost_is_made_anew_to_the_same_life_of_the_engine():
+    engine, used = FakeEngine(), []
+    make = lambda: EngineClient(engine.address, epoch=engine.epoch)  # noqa: E731
+    linked = asyncio.create_task(keep_linked(make, used.append))
+    try:
+        await until(lambda: used and used[0].is_up)
+        used[0].stop()  # as silence does
+        await until(lambda: len(used) == 2 and used[1].is_up)
+        assert not used[0].is_up
+    finally:
+        linked.cancel()
+        await asyncio.wait([linked])
+        engine.close()
+    assert not used[-1].is_up

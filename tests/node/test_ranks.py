@@ -1,13 +1,21 @@
 """What ranks of a node send each other arrives as it was."""
 
+import os
+import socket
+import subprocess
+import sys
 from multiprocessing import Pipe
 
 import numpy as np
 import pytest
 
+from tandem.engine.config import EngineConfig
 from tandem.engine.forward import ForwardInputs
 from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
-from tandem.node.ranks import RemoteAgent, received
+from tandem.node import ranks
+from tandem.node.config import NodeConfig
+from tandem.node.ranks import RankProcess, received
+from tandem.node.transfer import RemoteAgent
 from tandem.wire.errors import OutOfPages, PeerLost, error_from_info
 from tandem.wire.generation import Room
 from tests.engine.test_tensor_parallel import inputs_of
@@ -53,10 +61,6 @@ def test_a_forward_arrives_as_it_was():
         assert getattr(here, "dtype", None) == getattr(there, "dtype", None), name
 
 
-def test_what_follows_an_order_to_end_is_not_heard():
-    assert over_the_pipe(1, None, 2) == [1]
-
-
 class NotedRank:
     def __init__(self):
         self.calls = []
@@ -74,3 +78,19 @@ def test_a_command_of_the_group_is_a_call_at_the_rank():
         ("agent", "finish", ROOM, 5, 9, {"cached_tokens": 8}),
         ("rank", "push_by_layer", [], {}),
     ]
+
+
+def test_a_rank_that_reads_nothing_does_not_hold_up_its_end(monkeypatch, tmp_path):
+    popen, command = subprocess.Popen, [sys.executable, "-c", "import time; time.sleep(1000)"]
+    monkeypatch.setattr(subprocess, "Popen", lambda _command, **options: popen(command, **options))
+    monkeypatch.setattr(ranks, "STOP_TIMEOUT_S", 0.1)
+    ended = []
+    config = NodeConfig(role="decode", engine=EngineConfig(model_dir="", tp_size=2, tp_rank=1))
+    rank = RankProcess(config, tmp_path / "store", lambda: None, ended.append)
+    with socket.socket(fileno=os.dup(rank._link.fileno())) as link, pytest.raises(BlockingIOError):
+        while True:
+            link.send(bytes(1 << 16), socket.MSG_DONTWAIT)
+    for _ in range(2):
+        rank.hang_up()
+        rank.join()
+    assert ended == []

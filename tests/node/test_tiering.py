@@ -16,36 +16,11 @@ from tandem.wire.errors import EngineFailed
 from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams
 from tandem.wire.messages import StartColocated
 from tests.engine.toy_runner import toy_answer, toy_engine
+from tests.hand_off_rig import CollectedAnswers
 from tests.node.tier_rig import Clock, ScriptedStack
 
 PAGE = 4
 LIMIT_S = 1.0
-
-
-class Told:
-    """What clients were told."""
-
-    num_failed = 0
-
-    def __init__(self):
-        self.tokens: dict[str, list[int]] = {}
-        self.finished: set[str] = set()
-        self.failed: dict[str, str] = {}
-        self.by_tier: dict[str, dict[str, int]] = {}
-        self.cached: dict[str, int] = {}
-        self.phases: dict[str, list[str]] = {}
-
-    def token(self, ticket, index, token_ids, finish, cached_tokens=0, **rest):
-        name = ticket.request_id
-        self.tokens.setdefault(name, []).extend(token_ids)
-        if index == 0:
-            self.cached[name], self.by_tier[name] = cached_tokens, rest["cached_by_tier"]
-            self.phases[name] = [phase.name for phase in rest["phases"]]
-        if finish is not None:
-            self.finished.add(name)
-
-    def fail(self, ticket, error):
-        self.failed[ticket.request_id] = error.code
 
 
 class Node:
@@ -68,7 +43,7 @@ class Node:
             saves_at_once=saves_at_once,
             clock=self.clock,
         )
-        self.told = Told()
+        self.told = CollectedAnswers()
         self.role = DecodeRole(
             self.engine, None, self.told, 100, 100, tiering=self.tiering, clock=self.clock
         )
@@ -121,6 +96,12 @@ class Node:
         self.role.flush_cache()
         assert self.engine.counts().cached == 0
 
+    def compute(self, prompt, name="a"):
+        """Have a prompt computed and saved, and lost in the pool."""
+        self.start(name, prompt)
+        self.run()
+        self.forget()
+
 
 @pytest.fixture
 def node():
@@ -137,9 +118,7 @@ def answers(node, name, prompt, num_new=2):
 
 def test_what_was_evicted_comes_back_from_a_tier_and_is_counted_as_cached(node):
     prompt = prompt_of(41)
-    node.start("a", prompt)
-    node.run()
-    node.forget()
+    node.compute(prompt)
     node.start("b", prompt)
     node.run()
     answers(node, "b", prompt)
@@ -151,9 +130,7 @@ def test_what_was_evicted_comes_back_from_a_tier_and_is_counted_as_cached(node):
 
 def test_only_what_the_device_lacks_is_fetched(node):
     prompt = prompt_of(41)
-    node.start("a", prompt)
-    node.run()
-    node.forget()
+    node.compute(prompt)
     node.start("b", [*prompt[:20], 2])
     node.run()
     node.start("c", prompt)
@@ -214,9 +191,7 @@ def test_a_request_waits_no_longer_than_its_limit_for_a_stack_that_never_answers
 
 def test_an_answer_seen_late_because_a_step_was_long_is_used(node):
     prompt = prompt_of(41)
-    node.start("a", prompt)
-    node.run()
-    node.forget()
+    node.compute(prompt)
     node.start("b", prompt)
     node.stack.answer_all()
     node.clock.now += 10 * LIMIT_S
@@ -226,9 +201,7 @@ def test_an_answer_seen_late_because_a_step_was_long_is_used(node):
 
 def test_a_copy_that_takes_too_long_is_not_waited_for_and_its_pages_stay_held(node):
     prompt = prompt_of(41)
-    node.start("a", prompt)
-    node.run()
-    node.forget()
+    node.compute(prompt)
     node.start("b", prompt)
     node.stack.answer_all()
     node.turn()
@@ -248,9 +221,7 @@ def test_a_copy_that_takes_too_long_is_not_waited_for_and_its_pages_stay_held(no
 
 def test_pages_of_a_request_cancelled_while_they_are_written_are_held_until_they_are(node):
     prompt = prompt_of(41)
-    node.start("a", prompt)
-    node.run()
-    node.forget()
+    node.compute(prompt)
     node.start("b", prompt)
     node.stack.answer_all()
     node.turn()
@@ -263,20 +234,9 @@ def test_pages_of_a_request_cancelled_while_they_are_written_are_held_until_they
     assert (node.engine.counts().held, node.engine.counts().cached) == (0, 10)
 
 
-def test_a_request_cancelled_while_its_prefix_is_looked_for_leaves_nothing(node):
-    node.start("a", prompt_of(41))
-    node.role.cancel(node.ticket("a"))
-    assert not node.stack.looking
-    node.run()
-    assert node.role.load().num_waiting == 0
-    assert node.engine.counts().free == 64
-
-
 def test_pages_whose_copy_failed_are_never_read(node):
     prompt = prompt_of(41)
-    node.start("a", prompt)
-    node.run()
-    node.forget()
+    node.compute(prompt)
     node.start("b", prompt)
     node.stack.answer_all()
     node.turn()
@@ -289,9 +249,7 @@ def test_pages_whose_copy_failed_are_never_read(node):
 
 def test_requests_with_the_same_prefix_wait_for_one_fetch(node):
     prompt = prompt_of(41)
-    node.start("a", prompt)
-    node.run()
-    node.forget()
+    node.compute(prompt)
     for name in "bcd":
         node.start(name, prompt)
     assert len(node.stack.looking) == 1
@@ -307,29 +265,13 @@ def test_a_longer_prompt_does_not_wait_for_the_fetch_of_a_shorter_one(node):
     assert len(node.stack.looking) == 2
 
 
-def test_a_prefix_evicted_while_more_of_it_was_looked_for_is_computed(node):
-    prompt = prompt_of(41)
-    node.start("a", prompt)
-    node.run()
-    node.forget()
-    node.start("b", [*prompt[:20], 2])
-    node.run()
-    node.start("c", prompt)
-    node.forget()
-    node.run()
-    answers(node, "c", prompt)
-    assert node.engine.counts().held == 0
-
-
 def test_what_others_computed_of_a_prefix_while_it_was_looked_for_is_shared():
     node = Node(min_tokens=24)
     prompt = prompt_of(41)
-    node.start("a", prompt)
-    node.run()
-    node.forget()
+    node.compute(prompt)
     node.start("b", prompt)
     node.start("short", [*prompt[:20], 2])
-    while "short" not in node.told.finished:
+    while "short" not in node.told.finishes:
         node.turn()
     node.run()
     answers(node, "b", prompt)
@@ -361,9 +303,7 @@ def test_a_request_that_lacks_the_pages_of_a_save_runs_when_it_is_over():
 def test_a_pool_without_room_for_what_was_found_computes_when_there_is_some():
     node = Node(num_pages=16)
     prompt = prompt_of(41)
-    node.start("a", prompt)
-    node.run()
-    node.forget()
+    node.compute(prompt)
     held = node.engine.cache.allocate(8)
     node.start("b", prompt)
     node.stack.answer_all()
@@ -378,9 +318,7 @@ def test_a_pool_without_room_for_what_was_found_computes_when_there_is_some():
 def test_what_is_copied_in_takes_no_page_that_a_running_answer_grows_into():
     node = Node(num_pages=20)
     prompt = prompt_of(41)
-    node.start("a", prompt)
-    node.run()
-    node.forget()
+    node.compute(prompt)
     running = prompt_of(37, seed=1)
     node.start("b", running, num_new=7)
     node.stack.answer_all()
@@ -406,14 +344,6 @@ def test_a_tier_slower_than_computing_is_asked_only_now_and_then(node):
     assert len(node.stack.looking) == 2
     (load,) = node.tiering.loads()
     assert load.token_cost == pytest.approx(0.1 / PAGE / 0.001)
-
-
-def test_a_cost_is_told_once_both_sides_were_measured(node):
-    assert node.tiering.loads()[0].token_cost == -1
-    node.stack.cost = TierCost(latency_s=0.0, page_s=0.002, num_pages=9)
-    assert node.tiering.loads()[0].token_cost == -1
-    node.engine.steps.prompt_token_s = 0.001
-    assert node.tiering.loads()[0].token_cost == pytest.approx(0.5)
 
 
 def test_what_a_prompt_token_takes_is_learned_from_prompts_and_not_from_short_ends_of_them():
@@ -480,9 +410,9 @@ def test_those_who_wait_for_tiers_are_counted_and_failed_as_all_others_are(node)
     node.start("a", prompt_of(41))
     assert (node.role.load().num_waiting, node.role.load().queued_tokens) == (1, 41)
     node.role.fail_all(EngineFailed("of a forward, in which it has no part"))
-    assert node.told.failed == {}
+    assert node.told.errors == {}
     node.role.hand_over(EngineFailed("as the loop does"))
-    assert node.told.failed == {"a": "engine_failed"}
+    assert node.told.errors["a"].code == "engine_failed"
     assert node.role.load().num_waiting == 0
     node.run()
 
@@ -576,7 +506,7 @@ class AnyOrder(RuleBasedStateMachine):
             stack.is_full = False
         self.node.clock.now += 1
         self.node.run()
-        for name in self.node.told.finished:
+        for name in self.node.told.finishes:
             assert self.node.told.tokens[name] == toy_answer(self.prompts[name], 6)
         counts = self.node.engine.counts()
         assert counts.free + counts.cached == counts.total

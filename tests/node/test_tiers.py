@@ -5,15 +5,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from tandem.kvtier.guard import TierCost
 from tandem.kvtier.stack import CLOSE_S
 from tandem.node import rank as rank_process
 from tandem.node.ranks import STOP_TIMEOUT_S
-from tandem.node.tiers import SAVE_WAIT_S, RemoteTiers, TierGroup, load_of_node
+from tandem.node.tiers import SAVE_WAIT_S, TierGroup, load_of_node
 from tandem.wire.messages import TierLoad
 from tests.engine.toy_runner import ShardedToyRunner
 from tests.node import test_tiering
-from tests.node.test_tiering import PAGE, Node, answers, prompt_of
+from tests.node.test_tiering import Node, answers, prompt_of
 from tests.node.tier_rig import FakeRank, ScriptedStack
 
 
@@ -28,7 +27,7 @@ class TwoRanks(Node):
 
     def tiers(self):
         self.rank = FakeRank(self.stacks[1], self.clock)
-        return TierGroup(self.stacks[0], [RemoteTiers(self.rank.call, self.rank.take_events)])
+        return TierGroup(self.stacks[0], [self.rank])
 
     def tiers_work(self):
         self.rank.work()
@@ -42,16 +41,9 @@ def node():
     return TwoRanks()
 
 
-def compute(node, prompt, name="first"):
-    """Have a prompt computed and saved, and forgotten on the device."""
-    node.start(name, prompt)
-    node.run()
-    node.forget()
-
-
 def test_what_was_evicted_comes_back_with_the_pages_of_both_ranks(node):
     prompt = prompt_of(41)
-    compute(node, prompt)
+    node.compute(prompt)
     node.start("b", prompt)
     node.run()
     answers(node, "b", prompt)
@@ -59,7 +51,7 @@ def test_what_was_evicted_comes_back_with_the_pages_of_both_ranks(node):
 
 
 def test_no_rank_knows_a_page_by_the_name_of_another(node):
-    compute(node, prompt_of(41))
+    node.compute(prompt_of(41))
     own, other = (set(stack.content) for stack in node.stacks)
     assert len(own) == len(other) == 10
     assert not own & other
@@ -67,7 +59,7 @@ def test_no_rank_knows_a_page_by_the_name_of_another(node):
 
 def test_only_what_both_ranks_have_is_found(node):
     prompt = prompt_of(41)
-    compute(node, prompt)
+    node.compute(prompt)
     content = node.stacks[1].content
     for digest in list(content)[6:]:
         del content[digest]
@@ -79,7 +71,7 @@ def test_only_what_both_ranks_have_is_found(node):
 
 def test_a_rank_that_has_nothing_is_a_miss_that_waits_for_no_other(node):
     prompt = prompt_of(41)
-    compute(node, prompt)
+    node.compute(prompt)
     node.stacks[1].content.clear()
     node.start("b", prompt)
     node.rank.work()
@@ -96,7 +88,7 @@ def test_a_rank_that_has_nothing_is_a_miss_that_waits_for_no_other(node):
 
 def test_a_rank_that_says_nothing_costs_a_request_no_more_than_its_limit(node):
     prompt = prompt_of(41)
-    compute(node, prompt)
+    node.compute(prompt)
     node.start("b", prompt)
     node.stacks[0].answer_all()
     node.turn()
@@ -112,20 +104,10 @@ def test_a_rank_that_says_nothing_costs_a_request_no_more_than_its_limit(node):
     assert node.told.cached["b"] == 0
 
 
-def test_a_cancelled_fetch_is_forgotten_by_both_ranks(node):
-    compute(node, prompt_of(41))
-    node.start("b", prompt_of(41))
-    node.rank.work()
-    assert [len(stack.looking) for stack in node.stacks] == [1, 1]
-    node.role.cancel(node.ticket("b"))
-    node.rank.work()
-    assert [len(stack.looking) for stack in node.stacks] == [0, 0]
-
-
 @pytest.mark.parametrize("broken", [0, 1])
 def test_a_copy_that_fails_on_one_rank_is_a_miss(node, broken):
     prompt = prompt_of(41)
-    compute(node, prompt)
+    node.compute(prompt)
     node.start("b", prompt)
     node.tiers_work()
     node.turn()
@@ -169,10 +151,10 @@ def test_a_rank_without_room_saves_as_soon_as_it_has_some(node):
         node.turn()
         node.tiers_work()
     assert node.engine.counts().held
-    assert 0 < node.rank.tiers.wait_s() < 0.2
+    assert node.rank.tiers.has_to_retry
     node.stacks[1].is_full = False
     node.run()
-    assert node.rank.tiers.wait_s() == 1.0
+    assert not node.rank.tiers.has_to_retry
     assert [len(stack.content) for stack in node.stacks] == [5, 5]
 
 
@@ -201,60 +183,12 @@ def test_a_save_that_rank_0_cannot_begin_is_begun_nowhere(node):
     assert node.engine.cache.num_unsaved == 5
 
 
-def test_a_tier_takes_what_it_takes_on_the_slowest_rank(node):
-    node.stacks[0].cost = TierCost(latency_s=0.01, page_s=0.1, num_pages=9)
-    node.stacks[1].cost = TierCost(latency_s=0.02, page_s=0.3, num_pages=5)
-    node.engine.steps.prompt_token_s = 1.0
-    assert node.tiering.loads()[0].token_cost == pytest.approx(0.1 / PAGE)  # no word of it yet
-    node.rank.work()
-    node.role.poll()
-    assert node.tiering.loads()[0].token_cost == pytest.approx(0.3 / PAGE)
-
-
-def test_what_a_rank_holds_is_told_when_it_changed_and_not_at_once(node):
-    def told():
-        node.rank.work()
-        return [type(message).__name__ for message in node.rank.take_events()]
-
-    assert told() == ["TierReport"]
-    node.clock.now += 5
-    assert told() == []
-    node.clock.now += 5
-    assert told() == []
-    node.stacks[1].content[b"page"] = 0
-    assert told() == []
-    node.clock.now += 1
-    assert told() == ["TierReport"]
-
-
-def test_what_ranks_hold_each_for_itself_is_added_up():
-    loads = [
-        TierLoad(
-            name="host",
-            num_pages=pages,
-            num_bytes=100 * pages,
-            limit_bytes=500,
-            hit_tokens=8,
-            missed_tokens=pages,
-            put_bytes=10 * pages,
-            num_failures=pages,
-            state=state,
-        )
-        for pages, state in ((3, "up"), (4, "backing_off"), (2, "full"))
-    ]
-    whole = load_of_node(loads[0], loads[1:])
-    assert (whole.num_pages, whole.num_bytes, whole.limit_bytes) == (9, 900, 1500)
-    assert (whole.put_bytes, whole.num_failures, whole.state) == (90, 9, "backing_off")
-    # All ranks place the same tokens; what one lacks all lack.
-    assert (whole.hit_tokens, whole.missed_tokens) == (8, 4)
-
-
-def test_of_a_store_that_every_rank_sees_whole_the_size_is_not_added_up():
-    loads = [
-        TierLoad(name="redis", store="it", num_pages=pages, put_bytes=pages) for pages in (3, 4)
-    ]
-    whole = load_of_node(loads[0], loads[1:])
-    assert (whole.num_pages, whole.limit_bytes, whole.put_bytes) == (4, 0, 7)
+@pytest.mark.parametrize(("limit", "num_bytes"), [(500, 600), (0, 300)])
+def test_the_bytes_of_a_tier_are_those_of_all_ranks_unless_each_sees_the_whole(limit, num_bytes):
+    load = TierLoad(name="t", num_pages=3, num_bytes=300, limit_bytes=limit, put_bytes=10)
+    whole = load_of_node(load, num_ranks=2)
+    assert (whole.num_pages, whole.num_bytes, whole.put_bytes) == (3, num_bytes, 20)
+    assert whole.limit_bytes == 2 * limit
 
 
 def test_a_rank_whose_tiers_hang_has_time_left_to_give_back_its_memory():

@@ -127,16 +127,14 @@ class FakeRank:
         self._calls: deque[bytes] = deque()
         self._events: deque[bytes] = deque()
 
-    # ── what rank 0 knows of it ──────────────────────────────────────────────────────────────────
-
-    def call(self, method: str, *arguments: object) -> None:
+    def call(self, target: str, method: str, *arguments: object) -> None:
+        assert target == "tiers"
         self._calls.append(pickle.dumps((method, arguments)))
 
-    def take_events(self) -> Iterator[object]:
+    def take_events(self, source: str) -> Iterator[object]:
+        assert source == "tiers"
         while self._events:
             yield pickle.loads(self._events.popleft())
-
-    # ── what a test says ─────────────────────────────────────────────────────────────────────────
 
     def work(self, num_calls: int = 1000) -> None:
         """Make passes of the rank's loop, over that many calls."""

@@ -20,6 +20,8 @@ def test_what_is_still_to_be_said_of_a_request_is_not_said_of_the_next_with_its_
     pair.run_until(lambda: pair.prefill_answers.finishes["a"] == ["length"])
     assert pair.prefill.tickets() == []
     pair.decode.cancel(pair.ticket("a"))
+    for answers in (pair.prefill_answers, pair.decode_answers):
+        answers.tokens.clear()
     pair.start("a", prompt_of(50), max_new_tokens=4)
     pair.run_until(lambda: "handed_off" in pair.prefill_answers.finishes["a"])
     assert pair.prefill_answers.finishes["a"] == ["length", "handed_off"]

@@ -16,6 +16,13 @@ def test_a_pair_and_a_router_are_what_one_gets():
     assert router.argv[:5] == ["lb", "--prefill", "http://127.0.0.1:9000", "9001", "--decode"]
 
 
+def test_flags_that_mean_nothing_to_nodes_are_taken_for_them_as_by_their_own_commands():
+    prefill, decode, router = cluster("--enable-metrics", "--stream-interval", "5")
+    for node in (prefill, decode):
+        assert node.argv[-3:] == ["--enable-metrics", "--stream-interval", "5"]
+    assert "--enable-metrics" not in router.argv
+
+
 def test_each_flag_goes_to_the_processes_that_it_is_of(tmp_path, monkeypatch):
     path = tmp_path / "flags.yaml"
     path.write_text("max-queued-requests: 10\npage-size: 32\n")
