@@ -21,6 +21,7 @@ from tandem.wire.channel import Link, tcp_address, wait
 from tandem.wire.errors import PeerLost
 from tandem.wire.keys import ChannelKey
 from tandem.wire.messages import FromEngine, Ping, Pong
+from tests.fork_server import Forked
 from tests.patience import PATIENCE_S, patiently
 
 # Of a machine that does other things, too: a process that ends is noticed at once.
@@ -31,18 +32,28 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Process:
-    """One `tandem` process with its own log."""
+    """One `tandem` process with its own log.
 
-    def __init__(self, *argv: str, env: dict[str, str] | None = None, cwd: Path = ROOT) -> None:
+    Args:
+        is_fresh: Started as a user does; others are forked, which saves them their imports.
+    """
+
+    def __init__(
+        self,
+        *argv: str,
+        env: dict[str, str] | None = None,
+        cwd: Path = ROOT,
+        is_fresh: bool = False,
+    ) -> None:
         self.argv = argv
         self._is_interrupted = False
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in stop
-        self._popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tandem", *argv],
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            cwd=cwd,
-            env={**os.environ, **(env or {})},
+        how: dict = {"cwd": cwd, "env": {**os.environ, **(env or {})}}
+        how |= dict.fromkeys(("stdout", "stderr"), self.log.fileno())
+        self._popen = (
+            subprocess.Popen([sys.executable, "-P", "-m", "tandem", *argv], **how)
+            if is_fresh
+            else Forked(["tandem", *argv], **how)
         )
 
     @property
@@ -105,7 +116,7 @@ def wait_healthy(url: str, *processes: Process) -> None:
         ended = [process for process in processes if not process.is_running()]
         if ended:
             break
-        time.sleep(0.1)  # another process's state: nothing here to wait on
+        time.sleep(0.02)  # another process's state: nothing here to wait on
     logs = "\n".join(f"--- {' '.join(p.argv)}\n{p.output()}" for p in processes)
     raise AssertionError(f"{url} did not become healthy:\n{logs}")
 

@@ -1,4 +1,7 @@
-"""The commands as people type them, right and wrong."""
+"""The commands as people type them, right and wrong.
+
+Those with `is_fresh` start as a user starts them; the others are forked, as everywhere in these tests.
+"""
 
 import json
 import shutil
@@ -38,9 +41,9 @@ def post(url: str, **body) -> dict | list:
         return json.loads(response.read())
 
 
-def refused(*argv: str, env=None) -> str:
+def refused(*argv: str, env=None, is_fresh: bool = False) -> str:
     """Run a command that is to fail; return what it says."""
-    process = Process(*argv, env=env)
+    process = Process(*argv, env=env, is_fresh=is_fresh)
     status = process.wait(START_TIMEOUT_S)
     said = process.output()
     process.log.close()
@@ -54,7 +57,7 @@ def refused(*argv: str, env=None) -> str:
 def test_one_command_starts_a_cluster_that_answers_and_ctrl_c_ends_it(tiny_model):
     port = free_ports(1)[0]
     model = ("--model", str(tiny_model("llama")))
-    up = Process("up", "--port", str(port), *model, "--load-format", "dummy", *POOL)
+    up = Process("up", "--port", str(port), *model, "--load-format", "dummy", *POOL, is_fresh=True)
     wait_healthy(f"http://127.0.0.1:{port}", up)
     answer = post(f"http://127.0.0.1:{port}/generate", input_ids=[5, 6], max_new_tokens=3)
     assert len(answer["output_ids"]) == 3
@@ -72,7 +75,7 @@ def test_a_cluster_starts_in_a_directory_with_files_named_like_our_packages(tiny
         (tmp_path / f"{package}.py").write_text(f"raise SystemExit('{package}.py of the user ran')")
     port = free_ports(1)[0]
     flags = ("--port", str(port), "--model", str(tiny_model("llama")), *SIMULATED)
-    up = Process("up", *flags, cwd=tmp_path)
+    up = Process("up", *flags, cwd=tmp_path, is_fresh=True)
     try:
         wait_healthy(f"http://127.0.0.1:{port}", up)
         answer = post(f"http://127.0.0.1:{port}/generate", input_ids=[5, 6], max_new_tokens=3)
@@ -201,7 +204,8 @@ def test_a_decode_node_under_sglangs_protocol_answers_with_every_token(cluster):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["prefill", "decode", "serve"])
 def test_a_model_that_is_not_there_is_refused_with_what_to_give(command):
-    assert "models are not downloaded" in refused(command, "--model", "/no/such/model")
+    said = refused(command, "--model", "/no/such/model", is_fresh=command == "serve")
+    assert "models are not downloaded" in said
 
 
 def broken(path: Path, fault: str) -> str:
@@ -295,11 +299,11 @@ def test_listening_to_the_world_without_a_secret_is_refused(tiny_model):
 
 
 def test_an_unknown_command_is_answered_with_the_known_ones():
-    assert "prefill" in refused("prefil")
+    assert "prefill" in refused("prefil", is_fresh=True)
 
 
 def test_a_mistyped_flag_is_refused():
-    assert "--modle" in refused("prefill", "--modle", "x")
+    assert "--modle" in refused("prefill", "--modle", "x", is_fresh=True)
 
 
 @pytest.mark.slow

@@ -206,7 +206,7 @@ def unaccounted(url: str) -> int:
 @pytest.mark.slow
 def test_nothing_outlives_a_killed_launcher(tiny_model):
     model = ("--model", str(tiny_model("llama")), "--num-threads", "1", *FLAGS)
-    serve = Process("serve", "--port", "0", *model)
+    serve = Process("serve", "--port", "0", *model, is_fresh=True)
     assert eventually(lambda: children(serve.pid) != [], START_TIMEOUT_S)
     (engine,) = children(serve.pid)
     serve.signal(signal.SIGKILL)
