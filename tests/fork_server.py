@@ -6,16 +6,16 @@ starts of ours in its turn (engines, ranks, edge workers) it forks, too; everyth
 user starts is a fresh process, which the tests of commands start (`Process(..., is_fresh=True)`).
 
 ```
- test ── a connection for each process: Start, its files ──▶ server ── fork ──▶ process
- test ◀── its pid, then its exit status ─────────────────── server
+ test ── what to start, its files, the end of a link ──▶ server ── fork ──▶ process
+ test ◀── that link: its pid, then its exit status ──── server
 ```
 """
 
-import array
 import asyncio
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import json
 import os
@@ -25,7 +25,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -48,6 +47,7 @@ PRELOADED = (
         "transformers.tokenization_utils_tokenizers",
     ),
 )
+MAX_START_BYTES = 1 << 18
 CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 # Their threads would be lost in a fork: one is enough for tiny models.
@@ -80,17 +80,14 @@ class Forked:
         shared_memory: str = "",
     ) -> None:
         self.returncode: int | None = None
-        self._lock, self._link = threading.Lock(), _Server.connect()
+        self._lock = threading.Lock()
+        self._link, theirs = socket.socketpair()
         start = {"argv": list(argv), "cwd": str(cwd), "env": dict(env)}
         start |= {"namespace": namespace, "shared_memory": shared_memory}
-        data = json.dumps(start).encode()
-        with open(os.devnull) as stdin:
-            files = array.array("i", [stdin.fileno(), stdout, stderr])
-            self._link.sendmsg(
-                [len(data).to_bytes(4)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)]
-            )
-            self._link.sendall(data)
-            self.pid = self._read_number()
+        with theirs, Path(os.devnull).open() as stdin:
+            files = [theirs.fileno(), stdin.fileno(), stdout, stderr]
+            socket.send_fds(_server(), [json.dumps(start).encode()], files)
+        self.pid = self._read_number()
 
     def _read_number(self) -> int:
         data = self._link.recv(4, socket.MSG_WAITALL)
@@ -130,55 +127,39 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-class _Server:
-    """The server of this process, started at its first use; it ends with this process."""
+@functools.cache
+def _server() -> socket.socket:
+    """Return the link to the server of this process, whose end ends it; started at the first call."""
+    link, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with theirs:
+        command = [sys.executable, "-P", __file__, str(theirs.fileno())]
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=os.environ | SINGLE
+        )
 
-    address = ""
-
-    @classmethod
-    def connect(cls) -> socket.socket:
-        if not cls.address:
-            directory = tempfile.mkdtemp(prefix="tandem-fork-")
-            cls.address = f"{directory}/socket"
-            with socket.socket(socket.AF_UNIX) as listening:
-                listening.bind(cls.address)
-                listening.listen(64)
-                keeps, ends = os.pipe()
-                process = subprocess.Popen(
-                    [sys.executable, "-P", __file__, str(listening.fileno()), str(keeps)],
-                    pass_fds=(listening.fileno(), keeps),
-                    stdin=subprocess.DEVNULL,
-                    env=os.environ | SINGLE,
-                )
-                os.close(keeps)
-            atexit.register(cls._stop, process, ends)
-        link = socket.socket(socket.AF_UNIX)
-        link.connect(cls.address)
-        return link
-
-    @classmethod
-    def _stop(cls, process: subprocess.Popen, ends: int) -> None:
-        os.close(ends)
+    def stop() -> None:
+        link.close()
         process.wait()
-        Path(cls.address).unlink()
-        Path(cls.address).parent.rmdir()
+
+    atexit.register(stop)
+    return link
 
 
 # ── the server ───────────────────────────────────────────────────────────────────────────────────
 
 
-def serve(listening: socket.socket, ends: int) -> None:
-    """Fork what is asked for, until the other end of the pipe `ends` is closed."""
+def serve(tests: socket.socket) -> None:
+    """Fork what is asked for, until the tests hang up."""
     selector = selectors.DefaultSelector()
-    selector.register(listening, selectors.EVENT_READ)
-    selector.register(ends, selectors.EVENT_READ)
+    selector.register(tests, selectors.EVENT_READ)
     while True:
         for key, _ in selector.select():
-            if key.fileobj == ends:
-                return
-            if key.fileobj is listening:
-                link = listening.accept()[0]
-                pid = _fork(link)
+            if key.data is None:
+                message, files, *_ = socket.recv_fds(tests, MAX_START_BYTES, 4)
+                if not message:
+                    return
+                link = socket.socket(fileno=files.pop(0))
+                pid = _fork(json.loads(message), files)
                 link.sendall(pid.to_bytes(4, signed=True))
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, link))
                 continue
@@ -186,27 +167,29 @@ def serve(listening: socket.socket, ends: int) -> None:
             os.close(key.fd)
             pid, link = key.data
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            with contextlib.suppress(OSError):  # nobody waits for it any more
+            with contextlib.suppress(OSError), link:  # perhaps nobody waits for it any more
                 link.sendall(status.to_bytes(4, signed=True))
-            link.close()
 
 
-def _fork(link: socket.socket) -> int:
-    size, files, *_ = socket.recv_fds(link, 4, 3)
-    start = json.loads(link.recv(int.from_bytes(size), socket.MSG_WAITALL))
-    if pid := os.fork():
-        for file in files:
-            os.close(file)
-        return pid
+def _fork(start: dict[str, Any], files: Sequence[int]) -> int:
+    if not (pid := os.fork()):
+        _enter(start["namespace"], start["shared_memory"])
+        _become(start["argv"], files, (), start["env"], start["cwd"])
+    for file in files:
+        os.close(file)
+    return pid
+
+
+def _enter(namespace: str, shared_memory: str) -> None:
+    """Leave the machine's network and shared memory for others, where they are named."""
     libc = ctypes.CDLL(None)
-    if start["namespace"]:
-        with open(start["namespace"]) as namespace:
-            assert not libc.setns(namespace.fileno(), CLONE_NEWNET)
-    if start["shared_memory"]:
+    if namespace:
+        with Path(namespace).open() as file:
+            assert not libc.setns(file.fileno(), CLONE_NEWNET)
+    if shared_memory:
         assert not libc.unshare(CLONE_NEWNS)
         assert not libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None)
-        assert not libc.mount(start["shared_memory"].encode(), b"/dev/shm", None, MS_BIND, None)
-    _become(start["argv"], files, (), start["env"], start["cwd"])
+        assert not libc.mount(shared_memory.encode(), b"/dev/shm", None, MS_BIND, None)
 
 
 # ── a forked process ─────────────────────────────────────────────────────────────────────────────
@@ -397,7 +380,7 @@ def main() -> None:
     """Import, and serve."""
     from importlib import import_module
 
-    listening, ends = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    tests = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
     gc.disable()
     for module in PRELOADED:
@@ -407,7 +390,7 @@ def main() -> None:
     subprocess._fork_exec = _fork_exec
     asyncio.create_subprocess_exec = _create
     gc.freeze()
-    serve(listening, ends)
+    serve(tests)
     os._exit(0)  # without taking every module apart
 
 
