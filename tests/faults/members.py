@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.e2e.test_deaths import children
+from tests.e2e.clients import children
 from tests.faults.network import ROOT
 from tests.fork_server import Forked
 from tests.patience import PATIENCE_S
