@@ -1,4 +1,4 @@
-"""Models that tests share: the embedded one, and tiny random ones of several architectures."""
+"""What all tests share: models, how hypothesis draws, and that no test changes what the next one finds."""
 
 import gc
 import os
@@ -49,6 +49,23 @@ def _logs_as_before():
     before = structlog.get_config()
     yield
     structlog.configure(**before)
+
+
+@pytest.fixture(autouse=True)
+def _variables_as_before():
+    """Fail a test that leaves our variables otherwise than they were: later tests would read them."""
+    before = _our_variables()
+    yield
+    if (after := _our_variables()) != before:
+        for name in after.keys() | before.keys():
+            os.environ.pop(name, None)
+        os.environ.update(before)
+        names = sorted(dict(after.items() ^ before.items()))
+        pytest.fail(f"the test left {', '.join(names)} otherwise than before")
+
+
+def _our_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("TANDEM_")}
 
 
 @pytest.fixture(scope="session")

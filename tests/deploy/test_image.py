@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 from tandem.up import free_ports
 from tests.deploy.commands import ROOT, config_of
-from tests.e2e.cluster import START_TIMEOUT_S, Process, eventually, get_json
+from tests.e2e.cluster import START_TIMEOUT_S, Process, ask, eventually
 
 DOCKER = ROOT / "deploy/docker"
 HEALTHCHECK = DOCKER / "healthcheck.py"
@@ -166,6 +166,6 @@ def test_the_health_check_tells_a_router_that_lives_from_one_that_serves():
 
 def answers(url: str) -> bool:
     try:
-        return bool(get_json(f"{url}/health"))
+        return bool(ask(f"{url}/health"))
     except OSError:
         return False

@@ -13,7 +13,7 @@ import pytest
 
 from tandem.up import free_ports
 from tests.deploy.commands import ROOT
-from tests.e2e.cluster import eventually, get_json
+from tests.e2e.cluster import ask, eventually
 from tests.patience import PATIENCE_S
 
 SCRIPT = ROOT / "deploy/slurm/tandem.sbatch"
@@ -96,7 +96,7 @@ def num_streamed(url: str, began: threading.Event) -> int:
 def is_whole(url: str) -> bool:
     """Tell whether the router has all nodes, each under the name of its machine."""
     try:
-        nodes = get_json(f"{url}/nodes")[1]["nodes"]
+        nodes = ask(f"{url}/nodes")[1]["nodes"]
     except OSError:
         return False
     up = sorted(

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -21,6 +22,7 @@ from tandem.wire.channel import Link, tcp_address, wait
 from tandem.wire.errors import PeerLost
 from tandem.wire.keys import ChannelKey
 from tandem.wire.messages import FromEngine, Ping, Pong
+from tests.fork_server import Forked
 from tests.patience import PATIENCE_S, patiently
 
 # Of a machine that does other things, too: a process that ends is noticed at once.
@@ -31,18 +33,28 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Process:
-    """One `tandem` process with its own log."""
+    """One `tandem` process with its own log.
 
-    def __init__(self, *argv: str, env: dict[str, str] | None = None, cwd: Path = ROOT) -> None:
+    Args:
+        is_fresh: Started as a user does; others are forked, see `tests/fork_server.py`.
+    """
+
+    def __init__(
+        self,
+        *argv: str,
+        env: dict[str, str] | None = None,
+        cwd: Path = ROOT,
+        is_fresh: bool = False,
+    ) -> None:
         self.argv = argv
         self._is_interrupted = False
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in stop
-        self._popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tandem", *argv],
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            cwd=cwd,
-            env={**os.environ, **(env or {})},
+        how: dict = {"cwd": cwd, "env": {**os.environ, **(env or {})}}
+        how |= dict.fromkeys(("stdout", "stderr"), self.log.fileno())
+        self._popen = (
+            subprocess.Popen([sys.executable, "-P", "-m", "tandem", *argv], **how)
+            if is_fresh
+            else Forked(["tandem", *argv], **how)
         )
 
     @property
@@ -81,18 +93,27 @@ class Process:
         return status
 
 
-def get_json(url: str) -> tuple[int, object]:
-    """GET; return status and JSON (or text) of the answer, whatever the status."""
+def ask(
+    url: str,
+    body: dict | list | bytes | None = None,
+    *,
+    method: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> tuple[int, Any]:
+    """Send a request, a POST if it has a body; return status and JSON (or text), whatever the status."""
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **(headers or {})}
+    request = urllib.request.Request(url, data, headers, method=method)
     try:
-        with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
-            status, body = response.status, response.read()
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+            status, answer = response.status, response.read()
     except urllib.error.HTTPError as error:
         with error:
-            status, body = error.code, error.read()
+            status, answer = error.code, error.read()
     try:
-        return status, json.loads(body)
+        return status, json.loads(answer)
     except ValueError:
-        return status, body.decode()
+        return status, answer.decode()
 
 
 def wait_healthy(url: str, *processes: Process) -> None:
@@ -100,12 +121,12 @@ def wait_healthy(url: str, *processes: Process) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
-            if get_json(f"{url}/health")[0] == 200:
+            if ask(f"{url}/health")[0] == 200:
                 return
         ended = [process for process in processes if not process.is_running()]
         if ended:
             break
-        time.sleep(0.1)  # another process's state: nothing here to wait on
+        time.sleep(0.02)  # another process's state: nothing here to wait on
     logs = "\n".join(f"--- {' '.join(p.argv)}\n{p.output()}" for p in processes)
     raise AssertionError(f"{url} did not become healthy:\n{logs}")
 
@@ -122,7 +143,7 @@ def eventually(is_so: Callable[[], bool], within_s: float = PATIENCE_S) -> bool:
 
 def load_now(url: str, key: ChannelKey | None = None) -> dict:
     """Ask a node's engine for its load: /server_info has what it last said by itself, before what was done since."""
-    info = get_json(f"{url}/server_info")[1]
+    info = ask(f"{url}/server_info")[1]
     link: Link = Link(tcp_address(host_of(url), info["engine_port"]), FromEngine, key)
     with contextlib.closing(link):
         is_asked = False
@@ -151,6 +172,7 @@ class Cluster:
         host: str = "127.0.0.1",
         prefill_flags: tuple = (),
         decode_flags: tuple = (),
+        is_fresh: bool = False,
     ) -> None:
         node_flags = (*node_flags, "--host", host)
         host = f"[{host}]" if ":" in host else host
@@ -163,12 +185,14 @@ class Cluster:
             self.prefill_urls.append(f"http://{host}:{port}")
             bootstrap_ports.append(bootstrap_port)
             argv = ["prefill", "--port", str(port), "--bootstrap-port", bootstrap_port]
-            self.processes.append(Process(*argv, *node_flags, *prefill_flags, env=env))
+            self.processes.append(
+                Process(*argv, *node_flags, *prefill_flags, env=env, is_fresh=is_fresh)
+            )
         for _ in range(decodes):
             port = next(ports)
             self.decode_urls.append(f"http://{host}:{port}")
             argv = ["decode", "--port", str(port), *node_flags, *decode_flags]
-            self.processes.append(Process(*argv, env=env))
+            self.processes.append(Process(*argv, env=env, is_fresh=is_fresh))
         port = next(ports)
         self.url = f"http://{host}:{port}"
         self.router = Process(
@@ -178,6 +202,7 @@ class Cluster:
             # What a test asks for goes through both nodes, however short it is.
             *("--local-prefill-threshold", "0", *router_flags),
             env=env,
+            is_fresh=is_fresh,
         )
         self.processes.append(self.router)
 
@@ -206,25 +231,27 @@ def running_cluster(*node_flags: str, **settings) -> Iterator[Cluster]:
 
 
 @contextlib.contextmanager
-def running_router(cluster: Cluster, *flags: str) -> Iterator[str]:
-    """Start one more router of the same nodes, yield its URL, stop it at the end."""
-    port = free_ports(1)[0]
-    nodes = ("--prefill", *cluster.prefill_urls, "--decode", *cluster.decode_urls)
-    process = Process("lb", *nodes, "--port", str(port), *flags)
+def running(*argv: str, port: int = 0, **how) -> Iterator[tuple[str, Process]]:
+    """Start a command, yield its URL and process once it serves, stop it at the end."""
+    port = port or free_ports(1)[0]
+    process = Process(*argv, "--port", str(port), **how)
     try:
         wait_healthy(f"http://127.0.0.1:{port}", process)
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}", process
     finally:
         process.stop()
 
 
 @contextlib.contextmanager
+def running_router(cluster: Cluster, *flags: str) -> Iterator[str]:
+    """Start one more router of the same nodes, yield its URL, stop it at the end."""
+    nodes = ("--prefill", *cluster.prefill_urls, "--decode", *cluster.decode_urls)
+    with running("lb", *nodes, *flags) as (url, _):
+        yield url
+
+
+@contextlib.contextmanager
 def running_serve(*flags: str) -> Iterator[str]:
     """Start `tandem serve`, yield its URL, stop it at the end."""
-    port = free_ports(1)[0]
-    process = Process("serve", "--port", str(port), *flags)
-    try:
-        wait_healthy(f"http://127.0.0.1:{port}", process)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.stop()
+    with running("serve", *flags) as (url, _):
+        yield url

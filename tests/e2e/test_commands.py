@@ -1,10 +1,12 @@
-"""The commands as people type them, right and wrong."""
+"""The commands as people type them, right and wrong.
+
+Those with `is_fresh` start as a user starts them; the others are forked, as everywhere in these tests.
+"""
 
 import json
 import shutil
 import signal
 import socket
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,16 +14,16 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tandem.up import free_ports
+from tests.e2e.clients import generate, is_told
 from tests.e2e.cluster import (
     START_TIMEOUT_S,
     Cluster,
     Process,
+    ask,
     eventually,
-    get_json,
     running_cluster,
     wait_healthy,
 )
-from tests.patience import PATIENCE_S
 
 PACKAGES = ("decode", "engine", "frontend", "kvtier", "kvtransfer", "node", "prefill", "router")
 PACKAGES += ("tandem", "telemetry", "wire")
@@ -30,17 +32,9 @@ POOL = ("--max-total-tokens", "2048", "--num-threads", "1")
 SIMULATED = ("--engine", "simulated", "--sim-kv", "real", *POOL)
 
 
-def post(url: str, **body) -> dict | list:
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return json.loads(response.read())
-
-
-def refused(*argv: str, env=None) -> str:
+def refused(*argv: str, env=None, is_fresh: bool = False) -> str:
     """Run a command that is to fail; return what it says."""
-    process = Process(*argv, env=env)
+    process = Process(*argv, env=env, is_fresh=is_fresh)
     status = process.wait(START_TIMEOUT_S)
     said = process.output()
     process.log.close()
@@ -54,9 +48,9 @@ def refused(*argv: str, env=None) -> str:
 def test_one_command_starts_a_cluster_that_answers_and_ctrl_c_ends_it(tiny_model):
     port = free_ports(1)[0]
     model = ("--model", str(tiny_model("llama")))
-    up = Process("up", "--port", str(port), *model, "--load-format", "dummy", *POOL)
+    up = Process("up", "--port", str(port), *model, "--load-format", "dummy", *POOL, is_fresh=True)
     wait_healthy(f"http://127.0.0.1:{port}", up)
-    answer = post(f"http://127.0.0.1:{port}/generate", input_ids=[5, 6], max_new_tokens=3)
+    answer = generate(f"http://127.0.0.1:{port}", input_ids=[5, 6], max_new_tokens=3)
     assert len(answer["output_ids"]) == 3
     assert eventually(lambda: "Tandem serves at" in up.output())
     up.signal(signal.SIGINT)
@@ -72,10 +66,10 @@ def test_a_cluster_starts_in_a_directory_with_files_named_like_our_packages(tiny
         (tmp_path / f"{package}.py").write_text(f"raise SystemExit('{package}.py of the user ran')")
     port = free_ports(1)[0]
     flags = ("--port", str(port), "--model", str(tiny_model("llama")), *SIMULATED)
-    up = Process("up", *flags, cwd=tmp_path)
+    up = Process("up", *flags, cwd=tmp_path, is_fresh=True)
     try:
         wait_healthy(f"http://127.0.0.1:{port}", up)
-        answer = post(f"http://127.0.0.1:{port}/generate", input_ids=[5, 6], max_new_tokens=3)
+        answer = generate(f"http://127.0.0.1:{port}", input_ids=[5, 6], max_new_tokens=3)
         assert len(answer["output_ids"]) == 3
     finally:
         up.stop()
@@ -92,8 +86,8 @@ def test_two_of_each_share_the_work_and_every_process_ends_with_0(tiny_model):
         health = f"{cluster.url}/health"
         assert eventually(lambda: all(is_told(health, 200, all_serve) for _ in range(20)))
         prompts = [[5 + i, 6, 7] for i in range(24)]
-        answers = post(
-            f"{cluster.url}/generate",
+        answers = generate(
+            cluster.url,
             input_ids=prompts,
             sampling_params={"max_new_tokens": 4, "ignore_eos": True},
         )
@@ -119,34 +113,17 @@ def test_a_prefill_and_a_decode_of_different_models_are_refused_by_name(tiny_mod
     try:
         for node in nodes:
             wait_healthy(node, prefill, decode)
-        prints = [get_json(f"{node}/server_info")[1]["model"]["fingerprint"] for node in nodes]
+        prints = [ask(f"{node}/server_info")[1]["model"]["fingerprint"] for node in nodes]
         # The halves, driven as SGLang's router would: the handshake refuses.
         body = {"input_ids": [5], "bootstrap_host": "127.0.0.1", "bootstrap_room": 7}
-        request = urllib.request.Request(
-            f"{nodes[1]}/generate",
-            json.dumps({**body, "bootstrap_port": bootstrap_port}).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with pytest.raises(urllib.error.HTTPError) as raised:
-            urllib.request.urlopen(request, timeout=PATIENCE_S)
-        with raised.value as answer:
-            said = answer.read().decode()
+        said = str(generate(nodes[1], **body, bootstrap_port=bootstrap_port))
         assert all(fingerprint in said for fingerprint in prints), said
         # The router does not pair them, and says why.
         health_url = f"http://127.0.0.1:{router_port}/health"
-        assert eventually(lambda: is_told(health_url, 503, *prints)), get_json(health_url)
+        assert eventually(lambda: is_told(health_url, 503, *prints)), ask(health_url)
     finally:
         for process in (router, prefill, decode):
             process.stop()
-
-
-def is_told(url: str, status: int, *words: str) -> bool:
-    """Tell whether `url` answers with this status and all these words."""
-    try:
-        got, answer = get_json(url)
-    except OSError:
-        return False
-    return got == status and all(word in str(answer) for word in words)
 
 
 @pytest.mark.slow
@@ -161,10 +138,7 @@ def test_a_router_without_nodes_keeps_trying_and_says_so(tiny_model):
     url = f"http://127.0.0.1:{port}"
     try:
         assert eventually(lambda: is_told(f"{url}/health", 503, str(prefill_port)))
-        with pytest.raises(urllib.error.HTTPError) as raised:
-            post(f"{url}/generate", input_ids=[5])
-        with raised.value as answer:
-            assert answer.code == 503
+        assert ask(f"{url}/generate", {"input_ids": [5]})[0] == 503
         nodes.append(
             Process(
                 *("prefill", "--port", str(prefill_port)),
@@ -173,7 +147,7 @@ def test_a_router_without_nodes_keeps_trying_and_says_so(tiny_model):
         )
         nodes.append(Process("decode", "--port", str(decode_port), *flags))
         wait_healthy(url, router, *nodes)
-        assert post(f"{url}/generate", input_ids=[5], max_new_tokens=1)["output_ids"]
+        assert generate(url, input_ids=[5], max_new_tokens=1)["output_ids"]
     finally:
         for process in (router, *nodes):
             process.stop()
@@ -182,7 +156,7 @@ def test_a_router_without_nodes_keeps_trying_and_says_so(tiny_model):
 @pytest.mark.slow
 def test_a_decode_node_under_sglangs_protocol_answers_with_every_token(cluster):
     sampling = {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True}
-    whole = post(f"{cluster.url}/generate", input_ids=[9, 8, 7], sampling_params=sampling)
+    whole = generate(cluster.url, input_ids=[9, 8, 7], sampling_params=sampling)
     bootstrap_port = cluster.processes[0].argv[4]
     body = {
         "input_ids": [9, 8, 7],
@@ -193,7 +167,7 @@ def test_a_decode_node_under_sglangs_protocol_answers_with_every_token(cluster):
     }
     with ThreadPoolExecutor() as pool:
         urls = (cluster.prefill_urls[0], cluster.decode_urls[0])
-        halves = list(pool.map(lambda url: post(f"{url}/generate", **body), urls))
+        halves = list(pool.map(lambda url: generate(url, **body), urls))
     assert halves[1]["output_ids"] == whole["output_ids"]
     assert halves[0]["output_ids"] == whole["output_ids"][:1]
 
@@ -201,7 +175,8 @@ def test_a_decode_node_under_sglangs_protocol_answers_with_every_token(cluster):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["prefill", "decode", "serve"])
 def test_a_model_that_is_not_there_is_refused_with_what_to_give(command):
-    assert "models are not downloaded" in refused(command, "--model", "/no/such/model")
+    said = refused(command, "--model", "/no/such/model", is_fresh=command == "serve")
+    assert "models are not downloaded" in said
 
 
 def broken(path: Path, fault: str) -> str:
@@ -295,11 +270,11 @@ def test_listening_to_the_world_without_a_secret_is_refused(tiny_model):
 
 
 def test_an_unknown_command_is_answered_with_the_known_ones():
-    assert "prefill" in refused("prefil")
+    assert "prefill" in refused("prefil", is_fresh=True)
 
 
 def test_a_mistyped_flag_is_refused():
-    assert "--modle" in refused("prefill", "--modle", "x")
+    assert "--modle" in refused("prefill", "--modle", "x", is_fresh=True)
 
 
 @pytest.mark.slow
@@ -313,14 +288,9 @@ def test_a_cluster_on_ipv6_keeps_to_those_with_its_key_and_its_secret(tiny_model
         "router_flags": key,
     }
     with running_cluster(*flags, "--transfer-backend", transport, **settings) as cluster:
-        with pytest.raises(urllib.error.HTTPError) as raised:
-            post(f"{cluster.url}/generate", input_ids=[5])
-        with raised.value as answer:
-            assert answer.code == 401
-        request = urllib.request.Request(
-            f"{cluster.url}/generate",
-            b'{"input_ids": [5], "max_new_tokens": 3}',
-            {"Content-Type": "application/json", "Authorization": "Bearer a-key"},
+        body = {"input_ids": [5], "max_new_tokens": 3}
+        assert ask(f"{cluster.url}/generate", body)[0] == 401
+        status, answer = ask(
+            f"{cluster.url}/generate", body, headers={"Authorization": "Bearer a-key"}
         )
-        with urllib.request.urlopen(request, timeout=60) as response:
-            assert len(json.loads(response.read())["output_ids"]) == 3
+        assert (status, len(answer["output_ids"])) == (200, 3)

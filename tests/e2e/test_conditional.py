@@ -3,18 +3,28 @@
 import asyncio
 import os
 import signal
-import urllib.request
 from functools import partial
 
 import pytest
 
-from tests.e2e.cluster import eventually, get_json, running_cluster, running_router
-from tests.e2e.test_commands import is_told
-from tests.e2e.test_deaths import NUM_NEW, PROMPTS, stream_all, unaccounted
-from tests.e2e.test_features import CALLS, ask_all, assert_same
-from tests.e2e.test_simulated import FLAGS as SIMULATED
-from tests.e2e.test_simulated import QUIET, described_model, expected, generate, load_of, profile
-from tests.patience import PATIENCE_S
+from tests.e2e.clients import (
+    NUM_NEW,
+    PROMPTS,
+    QUIET,
+    SIMULATED,
+    are_up,
+    ask_all,
+    assert_same,
+    expected,
+    generate,
+    is_told,
+    load_of,
+    nodes_of,
+    stream_all,
+    unaccounted,
+)
+from tests.e2e.cluster import ask, eventually, running_cluster, running_router
+from tests.e2e.test_features import CALLS
 
 # What a prompt that is computed elsewhere could get wrong.
 CHOSEN = (
@@ -28,17 +38,17 @@ CHOSEN = (
     "a grammar",
 )
 
-__all__ = ["described_model", "profile"]  # fixtures
-
 
 @pytest.mark.slow
 def test_decode_alone_answers_as_one_engine_does(serve, cluster):
     calls = {name: CALLS[name] for name in CHOSEN}
     expected_answers = ask_all(serve, calls)
     with running_router(cluster, "--local-prefill-threshold", "1000000", *QUIET) as url:
-        assert eventually(lambda: all(n["is_up"] for n in nodes(url)))
+        assert eventually(lambda: are_up(url))
         # What other tests left in the cache would be no work. A page that is still read outlives a flush.
-        assert eventually(lambda: flush(url) and not any(map(cached, cluster.loads())))
+        assert eventually(
+            lambda: ask(f"{url}/flush_cache", b"") and not any(map(cached, cluster.loads()))
+        )
         prefill_before, decode_before = cluster.loads()
         found = ask_all(url, calls)
         computed = sum(answer["meta_info"]["prompt_tokens"] for answer in natively_told(found))
@@ -53,11 +63,6 @@ def test_decode_alone_answers_as_one_engine_does(serve, cluster):
     assert decode["received_bytes"] == decode_before["received_bytes"]
 
 
-def flush(url: str) -> bool:
-    with urllib.request.urlopen(f"{url}/flush_cache", b"", timeout=PATIENCE_S) as response:
-        return response.status == 200
-
-
 def cached(load: dict) -> int:
     return load["pages_cached"]
 
@@ -68,18 +73,14 @@ def natively_told(found) -> list[dict]:
     return [answer for several in answers for answer in several if "meta_info" in answer]
 
 
-def nodes(url: str) -> list[dict]:
-    return get_json(f"{url}/server_info")[1]["nodes"]
-
-
 @pytest.mark.slow
 def test_short_prompts_stay_long_ones_go_and_a_lost_prefill_costs_no_token(
     described_model, profile
 ):
-    flags = ("--model", str(described_model), *SIMULATED, *QUIET, "--sim-profile", str(profile))
+    flags = ("--model", str(described_model), *SIMULATED, *QUIET, *profile(0.01, 4))
     threshold = ("--local-prefill-threshold", "60")
     with running_cluster(*flags, decodes=2, router_flags=threshold) as cluster:
-        assert eventually(lambda: all(n["is_up"] for n in nodes(cluster.url)))
+        assert eventually(lambda: are_up(cluster.url))
         short, long = list(range(100, 160)), list(range(200, 261))
         for prompt in (short, long):
             told = generate(cluster.url, input_ids=prompt, max_new_tokens=9, temperature=0)
@@ -90,7 +91,7 @@ def test_short_prompts_stay_long_ones_go_and_a_lost_prefill_costs_no_token(
         streams = asyncio.run(stream_all(cluster.url, kill))
         assert streams == [expected(described_model, prompt, NUM_NEW) for prompt in PROMPTS]
         # Nobody is left who could compute it for decode.
-        assert eventually(lambda: not nodes(cluster.url)[0]["is_up"])
+        assert eventually(lambda: not nodes_of(cluster.url)[0]["is_up"])
         told = generate(cluster.url, input_ids=[*long, 7], max_new_tokens=9, temperature=0)
         assert told["output_ids"] == expected(described_model, [*long, 7], 9)
         left = "0 of 1 prefill nodes and 2 of 2 decode nodes serve"

@@ -1,24 +1,22 @@
 """A node that dies under its requests costs and repeats no token."""
 
 import asyncio
-import json
 import os
 import signal
 import sys
 import time
-import urllib.request
 from functools import partial
-from pathlib import Path
 
 import aiohttp
 import pytest
 
+from tests.e2e.clients import PROMPTS, children, is_alive, stream, stream_all, unaccounted
 from tests.e2e.cluster import (
     MAX_ROUNDS,
     START_TIMEOUT_S,
     Process,
+    ask,
     eventually,
-    get_json,
     load_now,
     running_cluster,
 )
@@ -28,56 +26,6 @@ FLAGS = (
     *("--page-size", "8", "--chunked-prefill-size", "32", "--max-total-tokens", "4096"),
     *("--attention-backend", "torch"),  # no kernel to compile at each start
 )
-PROMPTS = [[5 + i, 6, 7, 8] * 20 for i in range(6)]
-NUM_NEW = 300
-
-
-def children(pid: int) -> list[int]:
-    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in listed]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-async def stream(
-    session, url: str, prompt, started: asyncio.Event, num_new: int = NUM_NEW
-) -> list[int]:
-    """Return all tokens of one stream; `started` is set when some have come."""
-    params = {"max_new_tokens": num_new, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": prompt, "sampling_params": params, "stream": True}
-    token_ids: list[int] = []
-    async with session.post(f"{url}/generate", json=body) as response:
-        assert response.status == 200
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                event = json.loads(line[6:])
-                reason = event["meta_info"]["finish_reason"]
-                assert reason is None or reason["type"] == "length", reason
-                assert event["output_ids"][: len(token_ids)] == token_ids
-                token_ids = event["output_ids"]
-                if len(token_ids) > 10:
-                    started.set()
-    return token_ids
-
-
-async def stream_all(url: str, when_all_flow=None, num_new: int = NUM_NEW) -> list[list[int]]:
-    timeout = aiohttp.ClientTimeout(total=START_TIMEOUT_S)  # it guards against a hang alone
-    async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as tasks:
-        started = [asyncio.Event() for _ in PROMPTS]
-        streams = [
-            tasks.create_task(stream(session, url, prompt, event, num_new))
-            for prompt, event in zip(PROMPTS, started, strict=True)
-        ]
-        for event in started:
-            await event.wait()
-        if when_all_flow is not None:
-            when_all_flow()
-    return [task.result() for task in streams]
 
 
 @pytest.mark.slow
@@ -109,7 +57,7 @@ def test_no_client_notices_that_a_prefill_node_was_killed_under_its_prompts(tiny
         (engine,) = children(victim.pid)
         undisturbed = asyncio.run(burst(cluster.url))
         for url in (*cluster.prefill_urls, decode):  # so that prompts are computed again
-            urllib.request.urlopen(f"{url}/flush_cache", b"").close()
+            ask(f"{url}/flush_cache", b"")
         disturbed = asyncio.run(burst(cluster.url, lambda: os.kill(engine, signal.SIGKILL)))
         assert disturbed == undisturbed
         assert eventually(lambda: not victim.is_running())
@@ -144,7 +92,7 @@ def test_a_killed_edge_worker_takes_its_own_streams_with_it_and_its_requests_off
 
 
 def edge_workers(url: str) -> list[dict]:
-    return get_json(f"{url}/server_info")[1]["workers"]
+    return ask(f"{url}/server_info")[1]["workers"]
 
 
 async def kill_an_edge_worker(cluster) -> tuple[list, float | None]:
@@ -198,15 +146,10 @@ async def burst(url: str, after_the_first=None) -> list[list[int]]:
     return [task.result() for task in asked]
 
 
-def unaccounted(url: str) -> int:
-    load = get_json(f"{url}/server_info")[1]["load"]
-    return load["num_pages"] - load["pages_free"] - load["pages_cached"]
-
-
 @pytest.mark.slow
 def test_nothing_outlives_a_killed_launcher(tiny_model):
     model = ("--model", str(tiny_model("llama")), "--num-threads", "1", *FLAGS)
-    serve = Process("serve", "--port", "0", *model)
+    serve = Process("serve", "--port", "0", *model, is_fresh=True)
     assert eventually(lambda: children(serve.pid) != [], START_TIMEOUT_S)
     (engine,) = children(serve.pid)
     serve.signal(signal.SIGKILL)

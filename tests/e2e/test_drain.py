@@ -5,8 +5,6 @@ import contextlib
 import json
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -14,9 +12,20 @@ import urllib.request
 import pytest
 
 from tandem.up import free_ports
-from tests.e2e.cluster import ROOT, Process, eventually, get_json, running_cluster, wait_healthy
-from tests.e2e.test_deaths import NUM_NEW, PROMPTS, stream_all, unaccounted
-from tests.e2e.test_simulated import FLAGS, QUIET, are_up, expected, generate, load_of
+from tests.e2e.clients import (
+    NUM_NEW,
+    PROMPTS,
+    QUIET,
+    SIMULATED,
+    are_up,
+    expected,
+    generate,
+    load_of,
+    nodes_of,
+    stream_all,
+    unaccounted,
+)
+from tests.e2e.cluster import Process, ask, eventually, running, running_cluster
 from tests.patience import PATIENCE_S
 
 NUM_LONG = 12
@@ -24,44 +33,34 @@ LONG_PROMPTS = [[5 + index, 6, 7, 8, 9] * 80 for index in range(NUM_LONG)]
 
 
 @pytest.fixture
-def flags(embedded_model, tmp_path):
+def flags(embedded_model, profile):
     """Return those of nodes whose prompts and answers take long enough to be interrupted."""
 
     def make(step_ms: float) -> tuple[str, ...]:
-        profile = tmp_path / "profile.json"
-        per_token = {"prefill": {"per_token_ms": 0.1}, "decode": {"base_ms": step_ms}}
-        profile.write_text(json.dumps(per_token))
-        return ("--model", str(embedded_model), *FLAGS, *QUIET, "--sim-profile", str(profile))
+        return ("--model", str(embedded_model), *SIMULATED, *QUIET, *profile(0.1, step_ms))
 
     return make
 
 
 def post(url: str, **body) -> tuple[int, dict]:
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-            return response.status, json.loads(response.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.loads(error.read())
+    return ask(url, body)
 
 
-def drain(*argv: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-P", "-m", "tandem", "drain", *argv]
-    return subprocess.run(
-        command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+def drain(*argv: str) -> tuple[int, str]:
+    """Run `tandem drain`; return its status and what it wrote."""
+    process = Process("drain", *argv)
+    process.wait()
+    told = process.output()
+    return process.stop(), told
 
 
 def detail(url: str) -> str:
-    return get_json(f"{url}/health")[1]["detail"]
+    return ask(f"{url}/health")[1]["detail"]
 
 
 def num_handed_over(url: str) -> int:
     """Of all replays those for this reason: nodes that stood still for a while are others' matter."""
-    lines = get_json(f"{url}/metrics")[1].splitlines()
+    lines = ask(f"{url}/metrics")[1].splitlines()
     named = 'tandem_router_replays_total{error="node_draining"}'
     return sum(int(float(line.split()[-1])) for line in lines if line.startswith(named))
 
@@ -90,7 +89,7 @@ def test_no_client_notices_that_nodes_were_told_to_end_and_these_end_with_0(
     long = long_stream if is_handed_over else contextlib.nullcontext
     node_flags = (*flags(8), "--drain-timeout-s", timeout_s, "--max-total-tokens", "32768")
     with running_cluster(*node_flags, prefills=2, decodes=2) as cluster:
-        assert eventually(lambda: all(are_up(cluster.url)))
+        assert eventually(lambda: are_up(cluster.url))
         first_prefill = cluster.processes[0]
         with long(cluster.url):
             url = busiest_decode(cluster.url)
@@ -123,9 +122,9 @@ def test_a_node_is_drained_turned_into_the_other_role_and_serves_in_it(flags, em
             url = next(url for url in cluster.decode_urls if num_running(url))
             (other,) = set(cluster.decode_urls) - {url}
             can_be_drained_and_serve_again(url)
-            told = drain(url, "--timeout", "0")
-            assert (told.returncode, told.stderr) == (0, "")
-            assert f"{url} is drained: nothing runs on it" in told.stdout
+            status, told = drain(url, "--timeout", "0")
+            assert status == 0, told
+            assert f"{url} is drained: nothing runs on it" in told
             assert eventually(lambda: num_handed_over(cluster.url) == 1)
             assert eventually(lambda: num_running(other) == 1), "it was handed over"
             assert stream.readline()
@@ -133,9 +132,9 @@ def test_a_node_is_drained_turned_into_the_other_role_and_serves_in_it(flags, em
 
             cannot_turn(url, port)
             holder.close()
-            epoch = get_json(f"{url}/server_info")[1]["epoch"]
+            epoch = ask(f"{url}/server_info")[1]["epoch"]
             turn(url, "prefill")
-            info = get_json(f"{url}/server_info")[1]
+            info = ask(f"{url}/server_info")[1]
             assert (info["role"], info["bootstrap_port"]) == ("prefill", port)
             assert info["epoch"] != epoch
             serves_as_prefill(url, other, embedded_model)
@@ -145,8 +144,7 @@ def test_a_node_is_drained_turned_into_the_other_role_and_serves_in_it(flags, em
 
 def busiest_decode(router: str) -> str:
     """Return the URL of the decode node with most requests, as the router counts them by itself."""
-    nodes = get_json(f"{router}/server_info")[1]["nodes"]
-    decodes = [node for node in nodes if node["role"] == "decode"]
+    decodes = [node for node in nodes_of(router) if node["role"] == "decode"]
     return max(decodes, key=lambda node: node["in_flight_requests"])["url"]
 
 
@@ -163,7 +161,7 @@ def long_stream(url: str):
 
 
 def num_running(url: str) -> int:
-    return get_json(f"{url}/server_info")[1]["load"]["num_running"]
+    return load_of(url)["num_running"]
 
 
 def can_be_drained_and_serve_again(url: str) -> None:
@@ -176,16 +174,15 @@ def can_be_drained_and_serve_again(url: str) -> None:
     status, refusal = post(f"{url}/role", role="prefill")
     assert (status, refusal["error"]["code"]) == (409, "not_now")
     assert "the node has 1 request: drain it first" in refusal["error"]["message"]
-    told = drain(url, "--cancel")
-    assert (told.returncode, told.stdout) == (0, f"{url} is serving\n")
-    assert get_json(f"{url}/health")[0] == 200
+    assert drain(url, "--cancel") == (0, f"{url} is serving\n")
+    assert ask(f"{url}/health")[0] == 200
 
 
 def is_drained(url: str) -> None:
     """It says so, and holds nothing."""
-    status, health = get_json(f"{url}/health")
+    status, health = ask(f"{url}/health")
     assert (status, health["detail"][:8]) == (503, "drained:")
-    info = get_json(f"{url}/server_info")[1]
+    info = ask(f"{url}/server_info")[1]
     assert (info["is_draining"], info["is_healthy"]) == (True, False)
     assert eventually(lambda: not unaccounted(url))  # its load is told twice a second
 
@@ -209,16 +206,11 @@ def turn(url: str, role: str) -> None:
 
 def serves_as_prefill(url: str, decode: str, model) -> None:
     """A router that is given the node as prefill, and no other, has it compute prompts."""
-    port = free_ports(1)[0]
     nodes = ("--prefill", url, "--decode", decode, "--local-prefill-threshold", "0")
-    router = Process("lb", *nodes, "--port", str(port), *QUIET)
-    try:
-        wait_healthy(f"http://127.0.0.1:{port}", router)
-        told = generate(f"http://127.0.0.1:{port}", input_ids=[5, 6, 7], **PARAMS)
+    with running("lb", *nodes, *QUIET) as (router, _):
+        told = generate(router, input_ids=[5, 6, 7], **PARAMS)
         assert told["output_ids"] == expected(model, [5, 6, 7], 5)
         assert eventually(lambda: load_of(url)["prompt_tokens"] == 3)
-    finally:
-        router.stop()
 
 
 def ends_at_once(url: str, node: Process) -> None:
@@ -228,6 +220,6 @@ def ends_at_once(url: str, node: Process) -> None:
     assert post(f"{url}/drain", cancel=True)[0] == 409
     node.signal(signal.SIGTERM)
     assert node.wait() == 1
-    told = drain(url)
-    assert (told.returncode, told.stdout) == (1, "")
-    assert "cannot be reached" in told.stderr
+    status, told = drain(url)
+    assert status == 1
+    assert "cannot be reached" in told

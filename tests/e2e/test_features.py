@@ -1,18 +1,15 @@
 """Each feature of a generation gives the same through the cluster as in one engine."""
 
-import asyncio
 import json
 import re
-import urllib.request
 
-import aiohttp
 import pytest
 
 from tandem.wire.generation import SamplingParams
-from tests.e2e.cluster import MAX_ROUNDS, running_cluster
+from tests.e2e.clients import ask_all, assert_same
+from tests.e2e.cluster import MAX_ROUNDS, ask, running_cluster
 from tests.e2e.conftest import CHUNK, FLAGS, PAGE
 from tests.one_engine import tokens_of_one_engine
-from tests.patience import PATIENCE_S
 
 STORY = "Once upon a time there was a small house in the woods. " * 20
 SCHEMA = {
@@ -99,45 +96,6 @@ CALLS = {
         EXAMPLE, sampling={"json_schema": SCHEMA, "frequency_penalty": 0.2, "max_new_tokens": 120}
     ),
 }
-# What differs between two calls of the same, or between one engine and two.
-CHANGING = {"id", "created", "e2e_latency", "cached_tokens", "prompt_tokens_details", "model"}
-
-
-async def post(session: aiohttp.ClientSession, url: str, path: str, body):
-    async with session.post(url + path, json=body) as response:
-        return response.status, await response.json()
-
-
-def ask_all(url: str, calls):
-    """Send all calls at once; return status and body of each, by name."""
-
-    async def send():
-        timeout = aiohttp.ClientTimeout(total=300)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            answers = [post(session, url, path, body) for path, body in calls.values()]
-            return dict(zip(calls, await asyncio.gather(*answers), strict=True))
-
-    return asyncio.run(send())
-
-
-def essence(value):
-    """Drop what may differ."""
-    if isinstance(value, dict):
-        return {key: essence(item) for key, item in value.items() if key not in CHANGING}
-    return [essence(item) for item in value] if isinstance(value, list) else value
-
-
-def about(value):
-    """Allow for log-probabilities that were summed in another order."""
-    if isinstance(value, dict):
-        return {key: about(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [about(item) for item in value]
-    return pytest.approx(value, abs=2e-3) if isinstance(value, float) else value
-
-
-def assert_same(answer, expected) -> None:
-    assert essence(answer) == about(essence(expected))
 
 
 @pytest.fixture(scope="module")
@@ -216,9 +174,7 @@ def test_a_salt_keeps_prefixes_apart_and_a_flush_forgets_them(cluster):
     cached(cache_salt="tenant a")
     assert cached(cache_salt="tenant a") > 0
     assert cached(cache_salt="tenant b") == 0
-    urllib.request.urlopen(
-        urllib.request.Request(f"{cluster.url}/flush_cache", method="POST"), timeout=PATIENCE_S
-    ).close()
+    assert ask(f"{cluster.url}/flush_cache", b"")[0] == 200
     assert cached(cache_salt="tenant a") == 0
 
 

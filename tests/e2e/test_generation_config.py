@@ -4,8 +4,9 @@ import shutil
 
 import pytest
 
-from tests.e2e.cluster import get_json, running_cluster, running_router, running_serve
-from tests.e2e.test_commands import POOL, post, refused
+from tests.e2e.clients import generate
+from tests.e2e.cluster import ask, running_cluster, running_router, running_serve
+from tests.e2e.test_commands import POOL, refused
 
 GREEDY = {"temperature": 0}
 NUM_NEW = 24
@@ -26,22 +27,15 @@ def write_defaults(directory, text: str) -> None:
 
 def answers(url: str, **sampling) -> list[list[int]]:
     """The ids that two routes answer."""
-    native = post(
-        f"{url}/generate", input_ids=[5, 6, 7], max_new_tokens=NUM_NEW, ignore_eos=True, **sampling
-    )
-    openai = post(
-        f"{url}/v1/completions",
-        prompt=[5, 6, 7],
-        max_tokens=NUM_NEW,
-        ignore_eos=True,
-        logprobs=0,
-        **sampling,
-    )
+    body = {"ignore_eos": True, **sampling}
+    native = generate(url, input_ids=[5, 6, 7], max_new_tokens=NUM_NEW, **body)
+    body |= {"prompt": [5, 6, 7], "max_tokens": NUM_NEW, "logprobs": 0}
+    openai = ask(f"{url}/v1/completions", body)[1]
     return [native["output_ids"], openai["choices"][0]["logprobs"]["tokens"]]
 
 
 def default_temperature(url: str) -> float:
-    return get_json(f"{url}/model_info")[1]["default_sampling_params"]["temperature"]
+    return ask(f"{url}/model_info")[1]["default_sampling_params"]["temperature"]
 
 
 @pytest.mark.slow
@@ -52,7 +46,7 @@ def test_the_sampling_defaults_of_a_model_hold_in_a_cluster_and_on_a_node(greedy
         assert answers(cluster.url) == expected
         assert answers(cluster.url, temperature=1.0, seed=1) != expected
         assert default_temperature(cluster.url) == default_temperature(cluster.decode_urls[0]) == 0
-        info = get_json(f"{cluster.prefill_urls[0]}/server_info")[1]
+        info = ask(f"{cluster.prefill_urls[0]}/server_info")[1]
         assert info["model"]["default_sampling"]["temperature"] == 0
         with running_router(cluster, "--generation-config", "none") as plain:
             assert default_temperature(plain) == 1

@@ -1,11 +1,9 @@
 """A link that flips a bit costs a client nothing: the prompt is computed again, and the tokens are equal."""
 
-import json
-import urllib.request
-
 import pytest
 
-from tests.e2e.cluster import eventually, get_json, running_cluster
+from tests.e2e.clients import generate
+from tests.e2e.cluster import ask, eventually, running_cluster
 
 # Installed for the nodes as anybody's transport is: a distribution with an entry point.
 TRANSPORT = '''
@@ -66,12 +64,9 @@ def installed(tmp_path, monkeypatch):
     return {"PYTHONPATH": str(tmp_path)}
 
 
-def generate(url: str, prompt: list[int]) -> list[int]:
+def tokens(url: str, prompt: list[int]) -> list[int]:
     params = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
-    body = json.dumps({"input_ids": prompt, "sampling_params": params}).encode()
-    asked = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(asked, timeout=60) as response:
-        return json.load(response)["output_ids"]
+    return generate(url, input_ids=prompt, sampling_params=params)["output_ids"]
 
 
 @pytest.mark.slow
@@ -79,12 +74,12 @@ def test_a_bit_that_flips_on_the_way_changes_no_token(tiny_model, installed):
     flags = ("--model", str(tiny_model("llama")), *FLAGS)
     with running_cluster(*flags, env=installed) as cluster:
         prompt = [3 + (i * 7) % 300 for i in range(40)]
-        answer = generate(cluster.url, prompt)
+        answer = tokens(cluster.url, prompt)
         decode, corrupted = cluster.decode_urls[0], 'tandem_corrupted_total{role="decode"} 1.0'
-        assert eventually(lambda: corrupted in get_json(f"{decode}/metrics")[1])
+        assert eventually(lambda: corrupted in ask(f"{decode}/metrics")[1])
         replayed = 'tandem_router_replays_total{error="kv_corrupted"} 1.0'
-        assert eventually(lambda: replayed in get_json(f"{cluster.url}/metrics")[1])
-        assert generate(cluster.url, [*prompt, *answer[:3]])[:5] == answer[3:]
+        assert eventually(lambda: replayed in ask(f"{cluster.url}/metrics")[1])
+        assert tokens(cluster.url, [*prompt, *answer[:3]])[:5] == answer[3:]
         assert eventually(lambda: not any(map(in_use, cluster.loads())))
 
 

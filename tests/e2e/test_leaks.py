@@ -6,6 +6,7 @@ import random
 import aiohttp
 import pytest
 
+from tests.e2e.clients import unaccounted
 from tests.e2e.cluster import MAX_ROUNDS, eventually, running_cluster
 from tests.tiny_models import VOCAB_SIZE
 
@@ -60,11 +61,6 @@ async def ask_many(url: str, num: int) -> None:
     ):
         for _ in range(num):
             tasks.create_task(one(session, rng.randrange(2**32)))
-
-
-def unaccounted(load: dict) -> int:
-    """Return how many pages are neither free nor cached."""
-    return load["num_pages"] - load["pages_free"] - load["pages_cached"]
 
 
 @pytest.mark.slow

@@ -2,32 +2,33 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
-import urllib.error
-import urllib.request
-from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 
 from tandem.up import free_ports
-from tests.e2e.cluster import START_TIMEOUT_S, Process, eventually, get_json, wait_healthy
-from tests.e2e.test_deaths import NUM_NEW, PROMPTS, children, stream_all, unaccounted
-from tests.e2e.test_simulated import FLAGS, QUIET, expected
-from tests.patience import PATIENCE_S
+from tests.e2e.clients import (
+    NUM_NEW,
+    PROMPTS,
+    QUIET,
+    SIMULATED,
+    children,
+    expected,
+    stream_all,
+    unaccounted,
+)
+from tests.e2e.cluster import START_TIMEOUT_S, Process, ask, eventually, wait_healthy
 
 SECRET = {"TANDEM_CLUSTER_KEY": "a secret of this test"}
 
 
 @pytest.fixture
-def flags(embedded_model, tmp_path: Path) -> tuple[str, ...]:
+def flags(embedded_model, profile) -> tuple[str, ...]:
     """Of nodes whose answers take three seconds."""
-    file = tmp_path / "profile.json"
-    file.write_text('{"prefill": {"per_token_ms": 0.01}, "decode": {"base_ms": 10}}')
-    simulated = ("--sim-kv", "none", "--sim-profile", str(file))
-    return ("--model", str(embedded_model), *FLAGS, *QUIET, *simulated)
+    model = ("--model", str(embedded_model))
+    return (*model, *SIMULATED, *QUIET, "--sim-kv", "none", *profile(0.01, 10))
 
 
 @pytest.fixture
@@ -47,17 +48,9 @@ def start():
         process.stop()
 
 
-def ask(method: str, at: str, key: str, **body) -> int:
+def change(method: str, at: str, key: str, **body) -> int:
     """Ask for a change with an operator's key; return the status."""
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    data = json.dumps(body).encode() if body else None
-    request = urllib.request.Request(at, data, headers, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-            return response.status
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code
+    return ask(at, body or None, method=method, headers={"Authorization": f"Bearer {key}"})[0]
 
 
 def operator_key() -> str:
@@ -70,17 +63,17 @@ def operator_key() -> str:
 
 def answers(url: str) -> bool:
     with contextlib.suppress(OSError):
-        return get_json(f"{url}/health")[0] in {200, 503}
+        return ask(f"{url}/health")[0] in {200, 503}
     return False
 
 
 def states(router: str) -> dict[str, str]:
-    return {node["url"]: node["state"] for node in get_json(f"{router}/nodes")[1]["nodes"]}
+    return {node["url"]: node["state"] for node in ask(f"{router}/nodes")[1]["nodes"]}
 
 
 def all_workers_have(router: str, *urls: str) -> bool:
     """Tell whether each edge worker serves with these nodes; each meets a node by itself."""
-    info = get_json(f"{router}/server_info")[1]
+    info = ask(f"{router}/server_info")[1]
     if info.get("silent_workers") or not all(worker["is_serving"] for worker in info["workers"]):
         return False
     # What one worker knows of nodes is its own: those that answer take turns.
@@ -140,17 +133,17 @@ def test_nodes_are_added_handed_over_and_started_anew_under_a_router_that_runs(f
     first, first_url = start("decode", *flags)
     second, second_url = start("decode", *flags)
     assert eventually(lambda: answers(router), START_TIMEOUT_S)
-    assert ask("POST", f"{router}/nodes", "wrong", url=first_url) == 401
+    assert change("POST", f"{router}/nodes", "wrong", url=first_url) == 401
     for url in (prefill_url, first_url):
-        assert ask("POST", f"{router}/nodes", key, url=url) == 200
+        assert change("POST", f"{router}/nodes", key, url=url) == 200
     wait_healthy(router, router_process, prefill, first, second)
     assert eventually(lambda: all_workers_have(router, prefill_url, first_url))
 
     def hand_over() -> None:
-        assert ask("POST", f"{router}/nodes", key, url=second_url, role="decode") == 200
+        assert change("POST", f"{router}/nodes", key, url=second_url, role="decode") == 200
         assert eventually(lambda: all_workers_have(router, second_url))
         named = quote(first_url, safe="")
-        assert ask("DELETE", f"{router}/nodes/{named}?now=1", key) == 200
+        assert change("DELETE", f"{router}/nodes/{named}?now=1", key) == 200
 
     async def streams() -> list[list[int]]:
         flowing = asyncio.Event()

@@ -12,9 +12,9 @@ import pytest
 from aiohttp.test_utils import TestServer
 
 from tandem.up import free_ports
-from tests.e2e.cluster import START_TIMEOUT_S, eventually, get_json
+from tests.e2e.clients import about, essence
+from tests.e2e.cluster import START_TIMEOUT_S, ask, eventually
 from tests.e2e.mini_lb import MiniLb
-from tests.e2e.test_features import about, essence
 
 PARAMS = {"temperature": 0, "max_new_tokens": 6}
 TEXT = "The capital of France is"
@@ -51,7 +51,7 @@ OF_MINI_LB = CALLS | {
 }
 
 
-async def ask(session: aiohttp.ClientSession, url: str, path: str, body: dict) -> list:
+async def said(session: aiohttp.ClientSession, url: str, path: str, body: dict) -> list:
     """Return the status, and what was said: of a stream the last event of each index, and its text."""
     async with session.post(url + path, json=body) as response:
         text = await response.text()
@@ -76,7 +76,7 @@ def _last(events: list[dict]) -> dict:
 async def answers(url: str, calls) -> dict:
     """Send all calls at once."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
-        made = [ask(session, url, path, body) for path, body in calls.values()]
+        made = [said(session, url, path, body) for path, body in calls.values()]
         return dict(zip(calls, await asyncio.gather(*made), strict=True))
 
 
@@ -89,7 +89,7 @@ def expected(cluster):
 def pair(cluster):
     """The URLs of a prefill and a decode node, and the former's bootstrap port."""
     [prefill], [decode] = cluster.prefill_urls, cluster.decode_urls
-    return prefill, decode, get_json(f"{prefill}/server_info")[1]["bootstrap_port"]
+    return prefill, decode, ask(f"{prefill}/server_info")[1]["bootstrap_port"]
 
 
 @contextlib.contextmanager
@@ -119,7 +119,7 @@ def sglang_router(prefill: str, decode: str, bootstrap_port: int):
 
 def _is_healthy(url: str) -> bool:
     with contextlib.suppress(OSError):
-        return get_json(f"{url}/health")[0] == 200
+        return ask(f"{url}/health")[0] == 200
     return False
 
 

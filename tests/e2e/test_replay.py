@@ -1,30 +1,18 @@
 """A replayed request answers as an undisturbed one does, whatever was asked for."""
 
 import asyncio
-import contextlib
 import json
 import os
 import re
 import signal
-import urllib.request
 
 import aiohttp
 import pytest
 
-from tests.e2e.cluster import eventually, running_cluster
+from tests.e2e.clients import ask_all, assert_same, post, unaccounted
+from tests.e2e.cluster import ask, eventually, running_cluster
 from tests.e2e.conftest import FLAGS
-from tests.e2e.test_deaths import unaccounted
-from tests.e2e.test_features import (
-    CALLS,
-    EXAMPLE,
-    SCHEMA,
-    SEEDED,
-    STORY,
-    ask_all,
-    assert_same,
-    native,
-    post,
-)
+from tests.e2e.test_features import CALLS, EXAMPLE, SCHEMA, SEEDED, STORY, native
 from tests.patience import PATIENCE_S
 
 LONG = {"max_new_tokens": 90, "ignore_eos": True}
@@ -113,11 +101,10 @@ async def ask_while_killing(cluster) -> tuple[str, list[int], dict]:
 
 
 def num_replays(url: str) -> float:
-    with contextlib.closing(urllib.request.urlopen(f"{url}/metrics")) as response:
-        told = response.read().decode()
-    return sum(
-        map(float, re.findall(r"^tandem_router_replays_total\{.*\} (.*)$", told, re.MULTILINE))
+    told = re.findall(
+        r"^tandem_router_replays_total\{.*\} (.*)$", ask(f"{url}/metrics")[1], re.MULTILINE
     )
+    return sum(map(float, told))
 
 
 @pytest.mark.slow
@@ -128,7 +115,7 @@ def test_no_answer_differs_when_a_node_dies_under_it(embedded_model):
         undisturbed = ask_all(cluster.url, DISTURBED)
         unbroken = asyncio.run(ask_anchor(cluster.url))
         assert len(unbroken) == 300
-        urllib.request.urlopen(f"{cluster.url}/flush_cache", b"").close()
+        ask(f"{cluster.url}/flush_cache", b"")
         victim, anchor, answers = asyncio.run(ask_while_killing(cluster))
         assert anchor == unbroken
         for name, (status, answer) in answers.items():

@@ -8,16 +8,12 @@ import random
 import signal
 
 import aiohttp
-import numpy as np
 import pytest
 
-from tandem.engine.config import EngineConfig
-from tandem.engine.simulated import answer_key, read_model, tokens_at
 from tandem.up import free_ports
+from tests.e2e.clients import QUIET, SIMULATED, expected, unaccounted
 from tests.e2e.cluster import Process, eventually, wait_healthy
-from tests.e2e.test_deaths import unaccounted
 from tests.e2e.test_membership import states
-from tests.e2e.test_simulated import FLAGS, QUIET
 
 NUM_CLIENTS = 4
 ROUTER_FLAGS = (
@@ -31,12 +27,10 @@ NEW_VERSION = ("--page-size", "16")
 
 
 @pytest.fixture
-def node_flags(embedded_model, tmp_path) -> tuple[str, ...]:
+def node_flags(embedded_model, profile) -> tuple[str, ...]:
     """Of nodes whose prompts and answers take long enough to be met by every signal."""
-    profile = tmp_path / "profile.json"
-    profile.write_text('{"prefill": {"per_token_ms": 0.05}, "decode": {"base_ms": 8}}')
-    simulated = ("--sim-kv", "none", "--sim-profile", str(profile))
-    return ("--model", str(embedded_model), *FLAGS, *QUIET, *simulated)
+    model = ("--model", str(embedded_model))
+    return (*model, *SIMULATED, *QUIET, "--sim-kv", "none", *profile(0.05, 8))
 
 
 class Balancer:
@@ -81,8 +75,7 @@ class Load:
     """
 
     def __init__(self, choose, model) -> None:
-        self._choose = choose
-        _, self._ordinary = read_model(EngineConfig(model_dir=str(model)), "none")
+        self._choose, self._model = choose, model
         self.num_answered = 0
         self._is_over = False
 
@@ -93,12 +86,8 @@ class Load:
                 prompt = [rng.randrange(5, 5000) for _ in range(rng.randrange(1, 400))]
                 num_new = rng.choice([1, 10, 40, 200])
                 token_ids = await ask(session, self._choose(), prompt, num_new, rng)
-                assert token_ids == self._undisturbed(prompt, num_new)
+                assert token_ids == expected(self._model, prompt, num_new)
                 self.num_answered += 1
-
-    def _undisturbed(self, prompt: list[int], num_new: int) -> list[int]:
-        keys = np.full(num_new, answer_key(prompt, 0), np.uint64)
-        return tokens_at(keys, np.arange(num_new), self._ordinary).tolist()
 
     async def more(self, count: int) -> None:
         """Wait until so many more answers have come."""

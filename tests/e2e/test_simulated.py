@@ -4,89 +4,46 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-import numpy as np
 import pytest
 
-from tandem.engine.config import EngineConfig
-from tandem.engine.simulated import answer_key, read_model, tokens_at
 from tandem.frontend.tokenizer import Tokenizer
-from tandem.up import free_ports
+from tests.e2e.clients import (
+    NUM_NEW,
+    PROMPTS,
+    QUIET,
+    SIMULATED,
+    are_up,
+    expected,
+    generate,
+    nodes_of,
+    stream_all,
+    unaccounted,
+)
 from tests.e2e.cluster import (
-    Process,
+    ask,
     eventually,
-    get_json,
     load_now,
+    running,
     running_cluster,
     running_serve,
-    wait_healthy,
 )
-from tests.e2e.test_deaths import NUM_NEW, PROMPTS, stream_all, unaccounted
-from tests.patience import PATIENCE_S
-
-FLAGS = ("--engine", "simulated", "--page-size", "8", "--max-total-tokens", "8192")
-QUIET = ("--log-level", "warning")
-
-
-@pytest.fixture(scope="module")
-def described_model(embedded_model, tmp_path_factory):
-    """A directory that tells all about the embedded model and has none of its weights."""
-    directory = tmp_path_factory.mktemp("described")
-    for file in embedded_model.glob("*.json*"):
-        shutil.copy(file, directory)
-    for file in embedded_model.glob("*.jinja"):
-        shutil.copy(file, directory)
-    assert not list(directory.glob("*.safetensors"))
-    return directory
-
-
-@pytest.fixture
-def profile(tmp_path):
-    """Answers that are under way long enough to be interrupted."""
-    file = tmp_path / "profile.json"
-    file.write_text('{"prefill": {"per_token_ms": 0.01}, "decode": {"base_ms": 4}}')
-    return file
-
-
-def expected(model, prompt, num_new, seed=0) -> list[int]:
-    _, ordinary = read_model(EngineConfig(model_dir=str(model)), "none")
-    keys = np.full(num_new, answer_key(prompt, seed), np.uint64)
-    return tokens_at(keys, np.arange(num_new), ordinary).tolist()
-
-
-def generate(url: str, **body) -> dict:
-    request = urllib.request.Request(
-        f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-            return json.loads(response.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return json.loads(error.read())
 
 
 def test_a_step_that_hangs_ends_the_node(tiny_model, tmp_path):
     profile = tmp_path / "profile.json"
     profile.write_text('{"prefill": {"per_pair_ms": 10}}')  # 30 ms for 2 tokens, 13 minutes for 400
-    port = free_ports(1)[0]
-    url = f"http://127.0.0.1:{port}"
-    flags = ("--sim-profile", str(profile), "--step-timeout-s", "1", *FLAGS)
-    node = Process("serve", "--port", str(port), "--model", str(tiny_model("llama")), *flags)
-    wait_healthy(url, node)
-    assert len(generate(url, input_ids=[5, 6], max_new_tokens=40)["output_ids"]) == 40
-    with ThreadPoolExecutor(1) as pool, contextlib.suppress(OSError):
-        asked = pool.submit(generate, url, input_ids=[5, 6] * 200)
-        assert node.wait() == 1
-        asked.result()
-    said = node.output()
-    node.log.close()
+    flags = ("--sim-profile", str(profile), "--step-timeout-s", "1", *SIMULATED)
+    with running("serve", "--model", str(tiny_model("llama")), *flags) as (url, node):
+        assert len(generate(url, input_ids=[5, 6], max_new_tokens=40)["output_ids"]) == 40
+        with ThreadPoolExecutor(1) as pool, contextlib.suppress(OSError):
+            asked = pool.submit(generate, url, input_ids=[5, 6] * 200)
+            assert node.wait() == 1
+            asked.result()
+        said = node.output()
     assert "Timeout" in said  # where every thread stood
     assert "engine.died" in said
 
@@ -109,10 +66,10 @@ def check_answers(url: str, model) -> None:
 @pytest.mark.smoke
 @pytest.mark.parametrize("kv", ["real", "none"])
 def test_a_simulated_cluster_loses_a_decode_node_and_no_token(described_model, profile, kv):
-    flags = ("--model", str(described_model), *FLAGS, *QUIET, "--verify-kv", "always")
-    simulated = ("--sim-kv", kv, "--sim-profile", str(profile))
+    flags = ("--model", str(described_model), *SIMULATED, *QUIET, "--verify-kv", "always")
+    simulated = ("--sim-kv", kv, *profile(0.01, 4))
     with running_cluster(*flags, *simulated, decodes=2) as cluster:
-        assert eventually(lambda: all(are_up(cluster.url))), "a router serves with its first pair"
+        assert eventually(lambda: are_up(cluster.url)), "a router serves with its first pair"
         kill = partial(os.kill, cluster.processes[1].pid, signal.SIGKILL)
         streams = asyncio.run(stream_all(cluster.url, kill))
         assert streams == [expected(described_model, prompt, NUM_NEW) for prompt in PROMPTS]
@@ -125,31 +82,17 @@ def test_a_simulated_cluster_loses_a_decode_node_and_no_token(described_model, p
         check_answers(cluster.url, described_model)
 
 
-def are_up(url: str) -> list[bool]:
-    return [node["is_up"] for node in get_json(f"{url}/server_info")[1]["nodes"]]
-
-
-def load_of(url: str) -> dict:
-    return get_json(f"{url}/server_info")[1]["load"]
-
-
 @pytest.mark.slow
 def test_both_roles_in_one_simulated_engine_say_the_same(described_model):
-    with running_serve("--model", str(described_model), *FLAGS, *QUIET) as url:
+    with running_serve("--model", str(described_model), *SIMULATED, *QUIET) as url:
         check_answers(url, described_model)
 
 
 def timed(url: str, body: dict, path: str = "/generate") -> dict:
-    request = urllib.request.Request(
-        f"{url}{path}",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json", "X-Tandem-Timings": "1"},
-    )
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-        text = response.read().decode()
+    told = ask(url + path, body, headers={"X-Tandem-Timings": "1"})[1]
     if not body.get("stream"):
-        return json.loads(text)["timings"]
-    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        return told["timings"]
+    events = [json.loads(line[6:]) for line in told.splitlines() if line.startswith("data: {")]
     (timings,) = [event["timings"] for event in events if "timings" in event]
     return timings
 
@@ -157,10 +100,8 @@ def timed(url: str, body: dict, path: str = "/generate") -> dict:
 IN_ORDER = ["tokenize", "queue", "pair", "reserve", "prefill_queue", "prefill", "link"]
 
 
-def test_who_asks_is_told_where_the_time_to_first_token_went(described_model, tmp_path):
-    profile = tmp_path / "profile.json"
-    profile.write_text('{"prefill": {"per_token_ms": 0.2}, "decode": {"base_ms": 2}}')
-    flags = (*FLAGS, "--chunked-prefill-size", "64", "--sim-profile", str(profile), *QUIET)
+def test_who_asks_is_told_where_the_time_to_first_token_went(described_model, profile):
+    flags = (*SIMULATED, "--chunked-prefill-size", "64", *profile(0.2, 2), *QUIET)
     prompt = {"input_ids": list(range(5, 205)), "max_new_tokens": 8, "ignore_eos": True}
     chat = {"messages": [{"role": "user", "content": "Tell me of rivers. " * 30}], "max_tokens": 5}
     with running_cluster("--model", str(described_model), *flags) as cluster:
@@ -170,7 +111,7 @@ def test_who_asks_is_told_where_the_time_to_first_token_went(described_model, tm
             timed(cluster.url, chat, "/v1/chat/completions"),
             timed(cluster.url, chat | {"stream": True}, "/v1/chat/completions"),
         ]
-        nodes = [node["url"] for node in get_json(f"{cluster.url}/server_info")[1]["nodes"]]
+        nodes = [node["url"] for node in nodes_of(cluster.url)]
     for timings in calls:
         names = [phase["name"] for phase in timings["phases"]]
         assert names == [*IN_ORDER, "detokenize", "stream"]
@@ -188,7 +129,7 @@ def test_who_asks_is_told_where_the_time_to_first_token_went(described_model, tm
 
 
 def test_a_node_that_serves_alone_tells_where_the_time_went(described_model):
-    with running_serve("--model", str(described_model), *FLAGS, *QUIET) as url:
+    with running_serve("--model", str(described_model), *SIMULATED, *QUIET) as url:
         timings = timed(url, {"input_ids": list(range(5, 105)), "max_new_tokens": 4})
         assert "timings" not in generate(url, input_ids=[5, 6], max_new_tokens=2)
     names = [phase["name"] for phase in timings["phases"]]
@@ -197,11 +138,11 @@ def test_a_node_that_serves_alone_tells_where_the_time_went(described_model):
 
 @pytest.mark.slow
 def test_the_router_and_each_node_show_that_they_can_generate(described_model):
-    flags = ("--model", str(described_model), *FLAGS, *QUIET)
+    flags = ("--model", str(described_model), *SIMULATED, *QUIET)
     with running_cluster(*flags) as cluster:
         before = {url: load_now(url)["prompt_tokens"] for url in cluster.prefill_urls}
         for url in (cluster.url, *cluster.prefill_urls, *cluster.decode_urls):
-            assert get_json(f"{url}/health_generate") == (
+            assert ask(f"{url}/health_generate") == (
                 200,
                 {"status": "ok", "detail": "tokens come"},
             )

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
+from tests.e2e.clients import children, is_alive, stream_all, unaccounted
 from tests.e2e.cluster import START_TIMEOUT_S, Process, eventually, running_cluster, running_serve
-from tests.e2e.test_deaths import children, is_alive, stream_all, unaccounted
 from tests.e2e.test_parity import generate_all, sampling
 from tests.one_engine import tokens_of_one_engine
 

@@ -13,16 +13,17 @@ from tandem.kvtransfer.region import SHM_DIR
 from tandem.up import free_ports
 from tandem.wire.generation import SamplingParams
 from tandem.wire.prefixes import PageSpace, page_keys, shard_key
+from tests.e2e.clients import generate, load_of
 from tests.e2e.cluster import (
     START_TIMEOUT_S,
     Process,
+    ask,
     eventually,
-    get_json,
     load_now,
+    running,
     running_cluster,
     wait_healthy,
 )
-from tests.e2e.test_simulated import generate
 from tests.one_engine import tokens_of_one_engine
 from tests.tiny_models import VOCAB_SIZE
 
@@ -39,16 +40,16 @@ def prompt_of(seed: int, num_tokens: int = 300) -> list[int]:
     return [rng.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)]
 
 
-def ask(url: str, prompt: list[int], num_new: int = NUM_NEW, **body) -> tuple[list[int], dict]:
-    told = generate(
+def asked(url: str, prompt: list[int], num_new: int = NUM_NEW, **body) -> tuple[list[int], dict]:
+    answer = generate(
         url, input_ids=prompt, max_new_tokens=num_new, temperature=0, ignore_eos=True, **body
     )
-    assert "error" not in told, told
-    return told["output_ids"], told["meta_info"]
+    assert "error" not in answer, answer
+    return answer["output_ids"], answer["meta_info"]
 
 
 def tiers_of(url: str) -> dict[str, dict]:
-    return {tier["name"]: tier for tier in get_json(f"{url}/server_info")[1]["load"]["tiers"]}
+    return {tier["name"]: tier for tier in load_of(url)["tiers"]}
 
 
 def hit_tokens(urls: list[str]) -> int:
@@ -59,7 +60,7 @@ def hit_tokens(urls: list[str]) -> int:
 
 def is_put(url: str, directory: Path, token_ids: list[int], num_ranks: int = 1) -> bool:
     """Whether all pages of a prompt and its answer come to be on the disk, whichever node puts which."""
-    fingerprint = get_json(f"{url}/server_info")[1]["model"]["fingerprint"]
+    fingerprint = ask(f"{url}/server_info")[1]["model"]["fingerprint"]
     space = PageSpace(fingerprint, "float32", PAGE, f"0/{num_ranks}")
     # Nobody has computed the KV of the last token.
     digests = [key.digest for key in page_keys(space, token_ids[:-1])]
@@ -114,7 +115,7 @@ def test_tokens_stay_the_same_when_their_prompts_come_back_from_tiers(cluster, t
     expected = alone(tiny_model("llama"), prompts)
     for _ in range(2):
         for i, prompt in enumerate(prompts):
-            tokens, meta = ask(cluster.url, prompt)
+            tokens, meta = asked(cluster.url, prompt)
             assert tokens == expected[i]
     assert meta["cached_tokens"] == 296
     details = meta["cached_tokens_details"]
@@ -125,11 +126,11 @@ def test_tokens_stay_the_same_when_their_prompts_come_back_from_tiers(cluster, t
 def test_what_one_prefill_computed_another_finds(cluster, tiny_model, directory):
     prompt = prompt_of(50)
     (expected,) = alone(tiny_model("llama"), [prompt])
-    first, meta = ask(cluster.url, prompt)
+    first, meta = asked(cluster.url, prompt)
     assert is_put(cluster.prefill_urls[0], directory, prompt + first)
     assert meta["cached_tokens"] == 0
     hits = hit_tokens(cluster.prefill_urls)
-    second, meta = ask(cluster.url, prompt)  # the other's turn
+    second, meta = asked(cluster.url, prompt)  # the other's turn
     assert meta["cached_tokens_details"] == {"device": 0, "disk": 296}
     assert first == second == expected
     assert hit_tokens(cluster.prefill_urls) == hits + 296
@@ -137,11 +138,11 @@ def test_what_one_prefill_computed_another_finds(cluster, tiny_model, directory)
 
 def test_what_decode_generated_is_found_by_the_next_turn(cluster, tiny_model, directory):
     prompt = prompt_of(60)
-    answer, _ = ask(cluster.url, prompt)
+    answer, _ = asked(cluster.url, prompt)
     assert is_put(cluster.decode_urls[0], directory, prompt + answer)
     longer = [*prompt, *answer, *prompt_of(61, 20)]
     (expected,) = alone(tiny_model("llama"), [longer])
-    tokens, meta = ask(cluster.url, longer)
+    tokens, meta = asked(cluster.url, longer)
     assert tokens == expected
     # Not the last token, whose KV nobody has computed.
     assert meta["cached_tokens"] == (300 + NUM_NEW - 1) // PAGE * PAGE
@@ -151,16 +152,16 @@ def test_nothing_is_shared_with_another_salt(cluster, tiny_model):
     prompt = prompt_of(70)
     (expected,) = alone(tiny_model("llama"), [prompt])
     for salt in ({"cache_salt": "one"}, {"cache_salt": "two"}, {}):
-        tokens, meta = ask(cluster.url, prompt, **salt)
+        tokens, meta = asked(cluster.url, prompt, **salt)
         assert tokens == expected
         assert meta["cached_tokens"] == 0
-        ask(cluster.url, prompt, **salt)  # so that both prefills have it
+        asked(cluster.url, prompt, **salt)  # so that both prefills have it
 
 
 def fill_pool(url: str) -> None:
     """Have prefill's pool filled by other prompts, so that nothing asked for before is left in it."""
     for seed in range(900, 904):  # 38 pages each, of 128
-        ask(url, prompt_of(seed), num_new=2)
+        asked(url, prompt_of(seed), num_new=2)
 
 
 @pytest.mark.slow
@@ -173,19 +174,19 @@ def test_nodes_of_two_ranks_find_what_both_have_also_after_a_restart(tiny_model,
     ) as cluster:
         (prefill,) = cluster.prefill_urls
         (expected,) = alone(model, [prompt])
-        tokens, meta = ask(cluster.url, prompt)
+        tokens, meta = asked(cluster.url, prompt)
         assert (tokens, meta["cached_tokens"]) == (expected, 0)
         assert is_put(prefill, tmp_path / "kv", prompt + tokens, num_ranks=2)
         assert has_put(prefill, 2 * 296, tier="host")  # each rank its part
         fill_pool(cluster.url)
-        tokens, meta = ask(cluster.url, prompt)
+        tokens, meta = asked(cluster.url, prompt)
         assert meta["cached_tokens_details"] == {"device": 0, "host": 296}
         assert tokens == expected
         # What the ranks of decode generated, those of prefill find.
         fill_pool(cluster.url)
         longer = [*prompt, *tokens, *prompt_of(2, 20)]
         (expected_longer,) = alone(model, [longer])
-        tokens, meta = ask(cluster.url, longer)
+        tokens, meta = asked(cluster.url, longer)
         assert meta["cached_tokens_details"] == {"device": 0, "host": 296, "disk": 40}
         assert tokens == expected_longer
         told = tiers_of(prefill)
@@ -196,7 +197,7 @@ def test_nodes_of_two_ranks_find_what_both_have_also_after_a_restart(tiny_model,
         restarted.stop()
         cluster.processes[0] = Process(*restarted.argv)
         wait_healthy(prefill, cluster.processes[0])
-        tokens, meta = ask(cluster.url, prompt)
+        tokens, meta = asked(cluster.url, prompt)
         assert meta["cached_tokens_details"] == {"device": 0, "disk": 296}
         assert tokens == expected
 
@@ -227,17 +228,9 @@ def test_a_rank_whose_tier_cannot_be_had_ends_the_start_and_leaves_no_memory(tin
     assert int(pool_bytes) not in pool_sizes()
 
 
-@contextlib.contextmanager
-def simulated(model: Path, *flags: str) -> Iterator[tuple[str, Process]]:
+def simulated(model: Path, *flags: str):
     """A node whose forwards take no time and whose pages have bytes."""
-    port = free_ports(1)[0]
-    argv = ("serve", "--port", str(port), "--engine", "simulated", "--model", str(model), *FLAGS)
-    process = Process(*argv, *flags)
-    try:
-        wait_healthy(f"http://127.0.0.1:{port}", process)
-        yield f"http://127.0.0.1:{port}", process
-    finally:
-        process.stop()
+    return running("serve", "--engine", "simulated", "--model", str(model), *FLAGS, *flags)
 
 
 def test_a_node_finds_after_a_restart_what_it_put_and_nothing_that_was_spoiled(
@@ -246,10 +239,10 @@ def test_a_node_finds_after_a_restart_what_it_put_and_nothing_that_was_spoiled(
     model, prompt = tiny_model("llama"), prompt_of(1)
     disk = ("--kv-tier", f"disk:{tmp_path}/kv:1GiB")
     with simulated(model, *disk) as (url, _):
-        expected, _ = ask(url, prompt)
+        expected, _ = asked(url, prompt)
         assert is_put(url, tmp_path / "kv", prompt + expected)
     with simulated(model, *disk) as (url, _):
-        tokens, meta = ask(url, prompt)
+        tokens, meta = asked(url, prompt)
         assert meta["cached_tokens_details"] == {"device": 0, "disk": 296}
         assert tokens == expected
     for file in (tmp_path / "kv").rglob("*"):
@@ -258,7 +251,7 @@ def test_a_node_finds_after_a_restart_what_it_put_and_nothing_that_was_spoiled(
             data[-500] ^= 1
             file.write_bytes(data)
     with simulated(model, *disk) as (url, _):
-        tokens, meta = ask(url, prompt)
+        tokens, meta = asked(url, prompt)
         assert meta["cached_tokens"] == 0
         assert tokens == expected
         assert eventually(lambda: tiers_of(url)["disk"]["num_corrupted"] > 0)
@@ -268,12 +261,12 @@ def test_a_node_finds_after_a_restart_what_it_put_and_nothing_that_was_spoiled(
 def test_a_directory_that_vanishes_fails_no_request(tiny_model, tmp_path):
     where = tmp_path / "kv"
     with simulated(tiny_model("llama"), "--kv-tier", f"disk:{where}:1GiB") as (url, process):
-        ask(url, prompt_of(1))
+        asked(url, prompt_of(1))
         assert has_put(url, 296)
         shutil.rmtree(where)
         where.write_text("no directory")
         for seed in range(1, 4):
-            ask(url, prompt_of(seed))
+            asked(url, prompt_of(seed))
         assert eventually(lambda: tiers_of(url)["disk"]["state"] == "backing_off")
         assert process.is_running()
 
@@ -281,12 +274,12 @@ def test_a_directory_that_vanishes_fails_no_request(tiny_model, tmp_path):
 def test_metrics_and_the_line_of_a_batch_say_what_tiers_gave(tiny_model, tmp_path):
     flags = ("--kv-tier", f"disk:{tmp_path}/kv:1GiB", "--log-level", "info")
     with simulated(tiny_model("llama"), *flags) as (url, process):
-        answer, _ = ask(url, prompt_of(1))
+        answer, _ = asked(url, prompt_of(1))
         assert is_put(url, tmp_path / "kv", prompt_of(1) + answer)
         for seed in range(3, 9):
-            ask(url, prompt_of(seed))
-        _, meta = ask(url, prompt_of(1))
+            asked(url, prompt_of(seed))
+        _, meta = asked(url, prompt_of(1))
         assert meta["cached_tokens_details"]["disk"] > 0
         wanted = 'tandem_kv_tier_hit_tokens_total{role="serve",tier="disk"} 296.0'
-        assert eventually(lambda: wanted in get_json(f"{url}/metrics")[1])
+        assert eventually(lambda: wanted in ask(f"{url}/metrics")[1])
         assert eventually(lambda: ", #disk-token: 296" in process.output())

@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.e2e.test_deaths import children
+from tests.e2e.clients import children
 from tests.faults.network import ROOT
+from tests.fork_server import Forked
 from tests.patience import PATIENCE_S
 
 # Logs of an hour, metrics and scratch files take a tenth of it.
@@ -60,6 +60,10 @@ class Member:
     Attributes:
         role: prefill, decode or router.
         url: Where it answers.
+
+    Args:
+        namespace: A file of the network namespace that it runs in; empty for ours.
+        shared_memory: A directory that it finds as /dev/shm; empty for the machine's.
     """
 
     def __init__(
@@ -70,12 +74,15 @@ class Member:
         argv: Sequence[str],
         disk: Disk,
         env: dict[str, str],
-        prefix: Sequence[str] = (),
+        *,
+        namespace: str = "",
+        shared_memory: str = "",
     ) -> None:
         self.name, self.role, self.url, self.disk = name, role, url, disk
-        self._command = [*prefix, sys.executable, "-P", "-m", "tandem", *argv]
+        self._argv = ["tandem", *argv]
+        self._where = {"namespace": namespace, "shared_memory": shared_memory}
         self._env = {**os.environ, **env, "TMPDIR": str(disk.path)}
-        self._popen: subprocess.Popen | None = None
+        self._popen: Forked | None = None
         self._log = disk.path / "log"
 
     @property
@@ -89,15 +96,10 @@ class Member:
 
     def start(self) -> None:
         with self._log.open("ab") as log:
-            self._popen = subprocess.Popen(
-                self._command, stdout=log, stderr=log, cwd=ROOT, env=self._env
+            file = log.fileno()
+            self._popen = Forked(
+                self._argv, stdout=file, stderr=file, cwd=ROOT, env=self._env, **self._where
             )
-
-    def mount_shared_memory(self, directory: Path) -> None:
-        """Have it find this directory as /dev/shm, from its next start. Needs root."""
-        script = 'mount --bind "$0" /dev/shm && exec "$@"'
-        unshare = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script]
-        self._command = [*unshare, str(directory), *self._command]
 
     def tree(self) -> list[int]:
         """Return all processes of it, parents first."""

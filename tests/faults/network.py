@@ -46,9 +46,9 @@ class Network:
         assert self._switch.stdout is not None
         assert self._switch.stdout.readline() == b"up\n"
 
-    def command(self, host: str) -> list[str]:
-        """Return what begins a command that runs on a host."""
-        return ["ip", "netns", "exec", self._namespaces[host]]
+    def namespace(self, host: str) -> str:
+        """Return the file of a host's namespace."""
+        return f"/run/netns/{self._namespaces[host]}"
 
     def set_link(self, host: str, **how: float) -> None:
         """Change a host's link, and return when it is so; see `switch.Port`."""
@@ -77,9 +77,9 @@ class Loopback:
     def __init__(self, hosts: Sequence[str]) -> None:
         self.addresses = dict.fromkeys([*hosts, CLIENT], "127.0.0.1")
 
-    def command(self, host: str) -> list[str]:
+    def namespace(self, host: str) -> str:
         del host
-        return []
+        return ""
 
     def set_link(self, host: str, **how: float) -> None:
         raise NotImplementedError("there is one host, and no link")

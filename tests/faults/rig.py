@@ -168,13 +168,13 @@ async def running_rig(
     decode_flags: Sequence[str] = (),
     router_flags: Sequence[str] = HANDED_OFF,
     is_networked: bool = True,
-    shared_memory: Path | None = None,
+    shared_memory: str = "",
 ) -> AsyncIterator[Rig]:
     """Start a cluster, wait until both routers have every node, stop it at the end.
 
     Args:
         model_dir: A real model; None describes one to be simulated.
-        shared_memory: A directory to be their /dev/shm; None leaves them the machine's.
+        shared_memory: A directory to be their /dev/shm; empty leaves them the machine's.
     """
     if model_dir is None:
         model_dir = describe_model(directory, profile)
@@ -194,10 +194,7 @@ async def running_rig(
             loop.add_signal_handler(signal.SIGTERM, running.cancel)
             rig = Rig(network, model_dir, session)
             flags = ["--model", str(model_dir), *flags]
-            _add_members(rig, names, directory, flags, decode_flags, router_flags)
-            if shared_memory is not None:
-                for member in rig.members.values():
-                    member.mount_shared_memory(shared_memory)
+            _add_members(rig, names, directory, flags, decode_flags, router_flags, shared_memory)
             for member in rig.members.values():
                 stack.callback(member.disk.close)
             try:
@@ -222,6 +219,7 @@ def _add_members(
     flags: Sequence[str],
     decode_flags: Sequence[str],
     router_flags: Sequence[str],
+    shared_memory: str,
 ) -> None:
     key, ports = ChannelKey.from_secret(SECRET), iter(free_ports(3 * len(names)))
     env = {"TANDEM_CLUSTER_KEY": SECRET}
@@ -243,6 +241,7 @@ def _add_members(
             argv = ["lb", *at, "--detokenizers", workers, *router_flags]
             argv += ["--prefill", *pairs["prefill"], "--decode", *pairs["decode"]]
         disk = Disk(directory / name, is_real=os.geteuid() == 0)
-        rig.members[name] = Member(name, role, url, argv, disk, env, rig.network.command(name))
+        where = {"namespace": rig.network.namespace(name), "shared_memory": shared_memory}
+        rig.members[name] = Member(name, role, url, argv, disk, env, **where)
         if role != "router":
             rig.probes[name] = Probe(url, key)

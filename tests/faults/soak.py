@@ -271,7 +271,7 @@ async def soak(
         shared.mkdir()
         async with running_rig(
             directory, flags=FLAGS, profile=PROFILE, prefills=3, decodes=3, router_flags=(), is_networked=False,
-            routers=("a",), shared_memory=shared if os.geteuid() == 0 else None,
+            routers=("a",), shared_memory=str(shared) if os.geteuid() == 0 else "",
         ) as rig:  # fmt: skip
             run = Soak(rig, seed, seconds, hurt_interval_s, least_requests)
             await run.run()

@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 
-from tests.e2e.cluster import get_json
+from tests.e2e.clients import generate
+from tests.e2e.cluster import ask
 from tests.e2e.test_rolling_update import NUM_CLIENTS, under_load
-from tests.e2e.test_simulated import generate
 from tests.kubernetes.conftest import CHART, HELM, eventually
 from tests.kubernetes.kubelet import Kubelet
 
@@ -86,7 +86,7 @@ class Release:
     def up(self) -> set[str]:
         """Return the nodes that a router uses."""
         with contextlib.suppress(OSError):
-            told = get_json(f"{self.router_url()}/nodes")[1]
+            told = ask(f"{self.router_url()}/nodes")[1]
             return {node["url"] for node in told["nodes"] if node["state"] == "up"}
         return set()
 

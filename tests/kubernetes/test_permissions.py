@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from tandem.up import free_ports
-from tests.e2e.cluster import Process, get_json
+from tests.e2e.cluster import Process, ask
 from tests.kubernetes.conftest import CHART, HELM, eventually
 from tests.kubernetes.control_plane import ApiError
 from tests.kubernetes.pods import Pods
@@ -49,7 +49,7 @@ def router(*flags: str):
 
 def nodes(url: str) -> dict:
     try:
-        return get_json(f"{url}/nodes")[1]
+        return ask(f"{url}/nodes")[1]
     except OSError:  # it starts
         return {"sources": [], "nodes": []}
 

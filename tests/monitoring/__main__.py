@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.deploy.metrics_page import ALERTS, panel_queries
-from tests.e2e.cluster import Cluster, eventually, get_json, running_cluster, running_serve
+from tests.e2e.cluster import Cluster, ask, eventually, running_cluster, running_serve
 from tests.monitoring.server import PrometheusServer, running_prometheus
 
 PROMETHEUS_DIR = ALERTS.parent
@@ -66,7 +66,7 @@ def main() -> int:
         server = stack.enter_context(running_prometheus(directory, roles))
         load(cluster, serve)
         for role, urls in roles.items():
-            promtool("check", "metrics", given=get_json(f"{urls[0]}/metrics")[1], what=role)
+            promtool("check", "metrics", given=ask(f"{urls[0]}/metrics")[1], what=role)
         check("every target is scraped", lambda: check_targets(server, 5))
         check("every query of the dashboard draws something", lambda: check_panels(server))
         check("every rule is evaluated, and no alert fires", lambda: check_rules(server))

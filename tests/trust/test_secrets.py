@@ -76,6 +76,7 @@ def test_no_secret_is_in_a_log_an_answer_a_command_line_or_a_file_of_others(tiny
         *(*flags, "--max-total-tokens", "4096", *guarded),
         env={"TANDEM_CLUSTER_KEY": secret},
         router_flags=(*guarded, "--detokenizers", "2"),
+        is_fresh=True,  # a forked process shows the command line of its parent
     ) as cluster:
         said = []
         for url in (cluster.url, *cluster.prefill_urls, *cluster.decode_urls):

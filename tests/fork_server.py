@@ -1,0 +1,398 @@
+"""Starts `python -P -m MODULE` of ours by forking a process that has imported everything once.
+
+A fresh node spends six seconds of a core on imports and a tiny model a fifth of one. Each process of tests that start
+clusters has a server of its own: a single thread that imports, then forks whenever it is asked. What a forked process
+starts of ours in its turn (engines, ranks, edge workers) it forks, too; everything else is executed as ever. What a
+user starts is a fresh process, which the tests of commands start (`Process(..., is_fresh=True)`).
+
+```
+ test ── what to start, its files, the end of a link ──▶ server ── fork ──▶ process
+ test ◀── that link: its pid, then its exit status ──── server
+```
+"""
+
+import asyncio
+import atexit
+import contextlib
+import ctypes
+import functools
+import gc
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import thread as pools
+from pathlib import Path
+from typing import Any, NoReturn
+
+PRELOADED = (
+    *("tandem.prefill.command", "tandem.decode.command", "tandem.serve", "tandem.router.command"),
+    *("tandem.prefill.engine", "tandem.decode.engine", "tandem.serve", "tandem.node.rank"),
+    *("tandem.node.model_engine", "tandem.node.simulated_engine", "tandem.router.worker"),
+    *("tandem.router.launcher", "tandem.up", "tandem.drain", "tandem.batch.command"),
+    *("tandem.kvtransfer.transports.tcp", "tandem.kvtransfer.transports.shm", "xgrammar"),
+    *("tandem.kvtier.disk", "tandem.kvtier.memory", "tandem.engine.attention_cpu"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2"),
+    *(
+        "transformers.models.qwen3.modeling_qwen3",
+        "tokenizers",
+        "transformers.tokenization_utils_tokenizers",
+    ),
+)
+MAX_START_BYTES = 1 << 18
+CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+# Their threads would be lost in a fork: one is enough for tiny models.
+SINGLE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+_REAL_FORK_EXEC = subprocess._fork_exec
+_REAL_CREATE = asyncio.create_subprocess_exec
+
+
+# ── the tests' side ──────────────────────────────────────────────────────────────────────────────
+
+
+class Forked:
+    """A process of the server: as much of `subprocess.Popen` as tests need.
+
+    Args:
+        argv: The words after `python -P -m`.
+        namespace: A file of the network namespace to run in; needs root.
+        shared_memory: A directory to be its /dev/shm; needs root.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        stdout: int,
+        stderr: int,
+        cwd: Path,
+        env: Mapping[str, str],
+        namespace: str = "",
+        shared_memory: str = "",
+    ) -> None:
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+        self._link, theirs = socket.socketpair()
+        start = {"argv": list(argv), "cwd": str(cwd), "env": dict(env)}
+        start |= {"namespace": namespace, "shared_memory": shared_memory}
+        with theirs, Path(os.devnull).open() as stdin:
+            files = [theirs.fileno(), stdin.fileno(), stdout, stderr]
+            socket.send_fds(_server(), [json.dumps(start).encode()], files)
+        self.pid = self._read_number()
+
+    def _read_number(self) -> int:
+        data = self._link.recv(4, socket.MSG_WAITALL)
+        if len(data) < 4:
+            raise RuntimeError("the fork server has ended: its output says why")
+        return int.from_bytes(data, signed=True)
+
+    def poll(self) -> int | None:
+        """Return the exit status, minus the signal that ended it, or None while it runs."""
+        with self._lock:
+            if self.returncode is None and self._has_ended(0):
+                self.returncode = self._read_number()
+                self._link.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status once it has ended; raises `TimeoutExpired`."""
+        deadline_s = time.monotonic() + (1e9 if timeout is None else timeout)
+        while (status := self.poll()) is None:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise subprocess.TimeoutExpired("a forked process", timeout or 0)
+            with contextlib.suppress(ValueError):  # another thread has just read it
+                self._has_ended(left_s)
+        return status
+
+    def _has_ended(self, within_s: float) -> bool:
+        with selectors.PollSelector() as selector:
+            selector.register(self._link, selectors.EVENT_READ)
+            return bool(selector.select(min(within_s, 1e6)))
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+@functools.cache
+def _server() -> socket.socket:
+    """Return the link to the server of this process, whose end ends it; started at the first call."""
+    link, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with theirs:
+        command = [sys.executable, "-P", __file__, str(theirs.fileno())]
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=os.environ | SINGLE
+        )
+
+    def stop() -> None:
+        link.close()
+        process.wait()
+
+    atexit.register(stop)
+    return link
+
+
+# ── the server ───────────────────────────────────────────────────────────────────────────────────
+
+
+def serve(tests: socket.socket) -> None:
+    """Fork what is asked for, until the tests hang up."""
+    selector = selectors.DefaultSelector()
+    selector.register(tests, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.data is None:
+                message, files, *_ = socket.recv_fds(tests, MAX_START_BYTES, 4)
+                if not message:
+                    return
+                link = socket.socket(fileno=files.pop(0))
+                pid = _fork(json.loads(message), files)
+                link.sendall(pid.to_bytes(4, signed=True))
+                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, link))
+                continue
+            selector.unregister(key.fd)
+            os.close(key.fd)
+            pid, link = key.data
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            with contextlib.suppress(OSError), link:  # perhaps nobody waits for it any more
+                link.sendall(status.to_bytes(4, signed=True))
+
+
+def _fork(start: dict[str, Any], files: Sequence[int]) -> int:
+    if not (pid := os.fork()):
+        _enter(start["namespace"], start["shared_memory"])
+        _become(start["argv"], files, (), start["env"], start["cwd"])
+    for file in files:
+        os.close(file)
+    return pid
+
+
+def _enter(namespace: str, shared_memory: str) -> None:
+    """Leave the machine's network and shared memory for others, where they are named."""
+    libc = ctypes.CDLL(None)
+    if namespace:
+        with Path(namespace).open() as file:
+            assert not libc.setns(file.fileno(), CLONE_NEWNET)
+    if shared_memory:
+        assert not libc.unshare(CLONE_NEWNS)
+        assert not libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None)
+        assert not libc.mount(shared_memory.encode(), b"/dev/shm", None, MS_BIND, None)
+
+
+# ── a forked process ─────────────────────────────────────────────────────────────────────────────
+
+
+def _become(
+    argv: Sequence[str],
+    files: Sequence[int],
+    kept: Sequence[int],
+    environment: Mapping[str, str],
+    cwd: str | None,
+) -> NoReturn:
+    """Be a process as one that was just executed, run a module, and end.
+
+    Args:
+        argv: The module and its arguments.
+        files: What become standard input, output and error.
+        kept: Files beside these that stay open.
+    """
+    status = 1
+    try:
+        _forget()
+        # Above those that they become: one may be another's number.
+        for number, file in enumerate([os.dup(file) for file in files]):
+            os.dup2(file, number)
+        for name in os.listdir("/proc/self/fd"):
+            if (number := int(name)) > 2 and number not in kept:
+                with contextlib.suppress(OSError):  # that of the listing
+                    os.close(number)
+        os.chdir(cwd or ".")
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+        sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = sys.__stderr__ = open(  # noqa: SIM115
+            2, "w", 1, errors="backslashreplace", closefd=False
+        )
+        _read_environment(environment)
+        status = _run(argv)
+    except BaseException:  # noqa: BLE001 - the top of a process
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _forget() -> None:
+    """Drop what a process inherits from its parent and an executed one would not."""
+    gc.freeze()  # the parent's sockets are closed by number, not by who collects them
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    asyncio._set_running_loop(None)
+    pools._threads_queues.clear()  # its end would wait for the parent's threads
+    sys.setswitchinterval(0.005)
+
+
+def _read_environment(environment: Mapping[str, str]) -> None:
+    """Do what Python and libraries do with variables when they start."""
+    from prometheus_client import values
+
+    places = [place for place in environment.get("PYTHONPATH", "").split(":") if place]
+    sys.path[:0] = [place for place in places if place not in sys.path]
+    values.ValueClass = values.get_value_class()
+
+
+def _run(argv: Sequence[str]) -> int:
+    module, *arguments = argv
+    sys.argv = [module, *arguments]
+    for name in (module, f"{module}.__main__"):
+        sys.modules.pop(name, None)  # another one runs
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
+            return 1
+        return int(end.code or 0)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+    return 0
+
+
+def _is_ours(argv: Sequence[Any]) -> bool:
+    words = [os.fsdecode(word) for word in argv[:4]]
+    return words[:3] == [sys.executable, "-P", "-m"] and words[3].startswith("tandem")
+
+
+def _fork_exec(
+    argv: Sequence[Any],
+    executables: Any,
+    closes: bool,
+    kept: Sequence[int],
+    cwd: str | None,
+    variables: Sequence[bytes] | None,
+    stdin: int,
+    p2cwrite: int,
+    c2pread: int,
+    stdout: int,
+    errread: int,
+    stderr: int,
+    errpipe_read: int,
+    errpipe: int,
+    restores: bool,
+    is_leader: bool,
+    *more: Any,
+) -> int:
+    """Fork a module of ours; execute anything else. As `subprocess` calls it, in Python 3.11 to 3.13."""
+    if not _is_ours(argv):
+        pipes = (stdin, p2cwrite, c2pread, stdout, errread, stderr, errpipe_read, errpipe)
+        how = (executables, closes, kept, cwd, variables, *pipes, restores, is_leader)
+        return _REAL_FORK_EXEC(argv, *how, *more)
+    if pid := os.fork():
+        return pid
+    if is_leader:
+        os.setsid()
+    files = [given if given >= 0 else own for own, given in enumerate((stdin, stdout, stderr))]
+    environment = dict(os.environ)
+    if variables is not None:
+        pairs = (os.fsdecode(pair).partition("=") for pair in variables)
+        environment = {name: value for name, _, value in pairs}
+    words = [os.fsdecode(word) for word in argv[3:]]
+    _become(words, files, [file for file in kept if file != errpipe], environment, cwd)
+
+
+async def _create(*argv: Any, stdin=None, stdout=None, stderr=None, **how: Any) -> Any:
+    """Fork a module of ours, which uvloop would execute; execute anything else."""
+    if not _is_ours(argv):
+        return await _REAL_CREATE(*argv, stdin=stdin, stdout=stdout, stderr=stderr, **how)
+    popen = subprocess.Popen(  # noqa: ASYNC220 - a fork takes a hundredth of a second
+        argv, stdin=stdin, stdout=stdout, stderr=stderr, **how
+    )
+    loop = asyncio.get_running_loop()
+    reader = writer = None
+    if popen.stdout is not None:
+        reader = asyncio.StreamReader(limit=2**16)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        await loop.connect_read_pipe(lambda: protocol, popen.stdout)
+    if popen.stdin is not None:
+        flow = asyncio.streams.FlowControlMixin()
+        transport, _ = await loop.connect_write_pipe(lambda: flow, popen.stdin)
+        writer = asyncio.StreamWriter(transport, flow, None, loop)
+    return _Child(popen, writer, reader)
+
+
+class _Child:
+    """As much of `asyncio.subprocess.Process` as the product needs."""
+
+    def __init__(self, popen: subprocess.Popen, stdin: Any, stdout: Any) -> None:
+        self.pid, self.stdin, self.stdout = popen.pid, stdin, stdout
+        self.returncode: int | None = None
+        self._popen, self._ended = popen, asyncio.Event()
+        self._pidfd = os.pidfd_open(popen.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._end)
+
+    def _end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self.returncode = self._popen.wait()
+        self._ended.set()
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is not None:
+            raise ProcessLookupError
+        self._popen.send_signal(number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def main() -> None:
+    """Import, and serve."""
+    from importlib import import_module
+
+    tests = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
+    gc.disable()
+    for module in PRELOADED:
+        import_module(module)
+    gc.enable()
+    assert threading.active_count() == 1, threading.enumerate()
+    subprocess._fork_exec = _fork_exec
+    asyncio.create_subprocess_exec = _create
+    gc.freeze()
+    serve(tests)
+    os._exit(0)  # without taking every module apart
+
+
+if __name__ == "__main__":
+    main()
