@@ -1,4 +1,4 @@
-"""What an engine process tells edge workers: the tokens of a step in one message each, failures at once."""
+"""What an engine process sends to edge workers: one message for the tokens of a step, failures at once."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ from tandem.wire.messages import (
 )
 from tandem.wire.prefixes import PrefixJournal, pack_names
 
-# The first may have been on its way while we spoke; before the second the far side has looked at its link.
+# The first ping may have crossed our message; before the second the edge worker has read its link.
 PINGS_AFTER = 2
 
 
@@ -35,7 +35,7 @@ class Ticket:
     """One attempt of one edge worker's request.
 
     Attributes:
-        stream: The edge's short name for its tokens, or 0; no part of what it is.
+        stream: The edge worker's short name for the tokens, or 0; not part of the identity.
     """
 
     peer: Peer
@@ -45,23 +45,23 @@ class Ticket:
 
 
 class _Outgoing:
-    """What one edge worker is told at the end of a pass."""
+    """What one edge worker is sent at the end of a pass."""
 
     def __init__(self) -> None:
         self.deltas: list[TokenDelta] = []
         self.streams: list[int] = []
         self.indexes: list[int] = []
         self.token_ids: list[int] = []
-        # Columns are read first: what follows a delta in its stream is one too.
+        # Columns are read first, so tokens that follow a delta of their stream must be deltas too.
         self.with_delta: set[int] = set()
 
 
 class Answers:
-    """What goes back to edge workers: tokens of a step in one message each, failures at once.
+    """Sends tokens, failures and reports to edge workers.
 
     Args:
-        journal: Of the prefix cache that edge workers may follow.
-        tiers: Likewise of the tiers behind it, by name.
+        journal: The changes of the prefix cache, for edge workers that follow it.
+        tiers: The changes of each tier, by its name.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class Answers:
         self._journal, self._tiers = journal, tiers or {}
         self._outgoing: dict[Peer, _Outgoing] = defaultdict(_Outgoing)
         self._unreachable: set[Peer] = set()
-        # Failures that a peer which does not read has yet to hear of: its streams would wait for ever.
+        # Failures not sent yet because a peer does not read: its streams would wait for ever.
         self._owed: dict[Peer, list[RequestFailed]] = defaultdict(list)
-        # How many pings are to come until a peer has surely read the last that it was told.
+        # How many pings must come until a peer has surely read the last message.
         self._to_ping: dict[Peer, int] = {}
         self.num_failed = 0
 
@@ -143,8 +143,8 @@ class Answers:
         )
 
     def fail(self, ticket: Ticket, error: TandemError) -> None:
-        """Tell that an attempt ended without its tokens."""
-        # The other half was cancelled first: somebody's wish, not a failure.
+        """Report that an attempt failed."""
+        # `Aborted`: the other half was cancelled first, which is not a failure.
         self.num_failed += not isinstance(error, Aborted)
         self._send(
             ticket.peer,
@@ -157,16 +157,16 @@ class Answers:
         )
 
     def pong(self, peer: Peer, load: NodeLoad) -> None:
-        """Tell the load: asked by a ping, or unasked."""
+        """Send the load."""
         self._send(peer, Pong(epoch=self._epoch, load=load))
 
     def prefixes(self, peer: Peer, position: int) -> None:
-        """Tell what changed in the prefix cache since a position that the edge worker told."""
+        """Send what changed in the prefix cache since the position that the edge worker knows."""
         if self._journal and position >= 0:
             self._changes(peer, self._journal, position)
 
     def tiers(self, peer: Peer, positions: Mapping[str, int]) -> None:
-        """Tell likewise of the tiers that the edge worker named."""
+        """Send what changed in the tiers that the edge worker named."""
         for name, position in positions.items():
             journal = self._tiers.get(name)
             if journal is not None and position >= 0:
@@ -259,7 +259,7 @@ class Answers:
         try:
             self._inbox.send(peer, message)
         except PeerLost as error:
-            # Of what was dropped no word may be missed: its requests end, and the edge starts them anew.
+            # A message was dropped, so its requests end, and the edge worker starts them anew.
             self._unreachable.add(peer)
             if isinstance(error, PeerBehind) and isinstance(message, RequestFailed):
                 self._owed[peer].append(message)

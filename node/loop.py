@@ -1,8 +1,8 @@
 """The engine process's loop: empty the inbox, let the role act, step, answer.
 
 Plain and single-threaded. Whatever happens beside it (transfers, tiers) rings the waker. The loop knows which
-edge worker sent which request (`Ticket`), and that one whose connection broke, or that falls silent, is lost.
-What a request goes through is the role's.
+edge worker sent which request (`Ticket`). An edge worker whose connection broke, or that falls silent, is lost.
+The role decides what a request goes through.
 """
 
 import time
@@ -109,7 +109,7 @@ class EngineLoop:
             try:
                 part()
             except Exception:
-                # The top of the loop: nobody knows whose request broke it, so all fail, and the node goes on.
+                # Which request broke the step is not known, so all fail, and the node goes on.
                 log.exception("engine.step_failed")
                 self._role.fail_all(EngineFailed("the engine failed while it ran this request"))
 
@@ -121,7 +121,7 @@ class EngineLoop:
         self._drop_lost_edges()
 
     def _work(self) -> None:
-        # What the pass before produced has gone out: nothing of it is computed twice.
+        # The answers of the pass before were sent, so nothing is computed twice.
         if self._drain.take_hand_over(self._clock()):
             self._role.hand_over(hand_over())
         self._role.poll()
@@ -139,7 +139,7 @@ class EngineLoop:
         try:
             self._handle(peer, message)
         except Exception:
-            # The top of the loop, too: what one peer sent must not end what all others run.
+            # One peer's message must not end the requests of the others.
             log.exception("engine.message_failed", kind=type(message).__name__)
             if isinstance(message, StartPrefill | StartDecode | StartColocated):
                 ticket = Ticket(peer, message.request.request_id, message.attempt)
@@ -198,7 +198,7 @@ class EngineLoop:
         limit = self._clock() - self._heartbeat.silence_s
         silent = {peer for peer, heard in self._last_heard.items() if heard < limit}
         for peer in silent | self._answers.take_unreachable():
-            # One that was found lost before may still have to be told of failures: each try finds it lost anew.
+            # Sending to a lost edge worker finds it lost again: count it once.
             if self._last_heard.pop(peer, None) is not None:
                 self._measures.num_lost_edges += 1
             tickets = [ticket for ticket in self._role.tickets() if ticket.peer == peer]
@@ -206,19 +206,19 @@ class EngineLoop:
                 log.info("edge.lost", peer=peer.hex(), num_requests=len(tickets))
             for ticket in tickets:
                 self._role.cancel(ticket)
-                # One that was only slow hears of it, and starts another attempt.
+                # An edge worker that was only slow reads this, and starts another attempt.
                 self._answers.fail(ticket, PeerLost("the edge worker was silent for too long"))
             self._answers.lost(peer)
 
     def _probe(self) -> None:
-        """Tell every edge worker the load; a process that was killed cannot be sent to any more."""
+        """Send every edge worker the load, which also finds those that were killed."""
         now = self._clock()
         if now - self._probed_at >= PROBE_INTERVAL_S:
             self._probed_at = now
             self._tell_load(self._last_heard)
 
     def _tell_load(self, peers: Collection[Peer]) -> None:
-        """Tell edge workers the load, each with how much of it is its own."""
+        """Send edge workers the load, each with how much of it is its own."""
         counts = Counter(ticket.peer for ticket in self._role.tickets())
         load = msgspec.structs.replace(
             self._load(), num_edges=len(counts), is_draining=self._drain.is_on
@@ -227,7 +227,7 @@ class EngineLoop:
             self._answers.pong(peer, msgspec.structs.replace(load, num_own=counts[peer]))
 
     def _load(self) -> NodeLoad:
-        """Return the role's load, with what came to the inbox and was nobody's request."""
+        """Return the role's load, with the inbox's rejected connections and frames."""
         load = self._role.load()
         return msgspec.structs.replace(
             load,
