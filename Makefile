@@ -12,7 +12,14 @@ HELM_STAMP := $(VENV)/.helm-installed
 QUICK := -n 2 --dist loadfile -m "not (cluster or thorough) or smoke"
 ALL := -n 2 --dist loadfile -m ""
 
-.PHONY: help setup serve test test-all properties test-browser test-kubernetes test-monitoring check check-deploy format docs bench faults soak audit fuzz clean
+# Other Pythons, where they are installed, and what the tests that need no torch and start no node import.
+PYTHONS ?= 3.12 3.13
+LIGHT := aiohttp jinja2 msgspec numpy packaging prometheus-client psutil pydantic pyyaml pyzmq regex rich shtab structlog \
+  tokenizers typing-extensions uvloop xxhash hypothesis pytest pytest-asyncio trustme openai opentelemetry-sdk \
+  opentelemetry-exporter-otlp-proto-http jsonschema
+LIGHT_TESTS := tests/wire tests/telemetry tests/kvtransfer/test_session.py
+
+.PHONY: help setup serve test test-all test-pythons properties test-browser test-kubernetes test-monitoring check check-deploy format docs bench faults soak audit fuzz clean
 .DEFAULT_GOAL := help
 
 help: ## Show this.
@@ -46,6 +53,16 @@ test: setup $(HELM_STAMP) ## Run the quick tests, two at a time: make test ARGS=
 
 test-all: setup $(HELM_STAMP) ## Run every test: real clusters, deaths, and all cases of which `make test` takes a sample.
 	@$(BIN)/python -m pytest $(ALL) $(ARGS)
+
+test-pythons: ## Run tests that need no torch and start no node under Python 3.12 and 3.13, where they are installed.
+	@for version in $(PYTHONS); do \
+	  python=$$(ls -d "$$HOME"/.pyenv/versions/"$$version".*/bin/python 2>/dev/null | tail -1); \
+	  "$${python:=python$$version}" -c "" 2>/dev/null || { echo "==> Python $$version is not installed: not run"; continue; }; \
+	  echo "==> Python $$version"; \
+	  "$$python" -m venv "$(VENV)-$$version" && \
+	  "$(VENV)-$$version/bin/pip" install --quiet --disable-pip-version-check -c constraints.txt $(LIGHT) && \
+	  PYTHONPATH=src:. "$(VENV)-$$version/bin/python" -m pytest -q $(LIGHT_TESTS) || exit 1; \
+	done
 
 properties: setup ## Try the tests of properties on thousands of examples, drawn anew each time.
 	@$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=long $(ARGS)
@@ -94,4 +111,4 @@ soak: setup ## Serve for 30 minutes while processes die, freeze and come back.
 	@$(BIN)/python -m tests.faults.soak --minutes 30 $(ARGS)
 
 clean: ## Remove .venv and caches of tools.
-	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist site *.egg-info
+	@rm -rf $(VENV) $(VENV)-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist site *.egg-info
