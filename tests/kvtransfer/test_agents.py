@@ -164,6 +164,15 @@ def test_a_grant_withdrawn_before_a_push_is_safe_and_fails_the_request(cluster, 
     assert isinstance(prefill.next(Released).error, Aborted)
 
 
+def test_a_room_that_is_expected_again_after_it_was_given_up_ends_again(cluster):
+    prefill = cluster.prefill()
+    prefill.agent.expect(ROOM)
+    prefill.agent.abort(ROOM)
+    assert prefill.next() == Released(ROOM)
+    prefill.agent.expect(ROOM)  # its first half still waits for a grant to refuse
+    prefill.next(Released)
+
+
 @pytest.mark.parametrize("half", ["request", "grant"])
 def test_a_half_whose_other_does_not_come_ends_in_time(cluster, half):
     limits = calm_sender(grant_s=10, early_grant_s=10)

@@ -2,16 +2,19 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
+from tandem.kvtransfer.transports.base import Pool
 from tandem.kvtransfer.transports.one_sided import (
     LONGEST_PAUSE_S,
     SHORTEST_PAUSE_S,
     OneSidedConnection,
+    OneSidedListener,
     Pace,
     Places,
 )
@@ -94,6 +97,14 @@ def test_an_offer_of_another_process_at_the_same_address_is_refused():
         pytest.raises(TransferRefused, match="another"),
     ):
         connect(region, token=8)
+
+
+def test_each_peer_has_a_token_of_its_own():
+    end = SimpleNamespace(facts={}, close=lambda: None)
+    with MemoryRegion.private(PAGE_BYTES) as region:
+        listener = OneSidedListener(Pool(region, PAGE_BYTES, 1), "one", lambda *_: end)
+        tokens = {listener.admit("").offer.descriptor["token"] for _ in range(10)}
+    assert len(tokens) == 10
 
 
 def test_no_more_transfers_are_under_way_than_allowed(made):
