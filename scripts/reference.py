@@ -34,25 +34,61 @@ MADE = "<!-- Written by scripts/reference.py; do not edit. -->\n\n"
 _DEFAULT = re.compile(r" ?\(default: ([^()]*)\)$")
 
 
+# Flags that several commands share are listed once, under these titles.
+SHARED = {
+    "Routers and nodes": ("prefill", "decode", "serve", "lb"),
+    "Nodes": ("prefill", "decode", "serve"),
+    "Prefill and decode nodes": ("prefill", "decode"),
+}
+UP = ", [tandem lb](#tandem-lb); each flag goes to the processes that have it"
+Row = tuple[str, tuple[str, str, str]]
+
+
 def command_line() -> str:
-    """Return the page of all commands and flags."""
+    """Return the page of all commands and flags. A flag that several commands share is listed once."""
     text = (
-        f"{MADE}# Command line\n\nEvery command, and every flag of each: what `tandem COMMAND --help` says. A flag takes one "
-        "value unless it says otherwise. Boolean flags take none.\n"
+        f"{MADE}# Command line\n\nEvery command and its flags, as `tandem COMMAND --help-all` prints them. A flag takes one "
+        "value unless its help says otherwise. Boolean flags take none.\n"
     )
+    rows = {name: _rows(parser) for name, parser in parsers().items()}
+    taken: dict[str, list[Row]] = {name: [] for name in rows}
+    for title, names in SHARED.items():
+        shared = [row for row in rows[names[0]] if all(row in rows[name] for name in names)]
+        new = [row for row in shared if row not in taken[names[0]]]
+        text += _section(title, f"{', '.join(f'`{name}`' for name in names)} share:", new)
+        text += f"\n{_without_effect(title)}" if title == "Nodes" else ""
+        for name in names:
+            taken[name] += new
+    taken["up"] = [row for name in taken for row in rows[name] if taken[name]]
     for name, parser in parsers().items():
-        text += f"\n## tandem {name}\n\n{' '.join((parser.description or '').split())}\n"
-        for group in parser._action_groups:  # argparse names no other way
-            rows = [_flag_row(action) for action in group._group_actions if _is_told(action)]
-            if rows:
-                title = {"options": "", "positional arguments": ""}.get(
-                    group.title or "", group.title
-                )
-                text += f"\n**{title}**\n" if title else ""
-                text += _table(("flag", "default", ""), rows)
-        text += f"\n{_without_meaning(name)}" if _without_meaning(name) else ""
+        own = [row for row in rows[name] if row not in taken[name]]
+        about = " ".join((parser.description or "").split())
+        titles = [title for title, names in SHARED.items() if name in names or name == "up"]
+        links = ", ".join(f"[{each}](#{each.lower().replace(' ', '-')})" for each in titles)
+        about += f"\n\nAlso: {links}{UP * (name == 'up')}." if titles else ""
+        text += _section(f"tandem {name}", about, own)
+        text += f"\n{_without_effect(name)}" if name == "lb" else ""
         if parser.epilog and "\n" in parser.epilog.strip():
             text += f"\n```text\n{parser.epilog.strip()}\n```\n"
+    return text
+
+
+def _rows(parser: argparse.ArgumentParser) -> list[Row]:
+    """Return the flags of a parser, each with the title of its group."""
+    untitled = {"options", "positional arguments"}
+    return [
+        ("" if group.title in untitled else group.title or "", _flag_row(action))
+        for group in parser._action_groups  # argparse names no other way
+        for action in group._group_actions
+        if _is_told(action)
+    ]
+
+
+def _section(title: str, about: str, rows: list[Row]) -> str:
+    text = f"\n## {title}\n\n{about}\n"
+    for group in dict.fromkeys(group for group, _ in rows):
+        text += f"\n**{group}**\n" if group else ""
+        text += _table(("flag", "default", ""), [row for of, row in rows if of == group])
     return text
 
 
@@ -86,14 +122,11 @@ def _value(action: argparse.Action) -> str:
     return {"+": f"{name} [{name} ...]", "?": f"[{name}]"}.get(str(action.nargs), name)
 
 
-def _without_meaning(name: str) -> str:
-    if name == "lb":
-        flags = ", ".join(f"`{flag}`" for flag in IGNORED_FLAGS)
-        return f"Taken for the sake of others' scripts, and without meaning here: {flags}.\n"
-    if name in {"prefill", "decode", "serve"}:
+def _without_effect(name: str) -> str:
+    flags = ", ".join(f"`{flag}`" for flag in IGNORED_FLAGS)
+    if name == "Nodes":
         flags = "; ".join(f"`{flag}` ({why})" for flag, why in MEANINGLESS.items())
-        return f"Taken for the sake of others' scripts, and without meaning here: {flags}.\n"
-    return ""
+    return f"Accepted from commands of other servers, without effect: {flags}.\n"
 
 
 def http_api() -> str:
@@ -254,9 +287,9 @@ def errors() -> str:
     order = sorted(known, key=lambda code: (known[code][0], code))
     rows = []
     for code in order:
-        status, is_retryable, meaning, _ = known[code]
-        rows.append((f"[{code}](#{code})", str(status), "yes" if is_retryable else "no", meaning))
-    text += _table(("code", "status", "retry", "meaning"), rows)
+        status, is_retryable, _, _ = known[code]
+        rows.append((f"[{code}](#{code})", str(status), "yes" if is_retryable else "no"))
+    text += _table(("code", "status", "retry"), rows)
     for code in order:
         status, is_retryable, meaning, remedy = known[code]
         helps = "a retry may help" if is_retryable else "a retry does not help"

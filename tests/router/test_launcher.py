@@ -230,8 +230,9 @@ async def test_files_of_tls_that_vanish_end_no_worker_but_the_one_that_needs_the
     files = make_certificates(tmp_path)
     trusting = ssl.create_default_context(cafile=files.ca)
     tls = ("--ssl-certfile", files.cert, "--ssl-keyfile", files.key)
-    async with router(*NOWHERE, *tls, "--detokenizers", "2") as (process, url):
-        await eventually(lambda: num_answering(url, trusting), 2)
+    told = ("--detokenizers", "2", "--log-level", "debug")  # by the second worker, too
+    async with router(*NOWHERE, *tls, *told) as (process, url):
+        await next_event(process, "edge_worker.ready")  # of the other: it has read the files
         first, second = workers_of(process)
         os.rename(files.key, tmp_path / "moved")
         os.kill(first, signal.SIGKILL)
