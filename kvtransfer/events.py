@@ -90,7 +90,7 @@ _SECONDS = (
 )
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class SenderTimes:
     """Times of a prefill agent's hand-offs. Its control thread writes, any thread may read.
 
@@ -108,7 +108,7 @@ class SenderTimes:
     num_lost_links: int = 0
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class ReceiverTimes:
     """Times of a decode agent's hand-offs. Its control thread writes, any thread may read.
 

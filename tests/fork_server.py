@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 PRELOADED = (
     *("tandem.prefill.command", "tandem.decode.command", "tandem.serve", "tandem.router.command"),
     *("tandem.prefill.engine", "tandem.decode.engine", "tandem.serve", "tandem.node.rank"),
-    *("tandem.node.model_engine", "tandem.node.simulated_engine", "tandem.router.worker"),
+    *("tandem.node.model_engine", "tandem.node.engine_host", "tandem.router.worker"),
     *("tandem.router.launcher", "tandem.up", "tandem.drain", "tandem.batch.command"),
     *("tandem.kvtransfer.transports.tcp", "tandem.kvtransfer.transports.shm", "xgrammar"),
     *("tandem.kvtier.disk", "tandem.kvtier.memory", "tandem.engine.attention_cpu"),

@@ -114,7 +114,10 @@ if has_network():
         """Start a prefill and a decode node with a network between them."""
         return [
             nodes.start(
-                kind, host=network.addresses[kind], prefix=network.command(kind), mood=mood
+                kind,
+                host=network.addresses[kind],
+                prefix=("nsenter", f"--net={network.namespace(kind)}"),
+                mood=mood,
             )[0]
             for kind in ("prefill", "decode")
         ]
