@@ -5,6 +5,7 @@ lock while it compiles (in one compilation of 24 s, another thread never paused 
 cannot be ended: one that passes the time limit is left to itself, and holds its worker until it is done.
 """
 
+import copy
 import json
 import os
 import re
@@ -106,13 +107,25 @@ class GrammarCompiler:
             if job is None:
                 job = _Job(grammar)
                 if isinstance(self._library, TandemError):
-                    job.settle(self._library)
+                    # A copy: each that raises it adds frames, and so what those hold.
+                    job.settle(copy.copy(self._library))
                 elif self._num_late == _NUM_WORKERS or len(self._jobs) >= _MAX_QUEUED:
                     job.settle(_overloaded())
                 else:
-                    self._workers.submit(self._work, job, self._library)
-                    self._jobs[grammar] = job
+                    self._submit(job, self._library)
             return job
+
+    def _submit(self, job: _Job, library: xgrammar.GrammarCompiler) -> None:
+        self._jobs[job.grammar] = job
+        try:
+            self._workers.submit(self._work, job, library)
+        except RuntimeError:  # no thread is left; an older one may still take the job
+            self._drop(job)
+            job.settle(_overloaded())
+
+    def _drop(self, job: _Job) -> None:
+        if self._jobs.get(job.grammar) is job:
+            del self._jobs[job.grammar]
 
     def close(self) -> None:
         """Take no more grammars; those under way end in their own time."""
@@ -123,8 +136,8 @@ class GrammarCompiler:
             return
         timer = threading.Timer(self._time_limit_s, self._give_up, [job])
         timer.daemon = True
-        timer.start()
         try:
+            timer.start()
             outcome: CompiledGrammar | TandemError = compile_text(library, job.grammar)
         except TandemError as error:
             outcome = error
@@ -136,7 +149,7 @@ class GrammarCompiler:
         timer.cancel()
         with self._lock:
             self._num_late -= job.is_late
-            del self._jobs[job.grammar]
+            self._drop(job)
             job.settle(outcome)
 
     def _give_up(self, job: _Job) -> None:
@@ -156,7 +169,7 @@ class GrammarCompiler:
             if self._num_late == _NUM_WORKERS:
                 stranded = [other for other in self._jobs.values() if not other.is_late]
                 for other in stranded:
-                    del self._jobs[other.grammar]
+                    self._drop(other)
                     other.settle(_overloaded())
 
 
@@ -249,8 +262,10 @@ def _make_library(
         )
     try:
         vocabulary = _read_vocabulary(file, vocab_size, ends)
-    except Exception:
-        # The tokenizer library raises what it likes about a wrong file.
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:
+        # The tokenizer library raises what it likes about a wrong file; its panics are no Exception.
         log.exception("grammar.vocabulary_failed", file=str(file))
         return EngineFailed("structured output is out of order: tokenizer.json cannot be read")
     # Half the cores at most: the engine may compute on them.

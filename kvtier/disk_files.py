@@ -87,9 +87,17 @@ class PageDirectory:
         name = digest.hex()
         return self.top / name[:2] / name[2] / name
 
+    def _existing(self, digest: bytes) -> Path:
+        """Return where a page lies, below folders of this store: a link in their place leads elsewhere."""
+        path = self.path_of(digest)
+        for folder in (path.parent.parent, path.parent):
+            if not stat.S_ISDIR(folder.lstat().st_mode):
+                raise FileNotFoundError(errno.ENOENT, "no folder", str(folder))
+        return path
+
     def find(self, digest: bytes) -> PageFile | None:
         """Return a page's file; None where a folder or a link is in its place."""
-        status = self.path_of(digest).lstat()
+        status = self._existing(digest).lstat()
         if not stat.S_ISREG(status.st_mode):
             return None
         return PageFile(digest, status.st_size, status.st_mtime)
@@ -103,10 +111,9 @@ class PageDirectory:
         Raises:
             EntryCorrupted: The file is not that page, or cannot be read.
         """
+        path = self._existing(digest)
         try:
-            file = os.open(self.path_of(digest), _READ_FLAGS)
-        except NotADirectoryError as error:  # a file in the place of a folder
-            raise FileNotFoundError(errno.ENOENT, error.strerror) from error
+            file = os.open(path, _READ_FLAGS)
         except OSError as error:
             if error.errno in _NOT_OURS:
                 raise EntryCorrupted(error.strerror) from error
@@ -130,10 +137,9 @@ class PageDirectory:
         """Write a page in place of what is there; when this raises, nothing is left of it."""
         header = page_header(digest, len(page), Checksum(page).digest())
         path = self.path_of(digest)
-        if not path.parent.is_dir():
-            self.make_top()
-            path.parent.parent.mkdir(mode=0o700, exist_ok=True)
-            path.parent.mkdir(mode=0o700, exist_ok=True)
+        self.make_top()
+        _make_folder(path.parent.parent)
+        _make_folder(path.parent)
         temporary = _write_temporary(path.parent, [memoryview(header), page])
         try:
             temporary.rename(path)
@@ -143,11 +149,11 @@ class PageDirectory:
 
     def touch(self, digest: bytes, now_s: float) -> None:
         """Note for all nodes that a page was used."""
-        os.utime(self.path_of(digest), (now_s, now_s), follow_symlinks=False)
+        os.utime(self._existing(digest), (now_s, now_s), follow_symlinks=False)
 
     def remove(self, digest: bytes) -> None:
         """Remove a file or link, not what it leads to."""
-        self.path_of(digest).unlink()
+        self._existing(digest).unlink()
 
     def scan(self) -> Iterator[PageFile]:
         """Yield all pages, and remove what writers that died left behind."""
@@ -165,6 +171,13 @@ class PageDirectory:
             if self._path.stat().st_dev != self._device:
                 raise FileNotFoundError(errno.ENOENT, "what was mounted here is not any more")
             self.top.mkdir(mode=0o700, exist_ok=True)
+
+
+def _make_folder(path: Path) -> None:
+    """Make a folder, unless it is there; a file or a link in its place is removed."""
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
 
 
 def _identity(top: Path) -> str:

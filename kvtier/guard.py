@@ -89,7 +89,7 @@ class Workers:
             thread.start()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Queue work; after `stop` it is never begun. Whatever it raises becomes a `TierFailed`."""
+        """Queue work; whatever it raises becomes a `TierFailed`. What `stop` finds in the queue is cancelled."""
         future = Future[T]()
         self._queue.put((future, work))
         return future
@@ -106,8 +106,10 @@ class Workers:
             thread.join(None if until_s is None else max(0.0, until_s - time.monotonic()))
 
     def _run(self) -> None:
-        while (job := self._queue.get()) is not None and not self._is_stopped:
+        while (job := self._queue.get()) is not None:
             future, work = job
+            if self._is_stopped:
+                future.cancel()
             if not future.set_running_or_notify_cancel():
                 continue
             try:
@@ -254,11 +256,21 @@ class GuardedTier:
 
     def queue_put(self, keys: Sequence[PageKey], loan: Loan) -> None:
         """Have pages put, if the tier takes some and keeps up; the loan is held until then."""
-        if self.can_write:
-            loan.hold()
-            with self._lock:
-                self._num_put_pages += len(keys)
-            self._putter.submit(lambda: self._put(keys, loan))
+        if not self.can_write:
+            return
+        with self._lock:
+            num_pages = self._num_put_pages + len(keys)
+            if self._num_put_pages and num_pages > self._max_put_pages:
+                return
+            self._num_put_pages = num_pages
+        loan.hold()
+        put = self._putter.submit(lambda: self._put(keys, loan))
+        put.add_done_callback(lambda _: self._end_put(len(keys), loan))
+
+    def _end_put(self, num_pages: int, loan: Loan) -> None:
+        with self._lock:
+            self._num_put_pages -= num_pages
+        loan.release()
 
     def stop(self) -> None:
         """Begin no more calls."""
@@ -302,10 +314,10 @@ class GuardedTier:
         finally:
             if not answer.done():
                 answer.cancel()
-                if call.cancel():
-                    give_back(len(keys))
-                else:
+                if not call.cancel():
                     call.add_done_callback(_discard)
+            if call.cancelled():
+                give_back(len(keys))
         took_s = time.monotonic() - begin_s
         error = TierFailed(f"no answer in {took_s:.3g} s")
         if not answer.cancelled():
@@ -343,9 +355,6 @@ class GuardedTier:
             self._fail(self._writes, "kv_tier.put_failed", failure)
         finally:
             self._put_began_s = None
-            with self._lock:
-                self._num_put_pages -= len(keys)
-            loan.release()
 
     def _is_put_hanging(self) -> bool:
         began_s = self._put_began_s

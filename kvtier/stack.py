@@ -10,8 +10,8 @@
  save  ─▶ read off the pool, piece by piece ─▶ Saved; each piece is put into each tier
 ```
 
-A fetch is one task. It sets memory aside for what is missing, and makes one call to each tier, which returns by the
-deadline what it has. Fetches for which there is no memory wait in line.
+A fetch is one task. It sets memory aside for a piece of what is missing, and asks a tier for it, piece after piece: the
+tier returns by the deadline what it has. Fetches for which there is no memory wait in line.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ log = get_logger("kvtier.stack")
 
 # How long `close` waits for calls under way, and again for tiers to close.
 CLOSE_S = 1.0
-# The most that one put carries.
+# The most that one put carries, and one get into memory of the stack.
 MAX_PUT_BYTES = 16 << 20
 # Between two looks for memory that other fetches have given back.
 _MEMORY_AGAIN_S = 0.002
@@ -135,6 +135,7 @@ class TierStack:
         self._timeout_s = timeout_s
         limit_pages = max(1, max_staged_bytes // 2 // pages.page_bytes)
         self._fetch_budget, self._save_budget = MemoryBudget(limit_pages), MemoryBudget(limit_pages)
+        self._num_together = max(1, MAX_PUT_BYTES // pages.page_bytes)
         self._memory = PageMemory(pages.host_memory, pages.page_bytes)
         self._fetches: dict[int, _Fetch] = {}
         # With the fetch that an event is about, since a number may be used again after `abandon`.
@@ -322,25 +323,38 @@ class TierStack:
     async def _look_in(self, rank: int, fetch: _Fetch) -> None:
         """Get what one tier has of the missing pages, and have the faster tiers keep it.
 
+        A tier that hangs keeps the memory of one piece, and the other tiers go on with the rest.
+
         Raises:
-            TierFailed, TimeoutError: Nothing comes.
+            TierFailed, TimeoutError: No more comes.
         """
-        tier, keys = self._guards[rank], fetch.keys[fetch.num_pages :]
+        keys = fetch.keys[fetch.num_pages :]
+        is_lent = self._guards[rank].lends_own_memory
+        num_together = len(keys) if is_lent else self._num_together
+        for first in range(0, len(keys), num_together):
+            piece = keys[first : first + num_together]
+            if await self._get_piece(rank, piece, fetch) < len(piece):
+                return
+
+    async def _get_piece(self, rank: int, keys: Sequence[PageKey], fetch: _Fetch) -> int:
+        """Get pages with one call to a tier; return how many came."""
+        tier = self._guards[rank]
         give_back: Callable[[int], object] = lambda _: None  # noqa: E731
         if not tier.lends_own_memory:
             # A prefix may be longer than there is memory for.
             keys = keys[: self._fetch_budget.limit_pages - self._num_staged(fetch)]
             if not keys:
-                return
+                return 0
             await self._reserve(len(keys), fetch)
             give_back = self._fetch_budget.give_back
         loan = await tier.get(keys, fetch.deadline_s, give_back)
         if not loan.pages:
             loan.release()
-            return
+            return 0
         fetch.loans.append((tier, loan))
         for faster in self._guards[:rank]:
             faster.queue_put(keys[: len(loan.pages)], loan)
+        return len(loan.pages)
 
     def _num_staged(self, fetch: _Fetch) -> int:
         return sum(len(loan.pages) for tier, loan in fetch.loans if not tier.lends_own_memory)
@@ -370,8 +384,10 @@ class TierStack:
             self._place_page_s.add((time.monotonic() - begin_s) / len(page_ids))
             for tier, count in fetch.by_tier(len(page_ids)).items():
                 tier.counts.hit_pages += count
-        fetch.release()
-        self._tell(Placed(fetch.number, is_whole), fetch)
+        try:
+            fetch.release()
+        finally:  # the end of a loan is a tier's code; the role waits for this event
+            self._tell(Placed(fetch.number, is_whole), fetch)
 
     def _save(
         self,
@@ -380,12 +396,14 @@ class TierStack:
         page_ids: Sequence[int],
         takers: Sequence[GuardedTier],
     ) -> None:
-        num_together = max(1, MAX_PUT_BYTES // self._pages.page_bytes)
-        # Children first: what is touched last is evicted last, and parents must outlive their children.
-        for first in reversed(range(0, len(keys), num_together)):
-            end = first + num_together
-            self._save_piece(keys[first:end], page_ids[first:end], takers)
-        self._tell(Saved(number))
+        num_together = self._num_together
+        try:
+            # Children first: what is touched last is evicted last, and parents must outlive their children.
+            for first in reversed(range(0, len(keys), num_together)):
+                end = first + num_together
+                self._save_piece(keys[first:end], page_ids[first:end], takers)
+        finally:
+            self._tell(Saved(number))
 
     def _save_piece(
         self, keys: Sequence[PageKey], page_ids: Sequence[int], takers: Sequence[GuardedTier]

@@ -374,7 +374,7 @@ class PrefillLinks:
                     address=link.address,
                     transport=name,
                     reason=str(error),
-                    effect="it is tried again, at the latest with the link's end; pages it may still "
+                    effect="it is tried again with the end of the link; pages it may still "
                     "write into stay in quarantine",
                 )
         if failure is not None:

@@ -453,6 +453,25 @@ def test_a_directory_that_goes_away_is_neither_read_nor_written_until_it_is_back
     assert got(tier, of) == contents(of)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_what_stands_in_the_place_of_a_folder_is_no_store_and_is_replaced(
+    open_tier, tmp_path, depth, is_link
+):
+    tier, (key,) = open_tier(), keys(1)
+    put(tier, [key])
+    folder = path_of(tmp_path, key).parents[depth - 1]
+    folder.rename(tmp_path / "elsewhere")
+    if is_link:
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.write_text("in the way")
+    assert got(tier, [key]) == []
+    assert put(tier, [key]) == 1
+    assert not folder.is_symlink()
+    assert got(tier, [key]) == contents([key])
+
+
 def test_a_directory_that_was_emptied_by_hand_begins_anew(open_tier, tmp_path):
     tier, of = open_tier(), keys(2)
     put(tier, of)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from tandem.kvtier import guard
+from tandem.kvtier import guard, stack
 from tandem.kvtier.disk import DiskTier
 from tandem.kvtier.entry import HEADER_BYTES
 from tandem.kvtier.host import HostTier
@@ -105,6 +105,24 @@ def test_a_tier_that_hangs_delays_a_fetch_to_its_time_limit_and_what_was_there_c
         hanging.end()
         wait_for(lambda: not rig.stack._fetch_budget.num_used)
         assert not slow.num_open
+
+
+@pytest.mark.parametrize("call", ["get", "put"])
+def test_a_tier_that_hangs_in_a_long_fetch_leaves_memory_for_the_others(monkeypatch, call):
+    monkeypatch.setattr(stack, "MAX_PUT_BYTES", 16 * PAGE_BYTES)
+    fast, slow = FakeTier("fast"), FakeTier("slow")
+    of = keys(64)
+    slow.keep(of)
+    hanging = Hanging(fast, call)
+    with Rig(fast, slow, timeout_s=5 * SOON_S, max_pages=64) as rig:
+        assert rig.fetch(of).num_pages == (64 if call == "put" else 0)
+        rig.stack.abandon(1)
+        wait_for(lambda: rig.stack._fetch_budget.num_used <= 64 // 3)
+        rig.stack.fetch(2, of[:32])
+        assert rig.next().num_pages >= 16
+        rig.stack.abandon(2)
+        hanging.end()
+        wait_for(lambda: not rig.stack._fetch_budget.num_used)
 
 
 class SlowTier(FakeTier):
