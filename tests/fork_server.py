@@ -283,7 +283,10 @@ def _run(argv: Sequence[str]) -> int:
 
 def _is_ours(argv: Sequence[Any]) -> bool:
     words = [os.fsdecode(word) for word in argv[:4]]
-    return words[:3] == [sys.executable, "-P", "-m"] and words[3].startswith("tandem")
+    # A conversion needs more of transformers than a server has imported, and happens once.
+    is_conversion = words[3:] == ["tandem.node.checkpoint"]
+    is_module = words[:3] == [sys.executable, "-P", "-m"] and words[3].startswith("tandem")
+    return is_module and not is_conversion
 
 
 def _fork_exec(
