@@ -275,9 +275,11 @@ def load_of_node(load: TierLoad, num_ranks: int) -> TierLoad:
 
     Of a store with a limit of its own (`limit_bytes` is 0) each rank sees the whole.
     """
+    num_parts = num_ranks if load.limit_bytes else 1
     return msgspec.structs.replace(
         load,
-        num_bytes=load.num_bytes * (num_ranks if load.limit_bytes else 1),
+        num_pages=load.num_pages * num_parts,
+        num_bytes=load.num_bytes * num_parts,
         limit_bytes=load.limit_bytes * num_ranks,
         put_bytes=load.put_bytes * num_ranks,
         got_bytes=load.got_bytes * num_ranks,
