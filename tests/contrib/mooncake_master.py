@@ -1,6 +1,7 @@
 """A real master of a Mooncake Store for a test, and another process that lends memory to it."""
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -77,8 +78,14 @@ def a_lender(master: MooncakeMaster, num_pages: int) -> Iterator[subprocess.Pope
     """A process that lends memory and has put the first of `some_keys`."""
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", LENDER, f"{master.url}?segment=64MiB", str(num_pages)]
+    places = {"PYTHONPATH": os.pathsep.join(sys.path)}  # as pytest has set it
     with subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
+        command,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | places,
     ) as lender:
         try:
             assert lender.stdout.readline() == "lent\n"
