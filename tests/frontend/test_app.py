@@ -6,6 +6,7 @@ import pytest
 
 from tandem.frontend.options import FrontendOptions, HttpOptions
 from tandem.frontend.tokenizer_files import tokenizer_files, tokenizer_hash
+from tandem.telemetry import log as logs
 from tandem.wire.errors import MessageInvalid, NoNodeAvailable, Overloaded
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import length, say
@@ -155,6 +156,8 @@ class BrokenTokenizer:
 async def test_a_text_of_10_mb_is_refused_without_being_tokenized(
     client, backend, tokenizer, capsys
 ):
+    # Drawing a traceback with its locals takes longer than a loop may be held up.
+    logs.configure("critical", "json")
     backend.served = dataclasses.replace(backend.served, tokenizer=BrokenTokenizer(tokenizer))
     assert (await post(client, "/generate", {"text": "word"}))[0] == 500
     status, answer = await post_large(client, "/generate", {"text": "word " * (2 * MIB)})
