@@ -283,7 +283,8 @@ def _kind(schema: Mapping[str, Any]) -> str:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
     if options := schema.get("anyOf") or schema.get("oneOf"):
-        kinds = sorted({_kind(each) for each in options if each.get("type") != "null"}, key=len)
+        kinds = [*dict.fromkeys(_kind(each) for each in options if each.get("type") != "null")]
+        kinds.sort(key=len)
         if len(kinds) == 2 and kinds[1] == f"list of {kinds[0]}":
             kinds[1] = "list"
         return " or ".join(kinds)
