@@ -149,8 +149,8 @@ def _help(action: argparse.Action) -> str:
 
 def _value(action: argparse.Action) -> str:
     if action.metavar is None and action.choices:
-        return "|".join(map(str, action.choices))
-    name = str(action.metavar or action.dest.upper())
+        return f"{{{','.join(map(str, action.choices))}}}"
+    name = str(action.metavar or action.dest.upper()).replace("|", " or ")
     return {"+": f"{name} [{name} ...]", "?": f"[{name}]"}.get(str(action.nargs), name)
 
 

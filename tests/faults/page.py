@@ -32,7 +32,7 @@ workers, and a second router. Each cell sends six requests, *waiting* sixteen: g
 
 LEGEND = f"""## Legend
 
-A cell reads `right/all gap/seen/pages`:
+A cell has two lines, `right/all` and `gap/seen/pages`:
 
 - **right/all** requests got exactly the right tokens. The connections of the others ended with the process that held them. It is
   left out where all were right. **Bold**: a token was lost, repeated or wrong, a client got an error, or pages leaked; the cell names it.
@@ -108,7 +108,7 @@ def _shown(one: Mapping | None) -> str:
     parts += [f"pages left {left}"] if left else []
     seen = "-" if one["noticed_ms"] is None else f"{one['noticed_ms']:.0f}"
     parts.append(f"{one['gap_ms']:.0f}/{seen}/{'-' if left else format(one['pages_ms'], '.0f')}")
-    text = " ".join(parts)
+    text = "<br>".join(parts)
     is_bad = one["lost"] or one["repeated"] or one["wrong"] or one["errors"] or left
     return f"**{text}**" if is_bad else text
 
