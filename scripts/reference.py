@@ -53,45 +53,58 @@ def command_line() -> str:
         "repeated says so.\n"
     )
     rows = {name: _rows(parser) for name, parser in parsers().items()}
-    common = [row for row in rows["docs"] if all(row in of for of in rows.values())]
-    text += _section("All commands", "", common)
-    listed = {flag: "All commands" for _, flag in common}
-    inherited = {name: {"All commands"} for name in rows}
+    sections = {
+        "All commands": [row for row in rows["docs"] if all(row in of for of in rows.values())]
+    }
+    text += _section("All commands", "", sections["All commands"])
     for title, names in SHARED.items():
         shared = [row for row in rows[names[0]] if all(row in rows[name] for name in names)]
-        new = [row for row in shared if row[1] not in listed]
-        text += _section(title, f"{', '.join(f'`{name}`' for name in names)} share:", new)
+        sections[title] = _without(shared, sections.values())
+        text += _section(title, f"{_codes(names)} share:", sections[title])
         text += f"\n{_without_effect(title)}" if title == "Nodes" else ""
-        listed |= {flag: title for _, flag in new}
-        for name in (*names, "up"):
-            inherited[name] = inherited[name] | {title}
-    up_also = {flag for _, flag in rows["lb"]}
+    flags_of_lb = {"tandem lb": _without(rows["lb"], sections.values())}
     for name, parser in parsers().items():
-        own = [row for row in rows[name] if row[1] not in listed]
-        if name == "up":
-            own = [row for row in own if row[1] not in up_also]
+        known = sections | flags_of_lb if name == "up" else sections
+        titles = [title for title in known if name == "up" or name in SHARED.get(title, ())]
         about = " ".join((parser.description or "").split())
-        about += _also(name, rows[name], listed, inherited[name]) + _more(parser.epilog or "")
-        text += _section(f"tandem {name}", about, own)
+        about += _also(rows[name], known, titles) + _more(parser.epilog or "")
+        text += _section(f"tandem {name}", about, _without(rows[name], known.values()))
         text += f"\n{_without_effect(name)}" if name == "lb" else ""
     return text
 
 
-def _also(name: str, rows: Iterable[Row], listed: Mapping[str, str], inherited: set[str]) -> str:
-    """Name the flags of a command that stand under other titles."""
-    links = [_link(title) for title in SHARED if title in inherited]
-    links += ["[tandem lb](#tandem-lb)"] if name == "up" else []
-    text = f" Also all flags of {', '.join(links)}." if links else ""
-    text += " Each flag goes to the processes that have it." if name == "up" else ""
-    for title in SHARED:
-        flags = [
-            row[0].split(",")[0].split()[0].strip("`")
-            for _, row in rows
-            if listed.get(row) == title
+def _without(rows: Iterable[Row], others: Iterable[Iterable[Row]]) -> list[Row]:
+    """Return the rows whose flags are in none of the others, whatever their group."""
+    listed = {flag for other in others for _, flag in other}
+    return [row for row in rows if row[1] not in listed]
+
+
+def _also(rows: Iterable[Row], sections: Mapping[str, list[Row]], titles: Iterable[str]) -> str:
+    """Name the flags of a command that are listed in sections; it has nearly all those of `titles`."""
+    text, own = "", [flag for _, flag in rows]
+    titles = [title for title in titles if title in SHARED or title == "tandem lb"]
+    if titles:
+        text = f" Also the flags of {', '.join(map(_link, titles))}"
+        names = {name for flag in own for name in flag[0].split(", ")}
+        lacking = [
+            _name(flag)
+            for title in titles
+            for _, flag in sections[title]
+            if names.isdisjoint(flag[0].split(", "))
         ]
-        if flags and title not in inherited:
-            text += f" Also, as under {_link(title)}: {', '.join(f'`{flag}`' for flag in flags)}."
+        text += f", except {_codes(lacking)}." if lacking else "."
+    for title in (title for title in SHARED if title not in titles):
+        flags = [_name(flag) for _, flag in sections[title] if flag in own]
+        text += f" Also, as under {_link(title)}: {_codes(flags)}." if flags else ""
     return text
+
+
+def _name(flag: tuple[str, str, str]) -> str:
+    return flag[0].split(",")[0].split()[0].strip("`")
+
+
+def _codes(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _link(title: str) -> str:
