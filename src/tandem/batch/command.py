@@ -294,16 +294,16 @@ async def _send(
         Interrupted: A second signal.
     """
     allow_descriptors(config.settings.max_concurrency, "requests at once")
-    async with BatchClient(config.url, config.settings) as client:
-        with _stopping_on_signals(client), counted("tandem batch", num_requests) as advance:
-            try:
-                async with contextlib.aclosing(client.run(requests)) as results:
-                    async for result in results:
-                        output.append(result.line())
-                        outcomes[result.custom_id] = result.failure
-                        advance(len(outcomes), f"{client.in_flight} in flight {client.problem}")
-            except asyncio.CancelledError:
-                raise Interrupted(f"{len(outcomes)} of {num_requests} are done") from None
+    client = BatchClient(config.url, config.settings)
+    with _stopping_on_signals(client), counted("tandem batch", num_requests) as advance:
+        try:
+            async with contextlib.aclosing(client.run(requests)) as results:
+                async for result in results:
+                    output.append(result.line())
+                    outcomes[result.custom_id] = result.failure
+                    advance(len(outcomes), f"{client.num_at_server} in flight {client.problem}")
+        except asyncio.CancelledError:
+            raise Interrupted(f"{len(outcomes)} of {num_requests} are done") from None
 
 
 @contextlib.contextmanager
@@ -319,7 +319,7 @@ def _stopping_on_signals(client: BatchClient) -> Iterator[None]:
             return
         is_second = True
         sys.stderr.write(
-            f"tandem batch: waiting for {client.in_flight} answers under way; Ctrl-C again ends at once\n"
+            f"tandem batch: waiting for {client.num_at_server} answers under way; Ctrl-C again ends at once\n"
         )
         client.stop()
 
