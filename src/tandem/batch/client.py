@@ -13,7 +13,7 @@ import email.utils
 import math
 import random
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 

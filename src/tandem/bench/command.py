@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit status."""
     try:
         config = parse(argv)
-        rows = read_trace(config.trace, config.trace_limit) if config.trace else []
+        rows = read_trace(config.trace, config.num_prompts) if config.trace else []
         _check_writable(config.output_file)
         report, is_stopped = uvloop.run(_measure(config, rows))
     except ConfigInvalid as error:
@@ -167,7 +167,7 @@ async def _drive(
             advance(num_ended, f"{num_failed} failed · {speed:,.0f} tokens/s")
 
         samples = await drive(config, jobs, load.concurrency, ended=ended, stop=stop)
-    limits = Goodput(ttft_ms=config.slo_ttft_ms, itl_ms=config.slo_itl_ms, e2e_ms=config.slo_e2e_ms)
+    limits = Goodput(ttft_ms=config.slo_ttft_ms, itl_ms=config.slo_itl_ms)
     return summarise(
         load,
         samples,

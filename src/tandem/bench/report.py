@@ -17,13 +17,11 @@ from rich.table import Table
 from tandem.bench.client import UNFINISHED, Sample
 from tandem.bench.config import Load
 
-SCHEMA = "tandem.bench/2"
+SCHEMA = "tandem.bench/3"
 # A busier client sees tokens late: it measures itself.
 BUSY_SHARE = 0.7
 # In less than this, the costs of a load's start weigh more than its tokens.
 SHORT_S = 1.0
-# Later than this, arrivals are not those that were asked for.
-LATE_MS = 50.0
 Array = NDArray[np.float64]
 
 
@@ -55,21 +53,8 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
-    e2e_ms: float | None = None
     share: float = 0.0
     requests_per_s: float = 0.0
-
-
-class ClientCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What the load client itself took.
-
-    Attributes:
-        busy_share: Of one core.
-        late_p99_ms: From the time at which a request was due and had a place to its sending.
-    """
-
-    busy_share: float = 0.0
-    late_p99_ms: float = 0.0
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +93,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     e2e_ms: Times
     failures: list[Failure]
     goodput: Goodput | None = None
-    client: ClientCost = ClientCost()
+    client_busy_share: float = 0.0
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,7 +131,6 @@ def summarise(
     duration_s = max((s.sent_s + s.times[-1] - start_s for s in seen), default=0.0)
     num_in = sum(sample.prompt_tokens for sample in seen)
     num_out = sum(sample.output_tokens for sample in seen)
-    late_ms = [1000 * max(sample.sent_s - sample.due_s, 0.0) for sample in samples] or [0.0]
     return LoadReport(
         name=load.name,
         kind=load.kind,
@@ -170,10 +154,7 @@ def summarise(
         e2e_ms=_times([sample.times[-1:] for sample in done]),
         failures=_failures(failed),
         goodput=limits and _goodput(limits, done, len(failed), duration_s),
-        client=ClientCost(
-            busy_share=_over(client_cpu_s, duration_s),
-            late_p99_ms=float(np.percentile(late_ms, 99)),
-        ),
+        client_busy_share=_over(client_cpu_s, duration_s),
     )
 
 
@@ -226,7 +207,6 @@ def _is_good(sample: Sample, limits: Goodput) -> bool:
     measured = (
         (limits.ttft_ms, sample.times[:1]),
         (limits.itl_ms, _tpot(sample)),
-        (limits.e2e_ms, sample.times[-1:]),
     )
     return all(most is None or all(s * 1000 <= most for s in found) for most, found in measured)
 
@@ -271,19 +251,14 @@ def sentences(load: LoadReport) -> list[str]:
             f"{load.goodput.requests_per_s:.2f} requests/s"
         )
     lines += [f"  failed, {one.kind}: {one.count}, such as: {one.example}" for one in load.failures]
-    if load.client.busy_share > BUSY_SHARE and load.duration_s > SHORT_S:
+    if load.client_busy_share > BUSY_SHARE and load.duration_s > SHORT_S:
         lines.append(
-            f"  warning: the load client was busy {load.client.busy_share:.0%} of the time and sees tokens "
-            "late: send less, or use several commands"
-        )
-    if load.kind != "closed" and load.client.late_p99_ms > LATE_MS:
-        lines.append(
-            f"  warning: 1 % of requests were sent {load.client.late_p99_ms:.0f} ms or more after they were "
-            "due: the client could not keep up"
+            f"  warning: the load client was busy {load.client_busy_share:.0%} of the time, so it sends late and "
+            "sees tokens late: send less, or use several commands"
         )
     return lines
 
 
 def _limits(goodput: Goodput) -> str:
-    given = {"TTFT": goodput.ttft_ms, "ITL": goodput.itl_ms, "E2E": goodput.e2e_ms}
+    given = {"TTFT": goodput.ttft_ms, "ITL": goodput.itl_ms}
     return ", ".join(f"{name} ≤ {most:g} ms" for name, most in given.items() if most is not None)

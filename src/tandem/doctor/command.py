@@ -111,7 +111,8 @@ def _measure(config: DoctorConfig, findings: list[Finding]) -> list[TransportRow
         where = TransportConfig(host=host, interface=config.interface, directory=directory)
         for name in config.backends or known():
             _progress(f"measuring {name}")
-            rows.append(link.measure(name, where, config))
+            asked = link.Link(name=name, config=where, peer=peer, is_insecure=config.is_insecure)
+            rows.append(link.measure(asked))
     return link.judge(rows, config.backends, AUTO)
 
 

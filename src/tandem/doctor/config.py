@@ -27,7 +27,7 @@ between the two ends of a link (KV flows one way; swap the ends for the other):
   (both with TANDEM_CLUSTER_KEY set to one secret, as nodes have it)
 
 before serving:
-  tandem doctor --quick                                   this machine, and its transports
+  tandem doctor                                           this machine, and its transports
   tandem doctor --model /models/llama --max-total-tokens 200000 --no-measure
   tandem doctor --transfer-backend nixl                   fails unless nixl works
 
@@ -120,7 +120,6 @@ class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True):
             parse=_backends,
         ),
     ] = ()
-    is_quick: Annotated[bool, Flag("--quick", help="measure fewer and smaller hand-offs")] = False
     is_measuring: Annotated[bool, Flag("--no-measure", help="check the machine only")] = True
     interface: Annotated[
         str, Flag("--interface", help="network interface, for transports that take one")

@@ -22,8 +22,6 @@ ROOT = Path("/")
 GIB = 1 << 30
 # A node has a socket for each client, edge worker and stream; 1,024 is many systems' default.
 ENOUGH_OPEN_FILES = 4096
-# Names of the kernel: x86's, then ARM's.
-BF16_FLAGS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}
 # Beside weights and pool: the interpreter, libraries and activations of a chunk.
 OVERHEAD_BYTES = GIB
 GPU_FILES = "nvidia[0-9]*"
@@ -38,7 +36,7 @@ def _judged(
 
 
 def check_cpu(root: Path = ROOT) -> Iterator[Finding]:
-    """Report usable cores and instructions for bfloat16."""
+    """Report usable cores."""
     num_cores = len(os.sched_getaffinity(0))
     usable, advice = min(num_cores, quota_cores(root) or num_cores), ""
     if usable < num_cores:
@@ -47,11 +45,6 @@ def check_cpu(root: Path = ROOT) -> Iterator[Finding]:
             f"time: give nodes --num-threads {max(1, int(usable))}"
         )
     yield _judged("cpu", "cores", f"{usable:g} of {psutil.cpu_count()} usable", advice)
-    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
-    bf16, advice = sorted(BF16_FLAGS & set(flags[1].split() if flags else ())), ""
-    if not bf16 and not list((root / "dev").glob(GPU_FILES)):
-        advice = "bfloat16 goes through float32 here: --dtype float32 may be faster"
-    yield _judged("cpu", "bfloat16", ", ".join(bf16) or "no instructions for it", advice)
 
 
 def _groups(root: Path) -> Iterator[Path]:

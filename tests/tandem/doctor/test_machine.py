@@ -32,17 +32,6 @@ def named(findings, name: str) -> Finding:
     return finding
 
 
-def test_instruction_sets_are_read_on_x86_and_arm(root):
-    x86 = root({"proc/cpuinfo": "processor\t: 0\nflags\t\t: sse avx512_bf16\n"})
-    assert named(machine.check_cpu(x86), "bfloat16").found == "avx512_bf16"
-    arm = root({"proc/cpuinfo": "processor\t: 0\nFeatures\t: fp bf16\n"})
-    assert named(machine.check_cpu(arm), "bfloat16").status == "ok"
-    plain = root({"proc/cpuinfo": "processor\t: 0\nflags\t: sse\n"})
-    assert named(machine.check_cpu(plain), "bfloat16").status == "warning"
-    with_gpu = root({"dev/nvidia0": ""})
-    assert named(machine.check_cpu(with_gpu), "bfloat16").status == "ok"
-
-
 def test_the_tightest_control_group_counts(root, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     box = root(
