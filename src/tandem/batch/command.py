@@ -21,7 +21,7 @@ from tandem.batch.client import BatchClient, BatchSettings, BatchStopped
 from tandem.batch.lines import BatchError, BatchRequest, LineInvalid, failure_of, read_request
 from tandem.long_work import counted
 from tandem.wire.channel import allow_descriptors
-from tandem.wire.command_line import HelpFormatter, Parser
+from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.options import Flag, add_flags, read_flags
 
@@ -92,7 +92,6 @@ def build_parser() -> Parser:
         description="Send a file of requests to a cluster, or to any OpenAI server, and write the answers to a "
         "file. After a crash the same command resumes.",
         epilog=EXAMPLES,
-        formatter_class=HelpFormatter,
     )
     parser.add_argument("input", type=Path, metavar="IN.jsonl", help="requests, one a line")
     add_flags(parser, BatchConfig)

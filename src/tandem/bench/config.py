@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NewType
 
 import msgspec
 
-from tandem.wire.command_line import HelpFormatter, Parser
+from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.hosts import checked_url
 from tandem.wire.options import Flag, add_flags, read_flags
@@ -244,7 +244,6 @@ def build_parser() -> Parser:
         description="Send streamed requests to a server and measure time to the first token, time between "
         "tokens, throughput and goodput.",
         epilog=EXAMPLES,
-        formatter_class=HelpFormatter,
     )
     add_flags(parser, BenchConfig)
     return parser

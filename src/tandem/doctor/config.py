@@ -10,7 +10,7 @@ import msgspec
 from tandem.engine.config import EngineConfig
 from tandem.kvtransfer.transports.registry import known
 from tandem.router.config import node_url
-from tandem.wire.command_line import HelpFormatter, Parser
+from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.hosts import bare_host
 from tandem.wire.options import Flag, add_flags, options_of, read_flags
@@ -172,7 +172,6 @@ def build_parser() -> Parser:
         description="Check this machine, the link between two hosts, or running nodes: what works, how fast KV "
         "moves, what is missing, and how to get it.",
         epilog=EXAMPLES,
-        formatter_class=HelpFormatter,
     )
     add_flags(parser, DoctorConfig, only=_OWN | _ENGINE_DESTS)
     return parser

@@ -15,7 +15,7 @@ from tandem.plan.nodes import CARDS, SIZES, NodeKind, node_kind
 from tandem.plan.report import Plan, as_json, render, write_check
 from tandem.plan.sizing import Goals, size_decode, size_prefill
 from tandem.telemetry import log as logs
-from tandem.wire.command_line import HelpFormatter, Parser
+from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.options import Flag, add_flags, read_flags
 
@@ -152,7 +152,6 @@ def build_parser() -> Parser:
         description="Calculate how many prefill and decode nodes of which kind serve a load within the given "
         "times at the least cost.",
         epilog=EXAMPLES,
-        formatter_class=HelpFormatter,
     )
     add_flags(parser, PlanConfig)
     return parser

@@ -21,7 +21,7 @@ from tandem.node.engine_process import MALLOC_SETTINGS
 from tandem.profile.measuring import Bench, Grid, Point, fit_decode, fit_prefill, rounded
 from tandem.telemetry import log as logs
 from tandem.telemetry.version import package_version
-from tandem.wire.command_line import HelpFormatter, Parser
+from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid, TandemError
 from tandem.wire.options import Flag, add_flags, read_flags
 
@@ -92,7 +92,6 @@ def build_parser() -> Parser:
         description="Measure the forwards of one node, in this process and without a cluster, and write the "
         "profile that describes them: input for `tandem plan` and simulated engines.",
         epilog=EXAMPLES,
-        formatter_class=HelpFormatter,
     )
     add_flags(parser, ProfileConfig, only=_OWN)
     add_flags(parser, NodeConfig, only=_OF_NODE)

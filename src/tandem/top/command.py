@@ -15,7 +15,7 @@ from rich.text import Text
 
 from tandem.router.overview import Overview
 from tandem.top.picture import picture, plain
-from tandem.wire.command_line import HelpFormatter, Parser
+from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid, TandemError
 from tandem.wire.hosts import checked_url, reason_of
 from tandem.wire.options import Flag, add_flags, read_flags
@@ -65,7 +65,6 @@ def build_parser() -> Parser:
         description="Show what a router's cluster does now: nodes and their pages, pairs, latencies, recent "
         "requests, events.",
         epilog=EXAMPLES,
-        formatter_class=HelpFormatter,
     )
     url = "http://127.0.0.1:8000"
     parser.add_argument("url", nargs="?", default=url, metavar="URL", help="of the router")
