@@ -63,11 +63,10 @@ def test_goals_that_no_number_of_nodes_reaches_are_an_exit_status_and_a_reason(n
 
 
 def test_each_role_takes_the_kind_that_costs_least(capsys):
-    asked = f"--model llama-8b --node h100 --prefill-node h100-tp2 {LOAD} {GOALS}"
+    asked = f"--model llama-8b --node h100 --node h100-tp2 {LOAD} {GOALS}"
     for cost, expected in ((0.5, "h100-tp2"), (50, "h100")):
         best = planned(f"{asked} --cost h100-tp2={cost}", capsys)["best"]
-        assert best["prefill"]["kind"]["name"] == expected
-        assert best["decode"]["kind"]["name"] == "h100"
+        assert best["prefill"]["kind"]["name"] == best["decode"]["kind"]["name"] == expected
 
 
 def test_a_trace_is_planned_for(node, tmp_path, capsys):
