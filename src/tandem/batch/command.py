@@ -100,13 +100,7 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit status."""
-    try:
-        return asyncio.run(carry_out(parse(argv, os.environ)))
-    except ConfigInvalid as error:
-        return _fail(error.for_operators)
-    except KeyboardInterrupt:
-        sys.stderr.write("tandem batch: stopped\n")
-        return STOPPED
+    return asyncio.run(carry_out(parse(argv, os.environ)))
 
 
 def parse(argv: Sequence[str], environment: Mapping[str, str]) -> BatchConfig:
@@ -129,11 +123,13 @@ def parse(argv: Sequence[str], environment: Mapping[str, str]) -> BatchConfig:
 
 
 async def carry_out(config: BatchConfig) -> int:
-    """Run the job and return the exit status."""
+    """Run the job and return the exit status.
+
+    Raises:
+        ConfigInvalid: The input or the output is unfit.
+    """
     try:
         num_failed = await run_job(config)
-    except ConfigInvalid as error:
-        return _fail(error.for_operators)
     except BatchStopped as error:
         return _fail(f"{error}\n{RESUME}")
     except OSError as error:

@@ -17,10 +17,7 @@ from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.registry import AUTO, known
 from tandem.telemetry.log import configure
 from tandem.telemetry.version import package_version
-from tandem.wire.errors import ConfigInvalid
 from tandem.wire.keys import cluster_key, is_loopback
-
-STOPPED = 130  # what shells report of a command that Ctrl-C ended
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,22 +25,15 @@ def main(argv: Sequence[str]) -> int:
     # Processes of the link test end with their parent, on SIGTERM too.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
     configure("error")
-    try:
-        config = parse(argv)
-        report = examine(config)
-        if config.is_json:
-            sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
-        else:
-            render(report)
-        if config.mode == "listen":
-            sys.stdout.flush()
-            listen(config)
-    except ConfigInvalid as error:
-        sys.stderr.write(f"tandem doctor: error: {error.for_operators}\n")
-        return 2
-    except KeyboardInterrupt:
-        sys.stderr.write("tandem doctor: stopped\n")
-        return STOPPED
+    config = parse(argv)
+    report = examine(config)
+    if config.is_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
+    else:
+        render(report)
+    if config.mode == "listen":
+        sys.stdout.flush()
+        listen(config)
     return 0 if report.is_well else 1
 
 

@@ -154,14 +154,9 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit status."""
     logs.configure("error")
-    args = build_parser().parse_args(argv)
-    try:
-        config = read_flags(PlanConfig, args)
-        plan = make_plan(config)
-        check = write_check(plan, config.check) if config.check and plan.best else None
-    except ConfigInvalid as error:
-        sys.stderr.write(f"tandem plan: error: {error.for_operators}\n")
-        return 2
+    config = read_flags(PlanConfig, build_parser().parse_args(argv))
+    plan = make_plan(config)
+    check = write_check(plan, config.check) if config.check and plan.best else None
     if config.is_json:
         sys.stdout.write(as_json(plan, check).decode())
     else:

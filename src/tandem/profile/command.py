@@ -40,7 +40,6 @@ exit status: 0 done; 1 the model could not be measured; 2 wrong usage; 130 stopp
 
 More: tandem docs plan; tandem docs simulation
 """
-STOPPED = 130  # what shells report of a command that Ctrl-C ended
 # Attention of one chunk over 4,096 tokens of the embedded model takes two cores a second or two: over all
 # points, three minutes.
 CPU_CONTEXT, QUICK_CPU_CONTEXT, GPU_CONTEXT = 4096, 1024, 32768
@@ -86,23 +85,13 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit status."""
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
     logs.configure("error")
-    try:
-        config = parse(argv)
-        # The C library reads these at its start, and they save a tenth of a step on a CPU.
-        if not MALLOC_SETTINGS.keys() <= os.environ.keys():
-            command = [sys.executable, "-P", "-m", "tandem", "profile", *argv]
-            os.execve(sys.executable, command, MALLOC_SETTINGS | os.environ)  # noqa: S606 - this program
-        with _engine_of(config.node) as engine:
-            profile = _measured(config, engine)
-    except ConfigInvalid as error:
-        sys.stderr.write(f"tandem profile: error: {error.for_operators}\n")
-        return 2
-    except TandemError as error:
-        sys.stderr.write(f"tandem profile: error: {error}\n")
-        return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("tandem profile: stopped\n")
-        return STOPPED
+    config = parse(argv)
+    # The C library reads these at its start, and they save a tenth of a step on a CPU.
+    if not MALLOC_SETTINGS.keys() <= os.environ.keys():
+        command = [sys.executable, "-P", "-m", "tandem", "profile", *argv]
+        os.execve(sys.executable, command, MALLOC_SETTINGS | os.environ)  # noqa: S606 - this program
+    with _engine_of(config.node) as engine:
+        profile = _measured(config, engine)
     write(profile, config.output)
     return 0
 
