@@ -21,7 +21,7 @@ Serve large language models with prefill and decode on separate nodes.
   decode    a decode node: takes over prompts whose KV landed, and generates
   lb        the router: HTTP, OpenAI API, pairing, detokenizing
   serve     both roles in one engine, without transfer
-  top       what a cluster does now, in a terminal: nodes, pages, pairs, latencies, requests, events
+  top       what a cluster does now, in a terminal: nodes, pages, pairs, latencies
   drain     have a node finish, or hand over, what it has, and take nothing new
   doctor    check this machine, a link between two hosts, or running nodes
   bench     drive a server with a load: latencies, throughput, goodput

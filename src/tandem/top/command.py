@@ -65,8 +65,7 @@ def build_parser() -> Parser:
     """Return the parser."""
     parser = Parser(
         "tandem top",
-        description="Show what a router's cluster does now: nodes and their pages, pairs, latencies, recent "
-        "requests, events.",
+        description="Show what a router's cluster does now: nodes and their pages, pairs, latencies.",
         epilog=EXAMPLES,
     )
     url = "http://127.0.0.1:8000"
