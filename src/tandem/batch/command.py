@@ -43,7 +43,7 @@ exit status: 0 all succeeded; 1 some failed; 2 the job could not run, or not to 
 
 More: tandem docs batch
 """
-SOME_FAILED, COULD_NOT_RUN = 1, 2
+SOME_FAILED = 1
 STOPPED = 130  # what shells report of a command that Ctrl-C ended
 RESUME = "give the same command again to go on"
 NUM_SHOWN = 20
@@ -126,24 +126,19 @@ async def carry_out(config: BatchConfig) -> int:
     """Run the job and return the exit status.
 
     Raises:
-        ConfigInvalid: The input or the output is unfit.
+        ConfigInvalid: The job could not run, or not to its end.
     """
     try:
         num_failed = await run_job(config)
     except BatchStopped as error:
-        return _fail(f"{error}\n{RESUME}")
+        raise ConfigInvalid(f"{error}\n{RESUME}") from error
     except OSError as error:
         what = f"{error.filename or config.output}: {error.strerror or error}"
-        return _fail(f"{what}: results so far are kept; mend it, and {RESUME}")
+        raise ConfigInvalid(f"{what}: results so far are kept; mend it, and {RESUME}") from error
     except Interrupted as error:
         sys.stderr.write(f"tandem batch: stopped: {error}; {RESUME}\n")
         return STOPPED
     return SOME_FAILED if num_failed else 0
-
-
-def _fail(sentence: str) -> int:
-    sys.stderr.write(f"tandem batch: error: {sentence}\n")
-    return COULD_NOT_RUN
 
 
 async def run_job(config: BatchConfig) -> int:
