@@ -282,7 +282,8 @@ def _explain(error: Exception) -> tuple[Kind, str, str]:
             return "broke", "timeout", "no complete answer in time"
         case msgspec.MsgspecError() | UnicodeDecodeError():
             return "broke", "bad_answer", f"status 2xx without a JSON object: {error}"
-    return "broke", "connection_broken", str(error) or "the connection broke"
+        case _:
+            return "broke", "connection_broken", str(error) or "the connection broke"
 
 
 class _Answer(msgspec.Struct):
