@@ -46,7 +46,6 @@ More: tandem docs batch
 SOME_FAILED = 1
 STOPPED = 130  # what shells report of a command that Ctrl-C ended
 RESUME = "give the same command again to go on"
-NUM_SHOWN = 20
 # Every line of an output begins so: a torn line that does not is somebody else's.
 PREFIX = b'{"id":"batch_req_'
 
@@ -158,7 +157,7 @@ async def run_job(config: BatchConfig) -> int:
         if outcomes:
             sys.stderr.write(f"resuming: {num_before} of {num_requests} are done\n")
         if num_requests > num_before:
-            requests = (each for _, each in _lines(config.input) if isinstance(each, BatchRequest))
+            requests = (each for _, each in _requests(config.input))
             pending = (each for each in requests if each.custom_id not in outcomes)
             await _send(config, pending, output, outcomes, num_requests)
     if len(outcomes) < num_requests:
@@ -234,27 +233,18 @@ def check_input(path: Path) -> set[str]:
         ConfigInvalid: It cannot be read, two requests have the same name, or a line is no request.
     """
     lines_of: dict[str, int] = {}
-    invalid: list[str] = []
-    for number, request in _lines(path):
-        if isinstance(request, LineInvalid):
-            invalid.append(f"line {number}: {request}")
-        elif first := lines_of.get(request.custom_id):
+    for number, request in _requests(path):
+        if first := lines_of.get(request.custom_id):
             raise ConfigInvalid(
                 f"{path}: lines {first} and {number} have the same custom_id {request.custom_id!r}: give each "
                 "request a name of its own"
             )
-        else:
-            lines_of[request.custom_id] = number
-    if invalid:
-        shown = [*invalid[:NUM_SHOWN], *(["..."] if len(invalid) > NUM_SHOWN else [])]
-        raise ConfigInvalid(
-            "\n".join([f"{path}: {len(invalid)} lines are no requests: mend them", *shown])
-        )
+        lines_of[request.custom_id] = number
     return set(lines_of)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, BatchRequest | LineInvalid]]:
-    """Yield the number and content of every line that is not blank."""
+def _requests(path: Path) -> Iterator[tuple[int, BatchRequest]]:
+    """Yield the number and request of every line that is not blank."""
     if path.exists() and not path.is_file():
         raise ConfigInvalid(f"{path} can be read only once: save it as a file first")
     try:
@@ -263,12 +253,11 @@ def _lines(path: Path) -> Iterator[tuple[int, BatchRequest | LineInvalid]]:
         raise ConfigInvalid(f"{path}: {error.strerror}") from error
     with file:
         for number, line in enumerate(file, 1):
-            if not (content := line.strip()):
-                continue
             try:
-                yield number, read_request(content)
+                if content := line.strip():
+                    yield number, read_request(content)
             except LineInvalid as error:
-                yield number, error
+                raise ConfigInvalid(f"{path}, line {number}: {error}") from error
 
 
 async def _send(

@@ -103,12 +103,14 @@ async def test_failed_requests_are_in_the_output(files):
     assert by_name["cut"]["error"]["code"] == "connection_broken"
 
 
-async def test_bad_lines_are_reported_before_anything_is_sent(files):
-    files.write(line("a"), "{\n", line("b", method="GET"), line("c"))
+@pytest.mark.parametrize(
+    ("bad", "reason"), [("{\n", ""), (line("b", method="GET"), "method is 'GET': give POST")]
+)
+async def test_a_bad_line_is_reported_before_anything_is_sent(files, bad, reason):
+    files.write(line("a"), bad, line("c"))
     status, told = await files.run("http://unused:1")
     assert status == 2
-    assert "line 2: " in told
-    assert "line 3: method is 'GET': give POST" in told
+    assert f"in.jsonl, line 2: {reason}" in told
     assert not files.output.exists()
 
 
