@@ -14,7 +14,7 @@ from tandem.doctor.config import DoctorConfig, parse
 from tandem.doctor.nodes import ask, check_nodes
 from tandem.doctor.report import Finding, Report, TransportRow, render
 from tandem.kvtransfer.transports.base import TransportConfig
-from tandem.kvtransfer.transports.registry import AUTO, known
+from tandem.kvtransfer.transports.registry import known
 from tandem.telemetry.log import configure
 from tandem.telemetry.version import package_version
 from tandem.wire.keys import cluster_key, is_loopback
@@ -103,7 +103,7 @@ def _measure(config: DoctorConfig, findings: list[Finding]) -> list[TransportRow
             _progress(f"measuring {name}")
             asked = link.Link(name=name, config=where, peer=peer, is_insecure=config.is_insecure)
             rows.append(link.measure(asked))
-    return link.judge(rows, config.backends, AUTO)
+    return link.judge(rows, config.backends)
 
 
 def _own_host(peer: str) -> str:

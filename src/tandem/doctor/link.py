@@ -248,25 +248,12 @@ def measure(asked: Link) -> TransportRow:
     return msgspec.json.decode(done.stdout, type=TransportRow)
 
 
-def judge(
-    rows: Sequence[TransportRow], wanted: Sequence[str], automatic: Sequence[str]
-) -> list[TransportRow]:
-    """Mark those as failed that have to work.
-
-    Args:
-        wanted: Transports that were named: each has to work. If there are none, at least one has to, and
-            none of those that `auto` takes may break.
-        automatic: What `auto` takes.
-    """
-    has_any = any(row.status == "ok" for row in rows)
-
-    def is_needed(row: TransportRow) -> bool:
-        if row.status == "ok" or row.name not in (wanted or automatic):
-            return False
-        return bool(wanted) or not has_any or row.status == "warning"
-
+def judge(rows: Sequence[TransportRow], wanted: Sequence[str]) -> list[TransportRow]:
+    """Mark those as failed that have to work: all that were named; if there are none, at least one."""
+    if not wanted and any(row.status == "ok" for row in rows):
+        return list(rows)
     return [
-        msgspec.structs.replace(row, status="failed") if is_needed(row) else row for row in rows
+        row if row.status == "ok" else msgspec.structs.replace(row, status="failed") for row in rows
     ]
 
 
