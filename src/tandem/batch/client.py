@@ -4,7 +4,7 @@
 |---|---|
 | 2xx, 4xx | the result |
 | 408, 5xx, a broken connection, a timeout | sent again after a pause, `max_attempts` times in all |
-| 429, 503, no connection | all requests pause; sent again for `patience_s` |
+| 429, 503, no connection | all requests pause; sent again until nothing was answered for `patience_s` |
 """
 
 import asyncio
@@ -102,8 +102,7 @@ class BatchSettings(msgspec.Struct, frozen=True, kw_only=True):
             "--patience-s",
             metavar="S",
             ge=0,
-            help="how long to retry a request after 429 and 503, and how long to wait while the server does not "
-            "answer",
+            help="how long to retry after 429, 503 and without a connection while the server answers nothing",
         ),
     ] = 900.0
 
@@ -132,8 +131,9 @@ class BatchClient:
         self._url = checked_url("--url", url.rstrip("/").removesuffix("/v1"))
         self._settings = settings or BatchSettings()
         self._stopping = asyncio.Event()
-        # Nothing is sent before `_retry_at`.
-        self._retry_at = self._answered_at = -math.inf
+        # Nothing is sent before `_retry_at`. Rejections of requests sent before the last one are of its round.
+        self._retry_at = self._answered_at = self._rejected_at = -math.inf
+        self._num_rounds = 0
         self._was_reached = False
         self.num_at_server, self.problem = 0, ""
 
@@ -194,9 +194,10 @@ class BatchClient:
             _Stopping: `stop` was called before.
             BatchStopped: No request can have a result.
         """
-        num_broken, num_rejected, rejected_at, retry_at = 0, 0, math.inf, -math.inf
+        num_broken, rejected_at, retry_at = 0, math.inf, -math.inf
         while True:
             await self._wait_until(retry_at)
+            sent_at = time.monotonic()
             self.num_at_server += 1
             try:
                 kind, result, after_s = await self._send(session, request)
@@ -207,7 +208,7 @@ class BatchClient:
             if result.status_code == 401:
                 raise KeyRefused(f"{self._url} requires an API key, or another one: give --api-key")
             if kind == "answered":
-                self.problem, self._answered_at = "", now
+                self.problem, self._answered_at, self._num_rounds = "", now, 0
                 return result
             if kind == "broke":
                 num_broken += 1
@@ -215,11 +216,12 @@ class BatchClient:
                     return result
                 retry_at, rejected_at = now + pause_s(num_broken), math.inf
                 continue
-            num_rejected, rejected_at = num_rejected + 1, min(rejected_at, now)
-            self._check_silence(result, rejected_at)
-            if kind == "full" and now - rejected_at > self._settings.patience_s:
-                return result  # others were answered meanwhile
-            pause = max(pause_s(num_rejected), min(after_s, MAX_RETRY_AFTER_S))
+            rejected_at = min(rejected_at, now)
+            if self._is_last_word(kind, result, rejected_at):
+                return result
+            if sent_at >= self._rejected_at:
+                self._rejected_at, self._num_rounds = now, self._num_rounds + 1
+            pause = min(after_s, MAX_RETRY_AFTER_S) or pause_s(self._num_rounds)
             self._retry_at = max(self._retry_at, now + pause)
 
     async def _wait_until(self, retry_at: float) -> None:
@@ -232,8 +234,11 @@ class BatchClient:
                 await asyncio.wait_for(self._stopping.wait(), wait_s)
         raise _Stopping
 
-    def _check_silence(self, result: BatchResult, rejected_at: float) -> None:
-        """Note why a request was rejected.
+    def _is_last_word(self, kind: Kind, result: BatchResult, rejected_at: float) -> bool:
+        """Whether the server answered all others, and then nothing: it rejects this request alone.
+
+        Args:
+            rejected_at: When the request was rejected first.
 
         Raises:
             ServerAway: The server was never there, or has answered no request for too long.
@@ -244,10 +249,13 @@ class BatchClient:
         if not self._was_reached:
             raise ServerAway(f"{self._url} {self.problem}: start a server, or give another --url")
         silent_s = time.monotonic() - max(rejected_at, self._answered_at)
-        if silent_s > self._settings.patience_s:
-            raise ServerAway(
-                f"{self._url} has answered nothing for {silent_s:.0f} s: it {self.problem}"
-            )
+        if silent_s <= self._settings.patience_s:
+            return False
+        if kind == "full" and self._answered_at > rejected_at:
+            return True
+        raise ServerAway(
+            f"{self._url} has answered nothing for {silent_s:.0f} s: it {self.problem}"
+        )
 
     async def _send(
         self, session: aiohttp.ClientSession, request: BatchRequest

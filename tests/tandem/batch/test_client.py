@@ -110,23 +110,27 @@ async def test_an_answer_that_does_not_end_is_too_late():
     assert result.failure == "timeout"
 
 
-async def test_one_request_that_is_refused_ends_when_others_were_answered_meanwhile():
-    is_over = False
+async def test_one_request_that_is_rejected_ends_when_all_others_were_answered():
+    def script(body):
+        return said(status=429 if body["prompt"] == "7" else 200, Retry_After="0.001")
 
-    def asked():
-        yield BatchRequest("no", {"prompt": "no"}, "/v1/completions")
-        while not is_over:
-            yield BatchRequest("yes", {"prompt": "yes"}, "/v1/completions")
+    async with Stub(script).serving() as url:
+        results = await results_of(url, requests(30), max_concurrency=2, patience_s=0.05)
+    assert [(r.custom_id, r.failure) for r in results if not r.is_ok] == [("r7", "HTTP 429")]
+    assert len(results) == 30
 
-    stub = Stub(lambda body: said(status=429 if body["prompt"] == "no" else 200))
-    settings = BatchSettings(max_concurrency=2, patience_s=0.05)
-    failed = []
+
+async def test_a_request_that_waits_for_longer_than_its_patience_behind_others_does_not_fail():
+    async def script(body):
+        if stub.now > 1:
+            return said(status=429, Retry_After="0.001")
+        await asyncio.sleep(0.05)
+        return said()
+
+    stub = Stub(script)
     async with stub.serving() as url:
-        async for result in BatchClient(url, settings).run(asked()):
-            if not result.is_ok:
-                is_over = True
-                failed.append((result.custom_id, result.failure))
-    assert failed == [("no", "HTTP 429")]
+        results = await results_of(url, requests(40), max_concurrency=10, patience_s=1.5)
+    assert all(result.is_ok for result in results)
 
 
 @pytest.mark.parametrize("after", ["30", "1e9"])
@@ -144,6 +148,17 @@ async def test_nothing_is_sent_before_retry_after_is_over(after):
         client.stop()
         with pytest.raises(StopAsyncIteration):
             await running
+
+
+async def test_a_server_that_is_full_most_of_the_time_is_asked_again_as_soon_as_it_says(
+    monkeypatch,
+):
+    """Pauses of our own, which grow, do not leave a busy server without work."""
+    monkeypatch.setattr("tandem.batch.client.FIRST_PAUSE_S", 1000.0)
+    stub = Stub(lambda body: said(status=429 if stub.now > 2 else 200, Retry_After="0.01"))
+    async with stub.serving() as url:
+        results = await asyncio.wait_for(results_of(url, requests(40), max_concurrency=20), 300)
+    assert all(result.is_ok for result in results)
 
 
 def test_retry_after_is_seconds_or_a_date():
