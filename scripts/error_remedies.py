@@ -21,7 +21,7 @@ REMEDIES = {
     "nodes: [deadlines](../admission.md#deadlines).",
     "timeout": "The answer took longer than `--request-timeout-s`. Ask for fewer tokens, or raise it.",
     "out_of_pages": "Shorten the prompt or `max_new_tokens`, or give the node a larger pool: `--max-total-tokens`, on a GPU "
-    "`--mem-fraction-static`. `tandem doctor --no-measure --model M --max-total-tokens N` says whether it fits.",
+    "`--mem-fraction-static`.",
     "aborted": "Nothing, where it was your own cancelling. Else a node took the edge worker for lost: look for `edge` and `link` in its log.",
     "no_node_available": "`GET /health` of the router says which nodes are missing and why, `GET /nodes` what it knows of each. Routers wait "
     "`--node-wait-s` for one before they say this: [replay](../replay.md#how-long-it-goes-on).",

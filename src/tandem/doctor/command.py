@@ -13,6 +13,7 @@ from tandem.doctor import link, machine
 from tandem.doctor.config import DoctorConfig, parse
 from tandem.doctor.nodes import ask, check_nodes
 from tandem.doctor.report import Finding, Report, TransportRow, render
+from tandem.engine.config import EngineConfig
 from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.registry import known
 from tandem.telemetry.log import configure
@@ -65,26 +66,15 @@ def examine(config: DoctorConfig) -> Report:
 
 
 def check_machine(config: DoctorConfig) -> list[Finding]:
-    """Return the findings on this machine.
-
-    Raises:
-        ConfigInvalid: No node could serve the model.
-    """
-    model, pool_bytes = None, config.engine.kv_bytes
-    if config.engine.model_dir:
-        from tandem.node.command import default_cache_dir  # brings torch, which takes seconds
-
-        model = machine.read_model(config.engine, default_cache_dir() / "models")
-        pool_bytes = model.pool_bytes
-    is_cpu, backends = config.engine.device == "cpu", config.backends
-    rdma = list(machine.check_rdma())
+    """Return the findings on this machine, for the pool that a node has by default."""
+    pool_bytes, rdma = EngineConfig().kv_bytes, list(machine.check_rdma())
+    needs_shm = not config.backends or "shm" in config.backends
     return [
         *machine.check_cpu(),
-        *machine.check_memory(pool_bytes, needs_shm=is_cpu and (not backends or "shm" in backends)),
+        *machine.check_memory(pool_bytes, needs_shm=needs_shm),
         *machine.check_limits(pool_bytes, has_rdma=rdma[0].status != "missing"),
         *rdma,
         *machine.check_gpus(),
-        *(machine.check_model(model, machine.usable_memory()) if model else ()),
     ]
 
 

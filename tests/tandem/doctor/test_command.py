@@ -213,7 +213,6 @@ def test_ctrl_c_in_the_middle_of_measuring_leaves_no_process_behind():
         (("--transfer-backend", "pigeon"), "no transport 'pigeon' is installed; there are: shm"),
         (("--node", "10.0.0.1:7000"), "is not a node's URL"),
         (("--listen", "9000", "--connect", "a:9000"), "give one of them"),
-        (("--page-size", "0"), "--page-size/--block-size is 0"),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_to_give(argv, words):
