@@ -60,7 +60,7 @@ MODULES = {
     "profile": "tandem.profile.command",
     "plan": "tandem.plan.command",
     "operator-key": "tandem.operator_key",
-    "completion": "tandem.completion",
+    "completion": "tandem.parsers",
     "docs": "tandem.manual.command",
 }
 

@@ -156,12 +156,6 @@ async def test_a_server_that_fails_the_warm_up_is_not_driven(ids_backend):
     assert len(ids_backend.requests) == 1
 
 
-async def test_it_starts_without_torch():
-    code = "import sys, tandem.bench.command, tandem.bench.client; sys.exit('torch' in sys.modules)"
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, cwd=ROOT)
-    assert await process.wait() == 0
-
-
 async def test_a_certificate_that_is_not_trusted_is_told_with_what_to_do(ids_backend, tmp_path):
     files = make_certificates(tmp_path)
     http = HttpOptions(tls=TlsFiles(files.cert, files.key))
