@@ -60,7 +60,7 @@ def run(command: NodeCommand, argv: Sequence[str]) -> int:
         allow_descriptors(PER_LINK + num_running, used_for=f"{num_running} requests")
         warn_of_exposed_keys(config.http)
         warn_of_weak_secret(os.environ.get("TANDEM_CLUSTER_KEY", ""))
-        for flag in dict.fromkeys(args.meaningless):
+        for flag in dict.fromkeys(args.ignored):
             log.warning(
                 "flag.meaningless",
                 flag=flag,

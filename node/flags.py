@@ -4,13 +4,12 @@ import argparse
 from collections.abc import Collection, Sequence
 
 import msgspec
-from typing_extensions import override
 
 from tandem.frontend.options import HttpOptions, with_files
 from tandem.frontend.reply_parser import reply_formats
 from tandem.node.checkpoint import model_name
 from tandem.node.config import NodeConfig, NodeRole, check
-from tandem.wire.command_line import HelpFormatter, Parser
+from tandem.wire.command_line import Parser
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.options import add_flags, read_flags
 
@@ -81,7 +80,6 @@ def build_parser(prog: str, role: NodeRole, summary: str, default_port: int) -> 
         common=COMMON,
         description=summary,
         epilog=EXAMPLES[role],
-        formatter_class=HelpFormatter,
     )
     defaults = {"port": default_port, "engine.local_prefill_tokens": LOCAL_PREFILL_TOKENS}
     alone = ("transfer", "routers", "advertise_url", "engine.local_prefill_tokens")
@@ -102,26 +100,7 @@ def add_hidden_flags(parser: Parser, without: Collection[str] = ()) -> None:
         without: Flags that the parser has with a meaning.
     """
     parser.add_argument("--enable-hierarchical-cache", action="store_true", help=argparse.SUPPRESS)
-    parser.set_defaults(meaningless=[])
-    for flag in sorted(MEANINGLESS.keys() - set(without)):
-        parser.add_argument(
-            flag, nargs="*", action=_Meaningless, dest="meaningless", help=argparse.SUPPRESS
-        )
-
-
-class _Meaningless(argparse.Action):
-    """Collects the names of flags that were given and mean nothing here."""
-
-    @override
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        del parser, values
-        namespace.meaningless = [*namespace.meaningless, option_string]
+    parser.ignore(sorted(MEANINGLESS.keys() - set(without)))
 
 
 def read_config(

@@ -326,17 +326,20 @@ def _fork_exec(
     _become(words, files, [file for file in kept if file != errpipe], environment, cwd)
 
 
-async def _create(*argv: Any, stdin=None, stdout=None, stderr=None, **how: Any) -> Any:
+async def _create(
+    *argv: Any, stdin=None, stdout=None, stderr=None, limit: int = 2**16, **how: Any
+) -> Any:
     """Fork a module of ours, which uvloop would execute; execute anything else."""
     if not _is_ours(argv):
-        return await _REAL_CREATE(*argv, stdin=stdin, stdout=stdout, stderr=stderr, **how)
+        pipes = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+        return await _REAL_CREATE(*argv, **pipes, limit=limit, **how)
     popen = subprocess.Popen(  # noqa: ASYNC220 - a fork takes a hundredth of a second
         argv, stdin=stdin, stdout=stdout, stderr=stderr, **how
     )
     loop = asyncio.get_running_loop()
     reader = writer = None
     if popen.stdout is not None:
-        reader = asyncio.StreamReader(limit=2**16)
+        reader = asyncio.StreamReader(limit=limit)
         protocol = asyncio.StreamReaderProtocol(reader)
         await loop.connect_read_pipe(lambda: protocol, popen.stdout)
     if popen.stdin is not None:

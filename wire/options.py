@@ -201,7 +201,8 @@ def _value(option: Option, value: Any) -> Any:
             value = value * flag.scale
     if isinstance(value, str):
         value = flag.synonyms.get(value, value)
-    if flag.parse is not None and (value or option.is_repeated):
+    # An empty default stands for nothing; an empty value that was given is checked.
+    if flag.parse is not None and (value or value != option.default or option.is_repeated):
         value = flag.parse(value)
     return tuple(value) if option.is_repeated and isinstance(value, list) else value
 

@@ -39,7 +39,7 @@ def test_the_flags_of_sglangs_disaggregation_are_understood():
     )
     assert (config.transfer.backend, config.transfer.bootstrap_port) == ("tcp", 5)
     assert config.served_model_name == "n"
-    assert args.meaningless == ["--disaggregation-ib-device", "--enable-metrics"]
+    assert args.ignored == ["--disaggregation-ib-device", "--enable-metrics"]
 
 
 def test_a_node_on_a_gpu_takes_transports_that_reach_its_memory():
