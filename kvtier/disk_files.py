@@ -30,8 +30,8 @@ from tandem.kvtier.entry import HEADER_BYTES, VERSION, Checksum, page_header
 # Not blocking: the other end of a pipe by this name might never be opened.
 _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-# Of a link, a file that we may not read, a socket, a bad sector.
-_NOT_OURS = {errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EIO}
+# Of a link, a file that we may not read, a socket, a directory, a bad sector.
+_NOT_OURS = {errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR, errno.EIO}
 # Read, then hashed while a core's cache has it: hashing costs a third of the speed otherwise, and so a seventh.
 # Smaller ones cost more calls than they save (2 MiB pages, 1 MiB of L2 cache).
 _PIECE_BYTES = 512 << 10
@@ -100,9 +100,9 @@ class PageDirectory:
         """
         try:
             # Larger reads bypass the buffer.
-            descriptor = os.open(self.path_of(digest), _READ_FLAGS)
-            with os.fdopen(descriptor, "rb", buffering=HEADER_BYTES) as file:
-                status = os.fstat(descriptor)
+            path = self.path_of(digest)
+            with open(path, "rb", buffering=HEADER_BYTES, opener=_open_page) as file:
+                status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode) or status.st_size != HEADER_BYTES + len(into):
                     raise EntryCorrupted(f"no regular file of {HEADER_BYTES + len(into)} bytes")
                 _read_page(file, digest, into)
@@ -192,6 +192,10 @@ def _folders(directory: Path, num_digits: int) -> list[Path]:
         ours = [e for e in entries if pattern.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
         return sorted(Path(entry.path) for entry in ours)
     return []
+
+
+def _open_page(path: str, _flags: int) -> int:
+    return os.open(path, _READ_FLAGS)
 
 
 def _read_page(file: BufferedReader, digest: bytes, into: memoryview) -> None:

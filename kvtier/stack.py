@@ -17,7 +17,7 @@ tier returns by the deadline what it has. Fetches for which there is no memory w
 import asyncio
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -90,13 +90,13 @@ class _Fetch:
         """Pages that are in host memory."""
         return sum(len(loan.pages) for _, loan in self.loans)
 
-    def by_tier(self, num_pages: int) -> dict[GuardedTier, int]:
+    def by_tier(self, num_pages: int) -> Mapping[GuardedTier, int]:
         """Return where the first pages came from."""
-        came: dict[GuardedTier, int] = {}
+        came = Counter[GuardedTier]()
         for tier, loan in self.loans:
-            if count := min(num_pages, len(loan.pages)):
-                came[tier] = count
-            num_pages -= count
+            count = min(num_pages - came.total(), len(loan.pages))
+            if count:
+                came[tier] += count
         return came
 
     def release(self) -> None:

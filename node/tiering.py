@@ -174,8 +174,7 @@ class Tiering:
         until = [now + at_most_s]
         if self._num_to_save():
             until.append(self._save_after_s)
-        awaited = (fetch.until_s for fetch in self._fetches.values() if fetch.waiting)
-        until += itertools.islice(awaited, 1)  # the others began later
+        until += [fetch.until_s for fetch in self._fetches.values() if fetch.waiting]
         return max(0.0, min(until) - now)
 
     # ── for operators ────────────────────────────────────────────────────────────────────────────

@@ -187,6 +187,15 @@ def test_what_is_no_whole_and_right_page_is_counted_removed_and_not_given_out(
     assert got(tier, of) == contents(of)
 
 
+def test_a_folder_in_the_place_of_a_page_is_a_miss(open_tier, tmp_path):
+    tier, of = open_tier(), keys(2)
+    put(tier, of)
+    path_of(tmp_path, of[1]).unlink()
+    path_of(tmp_path, of[1]).mkdir()
+    assert got(tier, of) == contents(of[:1])
+    assert tier.load().num_corrupted == 1
+
+
 def test_a_page_is_not_seen_before_it_is_whole(open_tier, tmp_path, monkeypatch):
     tier, of = open_tier(), keys(1)
     begun, go = threading.Event(), threading.Event()

@@ -58,6 +58,18 @@ def test_each_tier_is_asked_for_what_those_before_it_lack():
     assert not slow.num_open
 
 
+def test_all_pieces_of_a_long_prefix_count_for_the_tier_that_brought_them(monkeypatch):
+    monkeypatch.setattr(stack, "MAX_PUT_BYTES", 4 * PAGE_BYTES)
+    tier = FakeTier("tier")
+    of = keys(10)
+    tier.keep(of)
+    with Rig(tier) as rig:
+        assert rig.fetch(of) == Fetched(1, 10, {"tier": 10})
+        rig.stack.place(1, range(9))
+        assert rig.next() == Placed(1, True)
+        assert rig.stack.loads()[0].hit_tokens == 9 * PAGE_SIZE
+
+
 def test_what_a_slower_tier_brought_is_put_into_the_faster_ones():
     fast, middle, slow = FakeTier("fast"), FakeTier("middle"), FakeTier("slow")
     of = keys(3)
