@@ -53,10 +53,7 @@ class _Half(Half):
 class DecodeRole(Role[_Half]):
     """Grants pages, takes over what landed in them, generates; see `Role`.
 
-    Args:
-        agent: Receives prompts that prefill computed; None: every request is a whole one.
-        max_running: Requests with pages at a time, granted ones included.
-        max_waiting: Requests that may wait for pages; one more is rejected.
+    Without an agent every request is a whole one.
     """
 
     def __init__(

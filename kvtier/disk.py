@@ -157,11 +157,7 @@ class DiskTier:
         self._scanner.join(CLOSE_S)
 
     def scan(self) -> None:
-        """Take stock of the directory, and evict down to the limit.
-
-        Raises:
-            TierFailed: It is away.
-        """
+        """Take stock of the directory, and evict down to the limit."""
         begin_s = self._clock()
         self._index.begin_scan()
         with self._answering():
@@ -259,10 +255,9 @@ class DiskTier:
         return False
 
     def _evict(self, num_bytes: int) -> bool:
-        """Remove the least recently used files, as far as known; return whether that many bytes were freed.
+        """Remove the least recently used files; return whether that many bytes were freed.
 
-        Raises:
-            OSError: A file cannot be removed. It counts on, and the next call goes on with others.
+        One that cannot be removed raises, and counts on.
         """
         for _ in range(2 * len(self._index)):
             if num_bytes <= 0:
@@ -351,11 +346,7 @@ class DiskIndex:
 
 
 def _open_directory(path: Path, shard: str) -> PageDirectory:
-    """Return the directory behind a path; a thread opens it, since a call of a mount that hangs never ends.
-
-    Raises:
-        ConfigInvalid: It cannot be used, or nothing answers there in time.
-    """
+    """Return the directory behind a path. A thread opens it, since a call of a mount that hangs never ends."""
 
     def opened() -> PageDirectory | OSError:
         try:

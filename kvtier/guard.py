@@ -214,11 +214,7 @@ class GuardedTier:
         return has_room and not self._is_put_hanging() and self._writes.allows(time.monotonic())
 
     def cost(self, place_page_s: float) -> TierCost:
-        """Return what is known of how long pages take.
-
-        Args:
-            place_page_s: To copy a page into the pool, wherever it came from.
-        """
+        """Return what is known of how long pages take; `place_page_s` more to copy one into the pool."""
         num_pages = self.counts.got_pages
         page_s = self._page.value + place_page_s if num_pages else 0.0
         return TierCost(self._latency.value, page_s, num_pages)
@@ -331,11 +327,7 @@ class GuardedTier:
         raise error
 
     def _checked(self, loan: Loan, num_asked: int) -> Loan:
-        """Return a loan of what a tier lends, at most as much as was asked for.
-
-        Raises:
-            TierFailed: A page of it has another length.
-        """
+        """Return a loan of at most as much as was asked for; raise `TierFailed` for a page of another length."""
         pages = list(loan.pages)[:num_asked]
         wrong = [page.nbytes for page in pages if page.nbytes != self._page_bytes]
         if wrong:

@@ -50,11 +50,9 @@ class Loan:
 
 
 class PageMemory:
-    """Pieces of one size. Grows on demand; a budget bounds what is lent. Any thread may call it.
+    """Pieces of one size, from `make(num_bytes)`.
 
-    Args:
-        make: Allocates so many bytes.
-        piece_bytes: Size of each piece.
+    Grows on demand; a budget bounds what is lent. Any thread may call it.
     """
 
     def __init__(self, make: Callable[[int], memoryview], piece_bytes: int) -> None:

@@ -79,10 +79,9 @@ class RedisAddress:
 
 
 def parse_url(url: str) -> RedisAddress:
-    """Read a URL; see `tandem docs tiers` for its options.
+    """Read a URL; raise `ConfigInvalid`, without its password, where it is wrong.
 
-    Raises:
-        ConfigInvalid: It names no server, or has an unknown option. The message shows no password.
+    See `tandem docs tiers` for its options.
     """
     try:
         parts = urlsplit(url)
@@ -191,11 +190,7 @@ class RedisTier:
         return self._known.journal
 
     def get(self, keys: Sequence[PageKey], deadline_s: float = NEVER_S) -> Loan:
-        """Return the leading pages that are here, or as many of them as came in time.
-
-        Raises:
-            TierFailed: The server could not be asked, and no page came.
-        """
+        """Return the leading pages that are here, or as many of them as came in time."""
         pieces: list[memoryview] = []
         try:
             with self._answering():
@@ -209,12 +204,9 @@ class RedisTier:
         return self._memory.lend(pieces, [piece[HEADER_BYTES:-2] for piece in pieces])
 
     def put(self, keys: Sequence[PageKey], pages: Sequence[memoryview]) -> int:
-        """Write what is not here yet; return how much that was, which is little where the server is full.
+        """Write what is not here yet; return how much that was.
 
-        A full server is read from as ever, so that is no failure. It is tried again `FULL_PAUSE_S` later.
-
-        Raises:
-            TierFailed: The server could not be asked.
+        A full server is no failure: it is read from as ever.
         """
         if self._is_full:
             return 0
@@ -461,9 +453,5 @@ def _name(key: PageKey) -> str:
 
 
 def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> RedisTier:
-    """Return the tier; the server need not be there yet.
-
-    Raises:
-        ConfigInvalid: The URL is none, or has an unknown option.
-    """
+    """Return the tier of a URL; the server need not be there yet."""
     return RedisTier(spec.name, parse_url(spec.url), pages, space)

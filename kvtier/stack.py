@@ -45,11 +45,7 @@ _MEMORY_AGAIN_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A fetch is over: so many leading pages are in host memory, until they are placed or abandoned.
-
-    Attributes:
-        by_tier: How many of them came from which tier.
-    """
+    """So many leading pages are in host memory, until `place` or `abandon`; `by_tier`: how many from which tier."""
 
     number: int
     num_pages: int
@@ -167,14 +163,9 @@ class TierStack:
         return self._save_budget.limit_pages
 
     def fetch(self, number: int, keys: Sequence[PageKey]) -> None:
-        """Look through the tiers, fastest first, each for what those before it lack.
+        """Look through the tiers for pages, from the first that the pool lacks on.
 
-        One `Fetched` follows within `timeout_s`, whatever a tier does, with the leading pages that are in
-        host memory then. They stay there until `place` or `abandon`.
-
-        Args:
-            number: The caller's name for this fetch, not in use by another.
-            keys: Of a prefix's pages, from the first one that the pool lacks on.
+        One `Fetched` follows within `timeout_s`.
         """
         assert number not in self._fetches, f"fetch {number} is under way"
         fetch = _Fetch(number, keys, time.monotonic() + self._timeout_s)
@@ -183,14 +174,7 @@ class TierStack:
             self._post(lambda: self._spawn(self._look(fetch)))
 
     def place(self, number: int, page_ids: Sequence[int]) -> None:
-        """Copy the first of the fetched pages into these pages of the pool; give the fetched memory back.
-
-        `Placed` follows. The caller holds the pages until then, and may not abandon the fetch any more.
-
-        Args:
-            number: Of a fetch that `Fetched` came for.
-            page_ids: As many as are wanted, at most as many as were fetched.
-        """
+        """Copy the first fetched pages into these pages of the pool, which the caller holds until `Placed`."""
         fetch = self._fetches[number]
         assert fetch.is_found, f"fetch {number} is not over yet"
         assert not fetch.is_placing, f"fetch {number} is being placed"
@@ -241,10 +225,7 @@ class TierStack:
         return [self._load(guard) for guard in self._guards]
 
     def costs(self) -> Mapping[str, TierCost]:
-        """Return what each tier's answers took lately, by name.
-
-        A tier that is never asked is never measured again: ask a slow one now and then.
-        """
+        """Return what each tier's answers took lately. A tier that is never asked is never measured again."""
         return {guard.name: guard.cost(self._place_page_s.value) for guard in self._guards}
 
     def journals(self) -> Mapping[str, PrefixJournal]:
@@ -360,11 +341,7 @@ class TierStack:
         return sum(len(loan.pages) for tier, loan in fetch.loans if not tier.lends_own_memory)
 
     async def _reserve(self, num_pages: int, fetch: _Fetch) -> None:
-        """Set memory aside, in line.
-
-        Raises:
-            TimeoutError: There was none in time, or nobody wants the fetch any more.
-        """
+        """Set memory aside, in line; raise `TimeoutError` when there was none in time, or the fetch was abandoned."""
         async with asyncio.timeout_at(fetch.deadline_s), self._memory_line:
             while not self._fetch_budget.take(num_pages):
                 await asyncio.sleep(_MEMORY_AGAIN_S)

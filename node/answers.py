@@ -125,11 +125,7 @@ class Answers:
     def prompt_logprobs(
         self, ticket: Ticket, first_position: int, entries: list[TokenLogprobs], index: int
     ) -> None:
-        """Queue log-probabilities of prompt positions.
-
-        Args:
-            index: Of the request's next token.
-        """
+        """Queue log-probabilities of prompt positions; `index`: of the request's next token."""
         self._queue(
             ticket,
             TokenDelta(

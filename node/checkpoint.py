@@ -73,13 +73,7 @@ def resolve_model(model: str | None, cache_dir: Path, settings: EngineConfig = _
 
 
 def check_directory(path: Path, settings: EngineConfig) -> None:
-    """Look at the files of a model: all are there, and none is cut short or something else.
-
-    Whether they are those of one model only transformers knows.
-
-    Raises:
-        ConfigInvalid: They are not; the sentence says what to do.
-    """
+    """Raise `ConfigInvalid` unless all files of a model are there, and none is cut short or something else."""
     if (path / "adapter_config.json").is_file():
         raise ConfigInvalid(
             f"{path} is a LoRA adapter (it has adapter_config.json), not a model: merge it into its base model "

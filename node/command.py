@@ -26,11 +26,7 @@ log = logs.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NodeCommand:
-    """What differs between `prefill`, `decode` and `serve`.
-
-    Attributes:
-        engine_modules: Run as `python -P -m MODULE`; by role, of which the node may take on any.
-    """
+    """What differs between `prefill`, `decode` and `serve`. A node may take on any role of `engine_modules`."""
 
     role: NodeRole
     engine_modules: Mapping[NodeRole, str]

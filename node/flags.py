@@ -96,11 +96,7 @@ def build_parser(prog: str, role: NodeRole, summary: str, default_port: int) -> 
 
 
 def add_hidden_flags(parser: Parser, without: Collection[str] = ()) -> None:
-    """Add the flags that users of SGLang type, and that configure nothing here.
-
-    Args:
-        without: Flags that the parser has with a meaning.
-    """
+    """Add the flags that users of SGLang type, and that configure nothing here, but those in `without`."""
     parser.add_argument("--enable-hierarchical-cache", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(meaningless=[])
     for flag in sorted(MEANINGLESS.keys() - set(without)):
@@ -129,12 +125,7 @@ def read_config(
 ) -> tuple[NodeConfig, argparse.Namespace]:
     """Read the command line, and the files that it names.
 
-    Returns:
-        The config, its `engine.model_dir` still what the user gave, and the raw flags.
-
-    Raises:
-        ConfigInvalid: A value cannot work; the sentence reports what to give.
-        SystemExit: A wrong flag (2), or --help (0).
+    Return the config, its `engine.model_dir` still what the user gave, and the raw flags.
     """
     args = parser.parse_args(argv)
     if getattr(args, "disaggregation_mode", None) not in (None, role):

@@ -50,13 +50,7 @@ ROLE_NAMES = {"colocated": "serve"}
 class Measures:
     """What one engine process did.
 
-    Args:
-        steps: Of its engine; None where there is none to look at.
-        transfers: Of its transfer agent; None for a node that serves alone.
-        tier_seconds: Returns how long requests waited for tiers.
-
-    Attributes:
-        num_lost_edges: Edge workers whose connection broke or that fell silent.
+    `steps`: of its engine; `transfers`: of its agent; `tier_seconds`: how long requests waited for tiers.
     """
 
     def __init__(
@@ -125,11 +119,9 @@ def _spreads_of(source: object | None) -> Iterator[tuple[str, Spread]]:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """What is known of a node at the time of a scrape.
+    """What is known of a node at a scrape.
 
-    Attributes:
-        facts: Labels of `tandem_node_info`, but for the role.
-        measured: None until the engine has reported it.
+    `facts`: labels of `tandem_node_info`; `measured`: None until the engine has reported it.
     """
 
     role: str
@@ -191,7 +183,6 @@ def _load(kind: Kind, field: str, help_text: str, name: str = "") -> Declared:
 
 
 def _tier(kind: Kind, field: str, help_text: str) -> Declared:
-    """Declare a field of `TierLoad`."""
     return Declared(
         kind,
         f"kv_tier_{field.removeprefix('num_')}",
@@ -202,12 +193,10 @@ def _tier(kind: Kind, field: str, help_text: str) -> Declared:
 
 
 def _spread(name: str, help_text: str) -> Declared:
-    """Declare one of `Measured.spreads`."""
     return Declared(_H, name, help_text, lambda view: _found(name, _measured(view).spreads))
 
 
 def _count(name: str, help_text: str) -> Declared:
-    """Declare one of `Measured.counts`."""
     return Declared(_C, name, help_text, lambda view: _found(name, _measured(view).counts))
 
 

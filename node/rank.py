@@ -64,11 +64,7 @@ def main(descriptor: int) -> int:
 
 
 class _Rank:
-    """A shard of the model, its agent, and the tiers behind its pool.
-
-    Args:
-        stack: Releases what is made here.
-    """
+    """A shard of the model, its agent, and the tiers behind its pool. `stack` releases them."""
 
     def __init__(self, config: NodeConfig, store: Path, link: Connection, stack: ExitStack) -> None:
         self._config, self._link, self._stack = config, link, stack

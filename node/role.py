@@ -85,9 +85,9 @@ class Timeline:
 
 
 class Deadlines(Generic[T]):
-    """Requests by the end of their clients' patience. The caller skips those that began meanwhile.
+    """Requests by the end of their clients' patience, which keeps none alive.
 
-    No request is kept alive: OpenAI's clients wait for 600 s, and few requests take that long.
+    The caller skips those that began meanwhile.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -175,11 +175,7 @@ class Role(ABC, Generic[H]):
 
     @abstractmethod
     def start(self, ticket: Ticket, message: Start) -> None:
-        """Take a request. No other request has this ticket.
-
-        Raises:
-            TandemError: The request is rejected; nothing of it is left.
-        """
+        """Take a request whose ticket no other has, or raise a `TandemError`: then nothing of it is left."""
 
     def cancel(self, ticket: Ticket) -> None:
         """Stop a request at whatever stage it is; an unknown ticket is no error."""

@@ -108,8 +108,7 @@ class Tiering:
     def begin(self, active: ActiveRequest) -> bool:
         """Look for what is not cached of a request's prompt; `ready` returns the request later.
 
-        Returns:
-            False: there is nothing to wait for.
+        False: nothing to wait for.
         """
         token_ids, salt = active.token_ids[: active.num_matchable], active.request.cache_salt
         size = self._cache.page_size
@@ -145,10 +144,7 @@ class Tiering:
             self._drop(fetch)
 
     def ready(self) -> list[ActiveRequest]:
-        """Return the requests whose wait ended since the last call.
-
-        Their `from_tiers` has the prompt tokens that are cached now and came from a tier, by its name.
-        """
+        """Return the requests whose wait ended, each with its cached prompt tokens of each tier in `from_tiers`."""
         ready, self._ready = self._ready, []
         return ready
 

@@ -44,16 +44,9 @@ SAVE_AGAIN_S = 0.05
 def open_tiers(
     config: NodeConfig, shape: ModelShape, region: MemoryRegion | None, waker: Waker
 ) -> TierStack | None:
-    """Return what stands behind the pool of one rank; None when there are no tiers.
+    """Return what stands behind one rank's pool, which the caller closes before the region.
 
-    The caller closes it before the region.
-
-    Args:
-        shape: Of the rank's shard.
-        region: Its pool.
-
-    Raises:
-        ConfigInvalid: A tier cannot be opened; the sentence names what to do.
+    None without tiers. Raise `ConfigInvalid` where one cannot be opened.
     """
     engine, tiers = config.engine, config.tiers
     if not tiers.specs:
@@ -79,12 +72,9 @@ def open_tiers(
 
 
 class RankTiers:
-    """The tiers of a rank beside rank 0, which calls them. Any thread may use it.
+    """The tiers of a rank beside rank 0, which calls them.
 
-    Args:
-        stack: Over this rank's pool; closed here.
-        shard: Of this rank, as `PageSpace` has it.
-        wake: Has another thread take `events` soon.
+    Any thread may use it. `wake` has another thread take `events` soon.
     """
 
     def __init__(
@@ -236,9 +226,9 @@ class TierGroup:
             rank.call("tiers", method, number, *arguments)
 
     def _agree(self, rank: int, event: TierEvent) -> TierEvent | None:
-        """Return what holds for the node by what a rank reports; None: other ranks have to answer first.
+        """Return what holds for the node.
 
-        An answer to what is over comes late, of a fetch that was abandoned, and is passed over.
+        None: other ranks have to answer first, or it is a late answer of what is over.
         """
         answers = self._answers.get(event.number)
         if answers is None:
@@ -273,7 +263,7 @@ Tiers = TierStack | TierGroup
 def load_of_node(load: TierLoad, num_ranks: int) -> TierLoad:
     """Return the load of a tier over several ranks by rank 0's.
 
-    Of a store with a limit of its own (`limit_bytes` is 0) each rank sees the whole.
+    Of a store without `limit_bytes` each rank sees the whole.
     """
     num_parts = num_ranks if load.limit_bytes else 1
     return msgspec.structs.replace(

@@ -56,12 +56,7 @@ class _Half(Half):
 
 
 class PrefillRole(Role[_Half]):
-    """Computes prompts and hands them off; see `Role`.
-
-    Args:
-        max_waiting: Requests that may wait for a grant or for pages; one more is rejected.
-        pushes_layers: Whether layers are pushed while a forward still runs.
-    """
+    """Computes prompts and hands them off; see `Role`. `pushes_layers`: while a forward still runs."""
 
     def __init__(
         self,
