@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from random import random
 from typing import Any, TypeVar, cast
 
-from typing_extensions import override
-
 from tandem.kvtier.memory import Loan
 from tandem.kvtier.tier import Tier, TierFailed
 from tandem.telemetry.log import get_logger
@@ -190,10 +188,6 @@ class GuardedTier:
         self._reads, self._writes = Breaker(), Breaker()
         self._readers = Workers(f"kv-tier-{tier.name}", NUM_READERS)
         self._putter = Workers(f"kv-tier-{tier.name}-put", 1)
-
-    @override
-    def __repr__(self) -> str:
-        return f"<GuardedTier {self.name} {self.state or 'up'}, {self._num_put_pages} pages to put>"
 
     @property
     def state(self) -> str:

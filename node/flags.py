@@ -1,10 +1,9 @@
 """The command lines of `prefill`, `decode` and `serve`, with names that users of SGLang and vLLM know."""
 
 import argparse
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import msgspec
-from typing_extensions import override
 
 from tandem.frontend.options import HttpOptions, with_files
 from tandem.frontend.reply_parser import reply_formats
@@ -87,7 +86,10 @@ def build_parser(prog: str, role: NodeRole, summary: str, default_port: int) -> 
     alone = ("transfer", "routers", "advertise_url", "engine.local_prefill_tokens")
     without = alone if role == "colocated" else ()
     add_flags(parser, NodeConfig, defaults=defaults, without=without)
-    add_hidden_flags(parser)
+    # Users of SGLang type these, and they configure nothing here.
+    parser.add_argument("--enable-hierarchical-cache", action="store_true", help=argparse.SUPPRESS)
+    for flag in MEANINGLESS:
+        parser.add_argument(flag, nargs="*", dest=flag, help=argparse.SUPPRESS)
     if role != "colocated":
         parser.add_argument(
             "--disaggregation-mode", choices=["prefill", "decode"], help=argparse.SUPPRESS
@@ -95,37 +97,13 @@ def build_parser(prog: str, role: NodeRole, summary: str, default_port: int) -> 
     return parser
 
 
-def add_hidden_flags(parser: Parser, without: Collection[str] = ()) -> None:
-    """Add the flags that users of SGLang type, and that configure nothing here, but those in `without`."""
-    parser.add_argument("--enable-hierarchical-cache", action="store_true", help=argparse.SUPPRESS)
-    parser.set_defaults(meaningless=[])
-    for flag in sorted(MEANINGLESS.keys() - set(without)):
-        parser.add_argument(
-            flag, nargs="*", action=_Meaningless, dest="meaningless", help=argparse.SUPPRESS
-        )
-
-
-class _Meaningless(argparse.Action):
-    """Collects the names of flags that were given and mean nothing here."""
-
-    @override
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        del parser, values
-        namespace.meaningless = [*namespace.meaningless, option_string]
-
-
 def read_config(
     parser: argparse.ArgumentParser, role: NodeRole, argv: Sequence[str]
-) -> tuple[NodeConfig, argparse.Namespace]:
+) -> tuple[NodeConfig, list[str]]:
     """Read the command line, and the files that it names.
 
-    Return the config, its `engine.model_dir` still what the user gave, and the raw flags.
+    Return the config, its `engine.model_dir` still what the user gave, and the flags that
+    mean nothing.
     """
     args = parser.parse_args(argv)
     if getattr(args, "disaggregation_mode", None) not in (None, role):
@@ -147,4 +125,6 @@ def read_config(
         simulation=read.simulation.simulation(),
     )
     name = read.served_model_name or model_name(read.model)
-    return check(msgspec.structs.replace(read, engine=engine, served_model_name=name)), args
+    meaningless = [flag for flag in MEANINGLESS if getattr(args, flag) is not None]
+    config = msgspec.structs.replace(read, engine=engine, served_model_name=name)
+    return check(config), meaningless

@@ -20,8 +20,6 @@ Pure: no process, and the time is given.
 
 from enum import StrEnum
 
-from typing_extensions import override
-
 from tandem.node.config import NodeRole
 from tandem.wire.errors import InvalidRequest, NodeDraining, TandemError
 from tandem.wire.messages import NodeLoad
@@ -120,10 +118,6 @@ class Life:
         self.role = role
         self.reason = ""
 
-    @override
-    def __repr__(self) -> str:
-        return f"<Life {self.role} {self.state}>"
-
     @property
     def has_engine(self) -> bool:
         """Whether an engine serves, be it what it still has."""
@@ -204,10 +198,6 @@ class Drain:
         self._is_told = False
         self._empty_since_s: float | None = None
         self.is_on = False
-
-    @override
-    def __repr__(self) -> str:
-        return f"<Drain {self._number} {'on' if self.is_on else 'off'}>"
 
     def begin(self, number: int, timeout_s: float, now_s: float) -> None:
         """Take nothing new. One that is on already gets the new deadline, and the new order's number."""

@@ -102,10 +102,6 @@ class Measures:
             tier_seconds=dict(self._tier_seconds()),
         )
 
-    @override
-    def __repr__(self) -> str:
-        return f"Measures({self._steps!r}, {self._transfers!r})"
-
 
 def _spreads_of(source: object | None) -> Iterator[tuple[str, Spread]]:
     """Yield the histograms of an object, by the names of its attributes."""

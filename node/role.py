@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
-from typing_extensions import override
-
 from tandem.engine.core import Engine
 from tandem.engine.request import ActiveRequest
 from tandem.engine.step import PromptLogprobs, Token
@@ -94,10 +92,6 @@ class Deadlines(Generic[T]):
         self._clock = clock
         self._numbers = itertools.count()
         self._heap: list[tuple[float, int, weakref.ref[T]]] = []
-
-    @override
-    def __repr__(self) -> str:
-        return f"Deadlines({len(self._heap)} noted)"
 
     def note(self, item: T, seconds_left: float | None) -> None:
         """Note when an item's time is over, counted from now; None is never."""

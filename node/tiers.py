@@ -12,11 +12,9 @@ what each has placed; pages are given back when no rank reads or writes them any
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
-from typing_extensions import override
 
 from tandem.engine.shape import ModelShape
 from tandem.kvtier.guard import TierCost
@@ -25,6 +23,7 @@ from tandem.kvtier.stack import Fetched, Placed, Saved, TierEvent, TierStack
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.node.config import NodeConfig
 from tandem.node.pool import pool_pages
+from tandem.node.ranks import RankProcess
 from tandem.telemetry.log import get_logger
 from tandem.wire.channel import Waker
 from tandem.wire.messages import TierLoad
@@ -143,18 +142,6 @@ class RankTiers:
 # ── at rank 0 ────────────────────────────────────────────────────────────────────────────────────
 
 
-class RemoteRank(Protocol):
-    """Another rank, whose `RankTiers` make calls in the order in which rank 0 made them."""
-
-    def call(self, target: str, method: str, /, *args: object) -> None:
-        """Have a method of `target` called."""
-        ...
-
-    def take_events(self, source: str, /) -> Iterable[Any]:
-        """Return what `source` reported since the last call."""
-        ...
-
-
 class TierGroup:
     """The stacks of all ranks, with the methods of one `TierStack`.
 
@@ -163,7 +150,7 @@ class TierGroup:
         others: From rank 1 on.
     """
 
-    def __init__(self, own: TierStack, others: Sequence[RemoteRank]) -> None:
+    def __init__(self, own: TierStack, others: Sequence[RankProcess]) -> None:
         self._own, self._others = own, others
         # What each rank answered, by rank, of fetches, placings and saves that are not answered by all.
         self._answers: dict[int, dict[int, TierEvent]] = {}
@@ -251,10 +238,6 @@ class TierGroup:
                 return Placed(event.number, is_whole)
             case Saved():
                 return event
-
-    @override
-    def __repr__(self) -> str:
-        return f"TierGroup({1 + len(self._others)} ranks, {len(self._answers)} to be agreed on)"
 
 
 Tiers = TierStack | TierGroup

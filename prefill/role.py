@@ -188,10 +188,7 @@ class PrefillRole(Role[_Half]):
 
     def _queue(self, half: _Half) -> None:
         half.is_queued = True
-        try:
-            self._engine.queue(half.active)
-        except TandemError as error:  # its grammar cannot be compiled
-            self._end(half, error)
+        self._engine.queue(half.active)
 
     def _push_by_layer(self, coming: list[CompletePages]) -> Wrote:
         return self._agent.push_by_layer(
