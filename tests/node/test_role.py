@@ -158,16 +158,6 @@ def test_a_step_that_began_before_the_grant_counts_from_the_grant(clock):
     assert [each[1:] for each in shown(timeline)] == [(0.0, 2.0), (2.0, 0.0), (2.0, 1.0)]
 
 
-def test_what_was_told_is_not_told_again(clock):
-    timeline = Timeline(clock)
-    timeline.end("reserve")
-    timeline.take()
-    clock.now = 102.0
-    timeline.beside("push", 0.5)
-    assert shown(timeline) == [("push", 0.5, 1.5)]
-    assert shown(timeline) == []
-
-
 def test_a_prompt_computed_again_after_its_first_token_waited_for_nothing(clock):
     timeline = Timeline(clock)
     clock.now = 102.0

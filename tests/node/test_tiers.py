@@ -50,13 +50,6 @@ def test_what_was_evicted_comes_back_with_the_pages_of_both_ranks(node):
     assert (node.told.cached["b"], node.told.by_tier["b"]) == (40, {"host": 40})
 
 
-def test_no_rank_knows_a_page_by_the_name_of_another(node):
-    node.compute(prompt_of(41))
-    own, other = (set(stack.content) for stack in node.stacks)
-    assert len(own) == len(other) == 10
-    assert not own & other
-
-
 def test_only_what_both_ranks_have_is_found(node):
     prompt = prompt_of(41)
     node.compute(prompt)
@@ -173,14 +166,6 @@ def test_a_rank_that_saves_nothing_holds_pages_for_a_moment_only(node):
     node.run()
     answers(node, "b", prompt)
     assert node.told.cached["b"] == 0
-
-
-def test_a_save_that_rank_0_cannot_begin_is_begun_nowhere(node):
-    node.stacks[0].is_full = True
-    node.start("a", prompt_of(20))
-    node.run()
-    assert [len(stack.content) for stack in node.stacks] == [0, 0]
-    assert node.engine.cache.num_unsaved == 5
 
 
 @pytest.mark.parametrize(("limit", "num_parts"), [(500, 2), (0, 1)])
