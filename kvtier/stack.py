@@ -115,6 +115,7 @@ class TierStack:
         max_staged_bytes: Host memory for pages on their way; half of it for each direction.
             What a tier lends of its own memory (`host`) does not count.
         page_size: Tokens of a page; loads are in tokens.
+        report: Given events at once, by threads of the stack; None: `events` has them.
     """
 
     def __init__(
@@ -126,9 +127,10 @@ class TierStack:
         timeout_s: float,
         max_staged_bytes: int,
         page_size: int,
+        report: Callable[[TierEvent], None] | None = None,
     ) -> None:
         self._pages, self._waker, self._page_size = pages, waker, page_size
-        self._timeout_s = timeout_s
+        self._timeout_s, self._report = timeout_s, report
         limit_pages = max(1, max_staged_bytes // 2 // pages.page_bytes)
         self._fetch_budget, self._save_budget = MemoryBudget(limit_pages), MemoryBudget(limit_pages)
         self._num_together = max(1, MAX_PUT_BYTES // pages.page_bytes)
@@ -189,7 +191,9 @@ class TierStack:
         if not self._is_closed:
             self._post(fetch.release)
 
-    def save(self, number: int, keys: Sequence[PageKey], page_ids: Sequence[int]) -> bool:
+    def save(
+        self, number: int, keys: Sequence[PageKey], page_ids: Sequence[int], wait_s: float = 0.0
+    ) -> bool:
         """Copy pages off the pool, once, and put them into every tier that takes some.
 
         `Saved` follows when the pool's pages are no longer read: the caller holds them until then. The puts
@@ -199,15 +203,16 @@ class TierStack:
             number: The caller's name for this save; fetches have names of their own.
             keys: Of the pages, parents first; at most `max_save_pages`.
             page_ids: Where they are in the pool.
+            wait_s: How long the pages wait for memory. Then all tiers go without.
 
         Returns:
-            False: too much is under way, or no tier takes pages now. Nothing was begun; ask later.
+            False: nothing was begun, as too much is under way, or no tier takes pages now.
         """
         assert len(keys) == len(page_ids) <= self._save_budget.limit_pages
-        takers = [tier for tier in self._guards if tier.can_write]
-        if not takers or not self._save_budget.take(len(keys)):
+        takers, until_s = self._begin_save(len(keys)), time.monotonic() + wait_s
+        if not takers and not wait_s:
             return False
-        self._reader.submit(lambda: self._save(number, keys, page_ids, takers))
+        self._reader.submit(lambda: self._save(number, keys, page_ids, takers, until_s))
         return True
 
     def events(self) -> Iterator[TierEvent]:
@@ -366,17 +371,26 @@ class TierStack:
         finally:  # the end of a loan is a tier's code; the role waits for this event
             self._tell(Placed(fetch.number, is_whole), fetch)
 
+    def _begin_save(self, num_pages: int) -> list[GuardedTier]:
+        """Set memory aside, and return the tiers that take pages; none where there is no memory."""
+        takers = [tier for tier in self._guards if tier.can_write]
+        return takers if takers and self._save_budget.take(num_pages) else []
+
     def _save(
         self,
         number: int,
         keys: Sequence[PageKey],
         page_ids: Sequence[int],
         takers: Sequence[GuardedTier],
+        until_s: float,
     ) -> None:
         num_together = self._num_together
         try:
+            while not takers and time.monotonic() < until_s and not self._is_closed:
+                time.sleep(_MEMORY_AGAIN_S)
+                takers = self._begin_save(len(keys))
             # Children first: what is touched last is evicted last, and parents must outlive their children.
-            for first in reversed(range(0, len(keys), num_together)):
+            for first in reversed(range(0, len(keys) if takers else 0, num_together)):
                 end = first + num_together
                 self._save_piece(keys[first:end], page_ids[first:end], takers)
         finally:
@@ -402,8 +416,15 @@ class TierStack:
         loan.release()
 
     def _tell(self, event: TierEvent, fetch: _Fetch | None = None) -> None:
+        if self._is_closed:
+            return
+        if self._report is not None:
+            if isinstance(event, Placed):
+                del self._fetches[event.number]
+            self._report(event)
+            return
         self._events.append((event, fetch))
-        if self._waker is not None and not self._is_closed:
+        if self._waker is not None:
             self._waker.wake()
 
     def _load(self, guard: GuardedTier) -> TierLoad:

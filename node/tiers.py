@@ -9,9 +9,6 @@ A page is of use with the heads of every rank only. So a node has found what eac
 what each has placed; pages are given back when no rank reads or writes them any more.
 """
 
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -36,12 +33,14 @@ LOOKING_SHARE = 0.75
 # How long a save that rank 0 began waits at a rank without memory for it, with its pages held. A tier that
 # keeps up frees some in a fraction of that.
 SAVE_WAIT_S = 1.0
-# Between two tries.
-SAVE_AGAIN_S = 0.05
 
 
 def open_tiers(
-    config: NodeConfig, shape: ModelShape, region: MemoryRegion | None, waker: Waker
+    config: NodeConfig,
+    shape: ModelShape,
+    region: MemoryRegion | None,
+    waker: Waker | None,
+    report: Callable[[TierEvent], None] | None = None,
 ) -> TierStack | None:
     """Return what stands behind one rank's pool, which the caller closes before the region.
 
@@ -64,6 +63,7 @@ def open_tiers(
         timeout_s=LOOKING_SHARE * tiers.timeout_s,
         max_staged_bytes=tiers.staging_bytes // engine.tp_size,
         page_size=engine.page_size,
+        report=report,
     )
 
 
@@ -71,68 +71,25 @@ def open_tiers(
 
 
 class RankTiers:
-    """The tiers of a rank beside rank 0, which calls them.
+    """The tiers of a rank beside rank 0, whose calls name pages by rank 0's digests.
 
-    Any thread may use it. `wake` has another thread take `events` soon.
+    Args:
+        stack: Over this rank's pool; reports to rank 0.
+        shard: Of this rank, as `PageSpace` has it.
     """
 
-    def __init__(
-        self,
-        stack: TierStack,
-        shard: str,
-        wake: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._stack, self._shard, self._wake, self._clock = stack, shard, wake, clock
-        self._lock = threading.Lock()
-        # Saves that are not begun yet, each with when it is given up.
-        self._saves: deque[tuple[int, list[PageKey], list[int], float]] = deque()
+    def __init__(self, stack: TierStack, shard: str) -> None:
+        self._stack, self._shard = stack, shard
+        self.place, self.abandon, self.close = stack.place, stack.abandon, stack.close
 
     def fetch(self, number: int, digests: Sequence[bytes]) -> None:
         """Look through the tiers."""
-        with self._lock:
-            self._stack.fetch(number, self._keys(digests))
+        self._stack.fetch(number, self._keys(digests))
 
-    def place(self, number: int, page_ids: Sequence[int]) -> None:
-        """Copy fetched pages into the pool."""
-        with self._lock:
-            self._stack.place(number, page_ids)
-
-    def abandon(self, number: int) -> None:
-        """Forget a fetch."""
-        with self._lock:
-            self._stack.abandon(number)
-
-    def save(self, number: int, digests: Sequence[bytes], page_ids: list[int]) -> None:
-        """Put pages into the tiers once there is memory. `Saved` follows, also when there is none."""
-        with self._lock:
-            until_s = self._clock() + SAVE_WAIT_S
-            self._saves.append((number, self._keys(digests), page_ids, until_s))
-        self._wake()
-
-    def events(self) -> list[TierEvent]:
-        """Begin saves that had to wait, and return what happened since the last look."""
-        with self._lock:
-            return [*self._begin_saves(), *self._stack.events()]
-
-    @property
-    def has_to_retry(self) -> bool:
-        """Whether a save waits for memory; `events` tries it again."""
-        return bool(self._saves)
-
-    def close(self) -> None:
-        """Close the tiers."""
-        self._stack.close()
-
-    def _begin_saves(self) -> Iterator[Saved]:
-        while self._saves:
-            number, keys, page_ids, until_s = self._saves[0]
-            if not self._stack.save(number, keys, page_ids):
-                if self._clock() < until_s:
-                    return
-                # These pages will be a miss. Rank 0 has saved its part already, and holds the pages for us.
-                yield Saved(number)
-            self._saves.popleft()
+    def save(self, number: int, digests: Sequence[bytes], page_ids: Sequence[int]) -> None:
+        """Put pages into the tiers as soon as there is memory. `Saved` follows, also when there is none."""
+        # Rank 0 has saved its part already, and holds the pages for us: without ours they will be a miss.
+        self._stack.save(number, self._keys(digests), page_ids, SAVE_WAIT_S)
 
     def _keys(self, digests: Sequence[bytes]) -> list[PageKey]:
         # Without blocks: routers follow rank 0's journals.

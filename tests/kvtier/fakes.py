@@ -139,7 +139,7 @@ def failing(tier: FakeTier, error: BaseException | None = None) -> None:
 class Rig:
     """A stack, its pool, and its events."""
 
-    def __init__(self, *tiers: FakeTier, timeout_s: float = PATIENCE_S, max_pages: int = 64):
+    def __init__(self, *tiers: FakeTier, timeout_s=PATIENCE_S, max_pages=64, report=None):
         self.pool, self.waker = FakePool(), Waker()
         self.stack = TierStack(
             tiers,
@@ -148,6 +148,7 @@ class Rig:
             timeout_s=timeout_s,
             max_staged_bytes=2 * max_pages * PAGE_BYTES,
             page_size=PAGE_SIZE,
+            report=report,
         )
         self._told = []
 

@@ -258,6 +258,37 @@ def test_saves_wait_for_a_tier_that_does_not_keep_up():
         hanging.end()
 
 
+def test_a_save_that_may_wait_begins_when_there_is_memory_or_ends_without_a_put():
+    slow = FakeTier("slow")
+    hanging = Hanging(slow, "put")
+    with Rig(slow, max_pages=8) as rig:
+        assert rig.stack.save(1, keys(8), range(8))
+        assert rig.next() == Saved(1)
+        in_vain, patient = keys(1, first_token=5), keys(1, first_token=7)
+        assert rig.stack.save(2, in_vain, rig.pool.fill(in_vain), wait_s=0.01)
+        assert rig.next() == Saved(2)
+        assert rig.stack.save(3, patient, rig.pool.fill(patient), wait_s=PATIENCE_S)
+        assert not rig.has_more()
+        hanging.end()
+        assert rig.next() == Saved(3)
+        wait_for(lambda: not rig.stack._save_budget.num_used)
+    assert slow.store.keys() == {key.digest for key in keys(8) + patient}
+
+
+def test_events_are_reported_at_once_where_that_is_wanted():
+    tier, told = FakeTier("tier"), []
+    of = keys(2)
+    tier.keep(of)
+    with Rig(tier, report=told.append) as rig:
+        rig.stack.fetch(1, of)
+        wait_for(lambda: told)
+        rig.stack.place(1, [3, 4])
+        wait_for(lambda: told[1:])
+        rig.stack.fetch(1, of)  # its number is free again
+        wait_for(lambda: told[2:])
+    assert told == [Fetched(1, 2, {"tier": 2}), Placed(1, True), Fetched(1, 2, {"tier": 2})]
+
+
 def test_a_copy_into_the_pool_that_fails_is_told_and_gives_its_memory_back():
     tier = FakeTier("tier")
     of = keys(2)

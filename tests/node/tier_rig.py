@@ -59,11 +59,16 @@ class ScriptedStack:
             e for e in self._events if not (isinstance(e, Fetched) and e.number == number)
         ]
 
-    def save(self, number: int, keys: Sequence[PageKey], page_ids: Sequence[int]) -> bool:
+    def save(self, number: int, keys: Sequence[PageKey], page_ids: Sequence[int], wait_s=0) -> bool:
         assert len(keys) == len(page_ids) <= self.max_save_pages
         if not self.is_full:
             self.saving[number] = (list(keys), list(page_ids))
+        elif wait_s:
+            self._events.append(Saved(number))  # it has waited in vain
         return not self.is_full
+
+    def close(self) -> None:
+        pass
 
     def events(self):
         while self._events:
@@ -116,14 +121,10 @@ class ScriptedStack:
 
 
 class FakeRank:
-    """Rank 1 with its tiers and no process: calls and events are pickled, and wait until `work`.
+    """Rank 1 with its tiers and no process: calls and events are pickled, and wait until `work`."""
 
-    Attributes:
-        tiers: At the rank.
-    """
-
-    def __init__(self, stack: ScriptedStack, clock: Clock) -> None:
-        self.tiers = RankTiers(stack, "1/2", clock=clock)
+    def __init__(self, stack: ScriptedStack) -> None:
+        self._stack, self._tiers = stack, RankTiers(stack, "1/2")
         self._calls: deque[bytes] = deque()
         self._events: deque[bytes] = deque()
 
@@ -140,9 +141,9 @@ class FakeRank:
         """Make passes of the rank's loop, over that many calls."""
         for _ in range(min(num_calls, len(self._calls))):
             method, arguments = pickle.loads(self._calls.popleft())
-            getattr(self.tiers, method)(*arguments)
+            getattr(self._tiers, method)(*arguments)
             self._report()
         self._report()
 
     def _report(self) -> None:
-        self._events += [pickle.dumps(event) for event in self.tiers.events()]
+        self._events += [pickle.dumps(event) for event in self._stack.events()]
