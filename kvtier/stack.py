@@ -3,7 +3,7 @@
 ```
  engine's loop ── fetch, abandon ──▶ the stack's asyncio loop ──▶ threads of each tier (`guard`)
                ── place, save ─────▶ a thread that copies each way ──┘
-               ◀── events, when the waker rang
+               ◀── events, by these threads
 
  fetch ─▶ looking ── no tier is left, all is there, time is up ─▶ found ──place──▶ placing ─▶ over
              └─ abandon ─▶ over                                     └─ abandon ─▶ over
@@ -17,8 +17,8 @@ tier returns by the deadline what it has. Fetches for which there is no memory w
 import asyncio
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +29,6 @@ from tandem.kvtier.guard import GuardedTier, Mean, TierCost, Workers
 from tandem.kvtier.memory import Loan, MemoryBudget, PageMemory
 from tandem.kvtier.tier import PoolPages, Tier, TierFailed
 from tandem.telemetry.log import get_logger
-from tandem.wire.channel import Waker
 from tandem.wire.messages import TierLoad
 from tandem.wire.prefixes import PageKey, PrefixJournal
 
@@ -110,34 +109,30 @@ class TierStack:
     Args:
         tiers: Fastest first; the stack closes them.
         pages: The pool's pages.
-        waker: Is rung when `events` has something; None: the caller looks by itself.
+        report: Given each event, by a thread of the stack's; it must not wait.
         timeout_s: A fetch ends after this time with the pages that are there.
         max_staged_bytes: Host memory for pages on their way; half of it for each direction.
             What a tier lends of its own memory (`host`) does not count.
         page_size: Tokens of a page; loads are in tokens.
-        report: Given events at once, by threads of the stack; None: `events` has them.
     """
 
     def __init__(
         self,
         tiers: Sequence[Tier],
         pages: PoolPages,
-        waker: Waker | None,
+        report: Callable[[TierEvent], None],
         *,
         timeout_s: float,
         max_staged_bytes: int,
         page_size: int,
-        report: Callable[[TierEvent], None] | None = None,
     ) -> None:
-        self._pages, self._waker, self._page_size = pages, waker, page_size
-        self._timeout_s, self._report = timeout_s, report
+        self._pages, self._report, self._page_size = pages, report, page_size
+        self._timeout_s = timeout_s
         limit_pages = max(1, max_staged_bytes // 2 // pages.page_bytes)
         self._fetch_budget, self._save_budget = MemoryBudget(limit_pages), MemoryBudget(limit_pages)
         self._num_together = max(1, MAX_PUT_BYTES // pages.page_bytes)
         self._memory = PageMemory(pages.host_memory, pages.page_bytes)
         self._fetches: dict[int, _Fetch] = {}
-        # With the fetch that an event is about, since a number may be used again after `abandon`.
-        self._events: deque[tuple[TierEvent, _Fetch | None]] = deque()
         self._place_page_s = Mean()
         self._is_closed = False
         self._guards = [
@@ -185,7 +180,7 @@ class TierStack:
         self._writer.submit(lambda: self._place(fetch, page_ids))
 
     def abandon(self, number: int) -> None:
-        """Forget a fetch, before `place` only. No event follows; one not yet looked at is taken back."""
+        """Forget a fetch, before `place` only. Its `Fetched` may still be reported."""
         fetch = self._fetches.pop(number)
         assert not fetch.is_placing, f"fetch {number} is being placed"
         if not self._is_closed:
@@ -214,16 +209,6 @@ class TierStack:
             return False
         self._reader.submit(lambda: self._save(number, keys, page_ids, takers, until_s))
         return True
-
-    def events(self) -> Iterator[TierEvent]:
-        """Yield what happened since the last look."""
-        while self._events and not self._is_closed:
-            event, fetch = self._events.popleft()
-            if fetch is not None and not self._is_wanted(fetch):
-                continue
-            if isinstance(event, Placed):
-                del self._fetches[event.number]
-            yield event
 
     def loads(self) -> list[TierLoad]:
         """Return what each tier holds and did; `token_cost` is for the caller to fill in (`costs`)."""
@@ -304,7 +289,7 @@ class TierStack:
         num_pages = fetch.num_pages
         by_tier = {tier.name: count for tier, count in fetch.by_tier(num_pages).items()}
         fetch.is_found = True
-        self._tell(Fetched(fetch.number, num_pages, by_tier), fetch)
+        self._tell(Fetched(fetch.number, num_pages, by_tier))
 
     async def _look_in(self, rank: int, fetch: _Fetch) -> None:
         """Get what one tier has of the missing pages, and have the faster tiers keep it.
@@ -369,7 +354,7 @@ class TierStack:
         try:
             fetch.release()
         finally:  # the end of a loan is a tier's code; the role waits for this event
-            self._tell(Placed(fetch.number, is_whole), fetch)
+            self._tell(Placed(fetch.number, is_whole))
 
     def _begin_save(self, num_pages: int) -> list[GuardedTier]:
         """Set memory aside, and return the tiers that take pages; none where there is no memory."""
@@ -415,17 +400,11 @@ class TierStack:
                 tier.queue_put(keys, loan)
         loan.release()
 
-    def _tell(self, event: TierEvent, fetch: _Fetch | None = None) -> None:
-        if self._is_closed:
-            return
-        if self._report is not None:
-            if isinstance(event, Placed):
-                del self._fetches[event.number]
+    def _tell(self, event: TierEvent) -> None:
+        if isinstance(event, Placed):
+            del self._fetches[event.number]
+        if not self._is_closed:
             self._report(event)
-            return
-        self._events.append((event, fetch))
-        if self._waker is not None:
-            self._waker.wake()
 
     def _load(self, guard: GuardedTier) -> TierLoad:
         """Return what a tier reports with what was seen of it here."""

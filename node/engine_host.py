@@ -42,7 +42,7 @@ from tandem.node.process import (
 from tandem.node.ranks import Ranks
 from tandem.node.role import Role
 from tandem.node.tiering import Tiering, make_tiering
-from tandem.node.tiers import TierGroup, open_tiers
+from tandem.node.tiers import open_group
 from tandem.node.transfer import NodeAgent, RankAgent, join_ranks, open_agent
 from tandem.telemetry import log as logs
 from tandem.wire.channel import Inbox, Waker, tcp_address
@@ -124,8 +124,7 @@ class _EngineProcess:
         inbox: Inbox[ToEngine] = Inbox(
             tcp_address(config.host, config.engine_port), ToEngine, key, config.heartbeat
         )
-        own = open_tiers(config, engine.shape, self._region, self._waker)
-        stack = TierGroup(own, self._others) if own is not None and self._others else own
+        stack = open_group(config, engine.shape, self._region, self._waker, self._others)
         tiering = make_tiering(config.tiers, engine, stack)
         journals = {} if stack is None else stack.journals()
         answers = Answers(inbox, epoch, engine.cache.journal, journals)

@@ -1,7 +1,7 @@
 """The command lines of `prefill`, `decode` and `serve`, with names that users of SGLang and vLLM know."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -86,15 +86,19 @@ def build_parser(prog: str, role: NodeRole, summary: str, default_port: int) -> 
     alone = ("transfer", "routers", "advertise_url", "engine.local_prefill_tokens")
     without = alone if role == "colocated" else ()
     add_flags(parser, NodeConfig, defaults=defaults, without=without)
-    # Users of SGLang type these, and they configure nothing here.
-    parser.add_argument("--enable-hierarchical-cache", action="store_true", help=argparse.SUPPRESS)
-    for flag in MEANINGLESS:
-        parser.add_argument(flag, nargs="*", dest=flag, help=argparse.SUPPRESS)
+    add_hidden_flags(parser)
     if role != "colocated":
         parser.add_argument(
             "--disaggregation-mode", choices=["prefill", "decode"], help=argparse.SUPPRESS
         )
     return parser
+
+
+def add_hidden_flags(parser: Parser, without: Collection[str] = ()) -> None:
+    """Add the flags that users of SGLang type and that configure nothing here, but those in `without`."""
+    parser.add_argument("--enable-hierarchical-cache", action="store_true", help=argparse.SUPPRESS)
+    for flag in sorted(MEANINGLESS.keys() - set(without)):
+        parser.add_argument(flag, nargs="*", dest=flag, help=argparse.SUPPRESS)
 
 
 def read_config(

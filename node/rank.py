@@ -120,7 +120,7 @@ class _Rank:
 
     def _open_tiers(self, plan: PoolPlan) -> RankTiers | None:
         # Events do not wait for this loop: rank 0 would have them a step too late.
-        opened = open_tiers(self._config, plan.shape, self._region, None, self._report_tiers)
+        opened = open_tiers(self._config, plan.shape, self._region, self._report_tiers)
         if opened is None:
             return None
         self._stack.callback(opened.close)  # before the agent, and with it the pool's memory

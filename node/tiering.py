@@ -28,7 +28,7 @@ from tandem.engine.request import ActiveRequest
 from tandem.kvtier.spec import parse_tiers
 from tandem.kvtier.stack import Fetched, Placed, Saved
 from tandem.node.config import TierConfig
-from tandem.node.tiers import LOOKING_SHARE, Tiers
+from tandem.node.tiers import LOOKING_SHARE, TierGroup
 from tandem.telemetry.histogram import Histogram, Spread
 from tandem.wire.messages import TierLoad
 from tandem.wire.prefixes import PageKey
@@ -84,7 +84,7 @@ class Tiering:
     def __init__(
         self,
         engine: Engine,
-        stack: Tiers | None = None,
+        stack: TierGroup | None = None,
         *,
         timeout_s: float = 0.0,
         min_tokens: int = 0,
@@ -334,7 +334,7 @@ class Tiering:
         self._engine.note_pages()
 
 
-def make_tiering(config: TierConfig, engine: Engine, stack: Tiers | None) -> Tiering:
+def make_tiering(config: TierConfig, engine: Engine, stack: TierGroup | None) -> Tiering:
     """Return what brings prefixes from a stack, or from nowhere."""
     return Tiering(
         engine,

@@ -9,6 +9,7 @@ A page is of use with the heads of every rank only. So a node has found what eac
 what each has placed; pages are given back when no rank reads or writes them any more.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -39,8 +40,7 @@ def open_tiers(
     config: NodeConfig,
     shape: ModelShape,
     region: MemoryRegion | None,
-    waker: Waker | None,
-    report: Callable[[TierEvent], None] | None = None,
+    report: Callable[[TierEvent], None],
 ) -> TierStack | None:
     """Return what stands behind one rank's pool, which the caller closes before the region.
 
@@ -59,11 +59,10 @@ def open_tiers(
     return TierStack(
         opened,
         pages,
-        waker,
+        report,
         timeout_s=LOOKING_SHARE * tiers.timeout_s,
         max_staged_bytes=tiers.staging_bytes // engine.tp_size,
         page_size=engine.page_size,
-        report=report,
     )
 
 
@@ -99,16 +98,42 @@ class RankTiers:
 # ── at rank 0 ────────────────────────────────────────────────────────────────────────────────────
 
 
+def open_group(
+    config: NodeConfig,
+    shape: ModelShape,
+    region: MemoryRegion | None,
+    waker: Waker,
+    others: Sequence[RankProcess],
+) -> "TierGroup | None":
+    """Return the tiers of all ranks; None where there are no tiers. Raises as `open_tiers`.
+
+    Args:
+        waker: Is rung when rank 0's tiers report something.
+        others: From rank 1 on.
+    """
+    events = deque[TierEvent]()
+
+    def report(event: TierEvent) -> None:
+        events.append(event)
+        waker.wake()
+
+    own = open_tiers(config, shape, region, report)
+    return None if own is None else TierGroup(own, events, others)
+
+
 class TierGroup:
-    """The stacks of all ranks, with the methods of one `TierStack`.
+    """The stacks of all ranks, used as one.
 
     Args:
         own: Rank 0's, which has the journals that routers follow.
+        events: What it has reported.
         others: From rank 1 on.
     """
 
-    def __init__(self, own: TierStack, others: Sequence[RankProcess]) -> None:
-        self._own, self._others = own, others
+    def __init__(
+        self, own: TierStack, events: deque[TierEvent], others: Sequence[RankProcess]
+    ) -> None:
+        self._own, self._events, self._others = own, events, others
         # What each rank answered, by rank, of fetches, placings and saves that are not answered by all.
         self._answers: dict[int, dict[int, TierEvent]] = {}
 
@@ -142,7 +167,7 @@ class TierGroup:
 
     def events(self) -> Iterator[TierEvent]:
         """Yield what holds on all ranks since the last look."""
-        heard = [(0, event) for event in self._own.events()]
+        heard = [(0, self._events.popleft()) for _ in range(len(self._events))]
         for number, rank in enumerate(self._others, 1):
             heard += [(number, event) for event in rank.take_events("tiers")]
         agreed = [self._agree(rank, event) for rank, event in heard]
@@ -195,9 +220,6 @@ class TierGroup:
                 return Placed(event.number, is_whole)
             case Saved():
                 return event
-
-
-Tiers = TierStack | TierGroup
 
 
 def load_of_node(load: TierLoad, num_ranks: int) -> TierLoad:

@@ -454,7 +454,7 @@ class AnyOrder(RuleBasedStateMachine):
         # Of a fetch that was given up, or never begun.
         stack = data.draw(st.sampled_from(self.node.stacks))
         if number not in (*self.node.stack.looking, *self.node.stack.fetched):
-            stack._events.append(Fetched(number, 3, {"host": 3}))
+            stack.reported.append(Fetched(number, 3, {"host": 3}))
             self.node.role.poll()
 
     @rule()

@@ -27,7 +27,7 @@ class TwoRanks(Node):
 
     def tiers(self):
         self.rank = FakeRank(self.stacks[1])
-        return TierGroup(self.stacks[0], [self.rank])
+        return TierGroup(self.stacks[0], self.stacks[0].reported, [self.rank])
 
     def tiers_work(self):
         self.rank.work()
