@@ -45,12 +45,9 @@ _WEIGHT = 0.2
 
 @dataclass(frozen=True, slots=True)
 class TierCost:
-    """What a tier's answers took lately.
+    """What a tier's answers took lately: to say that nothing is there, and to bring one page.
 
-    Attributes:
-        latency_s: Until it is known that nothing is there.
-        page_s: To bring one page into the pool.
-        num_pages: How many pages that was measured on; 0: nothing is known.
+    `num_pages`: measured on; 0: nothing is known.
     """
 
     latency_s: float = 0.0

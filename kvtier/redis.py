@@ -65,13 +65,7 @@ _TLS_OPTIONS = {"ca": "ssl_ca_certs", "cert": "ssl_certfile", "key": "ssl_keyfil
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """One database of one server.
-
-    Attributes:
-        options: Of a connection pool of redis-py; the password may be among them.
-        shown: For logs and people: without user and password.
-        ttl_s: Entries that nobody asks for expire after this time; 0: as long as the server keeps them.
-    """
+    """One database of one server; entries that nobody asks for go after `ttl_s`, or with 0 never."""
 
     options: Mapping[str, Any] = field(repr=False)
     shown: str
@@ -405,11 +399,9 @@ class _Replies:
         self._connection.send_packed_command(self._connection.pack_commands(commands))
 
     def value_into(self, memory: memoryview) -> int | None:
-        """Read the next value, and the two bytes behind it.
+        """Read the next value into `memory`, two bytes longer, or drop one of another length.
 
-        Returns:
-            Its length, if `memory` is as long as that and two bytes more; otherwise the value is dropped.
-            None: there is no such key. -1: it is no string.
+        Return its length; None: no such key; -1: no string.
         """
         line = self._line()
         if line.startswith(b"-WRONGTYPE"):

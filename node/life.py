@@ -106,12 +106,7 @@ class NotNow(TandemError, code="not_now", status=409):
 
 
 class Life:
-    """One node's state and role.
-
-    Attributes:
-        role: What it is, or is turning into.
-        reason: Why it could not become that; empty while nothing is wrong.
-    """
+    """One node's state and role, and why it could not become that."""
 
     def __init__(self, role: NodeRole) -> None:
         self.state = State.LOADING

@@ -114,12 +114,7 @@ def not_started() -> DeadlinePassed:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Half:
-    """A node's part of one attempt: prefill's half, decode's half, or all of it.
-
-    Attributes:
-        active: The request as the engine knows it.
-        is_wanted: Whether the client still listens. A half that is not wanted only waits for its pages.
-    """
+    """A node's part of one attempt. One that is not wanted, as its client has left, only waits for its pages."""
 
     ticket: Ticket
     active: ActiveRequest

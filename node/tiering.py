@@ -72,13 +72,9 @@ class _Fetch:
 
 
 class Tiering:
-    """Fetches prefixes for requests that wait, and saves what was computed. Belongs to the loop's thread.
+    """Fetches prefixes for requests that wait, and saves what was computed.
 
-    Args:
-        stack: None where there are no tiers: then no request waits.
-        timeout_s: How long a request waits at most.
-        min_tokens: Fewer missing ones are not looked for.
-        saves_at_once: Whether pages are saved as soon as they are cached.
+    Belongs to the loop's thread. Without a stack no request waits.
     """
 
     def __init__(

@@ -40,14 +40,7 @@ from tandem.wire.messages import NodeLoad, StartColocated, StartPrefill
 
 @dataclass(slots=True, eq=False, weakref_slot=False)
 class _Half(Half):
-    """Prefill's half of one attempt.
-
-    Attributes:
-        room: None for a whole request, which is not handed off.
-        is_granted: Whether decode has set pages aside.
-        is_queued: Whether the engine has it; before, it waits for the grant and for tiers.
-        pushing_s: When its first page was given to the transfer, by the timeline; -1 before.
-    """
+    """Prefill's half of one attempt, or without a room a whole request. The engine has it once it is queued."""
 
     room: Room | None = None
     is_granted: bool = False
