@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
+from typing import cast
 
 from tandem.kvtier.entry import HEADER_BYTES, VERSION, Checksum, page_header
 
@@ -105,7 +106,7 @@ class PageDirectory:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode) or status.st_size != HEADER_BYTES + len(into):
                     raise EntryCorrupted(f"no regular file of {HEADER_BYTES + len(into)} bytes")
-                _read_page(file, digest, into)
+                _read_page(cast("BufferedReader", file), digest, into)
         except OSError as error:
             if error.errno in _NOT_OURS:
                 raise EntryCorrupted(error.strerror) from error

@@ -194,6 +194,9 @@ class RedisTier:
         except TierFailed:
             if not pieces:
                 raise
+        except BaseException:
+            self._memory.give_back(pieces)
+            raise
         self._known.met(keys[: len(pieces)])
         return self._memory.lend(pieces, [piece[HEADER_BYTES:-2] for piece in pieces])
 

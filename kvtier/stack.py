@@ -204,7 +204,8 @@ class TierStack:
             False: nothing was begun, as too much is under way, or no tier takes pages now.
         """
         assert len(keys) == len(page_ids) <= self._save_budget.limit_pages
-        takers, until_s = self._begin_save(len(keys)), time.monotonic() + wait_s
+        # One that may wait has its turn on the thread that copies: no later one takes its memory.
+        takers, until_s = [] if wait_s else self._begin_save(len(keys)), time.monotonic() + wait_s
         if not takers and not wait_s:
             return False
         self._reader.submit(lambda: self._save(number, keys, page_ids, takers, until_s))
@@ -371,9 +372,11 @@ class TierStack:
     ) -> None:
         num_together = self._num_together
         try:
-            while not takers and time.monotonic() < until_s and not self._is_closed:
-                time.sleep(_MEMORY_AGAIN_S)
+            while not takers and not self._is_closed:
                 takers = self._begin_save(len(keys))
+                if takers or time.monotonic() >= until_s:
+                    break
+                time.sleep(_MEMORY_AGAIN_S)
             # Children first: what is touched last is evicted last, and parents must outlive their children.
             for first in reversed(range(0, len(keys) if takers else 0, num_together)):
                 end = first + num_together

@@ -77,7 +77,7 @@ class PrefillRole(Role[_Half]):
             raise InvalidRequest("this is a prefill node: it takes the prompt's half of a request")
         if message.room in self._by_room:
             raise InvalidRequest(f"room {message.room} is in use")
-        num_waiting = len(self._by_room) - self._engine.num_running
+        num_waiting = self._engine.num_waiting + len(self._pending())
         if num_waiting >= self._max_waiting:
             raise Overloaded(f"{num_waiting} requests are waiting; try again later")
         active = self._engine.check(message.request, is_prompt_only=True)
@@ -139,7 +139,7 @@ class PrefillRole(Role[_Half]):
     @override
     def load(self) -> NodeLoad:
         load, moved = self._engine_load(), self._agent.statistics()
-        pending = [half for half in self._by_room.values() if not half.is_queued]
+        pending = self._pending()
         num_whole = sum(half.room is None for half in self._by_ticket.values())
         num_queued = len(self._by_room) - len(pending) + num_whole
         return msgspec.structs.replace(
@@ -168,6 +168,10 @@ class PrefillRole(Role[_Half]):
             f"#inflight-req: {now.num_transferring}, "
             f"input throughput (token/s): {num_new / elapsed_s:.2f}, {cache_hits(now, before)}"
         )
+
+    def _pending(self) -> list[_Half]:
+        """Return the halves that wait for a grant or for tiers."""
+        return [half for half in self._by_room.values() if not half.is_queued]
 
     # ── towards the hand-off ─────────────────────────────────────────────────────────────────────
 
