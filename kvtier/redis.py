@@ -330,10 +330,11 @@ class RedisTier:
 
     def _write(self, entries: Sequence[tuple[PageKey, memoryview]]) -> int:
         """Write entries in order until the server takes no more; return how many it took."""
-        pieces = [self._memory.take() for _ in range(min(self._num_ahead, len(entries)))]
+        pieces: list[memoryview] = []
         options = ("EX", self._ttl_s) if self._ttl_s else ()
         num_taken = 0
         try:
+            pieces += (self._memory.take() for _ in entries[: self._num_ahead])
             for first in range(0, len(entries), self._num_ahead):
                 some = entries[first : first + self._num_ahead]
                 sets: list[tuple[object, ...]] = []

@@ -172,9 +172,19 @@ def _buckets(spread: Spread) -> list[tuple[str, float]]:
 _G, _C, _H = GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily
 
 
-def _load(kind: Kind, field: str, help_text: str, name: str = "") -> Declared:
+# Fields of `NodeLoad` that are reported by another name.
+_NAMES = {
+    "num_running": "requests_running",
+    "num_waiting": "requests_waiting",
+    "num_transferring": "requests_transferring",
+    "max_running": "requests_running_limit",
+    "page_size": "page_tokens",
+}
+
+
+def _load(kind: Kind, field: str, help_text: str) -> Declared:
     """Declare a field of `NodeLoad`; -1 there is a value that was not reported yet."""
-    name = name or field.removeprefix("num_")
+    name = _NAMES.get(field, field.removeprefix("num_"))
     return Declared(kind, name, help_text, lambda view: [((), max(0, getattr(view.load, field)))])
 
 
@@ -234,27 +244,12 @@ METRICS = (
         _G, "node_state", "1 for the state that the node is in, else 0.", _node_states, ("state",)
     ),
     Declared(_G, "pages", "Pages of KV by state.", _pages, ("state",)),
-    _load(_G, "num_running", "Requests that take part in steps.", "requests_running"),
-    _load(
-        _G,
-        "num_waiting",
-        "Requests that wait for pages, or on prefill for a grant.",
-        "requests_waiting",
-    ),
-    _load(
-        _G,
-        "num_transferring",
-        "Requests whose pages are granted, or still being pushed.",
-        "requests_transferring",
-    ),
-    _load(
-        _G,
-        "max_running",
-        "Requests that may have pages at a time; 0 on prefill.",
-        "requests_running_limit",
-    ),
+    _load(_G, "num_running", "Requests that take part in steps."),
+    _load(_G, "num_waiting", "Requests that wait for pages, or on prefill for a grant."),
+    _load(_G, "num_transferring", "Requests whose pages are granted, or still being pushed."),
+    _load(_G, "max_running", "Requests that may have pages at a time; 0 on prefill."),
     _load(_G, "queued_tokens", "Prompt tokens that wait to be computed."),
-    _load(_G, "page_size", "Tokens of KV in one page.", "page_tokens"),
+    _load(_G, "page_size", "Tokens of KV in one page."),
     _load(_G, "num_edges", "Edge workers that have requests here."),
     _load(_C, "prompt_tokens", "Prompt tokens taken in, cached ones included."),
     _load(_C, "cached_tokens", "Prompt tokens taken from the prefix cache."),

@@ -248,22 +248,13 @@ def test_a_put_that_hangs_leaves_memory_to_the_other_tiers(monkeypatch):
         assert rig.stack.loads()[0].state == "up"
 
 
-def test_saves_wait_for_a_tier_that_does_not_keep_up():
+def test_saves_wait_for_a_tier_that_does_not_keep_up_here_or_at_the_caller():
     slow = FakeTier("slow")
     hanging = Hanging(slow, "put")
     with Rig(slow, max_pages=8) as rig:
         assert rig.stack.save(1, keys(8), range(8))
         assert rig.next() == Saved(1)
         assert not rig.stack.save(2, keys(1), [0])
-        hanging.end()
-
-
-def test_a_save_that_may_wait_begins_when_there_is_memory_or_ends_without_a_put():
-    slow = FakeTier("slow")
-    hanging = Hanging(slow, "put")
-    with Rig(slow, max_pages=8) as rig:
-        assert rig.stack.save(1, keys(8), range(8))
-        assert rig.next() == Saved(1)
         in_vain, patient = keys(1, first_token=5), keys(1, first_token=7)
         assert rig.stack.save(2, in_vain, rig.pool.fill(in_vain), wait_s=0.01)
         assert rig.next() == Saved(2)
