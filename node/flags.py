@@ -94,26 +94,18 @@ def build_parser(prog: str, role: NodeRole, summary: str, default_port: int) -> 
 
 
 def add_hidden_flags(parser: Parser, without: Collection[str] = ()) -> None:
-    """Add the flags that users of SGLang type, and that configure nothing here.
-
-    Args:
-        without: Flags that the parser has with a meaning.
-    """
+    """Add the flags that users of SGLang type and that configure nothing here, but those in `without`."""
     parser.add_argument("--enable-hierarchical-cache", action="store_true", help=argparse.SUPPRESS)
     parser.ignore(sorted(MEANINGLESS.keys() - set(without)))
 
 
 def read_config(
     parser: argparse.ArgumentParser, role: NodeRole, argv: Sequence[str]
-) -> tuple[NodeConfig, argparse.Namespace]:
+) -> tuple[NodeConfig, list[str]]:
     """Read the command line, and the files that it names.
 
-    Returns:
-        The config, its `engine.model_dir` still what the user gave, and the raw flags.
-
-    Raises:
-        ConfigInvalid: A value cannot work; the sentence reports what to give.
-        SystemExit: A wrong flag (2), or --help (0).
+    Return the config, its `engine.model_dir` still what the user gave, and the flags that
+    mean nothing.
     """
     args = parser.parse_args(argv)
     if getattr(args, "disaggregation_mode", None) not in (None, role):
@@ -135,4 +127,5 @@ def read_config(
         simulation=read.simulation.simulation(),
     )
     name = read.served_model_name or model_name(read.model)
-    return check(msgspec.structs.replace(read, engine=engine, served_model_name=name)), args
+    config = msgspec.structs.replace(read, engine=engine, served_model_name=name)
+    return check(config), list(dict.fromkeys(args.ignored))

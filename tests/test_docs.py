@@ -187,7 +187,8 @@ def taken(parser, flag, alias):
         return "not taken"
     if alias and action is parser._option_string_actions.get(alias):
         return f"alias of `{alias}`"
-    return "ignored" if type(action).__name__ in {"_Ignored", "_Meaningless"} else "same"
+    is_ignored = type(action).__name__ == "_Ignored" or action.dest.startswith("--")
+    return "ignored" if is_ignored else "same"
 
 
 @pytest.mark.parametrize("page", ["migrating-from-sglang", "migrating-from-vllm"])
