@@ -13,9 +13,8 @@ from tandem.frontend.edge import EDGE, Edge
 from tandem.frontend.generation import Generation
 from tandem.frontend.middleware import public_info
 from tandem.frontend.sse import EventStream
-from tandem.frontend.transcript import Ending, Piece, Sink
+from tandem.frontend.transcript import Piece, Sink, joined
 from tandem.wire.errors import ErrorInfo, TandemError
-from tandem.wire.generation import TokenLogprobs
 
 CallT = TypeVar("CallT", bound="Call")
 
@@ -36,30 +35,14 @@ class StreamSink(Sink, Protocol):
 
 
 class Answer:
-    """The whole of one generation, as its pieces come. A `Sink`.
-
-    Attributes:
-        output_ids: All ids so far.
-        logprobs: One for each of `output_ids`, when wanted.
-        prompt_logprobs: Of the wanted positions, in order.
-    """
+    """Keeps the pieces of one generation. A `Sink`."""
 
     def __init__(self) -> None:
-        self.text = ""
-        self.output_ids: list[int] = []
-        self.cached_tokens = 0
-        self.ending: Ending | None = None
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.pieces: list[Piece] = []
 
     def write(self, piece: Piece) -> bool:
-        """Add a piece. There is always room."""
-        self.text += piece.text
-        self.output_ids += piece.token_ids
-        self.cached_tokens = max(self.cached_tokens, piece.cached_tokens)
-        self.ending = piece.ending
-        self.logprobs += piece.logprobs
-        self.prompt_logprobs += piece.prompt_logprobs
+        """Keep a piece. There is always room."""
+        self.pieces.append(piece)
         return True
 
     async def drain(self) -> bool:
@@ -87,8 +70,8 @@ async def read_call(
     return call
 
 
-async def whole(request: web.Request, generations: Sequence[Generation]) -> list[Answer]:
-    """Return the answers of several generations.
+async def whole(request: web.Request, generations: Sequence[Generation]) -> list[Piece]:
+    """Return each of several generations as one piece.
 
     Raises:
         TandemError: One of them failed; the others are cancelled.
@@ -101,7 +84,7 @@ async def whole(request: web.Request, generations: Sequence[Generation]) -> list
                 for generation, answer in zip(generations, answers, strict=True)
             ]
         )
-    return answers
+    return [joined(answer.pieces) for answer in answers]
 
 
 async def stream(edge: Edge, events: EventStream, sinks: Sequence[StreamSink]) -> None:

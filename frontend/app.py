@@ -9,7 +9,7 @@ from aiohttp.typedefs import Middleware
 
 from tandem.frontend import native, openai, routes
 from tandem.frontend.backend import Backend
-from tandem.frontend.caller import expect, note_caller, read_body
+from tandem.frontend.caller import note_caller, read_body
 from tandem.frontend.edge import EDGE, Edge, close_when_leaving
 from tandem.frontend.keys import check_key
 from tandem.frontend.middleware import (
@@ -42,7 +42,6 @@ def create_app(backend: Backend, options: FrontendOptions | None = None) -> web.
         client_max_size=options.http.max_body_bytes, middlewares=_middlewares(options, tracing)
     )
     if tracing is not None:
-        app.on_response_prepare.append(tracing.name_span)
         app.cleanup_ctx.append(tracing.running)
     app[EDGE] = edge = Edge(backend, options)
     app.cleanup_ctx.append(edge.running)
@@ -78,10 +77,10 @@ def route_table(options: FrontendOptions) -> list[web.RouteDef]:
     tokenizer = [web.get("/tokenizer", routes.tokenizer)] if has_tokenizer else []
     return [
         *tokenizer,
-        web.post("/generate", native.generate, expect_handler=expect),
-        web.put("/generate", native.generate, expect_handler=expect),
-        web.post("/v1/completions", openai.completions, expect_handler=expect),
-        web.post("/v1/chat/completions", openai.chat_completions, expect_handler=expect),
+        web.post("/generate", native.generate),
+        web.put("/generate", native.generate),
+        web.post("/v1/completions", openai.completions),
+        web.post("/v1/chat/completions", openai.chat_completions),
         web.get("/v1/models", routes.models),
         web.get("/v1/models/{name:.+}", routes.one_model),
         web.get("/health", routes.health),
@@ -94,6 +93,6 @@ def route_table(options: FrontendOptions) -> list[web.RouteDef]:
         web.get("/metrics", routes.metrics),
         web.get("/openapi.json", show_document),
         web.get("/docs", show_page),
-        web.post("/flush_cache", routes.flush_cache, expect_handler=expect),
-        web.post("/abort_request", routes.abort_request, expect_handler=expect),
+        web.post("/flush_cache", routes.flush_cache),
+        web.post("/abort_request", routes.abort_request),
     ]

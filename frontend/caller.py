@@ -1,13 +1,4 @@
-"""Who sent a request, how long they wait, and how long it and its body may take.
-
-These headers give the time to wait. The least counts, with the server's own `request_timeout_s`:
-
-```
- X-Request-Timeout-Ms              by people
- X-Envoy-Expected-Rq-Timeout-Ms    by Envoy, of itself
- X-Stainless-Read-Timeout, X-Stainless-Timeout    seconds, by OpenAI's clients, of themselves
-```
-"""
+"""Who sent a request, how long they wait, and how long it and its body may take."""
 
 import asyncio
 import hashlib
@@ -18,26 +9,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import msgspec
-from aiohttp import HttpVersion11, web
+from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from tandem.frontend import timings
 from tandem.frontend.edge import EDGE
 from tandem.frontend.generation import Generation
 from tandem.frontend.keys import key_of
-from tandem.frontend.middleware import error_response
 from tandem.frontend.tracing import TRACE
 from tandem.wire.errors import BodyTooLarge, InvalidRequest, TandemError
 
 # Enough to tell keys apart, too few to guess them.
 CLIENT_DIGITS = 8
 TIMEOUT_MS = "X-Request-Timeout-Ms"
-# Set by software for its own use. Unreadable values are ignored.
-_OTHERS_S = {
-    "X-Envoy-Expected-Rq-Timeout-Ms": 0.001,
-    "X-Stainless-Read-Timeout": 1.0,
-    "X-Stainless-Timeout": 1.0,
-}
 
 
 class RequestTimedOut(TandemError, code="timeout", status=504):
@@ -50,10 +34,6 @@ class BodyTimedOut(InvalidRequest, code="body_timeout", status=408):
 
 class EncodingUnsupported(InvalidRequest, code="unsupported_encoding", status=415):
     """The body is compressed."""
-
-
-class ExpectationFailed(InvalidRequest, code="expectation_failed", status=417):
-    """The request expects something other than 100-continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,30 +119,20 @@ async def in_time(request: web.Request) -> AsyncIterator[None]:
 
 
 def wait_of(headers: Mapping[str, str]) -> float | None:
-    """Return how many seconds a client waits, by the headers. None: they do not say.
+    """Return how many seconds a client waits. None: its header is absent.
 
     Raises:
-        InvalidRequest: Our own header is no number.
+        InvalidRequest: The header is no number over 0.
     """
-    waits = [
-        seconds * unit_s
-        for name, unit_s in _OTHERS_S.items()
-        if (seconds := _number(headers.get(name, ""))) is not None
-    ]
-    if (given := headers.get(TIMEOUT_MS)) is not None:
-        own_ms = _number(given)
-        if own_ms is None:
-            raise InvalidRequest(f"{TIMEOUT_MS}: must be milliseconds, a number over 0")
-        waits.append(own_ms / 1000)
-    return min(waits, default=None)
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
+    if (given := headers.get(TIMEOUT_MS)) is None:
         return None
-    return value if 0 < value < math.inf else None
+    try:
+        wait_ms = float(given)
+    except ValueError:
+        wait_ms = 0.0
+    if not 0 < wait_ms < math.inf:
+        raise InvalidRequest(f"{TIMEOUT_MS}: must be milliseconds, a number over 0")
+    return wait_ms / 1000
 
 
 @web.middleware
@@ -170,8 +140,12 @@ async def read_body(request: web.Request, handler: Handler) -> web.StreamRespons
     """Read the body, so that a handler's own `read` never waits. Reject what passes a limit."""
     if not request.body_exists or request.method not in {"POST", "PUT"}:
         return await handler(request)
-    refuse_by_head(request)
-    timeout_s = request.app[EDGE].options.body_timeout_s
+    options = request.app[EDGE].options
+    limit, timeout_s = options.http.max_body_bytes, options.body_timeout_s
+    if (request.content_length or 0) > limit:
+        raise BodyTooLarge(f"the body passes {limit} bytes")
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise EncodingUnsupported("send the body as it is, without Content-Encoding")
     try:
         if request.content.is_eof():  # most bodies came with the head
             await request.read()
@@ -183,30 +157,3 @@ async def read_body(request: web.Request, handler: Handler) -> web.StreamRespons
     except TimeoutError:
         raise BodyTimedOut(f"the body did not come within {timeout_s:g} s") from None
     return await handler(request)
-
-
-def refuse_by_head(request: web.Request) -> None:
-    """Reject a body that is too large or compressed, by its head."""
-    limit = request.app[EDGE].options.http.max_body_bytes
-    if (request.content_length or 0) > limit:
-        raise BodyTooLarge(f"the body passes {limit} bytes")
-    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise EncodingUnsupported("send the body as it is, without Content-Encoding")
-
-
-async def expect(request: web.Request) -> web.StreamResponse | None:
-    """Ask a client with `Expect` for its body, or return why it would be rejected.
-
-    aiohttp calls it outside of all middlewares.
-    """
-    if request.version < HttpVersion11:
-        return None
-    try:
-        if request.headers["Expect"].lower() != "100-continue":
-            raise ExpectationFailed("Expect: only 100-continue can be met")
-        refuse_by_head(request)
-    except TandemError as error:
-        return error_response(error.info())
-    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    request.writer.output_size = 0  # else aiohttp would take it for the beginning of the answer
-    return None

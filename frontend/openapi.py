@@ -36,18 +36,6 @@ JSON, EVENTS = "application/json", "text/event-stream"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 DOCUMENT: web.AppKey[Callable[[], dict[str, Any]]] = web.AppKey("document")
 _REF = "#/components/schemas/"
-_ERRORS = {
-    "400": "something in the body cannot be; the message names it",
-    "401": "the API key is missing or wrong",
-    "404": "the model is not the one served",
-    "408": "the body did not come in time",
-    "413": "the body is too large",
-    "415": "the body is compressed",
-    "429": "there is no room now; Retry-After says when to try again",
-    "500": "the server's fault",
-    "503": "no node can serve now; Retry-After says when to try again",
-    "504": "it took too long",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +84,17 @@ OPERATIONS: dict[Callable[..., Any], Operation] = {
         (ChatBody, OpenAISampling, OpenAIGrammar),
         answers.ChatCompletionChunk,
     ),
-    routes.models: Operation(answers.ModelList),
-    routes.one_model: Operation(answers.Model),
-    routes.health: Operation(answers.Health, unavailable=True),
-    routes.live: Operation(answers.Live),
-    routes.health_generate: Operation(answers.Health),
-    routes.model_info: Operation(answers.ModelInfo),
+    routes.models: Operation(),
+    routes.one_model: Operation(),
+    routes.health: Operation(unavailable=True),
+    routes.live: Operation(),
+    routes.health_generate: Operation(),
+    routes.model_info: Operation(),
     routes.server_info: Operation(),
     routes.metrics: Operation(media="text/plain"),
-    routes.flush_cache: Operation(answers.Flushed),
-    routes.abort_request: Operation(answers.Aborted, (routes.AbortBody,)),
-    routes.tokenizer: Operation(answers.TokenizerFiles),
+    routes.flush_cache: Operation(),
+    routes.abort_request: Operation(bodies=(routes.AbortBody,)),
+    routes.tokenizer: Operation(),
     show_document: Operation(),
     show_page: Operation(media="text/html"),
 }
@@ -162,7 +150,7 @@ def _operation(route: web.RouteDef, path: str, *, has_keys: bool) -> dict[str, A
     described: dict[str, Any] = {
         "summary": (inspect.getdoc(route.handler) or "").partition("\n")[0],
         "operationId": f"{route.method.lower()}{re.sub(r'[^a-zA-Z0-9]+', '_', path)}",
-        "responses": _responses(operation, is_open=is_open or not has_keys),
+        "responses": _responses(operation),
     }
     if names := re.findall(r"\{(\w+)\}", path):
         described["parameters"] = [
@@ -181,8 +169,8 @@ def _ref(name: str) -> Schema:
     return {"$ref": _REF + name}
 
 
-def _responses(operation: Operation, *, is_open: bool) -> dict[str, Any]:
-    """Return the answer and the expected errors. `default` is any other."""
+def _responses(operation: Operation) -> dict[str, Any]:
+    """Return the answer, and what an error looks like."""
     schema: Schema = {"type": "object" if operation.media == JSON else "string"}
     if operation.answer is not None:
         # A batch is answered by a list.
@@ -191,18 +179,11 @@ def _responses(operation: Operation, *, is_open: bool) -> dict[str, Any]:
     content: dict[str, Any] = {operation.media: {"schema": schema}}
     if operation.event is not None:
         content[EVENTS] = {"schema": _event(operation.event.__name__)}
-    expected = set(_ERRORS) if operation.bodies else {"401", "503"}
-    responses = {
-        status: _error(_ERRORS[status])
-        for status in sorted(expected - ({"401"} if is_open else set()))
-    }
+    responses: dict[str, Any] = {"200": {"description": "the answer", "content": content}}
     if operation.unavailable:
         responses["503"] = {"description": "it cannot be served now", "content": content}
-    return (
-        {"200": {"description": "the answer", "content": content}}
-        | responses
-        | {"default": _error("another error")}
-    )
+    error = {JSON: {"schema": _ref("Error")}}
+    return responses | {"default": {"description": "an error", "content": error}}
 
 
 def _event(name: str) -> Schema:
@@ -219,10 +200,6 @@ def _event(name: str) -> Schema:
         "properties": {"data": data},
         "required": ["data"],
     }
-
-
-def _error(description: str) -> dict[str, Any]:
-    return {"description": description, "content": {JSON: {"schema": _ref("Error")}}}
 
 
 def _schemas() -> dict[str, Schema]:

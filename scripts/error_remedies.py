@@ -5,7 +5,6 @@ REMEDIES = {
     "invalid_request": "Change the request: the message names the field and what it may be. Sent again as it is, it fails again.",
     "body_timeout": "Send the whole body within 60 s. Behind a proxy, have the proxy read the body before it connects.",
     "unsupported_encoding": "Send the body as plain JSON, without `Content-Encoding`.",
-    "expectation_failed": "Send no `Expect`, or `Expect: 100-continue`.",
     "unauthorized": "Send one of the server's keys (`--api-key`, `--api-key-file`) as `Authorization: Bearer KEY`. Routes of "
     "operators take the operator key: `tandem operator-key` prints it.",
     "forbidden": "Give the cluster a secret (`TANDEM_CLUSTER_KEY`) and send the operator key, which `tandem operator-key` prints. Where there are "

@@ -92,26 +92,6 @@ async def test_a_client_that_waits_for_100_is_told_to_go_on(client):
         assert (await careful.reply()).status == 200
 
 
-@pytest.mark.parametrize(
-    ("lines", "status"),
-    [
-        (("Content-Length: 1001", "Expect: 100-continue"), 413),
-        (("Content-Length: 9", "Expect: 100-continue", "Content-Encoding: gzip"), 415),
-        (("Content-Length: 9", "Expect: miracles"), 417),
-    ],
-)
-async def test_a_client_that_waits_in_vain_is_told_why(backend, lines, status):
-    async with (
-        asyncio.timeout(PATIENCE_S),
-        serve(backend, SMALL) as client,
-        connected(client) as bad,
-    ):
-        await bad.send(head("POST", "/generate", *lines))
-        reply = await bad.reply()
-    assert reply.status == status
-    assert reply.json()["error"]["message"]
-
-
 async def test_a_client_that_shut_its_sending_side_does_not_keep_a_generation_running(
     client, backend
 ):

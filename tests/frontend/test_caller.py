@@ -1,11 +1,9 @@
 import asyncio
 import hashlib
-import math
 
 import pytest
 
 from tandem.frontend.body import session_of
-from tandem.frontend.caller import wait_of
 from tandem.frontend.options import FrontendOptions, HttpOptions
 from tandem.wire.errors import Overloaded
 from tests.frontend.conftest import serve
@@ -55,20 +53,6 @@ async def test_a_refusal_says_when_to_come_back(client, backend):
     backend.script = say(Overloaded("the line is full", retry_after_s=17))
     async with client.post("/generate", json=GENERATE) as response:
         assert (response.status, response.headers["Retry-After"]) == (429, "17")
-
-
-@pytest.mark.parametrize(
-    ("headers", "wait_s"),
-    [
-        ({}, None),
-        ({"X-Stainless-Read-Timeout": "600", "X-Stainless-Timeout": "NOT_GIVEN"}, 600.0),
-        ({"X-Envoy-Expected-Rq-Timeout-Ms": "15000"}, 15.0),
-        ({"X-Stainless-Timeout": "20", "X-Request-Timeout-Ms": "1500"}, 1.5),
-    ],
-)
-def test_what_clients_say_of_themselves_is_read_and_the_least_counts(headers, wait_s):
-    found = wait_of(headers)
-    assert found == wait_s or math.isclose(found, wait_s)
 
 
 # Below what aiohttp's client waits for, 300 s of the same clock.

@@ -337,18 +337,15 @@ BAD_BODIES = {
     "named params": ({"sampling_params": {"top_p": 2}}, "sampling_params.top_p: must be at most 1"),
     "misspelt": (
         {"sampling_params": {"temprature": 0}},
-        "sampling_params.temprature: is no sampling parameter; did you mean temperature?",
+        "sampling_params.temprature: is no sampling parameter",
     ),
-    "vLLM's name": ({"sampling_params": {"max_tokens": 5}}, "did you mean max_new_tokens?"),
-    "another name": ({"sampling_params": {"top_q": 1}}, "did you mean top_p?"),
-    "misspelt grammar": ({"sampling_params": {"json_shema": "{}"}}, "did you mean json_schema?"),
+    "misspelt grammar": (
+        {"sampling_params": {"json_shema": "{}"}},
+        "sampling_params.json_shema: is no sampling parameter",
+    ),
     "misspelt once": (
         {"text": ["a", "b"], "sampling_params": [{}, {"topp": 1}]},
-        "sampling_params.topp: is no sampling parameter; did you mean top_p?",
-    ),
-    "unlike any": (
-        {"sampling_params": {"qqq": 1}},
-        "sampling_params.qqq: is no sampling parameter",
+        "sampling_params.topp: is no sampling parameter",
     ),
     "a field of the body": (
         {"sampling_params": {"return_logprob": True}},

@@ -8,8 +8,7 @@ from tandem.frontend.backend import Bootstrap
 from tandem.frontend.chat_template import ChatTemplate
 from tandem.frontend.openai_body import read_chat
 from tandem.frontend.reply_parser import reply_formats
-from tandem.frontend.tokenizer import Tokenizer
-from tandem.frontend.tokenizer_files import tokenizer_files
+from tandem.frontend.tokenizer import Tokenizer, tokenizer_files
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import FakeBackend, length, say
 from tests.frontend.helpers import post

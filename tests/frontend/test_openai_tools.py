@@ -150,3 +150,11 @@ async def test_a_forced_call_beside_another_grammar_is_refused(backend):
             await ask(
                 sdk, tools=TOOLS, tool_choice="required", response_format={"type": "json_object"}
             )
+
+
+async def test_a_kept_stop_token_is_no_part_of_a_forced_call(backend):
+    speak(backend, f"[{FORCED}]")
+    kept = {"include_stop_str_in_output": True}
+    async with client_of(backend) as sdk:
+        said, calls, reason = await ask(sdk, tools=TOOLS, tool_choice="required", extra_body=kept)
+    assert (said, calls, reason) == ({}, [("weather", ARGUMENTS)], "tool_calls")

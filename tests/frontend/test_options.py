@@ -3,8 +3,7 @@ import argparse
 import msgspec
 import pytest
 
-from tandem.frontend.options import HttpOptions, warn_of_exposed_keys, with_files
-from tandem.frontend.tls import TlsFiles
+from tandem.frontend.options import HttpOptions, TlsFiles, warn_of_exposed_keys, with_files
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.options import add_flags, read_flags
 

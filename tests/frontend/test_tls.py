@@ -7,9 +7,8 @@ import openai
 import pytest
 
 from tandem.frontend.app import create_app
-from tandem.frontend.options import FrontendOptions, HttpOptions, TlsFiles
+from tandem.frontend.options import FrontendOptions, HttpOptions, TlsFiles, server_context
 from tandem.frontend.server import listen, serving
-from tandem.frontend.tls import server_context
 from tandem.wire.errors import ConfigInvalid
 from tests.certificates import Certificates, make_certificates
 from tests.frontend.raw import head

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.frontend.tokenizer import Tokenizer
-from tandem.frontend.tokenizer_files import tokenizer_files, tokenizer_hash
+from tandem.frontend.tokenizer import Tokenizer, tokenizer_files, tokenizer_hash
 from tandem.wire.errors import ConfigInvalid, InvalidRequest
 
 TEXTS = [

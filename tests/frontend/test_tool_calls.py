@@ -92,7 +92,9 @@ def test_calls_that_are_not_parallel_are_one():
 
 def test_required_calls_that_are_cut_short_are_content():
     choice = read_choice(TOOLS, "required", is_parallel=True)
-    assert reads(choice, '[{"na')["content"] == '[{"na'
+    reply = choice.reply(None)
+    assert message([*reply.push('[{"na'), *reply.finish()])["content"] == '[{"na'
+    assert reply.finish_reason == "stop"  # not `tool_calls`: there are none
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none"])

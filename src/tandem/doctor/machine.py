@@ -198,8 +198,7 @@ def read_model(settings: EngineConfig, cache_dir: Path) -> Model:
     from tandem.engine.kv_pool import pool_pages
     from tandem.engine.model import model_needs
     from tandem.engine.weight_files import weight_files
-    from tandem.frontend.tokenizer import Tokenizer
-    from tandem.frontend.tokenizer_files import tokenizer_files
+    from tandem.frontend.tokenizer import Tokenizer, tokenizer_files
     from tandem.node.checkpoint import model_name, resolve_model
 
     name, given = model_name(settings.model_dir), Path(settings.model_dir)
