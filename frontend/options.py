@@ -52,19 +52,17 @@ def _checked_origins(origins: Sequence[str]) -> tuple[str, ...]:
 
 
 def _checked_origin(text: str) -> str:
-    if text == "*":
-        return text
     try:
         parts = urlsplit(text)
         is_origin = parts.scheme in {"http", "https"} and f"{parts.scheme}://{parts.netloc}" == text
         is_whole = is_origin and bool(parts.hostname) and "@" not in text and (parts.port or 1) > 0
     except ValueError:  # a port that is no number, an unclosed bracket
         is_whole = False
-    if not is_whole:
-        raise ConfigInvalid(
-            f"--cors-allow-origin {text}: give https://HOST or https://HOST:PORT, without a path, or *"
-        )
-    return text
+    if text == "*" or is_whole:
+        return text
+    raise ConfigInvalid(
+        f"--cors-allow-origin {text}: give https://HOST or https://HOST:PORT, without a path, or *"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,12 +267,7 @@ def _check_readable(flag: str, path: str) -> None:
 def _chain_sentence(files: TlsFiles, error: OSError) -> str:
     if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
         return f"--ssl-keyfile {files.keyfile}: is not the key of {files.certfile}"
-    if not files.keyfile:
-        return (
-            f"--ssl-certfile {files.certfile}: needs a certificate and its key, unencrypted and in "
-            "PEM form; give the key with --ssl-keyfile where it is in a file of its own"
-        )
     return (
-        f"--ssl-certfile {files.certfile} and --ssl-keyfile {files.keyfile}: need a certificate and "
-        "its key, unencrypted and in PEM form"
+        f"--ssl-certfile {files.certfile}, --ssl-keyfile {files.keyfile or files.certfile}: need a "
+        "certificate and its key, unencrypted and in PEM form"
     )

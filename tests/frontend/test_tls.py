@@ -86,7 +86,7 @@ async def test_plain_http_and_half_a_handshake_end_and_others_are_served(backend
     ("cert", "key", "ca", "sentence"),
     [
         ("no_pem", "key", "", "need a certificate and its key"),
-        ("cert", "", "", "give the key with --ssl-keyfile"),
+        ("cert", "", "", "need a certificate and its key"),
         ("cert", "other_key", "", "--ssl-keyfile .*: is not the key of"),
         ("cert", "no_pem", "", "need a certificate and its key"),
         ("cert", "/nowhere", "", "--ssl-keyfile /nowhere: No such file"),
