@@ -8,8 +8,8 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from tandem.frontend import answers, native, openai, routes
+from tandem.frontend.answering import note_caller
 from tandem.frontend.backend import Backend
-from tandem.frontend.caller import note_caller, read_body
 from tandem.frontend.edge import EDGE, Edge, close_when_leaving
 from tandem.frontend.grammars import NativeGrammar, OpenAIGrammar
 from tandem.frontend.keys import check_key
@@ -17,6 +17,7 @@ from tandem.frontend.middleware import (
     answer_errors,
     answer_preflight,
     count_requests,
+    read_body,
     tell_origin,
 )
 from tandem.frontend.openai_body import ChatBody, CompletionBody

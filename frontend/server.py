@@ -105,7 +105,7 @@ async def serving(
         max_line_size=MAX_HEADER_BYTES,
         max_field_size=MAX_HEADER_BYTES,
         max_headers=MAX_HEADERS,
-        auto_decompress=False,  # `frontend/caller.py` refuses compressed bodies
+        auto_decompress=False,  # `read_body` refuses compressed bodies
         shutdown_timeout=drain_timeout_s,
     )
     await runner.setup()
