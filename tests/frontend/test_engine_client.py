@@ -292,16 +292,6 @@ def made(start, cancelled=()) -> TokenStream:
     )
 
 
-def test_what_waits_for_a_slow_reader_is_one_delta(stream):
-    for index in range(100):
-        stream.put(delta(START, index, [index]))
-    stream.put(delta(START, 100, [], "stop"))
-    only = stream.take()
-    assert only.token_ids == list(range(100))
-    assert only.finish.reason == "stop"
-    assert stream.take() is None
-
-
 def test_deltas_that_do_not_continue_each_other_stay_apart(stream):
     stream.put(delta(START, 0, [1]))
     stream.put(delta(START, 0, [1]))

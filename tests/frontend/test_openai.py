@@ -212,22 +212,14 @@ BAD_COMPLETIONS = {
     "no prompt": ({}, "prompt: is missing"),
     "empty list": ({"prompt": []}, "prompt: must not be empty"),
     "mixed": ({"prompt": ["a", 5]}, "prompt: must be a string or a list of strings"),
-    "object": ({"prompt": {}}, "prompt: must be a string or a list"),
-    "zero": ({"prompt": "a", "max_tokens": 0}, "max_tokens: must be at least 1"),
-    "logprobs": ({"prompt": "a", "logprobs": 21}, "logprobs: must be at most 20"),
     "true logprobs": ({"prompt": "a", "logprobs": True}, "logprobs: must be an integer"),
-    "prompt logprobs": ({"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs: not supported"),
-    "suffix": ({"prompt": "a", "suffix": "b"}, "suffix: not supported here"),
     "best_of list": ({"prompt": "a", "best_of": [1]}, "best_of: not supported"),
-    "n list": ({"prompt": "a", "n": [1]}, "n: must be an integer"),
     "best_of": ({"prompt": "a", "best_of": 3}, "best_of: not supported"),
-    "options": ({"prompt": "a", "stream_options": 5}, "stream_options: must be an object"),
     "model": ({"prompt": "a", "model": 5}, "model: must be a string"),
 }
 BAD_CHATS = {
     "no messages": ({}, "messages: is missing"),
     "empty": ({"messages": []}, "messages: must have at least 1 entries"),
-    "wrong type": ({"messages": "hi"}, "messages: must be a list"),
     "no role": ({"messages": [{"content": "a"}]}, "messages.0.role: is missing"),
     "content": (
         {"messages": [{"role": "user", "content": 5}]},
@@ -253,13 +245,7 @@ BAD_CHATS = {
         },
         "tool_calls: arguments are not JSON",
     ),
-    "format": (CHAT_BODY | {"response_format": {"type": "x"}}, "response_format.type: must be"),
-    "logprobs": (CHAT_BODY | {"logprobs": 1}, "logprobs: must be true or false"),
-    "top": (CHAT_BODY | {"logprobs": True, "top_logprobs": 21}, "top_logprobs: must be at most 20"),
     "top alone": (CHAT_BODY | {"top_logprobs": 1}, "top_logprobs: needs logprobs to be true"),
-    "forced tool": (CHAT_BODY | {"tool_choice": "required"}, "tool_choice: 'required' needs tools"),
-    "NaN": (CHAT_BODY | {"temperature": float("nan")}, "temperature: must be a finite number"),
-    "kwargs": (CHAT_BODY | {"chat_template_kwargs": 5}, "chat_template_kwargs: must be an object"),
 }
 
 
@@ -353,8 +339,6 @@ async def test_a_router_of_sglangs_kind_says_where_the_other_half_is(client, bac
 BAD = {
     "one room for two": ({"prompt": ["a", "b"], **BOOTSTRAP}, "room of its own"),
     "n": ({"prompt": "a", "n": 2, **BOOTSTRAP}, "n is 1"),
-    "lists for one": ({"prompt": "a", **BOOTSTRAP, "bootstrap_room": [1]}, "one entry for each"),
-    "no room": ({"prompt": "a", "bootstrap_host": "a"}, "bootstrap_room: is missing"),
 }
 
 
