@@ -234,9 +234,4 @@ async def _side_by_side(work: Sequence[Coroutine[None, None, None]]) -> None:
             for part in work:
                 group.create_task(part)
     except BaseExceptionGroup as errors:
-        raise _first(errors) from errors
-
-
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = errors.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+        raise errors.exceptions[0] from errors
