@@ -44,7 +44,7 @@ async def client(engine):
 
 async def read(stream) -> list:
     async with asyncio.timeout(PATIENCE_S):
-        return [part async for part in stream]
+        return [part async for part in stream.read()]
 
 
 def ids_of(parts) -> list[int]:
@@ -108,7 +108,7 @@ async def test_a_failure_is_raised_after_the_tokens_before_it(client, engine):
     engine.fail(start, EngineFailed("out of luck"))
     received = []
     with pytest.raises(EngineFailed, match="out of luck"):
-        async for part in stream:
+        async for part in stream.read():
             received += part.token_ids
     assert received == [5]
 
