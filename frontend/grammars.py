@@ -138,7 +138,7 @@ class StructuredOutputs(_GrammarBody):
 class WrappedSchema(Body):
     """A schema in OpenAI's form, which has a name beside it."""
 
-    schema_: Schema = Field(alias="schema")
+    schema_: Schema | None = Field(None, alias="schema")
 
 
 class ResponseFormat(Body):
@@ -151,8 +151,8 @@ class ResponseFormat(Body):
         """Return what it asks for."""
         if self.type != "json_schema":
             return _ANY_OBJECT if self.type == "json_object" else None
-        if self.json_schema is None:
-            raise ValueError("type json_schema needs a json_schema")
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            raise ValueError("type json_schema needs a json_schema with a schema")
         return self.json_schema.schema_
 
 

@@ -40,6 +40,7 @@ def test_all_apis_take_the_native_fields(fields, grammar):
     [
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, ANY_OBJECT),
+        ({"response_format": {"type": "json_object", "json_schema": {}}}, ANY_OBJECT),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
             OF_SCHEMA,
@@ -116,7 +117,7 @@ LONG = "a" * (MAX_GRAMMAR_BYTES + 1)
         ({"response_format": {"type": "json_schema"}}, "needs a json_schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-            "response_format.json_schema.schema: is missing",
+            "response_format: type json_schema needs a json_schema with a schema",
         ),
     ],
 )
