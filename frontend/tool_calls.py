@@ -123,10 +123,9 @@ class ForcedCall:
 class ForcedCalls:
     """Reads the answer to `required`: a list of calls, returned once it is whole."""
 
-    finish_reason: Literal["stop", "tool_calls"] = "tool_calls"
-
     def __init__(self, first: int | None) -> None:
         self._first, self._text = first, ""
+        self.finish_reason: Literal["stop", "tool_calls"] = "stop"
 
     def push(self, text: str) -> list[Part]:
         """Return nothing yet."""
@@ -139,6 +138,7 @@ class ForcedCalls:
             calls = pydantic_core.from_json(self._text)
         except ValueError:
             return [Part("content", self._text)] if self._text else []
+        self.finish_reason = "tool_calls"
         texts = [json.dumps(call["parameters"], ensure_ascii=False) for call in calls]
         return [
             new_call(index, call["name"], text, self._first)

@@ -1,7 +1,7 @@
 """OpenTelemetry: a span for each request, with its generations and their phases below it.
 
 ```
- traceparent in ──▶ POST /generate                 server span; traceparent of it goes out with the answer
+ traceparent in ──▶ POST /generate                 server span
                       └─ generation                one for each choice
                            ├─ queue, pair, reserve, prefill, ...    as `tandem.frontend.timings` has them
                            └─ prefill_chunk, push, landed, ...
@@ -125,16 +125,6 @@ class Tracing:
                 span.set_status(StatusCode.ERROR)
             span.end()
         return response
-
-    async def name_span(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Put the span's name into the head of an answer; for `on_response_prepare`."""
-        from opentelemetry.trace import set_span_in_context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        if (trace := request.get(TRACE)) is not None:
-            headers: dict[str, str] = {}
-            TraceContextTextMapPropagator().inject(headers, set_span_in_context(trace.span))
-            response.headers.update(headers)
 
     async def running(self, _app: web.Application) -> AsyncIterator[None]:
         """Send the last spans when the app ends; for `cleanup_ctx`."""

@@ -23,15 +23,13 @@ from pydantic import Field
 
 from tandem.frontend.app import create_app
 from tandem.frontend.body import Body, read_json, validate
-from tandem.frontend.caller import expect
 from tandem.frontend.engine_client import EngineClient
 from tandem.frontend.keys import operators_only
 from tandem.frontend.middleware import json_response
 from tandem.frontend.options import FrontendOptions
 from tandem.frontend.reply_parser import reply_formats
 from tandem.frontend.server import listen, serving
-from tandem.frontend.tokenizer import Tokenizer
-from tandem.frontend.tokenizer_files import tokenizer_files, tokenizer_hash
+from tandem.frontend.tokenizer import Tokenizer, tokenizer_files, tokenizer_hash
 from tandem.node.announce import LEAVE_TIMEOUT_S, Announcer, warn_of_loopback
 from tandem.node.config import MAX_DRAIN_S, NodeConfig, NodeRole
 from tandem.node.engine_process import EngineProcess, Ready, keep_linked
@@ -341,5 +339,5 @@ def add_routes(app: web.Application, node: Supervisor) -> None:
         return json_response(node.status())
 
     app.router.add_get("/drain", operators_only(status))
-    app.router.add_post("/drain", operators_only(drain), expect_handler=expect)
-    app.router.add_post("/role", operators_only(turn), expect_handler=expect)
+    app.router.add_post("/drain", operators_only(drain))
+    app.router.add_post("/role", operators_only(turn))

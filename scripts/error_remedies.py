@@ -5,7 +5,6 @@ REMEDIES = {
     "invalid_request": "Change the request: the message names the field and its allowed values.",
     "body_timeout": "Send the whole body within 60 s. A proxy in front must read the body before it connects.",
     "unsupported_encoding": "Send the body as plain JSON, without `Content-Encoding`.",
-    "expectation_failed": "Send no `Expect`, or `Expect: 100-continue`.",
     "unauthorized": "Send one of the server's keys (`--api-key`, `--api-key-file`) as `Authorization: Bearer KEY`. "
     "[Routes of operators](../threat-model.md#what-is-for-operators) need the key that `tandem operator-key` prints.",
     "forbidden": "Set `TANDEM_CLUSTER_KEY` and send the [operator key](../threat-model.md#what-is-for-operators).",
