@@ -91,18 +91,22 @@ class GrammarCompiler:
             if answer is None:
                 answer = self._answers[grammar] = Future()
                 answer.set_running_or_notify_cancel()  # others may wait for it
-                try:
-                    if len(self._answers) > _MAX_QUEUED:
-                        raise RuntimeError
-                    waiting = self._limit(answer, _overloaded())
-                    self._workers.submit(self._work, grammar, waiting)
-                except RuntimeError:  # no place or no thread is left
-                    self._end(grammar, _overloaded())
+                self._queue(grammar, answer)
             return answer
 
     def close(self) -> None:
         """Take no more grammars; those under way end in their own time."""
         self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def _queue(self, grammar: Grammar, answer: Future[CompiledGrammar]) -> None:
+        if len(self._answers) > _MAX_QUEUED:
+            self._end(grammar, _overloaded())
+            return
+        try:
+            waiting = self._limit(answer, _overloaded())
+            self._workers.submit(self._work, grammar, waiting)
+        except RuntimeError:  # no thread is left; an older one may still take the grammar
+            self._end(grammar, _overloaded())
 
     def _limit(self, answer: Future[CompiledGrammar], refusal: TandemError) -> threading.Timer:
         timer = threading.Timer(self._time_limit_s, self._settle, [answer, refusal])
@@ -114,9 +118,7 @@ class GrammarCompiler:
         waiting.cancel()
         answer = self._answers.get(grammar)
         if answer is not None:
-            self._end(
-                grammar, _overloaded() if answer.done() else self._compiled(grammar, answer)
-            )
+            self._end(grammar, _overloaded() if answer.done() else self._compiled(grammar, answer))
 
     def _compiled(
         self, grammar: Grammar, answer: Future[CompiledGrammar]

@@ -20,10 +20,9 @@ def page() -> str:
 
 # Models
 
-Tandem loads models with `transformers` and computes their attention itself, over pages. At every start a node sends two short
-sequences through its engine and through plain transformers, and compares all logits. A node whose model differs does not start.
-Small models are checked with their own weights; of others, a copy with few layers and random weights is checked.
-`--skip-model-check` leaves the check out.
+Tandem loads models with `transformers` and computes their attention itself, over pages. At every start a node makes
+a small copy of the model, with few layers and random float32 weights. It sends two short sequences through its engine and through plain
+transformers, and compares all logits. A node whose model differs does not start. `--skip-model-check` leaves the check out.
 
 The tables below hold for transformers {version("transformers")}. The architecture of a model is the `model_type` in its `config.json`. One that is
 not in the tables, because it is newer or comes with its own code, is checked at the start like all others.
