@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
-from typing_extensions import override
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.errors import GrammarViolated
@@ -25,9 +24,7 @@ from tandem.engine.request import ActiveRequest, Stage, check_request, seen_by
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.shape import ModelShape
 from tandem.engine.step import (
-    ChunkEnd,
     CompletePages,
-    Computed,
     Failure,
     Launched,
     Launcher,
@@ -102,10 +99,6 @@ class Engine:
         self._is_stuck = False
         self.steps = StepCounts()
         self.num_prompt_tokens = self.num_cached_tokens = self.num_generated_tokens = 0
-
-    @override
-    def __repr__(self) -> str:
-        return f"Engine({self._scheduler!r})"
 
     # ── what comes in ────────────────────────────────────────────────────────────────────────────
 
@@ -353,20 +346,18 @@ class Engine:
             return None
         slots, rows = self._scheduler.slots, batch.sampled_rows()
         indexes = slots.next_index[rows].tolist()
-        chunks = [ChunkEnd.of(chunk) for chunk in batch.chunks]
         pages = [self._complete_pages(c) for c in batch.chunks if c.request.is_prompt_only]
         pages = [each for each in pages if each.page_ids]
         wrote = self._begin(pages) if self._begin is not None and pages else None
         read = self._launcher.launch(batch, slots, wrote)
-        launched = Launched(batch, chunks, pages, batch.sampled(), rows, indexes, read)
         self._scheduler.advance(batch)
-        for end in chunks:
-            request = end.chunk.request
-            request.is_begun, request.told_until = True, max(request.told_until, end.told.stop)
-        for request in launched.participants():
+        for chunk in batch.chunks:
+            request = chunk.request
+            request.is_begun, request.told_until = True, max(request.told_until, chunk.told.stop)
+            self.num_prompt_tokens += chunk.num_tokens
+        for request in batch.participants():
             request.num_launched += 1
-        self.num_prompt_tokens += sum(chunk.num_tokens for chunk in batch.chunks)
-        return launched
+        return Launched(batch, pages, batch.sampled(), rows, indexes, read)
 
     def _count_cached(self, active: ActiveRequest) -> None:
         """Count what a request found in the prefix cache at its first admission."""
@@ -381,7 +372,7 @@ class Engine:
         end = (
             self.cache.num_pages_for(active.num_prompt)
             if chunk.is_last
-            else (active.num_computed + chunk.num_tokens) // self.cache.page_size
+            else chunk.end // self.cache.page_size
         )
         first, active.num_pushable = active.num_pushable, end
         return CompletePages(active, first, active.page_ids[first:end])
@@ -395,7 +386,7 @@ class Engine:
 
     def _collect(self, launched: Launched, result: StepResult) -> None:
         """Wait for a forward and add what it computed to `result`."""
-        participants = launched.participants()
+        participants = launched.batch.participants()
         try:
             try:
                 outcome = launched.read()
@@ -414,16 +405,16 @@ class Engine:
     def _collect_chunks(
         self, launched: Launched, entries: list[TokenLogprobs], result: StepResult
     ) -> None:
-        for end in launched.chunks:
-            mine, entries = entries[: len(end.told)], entries[len(end.told) :]
-            active = end.chunk.request
-            active.num_collected = end.num_computed
+        for chunk in launched.batch.chunks:
+            mine, entries = entries[: len(chunk.told)], entries[len(chunk.told) :]
+            active = chunk.request
+            active.num_collected = chunk.end
             if active.stage is Stage.ENDED:
                 continue
-            result.chunks.append(Computed(active, end.chunk.num_tokens))
-            if mine or (end.chunk.is_last and _wants_only_position_0(active)):
-                result.prompt_logprobs.append(PromptLogprobs.run(active, end.told.start, mine))
-            if end.chunk.is_last:
+            result.chunks.append(chunk)
+            if mine or (chunk.is_last and _wants_only_position_0(active)):
+                result.prompt_logprobs.append(PromptLogprobs.run(active, chunk.told.start, mine))
+            if chunk.is_last:
                 self._scheduler.computed(active)
         result.pages += [
             pages for pages in launched.pages if pages.request.stage is not Stage.ENDED

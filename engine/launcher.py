@@ -17,7 +17,6 @@ from tandem.engine.forward import (
     Slots,
     Wrote,
     forward_inputs,
-    prompt_rows,
 )
 from tandem.engine.grammar import GrammarMasks, apply_masks
 from tandem.engine.request import ActiveRequest
@@ -165,7 +164,7 @@ def _prompt_logprobs(
     """Start reading those of prompt positions. Logits: one row for each."""
     if not len(logits):
         return list
-    told = [(chunk.request, position) for chunk in chunks for position in prompt_rows(chunk)]
+    told = [(chunk.request, position) for chunk in chunks for position in chunk.told]
     ids = [request.token_ids[position] for request, position in told]
     num_top = [_num_top(request) for request, _ in told]
     return _logprobs(logits, torch.tensor(ids, device=logits.device), num_top)

@@ -226,7 +226,8 @@ class Scheduler:
         if not self.slots.num_used:
             return num_pages <= available
         length = active.num_prompt if active.is_prompt_only else active.max_tokens
-        remaining = np.append(self.slots.remaining_tokens(), length - len(active.token_ids))
+        growing = np.maximum(self.slots.max_tokens - self.slots.num_tokens, 0)  # 0 in free slots
+        remaining = np.append(growing, length - len(active.token_ids))
         kept = int(np.ceil(self.growth_share * remaining / self.cache.page_size).sum())
         return num_pages + kept <= available
 
@@ -317,7 +318,7 @@ def next_chunks(
             num_tokens = min(num_tokens, MAX_LOGPROB_ROWS)
         if not num_tokens:
             continue
-        chunks.append(Chunk(request, num_tokens, num_tokens == request.num_uncomputed))
+        chunks.append(Chunk.next_of(request, num_tokens))
         budget -= num_tokens
         new_budget -= num_tokens if is_new else 0
     return chunks

@@ -74,8 +74,8 @@ class SimulatedPages:
 
     def fill(self, chunk: Chunk) -> None:
         """Mark the pages that a chunk writes into; nobody reads them yet."""
-        begin, end = chunk.request.num_computed, chunk.request.num_computed + chunk.num_tokens
-        pages = chunk.request.page_ids[begin // self._page_size : -(-end // self._page_size)]
+        first, end = chunk.begin // self._page_size, -(-chunk.end // self._page_size)
+        pages = chunk.request.page_ids[first:end]
         numbers = np.arange(self._next_mark, self._next_mark + len(pages), dtype=np.int64)
         self._next_mark += len(pages)
         marks = numbers.view(np.uint8).reshape(-1, 1, _MARK_BYTES)
@@ -162,11 +162,9 @@ class SimulatedLauncher:
 
     def _forward_s(self, batch: Batch, slots: Slots) -> float:
         num_new = sum(chunk.num_tokens for chunk in batch.chunks)
-        num_before = sum(chunk.request.num_computed for chunk in batch.chunks)
+        num_before = sum(chunk.begin for chunk in batch.chunks)
         num_read = int(slots.num_tokens[batch.rows].sum())
-        num_pairs = sum(
-            attended_pairs(chunk.num_tokens, chunk.request.num_computed) for chunk in batch.chunks
-        )
+        num_pairs = sum(attended_pairs(chunk.num_tokens, chunk.begin) for chunk in batch.chunks)
         return self._profile.prefill.forward_s(num_new, num_before, num_pairs) + (
             self._profile.decode.forward_s(len(batch.decodes), num_read)
         )

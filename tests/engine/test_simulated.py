@@ -231,10 +231,10 @@ def test_a_forward_marks_the_pages_it_fills_and_no_others():
     memory = np.zeros(6 * 2 * 32, np.uint8)
     pages = SimulatedPages(memory, num_pages=6, page_size=PAGE, num_slabs=2)
     request = ActiveRequest(ask([3] * 11), 0, 20, 0, page_ids=[5, 0, 3])
-    pages.fill(Chunk(request, 4, is_last=False))
+    pages.fill(Chunk.next_of(request, 4))
     request.num_computed = 4
     first = memory.copy()
-    pages.fill(Chunk(request, 7, is_last=True))
+    pages.fill(Chunk.next_of(request, 7))
     by_page = memory.reshape(6, 2, 32)
     assert (by_page[5] == first.reshape(6, 2, 32)[5]).all(), "it may be pushed by now"
     assert by_page[[0, 3], :, :8].any(axis=2).all()
