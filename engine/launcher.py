@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+import xgrammar
 
 from tandem.engine.device import device_errors
 from tandem.engine.forward import (
@@ -18,7 +19,7 @@ from tandem.engine.forward import (
     Wrote,
     forward_inputs,
 )
-from tandem.engine.grammar import GrammarMasks, apply_masks
+from tandem.engine.grammar import GrammarMasks
 from tandem.engine.request import ActiveRequest
 from tandem.engine.runner import Runner
 from tandem.engine.sampler import adjust, sample
@@ -110,9 +111,10 @@ class ModelLauncher:
         """Return the logits as grammars, penalties and biases of the `special` rows change them."""
         logits = logits.to(torch.float32, copy=True)
         if masks is not None:
-            apply_masks(logits, masks)
+            on_device = masks.to(logits.device, non_blocking=True)
+            xgrammar.apply_token_bitmask_inplace(logits, on_device)
         requests = [sampled[row] for row in special]
-        adjust(logits, special, requests, self._eos_token_ids, masks)
+        adjust(logits, special, requests, self._eos_token_ids)
         return logits
 
 

@@ -20,7 +20,6 @@ import numpy.typing as npt
 import torch
 
 from tandem.engine.forward import Ints, Slots
-from tandem.engine.grammar import leaves_only
 from tandem.engine.request import ActiveRequest
 
 NEG_INF = float("-inf")
@@ -227,7 +226,6 @@ def adjust(
     rows: Sequence[int],
     requests: Sequence[ActiveRequest],
     eos_token_ids: frozenset[int],
-    masks: torch.Tensor | None = None,
 ) -> None:
     """Do what the parameters of some requests do to their rows of logits, in place.
 
@@ -237,8 +235,7 @@ def adjust(
     Args:
         logits: Shape (num_rows, vocab_size), float32.
         rows: Of the requests, in the logits.
-        eos_token_ids: Not chosen before `min_new_tokens`, unless a grammar leaves nothing else.
-        masks: Of grammars, by row of the logits.
+        eos_token_ids: Not chosen before `min_new_tokens`, unless a grammar says where the text ends.
     """
     scales, offsets, bans = _Cells(), _Cells(), _Cells()
     for row, request in zip(rows, requests, strict=True):
@@ -251,11 +248,10 @@ def adjust(
             lower = -p.frequency_penalty * counts[said] - p.presence_penalty
             offsets.add(row, np.asarray(seen.ids)[said].tolist(), lower.tolist())
         offsets.add(row, list(p.logit_bias), list(p.logit_bias.values()))
-        if request.next_index < p.min_new_tokens:
+        if p.grammar is None and request.next_index < p.min_new_tokens:
             ends = sorted(eos_token_ids | set(p.stop_token_ids))
             banned = [token for token in ends if 0 <= token < logits.shape[1]]
-            if masks is None or request.grammar is None or not leaves_only(masks, row, banned):
-                bans.add(row, banned, [NEG_INF] * len(banned))
+            bans.add(row, banned, [NEG_INF] * len(banned))
     if scales.rows:
         at_rows, ids, factors = scales.on(logits)
         scores = logits[at_rows, ids]
