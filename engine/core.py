@@ -53,10 +53,8 @@ class Engine:
         wake: Called from another thread when a request's grammar was compiled.
 
     Attributes:
-        num_prompt_tokens: Prompt tokens so far, cached ones included.
-        num_cached_tokens: Those found in the prefix cache.
-        num_generated_tokens: Generated so far, those that another node chose included.
-        steps: Counts of forwards.
+        num_prompt_tokens: Since the start, those found in the prefix cache (`num_cached_tokens`) included.
+        num_generated_tokens: Since the start, those that another node chose included.
     """
 
     def __init__(
@@ -146,11 +144,7 @@ class Engine:
         return active
 
     def refuse_overload(self, num_elsewhere: int = 0) -> None:
-        """Raise `Overloaded` if no more requests may wait.
-
-        Args:
-            num_elsewhere: Waiting requests that are not queued here.
-        """
+        """Raise `Overloaded` if no more may wait than are queued here, and `num_elsewhere`."""
         num_waiting = self.num_waiting + num_elsewhere
         if num_waiting >= self._config.max_waiting_requests:
             raise Overloaded(f"{num_waiting} requests are waiting; try again later")
@@ -161,12 +155,7 @@ class Engine:
         self._is_stuck = False
 
     def submit(self, request: GenerateRequest, *, is_prompt_only: bool = False) -> ActiveRequest:
-        """Check a request and queue it.
-
-        Raises:
-            InvalidRequest, OutOfPages: As `check`.
-            Overloaded: Too many requests wait.
-        """
+        """Check a request and queue it; raises as `check` and `refuse_overload`."""
         active = self.check(request, is_prompt_only=is_prompt_only)
         self.refuse_overload()
         self.queue(active)
@@ -238,7 +227,7 @@ class Engine:
         """Admit, launch a forward, collect one, and return what came out."""
         result = StepResult()
         self._queue_compiled(result)
-        if self._launched is not None and self._must_collect_first():
+        if self._must_collect_first():
             self._collect_newest(result)
         before, self._launched = self._launched, self._launch()
         self._is_stuck = before is None and self._launched is None
@@ -283,7 +272,7 @@ class Engine:
     # ── what is seen of it ───────────────────────────────────────────────────────────────────────
 
     def counts(self) -> PageCounts:
-        """Return how many pages are in each state."""
+        """Count the pages in each state."""
         return self.cache.counts()
 
     @property
@@ -335,7 +324,8 @@ class Engine:
 
     def _must_collect_first(self) -> bool:
         """Tell whether the next forward cannot be chosen before the last one's tokens are known."""
-        assert self._launched is not None
+        if self._launched is None:
+            return False
         is_special = self._scheduler.slots.is_special[self._launched.rows].any()
         return bool(is_special) or self._scheduler.is_short_of_pages
 

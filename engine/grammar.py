@@ -20,10 +20,9 @@ from tandem.engine.errors import GrammarViolated
 
 
 class GrammarState:
-    """How far one request's text is in its grammar.
+    """How far one request's text is in its grammar, which any number of states may share.
 
     Args:
-        compiled: May be shared by any number of states.
         sent: Token ids already generated, by whichever node and attempt.
 
     Attributes:
@@ -74,11 +73,7 @@ class GrammarState:
         self.settle(masks[row])
 
     def settle(self, mask: torch.Tensor) -> None:
-        """Let a row allow only ends of sequence where nothing else can be allowed.
-
-        Args:
-            mask: As the matcher filled it, shape (ceil(vocab_size / 32),); any if terminated.
-        """
+        """Let a row, as the matcher filled it, allow only ends where nothing else can be allowed."""
         if not self.is_terminated:
             if mask.any():
                 return
@@ -89,11 +84,7 @@ class GrammarState:
 
 
 class GrammarMasks:
-    """Fills the masks of a batch in a thread of its own, while the forward runs.
-
-    Args:
-        vocab_size: Width of the logits.
-    """
+    """Fills the masks of a batch in a thread of its own, while the forward runs."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -108,16 +99,11 @@ class GrammarMasks:
         The states must not change before the result is there.
 
         Returns:
-            None when no row has a grammar. Else masks, int32 on the CPU, shape
-            (num_rows, ceil(vocab_size / 32)); bit i of a row is for token i.
+            None when no row has a grammar. Else masks as xgrammar has them, on the CPU.
         """
         if not any(state is not None for state in states):
             return None
         return self._thread.submit(self._fill, list(states))
-
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown()
 
     def _fill(self, states: list[GrammarState | None]) -> torch.Tensor:
         masks = xgrammar.allocate_token_bitmask(len(states), self._vocab_size)

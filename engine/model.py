@@ -51,7 +51,7 @@ def load_model(config: EngineConfig) -> tuple[PagedModel, ModelShape]:
     if config.skips_model_check:
         log.warning("engine.model_unchecked", note="--skip-model-check: answers may be wrong")
     elif config.tp_rank == 0:  # before minutes of loading
-        with in_one_sentence(f"cannot check the model in {config.model_dir}"), refusing(hf_config):
+        with in_one_sentence(f"cannot load the model in {config.model_dir}"), refusing(hf_config):
             check_copy(config, hf_config)
     module = load_checkpoint(config, hf_config)
     _head_shares(config, module, text)
@@ -75,12 +75,12 @@ def model_needs(config: EngineConfig) -> ModelNeeds:
     """
     hf_config = read_config(config)
     text = text_config_of(hf_config)
-    outlined = outline(config, hf_config)
-    shares = _head_shares(config, outlined.model, text)
+    model, weight_bytes = outline(config, hf_config)
+    shares = _head_shares(config, model, text)
     with in_one_sentence(f"cannot check the model in {config.model_dir}"), refusing(hf_config):
         observed = check_copy(config, hf_config).cut(shares)
-        shape = _shape(config, outlined.model, text, observed)
-    return ModelNeeds(shape, outlined.weight_bytes)
+        shape = _shape(config, model, text, observed)
+    return ModelNeeds(shape, weight_bytes)
 
 
 def compile_layers(model: torch.nn.Module, device: str) -> None:

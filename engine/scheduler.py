@@ -16,7 +16,6 @@ from bisect import insort
 from collections.abc import Iterable
 
 import numpy as np
-from typing_extensions import override
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.forward import Batch, Chunk, Ints, Slots
@@ -70,17 +69,10 @@ class Scheduler:
         """Requests that take part in forwards."""
         return len(self.prompts) + len(self.decodes)
 
-    @override
-    def __repr__(self) -> str:
-        return (
-            f"Scheduler({len(self.waiting)} waiting, {len(self.prompts)} prompts, "
-            f"{len(self.decodes)} decodes, {self.cache.counts()})"
-        )
-
     # ── in ───────────────────────────────────────────────────────────────────────────────────────
 
     def queue(self, active: ActiveRequest) -> None:
-        """Have a request wait for pages, at the place of its rank."""
+        """Have a request wait for pages, behind those of its rank."""
         insort(self.waiting, active, key=lambda request: request.rank)
 
     def admit(self) -> list[ActiveRequest]:
@@ -156,7 +148,7 @@ class Scheduler:
 
     def computed(self, active: ActiveRequest) -> None:
         """The KV of a whole prompt is in its pages: let others use it."""
-        self._remember(active, active.page_ids)
+        self._remember(active)
         self._stop_computing(active)
 
     # ── out ──────────────────────────────────────────────────────────────────────────────────────
@@ -176,10 +168,9 @@ class Scheduler:
         end = active.granted_from + active.num_granted
         own = active.page_ids[: active.granted_from] + active.page_ids[end:]
         if active.page_ids and not granted:
-            own = active.page_ids
-            self._remember(active, own)
+            self._remember(active)
         self.cache.release(own)
-        self._num_changes += 1
+        self.note_pages()
         active.page_ids, active.granted_from = granted, 0
         if active.slot >= 0:
             self.slots.give_back(active)
@@ -187,12 +178,11 @@ class Scheduler:
     def reclaim(self, active: ActiveRequest) -> None:
         """Free granted or quarantined pages: no write can arrive any more."""
         self.cache.reclaim(active.granted_pages)
-        active.page_ids = []
-        active.num_granted = 0
-        self._num_changes += 1
+        active.page_ids, active.num_granted = [], 0
+        self.note_pages()
 
     def note_pages(self) -> None:
-        """Pages came back in other ways: requests that lack some are tried again."""
+        """Pages came back: try requests again that lack some."""
         self._num_changes += 1
 
     # ── how ──────────────────────────────────────────────────────────────────────────────────────
@@ -248,14 +238,10 @@ class Scheduler:
             self.prompts.append(active)
             active.stage = Stage.RUNNING
 
-    def _remember(self, active: ActiveRequest, page_ids: list[int]) -> None:
-        """Put into the prefix cache what is computed for sure.
-
-        The KV of an answer's last token never is: no forward has run over it. Nor is that of a forward
-        that failed.
-        """
+    def _remember(self, active: ActiveRequest) -> None:
+        # The KV of an answer's last token never is computed, nor that of a forward that failed.
         known = active.token_ids[: active.num_collected]
-        self.cache.remember(known, page_ids, active.request.cache_salt)
+        self.cache.remember(known, active.page_ids, active.request.cache_salt)
 
     def _stop_computing(self, active: ActiveRequest) -> None:
         if active.frontier is not None:
@@ -267,7 +253,6 @@ class Scheduler:
         self._rows = None
 
     def _decode_rows(self) -> Ints:
-        """Return the slots of the decoding requests, in order."""
         if self._rows is None:
             self._rows = np.array([active.slot for active in self.decodes], np.int64)
         return self._rows
@@ -295,18 +280,13 @@ class Scheduler:
 def next_chunks(
     prompts: Iterable[ActiveRequest], budget: int, new_budget: int | None = None
 ) -> list[Chunk]:
-    """Choose the prompt tokens of one forward, first come first served.
+    """Choose up to `budget` prompt tokens for one forward, first come first served.
 
     A bound on them keeps a long prompt from making the running answers wait longer than one chunk.
 
     Args:
-        prompts: Running requests whose prompt is not computed, first come first.
-        budget: Tokens at most.
-        new_budget: Of these, tokens at most of requests without an answer yet; None: all. The client of
-            one that was retracted in its answer already waits for the next token.
-
-    Returns:
-        Chunks with at least one token each, in the order given; empty when nothing is to do.
+        new_budget: Tokens at most of requests without an answer yet; None: all. The client of one that
+            was retracted in its answer already waits for the next token.
     """
     chunks = []
     new_budget = budget if new_budget is None else new_budget

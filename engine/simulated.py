@@ -57,11 +57,7 @@ class SimulatedPages:
     """Bytes of a pool that are pushed as KV would be.
 
     A forward marks what it fills with numbers that come once, so that a page which went elsewhere is
-    found as one of real KV would be. What lies between the marks stays as it was.
-
-    Args:
-        memory: At least `num_pages * page_bytes`.
-        num_slabs: Pieces of a page that begin with a mark: what each layer keeps.
+    found as one of real KV would be. Each of a page's `num_slabs`, what a layer keeps, begins with a mark.
     """
 
     def __init__(
@@ -97,10 +93,9 @@ class Clock:
 
 
 class SimulatedLauncher:
-    """Chooses tokens by number and lets time pass; a `Launcher`.
+    """Chooses tokens among `ordinary_ids` by number and lets time pass; a `Launcher`.
 
     Args:
-        ordinary_ids: What answers are made of.
         num_layers: How many layers are reported as written.
         pages: Where prompts leave bytes to push; None where nobody reads them.
     """
@@ -124,11 +119,7 @@ class SimulatedLauncher:
         self._idle_at_s = 0.0
 
     def seed(self, request: GenerateRequest, drawn: int) -> int:
-        """Return a key of the prompt, and of the seed unless the request is greedy.
-
-        Raises:
-            InvalidRequest: The request asks for what takes probabilities.
-        """
+        """Return a key of the prompt, and of the seed unless the request is greedy."""
         asked = unsupported(request)
         if asked:
             raise InvalidRequest(

@@ -91,7 +91,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A request that ended because of an error of its own; it holds nothing any more."""
+    """A request that ended by an error of its own; it holds nothing any more."""
 
     request: ActiveRequest
     error: TandemError
@@ -186,10 +186,7 @@ class StepCounts:
     """Counts of the forwards that were collected, for operators.
 
     Attributes:
-        device_seconds: Device time of each.
-        requests: Requests in each.
-        tokens: Tokens computed by each: one for each decoding request, and the chunks of prompts.
-        num_collected: Forwards so far.
+        device_seconds, requests, tokens: Of each forward; tokens are those computed.
         host_cpu_s: CPU time of the engine's thread in all of them; see `Outcome`.
         prompt_token_s: Recent device time of one prompt token; 0 before any was computed.
     """

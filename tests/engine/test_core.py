@@ -172,16 +172,6 @@ def test_a_hand_off_continues_with_the_tokens_of_one_engine(tiny_model):
         assert counts.free + counts.cached == counts.total
 
 
-def test_only_what_decode_lacks_is_granted(tiny_model):
-    decode = make_engine(tiny_model("llama"))
-    prompt = prompts(9)[8]
-    decode.submit(ask(prompt, max_new_tokens=2))
-    run(decode)
-    active = reserve(decode, ask(prompt, max_new_tokens=2))
-    assert active.num_computed == 96
-    assert len(active.granted_pages) == 1
-
-
 def test_a_withdrawn_grant_frees_everything_but_the_granted_pages(tiny_model):
     decode = make_engine(tiny_model("llama"), num_pages=20)
     active = reserve(decode, ask(prompts(9)[8], max_new_tokens=20))
@@ -189,30 +179,6 @@ def test_a_withdrawn_grant_frees_everything_but_the_granted_pages(tiny_model):
     assert (decode.counts().quarantined, decode.counts().held) == (13, 0)
     decode.reclaim(active)
     assert decode.counts().free == 20
-
-
-def test_a_pool_that_is_full_makes_the_next_request_wait_and_nobody_starves(tiny_model):
-    engine = make_engine(tiny_model("llama"), num_pages=8, is_prefix_cache_enabled=False)
-    for i in range(5):
-        engine.submit(ask(range(3, 35), str(i), max_new_tokens=16))
-    assert {name: len(tokens) for name, tokens in run(engine).items()} == {
-        str(i): 16 for i in range(5)
-    }
-    assert engine.counts().free == 8
-
-
-@pytest.mark.parametrize("num_steps", range(6))
-def test_a_cancel_at_any_step_returns_every_page(tiny_model, num_steps):
-    engine = make_engine(tiny_model("llama"))
-    active = engine.submit(ask(prompts(9)[8], max_new_tokens=5))
-    for _ in range(num_steps):
-        engine.step()
-    engine.cancel(active)
-    engine.cancel(active)
-    assert active.stage is Stage.ENDED
-    counts = engine.counts()
-    assert counts.free + counts.cached == counts.total
-    assert not engine.has_work
 
 
 @pytest.mark.parametrize("is_overlapped", [True, False])

@@ -86,9 +86,7 @@ def masks_of():
         pending = made[0].begin(states)
         return None if pending is None else pending.result()
 
-    yield fill
-    for maker in made:
-        maker.close()
+    return fill
 
 
 def allowed_ids(state: GrammarState, vocab_size: int = VOCAB_SIZE) -> list[int]:

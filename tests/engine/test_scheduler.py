@@ -179,34 +179,6 @@ def test_a_pool_filled_to_its_last_page_serves_to_the_end(is_overlapped):
     assert_all_returned(engine)
 
 
-def test_two_thousand_requests_in_line_are_all_answered():
-    engine, _ = toy_engine(200, max_running_requests=64, chunked_prefill_size=256)
-    for i in range(2000):
-        engine.submit(ask(prompt_of(5, i), str(i), max_new_tokens=3))
-    answers: dict[str, list[int]] = {}
-    while engine.has_work:
-        for token in engine.step().tokens:
-            answers.setdefault(token.request.request.request_id, []).append(token.token)
-    assert answers == {str(i): toy_answer(prompt_of(5, i), 3) for i in range(2000)}
-    assert_all_returned(engine)
-
-
-@OVERLAP
-def test_a_prompt_of_a_hundred_thousand_tokens_fits_a_pool_just_large_enough(is_overlapped):
-    prompt = prompt_of(100_000)
-    engine, runner = toy_engine(
-        6251, page_size=16, chunked_prefill_size=4096, is_overlapped=is_overlapped
-    )
-    short = ask(prompt_of(5), "short", max_new_tokens=40)
-    engine.submit(short)
-    engine.submit(ask(prompt, "long", max_new_tokens=4))
-    answers = drain(engine)
-    assert answers["short"] == toy_answer(prompt_of(5), 40)
-    assert answers["long"] == toy_answer(prompt, 4)
-    assert runner.largest <= 4097
-    assert_all_returned(engine)
-
-
 @OVERLAP
 def test_one_prompt_asked_many_times_at_once_is_computed_once(is_overlapped):
     engine, runner = toy_engine(100, is_overlapped=is_overlapped)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import tracemalloc
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -96,14 +95,6 @@ def test_an_answer_is_ordinary_tokens_up_to_its_length(is_overlapped):
     assert len({tuple(tokens) for tokens in answers.values()}) == len(PROMPTS)
 
 
-def test_requests_that_are_retracted_go_on_with_the_same_tokens():
-    engine = make_engine(num_pages=24)
-    for i, prompt in enumerate(PROMPTS):
-        engine.submit(ask(prompt, str(i), max_new_tokens=30))
-    assert run(engine) == {str(i): answer(prompt, 30) for i, prompt in enumerate(PROMPTS)}
-    assert engine.num_retracted > 0
-
-
 def test_a_seed_changes_what_is_sampled_and_nothing_greedy():
     engine = make_engine()
     for seed in (1, 2, -3):
@@ -136,13 +127,6 @@ def test_another_attempt_continues_where_the_first_was_lost(num_sent):
     prompt = PROMPTS[2] + whole[:num_sent]
     engine.submit(ask(prompt, num_prior=num_sent, temperature=1.0, seed=9))
     assert run(engine)["r"] == whole[num_sent:]
-
-
-def test_a_stop_id_that_is_drawn_ends_the_answer():
-    stop = answer(PROMPTS[2])[4]
-    engine = make_engine()
-    engine.submit(ask(PROMPTS[2], stop_token_ids=[stop]))
-    assert run(engine)["r"] == answer(PROMPTS[2])[:5]
 
 
 @pytest.mark.parametrize(
@@ -181,17 +165,6 @@ def test_a_step_takes_the_time_of_its_profile_and_no_more():
     assert time.now_s - begin_s == pytest.approx(chunks_s + decodes_s)
 
 
-def test_a_device_that_was_idle_begins_when_it_is_given_work():
-    time = FakeTime()
-    engine = make_engine(profile=Profile(prefill=PrefillTimes(base_ms=500)), time=time)
-    for _ in range(2):
-        time.now_s += 60
-        begin_s = time.now_s
-        engine.submit(ask([3], max_new_tokens=1))
-        run(engine)
-        assert time.now_s - begin_s == pytest.approx(0.5)
-
-
 def test_layers_are_told_of_one_by_one_while_time_passes():
     time = FakeTime()
     engine = make_engine(profile=Profile(prefill=PrefillTimes(base_ms=1000)), time=time)
@@ -205,26 +178,6 @@ def test_layers_are_told_of_one_by_one_while_time_passes():
     engine.submit(ask([3] * 10), is_prompt_only=True)
     run(engine)
     assert told == [(i, pytest.approx(0.25 * (i + 1))) for i in range(4)]
-
-
-def test_a_large_batch_needs_no_memory_of_the_vocabularys_size():
-    num_requests, ordinary = 4096, np.arange(2, 150_000)
-    engine = make_engine(
-        num_pages=4 * num_requests,
-        ordinary=ordinary,
-        max_running_requests=num_requests,
-        chunked_prefill_size=1 << 20,
-    )
-    for i in range(num_requests):
-        engine.submit(ask([i + 2], str(i), max_new_tokens=4))
-    engine.step()
-    tracemalloc.start()
-    try:
-        assert len(engine.step().tokens) == num_requests
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < 16 << 20  # logits would take 2.4 GB
 
 
 def test_a_forward_marks_the_pages_it_fills_and_no_others():
@@ -300,11 +253,6 @@ def test_answers_are_made_of_what_the_tokenizer_calls_words(embedded_model):
     shape, ordinary = read_model(config_of(embedded_model), "real")
     assert set(ordinary.tolist()) == set(range(shape.vocab_size)) - marks
     assert shape.eos_token_ids <= marks
-
-
-def test_without_a_tokenizer_all_but_the_end_is_a_word(tiny_model):
-    shape, ordinary = read_model(config_of(tiny_model("llama")), "real")
-    assert set(ordinary.tolist()) == set(range(shape.vocab_size)) - {2}
 
 
 @pytest.mark.parametrize(
