@@ -56,6 +56,42 @@ def make_engine(
     return Engine(ModelLauncher(runner, shape, config.page_size), shape, config, num_pages)
 
 
+def ask(
+    prompt: Sequence[int],
+    name: str = "r",
+    *,
+    num_prior: int = 0,
+    priority: int = 0,
+    salt: str = "",
+    logprobs: LogprobsWanted | None = None,
+    **sampling,
+) -> GenerateRequest:
+    """Return a request, greedy and without an end of sequence unless told otherwise."""
+    return GenerateRequest(
+        request_id=RequestId(name),
+        prompt_ids=list(prompt),
+        num_prior_tokens=num_prior,
+        sampling=SamplingParams(**{"temperature": 0, "ignore_eos": True, **sampling}),
+        priority=priority,
+        cache_salt=salt,
+        logprobs=logprobs,
+    )
+
+
+def run(engine: Engine, out: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
+    """Step until nothing is to be done; return the tokens of each request, added to `out`."""
+    out = {} if out is None else out
+    newest: dict[str, int] = {}
+    while engine.has_work:
+        for token in engine.step().tokens:
+            name = token.request.request.request_id
+            assert token.index == newest.get(name, token.index - 1) + 1
+            newest[name] = token.index
+            out.setdefault(name, []).append(token.token)
+        engine.cache.check_integrity()
+    return out
+
+
 def run_together(
     engine: Engine,
     prompts: Sequence[list[int]],

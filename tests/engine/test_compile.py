@@ -9,7 +9,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from tandem.engine.model import compile_layers
 from tandem.engine.runner import ModelRunner
 from tandem.wire.errors import ConfigInvalid
-from tests.engine.test_core import ask, make_engine, prompts, run
+from tests.engine.test_core import make_engine, prompts
+from tests.one_engine import ask, run
 
 HAS_COMPILER = bool(shutil.which("g++") or shutil.which("clang++"))
 

@@ -16,10 +16,9 @@ from tandem.wire.generation import (
     Finish,
     GenerateRequest,
     LogprobsWanted,
-    RequestId,
-    SamplingParams,
 )
 from tests import one_engine
+from tests.one_engine import ask, run
 from tests.tiny_models import CONFIGS, CONTEXT_LENGTH, VOCAB_SIZE
 
 PAGE = 8
@@ -36,15 +35,6 @@ def make_engine(path, num_pages=200, **settings) -> Engine:
     return one_engine.make_engine(config, *load_model(config), num_pages)
 
 
-def ask(prompt, request_id="r", num_prior=0, **sampling) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=RequestId(request_id),
-        prompt_ids=list(prompt),
-        num_prior_tokens=num_prior,
-        sampling=SamplingParams(**{"temperature": 0, "ignore_eos": True, **sampling}),
-    )
-
-
 def reserve(engine: Engine, request: GenerateRequest) -> ActiveRequest:
     """Queue a request whose prompt another node computes, and have pages granted for it."""
     active = engine.check(request, is_remote=True)
@@ -52,15 +42,6 @@ def reserve(engine: Engine, request: GenerateRequest) -> ActiveRequest:
     engine.admit()
     assert active.stage is Stage.RESERVED
     return active
-
-
-def run(engine: Engine) -> dict[str, list[int]]:
-    out: dict[str, list[int]] = {}
-    while engine.has_work:
-        for token in engine.step().tokens:
-            out.setdefault(token.request.request.request_id, []).append(token.token)
-        engine.cache.check_integrity()
-    return out
 
 
 def prompts(num: int) -> list[list[int]]:

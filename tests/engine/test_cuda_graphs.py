@@ -15,7 +15,8 @@ from tandem.engine.launcher import ModelLauncher
 from tandem.engine.model import load_model
 from tandem.engine.runner import ModelRunner
 from tandem.wire.errors import ConfigInvalid
-from tests.engine.test_core import PAGE, ask, prompts, run
+from tests.engine.test_core import PAGE, prompts
+from tests.one_engine import ask, run
 
 NUM_PAGES = 60
 

@@ -7,8 +7,8 @@ from tandem.engine.config import EngineConfig, config_of_rank
 from tandem.engine.device import device_errors, use_device
 from tandem.engine.errors import DeviceLost
 from tandem.wire.errors import ConfigInvalid
-from tests.engine.test_core import ask
 from tests.engine.toy_runner import ToyRunner, toy_engine
+from tests.one_engine import ask
 
 
 class Machine:

@@ -19,19 +19,9 @@ from tandem.wire.generation import (
     SamplingParams,
 )
 from tests.engine.toy_runner import EOS, toy_answer, toy_engine
+from tests.one_engine import ask, run
 
 OVERLAP = pytest.mark.parametrize("is_overlapped", [False, True])
-
-
-def ask(prompt, name="r", *, priority=0, salt="", num_prior=0, **sampling) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=RequestId(name),
-        prompt_ids=list(prompt),
-        sampling=SamplingParams(**{"temperature": 0, **sampling}),
-        priority=priority,
-        cache_salt=salt,
-        num_prior_tokens=num_prior,
-    )
 
 
 def remote(engine: Engine, request: GenerateRequest) -> ActiveRequest:
@@ -39,17 +29,6 @@ def remote(engine: Engine, request: GenerateRequest) -> ActiveRequest:
     active = engine.check(request, is_remote=True)
     engine.queue(active)
     return active
-
-
-def drain(engine: Engine, out: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
-    out = {} if out is None else out
-    while engine.has_work:
-        for token in engine.step().tokens:
-            tokens = out.setdefault(token.request.request.request_id, [])
-            assert token.index == len(tokens) + token.request.request.num_prior_tokens
-            tokens.append(token.token)
-        engine.cache.check_integrity()
-    return out
 
 
 def assert_all_returned(engine: Engine) -> None:
@@ -110,7 +89,7 @@ def test_whatever_comes_when_every_answer_is_right_and_every_page_returns(
         for token in engine.step().tokens:
             out.setdefault(token.request.request.request_id, []).append(token.token)
         engine.cache.check_integrity()
-    drain(engine, out)
+    run(engine, out)
     for i, (length, seed, num_new, _, begin, end) in enumerate(asked):
         expected = toy_answer(prompt_of(length, seed), num_new)
         got = out.get(str(i), [])
@@ -125,7 +104,7 @@ def test_a_retracted_request_goes_on_with_the_tokens_it_would_have_had(is_overla
     engine._scheduler.growth_share = 0.0
     for i in range(4):
         engine.submit(ask(prompt_of(8, i), str(i), max_new_tokens=30))
-    answers = drain(engine)
+    answers = run(engine)
     assert engine.num_retracted > 0
     assert answers == {str(i): toy_answer(prompt_of(8, i), 30) for i in range(4)}
     assert_all_returned(engine)
@@ -175,7 +154,7 @@ def test_a_pool_filled_to_its_last_page_serves_to_the_end(is_overlapped):
     engine, _ = toy_engine(5, is_overlapped=is_overlapped)
     active = engine.submit(ask(prompt_of(10), max_new_tokens=100))
     assert active.max_tokens == 20
-    assert drain(engine)["r"] == toy_answer(prompt_of(10), 10)
+    assert run(engine)["r"] == toy_answer(prompt_of(10), 10)
     assert_all_returned(engine)
 
 
@@ -184,7 +163,7 @@ def test_one_prompt_asked_many_times_at_once_is_computed_once(is_overlapped):
     engine, runner = toy_engine(100, is_overlapped=is_overlapped)
     prompt = prompt_of(41)
     made = [engine.submit(ask(prompt, str(i), max_new_tokens=5)) for i in range(8)]
-    answers = drain(engine)
+    answers = run(engine)
     assert answers == {str(i): toy_answer(prompt, 5) for i in range(8)}
     assert [active.num_cached for active in made] == [0] + [40] * 7
     assert runner.num_rows <= 41 + 7 * 1 + 8 * 5
@@ -197,7 +176,7 @@ def test_whoever_waits_for_anothers_prompt_computes_it_when_that_is_cancelled():
     engine.step()
     assert second.is_held
     engine.cancel(first)
-    assert drain(engine)["b"] == toy_answer(prompt_of(41), 2)
+    assert run(engine)["b"] == toy_answer(prompt_of(41), 2)
     assert_all_returned(engine)
 
 
@@ -206,7 +185,7 @@ def test_prompts_of_different_salts_share_nothing():
     made = [
         engine.submit(ask(prompt_of(41), salt, salt=salt, max_new_tokens=2)) for salt in ("x", "y")
     ]
-    drain(engine)
+    run(engine)
     assert [active.num_cached for active in made] == [0, 0]
 
 
@@ -228,7 +207,7 @@ def test_an_answer_that_ends_while_the_next_forward_runs_takes_nothing_back():
     answer = toy_answer(prompt_of(7), 3)
     assert len(set(answer)) == 3
     engine.submit(ask(prompt_of(7), max_new_tokens=50, stop_token_ids=[answer[2]]))
-    assert drain(engine)["r"] == answer
+    assert run(engine)["r"] == answer
     assert runner.num_rows == 7 + 3  # the third was under way when the stop was read
     assert_all_returned(engine)
 
@@ -237,18 +216,20 @@ def test_an_answer_that_ends_while_the_next_forward_runs_takes_nothing_back():
 def test_penalties_see_the_token_before(is_overlapped):
     plain, _ = toy_engine(40)
     plain.submit(ask(prompt_of(6), max_new_tokens=12, frequency_penalty=2.0))
-    expected = drain(plain)["r"]
+    expected = run(plain)["r"]
     engine, _ = toy_engine(40, is_overlapped=is_overlapped)
     engine.submit(ask(prompt_of(6), max_new_tokens=12, frequency_penalty=2.0))
     engine.submit(ask(prompt_of(7), "other", max_new_tokens=12))
-    assert drain(engine)["r"] == expected
+    assert run(engine)["r"] == expected
 
 
 def test_an_end_of_sequence_is_not_chosen_before_the_minimum_and_then_ends_it():
     engine, _ = toy_engine(40)
     bias = {EOS: 100.0}
-    engine.submit(ask(prompt_of(6), max_new_tokens=9, min_new_tokens=3, logit_bias=bias))
-    answer = drain(engine)["r"]
+    engine.submit(
+        ask(prompt_of(6), max_new_tokens=9, min_new_tokens=3, logit_bias=bias, ignore_eos=False)
+    )
+    answer = run(engine)["r"]
     assert answer == [*toy_answer(prompt_of(6), 3), EOS]
 
 
@@ -264,7 +245,7 @@ def test_new_prompts_are_computed_in_small_chunks_while_others_are_answered(is_o
     assert runner.largest == 32
     runner.largest = 0
     engine.submit(ask(prompt_of(30), "second", max_new_tokens=2, ignore_eos=True))
-    drain(engine, out)
+    run(engine, out)
     assert runner.largest == 6
     assert out["second"] == toy_answer(prompt_of(30), 2)
 
@@ -285,7 +266,7 @@ def test_turns_that_end_beside_a_page_border_have_the_tokens_of_an_engine_withou
         is_clear = has_stop_id and answer.index(answer[-1]) == len(answer) - 1
         stop = {"max_new_tokens": 99, "stop_token_ids": [answer[-1]]} if is_clear else {}
         engine.submit(ask(tokens, **{"max_new_tokens": len(answer), **stop}))
-        assert drain(engine)["r"] == answer
+        assert run(engine)["r"] == answer
         # The KV of the last token was never computed.
         tokens += answer
         match = engine.cache.match(tokens)

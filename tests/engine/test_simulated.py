@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,13 +25,12 @@ from tandem.engine.simulated import (
 )
 from tandem.wire.errors import ConfigInvalid, InvalidRequest
 from tandem.wire.generation import (
-    GenerateRequest,
     Grammar,
     LogprobsWanted,
-    RequestId,
-    SamplingParams,
 )
+from tests import one_engine
 from tests.engine.toy_runner import toy_shape
+from tests.one_engine import run
 from tests.tiny_models import CONFIGS, CONTEXT_LENGTH, SIZES
 
 PAGE = 4
@@ -60,28 +60,12 @@ def make_engine(num_pages=200, profile=None, time=None, ordinary=ORDINARY, **set
     return Engine(launcher, shape, config, num_pages)
 
 
-def ask(prompt, name="r", num_prior=0, logprobs=None, **sampling) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=RequestId(name),
-        prompt_ids=list(prompt),
-        num_prior_tokens=num_prior,
-        sampling=SamplingParams(**{"temperature": 0, "max_new_tokens": 12, **sampling}),
-        logprobs=logprobs,
-    )
+ask = partial(one_engine.ask, max_new_tokens=12, ignore_eos=False)
 
 
 def answer(prompt, num_new=12, seed=0, first=0) -> list[int]:
     keys = np.full(num_new, answer_key(prompt, seed), np.uint64)
     return tokens_at(keys, np.arange(first, first + num_new), ORDINARY).tolist()
-
-
-def run(engine: Engine) -> dict[str, list[int]]:
-    out: dict[str, list[int]] = {}
-    while engine.has_work:
-        for token in engine.step().tokens:
-            out.setdefault(token.request.request.request_id, []).append(token.token)
-    engine.cache.check_integrity()
-    return out
 
 
 @pytest.mark.parametrize("is_overlapped", [None, False])

@@ -22,7 +22,8 @@ from tandem.engine.runner import ModelRunner
 from tandem.engine.sampler import gumbels, with_noise
 from tandem.telemetry import log as logs
 from tests.attention_cases import CASES, PROMPTS, Case, error, error_behind
-from tests.engine.test_core import PAGE, ask, prompts, run
+from tests.engine.test_core import PAGE, prompts
+from tests.one_engine import ask, run
 
 # So few that short contexts are split too.
 NUM_PROCESSORS = 8
