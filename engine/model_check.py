@@ -155,7 +155,7 @@ def check_logits(runner: ModelRunner, sequences: Ints, expected: torch.Tensor) -
 
 
 def _num_pages(sequences: Ints, page_size: int) -> int:
-    return -(-sequences.shape[1] // page_size)
+    return -(-len(sequences[0]) // page_size)
 
 
 _Part = tuple[Ints, int, int, np.ndarray]
