@@ -69,10 +69,10 @@ class ActiveRequest:
         is_begun: Whether a forward has computed, or computes, any of it.
         told_until: Prompt positions before this one have had their log-probabilities reported.
         is_released: Nobody reads the pages of this prompt-only request any more.
-        num_granted: How many pages at `granted_from` a remote writer may write.
+        num_granted: How many of the last pages a remote writer may write.
         num_pushable: Pages at the front that launched forwards complete.
         num_launched: Forwards under way that hold a row of it.
-        held_by: A running request that computes the next page of this one's prompt.
+        waits_for: Name of the next page of its prompt, which another request computes.
         frontier: Name of the first page of its prompt that it computes and others may wait for.
         blocked_at: State of the pages when they did not suffice; -1 when not tried.
         seen: The distinct tokens of prompt and answer, with how often each occurs in the answer; None
@@ -100,11 +100,10 @@ class ActiveRequest:
     is_begun: bool = False
     told_until: int = 0
     is_released: bool = False
-    granted_from: int = 0
     num_granted: int = 0
     num_pushable: int = 0
     num_launched: int = 0
-    held_by: "ActiveRequest | None" = None
+    waits_for: Key | None = None
     frontier: Key | None = None
     blocked_at: int = -1
     seen: dict[int, int] | None = None
@@ -125,7 +124,7 @@ class ActiveRequest:
     @property
     def granted_pages(self) -> list[int]:
         """Pages a remote writer may write, in the order of the prompt."""
-        return self.page_ids[self.granted_from : self.granted_from + self.num_granted]
+        return self.page_ids[len(self.page_ids) - self.num_granted :]
 
     @property
     def output_ids(self) -> list[int]:
@@ -155,11 +154,6 @@ class ActiveRequest:
             self.grammar = GrammarState(self.compiling.result(), self.output_ids)
             self.compiling = None
         return self.compiling is None
-
-    @property
-    def is_held(self) -> bool:
-        """Whether waiting for another request's prompt avoids computing it twice."""
-        return self.held_by is not None and self.held_by.frontier is not None
 
     @property
     def num_matchable(self) -> int:

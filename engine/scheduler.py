@@ -58,8 +58,8 @@ class Scheduler:
         self.num_retracted = 0
         self.growth_share = _FIRST_SHARE
         self._config = config
-        # Which running request computes the page of this name; others that need it wait for it.
-        self._computing: dict[Key, ActiveRequest] = {}
+        # Names of pages that admitted requests compute; others that need one wait for it.
+        self._computing: set[Key] = set()
         # Counts what may have made room, so that a request that lacked pages is not tried in vain.
         self._num_changes = self._num_forwards = 0
         self._rows: Ints | None = None
@@ -83,11 +83,11 @@ class Scheduler:
         """
         admitted: list[ActiveRequest] = []
         for active in self.waiting.copy() if self.waiting and self.slots.has_free else ():
-            if active.is_held:
+            if active.waits_for in self._computing:
                 continue
             if not self.slots.has_free or not self._find_pages(active):
                 break
-            if active.held_by is None:
+            if active.waits_for is None:
                 self.waiting.remove(active)
                 admitted.append(active)
         return admitted
@@ -165,13 +165,11 @@ class Scheduler:
     def give_back(self, active: ActiveRequest) -> None:
         """Return the pages and the slot of a request; those granted to a writer stay with it."""
         granted = active.granted_pages
-        end = active.granted_from + active.num_granted
-        own = active.page_ids[: active.granted_from] + active.page_ids[end:]
         if active.page_ids and not granted:
             self._remember(active)
-        self.cache.release(own)
+        self.cache.release(active.page_ids[: len(active.page_ids) - len(granted)])
         self.note_pages()
-        active.page_ids, active.granted_from = granted, 0
+        active.page_ids = granted
         if active.slot >= 0:
             self.slots.give_back(active)
 
@@ -191,24 +189,23 @@ class Scheduler:
         """Give a request its cached prefix, pages for the rest of its known tokens, and a slot.
 
         Returns:
-            False when pages are short. True also when it is now held by another (`held_by`).
+            False when pages are short. True also when it waits for another's page (`waits_for`).
         """
-        active.held_by = None
+        active.waits_for = None
         if active.blocked_at == self._num_changes:
             return False
         known = active.token_ids[: active.num_matchable]
         match = self.cache.match(known, active.request.cache_salt)
         num_own = self.cache.num_pages_for(len(active.token_ids)) - len(match.page_ids)
-        owner = None if match.frontier is None else self._computing.get(match.frontier)
-        if owner is not None:
-            active.held_by = owner
+        if match.frontier in self._computing:
+            active.waits_for = match.frontier
         elif not self._has_room(active, num_own):
             active.blocked_at = self._num_changes
         else:
             self._settle(active, match, num_own)
             return True
         self.cache.release(match.page_ids)
-        return owner is not None
+        return active.waits_for is not None
 
     def _has_room(self, active: ActiveRequest, num_pages: int) -> bool:
         """Tell whether there are so many pages beside those kept for the growth of all answers."""
@@ -229,11 +226,10 @@ class Scheduler:
         active.num_computed = active.num_collected = match.num_tokens
         active.frontier = match.frontier
         if match.frontier is not None:
-            self._computing[match.frontier] = active
+            self._computing.add(match.frontier)
         self.slots.take(active)
         if active.is_remote:
-            active.granted_from, active.num_granted = len(match.page_ids), num_own
-            active.stage = Stage.RESERVED
+            active.num_granted, active.stage = num_own, Stage.RESERVED
         else:
             self.prompts.append(active)
             active.stage = Stage.RUNNING
@@ -245,7 +241,7 @@ class Scheduler:
 
     def _stop_computing(self, active: ActiveRequest) -> None:
         if active.frontier is not None:
-            del self._computing[active.frontier]
+            self._computing.remove(active.frontier)
             active.frontier = None
 
     def _begin_decoding(self, active: ActiveRequest) -> None:

@@ -174,7 +174,7 @@ def test_whoever_waits_for_anothers_prompt_computes_it_when_that_is_cancelled():
     engine, _ = toy_engine(100, chunked_prefill_size=8)
     first, second = (engine.submit(ask(prompt_of(41), name, max_new_tokens=2)) for name in "ab")
     engine.step()
-    assert second.is_held
+    assert second.waits_for in engine._scheduler._computing
     engine.cancel(first)
     assert run(engine)["b"] == toy_answer(prompt_of(41), 2)
     assert_all_returned(engine)
@@ -194,7 +194,7 @@ def test_on_decode_one_prompt_asked_many_times_is_granted_once():
     first, second = (remote(engine, ask(prompt_of(41), name, max_new_tokens=2)) for name in "ab")
     engine.admit()
     assert (first.stage, second.stage) == (Stage.RESERVED, Stage.WAITING)
-    assert second.is_held
+    assert second.waits_for in engine._scheduler._computing
     engine.land(first, first_token=5, seed=0)
     engine.admit()
     assert second.stage is Stage.RESERVED
