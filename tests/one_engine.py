@@ -13,6 +13,7 @@ from tandem.engine.core import Engine
 from tandem.engine.kv_pool import make_pool
 from tandem.engine.launcher import ModelLauncher
 from tandem.engine.model import load_model
+from tandem.engine.request import ActiveRequest
 from tandem.engine.runner import ModelRunner
 from tandem.engine.shape import ModelShape
 from tandem.engine.step import Token
@@ -76,6 +77,14 @@ def ask(
         cache_salt=salt,
         logprobs=logprobs,
     )
+
+
+def ask_remote(engine: Engine, request: GenerateRequest) -> ActiveRequest:
+    """Queue a request whose prompt another node computes, and grant it pages if there is room."""
+    active = engine.check(request, is_remote=True)
+    engine.queue(active)
+    engine.admit()
+    return active
 
 
 def run(engine: Engine, out: dict[str, list[int]] | None = None) -> dict[str, list[int]]:

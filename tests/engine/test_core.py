@@ -10,15 +10,13 @@ from transformers import AutoModelForCausalLM
 from tandem.engine.config import EngineConfig
 from tandem.engine.core import Engine
 from tandem.engine.model import load_model
-from tandem.engine.request import ActiveRequest, Stage
 from tandem.wire.errors import InvalidRequest, OutOfPages, Overloaded
 from tandem.wire.generation import (
     Finish,
-    GenerateRequest,
     LogprobsWanted,
 )
 from tests import one_engine
-from tests.one_engine import ask, run
+from tests.one_engine import ask, ask_remote, run
 from tests.tiny_models import CONFIGS, CONTEXT_LENGTH, VOCAB_SIZE
 
 PAGE = 8
@@ -33,15 +31,6 @@ def make_engine(path, num_pages=200, **settings) -> Engine:
         **{"dtype": "float32", "chunked_prefill_size": 32, **settings},
     )
     return one_engine.make_engine(config, *load_model(config), num_pages)
-
-
-def reserve(engine: Engine, request: GenerateRequest) -> ActiveRequest:
-    """Queue a request whose prompt another node computes, and have pages granted for it."""
-    active = engine.check(request, is_remote=True)
-    engine.queue(active)
-    engine.admit()
-    assert active.stage is Stage.RESERVED
-    return active
 
 
 def prompts(num: int) -> list[list[int]]:
@@ -142,7 +131,7 @@ def test_a_hand_off_continues_with_the_tokens_of_one_engine(tiny_model):
         for pages in result.pages:
             assert pages.first_page == len(complete)
             complete += pages.page_ids
-    rest = reserve(decode, request)
+    rest = ask_remote(decode, request)
     source, target = (each._launcher._runner.pool.pages for each in (prefill, decode))
     target[rest.granted_pages] = source[complete]
     prefill.release(half)
@@ -155,7 +144,7 @@ def test_a_hand_off_continues_with_the_tokens_of_one_engine(tiny_model):
 
 def test_a_withdrawn_grant_frees_everything_but_the_granted_pages(tiny_model):
     decode = make_engine(tiny_model("llama"), num_pages=20)
-    active = reserve(decode, ask(prompts(9)[8], max_new_tokens=20))
+    active = ask_remote(decode, ask(prompts(9)[8], max_new_tokens=20))
     decode.quarantine(active)
     assert (decode.counts().quarantined, decode.counts().held) == (13, 0)
     decode.reclaim(active)

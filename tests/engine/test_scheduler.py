@@ -19,16 +19,9 @@ from tandem.wire.generation import (
     SamplingParams,
 )
 from tests.engine.toy_runner import EOS, toy_answer, toy_engine
-from tests.one_engine import ask, run
+from tests.one_engine import ask, ask_remote, run
 
 OVERLAP = pytest.mark.parametrize("is_overlapped", [False, True])
-
-
-def remote(engine: Engine, request: GenerateRequest) -> ActiveRequest:
-    """Queue a request whose prompt another node computes."""
-    active = engine.check(request, is_remote=True)
-    engine.queue(active)
-    return active
 
 
 def assert_all_returned(engine: Engine) -> None:
@@ -191,8 +184,9 @@ def test_prompts_of_different_salts_share_nothing():
 
 def test_on_decode_one_prompt_asked_many_times_is_granted_once():
     engine, _ = toy_engine(100)
-    first, second = (remote(engine, ask(prompt_of(41), name, max_new_tokens=2)) for name in "ab")
-    engine.admit()
+    first, second = (
+        ask_remote(engine, ask(prompt_of(41), name, max_new_tokens=2)) for name in "ab"
+    )
     assert (first.stage, second.stage) == (Stage.RESERVED, Stage.WAITING)
     assert second.waits_for in engine._scheduler._computing
     engine.land(first, first_token=5, seed=0)
@@ -337,11 +331,11 @@ def test_no_newcomer_passes_a_retracted_request():
 
 def test_no_newcomer_is_granted_pages_before_a_retracted_request_has_some():
     engine, retracted = full_engine()
-    new = remote(engine, ask(prompt_of(2), "new", max_new_tokens=2))
+    new = ask_remote(engine, ask(prompt_of(2), "new", max_new_tokens=2))
+    assert new.stage is Stage.WAITING
     while new.stage is Stage.WAITING:
-        engine.admit()
-        assert new.stage is Stage.WAITING or retracted.stage is not Stage.WAITING
         engine.step()
+        assert new.stage is Stage.WAITING or retracted.stage is not Stage.WAITING
     assert new.stage is Stage.RESERVED
 
 

@@ -30,7 +30,7 @@ from tandem.wire.generation import (
 )
 from tests import one_engine
 from tests.engine.toy_runner import toy_shape
-from tests.one_engine import run
+from tests.one_engine import ask_remote, run
 from tests.tiny_models import CONFIGS, CONTEXT_LENGTH, SIZES
 
 PAGE = 4
@@ -97,9 +97,7 @@ def test_prefill_and_decode_choose_what_one_engine_does(sampling):
     prefill, decode = make_engine(), make_engine()
     prompt_only = prefill.submit(request, is_prompt_only=True)
     tokens = run(prefill)["r"]
-    half = decode.check(request, is_remote=True)
-    decode.queue(half)
-    decode.admit()
+    half = ask_remote(decode, request)
     decode.land(half, tokens[0], prompt_only.seed)
     assert tokens + run(decode)["r"] == answer(PROMPTS[3], seed=sampling.get("seed", 0))
 
