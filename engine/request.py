@@ -248,4 +248,6 @@ def _out_of_bounds(request: GenerateRequest) -> str:
             return f"{name} is {number}: it must be finite, in 32 bits"
     if sampling.temperature < 0 or sampling.repetition_penalty <= 0:
         return "temperature must not be negative, and repetition_penalty must be positive"
+    if not 0 <= sampling.min_p <= 1:  # above 1 it would cut off every token
+        return f"min_p is {sampling.min_p}: it must be in 0 ... 1"
     return ""
