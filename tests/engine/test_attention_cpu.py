@@ -5,11 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numba
-import numpy as np
 import pytest
 import torch
-from numba import types
 
 from tandem.engine import attention_cpu
 from tandem.engine.attention_cpu import CpuAttention
@@ -32,29 +29,6 @@ def torch_threads():
 def test_the_kernel_answers_as_the_reference_does(torch_threads, name, num_threads):
     torch_threads(num_threads)
     assert error(CASES[name], CpuAttention()) <= tolerance(CASES[name])
-
-
-def test_every_number_of_threads_gives_the_same_bits(torch_threads):
-    torch_threads(2)
-    expected = error(CASES["decodes of group 3"], CpuAttention())
-    torch_threads(1)
-    assert error(CASES["decodes of group 3"], CpuAttention()) == expected
-
-
-@pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_code_runs_once_on_each_of_torchs_threads(torch_threads, num_threads):
-    torch_threads(num_threads)
-    most = 8
-
-    @numba.cfunc(types.void(types.CPointer(types.int64)))
-    def count(pointer):
-        numbers = numba.carray(pointer, most + 1)
-        numbers[attention_cpu._call_int(numbers[most])] += 1
-
-    numbers = np.array([*[0] * most, attention_cpu.thread_number()], np.int64)
-    attention_cpu.run(count.address, numbers.ctypes.data)
-    assert attention_cpu.num_threads() == num_threads
-    assert numbers[:most].tolist() == [1] * num_threads + [0] * (most - num_threads)
 
 
 def test_without_torchs_library_one_thread_does_it_all(torch_threads, monkeypatch):

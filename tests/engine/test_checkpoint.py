@@ -82,7 +82,7 @@ def test_a_tensor_of_another_shape_is_refused_with_both(model_dir):
     assert "[64, 96]" in said
 
 
-@pytest.mark.parametrize(("num_layers", "says"), [(4, "lack 9"), (2, "more layers"), (0, "more")])
+@pytest.mark.parametrize(("num_layers", "says"), [(4, "lack 9"), (2, "more layers")])
 def test_files_and_config_have_to_agree_on_the_number_of_layers(model_dir, num_layers, says):
     change_config(model_dir, num_hidden_layers=num_layers)
     said = refused_by_both(model_dir)
@@ -113,11 +113,6 @@ def test_tied_weights_are_in_the_files_once_and_nothing_is_missing(tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     model = load_checkpoint(settings(tmp_path))
     assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def test_a_head_that_is_not_tied_has_to_be_in_the_files(model_dir):
-    change_weights(model_dir, lambda weights: weights.pop("lm_head.weight"))
-    assert "lm_head.weight" in refused_by_both(model_dir)
 
 
 def test_a_tensor_that_the_model_has_no_place_for_is_told_to_operators(model_dir):
@@ -201,12 +196,6 @@ def test_code_of_the_models_own_is_refused_with_the_flag_of_ours_that_allows_it(
     assert "trust_remote_code=True" not in said
 
 
-def test_code_of_the_models_own_that_is_broken_is_refused(model_dir):
-    change_config(model_dir, model_type="llama9", auto_map={"AutoConfig": "configuration.Llama9"})
-    (model_dir / "configuration.py").write_text("raise NameError('no such name')")
-    assert "no such name" in refusal(model_dir, trust_remote_code=True)
-
-
 # ── quantized weights ────────────────────────────────────────────────────────────────────────────
 
 
@@ -282,7 +271,7 @@ def test_8_bit_floats_become_plain_weights_on_a_cpu_and_operators_are_told(model
     assert (weight - plain[DOWN]).abs().max() < plain[DOWN].abs().max() / 16
     assert [(line["event"], line["method"]) for line in logs] == [("checkpoint.dequantized", "fp8")]
     # What they take is what plain ones take, and not what the files have.
-    assert outline(settings(model_dir)).weight_bytes == sum(each.nbytes for each in plain.values())
+    assert outline(settings(model_dir))[1] == sum(each.nbytes for each in plain.values())
 
 
 def test_8_bit_floats_without_their_scales_are_refused(model_dir):

@@ -18,8 +18,9 @@ from tandem.engine.forward import ForwardInputs
 from tandem.engine.launcher import ModelLauncher
 from tandem.engine.tensor_parallel import ShardedRunner, join
 from tandem.wire.errors import ConfigInvalid
-from tandem.wire.generation import GenerateRequest, RequestId, SamplingParams
+from tandem.wire.generation import SamplingParams
 from tests.engine.follower import NUM_PAGES, load_shard
+from tests.one_engine import run_together
 from tests.patience import PATIENCE_S
 from tests.tiny_models import CONFIGS
 
@@ -94,14 +95,8 @@ def generate(runner, shape, config, **sampling) -> list[list[int]]:
     params = SamplingParams(
         **{"temperature": 0, "max_new_tokens": 6, "ignore_eos": True, **sampling}
     )
-    tokens = {}
-    for prompt in PROMPTS:
-        request_id = RequestId(str(len(prompt)))
-        engine.submit(GenerateRequest(request_id=request_id, prompt_ids=prompt, sampling=params))
-    while engine.has_work:
-        for token in engine.step().tokens:
-            tokens.setdefault(token.request.request.request_id, []).append(token.token)
-    return [tokens[str(len(prompt))] for prompt in PROMPTS]
+    answers = run_together(engine, PROMPTS, [params] * len(PROMPTS))
+    return [[token.token for token in answer] for answer in answers]
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
