@@ -18,13 +18,14 @@ from tandem.engine.checkpoint import (
 )
 from tandem.engine.config import EngineConfig
 from tandem.engine.fusion import fuse
-from tandem.engine.model_check import check_copy
+from tandem.engine.model_check import ModelCheck
 from tandem.engine.observation import Observed, observe
 from tandem.engine.shape import KV_DTYPES, ModelShape, context_length, eos_token_ids, kv_heads
-from tandem.telemetry.log import get_logger
+from tandem.engine.weight_files import weight_files
 from tandem.wire.errors import ConfigInvalid
 
-log = get_logger(__name__)
+# Weights that take longer to load than a small copy takes to be checked.
+_LARGE_BYTES = 1 << 30
 
 # Whose output is keys, under the names that transformers' tensor parallel plans have for it.
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
@@ -48,20 +49,21 @@ def load_model(config: EngineConfig) -> tuple[PagedModel, ModelShape]:
     """
     hf_config = read_config(config)
     text = text_config_of(hf_config)
-    if config.skips_model_check:
-        log.warning("engine.model_unchecked", note="--skip-model-check: answers may be wrong")
-    elif config.tp_rank == 0:  # before minutes of loading
-        with in_one_sentence(f"cannot load the model in {config.model_dir}"), refusing(hf_config):
-            check_copy(config, hf_config)
+    check = ModelCheck(config, hf_config)
+    if _stored_bytes(config) > _LARGE_BYTES:
+        with in_one_sentence(f"cannot check the model in {config.model_dir}"), refusing(hf_config):
+            check.copy()  # before minutes of loading
     module = load_checkpoint(config, hf_config)
     _head_shares(config, module, text)
     with in_one_sentence(f"cannot check the model in {config.model_dir}"), refusing(hf_config):
         observed = observe(module, text)
         shape = _shape(config, module, text, observed)
+        check.before(module)
         if config.is_compiled and not config.is_eager:
             compile_layers(module, config.device)  # which cannot look into packed weights
         elif config.tp_size == 1:
             fuse(module, observed.called)
+        check.after(observed.model, shape)
     if config.device != "cpu":
         torch.cuda.empty_cache()  # of what was replaced: the pool takes what is free
     return observed.model, shape
@@ -78,9 +80,15 @@ def model_needs(config: EngineConfig) -> ModelNeeds:
     model, weight_bytes = outline(config, hf_config)
     shares = _head_shares(config, model, text)
     with in_one_sentence(f"cannot check the model in {config.model_dir}"), refusing(hf_config):
-        observed = check_copy(config, hf_config).cut(shares)
+        observed = ModelCheck(config, hf_config).copy().cut(shares)
         shape = _shape(config, model, text, observed)
     return ModelNeeds(shape, weight_bytes)
+
+
+def _stored_bytes(config: EngineConfig) -> int:
+    if config.load_format == "dummy":
+        return 0
+    return sum(file.stat().st_size for file in weight_files(Path(config.model_dir)))
 
 
 def compile_layers(model: torch.nn.Module, device: str) -> None:

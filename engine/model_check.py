@@ -1,9 +1,10 @@
 """Whether the engine computes what transformers computes, asked at every start.
 
-The model is a small copy of the one that is served: few layers that cover each kind, small windows, random
-float32 weights. Two seeded sequences go through plain transformers, one at a time, and through the engine's
-forwards: one prompt whole, then both together, cut into chunks and with a decoding row, over pages that are
-shuffled. All logits are compared.
+Two seeded sequences go through plain transformers, one at a time, and through the engine's forwards: one
+prompt whole, then both together, cut into chunks and with a decoding row, over pages that are shuffled.
+All logits are compared. A model that is small enough is checked with its own weights; of others, and of
+those in 16 bits, a copy with few layers and random float32 weights, small windows included, which tells
+whether each kind of layer is understood.
 """
 
 import time
@@ -11,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -20,15 +20,15 @@ from transformers.initialization import no_init_weights
 
 from tandem.engine.attention import (
     NAME,
+    AttentionBackend,
     AttentionNotServed,
-    register,
+    PagedModel,
     text_config_of,
 )
 from tandem.engine.attention_backends import choose_backend
 from tandem.engine.attention_torch import TorchAttention
 from tandem.engine.config import EngineConfig
 from tandem.engine.forward import ForwardInputs, Ints
-from tandem.engine.fusion import fuse
 from tandem.engine.kv_pool import make_pool
 from tandem.engine.observation import Observed, observe
 from tandem.engine.runner import ModelRunner
@@ -38,9 +38,14 @@ from tandem.telemetry import log as logs
 log = logs.get_logger(__name__)
 
 # Of the largest difference of logits to their spread. In float32 models differ by some 1e-5; a mask that
-# is off by one key, by 0.05 and more.
-TOLERANCE = 0.01
+# is off by one key, by 0.05 and more. In 16 bits the median row counts: a router of experts may choose
+# others for one row. These tell a broken layer from rounding; how layers attend, the copy has told.
+TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.3, torch.float16: 0.1}
+# Floating-point operations of all forwards of a check with the model's own weights: under a second.
+_AFFORDABLE = {"cpu": 1e11, "16-bit cpu": 1e10, "gpu": 5e14}
 _SEED = 1
+# A longer one is checked by a copy that has a short one.
+_LONGEST_WINDOW = 32
 
 # Of a small copy. What is made smaller where it is larger: windows so that a short sequence leaves them,
 # widths that attention does not depend on so that the copy is made in a moment.
@@ -60,48 +65,54 @@ _WIDTHS = {
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def check_copy(config: EngineConfig, hf_config: Any) -> Observed:
-    """Check a small copy of a model, unless `skips_model_check`.
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The two sequences of a check.
 
-    Returns:
-        What its layers ask of attention, for each layer of the whole model.
-
-    Raises:
-        AttentionNotServed: The model is not served right; the sentence says why.
+    Attributes:
+        ids: Shape (2, num_tokens).
+        page_size: Of the pages that they go through.
     """
-    began_s = time.monotonic()
-    device = config.device if torch.cuda.is_available() else "cpu"
-    copy = make_copy(hf_config, device, trusts_code=config.trust_remote_code)
-    observed = observe(copy.module, copy.text_config)
-    if not config.skips_model_check:
-        sequences = draw(copy.text_config, config.page_size)
-        expected = plain_logits(copy.module, sequences)
-        shape = _shape_of(observed, copy.text_config.vocab_size)
-        auto = msgspec.structs.replace(config, attention_backend="auto")
-        backend = TorchAttention() if device == "cpu" else choose_backend(auto, shape)
-        if not config.is_compiled:
-            fuse(copy.module, observed.called)
-        pool = make_pool(
-            shape, 3 * _num_pages(sequences, config.page_size), config.page_size, device
+
+    ids: Ints
+    page_size: int
+
+    @classmethod
+    def of(
+        cls, vocab_size: int, page_size: int, window: int | None, longest: int | None
+    ) -> "Sequences":
+        """Draw sequences longer than a page, and than a window where that is short; of `longest` at most."""
+        span = max(page_size, window if window and window <= _LONGEST_WINDOW else 0)
+        # From the middle of the vocabulary: marks are at its ends.
+        draw = np.random.default_rng(_SEED)
+        ids = draw.integers(
+            vocab_size // 4, max(vocab_size // 2, 1), (2, min(span + 9, longest or span + 9))
         )
-        check_logits(ModelRunner(observed.model, pool, backend), sequences, expected)
-        log.info("engine.model_checked", duration_s=round(time.monotonic() - began_s, 3))
-    return observed.repeated(copy.of_kind)
+        return cls(ids, page_size)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of each sequence."""
+        return len(self.ids[0])
+
+    def leave(self, window: int | None) -> bool:
+        """Tell whether they are longer than a window; there need not be one."""
+        return window is None or window < self.num_tokens
 
 
-def draw(text_config: Any, page_size: int) -> Ints:
-    """Draw two sequences longer than a page and than a window. Shape (2, num_tokens)."""
-    # A longer context than is served may be computed in another way.
-    num_tokens = max(page_size, *_WINDOWS.values()) + 9
-    num_tokens = min(num_tokens, longest_context(text_config) or num_tokens)
-    # From the middle of the vocabulary: marks are at its ends.
-    vocab_size = text_config.vocab_size
-    random = np.random.default_rng(_SEED)
-    return random.integers(vocab_size // 4, max(vocab_size // 2, 1), (2, num_tokens))
+def is_affordable(module: nn.Module, sequences: Sequences) -> bool:
+    """Tell whether a model is small enough to be checked with its own weights."""
+    first = next(module.parameters())
+    size = sum(each.numel() for each in module.parameters())
+    kind = "gpu" if first.device.type != "cpu" else "cpu"
+    if kind == "cpu" and first.dtype is not torch.float32:
+        kind = "16-bit cpu"
+    # Two sequences through transformers, three times one through the engine.
+    return 2.0 * size * 5 * sequences.num_tokens <= _AFFORDABLE[kind]
 
 
 @torch.inference_mode()
-def plain_logits(module: nn.Module, sequences: Ints) -> torch.Tensor:
+def plain_logits(module: nn.Module, sequences: Sequences) -> torch.Tensor:
     """Return what transformers computes by itself. Shape (2, num_tokens, vocab_size), float32.
 
     The module attends through pages again afterwards.
@@ -111,7 +122,7 @@ def plain_logits(module: nn.Module, sequences: Ints) -> torch.Tensor:
     try:
         rows = [
             module(input_ids=torch.from_numpy(ids[None]).to(device), use_cache=False).logits[0]
-            for ids in sequences
+            for ids in sequences.ids
         ]
     finally:
         module.set_attn_implementation(NAME)  # type: ignore[operator]
@@ -119,18 +130,22 @@ def plain_logits(module: nn.Module, sequences: Ints) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def check_logits(runner: ModelRunner, sequences: Ints, expected: torch.Tensor) -> None:
-    """Compare the engine's logits with those of `plain_logits`, over a pool for three sequences.
-
-    Raises:
-        AttentionNotServed: They differ.
-    """
-    num = sequences.shape[1]
-    width = _num_pages(sequences, runner.pool.page_size)
+def difference(
+    model: PagedModel,
+    shape: ModelShape,
+    backend: AttentionBackend,
+    sequences: Sequences,
+    expected: torch.Tensor,
+) -> torch.Tensor:
+    """Return how far the engine's logits are off, in their standard deviations. Shape (num_rows,)."""
+    num, page_size = sequences.num_tokens, sequences.page_size
+    width = -(-num // page_size)
+    pool = make_pool(shape, 3 * width, page_size, str(expected.device))
+    runner = ModelRunner(model, pool, backend)
     order = np.random.default_rng(_SEED).permutation(3 * width).astype(np.int32)
     whole, first, second = order.reshape(3, width)
     cut = num // 2 + 1
-    one, other = sequences
+    one, other = sequences.ids
     found = [
         # All of the first sequence; then a part of it beside all but the last token of the other; then
         # that token, decoding, beside the rest.
@@ -145,17 +160,7 @@ def check_logits(runner: ModelRunner, sequences: Ints, expected: torch.Tensor) -
         ),
     ]
     spread = expected.std(dim=-1).mean().clamp(min=1e-30)
-    off = float(max((got.float() - plain).abs().max() for got, plain in found) / spread)
-    # A NaN may be lost by `max`, and compares as false: both are refused.
-    if not off <= TOLERANCE or any(got.isnan().any() for got, _ in found):
-        raise AttentionNotServed(
-            f"with a small copy, the logits of this engine are off transformers' by {off:.2g} of their "
-            f"standard deviation, where rounding explains {TOLERANCE:g}"
-        )
-
-
-def _num_pages(sequences: Ints, page_size: int) -> int:
-    return -(-len(sequences[0]) // page_size)
+    return torch.cat([(got.float() - plain).abs().amax(-1) for got, plain in found]) / spread
 
 
 _Part = tuple[Ints, int, int, np.ndarray]
@@ -178,6 +183,99 @@ def _rows(parts: Sequence[_Part]) -> ForwardInputs:
     )
 
 
+class ModelCheck:
+    """The check of one model at its start.
+
+    ```
+    copy ── before large weights are loaded     before ── what transformers computes
+    copy ── if the weights were no proof  ◀──   after ── what the engine computes, with packed layers
+    ```
+
+    Raises, in every step:
+        AttentionNotServed: The model is not served right; the sentence says why.
+    """
+
+    def __init__(self, config: EngineConfig, hf_config: Any) -> None:
+        self._config = config
+        self._hf_config = hf_config
+        text = text_config_of(hf_config)
+        names = ("sliding_window", "attention_chunk_size")
+        windows = [getattr(text, name, None) for name in names]
+        self._window = min((each for each in windows if each), default=None)
+        # A longer context than is served may be computed in another way.
+        longest = longest_context(text)
+        self._sequences = Sequences.of(text.vocab_size, config.page_size, self._window, longest)
+        self._expected: torch.Tensor | None = None
+        self._is_proved = False
+        if config.skips_model_check:
+            log.warning("engine.model_unchecked", note="--skip-model-check: answers may be wrong")
+
+    def copy(self) -> Observed:
+        """Check a small copy; return what its layers ask, one for each layer of the whole model."""
+        trusts_code = self._config.trust_remote_code
+        began_s = time.monotonic()
+        copy = make_copy(self._hf_config, self._device, trusts_code=trusts_code)
+        observed = observe(copy.module, copy.text_config)
+        if not self._config.skips_model_check:
+            vocab_size = copy.text_config.vocab_size
+            longest = longest_context(copy.text_config)
+            page_size = self._config.page_size
+            sequences = Sequences.of(vocab_size, page_size, copy.window, longest)
+            expected = plain_logits(copy.module, sequences)
+            shape = _shape_of(observed, vocab_size)
+            off = difference(observed.model, shape, TorchAttention(), sequences, expected)
+            _judge("a small copy", float(off.max()), TOLERANCE[torch.float32], began_s)
+        self._is_proved = True
+        return observed.repeated(copy.of_kind)
+
+    def before(self, module: nn.Module) -> None:
+        """Note what transformers computes with the model's own weights, if that is affordable."""
+        config = self._config
+        is_comparable = config.tp_size == 1 and config.kv_cache_dtype == "auto"
+        is_wanted = is_comparable and not config.skips_model_check
+        if is_wanted and is_affordable(module, self._sequences):
+            self._expected = plain_logits(module, self._sequences)
+
+    def after(self, model: PagedModel, shape: ModelShape) -> None:
+        """Compare the engine with that; check a small copy where this proved too little."""
+        if self._config.skips_model_check:
+            return
+        if self._expected is not None:
+            backend = choose_backend(self._config, shape)
+            check_weights(model, shape, backend, self._sequences, self._expected)
+            is_exact = shape.dtype == "float32" and self._sequences.leave(self._window)
+            self._is_proved = self._is_proved or is_exact
+        if not self._is_proved and self._config.tp_rank == 0:
+            self.copy()
+
+    @property
+    def _device(self) -> str:
+        device = self._config.device
+        return device if device == "cpu" or torch.cuda.is_available() else "cpu"
+
+
+def check_weights(
+    model: PagedModel,
+    shape: ModelShape,
+    backend: AttentionBackend,
+    sequences: Sequences,
+    expected: torch.Tensor,
+) -> None:
+    """Compare a model with its own weights.
+
+    Args:
+        expected: From `plain_logits`, of the same weights, before anything was changed for speed.
+
+    Raises:
+        AttentionNotServed: The logits differ.
+    """
+    began_s = time.monotonic()
+    off = difference(model, shape, backend, sequences, expected)
+    dtype: torch.dtype = getattr(torch, shape.dtype)
+    found = float(off.median() if dtype.itemsize == 2 else off.max())
+    _judge("its own weights", found, TOLERANCE.get(dtype, TOLERANCE[torch.float32]), began_s)
+
+
 def _shape_of(observed: Observed, vocab_size: int) -> ModelShape:
     elements = sum(each.num_kv_heads * (each.key_dim + each.value_dim) for each in observed.layers)
     return ModelShape(
@@ -196,6 +294,22 @@ def _shape_of(observed: Observed, vocab_size: int) -> ModelShape:
     )
 
 
+def _judge(what: str, found: float, tolerance: float, began_s: float) -> None:
+    # Written so that NaN is refused too.
+    if not found <= tolerance:
+        raise AttentionNotServed(
+            f"with {what}, the logits of this engine are off transformers' by {found:.2g} of their "
+            f"standard deviation, where rounding explains {tolerance:g}"
+        )
+    log.info(
+        "engine.model_checked",
+        what=what,
+        difference=float(f"{found:.2g}"),
+        tolerance=tolerance,
+        duration_s=round(time.monotonic() - began_s, 3),
+    )
+
+
 # ── a small copy of a config ─────────────────────────────────────────────────────────────────────
 #
 # It has few layers that cover each kind, small windows and a small vocabulary. What decides how attention
@@ -207,31 +321,45 @@ class SmallCopy:
     """A model of a small copy of a config.
 
     Attributes:
+        layers: The layers of the whole model that the copy has.
         of_kind: For each layer of the whole model, one of its kind in the copy.
+        window: The smallest that a layer has; None without one.
     """
 
     module: torch.nn.Module
     text_config: Any
+    layers: tuple[int, ...]
     of_kind: tuple[int, ...]
+    window: int | None
 
 
 def make_copy(hf_config: Any, device: str, *, trusts_code: bool) -> SmallCopy:
     """Make a model of a small copy of a config, with seeded random float32 weights.
 
-    Raises whatever transformers raises of a config that no model can be made of.
+    Raises:
+        AttentionNotServed: There is no such model; the sentence says why.
     """
     text = text_config_of(hf_config)
     layers, of_kind = _chosen(text)
-
-    def copy(changes: dict[str, int]) -> SmallCopy:
-        small = _reduced(text, layers, changes)
-        module = _build(_composed(hf_config, text, small), device, trusts_code=trusts_code)
-        return SmallCopy(module, small, of_kind)
-
-    try:
-        return copy({**_WINDOWS, **_WIDTHS})
-    except Exception:  # noqa: BLE001 - configs raise what they please; fewer changes may pass
-        return copy({**_WINDOWS, "vocab_size": VOCAB_SIZE})
+    refusal: Exception | None = None
+    for changes in ({**_WINDOWS, **_WIDTHS}, {**_WINDOWS, "vocab_size": VOCAB_SIZE}):
+        try:
+            small = _reduced(text, layers, changes)
+            module = _build(_composed(hf_config, text, small), device, trusts_code=trusts_code)
+        except KeyError as error:
+            if NAME in str(error):  # there is no such way to attend: the model says so itself
+                raise
+            refusal = error
+            continue
+        except Exception as error:  # noqa: BLE001 - configs raise what they please; less may pass
+            refusal = error
+            continue
+        windows = [
+            getattr(small, name, None) for name in ("sliding_window", "attention_chunk_size")
+        ]
+        least = min((window for window in windows if window), default=None)
+        return SmallCopy(module, small, layers, of_kind, least)
+    raise AttentionNotServed(f"a small copy of it cannot be made: {refusal}") from refusal
 
 
 def _chosen(text: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -322,7 +450,7 @@ def _build(config: Any, device: str, *, trusts_code: bool) -> torch.nn.Module:
         module: torch.nn.Module = AutoModelForCausalLM.from_config(
             config,
             dtype=torch.float32,
-            attn_implementation=register(),
+            attn_implementation=NAME,
             trust_remote_code=trusts_code,
         )
     # One block of noise for all weights: to draw each costs seconds where layers are wide.

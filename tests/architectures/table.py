@@ -40,7 +40,7 @@ _REFUSED = {
     "it makes an attention mask of its own": "doge",
     "its config names no num_hidden_layers: it has no text model of one stack of layers": "blt",
     "not all of its layers attend through transformers' attention interface, such as layer 1": "mllama",
-    "with a small copy, the logits of this engine are off transformers'": "moshi",
+    "with its own weights, the logits of this engine are off transformers'": "moshi",
 }
 
 REFUSED = {why: tuple(names.split("; ")) for why, names in _REFUSED.items()}
