@@ -31,7 +31,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import thread as pools
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self, TextIO
 
 PRELOADED = (
     *("tandem.prefill.command", "tandem.decode.command", "tandem.serve", "tandem.router.command"),
@@ -47,6 +47,7 @@ PRELOADED = (
         "transformers.tokenization_utils_tokenizers",
     ),
 )
+ROOT = Path(__file__).resolve().parents[1]
 MAX_START_BYTES = 1 << 18
 CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
@@ -64,30 +65,71 @@ class Forked:
 
     Args:
         argv: The words after `python -P -m`.
+        stdin: A file's number, or DEVNULL. Of this and the next two, PIPE makes an attribute of
+            that name: a text file, the other end of a pipe.
+        stdout: A file's number.
+        stderr: A file's number.
+        cwd: The process's working directory.
+        env: Its environment.
         namespace: A file of the network namespace to run in; needs root.
         shared_memory: A directory to be its /dev/shm; needs root.
     """
+
+    stdin: TextIO | None = None
+    stdout: TextIO | None = None
+    stderr: TextIO | None = None
 
     def __init__(
         self,
         argv: Sequence[str],
         *,
-        stdout: int,
-        stderr: int,
-        cwd: Path,
-        env: Mapping[str, str],
+        stdin: int = subprocess.DEVNULL,
+        stdout: int = 1,
+        stderr: int = 2,
+        cwd: Path = ROOT,
+        env: Mapping[str, str] | None = None,
         namespace: str = "",
         shared_memory: str = "",
     ) -> None:
         self.returncode: int | None = None
         self._lock = threading.Lock()
         self._link, theirs = socket.socketpair()
-        start = {"argv": list(argv), "cwd": str(cwd), "env": dict(env)}
+        start = {
+            "argv": list(argv),
+            "cwd": str(cwd),
+            "env": dict(os.environ if env is None else env),
+        }
         start |= {"namespace": namespace, "shared_memory": shared_memory}
-        with theirs, Path(os.devnull).open() as stdin:
-            files = [theirs.fileno(), stdin.fileno(), stdout, stderr]
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(theirs)
+            given = enumerate((stdin, stdout, stderr))
+            files = [theirs.fileno(), *(self._file(*each, opened) for each in given)]
             socket.send_fds(_server(), [json.dumps(start).encode()], files)
         self.pid = self._read_number()
+
+    def _file(self, number: int, given: int, opened: contextlib.ExitStack) -> int:
+        """Return the file that becomes the process's `number`."""
+        if given == subprocess.DEVNULL:
+            return opened.enter_context(Path(os.devnull).open("r+b", 0)).fileno()
+        if given != subprocess.PIPE:
+            return given
+        reading, writing = os.pipe()
+        ours, theirs = (writing, reading) if number == 0 else (reading, writing)
+        opened.callback(os.close, theirs)
+        name = ("stdin", "stdout", "stderr")[number]
+        setattr(self, name, open(ours, "r" if number else "w"))  # noqa: SIM115 - `__exit__` closes it
+        return theirs
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the pipes, and wait for the end, as `subprocess` does."""
+        for file in (self.stdin, self.stdout, self.stderr):
+            if file is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    file.close()
+        self.wait()
 
     def _read_number(self) -> int:
         data = self._link.recv(4, socket.MSG_WAITALL)
@@ -386,6 +428,7 @@ def main() -> None:
     tests = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
     gc.disable()
+    sys.path.append(str(ROOT))  # processes of tests import `tests`
     for module in PRELOADED:
         import_module(module)
     gc.enable()
