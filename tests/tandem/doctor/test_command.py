@@ -18,6 +18,7 @@ from tandem.doctor.report import HandOff, Report, TransportRow, render
 from tandem.kvtransfer.transports.registry import AUTO
 from tandem.wire.errors import ConfigInvalid
 from tests.kept_port import kept_port
+from tests.sample import sampled
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 600  # a guard: torch and every transport are imported
@@ -154,7 +155,7 @@ def test_json_has_the_shape_that_scripts_count_on():
     assert set(told["findings"][0]) == {"area", "name", "status", "found", "advice"}
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+@pytest.mark.parametrize("host", sampled(["127.0.0.1", "[::1]"], "127.0.0.1"))
 def test_a_pair_with_one_secret_is_measured_again_and_again(host):
     env = {"TANDEM_CLUSTER_KEY": "one secret"}
     argv = ("--quick", "--json", "--transfer-backend", "tcp")
