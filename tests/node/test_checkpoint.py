@@ -173,6 +173,7 @@ def test_a_broken_gguf_leaves_nothing_behind_that_would_be_taken_for_a_model(
     assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == []
 
 
+@pytest.mark.slow
 def test_a_gguf_that_lacks_a_tensor_is_refused_by_its_name(tmp_path):
     lacking = write_gguf(tmp_path / "lacking.gguf", without="blk.1.ffn_down.weight")
     assert "model.layers.1.mlp.down_proj.weight" in refusal(lacking)

@@ -84,6 +84,7 @@ def listening(*argv: str, **env: str):
         process.communicate()
 
 
+@pytest.mark.slow
 def test_a_machine_is_examined_and_strange_transports_harm_only_themselves(tmp_path):
     (tmp_path / "tandem_strangers.py").write_text(STRANGERS)
     info = tmp_path / "tandem_strangers-1.0.dist-info"
