@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,10 @@ CALM = {"deadline": None, "database": None, "suppress_health_check": [HealthChec
 
 # Of torch, here and in nodes: more threads than cores wait for each other by spinning. One that asks for more gets them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A run in the background of a shell ignores it, and so would every process that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Imports make hundreds of thousands of objects that stay: a third of collecting the tests was looking through them.
 gc.disable()
