@@ -1,8 +1,5 @@
 """A model over two processes computes what it computes in one. The other process is `follower.py`."""
 
-import os
-import subprocess
-import sys
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -20,6 +17,7 @@ from tandem.engine.tensor_parallel import ShardedRunner, join
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.generation import SamplingParams
 from tests.engine.follower import NUM_PAGES, load_shard
+from tests.fork_server import Forked
 from tests.one_engine import run_together
 from tests.patience import PATIENCE_S
 from tests.tiny_models import CONFIGS
@@ -34,11 +32,7 @@ class OtherRank:
 
     def __init__(self, store: Path) -> None:
         self.link, theirs = Pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engine.follower", str(store), str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )
+        self.process = Forked(["tests.engine.follower", str(store)], stdin=theirs.fileno())
         theirs.close()
         self.is_abandoned = False
 
@@ -61,15 +55,16 @@ def other(tmp_path_factory):
     # Beside GPUs it is no test of anything: transformers would shard over them.
     if torch.cuda.is_available():
         pytest.skip("hide the GPUs with CUDA_VISIBLE_DEVICES=")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     store = tmp_path_factory.mktemp("ranks") / "store"
-    made = OtherRank(store)
-    join(EngineConfig(model_dir="", tp_size=2, tp_rank=0), store)
-    yield made
-    made.close()
-    dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        made = OtherRank(store)
+        join(EngineConfig(model_dir="", tp_size=2, tp_rank=0), store)
+        yield made
+        made.close()
+        dist.destroy_process_group()
     torch.set_num_threads(num_threads)
 
 

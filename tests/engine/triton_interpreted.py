@@ -41,7 +41,7 @@ def generate(path: str, kv_cache_dtype: str, backend: AttentionBackend) -> dict[
     launcher = ModelLauncher(ModelRunner(model, pool, backend), shape, config.page_size)
     engine = Engine(launcher, shape, config, NUM_PAGES)
     for i, prompt in enumerate(prompts(5)):
-        engine.submit(ask(prompt, str(i), max_new_tokens=4))
+        engine.submit(ask(prompt, str(i), max_new_tokens=2))
     return run(engine)
 
 

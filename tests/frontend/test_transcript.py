@@ -105,7 +105,7 @@ RULES = st.builds(
 )
 
 
-@settings(max_examples=300, derandomize=False)
+@settings(max_examples=300)
 @given(
     st.lists(st.integers(0, 2), min_size=1, max_size=20),
     st.lists(st.integers(1, 3), max_size=8),

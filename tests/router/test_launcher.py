@@ -14,6 +14,7 @@ import pytest
 
 from tandem.wire.messages import Cancel, StartDecode, StartPrefill
 from tests.certificates import make_certificates
+from tests.fork_server import AsyncForked
 from tests.patience import PATIENCE_S
 from tests.router.fake_node import FakeNode, until
 
@@ -21,7 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 NOWHERE = ("--prefill", "http://127.0.0.1:1", "8998", "--decode", "http://127.0.0.1:2")
 
 
-async def start(*flags: str, env=None) -> asyncio.subprocess.Process:
+async def start(*flags: str, env=None) -> AsyncForked | asyncio.subprocess.Process:
+    """Start a router: a fork, or a fresh process where it is to have an environment of its own."""
+    if env is None:
+        return await AsyncForked.start(["tandem.router", *flags])
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "tandem.router", *flags),
         cwd=ROOT,

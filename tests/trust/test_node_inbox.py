@@ -53,7 +53,7 @@ def test_no_message_stops_an_engine_or_keeps_a_page(cluster, node):
             cluster.step()
         cluster.settle()
 
-    with structlog.testing.capture_logs() as logs:
+    with structlog.testing.capture_logs([structlog.processors.format_exc_info]) as logs:
         knock()
     # The loop survives what it did not foresee; here everything was.
     assert not [log for log in logs if log["log_level"] == "error"]

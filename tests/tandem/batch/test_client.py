@@ -2,9 +2,11 @@
 
 import asyncio
 import email.utils
+import itertools
 import time
 from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +18,7 @@ from tandem.batch import (
     ServerAway,
     run_batch,
 )
+from tandem.batch import client as client_module
 from tandem.batch.client import MAX_RETRY_AFTER_S, retry_after_s
 from tandem.wire.errors import ConfigInvalid
 from tests.tandem.batch.stub import Stub, said
@@ -110,6 +113,14 @@ async def test_an_answer_that_does_not_end_is_too_late():
     assert result.failure == "timeout"
 
 
+@pytest.fixture
+def looks_take_time(monkeypatch):
+    """Let a millisecond pass whenever a client looks at the clock, and none otherwise: patience ends by what is done."""
+    clock = itertools.count(1.0, 0.001)
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+
+
+@pytest.mark.usefixtures("looks_take_time")
 async def test_one_request_that_is_rejected_ends_when_all_others_were_answered():
     def script(body):
         return said(status=429 if body["prompt"] == "7" else 200, Retry_After="0.001")
@@ -219,6 +230,7 @@ async def test_another_key_is_asked_for_once_and_no_answer_is_made_of_that():
     assert stub.keys == ["Bearer wrong"]
 
 
+@pytest.mark.usefixtures("looks_take_time")
 async def test_it_ends_when_no_server_has_answered_for_too_long(closed_url, closed_port):
     client = BatchClient(closed_url, BatchSettings(patience_s=0.03))
     with pytest.raises(ServerAway, match=f"{closed_url} .*refused.*start a server"):

@@ -17,6 +17,7 @@ from tandem.doctor.link import judge
 from tandem.doctor.report import HandOff, Report, TransportRow, render
 from tandem.wire.errors import ConfigInvalid
 from tests.kept_port import kept_port
+from tests.sample import sampled
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 600  # a guard: torch and every transport are imported
@@ -82,6 +83,7 @@ def listening(*argv: str, **env: str):
         process.communicate()
 
 
+@pytest.mark.slow
 def test_a_machine_is_examined_and_strange_transports_harm_only_themselves(tmp_path):
     (tmp_path / "tandem_strangers.py").write_text(STRANGERS)
     info = tmp_path / "tandem_strangers-1.0.dist-info"
@@ -147,7 +149,7 @@ def test_json_has_the_shape_that_scripts_count_on():
     assert set(told["findings"][0]) == {"area", "name", "status", "found", "advice"}
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+@pytest.mark.parametrize("host", sampled(["127.0.0.1", "[::1]"], "127.0.0.1"))
 def test_a_pair_with_one_secret_is_measured_again_and_again(host):
     env = {"TANDEM_CLUSTER_KEY": "one secret"}
     argv = ("--json", "--transfer-backend", "tcp")

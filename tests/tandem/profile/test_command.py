@@ -1,21 +1,19 @@
 """`tandem profile` of a tiny model, as people run it."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tandem.engine.profile import NodeFigures, Profile, read_profile
 from tandem.plan.nodes import node_kind
 from tandem.profile.command import parse, write
 from tandem.wire.errors import ConfigInvalid
+from tests import fork_server
 
 
 def profile(*flags):
-    command = [sys.executable, "-P", "-m", "tandem", "profile", *map(str, flags)]
-    return subprocess.run(command, check=False, capture_output=True, text=True)
+    return fork_server.run(["tandem", "profile", *map(str, flags)])
 
 
+@pytest.mark.slow
 def test_a_node_is_measured_and_its_profile_is_one_for_plans_and_simulated_engines(
     tiny_model, tmp_path
 ):
