@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
 import torch
 
