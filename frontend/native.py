@@ -333,9 +333,12 @@ class _Generated:
             self._text.clear()
             self._ids.clear()
         self._text += encode(piece.text)[1:-1]
-        for token_id in piece.token_ids:
-            self._ids += b",%d" % token_id if self._ids else b"%d" % token_id
-        self._num_tokens += len(piece.token_ids)
+        if piece.token_ids:
+            if self._ids:
+                self._ids += b","
+            # A whole answer may have a million tokens.
+            self._ids += encode(list(piece.token_ids))[1:-1]
+            self._num_tokens += len(piece.token_ids)
 
 
 class _Events(_Generated):
