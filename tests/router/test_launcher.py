@@ -1,6 +1,7 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -156,6 +157,18 @@ async def test_a_worker_that_crashes_is_replaced():
         await next_event(process, "edge_worker.ready")
         assert workers_of(process) != [worker]
         assert (await get_health(url))[0] == 503
+
+
+async def test_a_worker_that_cannot_be_started_again_ends_no_other_and_is_started_later():
+    async with router(*NOWHERE, "--detokenizers", "2") as (process, url):
+        first, _ = workers_of(process)
+        _, hard = limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (3, hard))
+        os.kill(first, signal.SIGKILL)
+        await next_event(process, "edge_worker.not_started")
+        assert (await get_health(url))[0] == 503
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
+        await until(lambda: len(workers_of(process)) == 2)
 
 
 async def test_a_signal_between_two_lives_of_a_worker_ends_the_router():
