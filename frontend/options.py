@@ -10,12 +10,14 @@ from urllib.parse import urlsplit
 
 from tandem.frontend.reply_formats import REASONING_FORMATS, TOOL_FORMATS
 from tandem.frontend.reply_parser import NO_FORMATS, ReplyFormats
-from tandem.frontend.tracing import checked_endpoint
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import ConfigInvalid
 from tandem.wire.options import Flag
 
 log = get_logger(__name__)
+
+# Where collectors listen for OTLP over HTTP.
+_TRACES_PATH = "/v1/traces"
 
 TOOL_CALL_PARSER = Flag(
     "--tool-call-parser",
@@ -34,6 +36,36 @@ GENERATION_CONFIG = Flag(
     help="source of sampling parameters that a request leaves out: the model's generation_config.json "
     "(auto), or the API's defaults (none)",
 )
+
+
+def checked_endpoint(text: str) -> str:
+    """Return where traces are sent, with its path. Empty: nowhere.
+
+    Raises:
+        ConfigInvalid: It is no such URL, or the packages are not there.
+    """
+    if not text:
+        return ""
+    if not _is_endpoint(text):
+        raise ConfigInvalid(
+            f"--otlp-traces-endpoint {text}: give http://HOST:4318, where the collector takes OTLP over HTTP"
+        )
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter  # noqa: F401 -- whether it is there
+    except ImportError as error:
+        raise ConfigInvalid(
+            "--otlp-traces-endpoint needs OpenTelemetry: pip install 'tandem-serve[opentelemetry]'"
+        ) from error
+    return text if urlsplit(text).path.strip("/") else text.rstrip("/") + _TRACES_PATH
+
+
+def _is_endpoint(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        has_address = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, brackets that do not match
+        return False
+    return parts.scheme in {"http", "https"} and has_address
 
 
 def _checked_keys(keys: Sequence[str]) -> tuple[str, ...]:

@@ -20,7 +20,6 @@ from typing import Any, Literal, Protocol
 
 import pydantic_core
 
-from tandem.frontend.grammars import native_grammar
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.generation import Grammar
 
@@ -239,6 +238,10 @@ def _share(shared: dict[str, Any], kept: Mapping[str, Any], name: str) -> None:
 
 
 def _grammar(schema: dict[str, Any]) -> Grammar:
+    from tandem.frontend.grammars import (
+        native_grammar,
+    )  # a misspelt flag need not wait for pydantic
+
     grammar = native_grammar({"json_schema": schema})
     assert grammar is not None
     return grammar

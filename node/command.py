@@ -14,7 +14,6 @@ from tandem.frontend.options import warn_of_exposed_keys
 from tandem.node.checkpoint import resolve_model, sampling_defaults
 from tandem.node.config import NodeConfig, NodeRole
 from tandem.node.flags import MEANINGLESS, build_parser, read_config
-from tandem.node.supervisor import serve
 from tandem.telemetry import log as logs
 from tandem.wire.channel import PER_LINK, allow_descriptors
 from tandem.wire.command_line import Parser
@@ -68,6 +67,8 @@ def run(command: NodeCommand, argv: Sequence[str]) -> int:
         if config.generation_config == "auto":
             config = _with_sampling_defaults(config)
         operator = operator_key(os.environ.get("TANDEM_CLUSTER_KEY", ""))
+        from tandem.node.supervisor import serve  # a misspelt flag need not wait for its imports
+
         status: int = uvloop.run(serve(config, command.engine_modules, key, operator))
     except TandemError as error:
         sys.stderr.write(f"{parser.prog}: error: {error.for_operators}\n")

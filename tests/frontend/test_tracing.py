@@ -12,8 +12,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 from tandem.frontend import tracing
-from tandem.frontend.options import FrontendOptions, HttpOptions
-from tandem.frontend.tracing import Tracing, checked_endpoint
+from tandem.frontend.options import FrontendOptions, HttpOptions, checked_endpoint
+from tandem.frontend.tracing import Tracing
 from tandem.wire.errors import ConfigInvalid, NoNodeAvailable
 from tests.frontend.conftest import serve
 from tests.frontend.fakes import say
