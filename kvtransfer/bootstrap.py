@@ -51,6 +51,8 @@ log = get_logger("kvtransfer.bootstrap")
 
 # One for each transport there is, with room for more. Trying one may take seconds.
 MAX_OFFERS = 16
+# A peer may send names of any length, and the answer has to fit into a message.
+MAX_DESCRIPTION_CHARS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +192,7 @@ class BootstrapPort:
 
     def _greet(self, peer: Peer, hello: Hello) -> None:
         try:
-            layout = self._check(hello)
-            pairs = self._pairs(hello, layout)
+            layout, pairs = self._paired(hello)
             sources = [pair.source for pair in pairs if pair.destination == hello.tp_rank]
             own_rank = self._end.shard.tp_rank
             targets = {pair.destination: pair.heads for pair in pairs if pair.source == own_rank}
@@ -225,35 +226,30 @@ class BootstrapPort:
         worker.submit(connect, partial(self._welcome, link), partial(self.drop, link))
         return None
 
-    def _check(self, hello: Hello) -> KVLayout:
+    def _paired(self, hello: Hello) -> tuple[KVLayout, list[RankPair]]:
+        """Return the layout of decode's rank, and which ranks of the two nodes copy what.
+
+        Raises:
+            LayoutMismatch: It is another model, or another layout of it.
+            TransferRefused: There are more offers than anybody makes.
+        """
         if len(hello.offers) > MAX_OFFERS:
-            raise TransferRefused(
-                f"{len(hello.offers)} offers, of which {MAX_OFFERS} are looked at"
-            )
+            raise TransferRefused(f"{len(hello.offers)} offers; the limit is {MAX_OFFERS}")
         end = self._end
+        theirs = Shard(hello.tp_rank, hello.tp_size, hello.model_kv_heads)
+        sources = held_heads(end.shard, end.layout.num_kv_heads)
         ours = _described(end.fingerprint, end.layout, end.shard)
         try:
             layout = KVLayout.from_info(hello.layout)
-        except ValueError as error:
-            raise LayoutMismatch(ours, f"{hello.fingerprint} ({error})") from error
-        theirs = _shard_of(hello)
-        is_same_model = hello.fingerprint == end.fingerprint and (
-            theirs.model_kv_heads or layout.num_kv_heads
-        ) == (end.shard.model_kv_heads or end.layout.num_kv_heads)
-        if not is_same_model or not layout.holds_same_heads(end.layout):
-            raise LayoutMismatch(ours, _described(hello.fingerprint, layout, theirs))
-        return layout
-
-    def _pairs(self, hello: Hello, layout: KVLayout) -> list[RankPair]:
-        end = self._end
-        try:
-            return pair_ranks(
-                held_heads(end.shard, end.layout.num_kv_heads),
-                held_heads(_shard_of(hello), layout.num_kv_heads),
+            num_heads = theirs.model_kv_heads or layout.num_kv_heads
+            is_same_model = hello.fingerprint == end.fingerprint and num_heads == (
+                end.shard.model_kv_heads or end.layout.num_kv_heads
             )
+            if not is_same_model or not layout.holds_same_heads(end.layout):
+                raise LayoutMismatch(ours, _described(hello.fingerprint, layout, theirs))
+            return layout, pair_ranks(sources, held_heads(theirs, layout.num_kv_heads))
         except ValueError as error:
-            ours = _described(end.fingerprint, end.layout, end.shard)
-            raise LayoutMismatch(ours, f"{hello.fingerprint} ({error})") from error
+            raise LayoutMismatch(ours, _described(hello.fingerprint, error)) from error
 
     def _ports_of(self, sources: Sequence[int]) -> list[int]:
         """Return the ports of ranks beside this one; only rank 0 knows them."""
@@ -296,13 +292,9 @@ class BootstrapPort:
                 self.send(link, LinkPing(epoch=self._end.epoch))
 
 
-def _shard_of(hello: Hello) -> Shard:
-    return Shard(hello.tp_rank, hello.tp_size, hello.model_kv_heads)
-
-
-def _described(fingerprint: str, layout: KVLayout, shard: Shard) -> str:
-    if shard == Shard(model_kv_heads=shard.model_kv_heads):
-        return f"{fingerprint} ({layout})"
-    whole = shard.model_kv_heads or layout.num_kv_heads
-    place = f"rank {shard.tp_rank} of {shard.tp_size}, {whole} KV heads in all"
-    return f"{fingerprint} ({layout}; {place})"
+def _described(fingerprint: str, layout: KVLayout | ValueError, shard: Shard | None = None) -> str:
+    place = ""
+    if isinstance(layout, KVLayout) and shard and (shard.tp_rank, shard.tp_size) != (0, 1):
+        whole = shard.model_kv_heads or layout.num_kv_heads
+        place = f"; rank {shard.tp_rank} of {shard.tp_size}, {whole} KV heads in all"
+    return f"{fingerprint} ({layout}{place})"[:MAX_DESCRIPTION_CHARS]

@@ -90,7 +90,8 @@ class StreamConnection:
             # All of them, also when one fails: after an error no byte of ours may be under way.
             errors = [error for future in futures if (error := future.exception())]
         if errors:
-            raise errors[0]
+            # A refusal promises that nothing is under way: not where another stream broke.
+            raise next((e for e in errors if not isinstance(e, TransferRefused)), errors[0])
         return None
 
     def _send(self, number: int, room: Room, batches: list[CopyPlan]) -> None:

@@ -36,11 +36,12 @@ from typing import Annotated, Protocol
 import msgspec
 import numpy as np
 
+from tandem.kvtransfer.control import start_thread
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Admission, PeerKey, Permits, Pool, new_peer_key
 from tandem.telemetry.log import get_logger
-from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
+from tandem.wire.errors import ConfigInvalid, PeerLost, TransferFailed, TransferRefused
 from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
 
@@ -343,9 +344,12 @@ class TcpListener:
             if not self._strangers.acquire(blocking=False):
                 stream.close()
                 continue
-            threading.Thread(
-                target=self._serve, args=(stream,), name="kv-receive", daemon=True
-            ).start()
+            try:
+                start_thread("kv-receive", partial(self._serve, stream))
+            except TransferFailed as error:  # there may be one, later
+                self._strangers.release()
+                stream.close()
+                log.warning("kv_stream.not_accepted", reason=str(error))
 
     def _serve(self, stream: socket.socket) -> None:
         with stream:

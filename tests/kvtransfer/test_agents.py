@@ -164,6 +164,17 @@ def test_a_grant_withdrawn_before_a_push_is_safe_and_fails_the_request(cluster, 
     assert isinstance(prefill.next(Released).error, Aborted)
 
 
+def test_a_room_that_was_withdrawn_and_is_granted_again_costs_only_itself(cluster):
+    prefill, decode = cluster.prefill(), cluster.decode()
+    for _ in range(2):  # a client may choose the same room again
+        request(decode, prefill)
+        prefill.wait_until(lambda now: now.num_early_grants == 1 or now.num_refused)
+        decode.agent.withdraw(ROOM)
+        assert decode.next() == Safe(ROOM)
+    assert prefill.agent.statistics().num_links == 1
+    serve_the_next(prefill, decode)
+
+
 def test_a_room_that_is_expected_again_after_it_was_given_up_ends_again(cluster):
     prefill = cluster.prefill()
     prefill.agent.expect(ROOM)

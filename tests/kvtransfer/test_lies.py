@@ -10,7 +10,7 @@ from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Sa
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.wire import hand_off
-from tandem.wire.channel import wait
+from tandem.wire.channel import MAX_MESSAGE_BYTES, wait
 from tandem.wire.errors import ErrorInfo, PeerLost, TransferRefused
 from tandem.wire.generation import Epoch, Room
 from tests.calm import calm_receiver
@@ -62,7 +62,7 @@ FALSE_HELLOS = [
         for name in SIZES
         for size in (-HUGE, -1, 0, HUGE, 2**63 - 1)
     ],
-    ({"fingerprint": "x" * (1 << 20)}, "layout"),
+    ({"fingerprint": "x" * (MAX_MESSAGE_BYTES - 250), "offers": []}, "layout"),
     *[({"tp_rank": rank}, "layout") for rank in (-1, 99, HUGE)],
     *[(offers(1, each), "offer") for each in ({}, {"peer": "x" * 100_000}, {"peer": -HUGE})],
     (offers(MAX_OFFERS + 1, {}), "offer"),

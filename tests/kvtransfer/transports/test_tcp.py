@@ -59,6 +59,21 @@ def test_a_peer_that_breaks_its_word_and_still_sends_is_cut_by_the_revocation(ri
             frames.receive_exactly(stream, 1)
 
 
+def test_a_listener_without_a_thread_for_a_stream_accepts_the_next(rig, monkeypatch):
+    start_one, refused = threading.Thread.start, []
+
+    def start(thread):
+        if thread.name == "kv-receive" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start_one(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(TransferRefused):
+        rig.connect()
+    rig.connect().close()
+
+
 def test_a_large_write_goes_over_several_streams():
     layout = KVLayout(64, 16, 8, 8, 64, "bfloat16", 2)
     with (
