@@ -102,7 +102,7 @@ SENTENCES: dict[State, str] = {
 
 
 class NotNow(TandemError, code="not_now", status=409):
-    """The node is in no state for what is asked of it; the sentence says what to do first."""
+    """The node cannot do this in its present state. The message names what to do first."""
 
 
 class Life:
