@@ -44,6 +44,7 @@ class DrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         float | None,
         Flag(
             "--timeout",
+            metavar="SECONDS",
             ge=0,
             help="how long running requests may take to finish before they are handed over to other nodes; "
             "0 hands over at once (default: the node's own --drain-timeout-s)",

@@ -140,6 +140,7 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
         Rate,
         Flag(
             *("--request-rate", "--rate"),
+            metavar="R",
             help="open loop: requests a second; inf: all at once",
             parse=lambda text: _rate("--request-rate", 0.0, text),
         ),
@@ -191,6 +192,7 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Flag(
             "--random-range-ratio",
+            metavar="R",
             ge=0,
             le=1,
             help="draw lengths from N * (1 - R) to N * (1 + R), as vLLM does",

@@ -56,7 +56,7 @@ class TopConfig(msgspec.Struct, frozen=True, kw_only=True):
     interval_s: Annotated[
         float,
         # The router itself looks anew four times a second.
-        Flag("--interval", ge=0.1, help="time between two pictures"),
+        Flag("--interval", metavar="SECONDS", ge=0.1, help="time between two pictures"),
     ] = 1.0
     api_key: Annotated[str, Flag("--api-key", help="for a router that asks for one")] = ""
 
