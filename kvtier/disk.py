@@ -1,13 +1,13 @@
-"""Pages as files of a directory, of this node or shared by many (NFS, Ceph, any POSIX file system).
+"""Pages as files in a local or shared directory (NFS, Ceph, any POSIX file system).
 
 ```
- put ──▶ evict down to the limit ──▶ write by another name ──▶ rename          full: stop writing for a while
- get ──▶ read into host memory ──▶ check ──▶ lend                              wrong: count, remove, a miss
+ put ──▶ evict down to the limit ──▶ write a temporary file ──▶ rename     disk full: pause writing
+ get ──▶ read into host memory ──▶ verify ──▶ lend                         corrupted: count, remove, report a miss
 ```
 
-What a node knows of the directory comes from its own puts and gets and from a scan now and then (`DiskIndex`).
-Others may add and remove files at any time: deleting what another just read is harmless, and what is gone is a miss.
-A file's time of change is when any node last used it; eviction goes by that.
+A node learns the directory's content from its own puts and gets and from periodic scans (`DiskIndex`). Other
+nodes may add and remove files at any time: removing a file that a node has just read is harmless, and a missing file is a
+miss. A file's mtime is when any node last used it; eviction follows it.
 """
 
 import errno
@@ -33,13 +33,13 @@ from tandem.wire.prefixes import PageKey, PageSpace
 
 log = get_logger("kvtier.disk")
 
-# A use is noted once in this time: a note is a write.
+# A file's mtime is refreshed at most this often, because each refresh is a write.
 TOUCH_S = 60.0
-# A full disk is tried again after this time.
+# Pause of writing after the disk was full.
 FULL_S = 60.0
-# A scan of a shared directory asks the server for every file; what others wrote is not known before.
+# Interval of scans. A scan stats every file; files of other nodes are unknown until then.
 SCAN_S = 600.0
-# A mount that does not answer at the start within this time will not soon.
+# Time limit for a mount to answer at the start.
 START_S = 10.0
 CLOSE_S = 1.0
 # Fraction of the files to evict at a time, when the disk is full before the limit is reached.
@@ -49,21 +49,21 @@ _FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT}
 
 def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> "DiskTier":
     """Return the tier of a `--kv-tier disk:PATH:SIZE`."""
-    # The limit is the node's, of which each rank has its share.
+    # The limit is for the whole node; each rank gets an equal share.
     limit_bytes = spec.limit_bytes // space.num_shards
     return DiskTier(Path(spec.path), limit_bytes, pages, space, name=spec.name)
 
 
 class DiskTier:
-    """A tier in a directory. Any thread may call it, and any number of nodes and processes share it.
+    """A tier in a directory. Any thread may call it; any number of nodes and processes may share the directory.
 
     Args:
-        path: Is made where it is missing.
-        limit_bytes: Of all files of all nodes, as far as this node knows of them; of ranks, those of this one.
-        clock: Seconds since 1970, as file systems have them.
+        path: Created if it is missing.
+        limit_bytes: Limit for all files of all nodes that this node knows of; each rank counts its own.
+        clock: Seconds since the epoch, like mtimes.
 
     Raises:
-        ConfigInvalid: The directory cannot be used, or the limit has no room for a page.
+        ConfigInvalid: The directory cannot be used, or the limit is smaller than a page.
     """
 
     lends_own_memory = False
@@ -85,10 +85,10 @@ class DiskTier:
         if limit_bytes < self._file_bytes:
             raise ConfigInvalid(
                 f"--kv-tier disk:{path}:{limit_bytes}: a page of KV takes {self._file_bytes} bytes; "
-                "give it room for many"
+                "specify a larger size"
             )
         self._directory = _open_directory(path, space.shard)
-        # Nodes with other models share the directory, and get nothing of each other's.
+        # Nodes with other models may share the directory; their keys differ.
         self._space_name = space.name
         self._memory = PageMemory(pages.host_memory, pages.page_bytes)
         self._clock = clock
@@ -112,7 +112,7 @@ class DiskTier:
                         self._memory.give_back([pieces.pop()])
                         break
                     used.append((key, used_s))
-                # Last page first: parents outlive their children.
+                # Last page first, so that parents outlive their children.
                 for key, used_s in reversed(used):
                     self._touch(key, used_s)
         except BaseException:
@@ -121,13 +121,13 @@ class DiskTier:
         return self._memory.lend(pieces, pieces)
 
     def put(self, keys: Sequence[PageKey], pages: Sequence[memoryview]) -> int:
-        """Write those that are not here.
+        """Write the pages that are missing.
 
-        While the disk is full nothing is written, and that is no failure: what is there can be read.
+        While the disk is full nothing is written. That is no failure: existing pages can still be read.
         """
         num_new = 0
         with self._answering():
-            # Last page first, so that parents are the younger files and outlive their children.
+            # Last page first: parents get the newer mtime and outlive their children.
             for key, page in reversed(list(zip(keys, pages, strict=True))):
                 if self._is_full:
                     break
@@ -138,7 +138,7 @@ class DiskTier:
         return num_new
 
     def load(self) -> TierLoad:
-        """Return what this node knows of it."""
+        """Return the tier's gauges, as far as this node knows the directory."""
         index = self._index
         return TierLoad(
             name=self.name,
@@ -157,7 +157,7 @@ class DiskTier:
         self._scanner.join(CLOSE_S)
 
     def scan(self) -> None:
-        """Take stock of the directory, and evict down to the limit."""
+        """Read the directory's list of files, and evict down to the limit."""
         begin_s = self._clock()
         self._index.begin_scan()
         with self._answering():
@@ -177,12 +177,12 @@ class DiskTier:
                 self.scan()
             except TierFailed as error:
                 log.warning("kv_tier.scan_failed", tier=self.name, reason=error.message)
-            # Nodes that share a directory and started together come at different times.
+            # Jitter, so that nodes that share a directory do not scan it together.
             self._stopping.wait(SCAN_S * (0.8 + 0.4 * random()))
 
     @property
     def _is_full(self) -> bool:
-        # A clock that was set back must not make the pause longer.
+        # A clock that was set back must not prolong the pause.
         return 0 < self._full_until_s - self._clock() <= FULL_S
 
     @contextmanager
@@ -193,7 +193,7 @@ class DiskTier:
             raise TierFailed(f"{self._directory.top}: {error.strerror or error}") from error
 
     def _find(self, key: PageKey) -> PageFile | None:
-        """Return a page's file; None: it is not here, or has another length."""
+        """Return a page's file, or None if it is missing or has the wrong size."""
         try:
             file = self._directory.find(key.digest)
         except FileNotFoundError:
@@ -202,11 +202,11 @@ class DiskTier:
         return file if file is not None and file.size_bytes == self._file_bytes else None
 
     def _read(self, key: PageKey, into: memoryview) -> float | None:
-        """Return when the page that was read was last used; None: it is not here."""
+        """Read a page; return when it was last used, or None if it is missing or corrupted."""
         try:
             return self._directory.read(key.digest, into)
         except FileNotFoundError:
-            self._directory.make_top()  # a page is gone, or the whole directory
+            self._directory.make_top()  # the page may be missing, or the whole directory
         except EntryCorrupted as error:
             with suppress(OSError):
                 self._directory.remove(key.digest)
@@ -217,7 +217,7 @@ class DiskTier:
         return None
 
     def _touch(self, key: PageKey, used_s: float) -> None:
-        """Note that a page was used, for all nodes, unless that was noted just now."""
+        """Refresh a page's mtime for all nodes, unless it is recent."""
         now_s = self._clock()
         if now_s - used_s >= TOUCH_S:
             try:
@@ -226,7 +226,7 @@ class DiskTier:
                 self._index.forget(key.digest)
                 return
             except OSError:
-                pass  # it may be read and not changed: then it stays as old as it is
+                pass  # the file is read-only for this user: its mtime stays
             used_s = now_s
         self._met(key, used_s)
 
@@ -235,7 +235,7 @@ class DiskTier:
         self._known.met([key])
 
     def _write(self, key: PageKey, page: memoryview) -> bool:
-        """Write a page; return False if the disk has no room, even after some was made."""
+        """Write a page; return False if the disk is full even after an eviction."""
         num_bytes = self._index.num_bytes
         wanted_bytes = num_bytes + self._file_bytes - self._limit_bytes
         for is_full in (False, True):
@@ -257,7 +257,7 @@ class DiskTier:
     def _evict(self, num_bytes: int) -> bool:
         """Remove the least recently used files; return whether that many bytes were freed.
 
-        One that cannot be removed raises, and counts on.
+        A file that cannot be removed raises, and stays in the index.
         """
         for _ in range(2 * len(self._index)):
             if num_bytes <= 0:
@@ -267,7 +267,7 @@ class DiskTier:
         return num_bytes <= 0
 
     def _evict_one(self, known: PageFile) -> int:
-        """Remove a file, unless another node used it lately; return the bytes that are free by that."""
+        """Remove a file unless another node has used it since; return the bytes freed."""
         with suppress(FileNotFoundError):
             file = self._directory.find(known.digest)
             if file is not None and file.used_s > known.used_s:
@@ -280,20 +280,20 @@ class DiskTier:
 
 
 class DiskIndex:
-    """The files that one node knows of a directory. Any thread may call it.
+    """The files of the directory that this node knows. Any thread may call it.
 
     ```
-     scan, put, found ──▶ KNOWN ──evicted, gone, not met by a whole scan──▶ forgotten
+     scanned, put, read ──▶ KNOWN ──evicted, missing, absent from a complete scan──▶ forgotten
     ```
 
     Attributes:
-        num_bytes: Of all known files.
+        num_bytes: Total size of all known files.
     """
 
     def __init__(self, known: KnownPages) -> None:
         self.num_bytes = self.num_evicted = self.num_corrupted = 0
         self._known, self._lock = known, threading.RLock()
-        # Least recently used first, as far as this node knows between two scans.
+        # Least recently used first, to the knowledge of the last scan and this node's own uses since.
         self._files: OrderedDict[bytes, PageFile] = OrderedDict()
         self._unmet: set[bytes] = set()
 
@@ -301,19 +301,19 @@ class DiskIndex:
         return len(self._files)
 
     def begin_scan(self) -> None:
-        """Begin to take stock; what is met from now on is there."""
+        """Start a scan: files not met until `end_scan` are gone."""
         with self._lock:
             self._unmet = set(self._files)
 
     def end_scan(self) -> None:
-        """Forget what the scan did not meet: others removed it."""
+        """Forget the files that the scan did not meet: other nodes removed them."""
         with self._lock:
             for digest in self._unmet:
                 self.forget(digest)
             self._files = OrderedDict(sorted(self._files.items(), key=lambda item: item[1].used_s))
 
     def met(self, file: PageFile) -> None:
-        """Note that a file is there."""
+        """Record that a file exists."""
         with self._lock:
             self._unmet.discard(file.digest)
             before = self._files.get(file.digest)
@@ -323,14 +323,14 @@ class DiskIndex:
                 self._files.move_to_end(file.digest)
 
     def forget(self, digest: bytes) -> None:
-        """Note that a file is gone, if it was known."""
+        """Record that a file is gone."""
         with self._lock:
             if (file := self._files.pop(digest, None)) is not None:
                 self.num_bytes -= file.size_bytes
         self._known.missed(digest)
 
     def take_oldest(self) -> PageFile | None:
-        """Return the least recently used file, which is the last to be returned again if it stays known."""
+        """Return the least recently used file, and move it to the end of the order."""
         with self._lock:
             if not self._files:
                 return None
@@ -346,7 +346,7 @@ class DiskIndex:
 
 
 def _open_directory(path: Path, shard: str) -> PageDirectory:
-    """Return the directory behind a path. A thread opens it, since a call of a mount that hangs never ends."""
+    """Open the directory on a thread, because a call to a hanging mount never returns."""
 
     def opened() -> PageDirectory | OSError:
         try:
@@ -359,19 +359,19 @@ def _open_directory(path: Path, shard: str) -> PageDirectory:
         found = opener.submit(opened).result(START_S)
     except TimeoutError:
         raise ConfigInvalid(
-            f"--kv-tier disk:{path}: nothing answers there within {START_S:g} s; look at the mount, or name "
+            f"--kv-tier disk:{path}: the file system does not answer within {START_S:g} s; check the mount, or specify "
             "another directory"
         ) from None
     finally:
         opener.stop()
     if isinstance(found, OSError):
         raise ConfigInvalid(
-            f"--kv-tier disk:{path}: {found.filename}: {found.strerror or found}; make it a directory that the user of this node "
-            "may read, write and enter, or name another"
+            f"--kv-tier disk:{path}: {found.filename}: {found.strerror or found}; specify a directory that the "
+            "node's user may read, write and enter"
         ) from found
     if found.top.stat().st_mode & stat.S_IWOTH:
         raise ConfigInvalid(
-            f"--kv-tier disk:{path}: everybody may write to {found.top}, and so put pages there that are "
-            f"no model's; chmod 700 {found.top}"
+            f"--kv-tier disk:{path}: every user may write to {found.top} and could plant false pages; "
+            f"run chmod 700 {found.top}"
         )
     return found

@@ -1,16 +1,16 @@
-"""A directory of pages, of this node or shared: its files, and whose store it is.
+"""The files of a directory of pages, and the identity of the store.
 
 ```
  PATH/tandem-kv-1/store-id                 the store's identity: random, made by the first node
-                 /3f/a/3fa9…               a page, by its key in hex; 4,096 folders, so that 10 million pages are
-                                           2,500 a folder
-                 /3f/a/.…                  a file that is being written
-     /tandem-kv-1-rank-0-of-2/…            the same, where each rank of a node keeps its part of a page
+                 /3f/a/3fa9…               a page, named by its key in hex; 4,096 folders keep 10 million pages
+                                           at 2,500 files each
+                 /3f/a/.…                  a temporary file of a write in progress
+     /tandem-kv-1-rank-0-of-2/…            the same for one rank of a node, which stores its shard of each page
 ```
 
-Ranks that shared a directory and its limit would each make room for what all of them write. Pages are written under
-another name and renamed, so no half of one is ever seen. Nothing is synced: what a power cut leaves does not pass for
-a page.
+Each rank has its own folder and share of the limit: otherwise each would evict for what all of them write. A page is
+written under a temporary name and renamed, so no reader sees half of one. Nothing is fsynced: the checksum rejects what a
+power cut leaves.
 """
 
 import errno
@@ -28,28 +28,28 @@ from typing import cast
 
 from tandem.kvtier.entry import HEADER_BYTES, VERSION, Checksum, page_header
 
-# Not blocking: the other end of a pipe by this name might never be opened.
+# Nonblocking: opening a FIFO of this name would wait for a writer.
 _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-# Of a link, a file that we may not read, a socket, a directory, a bad sector.
+# Raised for a symlink, an unreadable file, a socket, a directory, a bad sector.
 _NOT_OURS = {errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR, errno.EIO}
-# Read, then hashed while a core's cache has it: hashing costs a third of the speed otherwise, and so a seventh.
-# Smaller ones cost more calls than they save (2 MiB pages, 1 MiB of L2 cache).
+# Each piece is hashed while it is in the core's cache: hashing then costs a seventh of the speed instead of a third.
+# Smaller pieces cost more in calls than they save (2 MiB pages, 1 MiB of L2 cache).
 _PIECE_BYTES = 512 << 10
 _PAGE_NAME = re.compile(r"[0-9a-f]{64}")
 _STALE_S = 3600.0  # no write of one page takes that long
 
 
 class EntryCorrupted(Exception):
-    """A file is not the page that its name promises."""
+    """A file does not contain the page that its name specifies."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """A file as it was found.
+    """A page's file.
 
     Attributes:
-        used_s: When any node last used it: its time of change.
+        used_s: When any node last used it: its mtime.
     """
 
     digest: bytes
@@ -58,17 +58,17 @@ class PageFile:
 
 
 class PageDirectory:
-    """The directory behind a path. Any thread may call it.
+    """The store in one directory. Any thread may call it.
 
-    Methods raise FileNotFoundError where there is no such page, and OSError where the file system fails.
+    Methods raise FileNotFoundError if the page does not exist, and OSError if the file system fails.
 
     Args:
-        path: Is made where it is missing.
-        shard: Of which rank; see `PageSpace`.
+        path: Created if it is missing.
+        shard: This node's rank, as in `PageSpace`.
 
     Attributes:
-        top: The folder that pages are below.
-        store: The identity of the store, the same for all that have it; read anew by `scan`.
+        top: The folder that contains the pages.
+        store: The store's identity, the same on all nodes that share it; `scan` reads it again.
     """
 
     def __init__(self, path: Path, shard: str = "0/1") -> None:
@@ -82,22 +82,22 @@ class PageDirectory:
         _unlink(_write_temporary(self.top))
 
     def path_of(self, digest: bytes) -> Path:
-        """Return where a page lies."""
+        """Return the path of a page."""
         name = digest.hex()
         return self.top / name[:2] / name[2] / name
 
     def find(self, digest: bytes) -> PageFile | None:
-        """Return a page's file; None where a folder or a link is in its place."""
+        """Return a page's file, or None if its path is not a regular file."""
         status = self.path_of(digest).lstat()
         if not stat.S_ISREG(status.st_mode):
             return None
         return PageFile(digest, status.st_size, status.st_mtime)
 
     def read(self, digest: bytes, into: memoryview) -> float:
-        """Read a page straight into memory as long as the page; return when it was last used.
+        """Read a page into `into`, which has the page's size; return when it was last used.
 
         Raises:
-            EntryCorrupted: The file is not that page, or cannot be read.
+            EntryCorrupted: The file does not contain that page, or cannot be read.
         """
         try:
             # Larger reads bypass the buffer.
@@ -105,19 +105,19 @@ class PageDirectory:
             with open(path, "rb", buffering=HEADER_BYTES, opener=_open_page) as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode) or status.st_size != HEADER_BYTES + len(into):
-                    raise EntryCorrupted(f"no regular file of {HEADER_BYTES + len(into)} bytes")
+                    raise EntryCorrupted(f"not a regular file of {HEADER_BYTES + len(into)} bytes")
                 _read_page(cast("BufferedReader", file), digest, into)
         except OSError as error:
             if error.errno in _NOT_OURS:
                 raise EntryCorrupted(error.strerror) from error
             if error.errno == errno.ESTALE and error.filename is None:
-                # It was open: another node of an NFS has removed it since.
+                # The file was open; another NFS client has removed it since.
                 raise FileNotFoundError(errno.ENOENT, error.strerror) from error
             raise
         return status.st_mtime
 
     def write(self, digest: bytes, page: memoryview) -> None:
-        """Write a page in place of what is there; when this raises, nothing is left of it."""
+        """Write a page, replacing any file of its name. On an error no temporary file is left."""
         header = page_header(digest, len(page), Checksum(page).digest())
         path = self.path_of(digest)
         self.make_top()
@@ -131,15 +131,15 @@ class PageDirectory:
             raise
 
     def touch(self, digest: bytes, now_s: float) -> None:
-        """Note for all nodes that a page was used."""
+        """Set a page's mtime, which all nodes read as its last use."""
         os.utime(self.path_of(digest), (now_s, now_s), follow_symlinks=False)
 
     def remove(self, digest: bytes) -> None:
-        """Remove a file or link, not what it leads to."""
+        """Remove a page's file; a symlink itself, not its target."""
         self.path_of(digest).unlink()
 
     def scan(self) -> Iterator[PageFile]:
-        """Yield all pages, and remove what writers that died left behind."""
+        """Yield all pages, and remove temporary files of dead writers."""
         self.make_top()
         self.store = _identity(self.top)
         stale_s = time.time() - _STALE_S
@@ -149,28 +149,28 @@ class PageDirectory:
                 yield from _scan_folder(inner, stale_s)
 
     def make_top(self) -> None:
-        """Make the folder that pages are below, unless what was mounted is gone: pages would fill the disk below."""
+        """Create the top folder, unless the mount is gone: pages would fill the disk under the mount point."""
         if not self.top.is_dir():
             if self._path.stat().st_dev != self._device:
-                raise FileNotFoundError(errno.ENOENT, "what was mounted here is not any more")
+                raise FileNotFoundError(errno.ENOENT, "the file system is no longer mounted")
             self.top.mkdir(mode=0o700, exist_ok=True)
 
 
 def _identity(top: Path) -> str:
-    """Return the id of the store, making one if there is none; the first that makes one wins."""
+    """Return the store's identity; create one if there is none. The first node to create it wins."""
     path = top / "store-id"
     if not path.exists():
         temporary = _write_temporary(top, secrets.token_hex(16).encode())
         try:
             with suppress(FileExistsError):
                 path.hardlink_to(temporary)
-        except OSError:  # a file system without links: the last that makes one wins
+        except OSError:  # a file system without hard links: the last node to create it wins
             temporary.rename(path)
         finally:
             _unlink(temporary)
     text = path.read_text(encoding="ascii", errors="replace").strip()
     if not re.fullmatch("[0-9a-f]{32}", text):
-        raise OSError(errno.EIO, f"its {path.name} is damaged; remove that file")
+        raise OSError(errno.EIO, f"{path.name} is damaged; remove that file")
     return text
 
 
@@ -206,17 +206,15 @@ def _read_page(file: BufferedReader, digest: bytes, into: memoryview) -> None:
         file.readinto(piece)
         checksum.update(piece)
     if header != page_header(digest, len(into), checksum.digest()):
-        raise EntryCorrupted("its bytes are not what was written under this name")
+        raise EntryCorrupted("the checksum does not match")
 
 
 def _write_temporary(directory: Path, *parts: bytes | memoryview) -> Path:
-    """Write a file that only its user can read; return its path. When this raises, nothing is left of it."""
+    """Write a temporary file with mode 0600; return its path. On an error it is removed."""
     path = directory / f".{secrets.token_hex(16)}"
     descriptor = os.open(path, _WRITE_FLAGS, 0o600)
     try:
-        with os.fdopen(
-            descriptor, "wb"
-        ) as file:  # its end is where NFS reports that the disk is full
+        with os.fdopen(descriptor, "wb") as file:  # NFS reports a full disk when the file is closed
             file.writelines(parts)
     except OSError:
         _unlink(path)

@@ -1,11 +1,11 @@
-"""What tiers keep beside a page: the header that proves it, and which pages routers are told of.
+"""What tiers store beside a page: a header that verifies it, and the pages reported to routers.
 
 ```
  0       8        12       16       24        56          72    128
  magic   version  header   length   digest    checksum    0s     the page
 ```
 
-Numbers are little-endian. Nodes of other releases read it, so it may not change.
+Numbers are little-endian. Nodes of other releases read this format, so it must not change.
 """
 
 import struct
@@ -25,30 +25,30 @@ Checksum = xxhash.xxh3_128
 
 
 def page_header(digest: bytes, num_bytes: int, checksum: bytes) -> bytes:
-    """Return the header of a page; `checksum`: `Checksum` of it."""
+    """Return the header of a page, given the digest of `Checksum` over its bytes."""
     return _HEADER.pack(b"TANDEMKV", VERSION, HEADER_BYTES, num_bytes, digest, checksum)
 
 
 def header_of(key: PageKey, page: memoryview) -> bytes:
-    """Return the header of a page that is in memory."""
+    """Return the header of a page in memory."""
     return page_header(key.digest, page.nbytes, Checksum(page).digest())
 
 
 def is_entry_of(key: PageKey, entry: memoryview) -> bool:
-    """Return whether some bytes, header and page, are what was put under this key."""
+    """Return whether the bytes, header and page, are those that were stored under this key."""
     if entry.nbytes < HEADER_BYTES:
         return False
     return bytes(entry[:HEADER_BYTES]) == header_of(key, entry[HEADER_BYTES:])
 
 
 class KnownPages:
-    """Pages that this node put into a tier or found there, as far as routers are told of them.
+    """Pages that this node put into a tier or found there, for the prefix report to routers.
 
-    Only pages that a block ends in are remembered, and of those no more than routers take: the ones that were
-    met longest ago are forgotten first. Any thread may call it.
+    Only pages in which a block ends count. Beyond `max_pages` the least recently seen page is forgotten.
+    Any thread may call it.
 
     Attributes:
-        journal: Follows.
+        journal: The blocks of these pages.
     """
 
     def __init__(self, max_pages: int = MAX_BLOCKS) -> None:
@@ -58,7 +58,7 @@ class KnownPages:
         self._lock = threading.Lock()
 
     def met(self, keys: Iterable[PageKey]) -> None:
-        """Note that these are there."""
+        """Record that the tier holds these pages."""
         with self._lock:
             for key in keys:
                 if not key.blocks:
@@ -72,14 +72,14 @@ class KnownPages:
                     self._note_gone(self._blocks.popitem(last=False)[1])
 
     def missed(self, digest: bytes) -> bool:
-        """Note that a page is not there; return whether it was known to be."""
+        """Record that the tier lacks a page; return whether it was recorded as stored."""
         with self._lock:
             blocks = self._blocks.pop(digest, ())
             self._note_gone(blocks)
         return bool(blocks)
 
     def forget_all(self) -> None:
-        """Note that the store is another, or was emptied."""
+        """Forget all pages: the store was emptied or replaced."""
         with self._lock:
             for blocks in self._blocks.values():
                 self._note_gone(blocks)

@@ -1,12 +1,12 @@
-"""One tier as the stack calls it: on threads of its own, each `get` within a deadline, behind a breaker.
+"""Isolates one tier: its own threads, a deadline for each `get`, and a circuit breaker.
 
 ```
- get ─▶ queued ─▶ begun on a thread ─▶ answered
-           │            └─ deadline ─▶ given up: the late answer is discarded, its memory freed only then
-           └─ deadline ─▶ dropped: the thread skips it
- put ─▶ queued, as far as the tier keeps up ─▶ made, however long it takes
+ get ─▶ queued ─▶ running on a thread ─▶ answered
+           │            └─ deadline ─▶ abandoned: the late answer is discarded, and only then its memory freed
+           └─ deadline ─▶ cancelled: the thread skips it
+ put ─▶ queued, unless too many pages wait ─▶ run without a deadline
 
- breaker: UP ──failure──▶ DOWN, for twice as long as the last time ──a probe is answered──▶ UP
+ breaker: UP ──failure──▶ DOWN, each time twice as long ──successful probe──▶ UP
 ```
 """
 
@@ -30,24 +30,24 @@ log = get_logger("kvtier.stack")
 
 T = TypeVar("T")
 
-# Fetches that one tier serves at once; a store that hangs in one call may answer another.
+# Concurrent gets of one tier; a store that hangs in one call may answer another.
 NUM_READERS = 8
-# A tier is asked to return this share of the time limit early, with the pages that have come.
+# A tier is asked to return this fraction of the timeout early, with the pages read so far.
 _RETURN_SHARE = 1 / 16
-# A put that takes longer hangs: the tier is given nothing more meanwhile.
+# A put that takes longer counts as hanging: the tier gets no further pages meanwhile.
 PUT_LIMIT_S = 5.0
 BREAKER_FIRST_S = 0.5
-# Requests go on without the tier: a long wait only delays noticing that it is back.
+# Requests go on without the tier: a long pause only delays its return.
 BREAKER_MAX_S = 30.0
-# Of the last sample, in a mean: old ones are forgotten within some ten.
+# Weight of the newest sample in an exponential moving average.
 _WEIGHT = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class TierCost:
-    """What a tier's answers took lately: to say that nothing is there, and to bring one page.
+    """Recent costs of a tier: the time of a miss, and the time per page of a hit.
 
-    `num_pages`: measured on; 0: nothing is known.
+    `num_pages`: pages measured; 0: nothing is known.
     """
 
     latency_s: float = 0.0
@@ -55,24 +55,24 @@ class TierCost:
     num_pages: int = 0
 
     def seconds(self, num_pages: int) -> float:
-        """Return how long that many pages are expected to take."""
+        """Return the expected time for that many pages."""
         return self.latency_s + self.page_s * num_pages
 
 
 class Mean:
-    """The mean of what was measured lately; 0 before the first."""
+    """An exponential moving average; 0 before the first sample."""
 
     def __init__(self) -> None:
         self.value, self.num_samples = 0.0, 0
 
     def add(self, sample: float) -> None:
-        """Take a measurement."""
+        """Add a sample."""
         self.value += (_WEIGHT if self.num_samples else 1.0) * (sample - self.value)
         self.num_samples += 1
 
 
 class Workers:
-    """Daemon threads that do work in order: a thread that hangs must not keep the process alive."""
+    """A thread pool of daemon threads: a hanging call must not keep the process alive."""
 
     def __init__(self, name: str, num_threads: int) -> None:
         self._queue = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
@@ -84,19 +84,19 @@ class Workers:
             thread.start()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Queue work; whatever it raises becomes a `TierFailed`. What `stop` finds in the queue is cancelled."""
+        """Queue a call; any exception becomes a `TierFailed`. `stop` cancels calls still in the queue."""
         future = Future[T]()
         self._queue.put((future, work))
         return future
 
     def stop(self) -> None:
-        """Begin nothing more."""
+        """Start no further calls."""
         self._is_stopped = True
         for _ in self._threads:
             self._queue.put(None)
 
     def join(self, until_s: float | None = None) -> None:
-        """Wait for work that was begun, at most until `time.monotonic()` is that."""
+        """Wait for running calls, at most until this time of `time.monotonic()`."""
         for thread in self._threads:
             thread.join(None if until_s is None else max(0.0, until_s - time.monotonic()))
 
@@ -111,16 +111,16 @@ class Workers:
                 future.set_result(work())
             except TierFailed as error:
                 future.set_exception(error)
-            # Also what is no Exception: clients written in Rust panic with a BaseException.
+            # BaseException too: client libraries written in Rust panic with one.
             except BaseException as error:  # noqa: BLE001
                 future.set_exception(TierFailed(repr(error)))
 
 
 class Breaker:
-    """Stops calls after a failure, each time for twice as long. The delays of nodes differ by chance.
+    """A circuit breaker: pauses calls after a failure, each time twice as long, with jitter.
 
     Attributes:
-        until_s: When a call may be tried again; of use while it is not `is_up`.
+        until_s: While not `is_up`, the time from which a probe is allowed.
     """
 
     def __init__(self) -> None:
@@ -128,10 +128,10 @@ class Breaker:
         self.is_up, self.until_s = True, 0.0
 
     def failed(self, now_s: float) -> None:
-        """Note a failure. Calls that were under way at the time of a failure do not count again."""
+        """Record a failure. Calls that were already running at the last failure do not count again."""
         if not self.allows(now_s):
             return
-        # A tier that fails soon after it came back has not recovered.
+        # A tier that fails again soon after its recovery keeps its long pauses.
         if self.is_up and now_s - self.until_s > BREAKER_MAX_S:
             self._num_failures = 0
         self._num_failures += 1
@@ -140,13 +140,13 @@ class Breaker:
         self.is_up = False
 
     def allows(self, now_s: float) -> bool:
-        """Return whether a call may be made, if only as a probe."""
+        """Return whether a call is allowed, if only as a probe."""
         return self.is_up or now_s >= self.until_s
 
 
 @dataclass(slots=True)
 class TierCounts:
-    """In pages and calls, since the start of the process."""
+    """Counters since the start of the process, in pages and calls."""
 
     hit_pages: int = 0
     missed_pages: int = 0
@@ -157,13 +157,13 @@ class TierCounts:
 
 
 class GuardedTier:
-    """A tier that harms no request, whatever it does.
+    """A tier whose failures reach no request.
 
-    `get` belongs to the stack's asyncio loop; any thread may call the rest.
+    Only the stack's event loop may call `get`; any thread may call the rest.
 
     Args:
-        timeout_s: How long a request waits for all tiers together.
-        max_put_pages: How many pages may wait to be put: a slow tier leaves memory to the others.
+        timeout_s: Time limit of a fetch over all tiers.
+        max_put_pages: Limit of pages queued for put, so that a slow tier leaves memory to the others.
         spawn: Runs a coroutine as a task of the stack.
     """
 
@@ -188,24 +188,24 @@ class GuardedTier:
 
     @property
     def state(self) -> str:
-        """As in `TierLoad.state`; empty: the tier's own state counts."""
+        """A value of `TierLoad.state`; empty: use the tier's own state."""
         if not self._reads.is_up:
             return "backing_off"
         return "full" if not self._writes.is_up or self._is_put_hanging() else ""
 
     @property
     def can_read(self) -> bool:
-        """Whether a request may ask it."""
+        """Whether fetches may use the tier."""
         return self._reads.is_up
 
     @property
     def can_write(self) -> bool:
-        """Whether it takes pages and keeps up with them. After a failure the first put is the probe."""
+        """Whether the tier accepts pages and keeps up. After a failure the first put is the probe."""
         has_room = self._num_put_pages <= self._max_put_pages
         return has_room and not self._is_put_hanging() and self._writes.allows(time.monotonic())
 
     def cost(self, place_page_s: float) -> TierCost:
-        """Return what is known of how long pages take; `place_page_s` more to copy one into the pool."""
+        """Return the tier's costs, with `place_page_s` per page for the copy into the pool."""
         num_pages = self.counts.got_pages
         page_s = self._page.value + place_page_s if num_pages else 0.0
         return TierCost(self._latency.value, page_s, num_pages)
@@ -213,15 +213,15 @@ class GuardedTier:
     async def get(
         self, keys: Sequence[PageKey], deadline_s: float, give_back: Callable[[int], object]
     ) -> Loan:
-        """Return the leading pages that the tier lends in time; there may be none.
+        """Return the leading pages that the tier lends by the deadline, possibly none.
 
         Args:
-            give_back: Called with numbers of pages, `len(keys)` in all, when their memory is not in use
-                any more.
+            give_back: Called with a number of pages whenever their memory becomes free; the numbers add up
+                to `len(keys)`.
 
         Raises:
-            TierFailed: It failed, or hangs.
-            TimeoutError: The time is up.
+            TierFailed: The tier failed or hangs.
+            TimeoutError: The deadline passed.
         """
         try:
             loan = await self._get(keys, deadline_s, give_back)
@@ -242,7 +242,7 @@ class GuardedTier:
         return loan
 
     def queue_put(self, keys: Sequence[PageKey], loan: Loan) -> None:
-        """Have pages put, if the tier takes some and keeps up; the loan is held until then."""
+        """Queue pages to be put, if the tier accepts pages and keeps up. The queue holds the loan."""
         if not self.can_write:
             return
         with self._lock:
@@ -260,12 +260,12 @@ class GuardedTier:
         loan.release()
 
     def stop(self) -> None:
-        """Begin no more calls."""
+        """Start no further calls."""
         self._readers.stop()
         self._putter.stop()
 
     def join(self, until_s: float) -> None:
-        """Wait for calls that were begun, until `time.monotonic()` is that."""
+        """Wait for running calls, at most until this time of `time.monotonic()`."""
         self._readers.join(until_s)
         self._putter.join(until_s)
 
@@ -311,19 +311,21 @@ class GuardedTier:
             if (failure := answer.exception()) is None:
                 return answer.result()
             error = cast(TierFailed, failure)
-        # A tier that was asked late has not failed.
+        # A tier that got little of the time limit has not failed.
         is_asked_late = took_s < self._timeout_s / 2
         if is_asked_late and begin_s + took_s >= self._return_by(deadline_s):
             raise TimeoutError
         raise error
 
     def _checked(self, loan: Loan, num_asked: int) -> Loan:
-        """Return a loan of at most as much as was asked for; raise `TierFailed` for a page of another length."""
+        """Return the loan cut to the pages asked for; raise `TierFailed` for a page of the wrong size."""
         pages = list(loan.pages)[:num_asked]
         wrong = [page.nbytes for page in pages if page.nbytes != self._page_bytes]
         if wrong:
             loan.release()
-            raise TierFailed(f"it gave a page of {wrong[0]} bytes instead of {self._page_bytes}")
+            raise TierFailed(
+                f"it returned a page of {wrong[0]} bytes instead of {self._page_bytes}"
+            )
         return Loan(pages, loan.release)
 
     def _put(self, keys: Sequence[PageKey], loan: Loan) -> None:
@@ -347,7 +349,7 @@ class GuardedTier:
         return deadline_s - _RETURN_SHARE * self._timeout_s
 
     async def _probe(self, keys: Sequence[PageKey]) -> None:
-        """Ask a tier that failed until it answers, so that no request has to try it."""
+        """Probe a failed tier until it answers, so that no request has to."""
         while not self._reads.is_up:
             await asyncio.sleep(self._reads.until_s - time.monotonic())
             deadline_s = time.monotonic() + self._timeout_s

@@ -1,14 +1,14 @@
-"""Pages in this node's memory: an arena of slots, the least recently used given up first.
+"""Pages in this node's memory: an arena of slots with LRU eviction.
 
 ```
  slot:  FREE ──put begins──▶ FILLING ──copied──▶ KEPT ──evicted──▶ FREE
                                                   │ ▲
                                               get ▼ │ closed
-                                                  LENT   counted; neither evicted nor written
+                                                  LENT   reference-counted; neither evicted nor written
 ```
 
-No byte is copied while the lock is held, and `get` copies none at all. There is no checksum: the bytes are
-in no other hands.
+No byte is copied under the lock, and `get` copies none at all. There is no checksum: no other process can
+write this memory.
 """
 
 import threading
@@ -27,13 +27,13 @@ from tandem.wire.prefixes import PageKey, PageSpace
 
 def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> "HostTier":
     """Return the tier of a `--kv-tier host:SIZE`."""
-    # The limit is the node's, of which each rank has its share.
+    # The limit is for the whole node; each rank gets an equal share.
     return HostTier(pages, spec.limit_bytes // space.num_shards, name=spec.name)
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """A page that is kept, or being filled."""
+    """A slot in state KEPT or FILLING."""
 
     key: PageKey
     view: memoryview
@@ -44,11 +44,11 @@ class HostTier:
     """A tier in host memory. Any thread may call it.
 
     Args:
-        pages: Whose memory it is of; pinned, where there is a device.
-        limit_bytes: Not a byte more; taken at once.
+        pages: The pool; it allocates the arena, pinned if it is on a GPU.
+        limit_bytes: Size of the arena, allocated at once.
 
     Raises:
-        ConfigInvalid: The limit has no room for a page, or the host no such memory.
+        ConfigInvalid: The limit is smaller than a page, or the host has too little memory.
     """
 
     lends_own_memory = True
@@ -62,23 +62,23 @@ class HostTier:
         if not num_slots:
             raise ConfigInvalid(
                 f"--kv-tier {name}:{limit_bytes}: a page of KV takes {pages.page_bytes} bytes; "
-                "give it room for many"
+                "specify a larger size"
             )
         try:
             memory = pages.host_memory(num_slots * pages.page_bytes)
         except (MemoryError, OSError, RuntimeError) as error:  # the last: torch, when it pins
             raise ConfigInvalid(
-                f"--kv-tier {name}:{limit_bytes}: this host has no such memory: {error}; make it smaller"
+                f"--kv-tier {name}:{limit_bytes}: cannot allocate that much memory: {error}; specify a smaller size"
             ) from error
         self._free = views_of(memory, pages.page_bytes)
-        # Least recently used first. A run is touched last page first: parents outlive their children.
+        # Least recently used first. A run is touched from its last page on, so that parents outlive children.
         self._kept: OrderedDict[bytes, _Slot] = OrderedDict()
         self._filling: set[bytes] = set()
         self._lock = threading.Lock()
         self._num_evicted = 0
 
     def get(self, keys: Sequence[PageKey], deadline_s: float = NEVER_S) -> Loan:
-        """Lend the leading pages that are here, where they lie."""
+        """Lend the leading pages that are here, without a copy."""
         slots: list[_Slot] = []
         with self._lock:
             for key in keys:
@@ -90,7 +90,7 @@ class HostTier:
         return Loan([slot.view for slot in slots], lambda: self._give_back(slots))
 
     def put(self, keys: Sequence[PageKey], pages: Sequence[memoryview]) -> int:
-        """Keep pages; fewer, the first of them, when what is lent or the run itself takes all the room."""
+        """Store pages; only the leading ones if loans or the run itself fill the arena."""
         new = self._begin(keys)
         copied = 0
         try:
@@ -102,7 +102,7 @@ class HostTier:
         return copied
 
     def load(self) -> TierLoad:
-        """Return what is in it."""
+        """Return the tier's gauges."""
         with self._lock:
             num_pages = len(self._kept)
             return TierLoad(
@@ -114,7 +114,7 @@ class HostTier:
             )
 
     def close(self) -> None:
-        """Release the memory; what is lent stays valid until its loan ends."""
+        """Release the memory; lent pages stay valid until their loan ends."""
         with self._lock:
             self._kept.clear()
             self._free = []
@@ -130,7 +130,7 @@ class HostTier:
                 self._kept.move_to_end(key.digest)
 
     def _begin(self, keys: Sequence[PageKey]) -> list[tuple[int, _Slot]]:
-        """Set slots aside for those that are new, in order, while there are some."""
+        """Reserve slots for the pages that are new, in order, until none is left."""
         new: list[tuple[int, _Slot]] = []
         with self._lock:
             self._touch(keys)
@@ -154,7 +154,7 @@ class HostTier:
             self._touch(keys)
 
     def _take(self, own: set[bytes]) -> memoryview | None:
-        """Return a free slot, evicting for it what is neither lent nor of the run that is being put."""
+        """Return a free slot; evict a page that is neither lent nor part of the run being stored."""
         if self._free:
             return self._free.pop()
         for digest, slot in self._kept.items():

@@ -1,21 +1,21 @@
-"""Host memory that pages pass through: pieces that are used again, loans of pages, and a budget."""
+"""Host memory for pages in transit: reusable buffers, reference-counted loans, and a budget."""
 
 import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-# One allocation. Pinning memory takes longer than filling it, so pieces are made together and kept.
+# One allocation. Pinning memory takes longer than filling it, so buffers are allocated together and kept.
 SLAB_BYTES = 16 << 20
 
 
 def copy_page(source: memoryview, into: memoryview) -> None:
-    """Copy a page without the interpreter's lock, which an assignment between memoryviews keeps."""
+    """Copy a page without holding the GIL, which an assignment between memoryviews would hold."""
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def views_of(memory: memoryview, page_bytes: int) -> list[memoryview]:
-    """Return the whole pages that a piece of memory has room for."""
+    """Return the whole pages that fit into the memory."""
     end = len(memory) - page_bytes + 1
     return [memory[first : first + page_bytes] for first in range(0, end, page_bytes)]
 
@@ -24,8 +24,8 @@ class Loan:
     """Pages in host memory, readable until the last user releases them. Any thread may call it.
 
     Args:
-        pages: One for each leading key that was found.
-        end: Called once, by the last user's `release`.
+        pages: One view for each leading key that was found.
+        end: Called once, when the last user releases the loan.
     """
 
     def __init__(self, pages: Sequence[memoryview], end: Callable[[], object]) -> None:
@@ -49,9 +49,9 @@ class Loan:
 
 
 class PageMemory:
-    """Pieces of one size, from `make(num_bytes)`.
+    """A pool of buffers of one size, allocated by `make(num_bytes)`.
 
-    Grows on demand; a budget bounds what is lent. Any thread may call it.
+    It grows on demand; a `MemoryBudget` limits its use. Any thread may call it.
     """
 
     def __init__(self, make: Callable[[int], memoryview], piece_bytes: int) -> None:
@@ -62,16 +62,16 @@ class PageMemory:
 
     @property
     def num_lent(self) -> int:
-        """Pieces that were taken and not given back."""
+        """Number of buffers in use."""
         with self._lock:
             return self._num_all - len(self._free)
 
     def take(self) -> memoryview:
-        """Return a piece, with whatever bytes are in it."""
+        """Return a buffer with undefined contents."""
         with self._lock:
             if self._free:
                 return self._free.pop()
-        # Without the lock: other threads give back and take meanwhile.
+        # Allocate without the lock, so that other threads do not wait.
         num_pieces = max(1, SLAB_BYTES // self.piece_bytes)
         piece, *rest = views_of(self._make(num_pieces * self.piece_bytes), self.piece_bytes)
         with self._lock:
@@ -80,17 +80,17 @@ class PageMemory:
         return piece
 
     def give_back(self, pieces: Sequence[memoryview]) -> None:
-        """Take back pieces that nobody reads or writes any more."""
+        """Return buffers that nobody reads or writes any more."""
         with self._lock:
             self._free += pieces
 
     def lend(self, pieces: Sequence[memoryview], pages: Sequence[memoryview]) -> Loan:
-        """Return a loan of the pages in some pieces, which come back at its end."""
+        """Return a loan of pages; its end returns the buffers they lie in."""
         return Loan(pages, lambda: self.give_back(pieces))
 
 
 class MemoryBudget:
-    """How many pages of host memory may be in use in one direction. Any thread may call it."""
+    """A limit on the pages of host memory in use in one direction. Any thread may call it."""
 
     def __init__(self, limit_pages: int) -> None:
         self.limit_pages = limit_pages
@@ -98,7 +98,7 @@ class MemoryBudget:
         self._lock = threading.Lock()
 
     def take(self, num_pages: int) -> bool:
-        """Set memory aside; return False when there is too little."""
+        """Reserve memory; return False if too little is left."""
         with self._lock:
             if self.num_used + num_pages > self.limit_pages:
                 return False
@@ -106,7 +106,7 @@ class MemoryBudget:
             return True
 
     def give_back(self, num_pages: int) -> None:
-        """Return memory."""
+        """Release reserved memory."""
         with self._lock:
             self.num_used -= num_pages
             assert self.num_used >= 0

@@ -1,16 +1,16 @@
-"""A tier in a Redis or Valkey server, shared by all nodes that are given it.
+"""A tier in a Redis or Valkey server, shared by all nodes with the same URL.
 
 ```
  tandem:kv:1:DIGEST  ──▶  header (see `entry`) + page
  tandem:kv:store     ──▶  the store's identity
 ```
 
-The server evicts, by its own `maxmemory` and policy. One that takes no more (full, a replica, its disk failing) is
-read from all the same. Values that are not what was put are removed.
+The server evicts by its own `maxmemory` and policy. A server that rejects writes (full, a replica, a failing disk) is
+still read from. Corrupted values are removed.
 
-The `redis` package does all but one thing: pages are read straight into the memory that they are lent from. Its
-parser copies every value several times (0.5 GB/s on a core where `_Replies` reads 3), and its time limit is for
-one read, which a server that trickles never reaches.
+The `redis` package does everything except reading pages: `_Replies` reads them straight into the memory that is lent.
+The package's parser copies each value several times (0.5 GB/s per core instead of 3), and its timeout applies to each
+read, so a server that sends byte by byte never exceeds it.
 """
 
 import contextlib
@@ -42,12 +42,12 @@ from tandem.wire.prefixes import PageKey, PageSpace, PrefixJournal
 
 log = get_logger("kvtier.redis")
 
-# A call that takes longer was given up by the stack, unless the operator's limit is longer.
+# The stack abandons longer calls anyway, unless the operator set a longer limit.
 TIMEOUT_S = 2.0
-# Requested ahead of what is read: enough that neither end waits for the other (4.7 GB/s on loopback, with 8 MiB
-# half of that: what the server wrote is out of the caches when it is read), and all that a miss reads in vain.
+# Requested ahead of reading, so that neither end waits for the other: 4.7 GB/s on loopback. With 8 MiB the data falls
+# out of the CPU's cache first (half the speed). After a miss, this much is read in vain.
 AHEAD_BYTES = 4 << 20
-# How long a server that takes nothing is not asked to take anything again.
+# Pause of writing after the server rejected a write.
 FULL_PAUSE_S = 10.0
 STORE_KEY = "tandem:kv:store"
 _MAX_LINE_BYTES = 4096
@@ -65,7 +65,7 @@ _TLS_OPTIONS = {"ca": "ssl_ca_certs", "cert": "ssl_certfile", "key": "ssl_keyfil
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """One database of one server; entries that nobody asks for go after `ttl_s`, or with 0 never."""
+    """One database of one server. Entries expire `ttl_s` after their last use; 0: never."""
 
     options: Mapping[str, Any] = field(repr=False)
     shown: str
@@ -73,7 +73,7 @@ class RedisAddress:
 
 
 def parse_url(url: str) -> RedisAddress:
-    """Read a URL; raise `ConfigInvalid`, without its password, where it is wrong.
+    """Parse a URL; raise `ConfigInvalid`, without the password, if it is invalid.
 
     See `tandem docs tiers` for its options.
     """
@@ -93,7 +93,7 @@ def parse_url(url: str) -> RedisAddress:
     known |= {"unix": {"db"}, "rediss": set(_TLS_OPTIONS)}.get(scheme, set())
     if unknown := set(given) - known:
         raise ConfigInvalid(
-            f"a Redis tier has no option {min(unknown)!r}; there are {', '.join(sorted(known))}; "
+            f"a Redis tier has no option {min(unknown)!r}, only {', '.join(sorted(known))}; "
             "its size is the server's `maxmemory`"
         )
     if scheme == "unix":
@@ -116,7 +116,7 @@ def parse_url(url: str) -> RedisAddress:
 
 def _whole_number(name: str, text: str) -> int:
     if not re.fullmatch("[0-9]+", text):
-        # Not what was given: a password with a slash in it ends up here.
+        # The value is not quoted: a password that contains a slash ends up here.
         raise ConfigInvalid(
             f"{name} of a Redis tier must be a whole number, such as 0; in a password, write / as %2F"
         )
@@ -135,12 +135,12 @@ def _password_of(file: str, *, is_in_url: bool) -> str:
 
 
 class RedisTier:
-    """Pages in a server that many share. Any thread may call it, several at once.
+    """Pages in a shared server. Several threads may call it at once.
 
     Args:
-        pages: How large a page is, and what memory pages are read into.
-        space: What all keys have in common: nodes with another find nothing of each other's.
-        timeout_s: For a whole `get`; otherwise for each answer of the server.
+        pages: The pool; it allocates the memory that pages are read into.
+        space: The namespace of all keys; nodes with another one never see these pages.
+        timeout_s: Time limit of a whole `get`; in other calls, of each reply.
     """
 
     lends_own_memory = False
@@ -159,15 +159,15 @@ class RedisTier:
         self._shown, self._ttl_s = address.shown, address.ttl_s or None
         self._pool = redis.ConnectionPool(
             socket_timeout=timeout_s,
-            protocol=2,  # the one that `_Replies` reads
-            retry=Retry(NoBackoff(), 0),  # the stack knows when to try again
+            protocol=2,  # the version that `_Replies` parses
+            retry=Retry(NoBackoff(), 0),  # the stack decides when to retry
             **address.options,
         )
         self._client = redis.Redis(connection_pool=self._pool)
         self._space_name = space.name
         self._entry_bytes = HEADER_BYTES + pages.page_bytes
         self._num_ahead = max(2, AHEAD_BYTES // self._entry_bytes)
-        # The two bytes that end a value are read with it.
+        # The CRLF after a value is read with it.
         self._memory = PageMemory(pages.host_memory, self._entry_bytes + 2)
         self._known = KnownPages()
         self._lock = threading.Lock()
@@ -180,11 +180,11 @@ class RedisTier:
 
     @property
     def journal(self) -> PrefixJournal:
-        """The blocks of pages that this node put or found here."""
+        """The blocks whose pages this node has put or found here."""
         return self._known.journal
 
     def get(self, keys: Sequence[PageKey], deadline_s: float = NEVER_S) -> Loan:
-        """Return the leading pages that are here, or as many of them as came in time."""
+        """Return the leading pages that are here, as many as arrive in time."""
         pieces: list[memoryview] = []
         try:
             with self._answering():
@@ -201,9 +201,9 @@ class RedisTier:
         return self._memory.lend(pieces, [piece[HEADER_BYTES:-2] for piece in pieces])
 
     def put(self, keys: Sequence[PageKey], pages: Sequence[memoryview]) -> int:
-        """Write what is not here yet; return how much that was.
+        """Write the pages that are missing; return how many.
 
-        A full server is no failure: it is read from as ever.
+        A full server is no failure: it is still read from.
         """
         if self._is_full:
             return 0
@@ -219,7 +219,7 @@ class RedisTier:
         return num_new
 
     def load(self) -> TierLoad:
-        """Return what is in it, as far as the server told."""
+        """Return the tier's gauges, as the server last reported them."""
         return TierLoad(
             name=self.name,
             store=self._store and f"{self._store}-{self._space_name}",
@@ -230,7 +230,7 @@ class RedisTier:
         )
 
     def close(self) -> None:
-        """Close all connections, those of calls under way too."""
+        """Close all connections, including those in use."""
         self._pool.disconnect()
 
     @property
@@ -239,40 +239,40 @@ class RedisTier:
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
-        """Translate failures. No message of the package has a password."""
+        """Turn the package's errors into `TierFailed`. None of its messages contains a password."""
         try:
             yield
         except (redis.RedisError, OSError, EOFError) as error:
             raise TierFailed(f"{self._shown}: {str(error) or type(error).__name__}") from error
 
     def _ask(self, *commands: tuple[object, ...]) -> list[Any]:
-        """Send commands together; return the answers, errors of a single command among them."""
+        """Send commands in one pipeline; return the replies, with errors of single commands as values."""
         pipeline: Any = self._client.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
         return list(pipeline.execute(raise_on_error=False))
 
     def _identify(self) -> None:
-        """Learn which store this is, and name it if it has no name; another one than before was emptied."""
+        """Read the store's identity, or create it. A changed identity means that the store was emptied."""
         ask = (("GET", STORE_KEY), ("DBSIZE",))
         store, num_keys = self._ask(*ask)
         if store is None:
-            # A replica refuses: it has no name then, and counts as this node's own.
+            # A replica rejects the write: the store then has no identity and counts as private to this node.
             _, store, num_keys = self._ask(("SET", STORE_KEY, uuid.uuid4().hex, "NX"), *ask)
         if isinstance(store, Exception):
             raise store
         found = store.decode(errors="replace") if store else ""
         with self._lock:
             before, self._store = self._store, found
-            # Without our own key. Where the account may not ask, it is not known.
+            # Without the identity's key. 0 if the account may not run DBSIZE.
             self._num_keys = max(0, num_keys - 1) if isinstance(num_keys, int) else 0
         if before and before != found:
             self._known.forget_all()
             log.warning("kv_tier.emptied", tier=self.name, server=self._shown)
 
     def _are_here(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Return of each key whether it is here; a value of another length is removed."""
-        # Its length marks a value as used.
+        """Return for each key whether its page is here. Values of the wrong length are removed."""
+        # STRLEN also marks a value as used.
         asks = [("STRLEN", _name(key)) for key in keys]
         lengths = self._ask(*asks, *self._stays(keys))[: len(keys)]
         for key, length in zip(keys, lengths, strict=True):
@@ -283,11 +283,11 @@ class RedisTier:
         return [length == self._entry_bytes for length in lengths]
 
     def _stays(self, keys: Sequence[PageKey]) -> list[tuple[object, ...]]:
-        """Return commands that let entries stay for another while. A replica refuses them."""
+        """Return commands that renew the entries' expiry. A replica rejects them."""
         return [("EXPIRE", _name(key), self._ttl_s) for key in keys] if self._ttl_s else []
 
     def _read(self, keys: Sequence[PageKey], pieces: list[memoryview], deadline_s: float) -> None:
-        """Append the leading entries to `pieces` as they come, up to one that is not here or not right."""
+        """Append the leading entries to `pieces` as they arrive, up to the first missing or corrupted one."""
         first_of_none: PageKey | None = None
         is_missing = False
         with self._replies(deadline_s) as replies:
@@ -317,7 +317,7 @@ class RedisTier:
 
     @contextlib.contextmanager
     def _replies(self, deadline_s: float) -> Iterator["_Replies"]:
-        """Give a connection for one `get`. It is closed when that fails: replies may be on their way."""
+        """Lend a connection to one `get`. After an error it is closed, because replies may still arrive."""
         connection = self._pool.get_connection()
         try:
             with _Replies(connection, deadline_s, self._timeout_s) as replies:
@@ -329,7 +329,7 @@ class RedisTier:
             self._pool.release(connection)
 
     def _write(self, entries: Sequence[tuple[PageKey, memoryview]]) -> int:
-        """Write entries in order until the server takes no more; return how many it took."""
+        """Write entries in order until the server rejects one; return how many it accepted."""
         pieces: list[memoryview] = []
         options = ("EX", self._ttl_s) if self._ttl_s else ()
         num_taken = 0
@@ -364,11 +364,11 @@ class RedisTier:
 
     def _miss(self, key: PageKey) -> None:
         if self._known.missed(key.digest):
-            # Evicted, or all is gone: a server that was emptied keeps its connections.
+            # Either this page was evicted or the server was emptied, which keeps its connections.
             self._identify()
 
     def _remove(self, key: PageKey) -> None:
-        """Remove an entry that is wrong; where the server does not let us, it stays, and is never lent."""
+        """Remove a corrupted entry. If the server rejects that, the entry stays and is never lent."""
         with self._lock:
             self._num_corrupted += 1
         self._known.missed(key.digest)
@@ -376,13 +376,13 @@ class RedisTier:
 
 
 class _Replies:
-    """The values of a pipeline of `GET`s, read from a connection of the package until a deadline.
+    """Reads the values of pipelined `GET`s from a connection of the package, until a deadline.
 
-    Every value that was asked for must be read before the connection is used for anything else.
+    Every requested value must be read before the connection is used for anything else.
     """
 
     def __init__(self, connection: Any, deadline_s: float, timeout_s: float) -> None:
-        # The package has no public name for it; a connection that the pool gave out has it.
+        # The package has no public name for the socket; a pooled connection always has one.
         self._connection = connection
         self._socket = cast(socket.socket, connection._sock)  # noqa: SLF001
         self._timeout_s, self._deadline_s = timeout_s, deadline_s
@@ -397,15 +397,15 @@ class _Replies:
             self._socket.settimeout(self._timeout_s)
 
     def ask(self, keys: Sequence[PageKey]) -> None:
-        """Ask for the values of these keys."""
+        """Request the values of these keys."""
         self._set_timeout()
         commands = [("GET", _name(key)) for key in keys]
         self._connection.send_packed_command(self._connection.pack_commands(commands))
 
     def value_into(self, memory: memoryview) -> int | None:
-        """Read the next value into `memory`, two bytes longer, or drop one of another length.
+        """Read the next value and its CRLF into `memory`; a value of another length is discarded.
 
-        Return its length; None: no such key; -1: no string.
+        Return its length; None: no such key; -1: not a string.
         """
         line = self._line()
         if line.startswith(b"-WRONGTYPE"):
@@ -425,7 +425,7 @@ class _Replies:
         self._set_timeout()
         line = self._file.readline(_MAX_LINE_BYTES)
         if not line.endswith(b"\r\n"):
-            raise EOFError("the server closed the connection, or speaks another protocol")
+            raise EOFError("the server closed the connection or uses another protocol")
         return line[:-2]
 
     def _fill(self, memory: memoryview) -> None:
@@ -440,7 +440,7 @@ class _Replies:
     def _set_timeout(self) -> None:
         left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:
-            raise TimeoutError("no whole answer in time")
+            raise TimeoutError("the reply did not arrive in time")
         self._socket.settimeout(left_s)
 
 
@@ -449,5 +449,5 @@ def _name(key: PageKey) -> str:
 
 
 def open_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> RedisTier:
-    """Return the tier of a URL; the server need not be there yet."""
+    """Open the tier of a URL. The server may still be down."""
     return RedisTier(spec.name, parse_url(spec.url), pages, space)

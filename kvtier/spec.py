@@ -1,10 +1,10 @@
-"""What `--kv-tier` says, read: which tiers stand behind the prefix cache, and how large they may be.
+"""Parses `--kv-tier`: which tiers stand behind the prefix cache, and how large they may grow.
 
 ```
  host:8GiB                                          memory of this node
  disk:/path:200GiB                                  a directory, of this node or shared by many
  redis://[user:password@]host:port/db               Redis or Valkey; also rediss://, valkey://, unix://
- SCHEME://…                                         a tier of an installed package, by its entry point
+ SCHEME://…                                         a tier from an installed package, found by its entry point
 ```
 """
 
@@ -45,14 +45,14 @@ _UNITS = {"": 1} | {
 
 
 class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One tier, as asked for.
+    """One `--kv-tier`.
 
     Attributes:
         kind: `host`, `disk`, `redis`, or the scheme of an installed tier's URLs.
-        name: Unique on the node: the kind, with a number behind it from the second on.
-        limit_bytes: How much it may hold, of all ranks of a node together; 0: the store's own limit.
+        name: Unique on the node: the kind, plus a number from the second on.
+        limit_bytes: Size limit, for all ranks of a node together; 0: the store's own limit.
         path: The directory of `disk`.
-        url: Of a store, as given; it may hold a password, so show `text` instead.
+        url: URL of a store. It may contain a password: show `text` instead.
     """
 
     kind: str
@@ -63,7 +63,7 @@ class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """What was given, fit for a log: without login and options."""
+        """The flag's value for logs: without user, password and options."""
         if self.kind == "host":
             return f"host:{self.limit_bytes}"
         if self.kind == "disk":
@@ -76,7 +76,7 @@ class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_tier(text: str) -> TierSpec:
-    """Read one `--kv-tier`; raise `ConfigInvalid` with what to give instead."""
+    """Parse one `--kv-tier`; raise `ConfigInvalid` with a correct example."""
     kind, _, rest = text.partition(":")
     if kind == "host":
         return TierSpec(kind="host", name="host", limit_bytes=_size(text, rest))
@@ -96,9 +96,9 @@ def parse_tier(text: str) -> TierSpec:
 
 
 def parse_tiers(texts: Sequence[str]) -> list[TierSpec]:
-    """Read all of them, fastest first, each with a name of its own.
+    """Parse all `--kv-tier` values, fastest first, and give each tier a unique name.
 
-    Raise `ConfigInvalid` for a wrong one, or one given twice.
+    Raise `ConfigInvalid` for an invalid or repeated one.
     """
     specs: list[TierSpec] = []
     count = Counter[str]()
@@ -108,18 +108,18 @@ def parse_tiers(texts: Sequence[str]) -> list[TierSpec]:
         if number := count[spec.kind] - 1:
             spec = msgspec.structs.replace(spec, name=f"{spec.kind}{number + 1}")
         if any(spec.path == other.path and spec.url == other.url for other in specs):
-            raise ConfigInvalid(f"--kv-tier {spec.text}: it is there already; give each tier once")
+            raise ConfigInvalid(f"--kv-tier {spec.text}: this tier is specified twice")
         specs.append(spec)
     return specs
 
 
 def make_tier(spec: TierSpec, pages: PoolPages, space: PageSpace) -> Tier:
-    """Return the tier, or raise `ConfigInvalid`; a store need not be there yet."""
+    """Open the tier; raise `ConfigInvalid` if it cannot work. A remote store may still be down."""
     return cast(Tier, _module(spec.kind).open_tier(spec, pages, space))
 
 
 def _module(kind: str) -> ModuleType:
-    """Return the module that has a kind of tier; raise `ConfigInvalid` where it or its package is missing."""
+    """Return the module of a kind of tier; raise `ConfigInvalid` if it or its package is missing."""
     try:
         if kind in {"host", "disk", "redis"}:
             return import_module(f"tandem.kvtier.{kind}")
@@ -136,6 +136,6 @@ def _size(text: str, size: str) -> int:
     unit = _UNITS.get(number[2]) if number else None
     if number is None or unit is None or not (limit := int(float(number[1]) * unit)):
         raise ConfigInvalid(
-            f"--kv-tier {text}: {size or 'nothing'!r} is no size; give one such as 512MiB, 8GiB or 1TiB"
+            f"--kv-tier {text}: {size or 'nothing'!r} is not a size; specify one such as 512MiB, 8GiB or 1TiB"
         )
     return limit

@@ -1,17 +1,17 @@
-"""What a node talks to: it looks through the tiers and fills them, and no call waits.
+"""A node's tiers as one store: it searches them, fills them, and no call blocks.
 
 ```
  engine's loop ── fetch, abandon ──▶ the stack's asyncio loop ──▶ threads of each tier (`guard`)
-               ── place, save ─────▶ a thread that copies each way ──┘
+               ── place, save ─────▶ one copying thread for each direction ──┘
                ◀── events, by these threads
 
- fetch ─▶ looking ── no tier is left, all is there, time is up ─▶ found ──place──▶ placing ─▶ over
-             └─ abandon ─▶ over                                     └─ abandon ─▶ over
- save  ─▶ read off the pool, piece by piece ─▶ Saved; each piece is put into each tier
+ fetch ─▶ looking ── no tier left, all found, or timeout ─▶ found ──place──▶ placing ─▶ over
+             └─ abandon ─▶ over                               └─ abandon ─▶ over
+ save  ─▶ copy from the pool, piece by piece ─▶ Saved; each piece is put into each tier
 ```
 
-A fetch is one task. It sets memory aside for a piece of what is missing, and asks a tier for it, piece after piece: the
-tier returns by the deadline what it has. Fetches for which there is no memory wait in line.
+A fetch is one task. It reserves memory for a piece of the missing pages and asks a tier for it, piece after piece. The
+tier returns what it has by the deadline. Fetches that find no memory wait in a queue.
 """
 
 import asyncio
@@ -34,17 +34,17 @@ from tandem.wire.prefixes import PageKey, PrefixJournal
 
 log = get_logger("kvtier.stack")
 
-# How long `close` waits for calls under way, and again for tiers to close.
+# How long `close` waits for calls in progress, and again for tiers to close.
 CLOSE_S = 1.0
-# The most that one put carries, and one get into memory of the stack.
+# The largest put, and the largest get into the stack's own memory.
 MAX_PUT_BYTES = 16 << 20
-# Between two looks for memory that other fetches have given back.
+# Interval of polling for memory that other fetches release.
 _MEMORY_AGAIN_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """So many leading pages are in host memory, until `place` or `abandon`; `by_tier`: how many from which tier."""
+    """The leading `num_pages` are in host memory until `place` or `abandon`; `by_tier`: pages by source."""
 
     number: int
     num_pages: int
@@ -53,7 +53,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The pages given to `place` have their bytes; or, where `is_whole` is False, must not be read."""
+    """The copy that `place` began is done. If not `is_whole`, it failed: the pages must not be read."""
 
     number: int
     is_whole: bool
@@ -61,7 +61,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The pages given to `save` are read no more, whatever became of them."""
+    """`save` no longer reads the pool's pages, whether or not a tier stored them."""
 
     number: int
 
@@ -71,7 +71,7 @@ TierEvent = Fetched | Placed | Saved
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """One fetch; its loans are changed by the stack's loop, and from `place` on by the copying thread."""
+    """One fetch. The stack's loop owns the loans, and from `place` on the copying thread does."""
 
     number: int
     keys: Sequence[PageKey]
@@ -82,11 +82,11 @@ class _Fetch:
 
     @property
     def num_pages(self) -> int:
-        """Pages that are in host memory."""
+        """Number of pages in host memory."""
         return sum(len(loan.pages) for _, loan in self.loans)
 
     def by_tier(self, num_pages: int) -> Mapping[GuardedTier, int]:
-        """Return where the first pages came from."""
+        """Return how many of the leading pages came from which tier."""
         came = Counter[GuardedTier]()
         for tier, loan in self.loans:
             count = min(num_pages - came.total(), len(loan.pages))
@@ -95,7 +95,7 @@ class _Fetch:
         return came
 
     def release(self) -> None:
-        """Give the memory back, as far as no put uses it."""
+        """Release the loans; puts that still use the memory hold their own."""
         loans, self.loans = self.loans, []
         for _, loan in loans:
             loan.release()
@@ -104,16 +104,16 @@ class _Fetch:
 class TierStack:
     """The tiers behind one pool, fastest first.
 
-    All methods belong to one thread, the engine's loop, and none but `close` waits.
+    Only the engine loop's thread may call it. Only `close` blocks.
 
     Args:
         tiers: Fastest first; the stack closes them.
         pages: The pool's pages.
-        report: Given each event, by a thread of the stack's; it must not wait.
-        timeout_s: A fetch ends after this time with the pages that are there.
-        max_staged_bytes: Host memory for pages on their way; half of it for each direction.
-            What a tier lends of its own memory (`host`) does not count.
-        page_size: Tokens of a page; loads are in tokens.
+        report: Called with each event by a thread of the stack; it must not block.
+        timeout_s: A fetch ends after this time with the pages found so far.
+        max_staged_bytes: Host memory for pages in transit, half for each direction.
+            Loans of a tier's own memory (`host`) do not count.
+        page_size: Tokens per page, to report loads in tokens.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class TierStack:
                 tier,
                 pages.page_bytes,
                 timeout_s=timeout_s,
-                # However many hang, a share is left.
+                # Even if all tiers but one hang, that one keeps a share.
                 max_put_pages=limit_pages // (len(tiers) + 1),
                 spawn=self._spawn,
             )
@@ -156,11 +156,11 @@ class TierStack:
 
     @property
     def max_save_pages(self) -> int:
-        """The most pages that one `save` may have."""
+        """Maximum number of pages in one `save`."""
         return self._save_budget.limit_pages
 
     def fetch(self, number: int, keys: Sequence[PageKey]) -> None:
-        """Look through the tiers for pages, from the first that the pool lacks on.
+        """Search the tiers for a run of pages that begins with the first one the pool lacks.
 
         One `Fetched` follows within `timeout_s`.
         """
@@ -171,7 +171,7 @@ class TierStack:
             self._post(lambda: self._spawn(self._look(fetch)))
 
     def place(self, number: int, page_ids: Sequence[int]) -> None:
-        """Copy the first fetched pages into these pages of the pool, which the caller holds until `Placed`."""
+        """Copy the leading fetched pages into these pages of the pool. The caller holds them until `Placed`."""
         fetch = self._fetches[number]
         assert fetch.is_found, f"fetch {number} is not over yet"
         assert not fetch.is_placing, f"fetch {number} is being placed"
@@ -180,7 +180,7 @@ class TierStack:
         self._writer.submit(lambda: self._place(fetch, page_ids))
 
     def abandon(self, number: int) -> None:
-        """Forget a fetch, before `place` only. Its `Fetched` may still be reported."""
+        """Cancel a fetch before `place`. Its `Fetched` may still be reported."""
         fetch = self._fetches.pop(number)
         assert not fetch.is_placing, f"fetch {number} is being placed"
         if not self._is_closed:
@@ -189,22 +189,22 @@ class TierStack:
     def save(
         self, number: int, keys: Sequence[PageKey], page_ids: Sequence[int], wait_s: float = 0.0
     ) -> bool:
-        """Copy pages off the pool, once, and put them into every tier that takes some.
+        """Copy pages from the pool once, and put them into every tier that accepts pages now.
 
-        `Saved` follows when the pool's pages are no longer read: the caller holds them until then. The puts
-        go on from host memory; a tier that cannot keep up with the others, or fails, goes without.
+        The caller holds the pool's pages until `Saved`. The puts continue from host memory; a tier that fails or
+        lags behind is skipped.
 
         Args:
-            number: The caller's name for this save; fetches have names of their own.
-            keys: Of the pages, parents first; at most `max_save_pages`.
-            page_ids: Where they are in the pool.
-            wait_s: How long the pages wait for memory. Then all tiers go without.
+            number: The caller's id of this save; fetches are numbered separately.
+            keys: Keys of the pages, parents first; at most `max_save_pages`.
+            page_ids: Their places in the pool.
+            wait_s: How long to wait for host memory before the save is dropped.
 
         Returns:
-            False: nothing was begun, as too much is under way, or no tier takes pages now.
+            False if nothing was started: too many saves are in progress, or no tier accepts pages now.
         """
         assert len(keys) == len(page_ids) <= self._save_budget.limit_pages
-        # One that may wait has its turn on the thread that copies: no later one takes its memory.
+        # A save that may wait takes its turn on the copying thread, so that no later one takes its memory.
         takers, until_s = [] if wait_s else self._begin_save(len(keys)), time.monotonic() + wait_s
         if not takers and not wait_s:
             return False
@@ -212,21 +212,21 @@ class TierStack:
         return True
 
     def loads(self) -> list[TierLoad]:
-        """Return what each tier holds and did; `token_cost` is for the caller to fill in (`costs`)."""
+        """Return each tier's gauges and counters; the caller fills in `token_cost` from `costs`."""
         return [self._load(guard) for guard in self._guards]
 
     def costs(self) -> Mapping[str, TierCost]:
-        """Return what each tier's answers took lately. A tier that is never asked is never measured again."""
+        """Return each tier's recent costs, as measured by its own answers."""
         return {guard.name: guard.cost(self._place_page_s.value) for guard in self._guards}
 
     def journals(self) -> Mapping[str, PrefixJournal]:
-        """Return which blocks are in each tier, by name. Any thread may ask them."""
+        """Return the journal of blocks in each tier, by tier name. Any thread may read a journal."""
         return {guard.name: guard.tier.journal for guard in self._guards}
 
     def close(self) -> None:
-        """Stop, and close the tiers: no pool memory is touched and no event comes after this returns.
+        """Stop, and close the tiers. No pool memory is touched and no event reported after this returns.
 
-        Waits for copies under way, and for `CLOSE_S` for tiers; one that hangs is left behind.
+        It waits for copies in progress, and at most `CLOSE_S` for tiers; a hanging tier is abandoned.
         """
         if self._is_closed:
             return
@@ -281,7 +281,7 @@ class TierStack:
             if is_over or not self._is_wanted(fetch):
                 break
             if tier.can_read:
-                # The tier has noted it; what came before counts.
+                # The guard has recorded the failure; the pages that came before it count.
                 with suppress(TierFailed, TimeoutError):
                     await self._look_in(rank, fetch)
         if not self._is_wanted(fetch):
@@ -290,15 +290,15 @@ class TierStack:
         num_pages = fetch.num_pages
         by_tier = {tier.name: count for tier, count in fetch.by_tier(num_pages).items()}
         fetch.is_found = True
-        self._tell(Fetched(fetch.number, num_pages, by_tier))
+        self._emit(Fetched(fetch.number, num_pages, by_tier))
 
     async def _look_in(self, rank: int, fetch: _Fetch) -> None:
-        """Get what one tier has of the missing pages, and have the faster tiers keep it.
+        """Get the missing pages that one tier has, and put them into the faster tiers.
 
-        A tier that hangs keeps the memory of one piece, and the other tiers go on with the rest.
+        A hanging tier blocks the memory of one piece only; the fetch continues with the next tier.
 
         Raises:
-            TierFailed, TimeoutError: No more comes.
+            TierFailed, TimeoutError: No more pages come.
         """
         keys = fetch.keys[fetch.num_pages :]
         is_lent = self._guards[rank].lends_own_memory
@@ -309,11 +309,11 @@ class TierStack:
                 return
 
     async def _get_piece(self, rank: int, keys: Sequence[PageKey], fetch: _Fetch) -> int:
-        """Get pages with one call to a tier; return how many came."""
+        """Get pages by one call of a tier; return how many came."""
         tier = self._guards[rank]
         give_back: Callable[[int], object] = lambda _: None  # noqa: E731
         if not tier.lends_own_memory:
-            # A prefix may be longer than there is memory for.
+            # The prefix may be longer than the memory budget.
             keys = keys[: self._fetch_budget.limit_pages - self._num_staged(fetch)]
             if not keys:
                 return 0
@@ -332,7 +332,7 @@ class TierStack:
         return sum(len(loan.pages) for tier, loan in fetch.loans if not tier.lends_own_memory)
 
     async def _reserve(self, num_pages: int, fetch: _Fetch) -> None:
-        """Set memory aside, in line; raise `TimeoutError` when there was none in time, or the fetch was abandoned."""
+        """Reserve memory in queue order; raise `TimeoutError` on timeout or if the fetch was abandoned."""
         async with asyncio.timeout_at(fetch.deadline_s), self._memory_line:
             while not self._fetch_budget.take(num_pages):
                 await asyncio.sleep(_MEMORY_AGAIN_S)
@@ -354,11 +354,11 @@ class TierStack:
                 tier.counts.hit_pages += count
         try:
             fetch.release()
-        finally:  # the end of a loan is a tier's code; the role waits for this event
-            self._tell(Placed(fetch.number, is_whole))
+        finally:  # a tier's code may raise when its loan ends; the role still waits for this event
+            self._emit(Placed(fetch.number, is_whole))
 
     def _begin_save(self, num_pages: int) -> list[GuardedTier]:
-        """Set memory aside, and return the tiers that take pages; none where there is no memory."""
+        """Reserve memory and return the tiers that accept pages; none if no memory is left."""
         takers = [tier for tier in self._guards if tier.can_write]
         return takers if takers and self._save_budget.take(num_pages) else []
 
@@ -377,12 +377,12 @@ class TierStack:
                 if takers or time.monotonic() >= until_s:
                     break
                 time.sleep(_MEMORY_AGAIN_S)
-            # Children first: what is touched last is evicted last, and parents must outlive their children.
+            # Children first: pages touched last are evicted last, and parents must outlive their children.
             for first in reversed(range(0, len(keys) if takers else 0, num_together)):
                 end = first + num_together
                 self._save_piece(keys[first:end], page_ids[first:end], takers)
         finally:
-            self._tell(Saved(number))
+            self._emit(Saved(number))
 
     def _save_piece(
         self, keys: Sequence[PageKey], page_ids: Sequence[int], takers: Sequence[GuardedTier]
@@ -403,14 +403,14 @@ class TierStack:
                 tier.queue_put(keys, loan)
         loan.release()
 
-    def _tell(self, event: TierEvent) -> None:
+    def _emit(self, event: TierEvent) -> None:
         if isinstance(event, Placed):
             del self._fetches[event.number]
         if not self._is_closed:
             self._report(event)
 
     def _load(self, guard: GuardedTier) -> TierLoad:
-        """Return what a tier reports with what was seen of it here."""
+        """Return the tier's own report plus the guard's counters."""
         own, counts, page_bytes = guard.tier.load(), guard.counts, self._pages.page_bytes
         return msgspec.structs.replace(
             own,
@@ -426,7 +426,7 @@ class TierStack:
 
 
 def _is_copied(copy: Callable[[], None]) -> bool:
-    """Make a copy from or to the pool; it has no deadline, and is never given up."""
+    """Copy to or from the pool, without a deadline; return whether it succeeded."""
     try:
         copy()
     except Exception as error:  # noqa: BLE001  # whatever the device raises

@@ -1,4 +1,4 @@
-"""What one tier is, and what it is given. No threads here: the stack's workers call a tier."""
+"""The interface of a tier and of the pool behind it. The stack's worker threads call a tier."""
 
 import math
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ NEVER_S = math.inf
 
 
 class TierFailed(TandemError, code="tier_failed", status=503):
-    """A tier is away, slow or rejects calls. The node retries it later; no request fails."""
+    """A tier is unreachable, slow or rejects calls. The node retries it later; no request fails."""
 
 
 class PoolPages(Protocol):
-    """The bytes of a pool's pages. Any thread may call it, for pages that are held meanwhile."""
+    """The bytes of a pool's pages. Any thread may call it, for pages that the caller holds meanwhile."""
 
     @property
     def page_bytes(self) -> int:
@@ -25,55 +25,55 @@ class PoolPages(Protocol):
         ...
 
     def read(self, page_ids: Sequence[int], into: Sequence[memoryview]) -> None:
-        """Copy pages out of the pool; returns when the bytes are there."""
+        """Copy pages out of the pool. Returns once the bytes have arrived."""
         ...
 
     def write(self, page_ids: Sequence[int], pages: Sequence[memoryview]) -> None:
-        """Copy pages into the pool; returns when a forward would see them."""
+        """Copy pages into the pool. Returns once a forward would see them."""
         ...
 
     def host_memory(self, num_bytes: int) -> memoryview:
-        """Return memory that pages are copied from and to fast: pinned, where there is a device."""
+        """Return memory for fast copies of pages: pinned, if the pool is on a GPU."""
         ...
 
 
 class Tier(Protocol):
-    """A place for pages. Any thread may call it, several at once; each call may take long.
+    """A store of pages. Several threads may call it at once; each call may take long.
 
-    Packages of their own add tiers by an entry point of the group `tandem.kv_tiers`, named as the scheme of
-    their URLs: a function `(spec: TierSpec, pages: PoolPages, space: PageSpace) -> Tier`.
+    A separate package adds a tier by an entry point in the group `tandem.kv_tiers`. Its name is the scheme of
+    the tier's URLs. It is a module with `parse_url` and `open_tier` (see `spec.py`).
     """
 
     @property
     def name(self) -> str:
-        """Unique on a node: its kind, such as `host`, with a number where there are several."""
+        """A name unique on the node: the kind, such as `host`, plus a number from the second on."""
         ...
 
     @property
     def lends_own_memory(self) -> bool:
-        """Whether its loans are of memory that it keeps anyway: they take none of the stack's."""
+        """Whether loans are views of the tier's own memory, and take none of the stack's budget."""
         ...
 
     @property
     def journal(self) -> PrefixJournal:
-        """The blocks of which pages are here, as far as this node put or got them."""
+        """The blocks whose pages this node has put or found here."""
         ...
 
     def get(self, keys: Sequence[PageKey], deadline_s: float = NEVER_S) -> Loan:
-        """Return the leading pages that are here, whole and checked; wrong ones are removed and counted.
+        """Return the leading pages that are here, verified. Corrupted pages are removed and counted.
 
         Args:
-            deadline_s: When to return what has come, by `time.monotonic`.
+            deadline_s: When to return the pages read so far, by `time.monotonic`.
 
         Raises:
-            TierFailed: The tier does not answer, and no page came.
+            TierFailed: The tier failed before the first page.
         """
         ...
 
     def put(self, keys: Sequence[PageKey], pages: Sequence[memoryview]) -> int:
-        """Keep pages, in order, evicting others; return how many were new here.
+        """Store pages in order, evicting others; return how many were new.
 
-        Pages that are here already are only marked as used. The views are the caller's again on return.
+        Pages already stored are only marked as used. The caller may reuse the views on return.
 
         Raises:
             TierFailed: The tier does not answer.
@@ -81,9 +81,9 @@ class Tier(Protocol):
         ...
 
     def load(self) -> TierLoad:
-        """Return what the tier holds and did, as far as it counts itself. Any thread; never waits."""
+        """Return the tier's own gauges and counters. Never blocks."""
         ...
 
     def close(self) -> None:
-        """Release memory and connections. What others can read stays."""
+        """Release memory and connections. Pages in a shared store stay."""
         ...

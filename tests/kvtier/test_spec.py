@@ -34,12 +34,12 @@ def test_a_path_may_have_colons():
 @pytest.mark.parametrize(
     ("text", "advice"),
     [
-        ("host", "no size; give one such as"),
-        ("host:0", "no size"),
-        ("host:8XB", "no size"),
-        ("host:-1", "no size"),
+        ("host", "is not a size; specify one such as"),
+        ("host:0", "is not a size"),
+        ("host:8XB", "is not a size"),
+        ("host:-1", "is not a size"),
         ("disk:/path", "disk:PATH:SIZE"),
-        ("disk:/path:large", "no size"),
+        ("disk:/path:large", "is not a size"),
         ("floppy:1MB", "there is no such tier; give host:SIZE"),
         ("redis:6379", "there is no such tier"),
         ("redis://:p@ss/word@h", "whole number"),
@@ -73,7 +73,7 @@ def test_each_tier_has_a_name_of_its_own():
 
 @pytest.mark.parametrize("twice", [["host:1GiB", "host:2GiB"], ["disk:/a:1GiB", "disk:/a:2GiB"]])
 def test_a_tier_is_given_once(twice):
-    with pytest.raises(ConfigInvalid, match="there already"):
+    with pytest.raises(ConfigInvalid, match="specified twice"):
         parse_tiers(twice)
 
 
@@ -146,7 +146,7 @@ def test_a_redis_url_gives_a_connections_options_and_is_shown_without_a_login(ur
         ("redis://:secret@store/1/2", "the database"),
         ("redis://:secret@store?ttl=1h", "ttl"),
         ("redis://:secret@store?limit=8GiB", "maxmemory"),
-        ("redis://:secret@store?timeout=3", "no option 'timeout'; there are password_file, ttl"),
+        ("redis://:secret@store?timeout=3", "no option 'timeout', only password_file, ttl"),
         ("redis://:secret@store?ca=/a", "no option 'ca'"),
         ("redis://:secret@store?password_file=/a", "not both"),
         ("redis://store?password_file=/nobody/has/this", "cannot be read"),
