@@ -193,6 +193,8 @@ class Node:
         # Prompt tokens that wait to be computed here: of this edge worker, and of all others as of the last load.
         self._own_tokens = self._others_tokens = 0
         self._load_counted = _NO_LOAD
+        # Each request looks at its nodes several times between two changes.
+        self._snapshot: NodeSnapshot | None = None
 
     # ── its membership ───────────────────────────────────────────────────────────────────────────
 
@@ -290,7 +292,8 @@ class Node:
         self.note(is_admitted=False, reason=DRAINING)
 
     def changed(self) -> None:
-        """A snapshot made before is out of date."""
+        """Discard the last snapshot: it is out of date."""
+        self._snapshot = None
         self._on_change(self)
 
     def _link_changed(self) -> None:
@@ -389,6 +392,8 @@ class Node:
 
     def count_own(self, num_tokens: int) -> None:
         """Count prompt tokens that this edge worker has the node compute; negative: that were computed."""
+        if not num_tokens:
+            return
         self.backlog_tokens()
         self._own_tokens += num_tokens
         self.changed()
@@ -418,7 +423,12 @@ class Node:
         return self._fresh_tokens
 
     def snapshot(self) -> NodeSnapshot:
-        """Return the node at this moment."""
+        """Return the node at this moment. It is the same object until the node changes."""
+        if self._snapshot is None:
+            self._snapshot = self._look()
+        return self._snapshot
+
+    def _look(self) -> NodeSnapshot:
         return NodeSnapshot(
             url=self.url,
             role=self.role,

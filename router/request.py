@@ -331,12 +331,15 @@ class Request:
 
     async def _when_up(self, look: Callable[[], T]) -> T:
         """Return what `look` returns, waiting for nodes while it raises `NoNodeAvailable`."""
-        deadline = asyncio.get_running_loop().time() + self._shared.waits.limit_s
+        deadline = 0.0
         while True:
             self._check()
             try:
                 return look()
             except NoNodeAvailable:
+                deadline = (
+                    deadline or asyncio.get_running_loop().time() + self._shared.waits.limit_s
+                )
                 if not await self._shared.waits.until(self._wake, deadline):
                     raise
 
