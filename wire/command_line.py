@@ -52,10 +52,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, allow_abbrev=False, **options)
         self._common = frozenset(common)
         self._environment = environment
-        if common:
-            self.add_argument(
-                "--help-all", action=_HelpAll, nargs=0, help="show every flag and exit"
-            )
+        all_help = "show every flag and exit" if common else argparse.SUPPRESS
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, help=all_help)
         self.add_argument(
             "--config",
             metavar="FILE",

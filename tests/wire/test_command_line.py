@@ -117,3 +117,5 @@ def test_help_shows_the_flags_that_matter_and_help_all_the_rest(capsys):
     with pytest.raises(SystemExit):
         parser().parse_args(["--help-all"])
     assert "--router" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):  # of a command that hides none, the same as --help
+        Parser("tandem bare").parse_args(["--help-all"])

@@ -239,10 +239,30 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(Load(streams) for streams in self.concurrency or default)
 
 
+COMMON = (
+    "--url",
+    "--api",
+    "--model",
+    "--api-key",
+    "--concurrency",
+    "--request-rate",
+    "--max-concurrency",
+    "--num-prompts",
+    "--warmup-requests",
+    "--input-len",
+    "--output-len",
+    "--trace",
+    "--slo-ttft-ms",
+    "--slo-itl-ms",
+    "--output-file",
+)
+
+
 def build_parser() -> Parser:
     """Return the parser."""
     parser = Parser(
         "tandem bench",
+        common=COMMON,
         description="Send streamed requests to a server and measure time to the first token, time between "
         "tokens, throughput and goodput.",
         epilog=EXAMPLES,

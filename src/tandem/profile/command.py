@@ -64,6 +64,23 @@ class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True):
     node: NodeConfig
 
 
+COMMON = (
+    "--output",
+    "--quick",
+    "--model",
+    "--device",
+    "--dtype",
+    "--kv-cache-dtype",
+    "--context-length",
+    "--page-size",
+    "--max-total-tokens",
+    "--mem-fraction-static",
+    "--max-running-requests",
+    "--chunked-prefill-size",
+    "--attention-backend",
+    "--tensor-parallel-size",
+    "--num-threads",
+)
 _OWN = ("output", "is_quick")
 _OF_NODE = ("model", "cache_dir", "served_model_name", "engine")
 
@@ -72,6 +89,7 @@ def build_parser() -> Parser:
     """Return the parser."""
     parser = Parser(
         "tandem profile",
+        common=COMMON,
         description="Measure the forwards of one node, in this process and without a cluster, and write the "
         "profile that describes them: input for `tandem plan` and simulated engines.",
         epilog=EXAMPLES,
