@@ -1,4 +1,4 @@
-"""One room over several members, as one: a pure state machine. No I/O, no clock.
+"""A room over several members, as one. No I/O, no clock.
 
 ```
  open     every member does its part of the hand-off, and none failed
@@ -13,6 +13,8 @@ makes the others end as well, since the pages are the same on all.
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from typing_extensions import override
@@ -28,46 +30,36 @@ from tandem.kvtransfer.events import (
     Safe,
     SenderEvent,
 )
+from tandem.wire.channel import Waker
 from tandem.wire.errors import PeerLost, TandemError
 from tandem.wire.generation import Room
 
-E = TypeVar("E")
+E = TypeVar("E", SenderEvent, ReceiverEvent)
 
 
 class RoomFanIn(ABC, Generic[E]):
     """One room over its members.
 
     Attributes:
-        is_ending: The room cannot end well any more. Its driver ends the live members once.
-        error: The first that a member reported; None when the role gave the room up before.
+        num_members: Grows before the first member that is new reports anything.
+        is_ending: The room cannot end well any more; the live members end it, too.
+        error: The first that a member reported; None when the role gave the room up.
     """
 
     def __init__(self, room: Room, num_members: int = 1) -> None:
-        self.room = room
-        self._num_members = num_members
+        self.room, self.num_members = room, num_members
         self._ended: set[int] = set()
         self.is_ending = False
         self.error: TandemError | None = None
 
     @property
-    def live_members(self) -> list[int]:
-        """Members without a last event: a write may be under way there."""
-        return [member for member in range(self._num_members) if member not in self._ended]
-
-    @property
     def is_over(self) -> bool:
         """Whether every member has reported its last event."""
-        return len(self._ended) == self._num_members
-
-    def widen(self, num_members: int) -> None:
-        """There are more members than was known; none of them has reported anything yet."""
-        assert not self.is_over, "a room that is over has no more members"
-        self._num_members = num_members
+        return len(self._ended) == self.num_members
 
     def give_up(self) -> None:
         """The role wants an end."""
-        assert not self.is_over, "a room that is over was given up"
-        self.is_ending = True
+        self.is_ending, self.error = True, None
 
     @abstractmethod
     def hear(self, member: int, event: E) -> list[E]:
@@ -85,8 +77,8 @@ class RoomFanIn(ABC, Generic[E]):
 
     @override
     def __repr__(self) -> str:
-        name, live = type(self).__name__, self.live_members
-        return f"{name}({self.room}, ending={self.is_ending}, live={live}, error={self.error!r})"
+        name, ended = type(self).__name__, sorted(self._ended)
+        return f"{name}({self.room}, ending={self.is_ending}, {ended=}, error={self.error!r})"
 
 
 class PushFanIn(RoomFanIn[SenderEvent]):
@@ -102,7 +94,7 @@ class PushFanIn(RoomFanIn[SenderEvent]):
         match event:
             case Granted():
                 self._granted.add(member)
-                is_all = len(self._granted) == self._num_members
+                is_all = len(self._granted) == self.num_members
                 return [event] if is_all and not self.is_ending else []
             case PushDone():
                 self._pushed_bytes += event.pushed_bytes
@@ -142,3 +134,57 @@ class LandFanIn(RoomFanIn[ReceiverEvent]):
             return [Safe(self.room)]
         assert self._landed is not None
         return [self._landed]
+
+
+class OpenRooms(Generic[E]):
+    """The rooms that a role has begun and whose end it has not received. Belongs to the role's thread.
+
+    A role may give a room up while events of it are queued: it then receives the last one only.
+
+    Args:
+        end: Has all members end a room; called once for each.
+        waker: Rung whenever something is reported.
+    """
+
+    def __init__(
+        self, end: Callable[[Room, TandemError | None], None], waker: Waker | None = None
+    ) -> None:
+        self._end, self._waker = end, waker
+        self._fan_ins: dict[Room, RoomFanIn[E]] = {}
+        self._reports: deque[tuple[int, int, E]] = deque()
+
+    def open(self, fan_in: RoomFanIn[E]) -> None:
+        """The role began with a room."""
+        self._fan_ins[fan_in.room] = fan_in
+
+    def give_up(self, room: Room, error: TandemError | None) -> None:
+        """End a room on all members; no-op when it is over."""
+        if (fan_in := self._fan_ins.get(room)) is not None:
+            was_ending = fan_in.is_ending
+            fan_in.give_up()
+            if not was_ending:
+                self._end(room, error)
+
+    def report(self, member: int, num_members: int, event: E) -> None:
+        """Queue what a member reports, and ring. Any thread may call it."""
+        self._reports.append((member, num_members, event))
+        if self._waker is not None:
+            self._waker.wake()
+
+    def events(self) -> Iterator[E]:
+        """Yield what became of queued reports, oldest first. An error of the reader loses no other."""
+        for _ in range(len(self._reports)):
+            member, num_members, event = self._reports.popleft()
+            self._fan_ins[event.room].num_members = num_members
+            yield from self.hear(member, event)
+
+    def hear(self, member: int, event: E) -> list[E]:
+        """Take what a member reports; return what the role is to receive."""
+        fan_in = self._fan_ins[event.room]
+        was_ending = fan_in.is_ending
+        told = fan_in.hear(member, event)
+        if fan_in.is_over:
+            del self._fan_ins[event.room]
+        elif fan_in.is_ending and not was_ending:
+            self._end(fan_in.room, fan_in.error)
+        return told

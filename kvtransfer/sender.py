@@ -22,9 +22,9 @@ from typing_extensions import override
 
 from tandem.kvtransfer.bootstrap import BootstrapPort, DecodeLink, SenderEnd
 from tandem.kvtransfer.checksum import Verify, one_in
-from tandem.kvtransfer.control import ControlThread, Outbox
+from tandem.kvtransfer.control import ControlThread
 from tandem.kvtransfer.events import Granted, PushDone, Released, SenderEvent, SenderTimes
-from tandem.kvtransfer.fan_in import PushFanIn
+from tandem.kvtransfer.fan_in import OpenRooms, PushFanIn
 from tandem.kvtransfer.push_room import (
     LEAST_BYTES,
     PageRun,
@@ -91,11 +91,6 @@ class SenderStatistics(msgspec.Struct, frozen=True, kw_only=True):
     num_strangers: int = 0
 
 
-def sender_outbox(waker: Waker | None = None) -> Outbox[SenderEvent]:
-    """Return an outbox of what happens to rooms at prefill."""
-    return Outbox(waker, (PushDone, Released), Released)
-
-
 class PrefillAgent:
     """The sending end of every room of one prefill node.
 
@@ -146,7 +141,7 @@ class PrefillAgent:
             heard=self._hear,
             lost=self._lose,
         )
-        self._outbox = sender_outbox(waker)
+        self._told: OpenRooms[SenderEvent] = OpenRooms(self._end_parts, waker)
         self._rooms: dict[Room, PushRoom] = {}  # until the last of their parts is over
         self.times = SenderTimes()
         self._done: Counter[Action] = Counter()
@@ -157,7 +152,7 @@ class PrefillAgent:
 
     def expect(self, room: Room) -> None:
         """A request came: wait for its grant."""
-        self._outbox.open(room)
+        self._told.open(PushFanIn(room))
         now_s = self._clock()
         self._control.post(lambda: self._expect(room, now_s))
 
@@ -213,13 +208,11 @@ class PrefillAgent:
 
     def abort(self, room: Room, error: TandemError | None = None) -> None:
         """Give a room up; decode receives `error`. `Released` follows. No-op when it is over."""
-        if self._outbox.cancel(room):
-            why = error or Aborted("prefill gave the request up")
-            self._control.post(lambda: self._give_up(room, why))
+        self._told.give_up(room, error)
 
     def events(self) -> Iterator[SenderEvent]:
         """Yield what happened and was not taken yet, oldest first."""
-        return self._outbox.take()
+        return self._told.events()
 
     def statistics(self) -> SenderStatistics:
         """Return what is held now and was done so far."""
@@ -245,6 +238,10 @@ class PrefillAgent:
     @override
     def __repr__(self) -> str:
         return f"PrefillAgent(port={self.port}, {self.statistics()})"
+
+    def _end_parts(self, room: Room, error: TandemError | None) -> None:
+        why = error or Aborted("prefill gave the request up")
+        self._control.post(lambda: self._abort(room, why))
 
     # ── the control thread ───────────────────────────────────────────────────────────────────────
 
@@ -422,38 +419,33 @@ class PrefillAgent:
         self._bootstrap.send(link, word)
 
     def _report(self, part: PushPart, event: SenderEvent) -> None:
-        """Report what happened to one part, as far as it is true of all."""
-        fan_in = part.room.fan_in
-        was_ending = fan_in.is_ending
-        for each in fan_in.hear(part.number, event):
-            self._observe(part, each)
-            self._outbox.put(each)
-        if fan_in.is_ending and not was_ending:
-            why = fan_in.error or Aborted("another part of the request ended")
-            self._control.post(partial(self._end_parts, part.room, fan_in, why))
+        room = part.room
+        self._observe(part, event)
+        self._told.report(part.number, room.num_parts, event)
 
     def _observe(self, part: PushPart, event: SenderEvent) -> None:
+        """Measure what is true of all parts."""
         now_s, times, room = self._clock(), self.times, part.room
-        if isinstance(event, Granted) and room.expected_s is not None:
-            times.bootstrap_seconds.observe(now_s - room.expected_s)
+        if isinstance(event, Granted):
+            room.num_granted += 1
+            if room.num_granted == room.num_parts and room.expected_s is not None:
+                times.bootstrap_seconds.observe(now_s - room.expected_s)
         if isinstance(event, PushDone):
-            self._pushed_bytes += event.pushed_bytes
-            have_tokens = part.destination.first_token
-            self._saved_bytes += have_tokens * self._end.layout.all_heads_bytes
-        if isinstance(event, PushDone) and event.pushed_bytes:  # else decode had it all
-            if room.pushed_s is not None:
-                times.push_seconds.observe(now_s - room.pushed_s)
+            room.num_landed += 1
+            room.pushed_bytes += event.pushed_bytes
+            if room.num_landed == room.num_parts:
+                self._observe_landed(part, now_s)
+
+    def _observe_landed(self, last: PushPart, now_s: float) -> None:
+        times, room = self.times, last.room
+        self._pushed_bytes += room.pushed_bytes
+        self._saved_bytes += last.destination.first_token * self._end.layout.all_heads_bytes
+        if room.pushed_bytes and room.pushed_s is not None:  # else decode had it all
+            times.push_seconds.observe(now_s - room.pushed_s)
             if room.finished_s is not None:
                 times.push_exposed_seconds.observe(now_s - room.finished_s)
 
-    def _give_up(self, room: Room, why: TandemError) -> None:
-        entry = self._rooms.get(room)
-        if entry is not None and not (entry.fan_in.is_over or entry.fan_in.is_ending):
-            entry.fan_in.give_up()
-            self._end_parts(entry, entry.fan_in, why)
-
-    def _end_parts(self, room: PushRoom, fan_in: PushFanIn, why: TandemError) -> None:
-        """End a room, unless it is over, or the role has begun with it anew."""
-        if room.fan_in is fan_in and not fan_in.is_over:
-            for part in list(room.parts.values()):
+    def _abort(self, room: Room, why: TandemError) -> None:
+        if (entry := self._rooms.get(room)) is not None:
+            for part in list(entry.parts.values()):
                 self._apply(part, Event.ABORT_ASKED, why)

@@ -29,6 +29,7 @@ from tests.kvtransfer.rig import (
     PROMPT_PAGES,
     ROOM,
     begin,
+    has_turned,
     layout,
     pages,
     push_all,
@@ -263,6 +264,7 @@ def test_a_prefill_that_does_not_answer_a_withdraw_is_cut_off(cluster):
     decode.agent.withdraw(ROOM)
     # What a cut takes with it that has not arrived, prefill would never hear.
     until(lambda: any(p.session.state is SenderState.RELEASING for p in prefill.agent._parts()))
+    has_turned(decode.agent)  # it has noted when it sent the withdrawal
     assert list(decode.agent.events()) == []
     cluster.clock.now_s += 10.5
     assert decode.next() == Safe(ROOM)

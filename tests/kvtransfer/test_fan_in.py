@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
-from tandem.kvtransfer.fan_in import LandFanIn, PushFanIn
+from tandem.kvtransfer.fan_in import LandFanIn, OpenRooms, PushFanIn
 from tandem.wire.errors import PeerLost
 from tandem.wire.generation import Room
 
@@ -74,7 +74,7 @@ def test_the_last_event_comes_once_when_every_member_has_ended_and_is_the_worst_
         ended |= {who} if isinstance(event, LAST) else set()
         was_bad = was_bad or is_bad(event)
         assert fan_in.is_ending == was_bad
-        assert fan_in.live_members == [n for n in range(num_members) if n not in ended]
+        assert fan_in.is_over == (len(ended) == num_members)
         if fan_in.is_ending and not was_ending:
             assert str(who) in str(fan_in.error)
         said += heard
@@ -97,10 +97,56 @@ def test_a_room_is_granted_when_all_its_members_are():
 
 
 def test_members_that_are_known_late_count_from_the_beginning():
-    fan_in = PushFanIn(ROOM)
-    fan_in.give_up()
-    fan_in.widen(2)
-    assert fan_in.hear(0, Released(ROOM)) == []
-    assert fan_in.hear(1, PushDone(ROOM, 1)) == [Released(ROOM)]
-    with pytest.raises(AssertionError, match="has no more members"):
-        fan_in.widen(3)
+    rooms = OpenRooms(lambda *_: None)
+    rooms.open(PushFanIn(ROOM))
+    rooms.give_up(ROOM, None)
+    rooms.report(0, 2, Released(ROOM))
+    assert list(rooms.events()) == []
+    rooms.report(1, 2, PushDone(ROOM, 1))
+    assert list(rooms.events()) == [Released(ROOM)]
+
+
+OTHER = Room(43)
+
+
+@pytest.fixture
+def ended():
+    return []
+
+
+@pytest.fixture
+def rooms(ended):
+    """Two rooms, of two members each."""
+    made = OpenRooms(lambda room, error: ended.append((room, error)))
+    for room in (ROOM, OTHER):
+        made.open(LandFanIn(room))
+    return made
+
+
+def test_an_event_that_a_role_stumbles_over_takes_no_other_with_it(rooms):
+    rooms.report(0, 1, Failed(ROOM, error_of(0)))
+    rooms.report(0, 1, Failed(OTHER, error_of(0)))
+    assert next(rooms.events()).room == ROOM
+    assert [event.room for event in rooms.events()] == [OTHER]
+
+
+def test_a_room_given_up_while_an_earlier_event_is_handled_hears_only_its_end(rooms, ended):
+    rooms.report(0, 1, Failed(ROOM, error_of(0)))
+    rooms.report(0, 1, Landed(OTHER, 1, 2, 3))
+    events = rooms.events()
+    assert next(events).room == ROOM
+    rooms.give_up(OTHER, None)
+    rooms.give_up(OTHER, None)
+    assert list(events) == [Safe(OTHER)]
+    rooms.give_up(OTHER, None)  # it is over
+    assert ended == [(OTHER, None)]
+
+
+def test_a_member_that_fails_ends_the_others_once(rooms, ended):
+    rooms.report(1, 2, Lost(ROOM, error_of(1)))
+    assert [type(event) for event in rooms.events()] == [Lost]
+    rooms.report(0, 2, Failed(ROOM, error_of(0)))
+    rooms.report(1, 2, Safe(ROOM))
+    assert list(rooms.events()) == [Safe(ROOM)]
+    [(room, error)] = ended
+    assert (room, str(error)) == (ROOM, "of member 1")
