@@ -166,15 +166,12 @@ class TransportConfig:
 
     Attributes:
         host: Address to listen on; 0.0.0.0 and :: mean all.
-        num_streams: Connections that share one large write, where the transport has such. One TCP
-            stream fills 10 Gbit/s; several are for the links above that.
         interface: Name of the network interface to listen on and to send from, where the transport
             knows such; empty for the one of `host`.
         directory: What transports that go through files share; empty for none.
     """
 
     host: str = "127.0.0.1"
-    num_streams: int = 4
     interface: str = ""
     directory: str = ""
 

@@ -22,6 +22,8 @@ from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from tandem.wire.generation import Room
 from tandem.wire.hand_off import TransportOffer
 
+# One stream fills 10 Gbit/s; several are for the links above that.
+NUM_STREAMS = 4
 # Below this a second stream costs more than it brings.
 SHARE_BYTES = 4 << 20
 
@@ -55,7 +57,7 @@ class TcpTransport:
                 source_host = address_of(interface, family_of(str(offer.descriptor.get("host"))))
             except ConfigInvalid as error:
                 raise TransferRefused(f"cannot open a stream: {error}") from error
-        return TcpConnection(offer, region, self._config.num_streams, source_host)
+        return TcpConnection(offer, region, source_host)
 
 
 class TcpConnection:
@@ -68,19 +70,17 @@ class TcpConnection:
         TransferRefused: Nobody answers, or the listener there does not accept us.
     """
 
-    def __init__(
-        self, offer: TransportOffer, region: MemoryRegion, num_streams: int, source_host: str
-    ) -> None:
+    def __init__(self, offer: TransportOffer, region: MemoryRegion, source_host: str) -> None:
         self._source = region.buffer
         self._streams: list[socket.socket] = []
         with contextlib.ExitStack() as opened:
             try:
                 facts = msgspec.convert(offer.descriptor, TcpOffer)
-                for _ in range(num_streams):
+                for _ in range(NUM_STREAMS):
                     self._streams.append(opened.enter_context(open_stream(facts, source_host)))
             except (msgspec.ValidationError, OSError, PeerLost) as error:
                 raise TransferRefused(f"cannot connect: {error}") from error
-            self._threads = opened.enter_context(ThreadPoolExecutor(num_streams, "kv-stream"))
+            self._threads = opened.enter_context(ThreadPoolExecutor(NUM_STREAMS, "kv-stream"))
             self._opened = opened.pop_all()
         self._writing = threading.Lock()
         self._is_closed = False
@@ -88,16 +88,15 @@ class TcpConnection:
     def write(self, room: Room, plan: CopyPlan) -> None:
         """Deal the batches out to the streams and wait for every acknowledgement."""
         check_bounds(len(self._source), plan.source_offset, plan.size_bytes)
-        num_streams = len(self._streams)
-        share = max(SHARE_BYTES, -(-plan.total_bytes // num_streams))
+        share = max(SHARE_BYTES, -(-plan.total_bytes // NUM_STREAMS))
         batches = list(plan.batches(min(share, frames.BATCH_BYTES), frames.MAX_COPIES))
         with self._writing:
             if self._is_closed:
                 raise PeerLost("the connection is closed")
-            if num_streams == 1 or len(batches) == 1:  # no thread for what is small
+            if len(batches) == 1:  # no thread for what is small
                 return self._send(self._streams[0], room, batches)
             futures = [
-                self._threads.submit(self._send, stream, room, batches[number::num_streams])
+                self._threads.submit(self._send, stream, room, batches[number::NUM_STREAMS])
                 for number, stream in enumerate(self._streams)
             ]
             # All of them, also when one fails: after an error no byte of ours may be under way.

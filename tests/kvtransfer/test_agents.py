@@ -7,7 +7,6 @@ import pytest
 from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
 from tandem.kvtransfer.plan import PagedTokens, plan_copies
 from tandem.kvtransfer.session import SenderState
-from tandem.kvtransfer.transports.base import TransportConfig
 from tandem.kvtransfer.transports.loopback import Fault, LoopbackTransport
 from tandem.kvtransfer.transports.shm import ShmTransport
 from tandem.kvtransfer.transports.tcp import TcpTransport
@@ -112,7 +111,7 @@ def test_what_is_pushed_and_finished_before_the_grant_is_kept_for_it(cluster):
 
 
 def test_nodes_of_different_page_sizes_hand_off(cluster):
-    cluster.use(TcpTransport(TransportConfig(num_streams=2)))
+    cluster.use(TcpTransport())
     small = layout(page_size=2, num_pages=20)
     prefill, decode = cluster.prefill(), cluster.decode(shape=small)
     prefill.agent.expect(ROOM)

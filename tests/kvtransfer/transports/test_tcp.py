@@ -47,14 +47,6 @@ class Rig:
         """Return a stream that has proved the secret."""
         return open_stream(TcpOffer(**self.admission.offer.descriptor))
 
-    def wait_until_open(self):
-        """Return when the listener is in the middle of a batch."""
-        known = self.listener._peers[self.admission.peer]
-        with self.listener._changed:
-            assert self.listener._changed.wait_for(
-                lambda: ROOM in known.reading.values(), PATIENCE_S
-            )
-
     def close(self):
         self.listener.close()
         self.source.close()
@@ -115,18 +107,31 @@ def test_a_stream_without_the_secret_is_cut(rig):
 
 
 @pytest.mark.parametrize("by", ["revoke", "fence"])
-def test_a_peer_that_breaks_its_word_and_still_sends_is_cut(rig, by):
-    peer = rig.admission.peer
+def test_a_peer_that_still_sends_is_cut_and_its_pages_are_waited_for(rig, monkeypatch, by):
+    peer, reading, let_go = rig.admission.peer, threading.Event(), threading.Event()
+    receive_into = frames.receive_into
+
+    def receive_slowly(stream, views):
+        if len(views[0]) == PAGE_BYTES:
+            reading.set()
+            assert let_go.wait(PATIENCE_S)
+        receive_into(stream, views)
+
+    monkeypatch.setattr(frames, "receive_into", receive_slowly)
     cut = {"revoke": (rig.listener.revoke, (peer, ROOM)), "fence": (rig.listener.fence, (peer,))}
     with rig.stream() as stream:
+        stream.settimeout(PATIENCE_S)
         stream.sendall(frames.table_of(ROOM, copies((0, 0, PAGE_BYTES))) + b"\xff" * 10)
-        rig.wait_until_open()
+        assert reading.wait(PATIENCE_S)
         target, args = cut[by]
         cutting = threading.Thread(target=target, args=args, daemon=True)
         cutting.start()
+        cutting.join(0.05)
+        assert cutting.is_alive(), "a stream has pages open"
+        let_go.set()
         cutting.join(PATIENCE_S)
         assert not cutting.is_alive()
-        with pytest.raises(PeerLost):
+        with pytest.raises(PeerLost, match=r"ended|broke"):
             frames.receive_exactly(stream, 1)
     assert rig.listener.num_violations == 0
 
@@ -153,7 +158,7 @@ def test_a_large_write_goes_over_several_streams():
         MemoryRegion.private(layout.pool_bytes) as destination,
     ):
         source.array()[:] = np.random.default_rng(0).integers(0, 256, layout.pool_bytes, np.uint8)
-        transport = TcpTransport(TransportConfig(host="::1", num_streams=3))
+        transport = TcpTransport(TransportConfig(host="::1"))
         listener = transport.listen(Pool(destination, layout.page_bytes, 64))
         admission = listener.admit("::1")
         connection = transport.connect(admission.offer, source)
