@@ -207,7 +207,7 @@ class DecodeAgent:
         hello = hand_off.Hello(
             epoch=epoch,
             fingerprint=fingerprint,
-            layout=layout.to_info(),
+            layout=layout,
             offers=[],
             tp_rank=shard.tp_rank,
             tp_size=shard.tp_size,

@@ -351,7 +351,7 @@ class FakeDecode(FakeEnd):
         honest = {
             "epoch": self.epoch,
             "fingerprint": "llama",
-            "layout": self.shape.to_info(),
+            "layout": self.shape,
             "offers": [self.admission.offer],
         }
         self.say(hand_off.Hello(**{**honest, **lies}))

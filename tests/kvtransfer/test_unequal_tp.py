@@ -1,9 +1,8 @@
 """Nodes of different tensor-parallel sizes, all ranks in one process: every head of every page."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tandem.engine.kv_cache import KVCache
 from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
