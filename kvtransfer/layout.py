@@ -105,12 +105,8 @@ class KVLayout(LayoutInfo, frozen=True):
 
     def holds_same_heads(self, other: "KVLayout") -> bool:
         """Tell whether a head can be copied between the two; how many each has may differ."""
-        return self.head_shape == other.head_shape
-
-    @property
-    def head_shape(self) -> tuple[int, int, str, int, tuple[LayerKV, ...]]:
-        """Everything that the bytes of one token in one head depend on."""
-        return (self.num_layers, self.head_dim, self.dtype, self.itemsize, self.layers)
+        names = ("num_layers", "head_dim", "dtype", "itemsize", "layers")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     @classmethod
     def from_info(cls, info: LayoutInfo) -> "KVLayout":

@@ -198,6 +198,11 @@ class PushPart:
     refusal: TransferRefused | None = None
     pushed_bytes: int = 0
 
+    def may_write(self, link: DecodeLink) -> bool:
+        """Whether a grant over this link stands, or its writes may still be under way."""
+        is_granted = self.grant is not None and self.link is link
+        return is_granted and self.session.state is not SenderState.REFUSING
+
     def twin(self, number: int) -> "PushPart":
         """Return the same for another link. Only before it is granted."""
         assert self.grant is None

@@ -283,8 +283,7 @@ class PrefillAgent:
             self._apply(part, Event.EXPECTED)
 
     def _take_grant(self, link: DecodeLink, grant: hand_off.Grant, known: PushPart | None) -> None:
-        is_granted = known is not None and known.grant is not None and known.link is link
-        if is_granted and known.session.state is not SenderState.REFUSING:
+        if known is not None and known.may_write(link):
             # Released would end the first grant at decode, under writes that are still going on.
             self._bootstrap.num_refused += 1
             return self._bootstrap.drop(link, PeerLost("decode granted a room twice"))

@@ -75,13 +75,11 @@ def need_cpu_memory(name: str, pool: Pool) -> None:
 class Listener(Protocol):
     """The receiving end: owns who may write where. Every method may be called from any thread.
 
-    What concerns one peer is called in the order of the protocol, by a worker of its link: other links
-    do not wait for it.
+    What concerns one peer is called in the order of the protocol, by a worker of its link.
 
-    A listener that sees the writes checks each against its grant (`Permits`), and may have an attribute
-    `num_violations`: how many it refused because no grant, or no admitted peer, stood behind them. A
-    one-sided listener sees none: its `permit` and `revoke` check nothing, and its fence is all that keeps a
-    peer out that breaks the protocol.
+    A listener that sees the writes checks each against its grant (`Permits`), and may count in
+    `num_violations` those that it refused. A one-sided listener sees none: its `permit` and `revoke` check
+    nothing, and only its fence keeps a peer out that breaks the protocol.
     """
 
     def admit(self, toward_host: str) -> Admission:
