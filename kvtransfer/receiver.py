@@ -266,7 +266,7 @@ class DecodeAgent:
         """Return what is held now and was done so far."""
         states = Counter(part.session.state for part in self._parts())
         return ReceiverStatistics(
-            num_links=self._links.num_links,
+            num_links=len(self._links.links),
             num_reserving=states[ReceiverState.RESERVING],
             num_granted=states[ReceiverState.GRANTED],
             num_withdrawn=states[ReceiverState.WITHDRAWN],

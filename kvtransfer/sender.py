@@ -129,12 +129,12 @@ class PrefillAgent:
         self._timeouts = timeouts or SenderTimeouts()
         self._one_in, self._least_bytes = one_in(verify), least_bytes
         heartbeat = self._timeouts.heartbeat
-        inbox: Inbox[hand_off.ToPrefill] = Inbox(address, hand_off.ToPrefill, key, heartbeat)
-        self.port = inbox.port
+        self._inbox: Inbox[hand_off.ToPrefill] = Inbox(address, hand_off.ToPrefill, key, heartbeat)
+        self.port = self._inbox.port
         self._control = ControlThread("kv-prefill", self._turn)
         self._bootstrap = BootstrapPort(
             end,
-            inbox,
+            self._inbox,
             self._control,
             heartbeat=heartbeat,
             clock=clock,
@@ -218,14 +218,14 @@ class PrefillAgent:
         """Return what is held now and was done so far."""
         states = Counter(part.session.state for part in self._parts())
         return SenderStatistics(
-            num_links=self._bootstrap.num_links,
+            num_links=len(self._bootstrap.links),
             num_waiting=states[SenderState.WAITING],
             num_early_grants=states[SenderState.GRANTED_EARLY],
             num_pushing=states[SenderState.PUSHING] + states[SenderState.RELEASING],
             num_landed=self._done[Action.SEND_LANDED],
             num_released=self._done[Action.TELL_RELEASED],
             num_refused=self._bootstrap.num_refused,
-            num_strangers=self._bootstrap.num_strangers,
+            num_strangers=self._inbox.num_strangers,
             pushed_bytes=self._pushed_bytes,
             saved_bytes=self._saved_bytes,
         )

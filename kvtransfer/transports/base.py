@@ -15,8 +15,9 @@ transport by an entry point of group `tandem.transports` that names a `Transport
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import NewType, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 
 from tandem.kvtransfer.plan import CopyPlan, Int64s, touched_pages
@@ -58,6 +59,21 @@ class Admission:
 
     peer: PeerKey
     offer: TransportOffer
+
+
+Facts = TypeVar("Facts", bound=msgspec.Struct)
+
+
+def read_offer(offer: TransportOffer, kind: type[Facts]) -> Facts:
+    """Return what the descriptor of an offer holds.
+
+    Raises:
+        TransferRefused: It is not of this kind.
+    """
+    try:
+        return msgspec.convert(offer.descriptor, kind)
+    except msgspec.ValidationError as error:
+        raise TransferRefused(f"an invalid offer of {offer.name}: {error}") from error
 
 
 def need_cpu_memory(name: str, pool: Pool) -> None:

@@ -10,13 +10,18 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_address
 
-import msgspec
 import psutil
 
 from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports import tcp_stream as frames
-from tandem.kvtransfer.transports.base import Pool, TransportConfig, check_bounds, need_cpu_memory
+from tandem.kvtransfer.transports.base import (
+    Pool,
+    TransportConfig,
+    check_bounds,
+    need_cpu_memory,
+    read_offer,
+)
 from tandem.kvtransfer.transports.tcp_stream import TcpListener, TcpOffer
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
 from tandem.wire.generation import Room
@@ -73,12 +78,12 @@ class TcpConnection:
     def __init__(self, offer: TransportOffer, region: MemoryRegion, source_host: str) -> None:
         self._source = region.buffer
         self._streams: list[socket.socket] = []
+        facts = read_offer(offer, TcpOffer)
         with contextlib.ExitStack() as opened:
             try:
-                facts = msgspec.convert(offer.descriptor, TcpOffer)
                 for _ in range(NUM_STREAMS):
                     self._streams.append(opened.enter_context(open_stream(facts, source_host)))
-            except (msgspec.ValidationError, OSError, PeerLost) as error:
+            except (OSError, PeerLost) as error:
                 raise TransferRefused(f"cannot connect: {error}") from error
             self._threads = opened.enter_context(ThreadPoolExecutor(NUM_STREAMS, "kv-stream"))
             self._opened = opened.pop_all()

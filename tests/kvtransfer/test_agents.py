@@ -205,7 +205,8 @@ def test_a_room_given_up_in_the_middle_of_a_write_ends_only_after_the_write(clus
     assert cluster.transport.hanging.wait(PATIENCE_S)
     if by == "prefill":
         prefill.agent.abort(ROOM)
-        prefill.wait_until(lambda now: now.num_pushing == 1)
+        has_turned(prefill.agent)
+        assert prefill.agent.statistics().num_pushing == 1
     else:
         prefill.next(Granted)
         decode.agent.withdraw(ROOM)
@@ -456,7 +457,7 @@ def mark(decode, page_ids=DECODE_PAGES):
 
 
 def connection_of(prefill):
-    (link,) = prefill.agent._bootstrap._links.values()
+    (link,) = prefill.agent._bootstrap.links.values()
     return link.connection
 
 

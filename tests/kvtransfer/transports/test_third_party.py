@@ -72,7 +72,7 @@ def test_agents_hand_off_over_the_example_and_count_what_it_refused(stack, trans
     prefill, decode = cluster.prefill(verify="always"), cluster.decode()
     agents.serve_the_next(prefill, decode)
     assert (agents.pages(decode, DECODE_PAGES) == agents.pages(prefill, PROMPT_PAGES)).all()
-    (link,) = prefill.agent._bootstrap._links.values()
+    (link,) = prefill.agent._bootstrap.links.values()
     with pytest.raises(TransferRefused):
         link.connection.write(ROOM, CopyPlan(*(np.array([each]) for each in (0, 0, 64))))
     assert decode.agent.statistics().num_refused == 1
