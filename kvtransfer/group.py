@@ -8,8 +8,14 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from tandem.kvtransfer.events import PushDone, ReceiverEvent, SenderEvent
-from tandem.kvtransfer.fan_in import LandFanIn, OpenRooms, PushFanIn
+from tandem.kvtransfer.events import (
+    LandFanIn,
+    OpenRooms,
+    PushDone,
+    PushFanIn,
+    ReceiverEvent,
+    SenderEvent,
+)
 from tandem.kvtransfer.push_room import PageRun, Wrote
 from tandem.kvtransfer.receiver import DecodeAgent, ReceiverStatistics
 from tandem.kvtransfer.sender import PrefillAgent, SenderStatistics

@@ -25,8 +25,16 @@ from typing_extensions import override
 
 from tandem.kvtransfer.checksum import Verify, page_sums, sampled_slabs
 from tandem.kvtransfer.control import ControlThread, transport_errors
-from tandem.kvtransfer.events import Failed, Landed, Lost, ReceiverEvent, ReceiverTimes, Safe
-from tandem.kvtransfer.fan_in import LandFanIn, OpenRooms
+from tandem.kvtransfer.events import (
+    Failed,
+    Landed,
+    LandFanIn,
+    Lost,
+    OpenRooms,
+    ReceiverEvent,
+    ReceiverTimes,
+    Safe,
+)
 from tandem.kvtransfer.layout import KVLayout
 from tandem.kvtransfer.plan import HeadRange, PagedTokens
 from tandem.kvtransfer.prefill_links import PrefillLink, PrefillLinks

@@ -23,8 +23,15 @@ from typing_extensions import override
 from tandem.kvtransfer.bootstrap import BootstrapPort, DecodeLink, SenderEnd
 from tandem.kvtransfer.checksum import Verify, one_in
 from tandem.kvtransfer.control import ControlThread
-from tandem.kvtransfer.events import Granted, PushDone, Released, SenderEvent, SenderTimes
-from tandem.kvtransfer.fan_in import OpenRooms, PushFanIn
+from tandem.kvtransfer.events import (
+    Granted,
+    OpenRooms,
+    PushDone,
+    PushFanIn,
+    Released,
+    SenderEvent,
+    SenderTimes,
+)
 from tandem.kvtransfer.push_room import (
     LEAST_BYTES,
     PageRun,

@@ -1,11 +1,21 @@
-"""The fan-in of one room: in whatever order its members report, the role receives what is true of all."""
+"""What the role receives of a room: in whatever order its members report, what is true of all of them."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.kvtransfer.events import Failed, Granted, Landed, Lost, PushDone, Released, Safe
-from tandem.kvtransfer.fan_in import LandFanIn, OpenRooms, PushFanIn
+from tandem.kvtransfer.events import (
+    Failed,
+    Granted,
+    Landed,
+    LandFanIn,
+    Lost,
+    OpenRooms,
+    PushDone,
+    PushFanIn,
+    Released,
+    Safe,
+)
 from tandem.wire.errors import PeerLost
 from tandem.wire.generation import Room
 
@@ -104,6 +114,14 @@ def test_members_that_are_known_late_count_from_the_beginning():
     assert list(rooms.events()) == []
     rooms.report(1, 2, PushDone(ROOM, 1))
     assert list(rooms.events()) == [Released(ROOM)]
+
+
+def test_a_role_that_gives_up_a_room_that_failed_hears_no_error():
+    rooms = OpenRooms(lambda *_: None)
+    rooms.open(PushFanIn(ROOM, 2))
+    assert rooms.hear(0, Released(ROOM, error_of(0))) == []
+    rooms.give_up(ROOM, None)
+    assert rooms.hear(1, PushDone(ROOM, 1)) == [Released(ROOM)]
 
 
 OTHER = Room(43)
