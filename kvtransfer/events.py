@@ -24,7 +24,6 @@ from typing import Generic, TypeVar
 from typing_extensions import override
 
 from tandem.telemetry.histogram import Histogram
-from tandem.wire.channel import Waker
 from tandem.wire.errors import PeerLost, TandemError
 from tandem.wire.generation import Room, TokenLogprobs
 
@@ -211,13 +210,15 @@ class OpenRooms(Generic[E]):
 
     Args:
         end: Has all members end a room; called once for each.
-        waker: Rung whenever something is reported.
+        wake: Called whenever something is reported.
     """
 
     def __init__(
-        self, end: Callable[[Room, TandemError | None], None], waker: Waker | None = None
+        self,
+        end: Callable[[Room, TandemError | None], None],
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
-        self._end, self._waker = end, waker
+        self._end, self._wake = end, wake
         self._fan_ins: dict[Room, RoomFanIn[E]] = {}
         self._reports: deque[tuple[int, int, E]] = deque()
 
@@ -236,8 +237,7 @@ class OpenRooms(Generic[E]):
     def report(self, member: int, num_members: int, event: E) -> None:
         """Queue what a member reports, and ring. Any thread may call it."""
         self._reports.append((member, num_members, event))
-        if self._waker is not None:
-            self._waker.wake()
+        self._wake()
 
     def events(self) -> Iterator[E]:
         """Yield what became of queued reports, oldest first. An error of the reader loses no other."""

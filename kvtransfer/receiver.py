@@ -194,7 +194,7 @@ class DecodeAgent:
         layout: KVLayout,
         region: MemoryRegion,
         transports: Sequence[Transport],
-        waker: Waker | None = None,
+        waker: Waker,
         key: ChannelKey | None = None,
         timeouts: ReceiverTimeouts | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -204,7 +204,7 @@ class DecodeAgent:
         self._epoch, self._layout, self._region = epoch, layout, region
         self._is_verified = verify != "off"
         self._timeouts, self._clock = timeouts or ReceiverTimeouts(), clock
-        self._told: OpenRooms[ReceiverEvent] = OpenRooms(self._end_parts, waker)
+        self._told: OpenRooms[ReceiverEvent] = OpenRooms(self._end_parts, waker.wake)
         self._rooms: dict[Room, LandRoom] = {}  # until the last of their parts is over
         self._done: Counter[Action] = Counter()
         self.times = ReceiverTimes()

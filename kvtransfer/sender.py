@@ -125,7 +125,7 @@ class PrefillAgent:
         address: str,
         end: SenderEnd,
         *,
-        waker: Waker | None = None,
+        waker: Waker,
         key: ChannelKey | None = None,
         timeouts: SenderTimeouts | None = None,
         verify: Verify = "sample",
@@ -148,7 +148,7 @@ class PrefillAgent:
             heard=self._hear,
             lost=self._lose,
         )
-        self._told: OpenRooms[SenderEvent] = OpenRooms(self._end_parts, waker)
+        self._told: OpenRooms[SenderEvent] = OpenRooms(self._end_parts, waker.wake)
         self._rooms: dict[Room, PushRoom] = {}  # until the last of their parts is over
         self.times = SenderTimes()
         self._done: Counter[Action] = Counter()
