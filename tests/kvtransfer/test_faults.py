@@ -1,0 +1,146 @@
+"""Crashes, stopped processes and bad links under a real hand-off, over every installed transport.
+
+Both nodes are processes; what dies does so while its bytes are landing. Each time the other end must
+say so, have all its pages back, and do the next hand-off with a healthy peer.
+"""
+
+import signal
+from contextlib import ExitStack, closing
+
+import pytest
+
+from tests.faults.network import Network, has_network
+from tests.kvtransfer.fault_rig import FarNode, begin_push, hand_off
+from tests.kvtransfer.makers import cross_process
+from tests.patience import PATIENCE_S
+
+
+class Nodes:
+    """Starts nodes of one transport, and ends them."""
+
+    def __init__(self, stack, transport, directory):
+        self._stack, self.transport, self._directory = stack, transport, directory
+
+    def start(self, *kinds, **more):
+        nodes = [FarNode(kind, self.transport, self._directory, **more) for kind in kinds]
+        for node in nodes:
+            self._stack.callback(node.close)
+        return [node.ready() for node in nodes]
+
+
+def pytest_generate_tests(metafunc):
+    if "nodes" in metafunc.fixturenames and "network" not in metafunc.fixturenames:
+        metafunc.parametrize("nodes", cross_process(), indirect=True)
+
+
+@pytest.fixture
+def nodes(request, tmp_path):
+    with ExitStack() as stack:
+        yield Nodes(stack, request.param, tmp_path)
+
+
+def notices(node, event, room):
+    """Wait for what a node must say by itself, and return it.
+
+    Noticing takes one ping after a death and the heartbeat's limit otherwise, and longer on a busy machine: the limit
+    is for a node that does not notice at all.
+    """
+    return node.hear(event, room, PATIENCE_S)
+
+
+def test_a_prefill_killed_while_it_pushes_is_lost_and_its_pages_come_back(nodes):
+    prefill, decode, healthy = nodes.start("prefill", "decode", "prefill")
+    begin_push(prefill, decode, 1)
+    prefill.signal(signal.SIGKILL)
+    assert notices(decode, "Lost", 1)["error"] == "peer_lost"
+    notices(decode, "Safe", 1)
+    hand_off(healthy, decode, 2)
+    report = decode.report()
+    assert report["is_all_free"]
+    assert report["is_untouched"]
+
+
+def test_a_decode_killed_while_it_is_written_releases_prefills_pages(nodes):
+    prefill, decode, healthy = nodes.start("prefill", "decode", "decode")
+    begin_push(prefill, decode, 1)
+    decode.signal(signal.SIGKILL)
+    assert notices(prefill, "Released", 1)["error"] == "peer_lost"
+    hand_off(prefill, healthy, 2)
+    assert prefill.report()["is_all_free"]
+
+
+def test_a_prefill_stopped_while_it_pushes_writes_nothing_when_it_goes_on(nodes):
+    prefill, decode, healthy = nodes.start("prefill", "decode", "prefill", mood="alert")
+    begin_push(prefill, decode, 1)
+    prefill.signal(signal.SIGSTOP)
+    assert notices(decode, "Lost", 1)["error"] == "peer_lost"
+    hand_off(healthy, decode, 2)  # while a stopped writer may hold up the fence of its own pages
+    prefill.signal(signal.SIGCONT)
+    assert notices(prefill, "Released", 1)["error"] == "peer_lost"
+    notices(decode, "Safe", 1)
+    report = decode.report()
+    assert report["is_all_free"]
+    assert report["is_untouched"]
+    assert prefill.report()["is_all_free"]
+    hand_off(prefill, decode, 3)
+
+
+def test_a_decode_stopped_while_it_is_written_is_lost_to_prefill_and_finds_out(nodes):
+    prefill, decode, healthy = nodes.start("prefill", "decode", "decode", mood="alert")
+    begin_push(prefill, decode, 1)
+    decode.signal(signal.SIGSTOP)
+    assert notices(prefill, "Released", 1)["error"] == "peer_lost"
+    hand_off(prefill, healthy, 2)
+    decode.signal(signal.SIGCONT)
+    assert notices(decode, "Lost", 1)["error"] == "peer_lost"
+    notices(decode, "Safe", 1)
+    hand_off(prefill, decode, 3)
+    report = decode.report()
+    assert report["is_all_free"]
+    assert report["is_untouched"]
+
+
+# ── links ────────────────────────────────────────────────────────────────────────────────────────
+
+# Namespaces need root: without it these are not collected at all, and the rest stands for itself.
+if has_network():
+
+    @pytest.fixture
+    def network():
+        with closing(Network(["prefill", "decode"])) as made:
+            yield made
+
+    def start_apart(nodes, network, mood):
+        """Start a prefill and a decode node with a network between them."""
+        return [
+            nodes.start(
+                kind,
+                host=network.addresses[kind],
+                prefix=("nsenter", f"--net={network.namespace(kind)}"),
+                mood=mood,
+            )[0]
+            for kind in ("prefill", "decode")
+        ]
+
+    @pytest.mark.parametrize("nodes", ["tcp"], indirect=True)
+    def test_a_cut_link_ends_the_room_at_both_ends_and_a_mended_one_serves_the_next(nodes, network):
+        prefill, decode = start_apart(nodes, network, "alert")
+        begin_push(prefill, decode, 1)
+        network.set_link("decode", is_cut=True)
+        assert notices(decode, "Lost", 1)["error"] == "peer_lost"
+        notices(decode, "Safe", 1)
+        assert notices(prefill, "Released", 1)["error"] == "peer_lost"
+        network.set_link("decode", is_cut=False)
+        hand_off(prefill, decode, 2)
+        report = decode.report()
+        assert report["is_all_free"]
+        assert report["is_untouched"]
+        assert prefill.report()["is_all_free"]
+
+    @pytest.mark.parametrize("nodes", ["tcp"], indirect=True)
+    def test_a_slow_link_that_loses_packets_hands_off_every_byte(nodes, network):
+        network.set_link("decode", delay_ms=10, loss=0.01)
+        prefill, decode = start_apart(nodes, network, "calm")
+        hand_off(prefill, decode, 1)
+        assert decode.report()["is_all_free"]
+        assert prefill.report()["is_all_free"]
