@@ -1,7 +1,7 @@
 # `make serve` and `make test` do everything on a fresh machine with Python 3.11 or later.
 PYTHON ?= python3
 VENV ?= .venv
-# Of pyproject.toml; add those of transports to test them too: make test EXTRAS=dev,nixl,mooncake
+# Of pyproject.toml; add those of transports to test them too: make test EXTRAS=dev,ucx,nixl,mooncake
 EXTRAS ?= dev
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -49,7 +49,7 @@ BLOCK_BYTES, PAGE_BYTES = 64 << 10, 2 << 20
 NUM_KV_HEADS, PAGE_SIZE = 8, 16
 TP_PAGE_BYTES = 32 * 2 * NUM_KV_HEADS * PAGE_SIZE * 128 * 2  # of all heads
 PATTERNS = ("contiguous", "pages", "scattered")
-NAMES = ("shm", "tcp", *INSTALLED)
+NAMES = ("shm", "tcp", "nccl", *INSTALLED)
 BARE = {f"bare {name}": driver for name, driver in INSTALLED.items()}
 NUM_LATENCIES = 200
 

@@ -221,6 +221,20 @@ def copy_blocks(plan: CopyPlan, source: NDArray[np.uint8], destination: NDArray[
         destination[there : there + size] = source[begin : begin + size]
 
 
+def gather(memory: NDArray[np.uint8], plan: CopyPlan, staging: NDArray[np.uint8]) -> None:
+    """Copy the sources of a plan, one after the other, to the start of `staging`."""
+    copy_blocks(CopyPlan(plan.source_offset, _packed(plan), plan.size_bytes), memory, staging)
+
+
+def scatter(staging: NDArray[np.uint8], plan: CopyPlan, memory: NDArray[np.uint8]) -> None:
+    """Copy the start of `staging` out to the destinations of a plan: the inverse of `gather`."""
+    copy_blocks(CopyPlan(_packed(plan), plan.destination_offset, plan.size_bytes), staging, memory)
+
+
+def _packed(plan: CopyPlan) -> Int64s:
+    return np.cumsum(plan.size_bytes) - plan.size_bytes
+
+
 def touched_pages(offset: Int64s, size_bytes: Int64s, page_bytes: int) -> Int64s:
     """Return the pages that runs of bytes lie in, with repeats. Every size is positive."""
     first = offset // page_bytes

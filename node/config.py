@@ -59,7 +59,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             "--disaggregation-transfer-backend",
             group="transfer",
             metavar="NAME",
-            help="how KV moves: auto, shm, tcp, cuda_ipc, nixl, mooncake, file; see "
+            help="how KV moves: auto, shm, tcp, cuda_ipc, nixl, ucx, mooncake, nccl, file; see "
             "`tandem docs transports`",
         ),
     ] = "auto"

@@ -27,13 +27,15 @@ BUILT_IN = {
     "shm": "tandem.kvtransfer.transports.shm:ShmTransport",
     "tcp": "tandem.kvtransfer.transports.tcp:TcpTransport",
     "cuda_ipc": "tandem.kvtransfer.transports.cuda_ipc:CudaIpcTransport",
+    "nccl": "tandem.kvtransfer.transports.nccl:NcclTransport",
+    "ucx": "tandem.kvtransfer.transports.ucx:UcxTransport",
     "nixl": "tandem.kvtransfer.transports.nixl:NixlTransport",
 }
 # What `auto` means, best first: offers are made, and tried, in this order.
 AUTO = ("shm", "tcp")
 AUTO_ON_GPUS = ("cuda_ipc", "nixl")
 # Those that only reach pools in the CPU's memory.
-CPU_ONLY = frozenset({"shm", "tcp", "file", "mooncake"})
+CPU_ONLY = frozenset({"shm", "tcp", "file", "ucx", "mooncake"})
 # Those that are packages of their own (`contrib/`).
 PACKAGES = {"file": "tandem-file", "mooncake": "tandem-mooncake"}
 # What `auto` looks for before it takes a transport that stands on it.
@@ -72,9 +74,10 @@ def names_of(name: str, device: str = "cpu") -> list[str]:
         return list(AUTO) if device == "cpu" else [n for n in AUTO_ON_GPUS if _may_be_loaded(n)]
     names = name.split(",")
     if device != "cpu" and (beside := [each for each in names if each in CPU_ONLY]):
+        *some, last = [each for each in BUILT_IN if each not in CPU_ONLY]
         raise ConfigInvalid(
             f"--transfer-backend {beside[0]} does not reach the memory of --device {device}: give auto, "
-            f"{' or '.join(AUTO_ON_GPUS)}",
+            f"{', '.join(some)} or {last}",
             topic=CHOOSING,
         )
     return names

@@ -1,4 +1,4 @@
-"""What the two ends of a TCP stream exchange, and the listener of transport `tcp`.
+"""What the two ends of a TCP stream exchange, and the receiving end.
 
 ```
  listener ──▶ 16 random bytes
@@ -15,6 +15,9 @@ A thread accepts, and one more serves each stream, which it reads straight into 
 read only when their table lies inside a live grant of that peer; anything else ends the stream and is
 counted. A stream that reads into pages is marked with their room, so that a revocation or a fence can
 cut it and wait until it has let go of the pages.
+
+Transports that move bytes by other means listen here too: peers prove themselves and announce each
+batch on a stream, and a `Lane` beside it brings the bytes (`lanes.py`).
 """
 
 import contextlib
@@ -25,15 +28,17 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 import numpy as np
 
 from tandem.kvtransfer.control import start_thread
 from tandem.kvtransfer.plan import CopyPlan
+from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports.base import Admission, PeerKey, Permits, Pool, new_peer_key
 from tandem.telemetry.log import get_logger
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferFailed, TransferRefused
@@ -168,6 +173,70 @@ class TcpOffer(msgspec.Struct, frozen=True, kw_only=True):
     secret: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
+OpenPages = Callable[[CopyPlan], AbstractContextManager[None]]
+"""Opens the destinations of a batch, or of part of it, for as long as they are written."""
+
+
+class Lane(Protocol):
+    """Brings the bytes of the batches that one stream announces. One thread at a time uses it."""
+
+    def send(self, room: Room, batch: CopyPlan) -> None:
+        """At the sender: announce a batch and send it. No byte of its sources is read afterwards.
+
+        Raises:
+            PeerLost: The stream or the lane broke, or the stream was shut down meanwhile.
+            TransferRefused: The pages are not granted to this room.
+        """
+        ...
+
+    def receive(self, batch: CopyPlan, open_pages: OpenPages) -> None:
+        """At the listener: fill the destinations of a batch. They are touched only while they are open.
+
+        Nothing is read before they were opened once, since that checks them. Waiting for the peer
+        ends when the stream is shut down.
+
+        Raises:
+            PeerLost: The stream or the lane broke.
+            TransferRefused: The pages are not granted.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what the lane holds. The stream may be shut down, and is its caller's to close."""
+        ...
+
+
+OpenLane = Callable[[socket.socket, MemoryRegion], Lane]
+"""Makes a lane beside a stream whose ends have accepted each other, for the own pool; raises PeerLost."""
+
+
+class TcpLane:
+    """The stream itself: the bytes follow their table."""
+
+    def __init__(self, stream: socket.socket, region: MemoryRegion) -> None:
+        self._stream, self._pool = stream, region.buffer
+
+    def send(self, room: Room, batch: CopyPlan) -> None:
+        """Send table and bytes in one go, and wait for the answer."""
+        views = [self._pool[begin : begin + size] for begin, _, size in batch.copies()]
+        lost: PeerLost | None = None
+        try:
+            send_from(self._stream, [memoryview(table_of(room, batch)), *views])
+        except PeerLost as error:
+            lost = error  # a listener that refuses hangs up, but its answer is there to read
+        if receive_exactly(self._stream, 1) == REFUSED:
+            raise TransferRefused(f"the pages are not granted to room {room}") from lost
+
+    def receive(self, batch: CopyPlan, open_pages: OpenPages) -> None:
+        """Read straight into the pages."""
+        with open_pages(batch):
+            views = [self._pool[to : to + size] for _, to, size in batch.copies()]
+            receive_into(self._stream, views)
+
+    def close(self) -> None:
+        """Do nothing: the stream is closed by its owner."""
+
+
 @dataclass(slots=True)
 class _Peer:
     """One admitted peer. `reading` has its streams, and the room whose pages each reads into."""
@@ -181,12 +250,22 @@ class _Peer:
 class TcpListener:
     """Listens on one port for all peers of a pool.
 
+    Args:
+        name: Of the transport, for its offers.
+
     Attributes:
         num_violations: Streams ended because of what they sent.
     """
 
-    def __init__(self, pool: Pool, host: str) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        host: str,
+        name: str = "tcp",
+        open_lane: OpenLane = TcpLane,
+    ) -> None:
         self._pool, self._host = pool, host.strip("[]")
+        self._name, self._open_lane = name, open_lane
         self._peers: dict[PeerKey, _Peer] = {}
         self._changed = threading.Condition()
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
@@ -216,7 +295,7 @@ class TcpListener:
             secret=secret.hex(),
         )
         descriptor = msgspec.structs.asdict(offer)
-        return Admission(key, TransportOffer(name="tcp", descriptor=descriptor))
+        return Admission(key, TransportOffer(name=self._name, descriptor=descriptor))
 
     def permit(self, peer: PeerKey, room: Room, page_ids: Sequence[int]) -> None:
         """Accept headers of `room` inside these pages."""
@@ -282,7 +361,8 @@ class TcpListener:
                 self._strangers.release()
             try:
                 send_from(stream, [memoryview(ACCEPTED)])
-                self._receive_batches(stream, peer)
+                with contextlib.closing(self._open_lane(stream, self._pool.region)) as lane:
+                    self._receive_batches(stream, peer, lane)
             except PeerLost:
                 return None
             finally:
@@ -307,22 +387,20 @@ class TcpListener:
             peer.reading[stream] = None  # from here on `_serve` sees to it that it goes again
         return peer
 
-    def _receive_batches(self, stream: socket.socket, peer: _Peer) -> None:
+    def _receive_batches(self, stream: socket.socket, peer: _Peer, lane: Lane) -> None:
         try:
             while True:
-                self._receive_batch(stream, peer)
+                self._receive_batch(stream, peer, lane)
         except TransferRefused as error:
             self._count(error)
             send_from(stream, [memoryview(REFUSED)])
 
-    def _receive_batch(self, stream: socket.socket, peer: _Peer) -> None:
+    def _receive_batch(self, stream: socket.socket, peer: _Peer, lane: Lane) -> None:
         room, num_copies = HEADER.unpack(receive_exactly(stream, HEADER.size))
         if not 0 < num_copies <= MAX_COPIES:
             raise TransferRefused(f"a table of {num_copies} copies")
         batch = plan_of(receive_exactly(stream, num_copies * COPY_BYTES))
-        with self._open_pages(stream, peer, Room(room), batch):
-            pool = self._pool.region.buffer
-            receive_into(stream, [pool[to : to + size] for _, to, size in batch.copies()])
+        lane.receive(batch, partial(self._open_pages, stream, peer, Room(room)))
         send_from(stream, [memoryview(LANDED)])
 
     @contextlib.contextmanager

@@ -19,7 +19,7 @@ from tandem.frontend.server import listen, serving
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.sender import SenderTimeouts
 from tandem.kvtransfer.transports.base import Permits, Pool
-from tandem.kvtransfer.transports.tcp import open_stream
+from tandem.kvtransfer.transports.lanes import open_stream
 from tandem.wire import hand_off, messages
 from tandem.wire.channel import Codec, Link, wait
 from tandem.wire.errors import MessageInvalid, PeerLost, TransferRefused

@@ -40,7 +40,7 @@ LAYOUT = KVLayout(
 )
 ROOM = Room(1)
 # By the module of the library that each stands on, which need not be installed.
-OPTIONAL = {"nixl": "nixl_cu12"}
+OPTIONAL = {"nixl": "nixl_cu12", "ucx": "ucxx"}
 # Of files in /dev/shm: other processes run tests, too.
 OWN_NAME = f"conformance-{os.getpid()}"
 # Those whose writer copies by itself: a write ends although the owner is stopped.

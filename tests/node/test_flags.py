@@ -45,7 +45,7 @@ def test_the_flags_of_sglangs_disaggregation_are_understood():
 def test_a_node_on_a_gpu_takes_transports_that_reach_its_memory():
     config, _ = read("--device", "cuda:0")
     assert config.engine.device == "cuda:0"
-    read("--device", "cuda", "--tp", "2", "--transfer-backend", "cuda_ipc,nixl")
+    read("--device", "cuda", "--tp", "2", "--transfer-backend", "cuda_ipc,nccl")
     with pytest.raises(ConfigInvalid, match="--transfer-backend tcp does not reach"):
         read("--device", "cuda:0", "--transfer-backend", "cuda_ipc,tcp")
 

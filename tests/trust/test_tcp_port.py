@@ -13,7 +13,8 @@ from tandem.kvtransfer.plan import CopyPlan
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.base import Pool
-from tandem.kvtransfer.transports.tcp import TcpTransport, open_stream
+from tandem.kvtransfer.transports.lanes import open_stream
+from tandem.kvtransfer.transports.tcp import TcpTransport
 from tandem.kvtransfer.transports.tcp_stream import TcpOffer
 from tandem.wire.errors import PeerLost
 from tandem.wire.generation import Room

@@ -1,5 +1,5 @@
-"""Leaves out the tests of NIXL where its library does not work."""
+"""Leaves out the tests of transports whose libraries do not work here."""
 
 from tests.kvtransfer.makers import cross_process
 
-collect_ignore = [] if "nixl" in cross_process() else ["test_nixl.py"]
+collect_ignore = [f"test_{name}.py" for name in {"nixl", "ucx"} - {*cross_process()}]

@@ -9,91 +9,30 @@ import psutil
 import pytest
 
 from tandem.kvtransfer.layout import KVLayout
-from tandem.kvtransfer.plan import CopyPlan, PagedTokens, plan_copies
+from tandem.kvtransfer.plan import PagedTokens, plan_copies
 from tandem.kvtransfer.region import MemoryRegion
 from tandem.kvtransfer.transports import tcp_stream as frames
 from tandem.kvtransfer.transports.base import Pool, TransportConfig
-from tandem.kvtransfer.transports.tcp import TcpTransport, address_of, open_stream
-from tandem.kvtransfer.transports.tcp_stream import TcpOffer
+from tandem.kvtransfer.transports.tcp import TcpTransport, address_of
+from tandem.kvtransfer.transports.tcp_stream import TcpLane
 from tandem.wire.errors import ConfigInvalid, PeerLost, TransferRefused
-from tandem.wire.generation import Room
+from tests.kvtransfer.transports.lane_cases import (  # noqa: F401 - of every stream
+    PAGE_BYTES,
+    ROOM,
+    LaneRig,
+    copies,
+    test_a_table_that_lies_is_refused_unread_and_counted,
+    test_closing_from_another_thread_ends_a_write_that_hangs,
+    test_small_and_odd_copies_land_where_the_plan_says_and_nowhere_else,
+)
 from tests.patience import PATIENCE_S
-
-PAGE_BYTES, NUM_PAGES = 64 << 10, 32
-POOL_BYTES = PAGE_BYTES * NUM_PAGES
-ROOM = Room(1)
-
-
-def copies(*rows):
-    """Return a plan of (source, destination, size)."""
-    return CopyPlan(*np.array(rows, np.int64).reshape(-1, 3).T.copy())
-
-
-class Rig:
-    """A pool behind a listener, and raw streams to it: to say on them what no honest sender says."""
-
-    def __init__(self):
-        self.source = MemoryRegion.private(POOL_BYTES)
-        self.source.array()[:] = np.random.default_rng(0).integers(0, 256, POOL_BYTES, np.uint8)
-        self.pool = MemoryRegion.private(POOL_BYTES)
-        self.listener = TcpTransport().listen(Pool(self.pool, PAGE_BYTES, NUM_PAGES))
-        self.admission = self.listener.admit("127.0.0.1")
-        self.listener.permit(self.admission.peer, ROOM, range(NUM_PAGES))
-
-    def connect(self):
-        return TcpTransport().connect(self.admission.offer, self.source)
-
-    def stream(self):
-        """Return a stream that has proved the secret."""
-        return open_stream(TcpOffer(**self.admission.offer.descriptor))
-
-    def close(self):
-        self.listener.close()
-        self.source.close()
-        self.pool.close()
 
 
 @pytest.fixture
 def rig():
-    made = Rig()
+    made = LaneRig(TcpTransport(), TcpLane)
     yield made
     made.close()
-
-
-TWICE_THE_POOL = [(0, page * PAGE_BYTES, PAGE_BYTES) for page in range(NUM_PAGES)] * 2
-LIES = {
-    **{f"{n} copies": frames.HEADER.pack(ROOM, n) for n in (-1, 0, frames.MAX_COPIES + 1, 2**62)},
-    "before the pool": frames.table_of(ROOM, copies((0, -PAGE_BYTES, PAGE_BYTES))),
-    "past its end": frames.table_of(ROOM, copies((0, POOL_BYTES - 10, 11))),
-    "overflow": frames.table_of(ROOM, copies((0, 2**63 - 10, 100))),
-    "longer than it": frames.table_of(ROOM, copies((0, 0, POOL_BYTES + 1))),
-    "together longer than it": frames.table_of(ROOM, copies(*TWICE_THE_POOL)),
-    "empty": frames.table_of(ROOM, copies((0, 0, 0))),
-    "negative": frames.table_of(ROOM, copies((0, 0, -5))),
-    "another room": frames.table_of(2, copies((0, 0, PAGE_BYTES))),
-}
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_a_table_that_lies_is_refused_unread_and_counted(rig, lie):
-    with rig.stream() as stream:
-        stream.settimeout(PATIENCE_S)
-        stream.sendall(LIES[lie])
-        assert frames.receive_exactly(stream, 1) == frames.REFUSED
-    assert rig.listener.num_violations == 1
-
-
-@pytest.mark.parametrize("size_bytes", [1, 100, 4097])
-def test_small_and_odd_copies_land_where_the_plan_says_and_nowhere_else(rig, size_bytes):
-    rng = np.random.default_rng(size_bytes)
-    begin, to = (rng.permutation(POOL_BYTES // 5000)[:200] * 5000 for _ in range(2))
-    connection = rig.connect()
-    connection.write(ROOM, copies(*zip(begin, to, [size_bytes] * 200, strict=True)))
-    expected = np.zeros(POOL_BYTES, np.uint8)
-    for at, there in zip(begin, to, strict=True):
-        expected[there : there + size_bytes] = rig.source.array()[at : at + size_bytes]
-    assert (rig.pool.array() == expected).all()
-    connection.close()
 
 
 def test_a_stream_without_the_secret_is_cut(rig):
@@ -119,7 +58,7 @@ def test_a_peer_that_still_sends_is_cut_and_its_pages_are_waited_for(rig, monkey
 
     monkeypatch.setattr(frames, "receive_into", receive_slowly)
     cut = {"revoke": (rig.listener.revoke, (peer, ROOM)), "fence": (rig.listener.fence, (peer,))}
-    with rig.stream() as stream:
+    with rig.stream()[0] as stream:
         stream.settimeout(PATIENCE_S)
         stream.sendall(frames.table_of(ROOM, copies((0, 0, PAGE_BYTES))) + b"\xff" * 10)
         assert reading.wait(PATIENCE_S)

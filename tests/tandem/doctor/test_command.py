@@ -116,7 +116,7 @@ def row(name: str, status="ok") -> TransportRow:
 @pytest.mark.parametrize(
     ("rows", "wanted", "failed"),
     [
-        ([row("shm"), row("nixl", "missing"), row("mooncake", "warning")], (), []),
+        ([row("shm"), row("nixl", "missing"), row("ucx", "warning")], (), []),
         ([row("shm"), row("tcp", "warning")], (), ["tcp"]),
         ([row("shm", "missing"), row("tcp")], (), []),
         (

@@ -1,0 +1,112 @@
+"""What is the groups' own; what every transport does is in test_transports.py."""
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tandem.kvtransfer.transports.nccl import (
+    ASYNC_ERRORS,
+    SENDER,
+    GroupLane,
+    NcclGroup,
+    NcclTransport,
+)
+from tests.kvtransfer.transports.lane_cases import *  # noqa: F403
+from tests.kvtransfer.transports.lane_cases import LaneRig
+
+
+@pytest.fixture
+def rig():
+    made = LaneRig(
+        NcclTransport(),
+        lambda stream, region: GroupLane(stream, torch.from_numpy(region.array()), SENDER),
+    )
+    yield made
+    made.close()
+
+
+def test_the_global_group_of_the_process_is_left_alone(rig):
+    rig.connect().close()
+    assert not torch.distributed.is_initialized()
+
+
+# ── NCCL's own groups, with the parts of torch that need a GPU replaced ──────────────────────────
+
+
+class StandIn:
+    """In the place of `ProcessGroupNCCL`, which this build of torch may lack."""
+
+    class Options:
+        pass
+
+    def __init__(self, store, rank, num_ranks, options):
+        self.async_errors = [os.environ.get(ASYNC_ERRORS) for _ in range(10)]
+        if store == "broken":
+            raise RuntimeError("no group")
+
+
+class Stream:
+    def __init__(self, device, waited):
+        self.device, self.waited = device, waited
+
+    def synchronize(self):
+        self.waited.append(self.device)
+
+
+class Work:
+    def wait(self):
+        pass
+
+
+@pytest.fixture
+def waited(monkeypatch):
+    """Returns the devices whose stream was waited for."""
+    waited = []
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", StandIn, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(device, waited))
+    return waited
+
+
+def test_a_group_waits_for_the_device_of_its_pool_in_a_thread_that_set_none(waited):
+    group = NcclGroup(None, SENDER, torch.device("cuda:1"))
+    group.finish(Work())
+    group.settle()
+    assert waited == [torch.device("cuda:1")] * 2
+
+
+@pytest.fixture
+def switches_often():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("waited", "switches_often")
+@pytest.mark.parametrize("asked", [None, "3"])
+def test_groups_made_at_once_have_no_watchdog_and_leave_the_environment_as_it_was(
+    monkeypatch, asked
+):
+    if asked is None:
+        monkeypatch.delenv(ASYNC_ERRORS, raising=False)
+    else:
+        monkeypatch.setenv(ASYNC_ERRORS, asked)
+
+    def make(_):
+        return NcclGroup(None, SENDER, torch.device("cuda:1"))._group.async_errors
+
+    with ThreadPoolExecutor(4) as threads:
+        seen = {each for errors in threads.map(make, range(1000)) for each in errors}
+    assert seen == {"0"}
+    assert os.environ.get(ASYNC_ERRORS) == asked
+
+
+@pytest.mark.usefixtures("waited")
+def test_a_group_that_cannot_be_made_leaves_the_environment_as_it_was(monkeypatch):
+    monkeypatch.setenv(ASYNC_ERRORS, "3")
+    with pytest.raises(RuntimeError):
+        NcclGroup("broken", SENDER, torch.device("cuda:1"))
+    assert os.environ[ASYNC_ERRORS] == "3"

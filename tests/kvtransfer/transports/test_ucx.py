@@ -1,0 +1,41 @@
+"""What is UCX's own; what every transport does is in test_transports.py."""
+
+import pytest
+
+from tandem.kvtransfer.transports import lanes
+from tandem.kvtransfer.transports import tcp_stream as frames
+from tandem.kvtransfer.transports.lanes import open_stream
+from tandem.kvtransfer.transports.tcp_stream import TcpOffer
+from tandem.kvtransfer.transports.ucx import UcxLane, UcxTransport
+from tandem.wire.errors import PeerLost
+from tests.kvtransfer.transports.lane_cases import *  # noqa: F403
+from tests.kvtransfer.transports.lane_cases import POOL_BYTES, ROOM, LaneRig, copies
+from tests.patience import PATIENCE_S
+
+
+@pytest.fixture
+def rig():
+    made = LaneRig(UcxTransport(), UcxLane)
+    yield made
+    made.close()
+
+
+def test_a_handshake_longer_than_it_may_be_is_not_read(rig):
+    with open_stream(TcpOffer(**rig.admission.offer.descriptor)) as stream:
+        stream.settimeout(PATIENCE_S)
+        lanes.receive_blob(stream)
+        stream.sendall((lanes.MAX_BLOB_BYTES + 1).to_bytes(4, "little"))
+        with pytest.raises(PeerLost):
+            frames.receive_exactly(stream, 1)
+
+
+def test_a_message_longer_than_its_table_says_ends_the_peer_and_lands_nowhere_else(rig):
+    stream, lane = rig.stream()
+    with stream:
+        stream.sendall(frames.table_of(ROOM, copies((0, 0, 1000))))
+        assert frames.receive_exactly(stream, 1) == lanes.READY
+        with pytest.raises(PeerLost):
+            lane._send(copies((0, 0, POOL_BYTES)))
+            frames.receive_exactly(stream, 1)
+        lane.close()
+    assert not rig.pool.array()[1000:].any()
